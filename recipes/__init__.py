@@ -1,0 +1,1 @@
+"""Seeded recipes that write the datasets shipped with the project."""

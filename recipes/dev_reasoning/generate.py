@@ -1,0 +1,158 @@
+"""Write the training traces and the held-out questions: `python -m recipes.dev_reasoning.generate`.
+
+Both files are a pure function of the seed, byte for byte. Held-out questions are drawn first and their operands are
+then closed to training.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from recipes.dev_reasoning.shape import Draw, Problem, Template
+from recipes.dev_reasoning.strings import SYNTHETIC
+from recipes.dev_reasoning.templates_chain import CHAINS
+from recipes.dev_reasoning.templates_one import ONE_STEP
+from recipes.dev_reasoning.templates_rich import EDGE, GOLDEN
+
+SEED = 20
+TEMPLATES: tuple[Template, ...] = (*ONE_STEP, *CHAINS, *SYNTHETIC, *GOLDEN, *EDGE)
+
+DATASET = Path("datasets/dev-reasoning-v2/dataset.jsonl")
+DATASET_MANIFEST = Path("datasets/dev-reasoning-v2/manifest.json")
+EVALSET = Path("evalsets/eval_v2.jsonl")
+EVALSET_MANIFEST = Path("evalsets/eval_v2.manifest.json")
+
+# A model that knows only how often each answer occurs can then be right on at most 2 of 100 questions.
+SAME_ANSWER_HELD_OUT = 2
+# Draws without a new question before a template is called too narrow; the narrowest (sort_digits) needs under 40.
+PATIENCE = 2000
+
+Row = tuple[Template, Problem]
+
+
+def generate(seed: int = SEED) -> dict[Path, bytes]:
+    """All four files by their path below the root, as bytes."""
+    held_out, training = generate_rows(seed)
+    dataset = _lines([trace_record(row, f"dr2-{number:04d}") for number, row in enumerate(training, start=1)])
+    evalset = _lines([_question(row, f"ev2-{number:03d}") for number, row in enumerate(held_out, start=1)])
+    return {
+        DATASET: dataset,
+        DATASET_MANIFEST: _manifest(
+            "dev-reasoning-v2", dataset, seed, Counter(t.section for t, _ in training), training
+        ),
+        EVALSET: evalset,
+        EVALSET_MANIFEST: _manifest("eval_v2", evalset, seed, Counter(t.eval_section for t, _ in held_out), held_out),
+    }
+
+
+def generate_rows(seed: int = SEED) -> tuple[list[Row], list[Row]]:
+    """Held-out questions and training traces, as templates and problems."""
+    taken: set[tuple[str, ...]] = set()
+    return _held_out_rows(seed, taken), _training_rows(seed, taken)
+
+
+def _held_out_rows(seed: int, taken: set[tuple[str, ...]]) -> list[Row]:
+    answers: Counter[str] = Counter()
+    rows: list[Row] = []
+    for template in TEMPLATES:
+        draw = Draw(f"{seed}/held-out/{template.name}")
+        for _ in range(template.held_out):
+            problem = _fresh(template, draw, taken, full={a for a, n in answers.items() if n >= SAME_ANSWER_HELD_OUT})
+            answers[problem.answer] += 1
+            rows.append((template, problem))
+    sections = ("core", "trace", "edge")
+    return sorted(rows, key=lambda row: sections.index(row[0].eval_section))
+
+
+def _training_rows(seed: int, taken: set[tuple[str, ...]]) -> list[Row]:
+    rows: list[Row] = []
+    for template in TEMPLATES:
+        draw = Draw(f"{seed}/train/{template.name}")
+        rows += [(template, _fresh(template, draw, taken, full=set())) for _ in range(template.train)]
+    return Draw(f"{seed}/order").shuffled(rows)
+
+
+def _fresh(template: Template, draw: Draw, taken: set[tuple[str, ...]], full: set[str]) -> Problem:
+    """The next problem with operands new to this wording and an answer not in `full`; closes its operands."""
+    for _ in range(PATIENCE):
+        problem = template.build(draw)
+        key = template.key(problem)
+        if key not in taken and problem.answer not in full:
+            taken.add(key)
+            return problem
+    raise ValueError(
+        f"{template.name}: no new question in {PATIENCE} draws; widen its number ranges or ask for fewer rows"
+    )
+
+
+def trace_record(row: Row, identifier: str) -> dict:
+    """One line of the dataset."""
+    template, problem = row
+    return {
+        "id": identifier,
+        "prompt": problem.prompt,
+        "steps": [{"i": i, "type": kind, "content": text} for i, (kind, text) in enumerate(problem.steps)],
+        "final_answer": problem.answer,
+        "meta": {
+            "section": template.section,
+            "template": template.name,
+            "category": template.category,
+            "difficulty": template.difficulty,
+        },
+    }
+
+
+def _question(row: Row, identifier: str) -> dict:
+    template, problem = row
+    return {
+        "id": identifier,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "section": template.eval_section,
+        "category": template.category,
+        "template": template.name,
+        "difficulty": template.difficulty,
+    }
+
+
+def _lines(records: list[dict]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def _manifest(key: str, content: bytes, seed: int, sections: Counter[str], rows: list[Row]) -> bytes:
+    manifest = {
+        "key": key,
+        "rows": len(rows),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "generator": "recipes.dev_reasoning.generate",
+        "seed": seed,
+        "sections": dict(sorted(sections.items())),
+        "templates": dict(sorted(Counter(template.name for template, _ in rows).items())),
+    }
+    return (json.dumps(manifest, indent=2) + "\n").encode()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write dev-reasoning-v2 and its held-out questions.")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder that holds datasets/ and evalsets/")
+    parser.add_argument("--check-only", action="store_true", help="write nothing; exit 1 when a file differs")
+    options = parser.parse_args()
+    differing = 0
+    for path, content in generate(options.seed).items():
+        target = options.out / path
+        same = target.is_file() and target.read_bytes() == content
+        differing += not same
+        if not options.check_only:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        state = "unchanged" if same else "differs" if options.check_only else "written"
+        sys.stdout.write(f"{state:9}  {target}  {len(content)} bytes\n")
+    return 1 if options.check_only and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""tunix-rt: fine-tune a language model to show its reasoning, know that it fits, leave proof. Imports nothing."""
+
+__version__ = "0.1.0"

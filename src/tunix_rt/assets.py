@@ -1,0 +1,21 @@
+"""Where the things that ship with tunix-rt lie: in a clone at the root, in an installed wheel inside the package."""
+
+from pathlib import Path
+
+_PACKAGED = Path(__file__).parent / "packaged"
+_CLONE = Path(__file__).parents[2]
+
+# Kind of thing -> its place in a clone. In a wheel it is packaged/<kind> (pyproject.toml, force-include).
+_IN_A_CLONE = {"configs": "training/configs", "datasets": "datasets", "evalsets": "evalsets", "models": "models"}
+
+
+def search_path(kind: str) -> list[Path]:
+    """Folders in which things of this kind are looked for: the working directory first, then what was shipped."""
+    here = Path.cwd() / _IN_A_CLONE[kind]
+    shipped = _PACKAGED / kind if _PACKAGED.is_dir() else _CLONE / _IN_A_CLONE[kind]
+    return [here] if here == shipped else [here, shipped]
+
+
+def find(kind: str, name: str) -> Path | None:
+    """The first existing `name` on the search path of `kind`, or None."""
+    return next((folder / name for folder in search_path(kind) if (folder / name).exists()), None)

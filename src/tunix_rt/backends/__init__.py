@@ -1,0 +1,30 @@
+"""The engines. Each offers the same functions in the same order (`load`, `optimizer_steps`, `save`, `generate`); heavy
+libraries are imported here and nowhere else."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Progress = Callable[[str, int, int, str], None]
+"""Told as work goes on: (what, done, total, a note such as "loss 0.41, 4,512 tokens/s")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer update, as the engine saw it. `loss` is the mean over the target tokens of the whole step."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    target_tokens: int
+    tokens: int
+    seconds: float
+    peak_bytes: int
+    batch: str
+
+
+def load_backend(name: str) -> Any:
+    """The engine module for `training.backend`."""
+    return importlib.import_module(f"tunix_rt.backends.{name}_backend")

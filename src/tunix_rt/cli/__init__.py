@@ -1,0 +1,1 @@
+"""The command line: a command parses, calls one stage, renders. Stages are imported when a command runs."""

@@ -1,0 +1,59 @@
+"""The `tunix-rt` program: its verbs, and the one place where an error becomes words and an exit code."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from tunix_rt import __version__
+from tunix_rt.errors import TunixError
+
+# Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
+VERBS = {
+    "doctor": ("doctor", "Which device will be used on this computer, and why."),
+    "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
+    "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
+    "runs": ("runs", "List the runs in a folder, or show one."),
+    "evidence": ("evidence", "Check that a run folder is what it says."),
+}
+
+
+class Verbs(click.Group):
+    """A group that knows its verbs by name only, and turns a TunixError into two lines and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"tunix_rt.cli.{VERBS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs, in the order of the pipeline"):
+            formatter.write_dl([(name, words) for name, (_, words) in VERBS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TunixError as error:
+            report(error)
+            ctx.exit(error.exit_code)
+
+
+def report(error: TunixError) -> None:
+    """The only place that prints an error."""
+    click.echo(f"error: {error.problem}\n  fix: {error.fix}", err=True)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tunix-rt")
+def cli() -> None:
+    """Fine-tune a language model to show its reasoning, on the accelerator you really have."""
+
+
+def main() -> None:
+    cli.main(args=sys.argv[1:], prog_name="tunix-rt")

@@ -1,0 +1,202 @@
+"""How results look in a terminal. The only module that renders; rich is imported when something is shown."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from tunix_rt.cli.runs import RunDetail, RunSummary
+    from tunix_rt.evaluate.report import Row
+
+CURVE_COLUMNS = 60
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS = "_.-:=+*#"  # for a terminal that is not UTF-8
+WIDTH_OF_A_PIPE = 200
+
+
+def gib(size_bytes: float) -> str:
+    """`1.25 GiB`; four digits below a tenth, where two would say nothing."""
+    size = size_bytes / 2**30
+    return f"{size:.2f} GiB" if size >= 0.1 or size == 0 else f"{size:.4f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, `3 min 05 s`, `2 h 03 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = whole // 60
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(rate: float) -> str:
+    return f"{100 * rate:.1f} %"
+
+
+def printable(value: object) -> str:
+    """`value` as text that cannot steer the terminal: names and outputs in a run folder may come from a stranger."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
+
+
+def show_json(value: Any) -> None:
+    """`value` on stdout. Facts that are not known are left out, never null."""
+    print(json.dumps(_without_none(value), indent=2, allow_nan=False, ensure_ascii=True))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(printable(line))
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
+    """A table on stdout; the columns named in `numbers` are set to the right."""
+    _show(_table(columns, rows, numbers))
+
+
+def show_before_after(rows: "Sequence[Row]") -> None:
+    _show(_before_after(rows))
+
+
+def show_runs(runs: "Sequence[RunSummary]") -> None:
+    columns = ("run", "status", "steps", "final loss", "accuracy", "tags apart", "device", "when")
+    cells = [
+        (
+            run.folder,
+            run.status if not run.damaged else f"{run.status}; damaged: {', '.join(run.damaged)}",
+            _of(run.steps_completed, run.steps_planned),
+            "" if run.final_loss is None else f"{run.final_loss:.4f}",
+            _from_to(run.accuracy_before, run.accuracy_after),
+            _from_to(run.lenient_before, run.lenient_after),
+            run.device or "",
+            run.when or "",
+        )
+        for run in runs
+    ]
+    show_table(columns, cells, numbers=("steps", "final loss"))
+
+
+def show_run(run: "RunDetail") -> None:
+    """One run from top to bottom: what it is, its loss, its answers, its memory, where things lie."""
+    summary = run.summary
+    facts = [
+        ("run", summary.folder),
+        ("status", summary.status if run.reason is None else f"{summary.status}: {run.reason}"),
+        ("damaged", ", ".join(summary.damaged)),
+        ("model", run.model),
+        ("parameters", None if run.parameters is None else f"{run.parameters:,}"),
+        ("data", run.dataset),
+        ("device", summary.device),
+        ("steps", _of(summary.steps_completed, summary.steps_planned)),
+        ("time", None if run.seconds is None else duration(run.seconds)),
+        ("when", summary.when),
+        ("loss", _curve_text(run.losses)),
+        ("held-out loss", _curve_text(run.heldout)),
+        ("memory", _memory_text(run.predicted_bytes, run.measured_bytes)),
+    ]
+    _show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
+    if run.table:
+        show_before_after(run.table)
+    if run.paths:
+        _show(_table(("", ""), list(run.paths.items()), header=False))
+    for note in run.notes:
+        print(printable(f"note: {note}"))
+
+
+def sparkline(values: Sequence[float], *, columns: int = CURVE_COLUMNS, blocks: str = _BLOCKS) -> str:
+    """`values` as at most `columns` blocks, lowest to highest; each block is the mean of its share of the values."""
+    if not values:
+        return ""
+    columns = min(columns, len(values))
+    cuts = [index * len(values) // columns for index in range(columns + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
+    lowest, spread = min(means), max(means) - min(means)
+    if spread == 0:
+        return blocks[0] * columns
+    return "".join(blocks[round((mean - lowest) / spread * (len(blocks) - 1))] for mean in means)
+
+
+def _curve_text(points: Sequence[tuple[int, float]]) -> str | None:
+    if not points:
+        return None
+    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
+    curve = sparkline([loss for _, loss in points], blocks=_BLOCKS if encoding.startswith("utf") else _ASCII_BLOCKS)
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    lowest_step, lowest = min(points, key=lambda point: point[1])
+    return (
+        f"{curve}\n{first:.4f} at step {first_step}, {last:.4f} at step {last_step}, "
+        f"lowest {lowest:.4f} at step {lowest_step}"
+    )
+
+
+def _memory_text(predicted: int | None, measured: int | None) -> str | None:
+    parts = [
+        f"{word} {gib(size)}" for word, size in (("predicted", predicted), ("measured", measured)) if size is not None
+    ]
+    if predicted is not None and measured:
+        parts.append(f"prediction {100 * (predicted - measured) / measured:+.1f} %")
+    return ", ".join(parts) or None
+
+
+def _of(done: int | None, planned: int | None) -> str:
+    if done is None:
+        return ""
+    return f"{done}" if planned is None else f"{done} of {planned}"
+
+
+def _from_to(before: float | None, after: float | None) -> str:
+    if before is None and after is None:
+        return ""
+    return " -> ".join("?" if rate is None else percent(rate) for rate in (before, after))
+
+
+def _before_after(rows: "Sequence[Row]") -> "RenderableType":
+    columns = ("measure", "questions", "before", "after", "gain")
+    cells = [
+        (
+            row.measure,
+            row.items,
+            percent(row.before),
+            "" if row.after is None else percent(row.after),
+            "" if row.gain_points is None else f"{row.gain_points:+.1f} points",
+        )
+        for row in rows
+    ]
+    return _table(columns, cells, columns[1:])
+
+
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = (), *, header: bool = True
+) -> "RenderableType":
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
+    for name in columns:
+        drawn.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*("\n".join(printable(line) for line in str(cell).split("\n")) for cell in row))
+    return drawn
+
+
+def _show(what: "RenderableType") -> None:
+    _console().print(what)
+
+
+def _console() -> "Console":
+    """Plain text in, plain text out: no markup, emoji or highlighting in what a run folder says."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else WIDTH_OF_A_PIPE
+    return Console(markup=False, emoji=False, highlight=False, width=width)

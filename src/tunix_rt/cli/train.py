@@ -1,0 +1,76 @@
+"""`tunix-rt train`: the whole pipeline from one configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("config", required=False)
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
+@click.option("--model", help="Hub id, local folder, or a shipped model.")
+@click.option("--data", "--dataset", "dataset", help="Dataset key, or a JSONL file of traces.")
+@click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
+@click.option("--backend", help="torch or jax.")
+@click.option("--weights", help="pretrained or random.")
+@click.option("--max-steps", type=int, help="Optimizer steps.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated.")
+@click.option("--resume", is_flag=True, help="Continue the run in the output folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output.")
+def train(
+    config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
+) -> None:
+    """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
+    from tunix_rt.config import find_config, load_config
+
+    flags = {
+        "model.model_name_or_path": named["model"],
+        "model.weights": named["weights"],
+        "data.dataset": named["dataset"],
+        "training.device": named["device"],
+        "training.backend": named["backend"],
+        "training.max_steps": named["max_steps"],
+        "training.resume_from_checkpoint": "auto" if resume else None,
+    }
+    path = find_config(config) if config else None
+    run_and_show(load_config(path, overrides=overrides, flags=flags), output, as_json=as_json)
+
+
+def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
+    """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
+    from tunix_rt.cli import text
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.evaluate.report import table
+    from tunix_rt.pipeline import run_pipeline
+    from tunix_rt.rundir import RunDir, read_json
+
+    with watching() as progress:
+        report = run_pipeline(config, output, progress=progress)
+    run = RunDir(output)
+    if as_json:
+        text.show_json(read_json(run.result))
+        return
+    if report.comparison is not None:
+        _show_samples(run, report.comparison)
+        text.show_before_after(table(report.scores["before"], report.scores["after"]))
+        text.show_lines([report.comparison.sentence])
+    text.show_lines([f"Run folder: {output}  (tunix-rt runs show {output}; answers in {run.samples})"])
+
+
+SAMPLES_SHOWN = 2
+
+
+def _show_samples(run: Any, comparison: Any) -> None:
+    """A few of the answers that became right, before and after."""
+    from tunix_rt.cli import text
+    from tunix_rt.evaluate.report import read_predictions
+
+    before = {item.id: item for item in read_predictions(run.predictions("before"))}
+    after = {item.id: item for item in read_predictions(run.predictions("after"))}
+    for item_id in (*comparison.gained, *comparison.both_right, *comparison.both_wrong)[:SAMPLES_SHOWN]:
+        lines = [f"Q: {after[item_id].prompt}"]
+        for when, output in (("before", before[item_id].output), ("after", after[item_id].output)):
+            flat = " / ".join(part for part in output.splitlines() if part.strip())
+            lines.append(f"  {when:6}: {flat if len(flat) <= 160 else flat[:157] + '...'}")
+        text.show_lines([*lines, ""])

@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on: its words on stderr, with a progress bar on a terminal and plain lines elsewhere."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[str, int, int, str], None]
+PLAIN_EVERY = 4
+"""Plain progress lines per piece of work where there is no terminal."""
+
+
+@contextmanager
+def watching() -> Iterator[Progress]:
+    """A function to be told progress with. Log lines of tunix-rt are shown until the block ends."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    package = logging.getLogger("tunix_rt")
+    level = package.level
+    package.setLevel(logging.INFO)
+    shown = _bar(console) if console.is_terminal else _plain()
+    with shown as (handler, progress):
+        package.addHandler(handler)
+        try:
+            yield progress
+        finally:
+            package.removeHandler(handler)
+            package.setLevel(level)
+
+
+@contextmanager
+def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
+    from rich import progress as rich_progress
+
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TextColumn("{task.fields[note]}"),
+        rich_progress.TimeRemainingColumn(),
+    )
+    tasks: dict[str, rich_progress.TaskID] = {}
+
+    class Above(logging.Handler):
+        """Log lines go above the bar. Step lines are left to the bar; they are in training_log.txt."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if not record.getMessage().startswith("step ") or record.levelno > logging.INFO:
+                console.print(
+                    record.getMessage(), style="bold red" if record.levelno > logging.INFO else None, markup=False
+                )
+
+    with rich_progress.Progress(*columns, console=console) as bar:
+
+        def progress(what: str, done: int, total: int, note: str) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total, note="")
+            bar.update(tasks[what], completed=done, note=note)
+
+        yield Above(), progress
+
+
+@contextmanager
+def _plain() -> Iterator[tuple[logging.Handler, Progress]]:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+
+    def progress(what: str, done: int, total: int, note: str) -> None:
+        # Training has its own log lines; other long work says where it is a few times.
+        quarter = max(1, total // PLAIN_EVERY)
+        if not note and done % quarter == 0:
+            logging.getLogger("tunix_rt.cli").info("%s: %d of %d", what, done, total)
+
+    yield handler, progress

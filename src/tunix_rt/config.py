@@ -1,0 +1,409 @@
+"""Every setting of a run: `RunConfig`, its old spellings, and how file, `--set` and flags become one.
+
+Canonical names are the ones Hugging Face users type. A setting is honoured or refused by name, never ignored.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tunix_rt import assets
+from tunix_rt.errors import ConfigError
+
+MAX_CONFIG_BYTES = 1_000_000
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _none_for(*spellings: object) -> BeforeValidator:
+    """Spellings that mean "not set" elsewhere (`max_steps: -1` in Hugging Face's arguments)."""
+    return BeforeValidator(lambda value: None if value in spellings else value)
+
+
+def _same_as(table: Mapping[str, str]) -> BeforeValidator:
+    """Other words for a value: `gpu` is `cuda`, `adamw_torch` is `adamw`."""
+    return BeforeValidator(lambda value: table.get(value.lower(), value.lower()) if isinstance(value, str) else value)
+
+
+def _resume(value: object) -> object:
+    if value is True:
+        return "auto"
+    return None if value in (False, "none", "") else value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Model(Section):
+    model_name_or_path: str | None = None
+    """Hub id, local folder, or the name of a model shipped with tunix-rt (`tiny-gemma3`). There is no default model."""
+    revision: str = "main"
+    """Branch, tag or commit of a hub model; resolved to a commit before loading."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """`random` keeps architecture and size and draws the weights from the seed; never evidence of learning."""
+    tokenizer_name_or_path: str | None = None
+    """Where `tokenizer.json` lies, if not beside the model."""
+
+
+class Data(Section):
+    dataset: str | None = None
+    """Key of a dataset (`datasets/<key>`), or the path of a JSONL file of traces."""
+    max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 1024
+    """Tokens in a row, prompt and completion together."""
+    on_overflow: Literal["error", "drop", "truncate"] = "error"
+    """What becomes of a trace longer than `max_length`; what is dropped or cut is counted and said."""
+    packing: bool = True
+    """Several traces share a row; none of them sees its neighbours."""
+    completion_only_loss: bool = True
+    """Train on reasoning, answer and end-of-sequence; the question is masked."""
+    system_instruction: str | None = None
+    """A line put before every prompt, in training and in evaluation."""
+    validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    """Share of the traces held out of training, for the held-out loss."""
+
+
+class Training(Section):
+    backend: Literal["torch", "jax"] = "torch"
+    """The engine."""
+    device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], _same_as({"gpu": "cuda"})] = "auto"
+    """Asked for and not there is an error, never a fallback. `gpu` is another word for `cuda`."""
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16", "float16"],
+        _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+    ] = "float32"
+    """Type of weights and arithmetic."""
+    optim: Annotated[
+        Literal["adamw", "adafactor"], _same_as({"adamw_torch": "adamw", "adamw_torch_fused": "adamw"})
+    ] = "adamw"
+    """The optimizer."""
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
+    """Highest learning rate of the schedule."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape of the learning rate after warm-up; a pure function of the step."""
+    warmup_steps: Annotated[float, Field(ge=0, le=10**9)] = 0
+    """Steps of linear warm-up; a value below 1 is a share of all steps."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
+    adam_beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Fraction = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: Annotated[float, Field(ge=0, le=10**6)] = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them alone."""
+    num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
+    """Passes over the rows; fractions allowed."""
+    max_steps: Annotated[Count | None, _none_for(-1)] = None
+    """Optimizer steps; when set, wins over `num_train_epochs`."""
+    per_device_train_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 8
+    """Rows in one forward pass."""
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Forward passes in one optimizer step; does not change the loss."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of everything random: dropout, random weights, and the order of the rows unless `data_seed` is set."""
+    data_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seed of the order of the rows and of the held-out choice."""
+    eval_steps: Count | None = None
+    """Held-out loss every so many steps (and at the end)."""
+    save_steps: Count | None = None
+    """Checkpoint every so many steps (and at the end)."""
+    save_total_limit: Annotated[int, Field(ge=2, le=10**6)] = 2
+    """Checkpoints kept; at least two, because the newest may turn out damaged."""
+    logging_steps: Count = 10
+    """A line in the text log every so many steps; `metrics.jsonl` has every step."""
+    resume_from_checkpoint: Annotated[str | None, BeforeValidator(_resume)] = None
+    """`auto` (or true) continues the run in the output folder from its newest checkpoint that verifies."""
+    report_to: Literal["none", "tensorboard"] = "none"
+    """Where metrics go besides `metrics.jsonl`."""
+
+
+class Evaluation(Section):
+    enabled: bool = True
+    """Generate answers before and after training and score them."""
+    evalset: str | None = None
+    """Key of an eval set (`evalsets/<key>.jsonl`) or its path; without one, the held-out traces are asked."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 128
+    """Longest answer."""
+    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
+    """Questions answered at once; rows of one forward pass of the held-out loss."""
+
+
+class RunConfig(Section):
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+
+
+# Old or foreign spelling -> canonical name. The only place that knows history. A bare key belongs to the top level.
+OLD_NAMES = {
+    "model.name": "model.model_name_or_path",
+    "model.id": "model.model_name_or_path",
+    "model.model_id": "model.model_name_or_path",
+    "model.max_length": "data.max_length",
+    "model.dtype": "training.dtype",
+    "model.torch_dtype": "training.dtype",
+    "data.dataset_key": "data.dataset",
+    "data.dataset_name": "data.dataset",
+    "data.shuffle_seed": "training.data_seed",
+    "data.max_seq_length": "data.max_length",
+    "training.max_seq_length": "data.max_length",
+    "training.max_length": "data.max_length",
+    "training.packing": "data.packing",
+    "training.completion_only_loss": "data.completion_only_loss",
+    "training.num_steps": "training.max_steps",
+    "training.num_epochs": "training.num_train_epochs",
+    "training.epochs": "training.num_train_epochs",
+    "training.batch_size": "training.per_device_train_batch_size",
+    "training.per_device_batch_size": "training.per_device_train_batch_size",
+    "training.optimizer": "training.optim",
+    "training.lr": "training.learning_rate",
+    "training.lr_scheduler": "training.lr_scheduler_type",
+    "training.save_every_steps": "training.save_steps",
+    "training.eval_every_steps": "training.eval_steps",
+    "training.log_every_steps": "training.logging_steps",
+    "training.gradient_clip": "training.max_grad_norm",
+    "training.shuffle_seed": "training.data_seed",
+    "training.system_instruction": "data.system_instruction",
+    "training.per_device_eval_batch_size": "evaluation.per_device_eval_batch_size",
+    "evaluation.eval_set": "evaluation.evalset",
+    "batch_size": "training.per_device_train_batch_size",
+    "max_seq_length": "data.max_length",
+    "optimizer": "training.optim",
+    "dataset_name": "data.dataset",
+    "eval_set": "evaluation.evalset",
+}
+
+# Known elsewhere, not a setting here: what to write instead.
+INSTEAD = {
+    "output_dir": "give the folder on the command line: --output DIR",
+    "output": "give the folder on the command line: --output DIR",
+    "run_name": "a run is its folder: --output DIR",
+    "bf16": "training.dtype: bfloat16",
+    "fp16": "training.dtype: float16",
+    "warmup_ratio": "training.warmup_steps: a value below 1 is a share of all steps",
+    "no_cuda": "training.device: cpu",
+    "use_cpu": "training.device: cpu",
+    "trust_remote_code": "code from model repositories is never run; leave the key out",
+    "load_in_4bit": "every parameter is trained; leave the key out",
+    "eval_strategy": "training.eval_steps: N",
+    "save_strategy": "training.save_steps: N",
+    "use_peft": "every parameter is trained; leave the key out",
+}
+
+_HOME = {name: section for section, field in RunConfig.model_fields.items() for name in field.annotation.model_fields}  # type: ignore[union-attr]
+SETTINGS = frozenset(f"{section}.{name}" for name, section in _HOME.items())
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML without aliases (they can grow without bound) and without a key given twice (one would be lost)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of one YAML document, or a ConfigError that names source and line."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: {error.problem}", fix="correct the YAML") from error
+    except yaml.YAMLError as error:  # an unreadable character: its position, but no mark
+        raise ConfigError(f"{source}: {error}".replace("\n", " "), fix="save the file as UTF-8 text") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{source}: {str(error)[:200]}", fix="correct the YAML") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in the YAML file `path`."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES:,} bytes", fix="a configuration is a page of text")
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text", fix="save the file as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", fix="check the path and its permissions") from error
+    raw = parse_yaml(text, str(path))
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{path}: a {type(raw).__name__}, not settings", fix="write `section:` and `key: value` lines"
+        )
+    return raw
+
+
+def find_config(name: str) -> Path:
+    """The file `name`, or the shipped configuration of that name (with or without folder and `.yaml`)."""
+    if (path := Path(name)).is_file():
+        return path
+    stem = Path(name).name.removesuffix(".yaml")
+    if (shipped := assets.find("configs", f"{stem}.yaml")) is not None:
+        return shipped
+    known = sorted({p.stem for folder in assets.search_path("configs") for p in folder.glob("*.yaml")})
+    raise ConfigError(f"no configuration {name!r}", fix=f"give a file, or one of: {', '.join(known)}")
+
+
+def modernise(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    """Rename old keys and sort them into sections. Two spellings of one setting may agree, never differ."""
+    new: dict[str, dict[str, Any]] = {}
+    spelled: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in _leaves(raw, source):
+        name = OLD_NAMES.get(key, key)
+        if "." not in name and name in _HOME:
+            name = f"{_HOME[name]}.{name}"
+        if name not in SETTINGS:
+            unknown.append(key)
+            continue
+        section, leaf = name.split(".")
+        if name in spelled and new[section][leaf] != value:
+            raise ConfigError(
+                f"{source}: `{spelled[name]}` and `{key}` both set {name}, differently", fix=f"keep only `{name}`"
+            )
+        spelled[name] = key
+        new.setdefault(section, {})[leaf] = value
+    if len(unknown) == 1:
+        raise ConfigError(f"{source}: unknown setting `{unknown[0]}`", fix=_nearest(unknown[0]))
+    if unknown:
+        listed = "\n".join(f"  {key}: {_nearest(key)}" for key in unknown)
+        raise ConfigError(f"{source}: {len(unknown)} unknown settings\n{listed}", fix="see docs/reference/config.md")
+    return new
+
+
+def _leaves(raw: Mapping[Any, Any], source: str) -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{source}: {key!r} is not the name of a setting", fix="names are plain words")
+        if key not in RunConfig.model_fields:
+            yield key, value
+        elif isinstance(value, Mapping):
+            for leaf, inner in value.items():
+                yield f"{key}.{leaf}", inner
+        elif value is not None:  # an empty section is fine, a scalar where a section belongs is not
+            raise ConfigError(f"{source}: `{key}` is a section", fix=f"write its settings below `{key}:`")
+
+
+def _nearest(key: str) -> str:
+    leaf = key.rsplit(".", 1)[-1]
+    for name in (key, leaf, key.split(".")[0]):
+        if name in INSTEAD:
+            return INSTEAD[name]
+    if leaf in _HOME:
+        return f"`{leaf}` belongs in `{_HOME[leaf]}`"
+    names = {**dict.fromkeys(_HOME), **{old.rsplit(".", 1)[-1]: new for old, new in OLD_NAMES.items()}}
+    close = difflib.get_close_matches(leaf, names, n=1)
+    if not close:
+        return "see docs/reference/config.md for every setting"
+    name = names[close[0]] or f"{_HOME[close[0]]}.{close[0]}"
+    return f"did you mean `{name}`?"
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`section.key=value` as (name, value); the value is read as YAML."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"--set {text!r} has no `=`", fix="write --set section.key=value")
+    return name.strip(), parse_yaml(value, f"--set {name.strip()}")
+
+
+def build_config(raw: Mapping[str, Any], source: str) -> RunConfig:
+    """`raw` in any known spelling as a RunConfig, or one ConfigError with all mistakes."""
+    try:
+        return RunConfig.model_validate(modernise(raw, source))
+    except ValidationError as error:
+        mistakes = [_mistake(item) for item in error.errors(include_url=False)]
+        raise ConfigError(
+            f"{source}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes), fix="see docs/reference/config.md"
+        ) from error
+
+
+def _mistake(item: Any) -> str:
+    name = ".".join(str(part) for part in item["loc"] if isinstance(part, str) and not part.startswith("function-"))
+    shown = repr(item["input"])
+    message = item["msg"].removeprefix("Value error, ")
+    return f"  {name}: {message} (got {shown if len(shown) <= 60 else shown[:57] + '...'})"
+
+
+def load_config(
+    path: Path | None, *, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """File, then `--set`, then named flags, each over the one before. Raises ConfigError with every mistake."""
+    source = str(path) if path else "command line"
+    merged = modernise(read_yaml(path), source) if path else {}
+    later = [(dict([parse_override(text)]), f"--set {text}") for text in overrides]
+    later.append(({name: value for name, value in (flags or {}).items() if value is not None}, "command line"))
+    for names, said_by in later:
+        nested = modernise(_nest(names, said_by), said_by)
+        for section, settings in nested.items():
+            merged.setdefault(section, {}).update(settings)
+    return build_config(merged, source)
+
+
+def _nest(names: Mapping[str, Any], source: str) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in names.items():
+        section, dot, leaf = name.partition(".")
+        if not dot:
+            nested[name] = value
+        elif section in RunConfig.model_fields:
+            nested.setdefault(section, {})[leaf] = value
+        else:
+            raise ConfigError(f"{source}: unknown setting `{name}`", fix=_nearest(name))
+    return nested
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """Every setting in canonical spelling, the text of `config.yaml` in a run folder."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def require_runnable(config: RunConfig) -> None:
+    """Refuse by name what no engine honours yet, and what a run cannot do without."""
+    if not config.model.model_name_or_path:
+        raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
+    if config.model.revision == "flax":
+        raise ConfigError(
+            "model.revision: `flax` is a branch of msgpack weights, which are not read here",
+            fix="set model.revision: main (safetensors)",
+        )
+    if not config.data.dataset:
+        raise ConfigError("no dataset is named", fix="set data.dataset, or give --data")
+    training = config.training
+    if training.backend == "jax":
+        raise ConfigError("training.backend: this version has no jax engine", fix="set training.backend: torch")
+    if training.optim != "adamw":
+        raise ConfigError(
+            f"training.optim: the torch engine has no {training.optim} yet", fix="set training.optim: adamw"
+        )
+    if training.dtype in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"training.dtype: the torch engine does not train in {training.dtype} yet",
+            fix="set training.dtype: float32",
+        )

@@ -1,0 +1,55 @@
+"""Every refusal of tunix-rt, with its exit code.
+
+    TunixError            1   anything that fits nowhere else
+    ├── ConfigError       2   a setting is wrong, unknown, or not honoured by this engine
+    ├── InputError        3   data, model or tokenizer is wrong or not to be had
+    ├── HardwareError     4   the device that was asked for is not the device that is there
+    ├── DoesNotFitError   5   the predicted memory is above what the device has
+    ├── EvidenceError     6   a run folder or bundle does not verify
+    ├── Preempted         7   stopped by a signal; the work up to the last committed step is kept
+    └── StorageError      8   the disk is full, read-only or failing
+
+An error has two parts: what is wrong, with names and numbers, and the way out. They are printed in one place, `cli/main.py`.
+"""
+
+
+class TunixError(Exception):
+    """What is wrong (`problem`) and the way out (`fix`)."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, fix: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  fix: {self.fix}"
+
+
+class ConfigError(TunixError):
+    exit_code = 2
+
+
+class InputError(TunixError):
+    exit_code = 3
+
+
+class HardwareError(TunixError):
+    exit_code = 4
+
+
+class DoesNotFitError(TunixError):
+    exit_code = 5
+
+
+class EvidenceError(TunixError):
+    exit_code = 6
+
+
+class Preempted(TunixError):
+    exit_code = 7
+
+
+class StorageError(TunixError):
+    exit_code = 8

@@ -1,0 +1,53 @@
+"""Ask the model every question of an eval set and write down what it said and how it scored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tunix_rt.backends import Progress
+from tunix_rt.config import RunConfig
+from tunix_rt.data.render import prompt_ids
+from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.data.trace import EvalItem
+from tunix_rt.evaluate.score import Prediction, Scores, judge, score_predictions
+from tunix_rt.rundir import RunDir, write_json, write_jsonl
+
+
+def evaluate_model(
+    backend: Any,
+    engine: Any,
+    *,
+    when: str,
+    items: Sequence[EvalItem],
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    run: RunDir,
+    progress: Progress,
+) -> tuple[list[Prediction], Scores]:
+    """Greedy answers to `items`, in their order, scored; `eval/<when>.json` and the predictions are written."""
+    prompts = [prompt_ids(item.prompt, tokenizer, config.data.system_instruction) for item in items]
+    outputs: dict[int, str] = {}
+    for index, ids in backend.generate(
+        engine,
+        prompts,
+        max_new_tokens=config.evaluation.max_new_tokens,
+        batch_size=config.evaluation.per_device_eval_batch_size,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+    ):
+        outputs[index] = tokenizer.decode(ids)
+        progress(f"evaluate {when}", len(outputs), len(items), "")
+    predictions = [
+        judge(
+            id=item.id,
+            prompt=item.prompt,
+            expected=item.answer,
+            output=outputs[index],
+            section=item.section,
+            category=item.category,
+        )
+        for index, item in enumerate(items)
+    ]
+    scores = score_predictions(predictions, when=when)
+    write_jsonl(run.predictions(when), list(predictions))
+    write_json(run.scores(when), scores)
+    return predictions, scores

@@ -1,0 +1,357 @@
+"""Is a run folder still what the run left behind? `SHA256SUMS` over its files, and the chain through its metrics.
+
+No problems means that the folder is consistent with itself. It was not replayed: whoever rewrites all files, the chain
+and the hashes together is found only by running the steps again.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tunix_rt.errors import EvidenceError, StorageError
+from tunix_rt.rundir import RESULT_STATUS, RunDir, sha256_file, write_text
+
+MEANING = "consistent with itself; not replayed"
+RESULT_SCHEMA = "tunix-rt/result/1"
+
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_REQUIRED_IN_METRICS = ("step", "loss", "loss_hex", "prev")
+
+
+def write_hashes(run: RunDir) -> Path:
+    """Write `SHA256SUMS`, readable by `sha256sum -c`. A link, a special file or an odd name is an EvidenceError."""
+    names, problems = _list_files(run.root)
+    if problems:
+        raise EvidenceError(
+            f"{run.root} cannot be hashed\n" + "\n".join(f"  {problem}" for problem in problems),
+            fix="a run folder holds plain files with plain names; remove what is listed",
+        )
+    write_text(run.hashes, "".join(f"{sha256_file(run.root / name)}  {name}\n" for name in names))
+    return run.hashes
+
+
+def list_problems(folder: Path) -> list[str]:
+    """Every way the run in `folder` contradicts its hashes or itself; an empty list means it verifies. Never raises."""
+    if not os.path.isdir(folder):
+        return [f"{folder} is not a folder"]
+    run = RunDir(folder)
+    return _hash_problems(run) + _chain_problems(run) + _result_problems(run) + _score_problems(run)
+
+
+# --- the files against SHA256SUMS -------------------------------------------------------------------------------------
+
+
+def _list_files(root: Path) -> tuple[list[str], list[str]]:
+    """Relative POSIX names of all files that are covered, sorted; and what cannot be covered, as problems."""
+    names: list[str] = []
+    problems: list[str] = []
+    pending = [root]
+    while pending:
+        folder = pending.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError as error:
+            problems.append(f"cannot be listed: {_shown(folder.relative_to(root).as_posix())}: {error.strerror}")
+            continue
+        for entry in entries:
+            name = Path(entry.path).relative_to(root).as_posix()
+            if _is_staged_or_own(name):
+                continue
+            if fault := _name_fault(name):
+                problems.append(f"{fault}: {_shown(name)}")
+            elif entry.is_symlink():
+                problems.append(f"a symbolic link: {name}")
+            elif entry.is_dir(follow_symlinks=False):
+                pending.append(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                names.append(name)
+            else:
+                problems.append(f"not a regular file: {name}")
+    return sorted(names), sorted(problems)
+
+
+def _is_staged_or_own(name: str) -> bool:
+    """The lock, SHA256SUMS itself, and what a crash left half-staged (`.x.json.staged`, `.staged-step-000050/`)."""
+    if name in (".lock", "SHA256SUMS"):
+        return True
+    return any(
+        part.startswith(".staged-") or (part.startswith(".") and part.endswith(".staged")) for part in name.split("/")
+    )
+
+
+def _name_fault(name: str) -> str | None:
+    """Why `name` cannot stand in SHA256SUMS. `sha256sum` escapes backslashes and newlines; we refuse them."""
+    if "\\" in name or any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+        return "a name with a backslash or control character"
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        return "a name that is not UTF-8"
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or path.as_posix() != name:
+        return "not a plain relative path"
+    return None
+
+
+def _hash_problems(run: RunDir) -> list[str]:
+    present, problems = _list_files(run.root)
+    if run.hashes.is_symlink():
+        return [*problems, "a symbolic link: SHA256SUMS"]
+    data, unread = _read_bytes(run.hashes)
+    if data is None:
+        return [*problems, unread]
+    claimed, malformed = _parse_hashes(data)
+    problems += malformed
+    problems += [f"missing: {name}" for name in sorted(claimed.keys() - set(present))]
+    problems += [f"not in SHA256SUMS: {name}" for name in present if name not in claimed]
+    for name in present:
+        if name in claimed:
+            try:
+                if sha256_file(run.root / name) != claimed[name]:
+                    problems.append(f"changed: {name}")
+            except StorageError as error:
+                problems.append(f"cannot be read: {name}: {error.problem}")
+    return problems
+
+
+def _parse_hashes(data: bytes) -> tuple[dict[str, str], list[str]]:
+    claimed: dict[str, str] = {}
+    problems: list[str] = []
+    *lines, rest = data.split(b"\n")
+    if rest:
+        problems.append("SHA256SUMS does not end with a newline")
+        lines.append(rest)
+    for number, line in enumerate(lines, start=1):
+        match = _LINE.fullmatch(line.decode("utf-8", "surrogateescape"))
+        if match is None:
+            problems.append(f"SHA256SUMS:{number}: malformed line")
+        elif fault := _name_fault(match[2]):
+            problems.append(f"SHA256SUMS:{number}: {fault}: {_shown(match[2])}")
+        elif _is_staged_or_own(match[2]):
+            problems.append(f"SHA256SUMS:{number}: not a file of the run: {match[2]}")
+        elif match[2] in claimed:
+            problems.append(f"SHA256SUMS:{number}: listed twice: {match[2]}")
+        else:
+            claimed[match[2]] = match[1]
+    return claimed, problems
+
+
+# --- the metrics against themselves -----------------------------------------------------------------------------------
+
+
+def _chain_problems(run: RunDir) -> list[str]:
+    """Each line holds the SHA-256 of the line before it, the first that of `precommit.json`; steps count from 1."""
+    if not os.path.exists(run.metrics):
+        return []
+    problems: list[str] = []
+    lines, unread = _metrics_lines(run)
+    if unread:
+        problems.append(unread)
+    precommit, unread = _read_bytes(run.precommit)
+    if precommit is None:
+        problems.append(unread)
+    prev = None if precommit is None else hashlib.sha256(precommit).hexdigest()
+    for number, line in enumerate(lines, start=1):
+        problems += [f"metrics.jsonl:{number}: {fault}" for fault in _line_faults(line, number, prev)]
+        prev = hashlib.sha256(line).hexdigest()
+    return problems
+
+
+def _metrics_lines(run: RunDir) -> tuple[list[bytes], str]:
+    """The lines without their newlines, and why they could not all be had. A torn last line is not among them."""
+    data, unread = _read_bytes(run.metrics)
+    if data is None:
+        return [], unread
+    *lines, rest = data.split(b"\n")
+    return lines, f"metrics.jsonl:{len(lines) + 1}: the last line is torn" if rest else ""
+
+
+def _line_faults(line: bytes, step: int, prev: str | None) -> Iterator[str]:
+    metrics = _parse_object(line)
+    if isinstance(metrics, str):
+        yield metrics
+        return
+    absent = [key for key in _REQUIRED_IN_METRICS if key not in metrics]
+    if absent:
+        yield f"without {', '.join(absent)}"
+    if "step" in metrics and not _is_count(metrics["step"], step):
+        yield f"step is {_shown(metrics['step'])}, not {step}"
+    if "prev" in metrics and prev is not None and metrics["prev"] != prev:
+        yield "the chain is broken: prev is not the hash of " + ("precommit.json" if step == 1 else "the line before")
+    if "loss" in metrics and "loss_hex" in metrics and not _is_exact(metrics["loss"], metrics["loss_hex"]):
+        yield f"loss {_shown(metrics['loss'])} is not loss_hex {_shown(metrics['loss_hex'])}"
+
+
+# --- result.json and the scores against the rest ----------------------------------------------------------------------
+
+
+def _result_problems(run: RunDir) -> list[str]:
+    data, unread = _read_bytes(run.result)
+    if data is None:
+        return [f"{unread} (the run has not ended)" if not os.path.exists(run.result) else unread]
+    result = _parse_object(data)
+    if isinstance(result, str):
+        return [f"result.json: {result}"]
+    return [f"result.json: {fault}" for fault in (*_result_faults(result), *_ending_faults(run, result))]
+
+
+def _result_faults(result: Mapping[str, Any]) -> Iterator[str]:
+    if result.get("schema") != RESULT_SCHEMA:
+        yield f"schema is {_shown(result.get('schema'))}, not {RESULT_SCHEMA!r}"
+    status = result.get("status")
+    if status not in RESULT_STATUS:
+        yield f"status is {_shown(status)}, none of {', '.join(RESULT_STATUS)}"
+    elif "exit_code" in result and (status == "completed") != _is_count(result["exit_code"], 0):
+        yield f"status is {status} with exit code {_shown(result['exit_code'])}"
+    planned, completed = result.get("steps_planned"), result.get("steps_completed")
+    if status == "completed" and "steps_planned" in result and not _is_count(completed, planned):
+        yield f"completed with {_shown(completed)} of {_shown(planned)} steps"
+    for name in _nulls(result):
+        yield f"{_shown(name)} is null; what is not known is left out"
+
+
+def _ending_faults(run: RunDir, result: Mapping[str, Any]) -> Iterator[str]:
+    """What the result says of the last step against the last line of the metrics.
+
+    A completed run says it all. One that was stopped or failed may leave facts out, but those it states must be true.
+    """
+    lines, _ = _metrics_lines(run)  # none when the file is missing
+    said = set(result) | ({"steps_completed"} if result.get("status") == "completed" else set())
+    if "steps_completed" in said and not _is_count(result.get("steps_completed"), len(lines)):
+        yield f"steps_completed is {_shown(result.get('steps_completed'))}, metrics.jsonl has {len(lines)} lines"
+    if not lines:
+        for key in ("final_loss", "final_loss_hex", "metrics_head"):
+            if key in said:
+                yield f"{key} without a step in metrics.jsonl"
+        return
+    if result.get("status") == "completed":
+        said |= {"final_loss", "final_loss_hex", "metrics_head"}
+    last = _parse_object(lines[-1])
+    last_hex = last.get("loss_hex") if isinstance(last, dict) else None
+    if "final_loss_hex" in said and (not isinstance(last_hex, str) or result.get("final_loss_hex") != last_hex):
+        yield f"final_loss_hex is {_shown(result.get('final_loss_hex'))}, the last line has {_shown(last_hex)}"
+    if "final_loss" in said and not _is_exact(result.get("final_loss"), last_hex):
+        yield f"final_loss {_shown(result.get('final_loss'))} is not the loss of the last line"
+    if "metrics_head" in said and result.get("metrics_head") != hashlib.sha256(lines[-1]).hexdigest():
+        yield "metrics_head is not the hash of the last line of metrics.jsonl"
+
+
+def _score_problems(run: RunDir) -> list[str]:
+    """The scores in `eval/*.json` and in the result against the verdicts in `eval/predictions-*.jsonl`."""
+    problems = []
+    result = _parse_object(_read_bytes(run.result)[0] or b"")
+    told = result.get("scores") if isinstance(result, dict) else None
+    for when in ("before", "after"):
+        of_result = told.get(when) if isinstance(told, dict) else None
+        if not os.path.exists(run.scores(when)) and not os.path.exists(run.predictions(when)):
+            if of_result is not None:
+                problems.append(f"result.json: scores.{when} without eval/predictions-{when}.jsonl")
+            continue
+        scores = _parse_object(_read_bytes(run.scores(when))[0] or b"")
+        counted = _count_verdicts(_read_bytes(run.predictions(when))[0] or b"")
+        if isinstance(scores, str) or counted is None:
+            problems.append(f"eval/{when}.json or eval/predictions-{when}.jsonl is missing or is not JSON")
+            continue
+        problems += [
+            f"eval/{when}.json: {key} is {_shown(scores.get(key))}, the predictions give {value}"
+            for key, value in counted.items()
+            if scores.get(key) != value
+        ]
+        problems += [
+            f"result.json: scores.{when}.{key} is {_shown(of_result[key])}, the predictions give {value}"
+            for key, value in counted.items()
+            if isinstance(of_result, dict) and key in of_result and of_result[key] != value
+        ]
+    return problems
+
+
+def _count_verdicts(data: bytes) -> dict[str, float] | None:
+    """Counts and rates over the lines of a predictions file; None when it has no line or one that is no object."""
+    lines = [_parse_object(line) for line in data.removesuffix(b"\n").split(b"\n")]
+    verdicts = [line for line in lines if isinstance(line, dict)]
+    if len(verdicts) < len(lines):
+        return None
+    strict, lenient, formed = (
+        sum(line.get(key) is True for line in verdicts) for key in ("strict", "lenient", "well_formed")
+    )
+    items = len(verdicts)
+    return {
+        "items": items,
+        "correct": strict,
+        "correct_lenient": lenient,
+        "well_formed": formed,
+        "accuracy": strict / items,
+        "accuracy_lenient": lenient / items,
+        "format_rate": formed / items,
+    }
+
+
+# --- reading what may be garbage --------------------------------------------------------------------------------------
+
+
+def _read_bytes(path: Path) -> tuple[bytes | None, str]:
+    """The content, or None and why not. Only a regular file is opened: a pipe would wait for ever."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None, f"{path.name} is not a regular file"
+        return path.read_bytes(), ""
+    except FileNotFoundError:
+        return None, f"{path.name} is missing"
+    except OSError as error:
+        return None, f"{path.name} cannot be read: {error.strerror}"
+
+
+def _parse_object(data: bytes) -> dict[str, Any] | str:
+    """The JSON object in `data`, or what is wrong with it. A key given twice would hide one of its values."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(keys := dict(pairs)) < len(pairs):
+            raise ValueError("a key is given twice")
+        return keys
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is not a number")
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=once, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        return f"not JSON: {error.msg}"
+    except UnicodeDecodeError:
+        return "not UTF-8 text"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    return value if isinstance(value, dict) else "not a JSON object"
+
+
+def _is_count(value: Any, wanted: Any) -> bool:
+    return type(value) is int and value == wanted
+
+
+def _is_exact(value: Any, written: Any) -> bool:
+    """Whether `written` is the hexadecimal spelling of the float `value`."""
+    return isinstance(value, float) and math.isfinite(value) and value.hex() == written
+
+
+def _nulls(value: Any) -> list[str]:
+    """Dotted names of all nulls. No recursion: what arrives may be nested deeper than Python's stack."""
+    found: list[str] = []
+    pending: list[tuple[str, Any]] = [("", value)]
+    while pending:
+        name, inner = pending.pop()
+        if inner is None:
+            found.append(name)
+        pairs = inner.items() if isinstance(inner, dict) else enumerate(inner) if isinstance(inner, list) else ()
+        pending += [(f"{name}.{key}" if name else str(key), deeper) for key, deeper in pairs]
+    return sorted(found)
+
+
+def _shown(value: Any) -> str:
+    """`value` in one short printable line; of a list or an object only that it is one."""
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__}"
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,114 @@
+"""Which source made a run: one hash over the package's files, and the way back from that hash to a commit.
+
+A run may happen on a machine without the repository's history, so it records the hash; the commit is found later. The
+same hash by hand:
+
+    cd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum
+"""
+
+import hashlib
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tunix_rt.errors import EvidenceError
+from tunix_rt.rundir import sha256_file, sha256_text
+
+SOURCE_FOLDER = "src/tunix_rt"
+NEWEST_COMMITS = 500
+
+
+def source_hash(package_root: Path) -> tuple[str, dict[str, str]]:
+    """One hash over all `*.py` below `package_root`, and the hash of each by its path relative to it."""
+    files = {
+        path.relative_to(package_root).as_posix(): sha256_file(path)
+        for path in package_root.rglob("*.py")
+        if path.is_file() and not path.is_symlink()
+    }
+    return _combined(files), dict(sorted(files.items()))
+
+
+def _combined(files: Mapping[str, str]) -> str:
+    return sha256_text("".join(f"{digest}  {path}\n" for path, digest in sorted(files.items())))
+
+
+def find_commit(source_sha256: str, repo: Path) -> str | None:
+    """The oldest of the newest 500 commits whose package gives that hash, or None.
+
+    The oldest, because later commits that leave the source alone have the same hash and must not change the answer.
+    """
+    listed = _git(repo, "rev-list", "--exclude=refs/stash", "--all", f"--max-count={NEWEST_COMMITS}").decode().split()
+    found = None
+    by_tree: dict[str, str] = {}
+    by_blob: dict[str, str] = {}
+    with _object_reader(repo) as objects:
+        for commit in listed:
+            tree = objects.read(f"{commit}:{SOURCE_FOLDER}")
+            if tree is None:
+                continue
+            if tree.id not in by_tree:
+                by_tree[tree.id] = _hash_of_tree(repo, tree.id, objects, by_blob)
+            if by_tree[tree.id] == source_sha256:
+                found = commit
+    return found
+
+
+def _hash_of_tree(repo: Path, tree: str, objects: "_Objects", by_blob: dict[str, str]) -> str:
+    files: dict[str, str] = {}
+    for entry in _git(repo, "ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0"):
+        facts, _, path = entry.partition(b"\t")
+        if not path.endswith(b".py") or not facts.startswith(b"100"):  # regular files: no links, no submodules
+            continue
+        blob = facts.split()[2].decode()
+        if blob not in by_blob:
+            content = objects.read(blob)
+            if content is None:
+                raise EvidenceError(f"{repo}: object {blob} is missing", fix="fetch the whole history, then try again")
+            by_blob[blob] = hashlib.sha256(content.data).hexdigest()
+        files[path.decode("utf-8", "surrogateescape")] = by_blob[blob]
+    return _combined(files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GitObject:
+    id: str
+    data: bytes
+
+
+class _Objects:
+    """One `git cat-file --batch` for all reads: a process per object would take minutes over a long history."""
+
+    def __init__(self, ask: IO[bytes], answer: IO[bytes]) -> None:
+        self._ask = ask
+        self._answer = answer
+
+    def read(self, name: str) -> _GitObject | None:
+        self._ask.write(name.encode() + b"\n")
+        self._ask.flush()
+        header = self._answer.readline().split()
+        if len(header) != 3:  # "<name> missing"
+            return None
+        data = self._answer.read(int(header[2]))
+        self._answer.read(1)  # the newline after the content
+        return _GitObject(id=header[0].decode(), data=data)
+
+
+@contextmanager
+def _object_reader(repo: Path) -> Iterator[_Objects]:
+    command = ["git", "-C", str(repo), "cat-file", "--batch"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None and process.stdout is not None
+        yield _Objects(process.stdin, process.stdout)
+
+
+def _git(repo: Path, *arguments: str) -> bytes:
+    try:
+        return subprocess.run(["git", "-C", str(repo), *arguments], capture_output=True, check=True).stdout
+    except FileNotFoundError as error:
+        raise EvidenceError("git is not installed", fix="install git, or look the commit up elsewhere") from error
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode("utf-8", "replace").strip()
+        raise EvidenceError(f"{repo}: {said}", fix="point at a clone of the repository") from error

@@ -1,0 +1,211 @@
+"""The loop computes one loss, however its rows are cut, packed, padded, interrupted or repeated."""
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tunix_rt.backends import torch_backend as engine_of
+from tunix_rt.config import Training
+from tunix_rt.data.pack import batch_of_step, collate, make_rows
+from tunix_rt.data.registry import find_dataset, read_traces
+from tunix_rt.data.render import render_all
+from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.models import resolve_model
+
+FAMILIES = ["gemma3", "llama", "gpt2"]
+TRAINING = Training(learning_rate=1e-3, warmup_steps=2, max_grad_norm=1.0, weight_decay=0.01)
+
+
+def load(folder, dtype="float64", weights="random"):
+    return engine_of.load(resolve_model(str(folder), weights=weights), device="cpu", dtype=dtype, seed=3)
+
+
+def examples_for(folder, count=24):
+    traces = read_traces(find_dataset("dev-reasoning-v2"))[:count]
+    return render_all(traces, load_tokenizer(folder), max_length=128).examples
+
+
+def losses(engine, rows, *, micro, accumulation, steps=6, first=1, optimizer=None, training=TRAINING):
+    optimizer = optimizer or engine_of.make_optimizer(engine, training)
+    batches = partial(batch_of_step, rows, micro_batch_size=micro, accumulation=accumulation, seed=5, pad_id=0)
+    walked = engine_of.optimizer_steps(engine, optimizer, batches, training, first=first, total=first + steps - 1)
+    return [step.loss for step in walked]
+
+
+def digest(engine):
+    content = b"".join(p.detach().numpy().tobytes() for _, p in sorted(engine.model.named_parameters()))
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accumulation_1x8_2x4_8x1_give_one_curve_in_float64(small_model, family):
+    folder = small_model(family)
+    rows = make_rows(examples_for(folder), max_length=128, packing=False)
+    curves = [losses(load(folder), rows, micro=micro, accumulation=8 // micro) for micro in (1, 2, 8)]
+    np.testing.assert_allclose(curves[1], curves[0], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(curves[2], curves[0], rtol=0, atol=1e-9)
+
+
+def test_accumulation_gives_one_curve_over_20_steps_in_float32(small_model):
+    folder = small_model("gemma3")
+    rows = make_rows(examples_for(folder), max_length=128, packing=False)
+    curves = [losses(load(folder, "float32"), rows, micro=m, accumulation=8 // m, steps=20) for m in (1, 2, 8)]
+    assert curves[0][-1] < curves[0][0]
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
+    np.testing.assert_allclose(curves[2], curves[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"), [(f, "float64", 1e-9) for f in FAMILIES] + [("gemma3", "float32", 1e-5)]
+)
+def test_packed_rows_have_the_loss_of_their_examples_alone(small_model, family, dtype, tolerance):
+    folder = small_model(family)
+    engine, examples = load(folder, dtype), examples_for(folder)
+    alone = make_rows(examples, max_length=128, packing=False)
+    packed = make_rows(examples, max_length=200, packing=True)
+    assert len(packed) < len(alone) / 2
+    loss_alone, targets_alone = engine_of.heldout_loss(engine, alone, batch_size=5, pad_id=0)
+    loss_packed, targets_packed = engine_of.heldout_loss(engine, packed, batch_size=3, pad_id=0)
+    assert targets_packed == targets_alone
+    assert loss_packed == pytest.approx(loss_alone, rel=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_packed_rows_equal_those_of_the_examples_alone(small_model, family):
+    folder = small_model(family)
+    examples = examples_for(folder, count=6)
+    gradients = []
+    for packing in (False, True):
+        engine = load(folder)
+        micro = collate(make_rows(examples, max_length=200, packing=packing), pad_id=0)
+        engine_of.summed_loss(engine.model, *engine_of._on_device(micro, engine.device)).backward()
+        gradients.append({name: p.grad.clone() for name, p in engine.model.named_parameters()})
+    for name, alone in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], alone, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_example_does_not_notice_its_neighbour(small_model, family):
+    folder = small_model(family)
+    engine, examples = load(folder), examples_for(folder, count=2)
+    row = make_rows(examples, max_length=200, packing=True)[0]
+    boundary = int(np.flatnonzero(row.positions == 0)[1])
+    changed = row.ids.copy()
+    changed[1:boundary] = (changed[1:boundary] * 7 + 11) % 1024
+    states = []
+    for ids in (row.ids, changed):
+        micro = collate([replace(row, ids=ids)], pad_id=0)
+        tensors = engine_of._on_device(micro, engine.device)
+        with torch.no_grad():
+            states.append(
+                engine.model.base_model(
+                    input_ids=tensors[0], position_ids=tensors[2], use_cache=False
+                ).last_hidden_state[0]
+            )
+    assert not torch.allclose(states[0][1:boundary], states[1][1:boundary])
+    torch.testing.assert_close(states[1][boundary:], states[0][boundary:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.reference
+def test_a_real_pretrained_model_has_one_loss_packed_and_alone(reference_model):
+    engine = load(reference_model, weights="pretrained")
+    ids = load_tokenizer(reference_model).encode(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside."
+    )
+    row = make_rows_of([ids, ids[: len(ids) // 2]])
+    packed, _ = engine_of.heldout_loss(engine, row(packing=True), batch_size=1, pad_id=0)
+    alone, _ = engine_of.heldout_loss(engine, row(packing=False), batch_size=2, pad_id=0)
+    assert packed == pytest.approx(alone, rel=1e-9)
+    assert alone < 3.0, "a wrong loader gives over 10 nats on this sentence"
+
+
+def make_rows_of(sequences):
+    from tunix_rt.data.render import Example
+
+    examples = [Example(ids=np.asarray(ids, np.int32), trained=np.ones(len(ids), np.bool_)) for ids in sequences]
+    return partial(make_rows, examples, max_length=256)
+
+
+def test_the_same_seed_gives_identical_losses_and_weights(small_model):
+    folder = small_model("gpt2-dropout")
+    rows = make_rows(examples_for(folder), max_length=128, packing=False)
+    first, second = load(folder, "float32"), load(folder, "float32")
+    assert losses(first, rows, micro=4, accumulation=2) == losses(second, rows, micro=4, accumulation=2)
+    assert digest(first) == digest(second)
+
+
+def test_another_seed_gives_other_losses(small_model):
+    folder = small_model("gpt2-dropout")
+    rows = make_rows(examples_for(folder), max_length=128, packing=False)
+    other = TRAINING.model_copy(update={"seed": 9})
+    assert losses(load(folder), rows, micro=4, accumulation=1) != losses(
+        load(folder), rows, micro=4, accumulation=1, training=other
+    )
+
+
+@pytest.mark.parametrize("stops", [(1,), (4,), (2, 3), (1, 5, 6)])
+def test_interrupted_and_resumed_runs_end_in_identical_weights(small_model, tmp_path, stops):
+    folder = small_model("gpt2-dropout")
+    rows = make_rows(examples_for(folder, count=10), max_length=128, packing=False)  # an epoch is 3 steps
+    batches = partial(batch_of_step, rows, micro_batch_size=2, accumulation=2, seed=5, pad_id=0)
+    total = 8
+    whole = load(folder, "float32")
+    optimizer = engine_of.make_optimizer(whole, TRAINING)
+    uninterrupted = [
+        s.loss for s in engine_of.optimizer_steps(whole, optimizer, batches, TRAINING, first=1, total=total)
+    ]
+    seen, done = [], 0
+    for stop in (*stops, total):
+        engine = load(folder, "float32")
+        optimizer = engine_of.make_optimizer(engine, TRAINING)
+        if done:
+            engine_of.restore_state(engine, optimizer, tmp_path, step=done)
+        for step in engine_of.optimizer_steps(engine, optimizer, batches, TRAINING, first=done + 1, total=total):
+            seen.append(step.loss)
+            if step.step == stop:
+                break
+        engine_of.save_state(engine, optimizer, tmp_path)
+        done = stop
+    assert seen == uninterrupted
+    assert digest(engine) == digest(whole)
+
+
+def test_gradient_checkpointing_changes_nothing(small_model):
+    folder = small_model("gemma3")
+    rows = make_rows(examples_for(folder), max_length=128, packing=True)
+    saving = TRAINING.model_copy(update={"gradient_checkpointing": True})
+    plain = losses(load(folder), rows, micro=2, accumulation=1)
+    np.testing.assert_allclose(losses(load(folder), rows, micro=2, accumulation=1, training=saving), plain, rtol=1e-12)
+
+
+def test_the_shipped_model_loses_nothing_through_save_and_plain_transformers(tmp_path):
+    import transformers
+
+    source = resolve_model("tiny-gemma3")
+    engine = engine_of.load(source, device="cpu", dtype="float32", seed=0)
+    engine_of.save(engine, tmp_path / "final_model", tokenizer_folder=source.folder)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final_model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "final_model")
+    ids = tokenizer("Tom has 12 pens. Tom buys 7 more pens.", return_tensors="pt").input_ids
+    assert ids[0].tolist() == [2, *load_tokenizer(source.folder).encode("Tom has 12 pens. Tom buys 7 more pens.")]
+    engine.model.eval()
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, engine.model(ids).logits)
+
+
+def test_a_loss_that_is_not_a_number_stops_before_the_update(small_model):
+    from tunix_rt.errors import TunixError
+
+    folder = small_model("llama")
+    rows = make_rows(examples_for(folder), max_length=128, packing=False)
+    engine = load(folder, "float32")
+    with torch.no_grad():
+        engine.model.get_output_embeddings().weight[5] = float("nan")
+    before = engine.model.model.layers[0].mlp.up_proj.weight.clone()
+    with pytest.raises(TunixError, match="step 1: loss nan"):
+        losses(engine, rows, micro=2, accumulation=1)
+    assert torch.equal(engine.model.model.layers[0].mlp.up_proj.weight, before)
