@@ -1,7 +1,11 @@
 """Small real models for tests: every architecture at two layers, with the shipped tokenizer."""
 
 import json
+import os
 from pathlib import Path
+
+# One thread per process, before torch is imported: two programs that share two cores otherwise wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -1,7 +1,8 @@
 """The text the base model reads: plain stories with their sums worked out, drills, letters, and questions without answers.
 
-It tells the same kinds of situations as the traces, as statements. It holds no tag, no question that is answered, and
-none of the operands of a trace or of a held-out question: `documents` draws from the same templates and passes those over.
+It tells the same kinds of situations as the traces, as statements with the sums worked out: the base model knows how such
+stories go. It holds no tag and no question that is answered, and no situation with the operands of a trace or of a
+held-out question: those are passed over when drawn from the templates. The bare sums of the drills are not filtered.
 """
 
 import random

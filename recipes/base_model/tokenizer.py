@@ -11,10 +11,11 @@ from recipes.base_model.corpus import TAGS
 # Gemma's numbering, so that anything that was written for Gemma by mistake still fits.
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 VOCABULARY = 1024
+"""Rows of the embedding. Training stops at 769 tokens, because no pair is left to merge; the rest stay unused."""
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """The tags get ids but are in no text: their vectors are untouched by pretraining."""
+    """The tags get ids but are in no text: pretraining only teaches the model not to say them."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     # One digit at a time, with the space before a number: sums are learned digit by digit.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

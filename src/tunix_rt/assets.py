@@ -1,5 +1,6 @@
 """Where the things that ship with tunix-rt lie: in a clone at the root, in an installed wheel inside the package."""
 
+import os
 from pathlib import Path
 
 _PACKAGED = Path(__file__).parent / "packaged"
@@ -9,13 +10,17 @@ _CLONE = Path(__file__).parents[2]
 _IN_A_CLONE = {"configs": "training/configs", "datasets": "datasets", "evalsets": "evalsets", "models": "models"}
 
 
+def shipped_folder(kind: str) -> Path:
+    """Where the things of this kind lie that came with tunix-rt."""
+    return _PACKAGED / kind if _PACKAGED.is_dir() else _CLONE / _IN_A_CLONE[kind]
+
+
 def search_path(kind: str) -> list[Path]:
     """Folders in which things of this kind are looked for: the working directory first, then what was shipped."""
-    here = Path.cwd() / _IN_A_CLONE[kind]
-    shipped = _PACKAGED / kind if _PACKAGED.is_dir() else _CLONE / _IN_A_CLONE[kind]
+    here, shipped = Path.cwd() / _IN_A_CLONE[kind], shipped_folder(kind)
     return [here] if here == shipped else [here, shipped]
 
 
 def find(kind: str, name: str) -> Path | None:
     """The first existing `name` on the search path of `kind`, or None."""
-    return next((folder / name for folder in search_path(kind) if (folder / name).exists()), None)
+    return next((folder / name for folder in search_path(kind) if os.path.exists(folder / name)), None)

@@ -4,17 +4,17 @@ Canonical names are the ones Hugging Face users type. A setting is honoured or r
 """
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from tunix_rt import assets
 from tunix_rt.errors import ConfigError
-
-MAX_CONFIG_BYTES = 1_000_000
+from tunix_rt.strict_yaml import parse_yaml, read_yaml
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -30,16 +30,25 @@ def _same_as(table: Mapping[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: table.get(value.lower(), value.lower()) if isinstance(value, str) else value)
 
 
-def _resume(value: object) -> object:
-    if value is True:
-        return "auto"
-    return None if value in (False, "none", "") else value
+_TAKES_YES_OR_NO = frozenset(
+    {"packing", "completion_only_loss", "gradient_checkpointing", "resume_from_checkpoint", "enabled"}
+)
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_what_it_says(cls, value: Any, info: ValidationInfo) -> Any:
+        """`seed: yes` would be 1, and half a surrogate pair can be put into no file and no tokenizer."""
+        if isinstance(value, bool) and info.field_name not in _TAKES_YES_OR_NO:
+            raise ValueError("yes or no is not a value of this setting")
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("a NUL or half of a surrogate pair in the text")
+        return value
 
 
 class Model(Section):
@@ -89,7 +98,7 @@ class Training(Section):
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate after warm-up; a pure function of the step."""
     warmup_steps: Annotated[float, Field(ge=0, le=10**9)] = 0
-    """Steps of linear warm-up; a value below 1 is a share of all steps."""
+    """Steps of linear warm-up, a whole number; a value below 1 is a share of all steps."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
     adam_beta1: Fraction = 0.9
@@ -122,10 +131,20 @@ class Training(Section):
     """Checkpoints kept; at least two, because the newest may turn out damaged."""
     logging_steps: Count = 10
     """A line in the text log every so many steps; `metrics.jsonl` has every step."""
-    resume_from_checkpoint: Annotated[str | None, BeforeValidator(_resume)] = None
+    resume_from_checkpoint: Annotated[
+        Literal["auto"] | None,
+        BeforeValidator(lambda value: "auto" if value is True else None if value is False else value),
+    ] = None
     """`auto` (or true) continues the run in the output folder from its newest checkpoint that verifies."""
     report_to: Literal["none", "tensorboard"] = "none"
     """Where metrics go besides `metrics.jsonl`."""
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _whole_unless_a_share(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError("from 1 on a number of steps, which is whole")
+        return value
 
 
 class Evaluation(Section):
@@ -206,65 +225,13 @@ _HOME = {name: section for section, field in RunConfig.model_fields.items() for 
 SETTINGS = frozenset(f"{section}.{name}" for name, section in _HOME.items())
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML without aliases (they can grow without bound) and without a key given twice (one would be lost)."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed", mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """The value of one YAML document, or a ConfigError that names source and line."""
-    try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: {error.problem}", fix="correct the YAML") from error
-    except yaml.YAMLError as error:  # an unreadable character: its position, but no mark
-        raise ConfigError(f"{source}: {error}".replace("\n", " "), fix="save the file as UTF-8 text") from error
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{source}: {str(error)[:200]}", fix="correct the YAML") from error
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file `path`."""
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES:,} bytes", fix="a configuration is a page of text")
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text", fix="save the file as UTF-8") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", fix="check the path and its permissions") from error
-    raw = parse_yaml(text, str(path))
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{path}: a {type(raw).__name__}, not settings", fix="write `section:` and `key: value` lines"
-        )
-    return raw
-
-
 def find_config(name: str) -> Path:
-    """The file `name`, or the shipped configuration of that name (with or without folder and `.yaml`)."""
-    if (path := Path(name)).is_file():
-        return path
-    stem = Path(name).name.removesuffix(".yaml")
-    if (shipped := assets.find("configs", f"{stem}.yaml")) is not None:
+    """The file `name`, or the shipped configuration of that name (with or without `training/configs/` and `.yaml`)."""
+    if os.path.isfile(name):  # unlike Path.is_file, never raises
+        return Path(name)
+    stem = name.removeprefix("training/configs/").removesuffix(".yaml")
+    shipped = assets.find("configs", f"{stem}.yaml") if "/" not in stem else None
+    if shipped is not None:
         return shipped
     known = sorted({p.stem for folder in assets.search_path("configs") for p in folder.glob("*.yaml")})
     raise ConfigError(f"no configuration {name!r}", fix=f"give a file, or one of: {', '.join(known)}")
@@ -292,7 +259,7 @@ def modernise(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
     if len(unknown) == 1:
         raise ConfigError(f"{source}: unknown setting `{unknown[0]}`", fix=_nearest(unknown[0]))
     if unknown:
-        listed = "\n".join(f"  {key}: {_nearest(key)}" for key in unknown)
+        listed = "\n".join(f"  {key}: {_nearest(key)}" for key in unknown[:20])  # a page at most
         raise ConfigError(f"{source}: {len(unknown)} unknown settings\n{listed}", fix="see docs/reference/config.md")
     return new
 
@@ -346,7 +313,10 @@ def build_config(raw: Mapping[str, Any], source: str) -> RunConfig:
 
 def _mistake(item: Any) -> str:
     name = ".".join(str(part) for part in item["loc"] if isinstance(part, str) and not part.startswith("function-"))
-    shown = repr(item["input"])
+    try:
+        shown = repr(item["input"])
+    except ValueError:  # Python writes out no integer of more than 4,300 digits
+        shown = "a number of thousands of digits"
     message = item["msg"].removeprefix("Value error, ")
     return f"  {name}: {message} (got {shown if len(shown) <= 60 else shown[:57] + '...'})"
 
@@ -396,6 +366,11 @@ def require_runnable(config: RunConfig) -> None:
     if not config.data.dataset:
         raise ConfigError("no dataset is named", fix="set data.dataset, or give --data")
     training = config.training
+    if training.eval_steps and not config.data.validation_fraction:
+        raise ConfigError(
+            "training.eval_steps: nothing is held out to measure, data.validation_fraction is 0",
+            fix="set data.validation_fraction above 0, or leave training.eval_steps out",
+        )
     if training.backend == "jax":
         raise ConfigError("training.backend: this version has no jax engine", fix="set training.backend: torch")
     if training.optim != "adamw":

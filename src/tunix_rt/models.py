@@ -4,13 +4,14 @@ A model is a shipped one, a local folder, or a hub id found in the local cache o
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunix_rt import assets
-from tunix_rt.errors import InputError
+from tunix_rt.errors import ConfigError, InputError
 
 # What a run reads of a model: safetensors and JSON only. No pickle, no code.
 WANTED = ("*.safetensors", "*.json", "*.jinja")
@@ -36,15 +37,23 @@ class ModelSource:
 
 
 def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrained") -> ModelSource:
-    """The folder of model `name`. Raises InputError when it cannot be had or is no model we can read."""
-    if (folder := Path(name).expanduser()).is_dir():
-        found, commit = folder.resolve(), "local"
-    elif (shipped := assets.find("models", name)) is not None:
-        found, commit = shipped, "shipped"
+    """The folder of model `name`. Raises InputError when it cannot be had or is no model we can read.
+
+    A revision of a folder is a ConfigError: it would be ignored."""
+    if os.path.isdir(folder := os.path.expanduser(name)):  # unlike their twins in pathlib, these never raise
+        found, commit = Path(folder).resolve(), "local"
+    elif (known := assets.find("models", name)) is not None:
+        came_with_us = known.parent.resolve() == assets.shipped_folder("models").resolve()
+        found, commit = known, "shipped" if came_with_us else "local"
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"model folder {name!r} does not exist", fix="check the path")
     else:
         found, commit = _from_hub(name, revision, weights)
+    if commit in ("local", "shipped") and revision != "main":
+        raise ConfigError(
+            f"model.revision: {revision!r} is asked for, but {name} is a {commit} model, which has no revisions",
+            fix="leave model.revision out, or name a hub model",
+        )
     source = ModelSource(name=name, folder=found, revision=commit, weights=weights, config=_read_config(found, name))
     if weights == "pretrained" and not source.weight_files():
         raise InputError(f"{name}: no *.safetensors in {found}", fix=TWO_WAYS_ON)

@@ -1,11 +1,9 @@
 """doctor, plan, data, train, evaluate, evidence: one run from configuration to hashed folder, in this order."""
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,26 @@ from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.pack import total_steps
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.doctor.checks import DeviceChoice, choose_device, device_lines, env_info_text, torch_version_text
-from tunix_rt.doctor.probe import gather_facts
-from tunix_rt.errors import ConfigError, TunixError
+from tunix_rt.doctor.checks import DeviceChoice, choose_device
+from tunix_rt.doctor.probe import Facts, gather_facts
+from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
+from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.evaluate.report import Comparison, compare, read_predictions, read_scores, samples_markdown
 from tunix_rt.evaluate.run import evaluate_model
 from tunix_rt.evaluate.score import Prediction, Scores
-from tunix_rt.evidence.hashes import write_hashes
-from tunix_rt.evidence.precommit import build_precommit, refuse_another_run, settled_config
+from tunix_rt.evidence.precommit import (
+    build_precommit,
+    refuse_another_config,
+    refuse_another_run,
+    settled_config,
+)
+from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource, resolve_model
 from tunix_rt.plan.fit import disk_needed_bytes, estimate_time, judge, refuse_if_too_big
 from tunix_rt.plan.memory import MemoryPlan, predict
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.rundir import RunDir, read_json, sha256_file, write_json, write_text
-from tunix_rt.train import StopRequest, train_run
+from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, write_json, write_text
+from tunix_rt.train import StopRequest, find_start, require_charts, train_run
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +41,26 @@ LOUD_PARAMETERS = 1_000_000_000
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What is known of the run so far; `result.json` is written from it whatever happens."""
+class Report(Record):
+    """The record of the run, with the scores and the memory measured so far."""
 
-    facts: dict[str, Any] = field(default_factory=dict)
     scores: dict[str, Scores] = field(default_factory=dict)
     comparison: Comparison | None = None
     phases: dict[str, int] = field(default_factory=dict)
-    training_began: bool = False
+
+    def note_peak(self, phase: str, peak_bytes: int) -> None:
+        """The highest memory up to the end of `phase`; of a continued run, that of earlier processes too."""
+        self.phases[phase] = max(peak_bytes, *self.phases.values(), 0)
+
+    def note_scores(self, when: str, scores: Scores) -> None:
+        self.scores[when] = scores
+        self.facts.setdefault("scores", {})[when] = {
+            "accuracy": scores.accuracy, "accuracy_lenient": scores.accuracy_lenient, "format_rate": scores.format_rate,
+        }  # fmt: skip
+        logger.info(
+            "Evaluation %s: %d of %d right by the tags (%d leniently), %.0f %% well-formed",
+            when, scores.correct, scores.items, scores.correct_lenient, 100 * scores.format_rate,
+        )  # fmt: skip
 
 
 def run_pipeline(config: RunConfig, output: Path, *, progress: Progress) -> Report:
@@ -52,78 +68,106 @@ def run_pipeline(config: RunConfig, output: Path, *, progress: Progress) -> Repo
     require_runnable(config)
     run = RunDir(output)
     with run.locked():
-        _refuse_occupied(run, config)
-        report = Report()
-        with _logged(run), _recorded(run, report), StopRequest().listening() as stop:
+        report = Report(run=run, continued=_refuse_occupied(run, config))
+        with report.logged(), report.ended(), StopRequest().listening() as stop:
             _run_stages(run, config, report, stop, progress)
         return report
 
 
 def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopRequest, progress: Progress) -> None:
     logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
-    write_text(run.config, dump_yaml(settled_config(config)))
-    choice = _doctor(run, config)
+    require_charts(config)
+    if not report.continued:
+        write_text(run.config, dump_yaml(settled_config(config)))
+    choice = _doctor(report, config)
     report.facts["device"] = choice.device
     model, shape = _find_model(config, choice)
     report.facts["parameters"] = shape.parameters
     upper = _plan(config, shape, choice)
     tokenizer = load_tokenizer(_tokenizer_folder(config, model))
-    data = prepare(config, tokenizer, model_vocabulary=shape.vocab)
+    data = prepare(config, tokenizer, model_vocabulary=shape.vocab, model_positions=shape.max_positions)
     logger.info("Data: %s", data.sentence)
-    plan = _plan_for_data(run, config, shape, choice, data, upper)
+    plan = _plan_for_data(report, config, shape, choice, data, upper)
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes}
     total = _say_how_long(config, shape, data, choice)
     report.facts["steps_planned"] = total
-    _commit(run, build_precommit(config, model, tokenizer, data), report)
+    _commit(run, build_precommit(config, model, tokenizer, data, device=choice.device), report)
+    start = find_start(run, resume=report.continued)
+    report.facts |= start.facts
+    report.facts["resumed_from"] = start.step
+    report.seconds_before = start.seconds
+    before = _earlier_answers(report) if report.continued and data.items else []
 
     backend = load_backend(config.training.backend)
-    engine = backend.load(model, device=choice.device, dtype=config.training.dtype, seed=config.training.seed)
-    if engine.parameters != shape.parameters:
-        raise TunixError(
-            f"the plan counted {shape.parameters:,} parameters, the loaded model has {engine.parameters:,}",
-            fix="this is a defect of the planner; please report it with the model's config.json",
-        )
-    report.phases["load"] = engine.peak_bytes()
+    engine = _load(backend, model, shape, config, choice)
+    report.note_peak("load", engine.peak_bytes())
+    stop.raise_if_asked(start.kept)
     asking = {"items": data.items, "tokenizer": tokenizer, "config": config, "run": run, "progress": progress}
-    before = _evaluate(backend, engine, report, "before", asking) if data.items else []
-    stop.raise_if_asked("nothing was trained yet")
+    if data.items and not before:
+        before = _evaluate(backend, engine, report, "before", partial(stop.raise_if_asked, start.kept), asking)
+    stop.raise_if_asked(start.kept)
     report.training_began = True
-    outcome = train_run(
-        backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total,
-        resume=config.training.resume_from_checkpoint is not None, stop=stop, progress=progress,
-        note=report.facts.update,
+    speed = train_run(
+        backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total, start=start,
+        stop=stop, progress=progress, note=report.facts.update,
     )  # fmt: skip
-    report.facts["resumed_from"] = outcome.resumed_from
-    logger.info("Trained at %s tokens/s", f"{outcome.tokens_per_second:,.0f}")
-    report.phases["train"] = engine.peak_bytes()
+    if speed:
+        logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
+    report.note_peak("train", max(start.peak_bytes, engine.peak_bytes()))
     backend.save(engine, run.final_model, tokenizer_folder=tokenizer.folder)
-    report.phases["save"] = engine.peak_bytes()
+    report.note_peak("save", engine.peak_bytes())
     if data.items:
-        after = _evaluate(backend, engine, report, "after", asking)
+        kept = f"all {total} steps are saved"
+        after = _evaluate(backend, engine, report, "after", partial(stop.raise_if_asked, kept), asking)
         report.comparison = compare(before, after)
         write_text(run.samples, samples_markdown(before, after, report.comparison))
     _account_for_memory(run, report, plan)
 
 
-def _refuse_occupied(run: RunDir, config: RunConfig) -> None:
+def _refuse_occupied(run: RunDir, config: RunConfig) -> bool:
+    """Whether `run` is continued. Refuses a folder that holds a run, unless it is this run, unfinished, and asked for.
+
+    A folder whose run was refused before it began holds none, so that the same command can be given again.
+    """
     if not run.holds_a_run():
-        return
-    status = read_json(run.result).get("status", "broken") if run.result.exists() else "unfinished"
+        return False
+    status = _status(run)
+    if not run.holds_work() and (status == "refused" or not run.precommit.exists()):
+        with storage(run.root):
+            for stale in (run.result, run.hashes, run.precommit):
+                stale.unlink(missing_ok=True)
+        return False
     if config.training.resume_from_checkpoint is None:
         raise ConfigError(
             f"{run.root} already holds a run ({status})", fix="add --resume to continue it, or choose another --output"
         )
     if status == "completed":
         raise ConfigError(f"the run in {run.root} is complete", fix="choose another --output for a new run")
+    if not run.precommit.exists():
+        raise ConfigError(
+            f"{run.root} holds a run without the precommit.json it began with", fix="choose another --output"
+        )
+    refuse_another_config(read_json(run.precommit), config, run.root)
+    return True
 
 
-def _doctor(run: RunDir, config: RunConfig) -> DeviceChoice:
-    facts = gather_facts(run.root)
-    write_json(run.doctor, facts)
-    write_text(run.env_info, env_info_text(facts))
-    write_text(run.torch_version, torch_version_text(facts))
+def _status(run: RunDir) -> str:
+    if not run.result.exists():
+        return "unfinished"
+    try:
+        return str(read_json(run.result)["status"])
+    except (TunixError, KeyError, TypeError):
+        return "broken"
+
+
+def _doctor(report: Report, config: RunConfig) -> DeviceChoice:
+    run = report.run
+    facts: Facts = gather_facts(run.root)
+    report.write(write_json, run.doctor, facts)
+    report.write(write_text, run.env_info, env_info_text(facts))
+    report.write(write_text, run.torch_version, torch_version_text(facts))
     choice = choose_device(config.training.device, facts, config.training.backend)
-    write_json(run.doctor, {"facts": facts, "choice": choice})
+    report.write(write_json, run.doctor, {"facts": facts, "choice": choice})
     for line in device_lines(choice, facts):
         logger.info("%s", line)
     return choice
@@ -161,15 +205,16 @@ def _plan(config: RunConfig, shape: ModelShape, choice: DeviceChoice) -> MemoryP
 
 
 def _plan_for_data(
-    run: RunDir, config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, upper: MemoryPlan
+    report: Report, config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, upper: MemoryPlan
 ) -> MemoryPlan:
     """The prediction for the longest row there really is: the one that is held against the measurement."""
-    longest = config.data.model_copy(update={"max_length": data.longest_row})
-    plan = predict(shape, config.model_copy(update={"data": longest}), device=choice.device)
+    share = data.trained_tokens / data.tokens
+    plan = predict(shape, config, device=choice.device, row_tokens=data.longest_row, target_share=share)
     fit = judge(plan, choice)
     disk = disk_needed_bytes(shape, config)
-    write_json(
-        run.plan,
+    report.write(
+        write_json,
+        report.run.plan,
         {
             "schema": "tunix-rt/plan/1",
             "peak_bytes": plan.peak_bytes,
@@ -208,23 +253,43 @@ def _commit(run: RunDir, committed: dict[str, Any], report: Report) -> None:
     """Write `precommit.json` before the first step, or hold a continued run to the one it wrote."""
     if run.precommit.exists():
         refuse_another_run(read_json(run.precommit), committed, run.root)
+        report.accept()
+        report.training_began = True  # by an earlier process: what goes wrong from here on is no refusal
     else:
         write_json(run.precommit, committed)
     report.facts["run_id"] = sha256_file(run.precommit)
 
 
-def _evaluate(backend: Any, engine: Any, report: Report, when: str, asking: dict[str, Any]) -> list[Prediction]:
-    run: RunDir = asking["run"]
-    if when == "before" and run.scores(when).exists() and run.predictions(when).exists():  # continued run
-        predictions, scores = read_predictions(run.predictions(when)), read_scores(run.scores(when))
-    else:
-        predictions, scores = evaluate_model(backend, engine, when=when, **asking)
-    report.scores[when] = scores
-    report.phases[when] = engine.peak_bytes()
-    logger.info(
-        "Evaluation %s: %d of %d right by the tags (%d leniently), %.0f %% well-formed",
-        when, scores.correct, scores.items, scores.correct_lenient, 100 * scores.format_rate,
-    )  # fmt: skip
+def _load(backend: Any, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice) -> Any:
+    engine = backend.load(model, device=choice.device, dtype=config.training.dtype, seed=config.training.seed)
+    if engine.parameters != shape.parameters:
+        raise TunixError(
+            f"the plan counted {shape.parameters:,} parameters, the loaded model has {engine.parameters:,}",
+            fix="this is a defect of the planner; please report it with the model's config.json",
+        )
+    return engine
+
+
+def _earlier_answers(report: Report) -> list[Prediction]:
+    """What the untrained model answered when the run began; none when it was stopped before that, or they are damaged."""
+    run = report.run
+    if not (run.scores("before").exists() and run.predictions("before").exists()):
+        return []
+    try:
+        predictions, scores = read_predictions(run.predictions("before")), read_scores(run.scores("before"))
+    except InputError as error:
+        logger.warning("the answers before training are asked for again: %s", error.problem)
+        return []
+    report.note_scores("before", scores)
+    return predictions
+
+
+def _evaluate(
+    backend: Any, engine: Any, report: Report, when: str, stop: Callable[[], None], asking: dict[str, Any]
+) -> list[Prediction]:
+    predictions, scores = evaluate_model(backend, engine, when=when, stop=stop, **asking)
+    report.note_scores(when, scores)
+    report.note_peak(when, engine.peak_bytes())
     return predictions
 
 
@@ -248,59 +313,3 @@ def _account_for_memory(run: RunDir, report: Report, plan: MemoryPlan) -> None:
         "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %+.0f %%)",
         plan.peak_bytes / GIB, measured / GIB, 100 * error,
     )  # fmt: skip
-
-
-@contextmanager
-def _logged(run: RunDir) -> Iterator[None]:
-    """Everything said also goes to `training_log.txt`; a continued run appends."""
-    handler = logging.FileHandler(run.log, encoding="utf-8")
-    formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ")
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
-    package = logging.getLogger("tunix_rt")
-    package.addHandler(handler)
-    try:
-        yield
-    finally:
-        package.removeHandler(handler)
-        handler.close()
-
-
-@contextmanager
-def _recorded(run: RunDir, report: Report) -> Iterator[None]:
-    """Write `result.json` and the hashes at the end, however it ends. The one broad except of tunix-rt."""
-    started, clock = datetime.now(UTC), time.monotonic()
-
-    def write(status: str, exit_code: int, reason: str) -> None:
-        facts = {
-            "schema": "tunix-rt/result/1",
-            "status": status,
-            "exit_code": exit_code,
-            "reason": reason,
-            "started": started.isoformat(timespec="seconds"),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - clock, 3),
-            **report.facts,
-        }
-        if report.scores:
-            facts["scores"] = {
-                when: {"accuracy": s.accuracy, "accuracy_lenient": s.accuracy_lenient, "format_rate": s.format_rate}
-                for when, s in report.scores.items()
-            }
-        write_json(run.result, facts)
-        write_hashes(run)
-
-    try:
-        yield
-    except TunixError as error:
-        refused = error.exit_code in (2, 3, 4, 5) and not report.training_began
-        status = "preempted" if error.exit_code == 7 else "refused" if refused else "failed"
-        logger.error("%s: %s", status, error.problem)
-        write(status, error.exit_code, error.problem)
-        raise
-    except BaseException as error:  # recorded, then raised on: also for a second Ctrl-C and for our own defects
-        logger.exception("failed")
-        write("failed", 1, f"{type(error).__name__}: {error}")
-        raise
-    logger.info("Completed")
-    write("completed", 0, "all steps taken")

@@ -103,6 +103,10 @@ class RunDir:
     def holds_a_run(self) -> bool:
         return self.precommit.exists() or self.result.exists() or self.metrics.exists()
 
+    def holds_work(self) -> bool:
+        """Whether anything here took time to make; a run that was refused leaves only words."""
+        return any(path.exists() for path in (self.metrics, self.checkpoints, self.predictions("before")))
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for one process. A lock left by a killed process does not hold."""
@@ -159,9 +163,13 @@ def write_text(path: Path, text: str) -> None:
         sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def json_text(value: Any) -> str:
     """Canonical enough to hash: sorted keys, no NaN, a newline at the end."""
-    write_text(path, json.dumps(to_plain(value), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
+    return json.dumps(to_plain(value), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json_text(value))
 
 
 def write_jsonl(path: Path, values: list[Any]) -> None:
@@ -202,6 +210,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def settle_files(folder: Path) -> None:
+    """Make all files below `folder` durable, readable by whom the umask lets read (safetensors writes them 0600)."""
+    umask = os.umask(0o077)  # there is no way to ask that does not set
+    os.umask(umask)
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        path.chmod(0o666 & ~umask)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
 # --- checkpoints: stage, fsync, manifest, fsync, rename, fsync parent; a reader accepts only what verifies -----------
 
 
@@ -219,19 +241,16 @@ def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) ->
             shutil.rmtree(leftover)
         staged.mkdir()
         write(staged)
-        files = {path.name: _digest_and_sync(path) for path in sorted(staged.iterdir())}
+        settle_files(staged)
+        files = {
+            path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in sorted(staged.iterdir())
+        }
         write_json(staged / "MANIFEST.json", {"schema": "tunix-rt/checkpoint/1", "step": step, "files": files})
         if final.exists():  # a damaged one of the same step, passed over at resume
             shutil.rmtree(final)
         staged.rename(final)
         sync_folder(folder)
     return final
-
-
-def _digest_and_sync(path: Path) -> dict[str, Any]:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
 
 
 def checkpoint_problems(checkpoint: Path) -> list[str]:
@@ -241,28 +260,46 @@ def checkpoint_problems(checkpoint: Path) -> list[str]:
         return ["MANIFEST.json is missing"]
     try:
         claimed = json.loads(manifest.read_text(encoding="utf-8"))
-        step, files = claimed["step"], {str(name): str(facts["sha256"]) for name, facts in claimed["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        step, files = (
+            int(claimed["step"]),
+            {str(name): str(facts["sha256"]) for name, facts in claimed["files"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return [f"MANIFEST.json cannot be read: {error!r}"]
     problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest speaks of step {step}"]
     present = {path.name for path in checkpoint.iterdir()} - {"MANIFEST.json"}
     problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
     problems += [f"not in the manifest: {name}" for name in sorted(present - files.keys())]
     return problems + [
-        f"changed: {name}" for name in sorted(files.keys() & present) if sha256_file(checkpoint / name) != files[name]
+        f"changed: {name}" for name in sorted(files.keys() & present) if not _has(checkpoint / name, files[name])
     ]
+
+
+def _has(path: Path, sha256: str) -> bool:
+    """Whether `path` is a file of that content; what cannot be read has none."""
+    try:
+        return sha256_file(path) == sha256
+    except StorageError:
+        return False
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Committed checkpoints, newest step first. Ordered by the step in their name, never by time."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), key=lambda path: path.name, reverse=True)
+    steps = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()}
+    return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True)
 
 
-def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep`. Called only after the newest is durable."""
+def prune_checkpoints(folder: Path, keep: int, *, newest: int, previous: int) -> None:
+    """Delete all but the newest `keep` up to step `newest`, which was just made durable.
+
+    What lies after `previous`, the checkpoint before it, was passed over as damaged or belongs to steps that will be
+    taken again. It must not count: the highest number is not the newest then.
+    """
+    steps = {checkpoint: int(checkpoint.name.removeprefix("step-")) for checkpoint in list_checkpoints(folder)}
+    ours = [checkpoint for checkpoint, step in steps.items() if step <= previous or step == newest]
     with storage(folder):
-        for checkpoint in list_checkpoints(folder)[keep:]:
+        for checkpoint in steps.keys() - ours[:keep]:
             shutil.rmtree(checkpoint)
         sync_folder(folder)

@@ -47,7 +47,7 @@ def _lines(
     facts: "Facts", checks: "list[Check]", choice: "DeviceChoice | None", refusal: "TunixError | None"
 ) -> list[str]:
     """Verdict, what to do, facts. A refusal is said again, on stderr, when the program ends."""
-    from tunix_rt.doctor.checks import device_lines, torch_version_text
+    from tunix_rt.doctor.words import device_lines, torch_version_text
 
     lines = (
         [f"ready: {choice.device} ({choice.reason})"]

@@ -38,7 +38,7 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
     facts = gather_facts()
-    choice = choose_device(settings.training.device, facts, settings.training.backend)
+    choice = choose_device(settings.training.device, facts, None)  # planning needs no engine
     # Only config.json is read, so a model without its weights can be planned.
     source = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
     shape = shape_of(source.config)

@@ -215,7 +215,7 @@ class _Reader:
         return value if isinstance(value, dict) else self._damaged(path, f"{path} is not a JSON object")
 
     def config(self) -> Mapping[str, Any]:
-        from tunix_rt.config import read_yaml
+        from tunix_rt.strict_yaml import read_yaml
 
         if not self.run.config.exists():
             return {}

@@ -55,7 +55,8 @@ def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
         _show_samples(run, report.comparison)
         text.show_before_after(table(report.scores["before"], report.scores["after"]))
         text.show_lines([report.comparison.sentence])
-    text.show_lines([f"Run folder: {output}  (tunix-rt runs show {output}; answers in {run.samples})"])
+    answers = f"; answers in {run.samples}" if run.samples.exists() else ""
+    text.show_lines([f"Run folder: {output}  (tunix-rt runs show {output}{answers})"])
 
 
 SAMPLES_SHOWN = 2

@@ -56,17 +56,26 @@ class StepBatch:
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """First-fit-decreasing: indices of the examples that share each row. Loses nothing, overfills nothing."""
+    """First-fit-decreasing: indices of the examples that share each row. Loses nothing, overfills nothing.
+
+    The room of every row is a leaf of a tree whose nodes hold the most room below them: the first row with enough is found
+    in log(n) looks, not n. Rows that are not begun yet are leaves with all their room, so a new row is found the same way.
+    """
     rows: list[list[int]] = []
-    room: list[int] = []
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [max_length] * (2 * leaves)  # room[1] is the root, the children of n are 2n and 2n + 1
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((row for row, free in enumerate(room) if free >= lengths[index]), None)
-        if place is None:
+        length, node = lengths[index], 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if room[node] < length:  # longer than a whole row: a row of its own
+            node = leaves + len(rows)
+        if node - leaves == len(rows):
             rows.append([])
-            room.append(max_length)
-            place = len(rows) - 1
-        rows[place].append(index)
-        room[place] -= lengths[index]
+        rows[node - leaves].append(index)
+        room[node] -= length
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return rows
 
 
@@ -99,8 +108,13 @@ def rows_of_step(step: int, *, row_count: int, rows_per_step: int, seed: int) ->
 
 
 def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
-    """Rows as padded arrays. Padding comes last, so under causal attention no real token sees it; its labels are ignored."""
+    """Rows as padded arrays. Padding comes last, so under causal attention no real token sees it; its labels are ignored.
+
+    Padding continues the positions, but only up to the longest example here, then from 0 again: a packed row may be longer
+    than the positions a model has. Without packing nothing restarts, and a batch needs no mask of its own.
+    """
     width = max(len(row.ids) for row in rows)
+    longest = max(int(row.positions.max()) for row in rows) + 1
     shape = (len(rows), width)
     ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -111,7 +125,7 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
         # The first token of an example is predicted by nothing: the token before it belongs to a neighbour.
         labels[place, :length] = np.where(row.trained & (row.positions > 0), row.ids, IGNORED)
         positions[place, :length] = row.positions
-        positions[place, length:] = row.positions[-1] + 1 + np.arange(width - length)
+        positions[place, length:] = (row.positions[-1] + 1 + np.arange(width - length)) % longest
     return MicroBatch(ids=ids, labels=labels, positions=positions)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,16 +36,17 @@ def read_traces(ref: FileRef) -> list[Trace]:
 
 def read_items(ref: FileRef) -> list[EvalItem]:
     items = read_records(ref.path, EvalItem)
-    ids = [item.id for item in items]
+    seen: set[str] = set()
     for number, item in enumerate(items, start=1):
-        if ids.index(item.id) != number - 1:
+        if item.id in seen:
             raise InputError(f"{ref.path}:{number}: id {item.id!r} is used twice", fix="ids must be unique")
+        seen.add(item.id)
     return items
 
 
 def _find(key: str, *, kind: str, pattern: str, manifest: str) -> FileRef:
-    if (path := Path(key).expanduser()).is_file():
-        return FileRef(key=key, path=path, sha256=_sha256(path))
+    if os.path.isfile(path := os.path.expanduser(key)):  # unlike their twins in pathlib, these never raise
+        return FileRef(key=key, path=Path(path), sha256=_sha256(Path(path)))
     if (found := assets.find(kind, pattern.format(key=key))) is not None and found.is_file():
         ref = FileRef(key=key, path=found, sha256=_sha256(found))
         _compare_with_manifest(ref, found.parent / manifest.format(key=key))
@@ -71,10 +73,11 @@ def _compare_with_manifest(ref: FileRef, manifest: Path) -> None:
         return
     try:
         claimed = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        shown = claimed[:12]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{manifest} cannot be read: {error!r}", fix="make the dataset again") from error
     if claimed != ref.sha256:
         raise InputError(
-            f"{ref.path} is not the file its manifest speaks of (sha256 {ref.sha256[:12]}, manifest {claimed[:12]})",
+            f"{ref.path} is not the file its manifest speaks of (sha256 {ref.sha256[:12]}, manifest {shown})",
             fix="restore the file, or make the dataset again so that its manifest is written too",
         )

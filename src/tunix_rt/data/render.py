@@ -27,6 +27,8 @@ class Rendered:
     """All examples, and what happened to the traces that were too long."""
 
     examples: tuple[Example, ...]
+    kept: tuple[int, ...]
+    """Which trace each example was made of."""
     dropped: int
     truncated: int
 
@@ -66,9 +68,15 @@ def render_all(
     on_overflow: str = "error",
     system_instruction: str | None = None,
     completion_only_loss: bool = True,
+    places: Sequence[str] | None = None,
 ) -> Rendered:
-    """Every trace as an Example of at most `max_length` tokens. Too long is refused, unless the caller said what to do."""
+    """Every trace as an Example of at most `max_length` tokens. Too long is refused, unless the caller said what to do.
+
+    `places` says where each trace stands (`file:line`), for the words of a refusal.
+    """
+    where = places or [f"trace {number}" for number in range(1, len(traces) + 1)]
     examples: list[Example] = []
+    kept: list[int] = []
     too_long: list[tuple[int, int]] = []
     for index, trace in enumerate(traces):
         example = render(
@@ -80,24 +88,25 @@ def render_all(
                 continue
             if on_overflow == "truncate":
                 example = Example(ids=example.ids[:max_length], trained=example.trained[:max_length])
+                if not example.trained.any():
+                    raise InputError(
+                        f"{where[index]} has no token to train on after truncation to {max_length}",
+                        fix="raise data.max_length, or --set data.on_overflow=drop",
+                    )
         examples.append(example)
+        kept.append(index)
     if too_long and on_overflow == "error":
         index, length = max(too_long, key=lambda pair: pair[1])
         raise InputError(
             f"{len(too_long)} of {len(traces)} traces are longer than max_length {max_length}; "
-            f"the longest is row {index + 1} with {length} tokens",
+            f"the longest is {where[index]} with {length} tokens",
             fix=f"--set data.max_length={length}, or say what to do: --set data.on_overflow=drop (or truncate)",
-        )
-    empty = next((i for i, example in enumerate(examples) if not example.trained.any()), None)
-    if empty is not None:
-        raise InputError(
-            f"example {empty + 1} has no token to train on after truncation to {max_length}",
-            fix="raise data.max_length, or --set data.on_overflow=drop",
         )
     if not examples:
         raise InputError(f"no trace is left at max_length {max_length}", fix="raise data.max_length")
     return Rendered(
         examples=tuple(examples),
+        kept=tuple(kept),
         dropped=len(too_long) if on_overflow == "drop" else 0,
         truncated=len(too_long) if on_overflow == "truncate" else 0,
     )

@@ -42,31 +42,49 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise InputError(
             f"no tokenizer.json in {folder}", fix="set model.tokenizer_name_or_path to a folder that has one"
         )
-    try:
-        content = path.read_bytes()
-        inner = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:
-        raise InputError(f"{path} is not a tokenizer: {str(error)[:200]}", fix="fetch the tokenizer again") from error
+    content, inner = _parse(path)
+    inner.encode_special_tokens = True  # `<eos>` spelled out in a trace is text, not the end of it
     inner.no_truncation()
     inner.no_padding()
     eos_id = _special_id(folder, inner, "eos_token")
     if eos_id is None:
         raise InputError(f"{folder} names no end-of-sequence token", fix="add `eos_token` to its tokenizer_config.json")
-    bos_id = _special_id(folder, inner, "bos_token")
-    added = list(inner.encode("", add_special_tokens=True).ids)
     pad_id = _special_id(folder, inner, "pad_token")
+    table = _read(folder / "config.json").get("vocab_size")
+    if pad_id is None or (type(table) is int and pad_id >= table):
+        pad_id = eos_id  # padding is never trained and never seen, so any token of the model will do
     return Tokenizer(
         folder=folder,
         inner=inner,
-        prefix=(bos_id,) if bos_id is not None and bos_id in added else (),
+        prefix=_put_before_a_text(inner),
         eos_id=eos_id,
-        pad_id=eos_id if pad_id is None else pad_id,
+        pad_id=pad_id,
         sha256=hashlib.sha256(content).hexdigest(),
     )
 
 
+def _parse(path: Path) -> tuple[bytes, Any]:
+    """Content of the file, and the tokenizer it describes."""
+    try:
+        content = path.read_bytes()
+        return content, tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {str(error)[:200]}", fix="fetch the tokenizer again") from error
+    except Exception as error:  # tokenizers raises the bare class; anything else is not about the file
+        if type(error) is not Exception:
+            raise
+        raise InputError(f"{path} is not a tokenizer: {str(error)[:200]}", fix="fetch the tokenizer again") from error
+
+
+def _put_before_a_text(inner: Any) -> tuple[int, ...]:
+    """Ids that the tokenizer's own post-processor puts before a text; those it puts after are no part of a prompt."""
+    plain, whole = (list(inner.encode("x", add_special_tokens=added).ids) for added in (False, True))
+    starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
+    return tuple(whole[: next(starts, 0)])
+
+
 def _special_id(folder: Path, inner: Any, role: str) -> int | None:
-    """Id of `eos_token`, `bos_token` or `pad_token`: by its text in tokenizer_config.json, else its id in config.json."""
+    """Id of `eos_token` or `pad_token`: by its text in tokenizer_config.json, else its id in config.json."""
     text = _read(folder / "tokenizer_config.json").get(role)
     if isinstance(text, dict):
         text = text.get("content")
@@ -75,7 +93,9 @@ def _special_id(folder: Path, inner: Any, role: str) -> int | None:
     number = _read(folder / "config.json").get(f"{role}_id")
     if isinstance(number, list) and number:
         number = number[0]
-    return number if isinstance(number, int) and inner.id_to_token(number) is not None else None
+    if type(number) is not int or not 0 <= number < 2**31 or inner.id_to_token(number) is None:
+        return None  # `pad_token_id: -1` is what many published configurations say
+    return number
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Record(BaseModel):
 
 
 class TraceStep(Record):
-    i: Annotated[int, Field(ge=0)]
+    i: Annotated[int, Field(ge=0, le=10**6, strict=True)]
     """Position, counted from 0."""
     type: Text
     """What kind of step: fact, compute, conclude, or a word of your own."""
@@ -111,7 +111,7 @@ def _parse(line: bytes, kind: type[AnyRecord], where: str) -> AnyRecord:
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"]) or "the line"
+        name = ".".join(str(part) for part in first["loc"])[:200] or "the line"
         raise InputError(f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}", fix=fix) from error
 
 

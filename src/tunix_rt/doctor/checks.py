@@ -19,6 +19,7 @@ DRIVER_FLOOR = {"12": "525.60.13", "13": "580.65.06"}
 BLACKWELL = (10, 0)
 BLACKWELL_DRIVER = "570.26"
 CPU_ANYWAY = "or ask for the CPU: --device cpu"
+INSTALL_TORCH = 'pip install "tunix-rt[torch]"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +70,29 @@ def driver_answers(facts: Facts) -> Check:
     if not facts.gpus and not facts.nvidia_signs:
         return Check(name, "skip", facts.nvml_problem)
     kind = facts.nvml_problem.partition(":")[0]
-    why, fix = _DRIVER_TROUBLES.get(kind, ("the driver failed to answer", "restart the machine or the container"))
+    why, fix = _DRIVER_TROUBLES.get(kind, ("the driver failed to answer", RESTART))
     return Check(name, "fail", facts.nvml_problem, why, fix)
 
 
+RESTART = "restart the machine or the container, or install the NVIDIA driver again"
 _DRIVER_TROUBLES = {
     "NVMLError_LibraryNotFound": (
         "the GPU is there, the driver's library is not",
         "in a container: start it with --gpus all; else install the NVIDIA driver",
     ),
-    "NVMLError_DriverNotLoaded": ("the driver is installed but not loaded", "load the nvidia module, or restart"),
+    "NVMLError_DriverNotLoaded": (
+        "the driver is installed but not loaded",
+        "load the driver's module (nvidia), or restart",
+    ),
     "NVMLError_NoPermission": (
         "this user may not use the GPU",
-        "open /dev/nvidia* to this user (group, rootless runtime)",
+        "open the driver's nodes /dev/nvidia* to this user (group, rootless runtime)",
     ),
-    "NVMLError_LibRmVersionMismatch": ("the driver was updated under the running kernel", "restart the machine"),
-    "NVMLError_GpuIsLost": ("the GPU fell off the bus", "restart the machine"),
+    "NVMLError_LibRmVersionMismatch": (
+        "the driver was updated under the running kernel",
+        "restart the machine, so that the new driver is loaded",
+    ),
+    "NVMLError_GpuIsLost": ("the GPU fell off the bus", "restart the machine; if it happens again, update the driver"),
 }
 
 
@@ -93,7 +101,7 @@ def _driver_without_gpus(name: str, facts: Facts, saw: str) -> Check:
         return Check(name, "skip", f"{saw}, no GPU")
     return Check(
         name, "fail", f"{saw}, yet it lists no GPU", "the driver does not drive this GPU",
-        "in a container: start it with --gpus all; a Blackwell GPU needs the open kernel modules",
+        "in a container: start it with --gpus all; else install a driver for it (Blackwell: the open kernel modules)",
     )  # fmt: skip
 
 
@@ -116,9 +124,7 @@ def torch_installed(facts: Facts) -> Check:
     name = "torch is installed"
     if facts.torch is not None:
         return Check(name, "pass", f"torch {facts.torch.version}")
-    return Check(
-        name, "fail", "no torch in this environment", "the torch engine cannot run", "pip install 'tunix-rt[torch]'"
-    )
+    return Check(name, "fail", "no torch in this environment", "the torch engine cannot run", INSTALL_TORCH)
 
 
 def wheel_has_cuda(facts: Facts) -> Check:
@@ -303,10 +309,13 @@ def _has_hardware(facts: Facts) -> bool:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-def choose_device(requested: str, facts: Facts, backend: str = "torch") -> DeviceChoice:
-    """The device a run will use. What was asked for and is not there is a HardwareError, never another device."""
+def choose_device(requested: str, facts: Facts, backend: str | None = "torch") -> DeviceChoice:
+    """The device a run will use. What was asked for and is not there is a HardwareError, never another device.
+
+    `backend` None asks for the device alone, as a plan does: no engine has to be installed.
+    """
     if requested == "cpu":
-        return _cpu(facts, "asked for")
+        return _cpu(facts, backend, "asked for")
     if requested in ("cuda", "gpu"):
         return _cuda(facts, backend, "asked for")
     if requested == "tpu":
@@ -318,11 +327,13 @@ def choose_device(requested: str, facts: Facts, backend: str = "torch") -> Devic
     if has_tpu(facts):
         if backend == "jax":
             return _tpu(facts, backend)
-        return _cpu(facts, "no GPU present; the TPU is not used by the torch engine")
-    return _cpu(facts, "no GPU present")
+        return _cpu(facts, backend, "no GPU present; the TPU is not used by the torch engine")
+    return _cpu(facts, backend, "no GPU present")
 
 
-def _cpu(facts: Facts, reason: str) -> DeviceChoice:
+def _cpu(facts: Facts, backend: str | None, reason: str) -> DeviceChoice:
+    if backend == "torch" and facts.torch is None:
+        raise HardwareError("torch is not installed, and the engine of this run is torch", fix=INSTALL_TORCH)
     return DeviceChoice(
         device="cpu",
         kind=facts.cpu,
@@ -333,7 +344,7 @@ def _cpu(facts: Facts, reason: str) -> DeviceChoice:
     )
 
 
-def _cuda(facts: Facts, backend: str, reason: str) -> DeviceChoice:
+def _cuda(facts: Facts, backend: str | None, reason: str) -> DeviceChoice:
     present = gpu_present(facts)
     if present.verdict != "pass":
         raise HardwareError(f"no GPU present ({present.saw})", fix=present.fix)
@@ -352,7 +363,7 @@ def _cuda(facts: Facts, backend: str, reason: str) -> DeviceChoice:
     )
 
 
-def _tpu(facts: Facts, backend: str) -> DeviceChoice:
+def _tpu(facts: Facts, backend: str | None) -> DeviceChoice:
     present = tpu_present(facts)
     if present.verdict != "pass":
         raise HardwareError(f"no TPU present ({present.saw})", fix=present.fix)
@@ -361,45 +372,3 @@ def _tpu(facts: Facts, backend: str) -> DeviceChoice:
     raise HardwareError(
         f"a TPU is present ({present.saw}), but its memory is not known to this version", fix="set training.device: cpu"
     )
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
-def device_lines(choice: DeviceChoice, facts: Facts) -> list[str]:
-    """The first lines of every log."""
-    torch = f", torch {facts.torch.version}" if facts.torch else ""
-    return [
-        f"Platform: {facts.os}, Python {facts.python}{torch}",
-        f"Device kind: {choice.kind}; count {choice.count}; "
-        f"memory {choice.memory_bytes / GIB:.1f} GiB, {choice.free_bytes / GIB:.1f} GiB free",
-        f"Reason: {choice.reason}",
-        f"Using device: {choice.device}",
-    ]
-
-
-def env_info_text(facts: Facts) -> str:
-    """The text of `env_info.txt`: these facts and no others; the environment is never dumped."""
-    lines = [
-        f"os: {facts.os}",
-        f"python: {facts.python}",
-        f"cpu: {facts.cpu}, {facts.cpu_cores} cores",
-        f"ram: {facts.ram_total_bytes} bytes",
-        f"torch: {facts.torch.version if facts.torch else 'not installed'}",
-        f"jax: {facts.jax or 'not installed'}",
-        f"driver: {facts.driver_version or facts.nvml_problem or 'none'}",
-        f"driver cuda: {facts.driver_cuda or 'none'}",
-    ]
-    for gpu in facts.gpus:
-        capability = "unknown" if gpu.capability is None else "{}.{}".format(*gpu.capability)
-        lines.append(f"gpu {gpu.index}: {gpu.name}, {gpu.total_bytes} bytes, compute capability {capability}")
-    lines += [f"{name}: {value}" for name, value in sorted(facts.visibility.items())]
-    return "\n".join(lines) + "\n"
-
-
-def torch_version_text(facts: Facts) -> str:
-    """The text of `torch_version.txt`."""
-    if facts.torch is None:
-        return "torch: not installed\n"
-    arches = "not asked" if facts.torch.arch_list is None else " ".join(facts.torch.arch_list) or "none"
-    return f"torch: {facts.torch.version}\ncuda build: {facts.torch.cuda_build or 'none'}\narchitectures: {arches}\n"

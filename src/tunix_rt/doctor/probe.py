@@ -21,6 +21,7 @@ VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "JAX_P
 TORCH_CHILD_SECONDS = 20.0
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 CGROUP_USES = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+CGROUP_STATS = (Path("/sys/fs/cgroup/memory.stat"), Path("/sys/fs/cgroup/memory/memory.stat"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +143,16 @@ def _cores() -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Total and available bytes; the limit of the control group where that is lower."""
+    """Total and available bytes; the limit of the control group where that is lower.
+
+    Its use counts pages of files too. Those not in use (`inactive_file`) make room when asked, so they are available.
+    """
     memory = psutil.virtual_memory()
     limit, used = _first_number(CGROUP_LIMITS), _first_number(CGROUP_USES)
     if limit is None or limit >= memory.total:
         return memory.total, memory.available
-    return limit, min(memory.available, max(0, limit - (used or 0)))
+    in_use = max(0, (used or 0) - _reclaimable(CGROUP_STATS))
+    return limit, min(memory.available, max(0, limit - in_use))
 
 
 def _first_number(paths: tuple[Path, ...]) -> int | None:
@@ -155,6 +160,15 @@ def _first_number(paths: tuple[Path, ...]) -> int | None:
         with contextlib.suppress(OSError, ValueError):  # absent, or the word `max`
             return int(path.read_text())
     return None
+
+
+def _reclaimable(paths: tuple[Path, ...]) -> int:
+    """Bytes of `inactive_file` in the first memory.stat there is; version 1 counts the groups below in `total_`."""
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            counted = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+            return int(counted.get("total_inactive_file", counted.get("inactive_file", 0)))
+    return 0
 
 
 def _existing(path: Path) -> Path:

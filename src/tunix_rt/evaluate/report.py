@@ -91,7 +91,7 @@ class Row:
 
 
 def table(before: Scores, after: Scores | None = None) -> list[Row]:
-    """Accuracy by the tags, tags apart, format rate; then both accuracies of every section."""
+    """Accuracy by the tags, tags apart, format rate; then both accuracies of every section, if there are several."""
     rows = [
         _row("accuracy, by the tags", before.items, before.accuracy, after.accuracy if after else None),
         _row("accuracy, tags apart", before.items, before.accuracy_lenient, after.accuracy_lenient if after else None),
@@ -99,7 +99,7 @@ def table(before: Scores, after: Scores | None = None) -> list[Row]:
     ]
     if after is not None and before.by_section.keys() != after.by_section.keys():
         raise EvidenceError("before and after have different sections", fix="evaluate both with the same eval set")
-    for name, old in before.by_section.items():
+    for name, old in before.by_section.items() if len(before.by_section) > 1 else ():
         new = after.by_section[name] if after is not None else None
         rows.append(_row(f"{name}, by the tags", old.items, old.accuracy, new.accuracy if new else None))
         rows.append(_row(f"{name}, tags apart", old.items, old.accuracy_lenient, new.accuracy_lenient if new else None))

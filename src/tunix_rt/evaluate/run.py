@@ -1,6 +1,6 @@
 """Ask the model every question of an eval set and write down what it said and how it scored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix_rt.backends import Progress
@@ -22,8 +22,12 @@ def evaluate_model(
     config: RunConfig,
     run: RunDir,
     progress: Progress,
+    stop: Callable[[], None],
 ) -> tuple[list[Prediction], Scores]:
-    """Greedy answers to `items`, in their order, scored; `eval/<when>.json` and the predictions are written."""
+    """Greedy answers to `items`, in their order, scored; `eval/<when>.json` and the predictions are written.
+
+    `stop` is called as answers come, so that it may raise: a long evaluation can be interrupted, and then leaves no file.
+    """
     prompts = [prompt_ids(item.prompt, tokenizer, config.data.system_instruction) for item in items]
     outputs: dict[int, str] = {}
     for index, ids in backend.generate(
@@ -36,6 +40,7 @@ def evaluate_model(
     ):
         outputs[index] = tokenizer.decode(ids)
         progress(f"evaluate {when}", len(outputs), len(items), "")
+        stop()
     predictions = [
         judge(
             id=item.id,

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunix_rt.errors import EvidenceError, StorageError
-from tunix_rt.rundir import RESULT_STATUS, RunDir, sha256_file, write_text
+from tunix_rt.rundir import RESULT_STATUS, RunDir, sha256_file, sha256_text, write_text
 
 MEANING = "consistent with itself; not replayed"
 RESULT_SCHEMA = "tunix-rt/result/1"
@@ -24,15 +24,20 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _REQUIRED_IN_METRICS = ("step", "loss", "loss_hex", "prev")
 
 
-def write_hashes(run: RunDir) -> Path:
-    """Write `SHA256SUMS`, readable by `sha256sum -c`. A link, a special file or an odd name is an EvidenceError."""
+def write_hashes(run: RunDir, *, to_come: Mapping[Path, str] | None = None) -> Path:
+    """Write `SHA256SUMS`, readable by `sha256sum -c`. A link, a special file or an odd name is an EvidenceError.
+
+    `to_come` are files whose text is settled but which are written only after their hash is.
+    """
     names, problems = _list_files(run.root)
     if problems:
         raise EvidenceError(
             f"{run.root} cannot be hashed\n" + "\n".join(f"  {problem}" for problem in problems),
             fix="a run folder holds plain files with plain names; remove what is listed",
         )
-    write_text(run.hashes, "".join(f"{sha256_file(run.root / name)}  {name}\n" for name in names))
+    coming = {path.relative_to(run.root).as_posix(): sha256_text(text) for path, text in (to_come or {}).items()}
+    digests = {name: sha256_file(run.root / name) for name in names if name not in coming} | coming
+    write_text(run.hashes, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
     return run.hashes
 
 

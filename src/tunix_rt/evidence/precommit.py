@@ -1,5 +1,7 @@
-"""What a run commits to before its first step: configuration, source, data, eval set, base model, seeds; by hash."""
+"""What a run commits to before its first step: configuration, source, data, eval set, base model by hash; seeds, device,
+versions by name."""
 
+import importlib.metadata
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,18 @@ def settled_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"training": training})
 
 
-def build_precommit(config: RunConfig, model: ModelSource, tokenizer: Tokenizer, data: Prepared) -> dict[str, Any]:
+def build_precommit(
+    config: RunConfig, model: ModelSource, tokenizer: Tokenizer, data: Prepared, *, device: str
+) -> dict[str, Any]:
     """Everything that determines the run. The same inputs give the same values, but for `created`."""
     source_sha256, source_files = source_hash(Path(tunix_rt.__file__).parent)
     seeds = {"seed": config.training.seed, "data_seed": _data_seed(config)}
     committed: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": tunix_rt.__version__,
-        "config_sha256": sha256_text(dump_yaml(settled_config(config))),
+        "device": device,
+        "versions": _versions(),
+        "config_sha256": config_hash(config),
         "source_sha256": source_sha256,
         "source_files": source_files,
         "dataset": {
@@ -55,15 +60,45 @@ def build_precommit(config: RunConfig, model: ModelSource, tokenizer: Tokenizer,
     return committed
 
 
+def config_hash(config: RunConfig) -> str:
+    return sha256_text(dump_yaml(settled_config(config)))
+
+
+def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Path) -> None:
+    """The cheap half of `refuse_another_run`, before anything in the folder is touched."""
+    refuse_another_run(before, {**before, "config_sha256": config_hash(config)}, folder)
+
+
 def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """A run may only be continued as itself: names what differs otherwise."""
+    """A run may only be continued as itself: names what differs otherwise, such as `device` or `versions.torch`."""
     skip = {"created", "source_files"}
-    changed = sorted(key for key in before.keys() | now.keys() if key not in skip and before.get(key) != now.get(key))
+    then, today = ({k: v for k, v in _flat(one).items() if k.split(".")[0] not in skip} for one in (before, now))
+    changed = sorted(key for key in then.keys() | today.keys() if then.get(key) != today.get(key))
     if changed:
         raise ConfigError(
             f"{folder} holds another run: {', '.join(changed)} differ(s) from its precommit.json",
-            fix="continue it with the configuration, data, model and version it began with, or choose another --output",
+            fix="continue it with the configuration, data, model, device and versions it began with, "
+            "or choose another --output",
         )
+
+
+def _flat(committed: dict[str, Any]) -> dict[str, Any]:
+    """`committed` with the keys of its inner objects joined to their own: `versions.torch`."""
+    flat: dict[str, Any] = {}
+    for key, value in committed.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _versions() -> dict[str, str]:
+    """What computes, by its installed version; asked without importing it."""
+    found = {"tunix-rt": tunix_rt.__version__}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def _model_files(model: ModelSource) -> list[Path]:

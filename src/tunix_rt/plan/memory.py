@@ -17,12 +17,15 @@ MIB = 2**20
 HEAP_BLOCK_BYTES = 32 * MIB
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: freed blocks up to this size stay in the heap of the process (mallopt(3))."""
 HEAP_SLACK = 0.25
-"""Share of the heap lost between blocks after some steps. Fitted to the runs in benchmarks/results/memory_cpu.json."""
+"""Share of the heap lost between blocks after some steps. Fitted to the cases marked so in
+benchmarks/results/memory_cpu.json."""
 CPU_OVERHEAD_BYTES = 27 * MIB
-"""Thread pools, code loaded by the first step, library buffers: what a step of 8 tokens adds to a 3 M-parameter model
-besides its own tensors (benchmarks/results/memory_cpu.json, case `tiny 1x8`)."""
-CUDA_OVERHEAD_BYTES = 768 * MIB
-"""Room for the CUDA context, library workspaces and allocator rounding. An allowance, not measured."""
+"""Thread pools, code loaded by the first step, library buffers. Fitted like the slack; mostly to case `tiny 1x8`, where
+little else is counted."""
+CUDA_OVERHEAD_BYTES = 32 * MIB
+"""Room for workspaces of the CUDA libraries inside the allocator. An allowance, not measured."""
+CUDA_CONTEXT_BYTES = 768 * MIB
+"""Room for the CUDA context and allocator rounding, outside what the allocator counts. An allowance, not measured."""
 LOGIT_COPIES = 3
 """Full-vocabulary tensors alive at once as the loss turns back: log-probabilities, their gradient, the logits' gradient."""
 EVAL_LOGIT_COPIES = 2
@@ -52,6 +55,9 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     peak_phase: str
     peak_bytes: int
+    """On a CPU the rise of resident memory; on CUDA what the allocator will have given out."""
+    context_bytes: int
+    """Taken on the device besides, by the CUDA context; 0 on a CPU."""
 
     @property
     def peak(self) -> Phase:
@@ -65,11 +71,13 @@ def predict(
 
     Before the data is read the rows are taken to be as long as `data.max_length` and every token to be a target, the
     worst case. Give the longest row as `row_tokens` and the share of targets to predict a run whose rows are known.
+    Held-out rows and questions are single examples, which are never longer than the positions of the model.
     """
     training, evaluation = config.training, config.evaluation
-    length = min(row_tokens or config.data.max_length, shape.max_positions)
+    length = longest_row(shape, config, row_tokens or config.data.max_length)
+    single = min(length, shape.max_positions)
     step = _Batch(rows=training.per_device_train_batch_size, length=length, packed=config.data.packing, device=device)
-    asked = _Batch(rows=evaluation.per_device_eval_batch_size, length=length, packed=config.data.packing, device=device)
+    asked = _Batch(rows=evaluation.per_device_eval_batch_size, length=single, packed=config.data.packing, device=device)
     width = DTYPE_BYTES[training.dtype]
     weights = shape.parameters * width
     state = {"weights": weights, "optimizer": 2 * weights}
@@ -93,7 +101,13 @@ def predict(
         phases=phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
+        context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES,
     )
+
+
+def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
+    """`tokens`, unless a row is one example: no example goes beyond the model's positions, several in a row do."""
+    return tokens if config.data.packing else min(tokens, shape.max_positions)
 
 
 def _phase(name: str, **parts: int) -> Phase:
@@ -144,8 +158,11 @@ def _kept_by_attention(shape: ModelShape, *, rows: int, length: int, packed: boo
     """
     tokens = rows * length
     query, kv = tokens * shape.query_size, tokens * shape.kv_size
-    if shape.capped_scores or (shape.attention_dropout and device == "cpu"):
-        return [query] * 4 + [tokens * shape.heads * length] * 2
+    scores = tokens * shape.heads * length
+    if shape.capped_scores:  # the capped scores and their softmax
+        return [query] * 4 + [scores] * 2
+    if shape.attention_dropout and device == "cpu":  # the softmax, what dropout leaves of it, and which it leaves
+        return [query] * 4 + [scores] * 3
     if packed:
         return [query] * 4 + [tokens * shape.heads, tokens * length]
     return [query, query, kv, kv, tokens * shape.heads]

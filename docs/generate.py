@@ -1,0 +1,393 @@
+"""Write the parts of the pages that code or measurements decide: `python -m docs.generate`, or `--check` to compare only.
+
+Whole pages: docs/reference/{config,cli,exit-codes}.md. Blocks between markers: the demo's figures in README.md, the
+manifest's in the model card, the measured cases in docs/concepts/memory-model.md. Everything else is
+written by hand and held by tests/contract/test_docs.py.
+"""
+
+import argparse
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from tunix_rt import errors
+from tunix_rt.errors import ConfigError, TunixError
+
+ROOT = Path(__file__).parents[1]
+HELP_COLUMNS = 100
+DEMO = Path("benchmarks/results/demo.json")
+DEMO_COMMAND = "python -m benchmarks.demo"
+MEMORY = Path("benchmarks/results/memory_cpu.json")
+MEMORY_PAGE = Path("docs/concepts/memory-model.md")
+CARD = Path("models/tiny-gemma3")
+WRITTEN = "<!-- Written by `python -m docs.generate`; edit the code it is read from. -->"
+
+
+def pages(root: Path = ROOT) -> dict[Path, str]:
+    """Path below the root -> the text it should hold now."""
+    return {
+        Path("docs/reference/config.md"): config_page(),
+        Path("docs/reference/cli.md"): cli_page(),
+        Path("docs/reference/exit-codes.md"): exit_codes_page(),
+        Path("README.md"): _with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
+        MEMORY_PAGE: _with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
+        CARD / "README.md": _with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
+    }
+
+
+def _with_block(root: Path, page: Path, name: str, block: str) -> str:
+    """The text of `page` with what stands between its markers `name` replaced."""
+    text = (root / page).read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise TunixError(f"{page} needs one {begin} and one {end}", fix="put the markers back")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
+
+
+def _table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def config_page() -> str:
+    from tunix_rt.config import INSTEAD, OLD_NAMES, SETTINGS, RunConfig
+
+    parts = [
+        "# Settings",
+        WRITTEN,
+        f"A run has {len(SETTINGS)} settings in four sections. A configuration is a YAML file; see `training/configs/` for "
+        "complete ones. The file comes first, then `--set section.key=value`, then the named flags of the command line, "
+        "each over the one before. No environment variable is a setting.",
+        "An unknown setting is an error that names the nearest one. All mistakes are reported at once. A key given twice "
+        "and a YAML alias are refused. The settled result, in these names, is `config.yaml` in the run folder.",
+    ]
+    for section, field in RunConfig.model_fields.items():
+        model: Any = field.annotation
+        rows = [
+            (f"`{name}`", allowed(setting), _default(setting.default), _sentence(setting.description))
+            for name, setting in model.model_fields.items()
+        ]
+        parts += [f"## {section}", _table(("setting", "allowed", "default", "meaning"), rows)]
+    parts += [
+        "## Refused in this version",
+        "These values are known, and no engine honours them yet. A run that asks for one ends with exit code 2.",
+        _table(("setting", "what is said", "fix"), list(_refused())),
+        "## Old names",
+        "Still read, and written into the run folder under the new name. Two spellings of one setting may agree; when they "
+        "differ, the file is refused. A setting may also stand at the top level, outside its section.",
+        _table(("old or foreign name", "setting"), [(f"`{old}`", f"`{new}`") for old, new in OLD_NAMES.items()]),
+        "## Known elsewhere, not a setting here",
+        "Each is refused with the way to write it.",
+        _table(("name", "instead"), [(f"`{name}`", hint) for name, hint in INSTEAD.items()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def allowed(setting: Any) -> str:
+    """What a setting takes, in words, with the other words for its values."""
+    kind, bounds, optional = _unwrapped(setting.annotation, setting.metadata)
+    if get_origin(kind) is Literal:
+        words = ", ".join(f"`{value}`" for value in get_args(kind))
+    elif kind is bool:
+        words = "`true`, `false`"
+    elif kind is str:
+        words = "text"
+    else:
+        words = {int: "whole number", float: "number"}[kind]
+        words += "".join(f", {sign} {limit:,}" for sign, limit in _limits(bounds))
+    extra = "".join(f"; {said}" for said in _other_words(setting.metadata))
+    return words + ("; or left out" if optional else "") + extra
+
+
+def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any], bool]:
+    """The bare type, its bounds, and whether None is allowed (`Annotated[int, Field(ge=1)] | None`)."""
+    options = [option for option in get_args(annotation) if option is not NoneType]
+    optional = NoneType in get_args(annotation)
+    if not optional:
+        return annotation, metadata, False
+    inner = options[0]
+    if hasattr(inner, "__metadata__"):
+        bounds = [bound for field in inner.__metadata__ for bound in getattr(field, "metadata", [field])]
+        return inner.__origin__, bounds, True
+    return inner, metadata, True
+
+
+def _limits(bounds: list[Any]) -> Iterator[tuple[str, float]]:
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    for bound in bounds:
+        for name, sign in signs.items():
+            if (limit := getattr(bound, name, None)) is not None:
+                yield sign, limit
+
+
+def _other_words(metadata: list[Any]) -> Iterator[str]:
+    """Other words for a value, read from the closures of config.py's `_same_as` and `_none_for`."""
+    for validator in metadata:
+        if (function := getattr(validator, "func", None)) is None:
+            continue
+        bound = inspect.getclosurevars(function).nonlocals
+        for word, meaning in bound.get("table", {}).items():
+            yield f"`{word}` is `{meaning}`"
+        for word in bound.get("spellings", ()):
+            yield f"`{word}` is left out"
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "left out"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _sentence(text: str | None) -> str:
+    if not text:
+        raise TunixError("a setting has no docstring", fix="write one sentence below it in src/tunix_rt/config.py")
+    return " ".join(text.split())
+
+
+def _refused() -> Iterator[tuple[str, str, str]]:
+    """Every choice that `require_runnable` turns down, found by asking it."""
+    from tunix_rt.config import RunConfig, build_config, require_runnable
+
+    runnable = {"model": {"model_name_or_path": "tiny-gemma3"}, "data": {"dataset": "dev-reasoning-v2"}}
+    tried = [("model", "revision", "flax")]
+    for section, field in RunConfig.model_fields.items():
+        model: Any = field.annotation
+        for name, setting in model.model_fields.items():
+            tried += [(section, name, value) for value in get_args(setting.annotation) if isinstance(value, str)]
+    for section, name, value in tried:
+        raw = {**runnable, section: {**runnable.get(section, {}), name: value}}
+        try:
+            require_runnable(build_config(raw, "docs"))
+        except ConfigError as error:
+            yield f"`{section}.{name}: {value}`", error.problem, error.fix
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    parts = [
+        "# Command line",
+        WRITTEN,
+        "Results go to standard output, words to standard error. `--json` prints the result as JSON. Errors are two "
+        "parts, what is wrong and the way out, with an [exit code](exit-codes.md) for each kind. Settings are in "
+        "[config.md](config.md).",
+    ]
+    for path, text in help_texts():
+        parts += [f"{'##' if len(path) < 2 else '###'} {' '.join(('tunix-rt', *path))}", f"```text\n{text}\n```"]
+    parts += [
+        "## The command lines of the founding documents",
+        "`python training_pt/train.py` takes the old flags, exactly: `--config`, `--output`, `--dataset`, `--device`, "
+        "`--max_steps`, `--smoke_config`, `--smoke_steps`. They are frozen. Besides them it takes what its own error messages "
+        "name: `--model`, `--data`, `--weights`, `--set` and `--resume`. `--config` and `--output` must be given. The "
+        "smoke flags change a run only when they are given. Everything else is as in `tunix-rt train`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def help_texts() -> Iterator[tuple[tuple[str, ...], str]]:
+    """The real `--help` of the program, of every verb and of every command below one, at a fixed width."""
+    from click.testing import CliRunner
+
+    from tunix_rt.cli.main import cli
+
+    runner = CliRunner()
+    for path in _commands(cli, ()):
+        shown = runner.invoke(cli, [*path, "--help"], prog_name="tunix-rt", terminal_width=HELP_COLUMNS)
+        if shown.exit_code != 0:
+            name = " ".join(("tunix-rt", *path))
+            raise TunixError(f"{name} --help ends with {shown.exit_code}: {shown.exception!r}", fix="repair the verb")
+        yield path, "\n".join(line.rstrip() for line in shown.output.rstrip().splitlines())
+
+
+def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    import click
+
+    yield path
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from _commands(command.get_command(context, name), (*path, name))
+
+
+# --- exit codes ------------------------------------------------------------------------------------------------------
+
+
+def exit_codes_page() -> str:
+    rows = [("0", "", "done")]
+    rows += [(str(kind.exit_code), f"`{kind.__name__}`", words) for kind, words in error_kinds()]
+    return (
+        "\n\n".join(
+            [
+                "# Exit codes",
+                WRITTEN,
+                "One code for each kind of error, the same for every verb. The kinds are the classes of "
+                "`src/tunix_rt/errors.py`.",
+                _table(("code", "error", "meaning"), rows),
+                "An error is two parts on standard error: what is wrong, with names and numbers, then the way out.",
+                "```text\nerror: no dataset named 'dev-reasoning-v3'\n"
+                "  fix: use one of: dev-reasoning-v2; or the path of a JSONL file\n```",
+                "Code 2 is also that of a flag the command line does not know. A traceback is a defect of tunix-rt; its code "
+                "is 1.",
+                "## What `result.json` says",
+                "`tunix-rt train` writes its ending into the [run folder](run-folder.md), with the exit code and the reason.",
+                _table(
+                    ("status", "when"),
+                    [
+                        ("`completed`", "all steps taken; exit code 0"),
+                        ("`refused`", "codes 2, 3, 4 and 5 before training began"),
+                        ("`preempted`", "code 7: SIGTERM or SIGINT; the step under way was finished and saved first"),
+                        ("`failed`", "everything else, also codes 2 to 5 once training has begun"),
+                    ],
+                ),
+                "What is refused before the run folder is opened leaves no `result.json`: a configuration that does not load "
+                "or cannot run, a folder that is in use or already holds a run.",
+            ]
+        )
+        + "\n"
+    )
+
+
+def error_kinds() -> list[tuple[type[TunixError], str]]:
+    """Every error class by exit code, with its line in the tree that the docstring of errors.py draws."""
+    drawn = {
+        name: (int(code), words)
+        for name, code, words in re.findall(r"(\w+) +(\d)   (.+)", inspect.getdoc(errors) or "")
+    }
+    kinds = sorted([TunixError, *_subclasses(TunixError)], key=lambda kind: kind.exit_code)
+    for kind in kinds:
+        if drawn.get(kind.__name__, (None, ""))[0] != kind.exit_code:
+            raise TunixError(
+                f"{kind.__name__} has exit code {kind.exit_code}; the docstring of errors.py says otherwise",
+                fix="draw the class in the tree at the top of src/tunix_rt/errors.py",
+            )
+    return [(kind, drawn[kind.__name__][1]) for kind in kinds]
+
+
+def _subclasses(kind: type[TunixError]) -> Iterator[type[TunixError]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _read_demo(root: Path) -> Mapping[str, Any] | None:
+    path = root / DEMO
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def demo_block(demo: Mapping[str, Any] | None) -> str:
+    """The table of README.md; a note where the demo's figures were not recorded yet."""
+    if demo is None:
+        return f"The figures are not recorded yet. `{DEMO_COMMAND}` records them."
+    try:
+        measures = {
+            "right, by the tags": "accuracy",
+            "right, tags apart": "accuracy_lenient",
+            "well-formed": "format_rate",
+        }
+        rows = [
+            (words, *(f"{100 * demo[when][key]:.1f} %" for when in ("before", "after", "control")))
+            for words, key in measures.items()
+        ]
+        facts = (
+            f"{demo['minutes']:.1f} minutes on {demo['machine']}, {demo['tokens_per_second']:,.0f} tokens/s in training. "
+            f"Peak memory: {demo['predicted_bytes'] / 2**20:,.0f} MiB predicted, "
+            f"{demo['measured_bytes'] / 2**20:,.0f} MiB measured.\n\n"
+            f"What the base model knew: told the situation of a held-out question as a story, it worked out "
+            f"{demo['told_before']['worked_out']} of {demo['told_before']['situations']} before any training. Asked the "
+            f"question, it answered with another question. The training teaches it to take a question apart into steps "
+            f"and to answer it in a form that can be read; the arithmetic it had."
+        )
+    except (KeyError, TypeError) as error:
+        raise TunixError(f"{DEMO} lacks or misspells {error}", fix=f"record it again: {DEMO_COMMAND}") from error
+    return _table(("answers to held-out questions", "before", "after", "control"), rows) + f"\n\n{facts}"
+
+
+def memory_block(root: Path) -> str:
+    """Every case of the memory benchmark: predicted beside measured, and whether the constants had it in view."""
+    recorded = json.loads((root / MEMORY).read_text(encoding="utf-8"))
+    rows = [
+        (
+            case["name"],
+            f"{case['predicted_bytes'] / 2**20:,.0f}",
+            f"{case['measured_bytes'] / 2**20:,.0f}",
+            f"{100 * (case['predicted_bytes'] / case['measured_bytes'] - 1):+.1f} %",
+            "yes" if case["fitted"] else "no",
+        )
+        for case in recorded["cases"]
+    ]
+    machine = recorded["machine"]
+    return (
+        _table(("case: model, rows x tokens", "predicted MiB", "measured MiB", "error", "fitted"), rows)
+        + f"\n\n{len(rows)} cases on {machine['cores']} cores, {' '.join(machine['libc'])}; raw output in `{MEMORY}`."
+    )
+
+
+def manifest_block(root: Path) -> str:
+    """The figures of the model card, from `manifest.json` and the size of the weights."""
+    facts = json.loads((root / CARD / "manifest.json").read_text(encoding="utf-8"))
+    size = (root / CARD / "model.safetensors").stat().st_size
+    rows = [
+        ("parameters", f"{facts['parameters']:,}"),
+        ("size of `model.safetensors`", f"{size:,} bytes"),
+        ("steps", f"{facts['steps']:,}"),
+        ("tokens trained on", f"{facts['tokens_trained']:,}"),
+        ("distinct rows of the corpus", f"{facts['rows']:,}"),
+        ("highest learning rate", f"{facts['learning_rate']:g}"),
+        ("seed", f"{facts['seed']}"),
+        ("final loss, mean of the last 50 steps", f"{facts['final_loss']:.4f}"),
+        ("made on", f"{facts['device']}, torch {facts['torch']}"),
+        ("time, corpus and tokenizer included", f"{facts['seconds']} s"),
+        ("SHA-256 of the weights", f"`{facts['sha256']}`"),
+    ]
+    return _table(("fact", "value"), rows)
+
+
+# --- write or compare ------------------------------------------------------------------------------------------------
+
+
+def list_problems(root: Path = ROOT) -> list[str]:
+    """Every way the pages are out of step; an empty list means none is."""
+    problems = (
+        [] if (root / DEMO).is_file() else [f"{DEMO} is missing: run {DEMO_COMMAND}, then python -m docs.generate"]
+    )
+    for path, text in pages(root).items():
+        if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text:
+            problems.append(f"stale: {path}: run python -m docs.generate")
+    return problems
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated pages.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of step")
+    options = parser.parse_args(arguments)
+    try:
+        if options.check:
+            problems = list_problems()
+            sys.stderr.writelines(f"{problem}\n" for problem in problems)
+            return 1 if problems else 0
+        for path, text in pages().items():
+            same = (ROOT / path).is_file() and (ROOT / path).read_text(encoding="utf-8") == text
+            if not same:
+                (ROOT / path).write_text(text, encoding="utf-8", newline="\n")
+            sys.stdout.write(f"{'unchanged' if same else 'written'}  {path}\n")
+    except TunixError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

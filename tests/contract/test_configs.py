@@ -1,0 +1,267 @@
+"""The configurations the founding documents name, their old spellings, and the promise that no setting is ignored."""
+
+import ast
+import re
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tunix_rt.cli.legacy import config_of, options_of
+from tunix_rt.config import (
+    INSTEAD,
+    OLD_NAMES,
+    SETTINGS,
+    RunConfig,
+    build_config,
+    load_config,
+    modernise,
+    require_runnable,
+)
+from tunix_rt.errors import ConfigError
+
+CONFIGS = ROOT / "training" / "configs"
+SOURCE = ROOT / "src" / "tunix_rt"
+DEMANDED = [
+    "smoke_tiny", "submission_gemma_flax", "submission_tpu", "submission_local_gpu", "submission_local_gpu_gpt2",
+    "submission_local_cpu_gpt2", "submission_local",
+]  # fmt: skip
+
+# Pasted as it stands in the founding document.
+FLAT = """\
+device: gpu
+batch_size: 1
+max_seq_length: 128   # try 256 only if 128 passes
+gradient_accumulation_steps: 4
+dtype: bfloat16
+optimizer: adafactor
+"""
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEMANDED)
+def test_every_configuration_that_was_asked_for_is_there_and_loads(name):
+    loaded = load_config(CONFIGS / f"{name}.yaml")
+    assert loaded.model.model_name_or_path
+    assert loaded.data.dataset == "dev-reasoning-v2"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_runs_or_is_refused_by_the_name_of_a_setting(path):
+    loaded = load_config(path)
+    try:
+        require_runnable(loaded)
+    except ConfigError as error:
+        assert re.search(r"\b(model|data|training|evaluation)\.\w+", error.problem)
+        assert error.fix
+
+
+def test_the_memory_safe_gpu_configuration_has_the_values_that_were_asked_for():
+    path = CONFIGS / "submission_local_gpu.yaml"
+    loaded = load_config(path)
+    assert loaded.training.device == "cuda"
+    assert loaded.training.per_device_train_batch_size == 1
+    assert loaded.data.max_length == 128
+    assert loaded.training.gradient_accumulation_steps == 4
+    assert loaded.training.dtype == "bfloat16"
+    assert loaded.training.optim == "adafactor"
+    text = path.read_text(encoding="utf-8")
+    assert re.search(r"^\s+device: gpu$", text, re.MULTILINE), "as it was written, not as it is resolved"
+    assert "256 only if 128 passes" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "device", "backend"),
+    [
+        ("submission_local", "google/gemma-3-1b-it", "auto", "torch"),
+        ("submission_local_gpu_gpt2", "gpt2", "cuda", "torch"),
+        ("submission_local_cpu_gpt2", "gpt2", "cpu", "torch"),
+        ("submission_tpu", "google/gemma-2b", "tpu", "jax"),
+        ("submission_gemma_flax", "google/gemma-2b", "auto", "jax"),
+        ("smoke_tiny", "tiny-gemma3", "auto", "torch"),
+    ],
+)
+def test_every_configuration_names_the_model_and_device_its_title_promises(name, model, device, backend):
+    loaded = load_config(CONFIGS / f"{name}.yaml")
+    assert (loaded.model.model_name_or_path, loaded.training.device, loaded.training.backend) == (
+        model,
+        device,
+        backend,
+    )
+    assert loaded.model.weights == "pretrained"
+
+
+def test_the_tpu_configuration_carries_the_demanded_comment_and_the_later_finding():
+    first, *rest = (CONFIGS / "submission_tpu.yaml").read_text(encoding="utf-8").splitlines()
+    assert first == "# TPU execution blocked due to Gemma 256K vocab + 16GB HBM limit. See M38 audit."
+    assert rest[0].startswith("# Later finding:")
+    assert all(line.startswith("#") for line in rest[:3])
+    assert not rest[3].startswith("#")
+
+
+def test_every_shipped_configuration_is_written_in_canonical_names():
+    for path in CONFIGS.glob("*.yaml"):
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        names = {f"{section}.{name}" for section, values in raw.items() for name in values}
+        assert names <= SETTINGS, f"{path.name}: {sorted(names - SETTINGS)}"
+
+
+# --- old spellings ---------------------------------------------------------------------------------------------------
+
+
+def test_the_flat_snippet_of_the_founding_document_loads_as_pasted(tmp_path):
+    path = tmp_path / "pasted.yaml"
+    path.write_text(FLAT, encoding="utf-8")
+    loaded = load_config(path)
+    assert loaded.training.device == "cuda"
+    assert loaded.training.per_device_train_batch_size == 1
+    assert loaded.data.max_length == 128
+    assert loaded.training.gradient_accumulation_steps == 4
+    assert loaded.training.dtype == "bfloat16"
+    assert loaded.training.optim == "adafactor"
+    untouched = load_config(None)
+    assert loaded.model == untouched.model
+    assert loaded.evaluation == untouched.evaluation
+    for name in set(type(loaded.training).model_fields) - {
+        "device", "per_device_train_batch_size", "gradient_accumulation_steps", "dtype", "optim",
+    }:  # fmt: skip
+        assert getattr(loaded.training, name) == getattr(untouched.training, name)
+
+
+def test_there_are_at_most_forty_settings_and_each_says_what_it_is():
+    assert len(SETTINGS) <= 40
+    for section, field in RunConfig.model_fields.items():
+        for name, setting in field.annotation.model_fields.items():
+            assert setting.description and setting.description.endswith("."), f"{section}.{name} has no sentence"
+
+
+def test_no_two_sections_share_the_name_of_a_setting():
+    """A bare name at the top of a file would otherwise mean two things."""
+    leaves = [name.partition(".")[2] for name in SETTINGS]
+    assert len(leaves) == len(set(leaves))
+
+
+EXAMPLES = {
+    "model.model_name_or_path": "gpt2", "data.dataset": "x.jsonl", "data.max_length": 96, "training.dtype": "float64",
+    "training.data_seed": 11, "data.packing": False, "data.completion_only_loss": False, "training.max_steps": 7,
+    "training.num_train_epochs": 2.0, "training.per_device_train_batch_size": 3, "training.optim": "adafactor",
+    "training.learning_rate": 0.01, "training.lr_scheduler_type": "cosine", "training.save_steps": 9,
+    "training.eval_steps": 9, "training.logging_steps": 9, "training.max_grad_norm": 0.5,
+    "data.system_instruction": "Think.", "evaluation.per_device_eval_batch_size": 5, "evaluation.evalset": "e.jsonl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_every_old_name_sets_the_setting_it_stands_for(old, new, tmp_path):
+    assert new in SETTINGS
+    assert old not in SETTINGS, "a name cannot be old and canonical"
+    section, leaf = new.split(".")
+    value = EXAMPLES[new]
+    assert getattr(getattr(RunConfig(), section), leaf) != value, "the example must differ from the default"
+    if "." in old:
+        of, name = old.split(".")
+        assert of in RunConfig.model_fields, f"{old} could never be written in a file"
+        raw = {of: {name: value}}
+    else:
+        raw = {old: value}
+    assert getattr(getattr(build_config(raw, "x"), section), leaf) == value
+    by_set = load_config(None, overrides=[f"{old}={value}"])
+    assert getattr(getattr(by_set, section), leaf) == value
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_every_setting_may_be_written_without_its_section(name):
+    section, leaf = name.split(".")
+    default = getattr(getattr(RunConfig(), section), leaf)
+    assert modernise({leaf: default}, "x") == {section: {leaf: default}}
+
+
+def test_what_is_not_a_setting_here_is_not_one_anywhere():
+    leaves = {name.partition(".")[2] for name in SETTINGS} | {name.rpartition(".")[2] for name in OLD_NAMES}
+    assert not leaves & set(INSTEAD)
+
+
+@pytest.mark.parametrize("spelled", ["revision: flax", "model:\n  revision: flax"])
+def test_the_branch_of_msgpack_weights_is_refused_with_the_revision_to_use(tmp_path, spelled):
+    path = tmp_path / "old.yaml"
+    path.write_text(f"{spelled}\n", encoding="utf-8")
+    flags = {"model.model_name_or_path": "google/gemma-2b", "data.dataset": "dev-reasoning-v2"}
+    with pytest.raises(ConfigError) as caught:
+        require_runnable(load_config(path, flags=flags))
+    assert caught.value.exit_code == 2
+    assert "model.revision" in caught.value.problem and "flax" in caught.value.problem
+    assert "model.revision: main" in caught.value.fix
+
+
+# --- smoke overrides -------------------------------------------------------------------------------------------------
+
+
+def legacy(config, **options):
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return config_of(options_of(["--config", str(CONFIGS / f"{config}.yaml"), "--output", "unused", *flags]), "torch")
+
+
+def test_smoke_settings_apply_only_when_asked_for():
+    plain = legacy("submission_local_cpu_gpt2")
+    assert plain == load_config(CONFIGS / "submission_local_cpu_gpt2.yaml")
+    smoked = legacy("submission_local_cpu_gpt2", smoke_config=str(CONFIGS / "smoke_tiny.yaml"))
+    assert smoked.training.max_steps == 6
+    assert smoked.model.model_name_or_path == "tiny-gemma3"
+    assert smoked.training.gradient_accumulation_steps == plain.training.gradient_accumulation_steps
+    assert legacy("submission_local_cpu_gpt2", smoke_steps=2).training.max_steps == 2
+
+
+@pytest.mark.parametrize("options", [{"smoke_steps": 0}, {"max_steps": 0}, {"smoke_steps": 0, "max_steps": 5}])
+def test_a_number_of_steps_that_was_asked_for_is_never_dropped_in_silence(options):
+    with pytest.raises(ConfigError):
+        legacy("submission_local_cpu_gpt2", **options)
+
+
+def test_two_numbers_of_steps_that_differ_are_refused():
+    with pytest.raises(ConfigError, match="--max_steps and --smoke_steps differ"):
+        legacy("submission_local_cpu_gpt2", max_steps=5, smoke_steps=6)
+
+
+# --- honoured or refused ---------------------------------------------------------------------------------------------
+
+
+def settings_read(path) -> set[str]:
+    """`section.setting` for every attribute of that shape in a source file: `config.training.seed`, `training.seed`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            section = (
+                owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+            )
+            found.add(f"{section}.{node.attr}")
+    return found
+
+
+def test_every_setting_is_read_by_the_program():
+    """A setting that only the configuration knows would be accepted and ignored."""
+    read = set().union(*(settings_read(path) for path in SOURCE.rglob("*.py") if path.name != "config.py"))
+    assert "training.learning_rate" in read, "the search itself works"
+    assert "training.turbo" not in read
+    unread = SETTINGS - read
+    refused = {name for name in unread if _is_refused_by_name(name)}
+    assert unread == refused, f"accepted and ignored: {sorted(unread - refused)}"
+
+
+def _is_refused_by_name(name: str) -> bool:
+    """Whether a value other than the default is refused by `require_runnable`, with the name in its words."""
+    leaf = name.partition(".")[2]
+    runnable = {"model_name_or_path": "tiny-gemma3", "dataset": "dev-reasoning-v2", leaf: EXAMPLES.get(name)}
+    try:
+        require_runnable(build_config(runnable, "x"))
+    except ConfigError as error:
+        return name in error.problem
+    return False
+
+
+def test_the_documentation_of_the_settings_names_every_one_of_them():
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    missing = [name for name in sorted(SETTINGS) if name.partition(".")[2] not in page]
+    assert not missing

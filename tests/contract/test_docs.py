@@ -1,0 +1,353 @@
+"""The pages say what the code does: generated parts are fresh, links lead somewhere, names and keys are the real ones."""
+
+import ast
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs import generate
+from tunix_rt import errors
+from tunix_rt.cli.main import VERBS, cli
+from tunix_rt.config import build_config, require_runnable
+from tunix_rt.data.registry import find_dataset
+from tunix_rt.doctor.checks import DeviceChoice
+from tunix_rt.doctor.probe import Facts
+from tunix_rt.evaluate.score import Prediction, Scores, SectionScores
+from tunix_rt.plan.fit import SAFETY_SHARE, Fit
+from tunix_rt.plan.memory import predict
+from tunix_rt.plan.shape import _FAMILIES, shape_of
+from tunix_rt.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tunix_rt"
+FOLDERS = ("docs", "models", "recipes", "benchmarks")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+FIGURES = (generate.MEMORY, generate.CARD / "manifest.json", generate.CARD / "model.safetensors")
+RUN_FOLDER = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def section(text: str, title: str) -> str:
+    """What stands below the heading `title`, up to the next heading."""
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    assert match, f"no heading {title!r}"
+    return match[1]
+
+
+def keys_in_table(text: str) -> set[str]:
+    return set(re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE))
+
+
+def function_in(path: Path, name: str) -> ast.FunctionDef:
+    found = [
+        node for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    assert found, f"{path.name} has no function {name}"
+    return found[0]
+
+
+def keys_of_dict(node: ast.AST, holding: str) -> set[str]:
+    """The keys of the one dict literal below `node` that has the key or the value `holding`."""
+    dicts = [
+        ({key.value for key in inner.keys if isinstance(key, ast.Constant)}, inner)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Dict)
+    ]
+    values = [{value.value for value in inner.values if isinstance(value, ast.Constant)} for _, inner in dicts]
+    (keys,) = [keys for (keys, _), said in zip(dicts, values, strict=True) if holding in keys | said]
+    return keys
+
+
+def module(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
+def names(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+# --- generated parts -------------------------------------------------------------------------------------------------
+
+
+def test_the_generated_pages_are_fresh():
+    assert generate.list_problems() == []
+
+
+def test_a_stale_page_is_named_with_the_command_that_mends_it(tmp_path):
+    for path in (*generate.pages(), *FIGURES):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
+    cli_page = tmp_path / "docs/reference/cli.md"
+    cli_page.write_text(text_of(cli_page).replace("--resume", "--continue"), encoding="utf-8")
+    stale = [problem for problem in generate.list_problems(tmp_path) if problem.startswith("stale: docs/reference")]
+    assert stale == ["stale: docs/reference/cli.md: run python -m docs.generate"]
+
+
+def test_missing_figures_of_the_demo_are_a_problem_that_names_the_command(tmp_path):
+    for path in (*generate.pages(), *FIGURES):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
+    missing = [problem for problem in generate.list_problems(tmp_path) if "is missing" in problem]
+    assert len(missing) == 1
+    assert generate.DEMO_COMMAND in missing[0]
+
+
+def test_the_figures_of_the_demo_come_from_its_file():
+    rates = {"accuracy": 0.125, "accuracy_lenient": 0.25, "format_rate": 1.0}
+    demo = {
+        "minutes": 2.5, "before": rates, "after": rates, "control": rates, "predicted_bytes": 3 * 2**20,
+        "measured_bytes": 2 * 2**20, "tokens_per_second": 1234.5, "machine": "a test",
+        "told_before": {"situations": 9, "worked_out": 7},
+    }  # fmt: skip
+    block = generate.demo_block(demo)
+    assert "| right, by the tags | 12.5 % | 12.5 % | 12.5 % |" in block
+    assert "2.5 minutes on a test, 1,234 tokens/s" in block
+    assert "3 MiB predicted, 2 MiB measured" in block
+    assert "it worked out 7 of 9 before any training" in block
+    del demo["control"]
+    with pytest.raises(errors.TunixError, match="control"):
+        generate.demo_block(demo)
+
+
+def test_every_verb_and_every_command_below_one_is_documented():
+    page = text_of(ROOT / "docs/reference/cli.md")
+    for path, shown in generate.help_texts():
+        assert f"# {' '.join(('tunix-rt', *path))}\n\n```text\n{shown}\n```" in page
+    assert {path[0] for path, _ in generate.help_texts() if path} == set(VERBS)
+
+
+def test_every_flag_of_the_frozen_command_lines_is_documented():
+    calls = re.findall(r"add_argument\(([^)]*)\)", text_of(SOURCE / "cli" / "legacy.py"))
+    flags = [flag for call in calls for flag in re.findall(r'"(--\w+)"', call)]
+    page = section(text_of(ROOT / "docs/reference/cli.md"), "The command lines of the founding documents")
+    assert flags and set(re.findall(r"`(--\w+)`", page)) == set(flags)
+
+
+def test_every_error_class_is_documented_with_its_exit_code():
+    page = text_of(ROOT / "docs/reference/exit-codes.md")
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(classes) == 8
+    for kind in classes:
+        assert f"| {kind.exit_code} | `{kind.__name__}` |" in page
+
+
+def test_the_error_shown_as_an_example_is_a_real_one():
+    with pytest.raises(errors.InputError) as caught:
+        find_dataset("dev-reasoning-v3")
+    shown = f"error: {caught.value}"
+    for page in ("docs/reference/exit-codes.md", "CONTRIBUTING.md"):
+        assert f"```text\n{shown}\n```" in text_of(ROOT / page)
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_gives_exactly_two_commands():
+    readme = text_of(ROOT / "README.md")
+    assert set(re.findall(r"scripts/\w+", readme)) == {"scripts/demo", "scripts/test"}
+    commands = [line.split("#")[0].strip() for block in blocks(readme, "sh") for line in block.splitlines()]
+    assert commands == ["scripts/demo", "scripts/test"]
+
+
+def test_the_readme_says_where_to_find_things_in_four_lines_that_are_true():
+    lines = section(text_of(ROOT / "README.md"), "Where to find things").strip().split("\n\n")[0].splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        paths = re.findall(r"`((?:src|docs)/[^`]+)`", line) + re.findall(r"\]\(([^)]+)\)", line)
+        assert paths, line
+        assert [path for path in paths if not (ROOT / path).is_file()] == []
+    for path, function in re.findall(r"`(src/[^`]+\.py)` \(`(\w+)`\)", lines[0]):
+        function_in(ROOT / path, function)
+    assert re.findall(r"\(`(\w+)`\)", lines[0]) == ["train_run", "optimizer_steps"]
+
+
+def test_the_readme_names_the_shipped_configurations_that_are_refused():
+    refused = set()
+    for path in sorted((ROOT / "training" / "configs").glob("*.yaml")):
+        try:
+            require_runnable(build_config(yaml.safe_load(text_of(path)), path.name))
+        except errors.ConfigError:
+            refused.add(path.name)
+    absent = section(text_of(ROOT / "README.md"), "What does not exist yet")
+    assert set(re.findall(r"`(\w+\.yaml)`", absent)) == refused
+
+
+# --- the run folder --------------------------------------------------------------------------------------------------
+
+
+def test_every_file_of_a_run_is_in_the_table_and_no_other():
+    run = RunDir(Path("DIR"))
+    known = {getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, property)}
+    known |= {of(when) for of in (run.scores, run.predictions) for when in ("before", "after")}
+    table = RUN_FOLDER.split("\n## ")[0]
+    assert keys_in_table(table) == {path.relative_to("DIR").as_posix() for path in known}
+
+
+def documented_and_real() -> dict[str, set[str]]:
+    """Heading in run-folder.md -> the keys the code writes under it."""
+    train, pipeline = module(SOURCE / "train.py"), module(SOURCE / "pipeline.py")
+    record = module(SOURCE / "evidence" / "record.py")
+    result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
+    result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / "pipeline.py")))
+    return {
+        "doctor.json": keys_of_dict(pipeline, "choice"),
+        "plan.json": keys_of_dict(pipeline, "tunix-rt/plan/1"),
+        "precommit.json": keys_of_dict(module(SOURCE / "evidence" / "precommit.py"), "schema") | {"evalset"},
+        "metrics.jsonl": keys_of_dict(train, "prev"),
+        "eval/before.json and eval/after.json": names(Scores),
+        "eval/predictions-before.jsonl and eval/predictions-after.jsonl": names(Prediction),
+        "eval/heldout.jsonl": keys_of_dict(function_in(SOURCE / "train.py", "_measure_heldout"), "loss_hex"),
+        "state.json": keys_of_dict(train, "tunix-rt/state/1"),
+        "MANIFEST.json": keys_of_dict(module(SOURCE / "rundir.py"), "tunix-rt/checkpoint/1"),
+        "memory.json": keys_of_dict(pipeline, "tunix-rt/memory/1"),
+        "result.json": result,
+    }
+
+
+@pytest.mark.parametrize("heading", documented_and_real())
+def test_the_keys_of_every_file_are_those_the_code_writes(heading):
+    assert keys_in_table(section(RUN_FOLDER, heading)) == documented_and_real()[heading]
+
+
+def test_the_inner_keys_of_facts_verdicts_and_sections_are_named():
+    for heading, kinds in {
+        "doctor.json": (Facts, DeviceChoice),
+        "plan.json": (Fit,),
+        "eval/before.json and eval/after.json": (SectionScores,),
+    }.items():
+        page = section(RUN_FOLDER, heading)
+        for kind in kinds:
+            assert {name for name in names(kind) if f"`{name}`" not in page} == set()
+
+
+def test_the_examples_have_the_keys_of_their_tables():
+    for heading in ("metrics.jsonl", "eval/heldout.jsonl", "MANIFEST.json", "result.json"):
+        page = section(RUN_FOLDER, heading)
+        (example,) = blocks(page, "json")
+        assert set(json.loads(example)) == keys_in_table(page), heading
+
+
+# --- the other pages -------------------------------------------------------------------------------------------------
+
+
+@each_page
+def test_every_relative_link_leads_to_a_file(page):
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)) if "://" not in target]
+    assert [target for target in targets if target and not (page.parent / target).exists()] == []
+
+
+@each_page
+def test_every_example_in_json_or_yaml_can_be_read(page):
+    for example in blocks(text_of(page), "json"):
+        json.loads(example)
+    for example in blocks(text_of(page), "yaml"):
+        build_config(yaml.safe_load(example), page.name)
+
+
+@each_page
+def test_every_command_shown_is_one_the_program_takes(page):
+    for block in blocks(text_of(page), "sh"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] == "tunix-rt":
+                context = cli.make_context("tunix-rt", list(words[1:]))
+                command = cli.get_command(context, words[1])
+                assert command is not None, line
+                command.make_context(words[1], list(words[2:]), parent=context)
+            elif words and words[0].startswith("scripts/"):
+                assert (ROOT / words[0]).is_file(), line
+
+
+@each_page
+def test_no_page_names_a_machine_a_registry_or_sells(page):
+    text = text_of(page)
+    hosts = set(re.findall(r"https?://([^/\s)]+)", text))
+    assert hosts <= {"keepachangelog.com", "semver.org"}
+    forbidden = r"(?i)(?:^|[\s`(])/(?:work|root|home|tmp|mnt|users)\b|\bsimply\b|\bblazing|\bseamless|\bassistant\b"
+    assert re.findall(forbidden, text) == []
+    assert [letter for letter in text if ord(letter) > 0x2BFF] == [], "an emoji"
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_is_one_page_with_context_choice_and_consequence(page):
+    text = text_of(page)
+    assert re.match(rf"# {page.stem[:4]}: ", text)
+    assert re.findall(r"^## (.+)", text, flags=re.MULTILINE) == ["Context", "Choice", "Consequence"]
+    assert len(text.splitlines()) <= 60
+    assert f"decisions/{page.name}" in text_of(ROOT / "docs" / "index.md")
+
+
+def test_every_page_of_the_documentation_is_in_the_index():
+    linked = re.findall(r"\]\(([^)]+\.md)\)", text_of(ROOT / "docs" / "index.md"))
+    listed = {(ROOT / "docs" / target).resolve() for target in linked}
+    assert {page for page in (ROOT / "docs").rglob("*.md")} - listed == {ROOT / "docs" / "index.md"}
+
+
+def test_a_milestone_without_a_bundle_is_said_to_be_not_yet_recorded():
+    page = " ".join(text_of(ROOT / "tunix-rt.md").split())
+    for bundle in ("m39_v1", "m39_cpu_v1", "m40_v1"):
+        recorded = (ROOT / "submission_runs" / bundle / "README.md").is_file()
+        said = re.search(rf"`submission_runs/{bundle}`[^.:]*: not yet recorded", page)
+        assert bool(said) != recorded, bundle
+
+
+def test_the_changelog_has_an_entry_for_every_milestone_and_this_version():
+    import tunix_rt
+
+    changelog = text_of(ROOT / "CHANGELOG.md")
+    assert re.findall(r"^### (M\d+)", changelog, flags=re.MULTILINE) == ["M36", "M37", "M38", "M39", "M40"]
+    assert tunix_rt.__version__ in re.findall(r"^## .*?(\d+\.\d+\.\d+)", changelog, flags=re.MULTILINE)
+
+
+def test_the_memory_page_names_the_parts_the_families_and_the_margin_of_the_planner():
+    page = text_of(ROOT / "docs/concepts/memory-model.md")
+    config = build_config({"model": {"model_name_or_path": "tiny-gemma3"}}, "test")
+    shape = shape_of(json.loads(text_of(ROOT / "models/tiny-gemma3/config.json")))
+    parts = {
+        name
+        for device in ("cpu", "cuda")
+        for phase in predict(shape, config, device=device).phases
+        for name in phase.parts
+    }
+    assert keys_in_table(page) == parts
+    assert [family for family in _FAMILIES if family not in page] == []
+    assert f"{SAFETY_SHARE:.0%}".replace("%", " %") in page
+
+
+def test_the_model_card_states_the_architecture_of_the_config():
+    card = section(text_of(ROOT / "models/tiny-gemma3/README.md"), "Architecture")
+    config = json.loads(text_of(ROOT / "models/tiny-gemma3/config.json"))
+    for said, key in {
+        "{} layers": "num_hidden_layers", "width {},": "hidden_size", "{} query heads": "num_attention_heads",
+        "{} key-value head": "num_key_value_heads", "head of size {};": "head_dim", "MLP of width {};": "intermediate_size",
+        "(window {})": "sliding_window", "{} positions": "max_position_embeddings",
+    }.items():  # fmt: skip
+        assert said.format(config[key]) in " ".join(card.split()), key
+    assert f"{config['vocab_size']:,}" in card
+
+
+def test_every_marker_and_test_folder_is_explained_to_contributors():
+    page = text_of(ROOT / "CONTRIBUTING.md")
+    markers = re.findall(r'^  "(\w+): ', text_of(ROOT / "pyproject.toml"), flags=re.MULTILINE)
+    assert markers and [marker for marker in markers if f"| `{marker}` |" not in page] == []
+    folders = {path.parent.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert [folder for folder in folders if f"| `tests/{folder}` |" not in page] == []
+
+
+def test_the_help_of_click_is_taken_at_a_fixed_width():
+    assert all(len(line) <= generate.HELP_COLUMNS for _, text in generate.help_texts() for line in text.splitlines())

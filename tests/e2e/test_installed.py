@@ -1,0 +1,134 @@
+"""What a user has in hand: the built wheel, the old commands, the start-up time."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import write_small_model
+from tests.program import ROOT, environment
+
+HEAVY = {"torch", "jax", "transformers", "pydantic", "numpy", "rich", "yaml", "huggingface_hub", "tokenizers"}
+
+
+def test_help_imports_nothing_heavy_and_takes_under_100_ms_of_cpu():
+    script = (
+        "import sys; sys.argv = ['tunix-rt', '--help']\n"
+        "from tunix_rt.cli.main import main\n"
+        "try: main()\n"
+        f"except SystemExit: print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout
+    seconds = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "tunix_rt", "--help"], env=environment(), capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.1, seconds
+
+
+def test_the_built_wheel_works_alone(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    wheel = next((tmp_path / "dist").glob("*.whl"))
+    site = tmp_path / "site"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    clean = {**environment(), "PYTHONPATH": str(site)}
+    where = subprocess.run(
+        [sys.executable, "-c", "import tunix_rt; print(tunix_rt.__file__)"],
+        env=clean, cwd=elsewhere, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert where.stdout.startswith(str(site))
+    done = subprocess.run(
+        [sys.executable, "-m", "tunix_rt", "train", "smoke_tiny", "--output", "run", "--device", "cpu", "--max-steps", "2"],
+        env=clean, cwd=elsewhere, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((elsewhere / "run" / "result.json").read_text())["status"] == "completed"
+
+
+def put_into_hub_cache(kind: str, name: str, cache: Path) -> str:
+    """A small model with random weights under a hub id, laid out as the hub's own client lays it out."""
+    import transformers
+
+    commit = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+    folder = write_small_model(kind, cache / f"models--{name}" / "snapshots" / commit)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    refs = cache / f"models--{name}" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    return commit
+
+
+def test_the_old_command_for_the_cpu_runs_as_it_is_written(tmp_path):
+    commit = put_into_hub_cache("gpt2", "gpt2", tmp_path / "hub")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("src", "training", "training_pt", "datasets", "evalsets", "models"):
+        (clone / name).symlink_to(ROOT / name)
+    (clone / "bin").mkdir()
+    (clone / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (clone / "bin" / "python").chmod(0o755)
+    written = (
+        "python training_pt/train.py --config training/configs/submission_local_cpu_gpt2.yaml "
+        "--output DIR --dataset dev-reasoning-v2 --device cpu"
+    )
+    clean = environment(HF_HUB_CACHE=str(tmp_path / "hub"))
+    clean["PATH"] = f"{clone / 'bin'}{os.pathsep}{clean['PATH']}"
+    done = subprocess.run(["sh", "-c", written], cwd=clone, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = (clone / "DIR" / "training_log.txt").read_text()
+    assert "Using device: cpu" in log
+    assert f"Preflight: model=gpt2 revision={commit}" in log
+    result = json.loads((clone / "DIR" / "result.json").read_text())
+    assert result["status"] == "completed" and result["steps_completed"] == 20
+
+
+def test_the_old_commands_take_the_flags_that_words_of_refusal_advise(tmp_path, monkeypatch):
+    from tunix_rt.cli import legacy, train
+
+    ran = []
+    monkeypatch.setattr(train, "run_and_show", lambda config, output, *, as_json: ran.append((config, output)))
+    given = ["--config", "smoke_tiny", "--output", str(tmp_path), "--set", "data.on_overflow=drop", "--model", "gpt2"]
+    assert legacy.main("torch", [*given, "--weights", "random", "--resume"]) == 0
+    ((config, output),) = ran
+    assert output == tmp_path
+    assert (config.model.model_name_or_path, config.model.weights) == ("gpt2", "random")
+    assert (config.training.resume_from_checkpoint, config.data.on_overflow) == ("auto", "drop")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the scripts need bash")
+@pytest.mark.parametrize("name", ["setup", "demo", "test", "check"])
+def test_scripts_are_sound_bash(name):
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)], check=True)
+    assert os.access(ROOT / "scripts" / name, os.X_OK)
+
+
+def test_setup_refuses_an_old_python_in_one_clear_line(tmp_path):
+    old = tmp_path / "bin"
+    old.mkdir()
+    for name in ("python3.11", "python3.12", "python3.13", "python3", "python"):
+        (old / name).write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.18" && exit 0\nexit 1\n')
+        (old / name).chmod(0o755)
+    for name in ("dirname", "cat", "printf"):
+        (old / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        [shutil.which("bash"), str(ROOT / "scripts" / "setup")], env={"PATH": str(old)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "Python 3.11, 3.12 or 3.13 is needed; found: Python 3.8.18" in done.stderr

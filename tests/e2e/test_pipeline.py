@@ -1,0 +1,202 @@
+"""One configuration through every stage, by the real program."""
+
+import hashlib
+import json
+import re
+import stat
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.program import ROOT, refused, tunix_rt
+
+METRICS_KEYS = {
+    "step", "loss", "loss_hex", "lr", "grad_norm", "target_tokens", "tokens", "seconds", "peak_bytes", "batch", "prev",
+}  # fmt: skip
+SMALL = ["--set", "training.max_steps=6", "--set", "training.save_steps=2", "--set", "evaluation.enabled=false"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "smoke run é"  # a space and a letter beyond ASCII, as people have
+    return tunix_rt("train", "smoke_tiny", "--output", folder, "--device", "cpu"), folder
+
+
+def test_a_run_completes_and_says_where_it_is(finished):
+    done, folder = finished
+    assert done.returncode == 0, done.stderr
+    assert str(folder) in done.stdout
+    assert "accuracy, by the tags" in done.stdout
+
+
+def test_the_log_begins_with_the_device_and_the_preflight_line(finished):
+    lines = (finished[1] / "training_log.txt").read_text().splitlines()
+    text = "\n".join(lines[:8])
+    assert "Using device: cpu" in text
+    assert "Device kind: " in text and "memory " in text and "count " in text
+    assert re.search(
+        r"Preflight: model=tiny-gemma3 revision=shipped parameters=2,873,760 device=cpu dtype=float32", text
+    )
+
+
+def test_the_folder_holds_every_file_of_a_run(finished):
+    names = {str(path.relative_to(finished[1])) for path in finished[1].rglob("*") if path.is_file()}
+    wanted = {
+        "config.yaml", "doctor.json", "plan.json", "precommit.json", "training_log.txt", "metrics.jsonl", "env_info.txt",
+        "torch_version.txt", "samples.md", "memory.json", "result.json", "SHA256SUMS", "eval/before.json",
+        "eval/after.json", "eval/predictions-before.jsonl", "eval/predictions-after.jsonl", "eval/heldout.jsonl",
+        "final_model/model.safetensors", "final_model/config.json", "final_model/tokenizer.json",
+        "checkpoints/step-000006/model.safetensors", "checkpoints/step-000006/optimizer.safetensors",
+        "checkpoints/step-000006/state.json", "checkpoints/step-000006/MANIFEST.json",
+    }  # fmt: skip
+    assert wanted <= names
+    assert not [name for name in names if "staged" in name]
+
+
+def test_metrics_have_the_fixed_keys_and_chain_from_the_precommitment(finished):
+    lines = (finished[1] / "metrics.jsonl").read_bytes().splitlines()
+    head = hashlib.sha256((finished[1] / "precommit.json").read_bytes()).hexdigest()
+    assert len(lines) == 6
+    for number, line in enumerate(lines, start=1):
+        record = json.loads(line)
+        assert set(record) == METRICS_KEYS
+        assert record["step"] == number and record["prev"] == head
+        assert float.fromhex(record["loss_hex"]) == record["loss"]
+        assert record["target_tokens"] < record["tokens"] and record["seconds"] > 0 and record["peak_bytes"] > 0
+        head = hashlib.sha256(line).hexdigest()
+    result = json.loads((finished[1] / "result.json").read_text())
+    assert result["metrics_head"] == head and result["status"] == "completed" and result["exit_code"] == 0
+
+
+def test_the_precommitment_names_what_determines_the_run(finished):
+    committed = json.loads((finished[1] / "precommit.json").read_text())
+    assert set(committed) == {
+        "schema", "created", "device", "versions", "config_sha256", "source_sha256", "source_files", "dataset",
+        "base_model", "tokenizer_sha256", "seeds",
+    }  # fmt: skip
+    assert committed["device"] == "cpu"
+    assert committed["versions"] == {name: version(name) for name in ("tunix-rt", "torch", "transformers")}
+    sums = {"config_sha256": "config.yaml"}
+    for key, name in sums.items():
+        assert committed[key] == hashlib.sha256((finished[1] / name).read_bytes()).hexdigest()
+    shipped = ROOT / "models" / "tiny-gemma3" / "model.safetensors"
+    assert committed["base_model"]["files"]["model.safetensors"] == hashlib.sha256(shipped.read_bytes()).hexdigest()
+    data = ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl"
+    assert committed["dataset"]["sha256"] == hashlib.sha256(data.read_bytes()).hexdigest()
+
+
+def test_scores_are_rates_from_0_to_1(finished):
+    for when in ("before", "after"):
+        scores = json.loads((finished[1] / "eval" / f"{when}.json").read_text())
+        assert 0 <= scores["accuracy"] <= 1 and 0 <= scores["format_rate"] <= 1 and scores["items"] == 28
+
+
+def test_the_memory_prediction_is_held_against_the_measurement(finished):
+    memory = json.loads((finished[1] / "memory.json").read_text())
+    assert memory["predicted_bytes"] == pytest.approx(memory["measured_bytes"], rel=0.25)
+
+
+def test_a_finished_run_verifies_and_is_listed(finished):
+    assert tunix_rt("evidence", "verify", finished[1]).returncode == 0
+    listed = tunix_rt("runs", finished[1].parent, "--json")
+    assert json.loads(listed.stdout)
+    shown = tunix_rt("runs", "show", finished[1])
+    assert shown.returncode == 0 and "completed" in shown.stdout
+
+
+def test_the_final_model_is_the_last_checkpoint_in_plain_transformers(finished):
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(finished[1] / "final_model")
+    saved = load_file(finished[1] / "checkpoints" / "step-000006" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+
+
+def test_the_final_model_can_be_read_by_whom_the_umask_lets_read(finished):
+    (finished[1].parent / "plain").write_text("")
+    usual = stat.S_IMODE((finished[1].parent / "plain").stat().st_mode)
+    models = [finished[1] / "final_model", finished[1] / "checkpoints" / "step-000006"]
+    assert {stat.S_IMODE(path.stat().st_mode) for folder in models for path in folder.iterdir()} == {usual}
+
+
+def test_a_finished_folder_is_not_written_over(finished):
+    before = (finished[1] / "result.json").read_bytes()
+    assert "already holds a run (completed)" in refused(tunix_rt("train", "smoke_tiny", "--output", finished[1]), 2)
+    assert "is complete" in refused(tunix_rt("train", "smoke_tiny", "--output", finished[1], "--resume"), 2)
+    assert (finished[1] / "result.json").read_bytes() == before
+
+
+def test_training_needs_no_yaml_and_takes_any_file_of_traces(tmp_path):
+    traces = (ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl").read_text().splitlines()[:40]
+    (tmp_path / "mine.jsonl").write_text("\n".join(traces) + "\n")
+    done = tunix_rt(
+        "train", "--model", "tiny-gemma3", "--data", tmp_path / "mine.jsonl", "--output", tmp_path / "run", *SMALL,
+        "--set", "training.report_to=tensorboard", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "completed"
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
+    done = tunix_rt("train", "demo", "--output", tmp_path / "run", "--max-steps", 70, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((tmp_path / "run" / "result.json").read_text())["scores"]
+    assert scores["before"]["accuracy_lenient"] <= 0.05
+    assert scores["after"]["accuracy"] >= 0.30, "a third of the demo's steps must already gain 30 points"
+    assert "<reasoning>" in (tmp_path / "run" / "samples.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("cuda", "no GPU present"), ("gpu", "no GPU present"), ("tpu", "no TPU present")]
+)
+def test_a_device_that_is_not_there_is_refused_and_nothing_is_trained(tmp_path, device, words):
+    if device != "tpu" and Path("/dev/nvidiactl").exists():
+        pytest.skip("this computer has an NVIDIA GPU")
+    done = tunix_rt("train", "demo", "--output", tmp_path / "run", "--device", device)
+    assert words in refused(done, 4)
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not left & {"metrics.jsonl", "precommit.json", "final_model", "checkpoints", "eval"}
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "refused" and result["exit_code"] == 4
+
+
+def test_the_cpu_is_used_when_asked_whatever_the_cuda_variables_say(tmp_path):
+    done = tunix_rt(
+        "train", "smoke_tiny", "--output", tmp_path / "run", "--device", "cpu", *SMALL, "--max-steps", 1,
+        CUDA_VISIBLE_DEVICES="7", XLA_PYTHON_CLIENT_MEM_FRACTION="0.9", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["gpt2", "google/gemma-2b", "no-such-model", "./nowhere"])
+def test_a_model_that_is_not_to_be_had_is_refused(tmp_path, name):
+    done = tunix_rt("train", "smoke_tiny", "--model", name, "--output", tmp_path / "run")
+    words = refused(done, 3)
+    assert name.strip("./") in words
+    if not name.startswith("."):
+        assert "local model folder" in words and "--weights random" in words
+
+
+def test_a_run_that_cannot_fit_is_refused_before_weights_load(tmp_path, small_model):
+    folder = small_model("llama")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 100, "vocab_size": 262144}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = tunix_rt("train", "smoke_tiny", "--model", folder, "--weights", "random", "--output", tmp_path / "run")
+    words = refused(done, 5)
+    assert "GiB predicted" in words and "weights" in words
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "refused"
+
+
+def test_random_weights_are_said_everywhere(tmp_path, small_model):
+    done = tunix_rt(
+        "train", "smoke_tiny", "--model", small_model("gpt2"), "--weights", "random", "--output", tmp_path / "r", *SMALL
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The weights are random" in (tmp_path / "r" / "training_log.txt").read_text()
+    assert json.loads((tmp_path / "r" / "precommit.json").read_text())["base_model"]["weights"] == "random"

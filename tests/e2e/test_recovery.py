@@ -1,0 +1,249 @@
+"""Whatever moment a run ends at, its folder can be continued or used again, and says what is true."""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import write_small_model
+from tunix_rt import pipeline
+from tunix_rt.backends import load_backend
+from tunix_rt.cli.train import run_and_show
+from tunix_rt.config import find_config, load_config
+from tunix_rt.errors import ConfigError, InputError, Preempted
+from tunix_rt.evidence.hashes import list_problems
+from tunix_rt.pipeline import run_pipeline
+from tunix_rt.rundir import RunDir, list_checkpoints, read_json
+
+STEPS = 5
+
+
+def configured(*overrides: str, resume: bool = False):
+    fast = ["training.device=cpu", f"training.max_steps={STEPS}", "training.save_steps=2", "data.max_length=128"]
+    fast += ["training.per_device_train_batch_size=1", "evaluation.enabled=false", "data.on_overflow=drop"]
+    flags = {"training.resume_from_checkpoint": "auto" if resume else None}
+    return load_config(find_config("smoke_tiny"), overrides=[*fast, *overrides], flags=flags)
+
+
+def quiet(what: str, done: int, total: int, note: str) -> None:
+    """Nobody watches."""
+
+
+def at(moment: tuple[str, int], do):
+    """A progress function that does `do` once `moment` is reached."""
+    return lambda what, done, total, note: do() if (what, done) == moment else None
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def crash() -> None:
+    raise KeyboardInterrupt
+
+
+def losses(run: RunDir) -> list[str]:
+    return [json.loads(line)["loss_hex"] for line in run.metrics.read_bytes().splitlines()]
+
+
+def content(run: RunDir) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A whole run, and the files that were made durable before its result was."""
+    run, synced, real = RunDir(tmp_path_factory.mktemp("whole") / "run"), [], os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+        run_pipeline(configured(), run.root, progress=quiet)
+    return run, synced
+
+
+@pytest.fixture(scope="module")
+def crashed_once(tmp_path_factory):
+    """A run that crashed right after step 3: its newest checkpoint is of step 2."""
+    run = RunDir(tmp_path_factory.mktemp("crashed") / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(configured(), run.root, progress=at(("train", 3), crash))
+    assert read_json(run.result)["status"] == "failed" and list_problems(run.root) == []
+    return run
+
+
+@pytest.fixture
+def crashed(crashed_once, tmp_path):
+    return RunDir(shutil.copytree(crashed_once.root, tmp_path / "run"))
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def test_the_final_model_is_on_the_disk_before_the_result(uninterrupted):
+    run, synced = uninterrupted
+    before_result = {path for path in synced[: synced.index(str(run.root / ".result.json.staged"))]}
+    staged = run.root / ".staged-final_model"
+    files = {str(staged / path.name) for path in run.final_model.iterdir()}
+    assert files and files | {str(staged), str(run.root)} <= before_result
+
+
+@pytest.mark.parametrize("name", ["SHA256SUMS", "result.json"])
+def test_a_crash_while_the_ending_is_written_leaves_a_run_that_can_be_continued(
+    tmp_path, uninterrupted, monkeypatch, name
+):
+    run = RunDir(shutil.copytree(uninterrupted[0].root, tmp_path / "run"))
+    for ending in (run.result, run.hashes):
+        ending.unlink()
+    module = "hashes" if name == "SHA256SUMS" else "record"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"tunix_rt.evidence.{module}.write_text", lambda path, text: crash())
+        with pytest.raises(KeyboardInterrupt):
+            run_pipeline(configured(resume=True), run.root, progress=quiet)
+    assert list_problems(run.root), "without its ending a run does not verify"
+    run_pipeline(configured(resume=True), run.root, progress=quiet)
+    assert read_json(run.result)["status"] == "completed" and list_problems(run.root) == []
+    assert losses(run) == losses(uninterrupted[0])
+
+
+def test_a_continued_run_accounts_for_all_its_processes(tmp_path, uninterrupted, caplog):
+    caplog.set_level(logging.INFO, logger="tunix_rt")
+    run = RunDir(shutil.copytree(uninterrupted[0].root, tmp_path / "run"))
+    run.result.unlink()
+    run.log.unlink()
+    run_pipeline(configured(resume=True), run.root, progress=quiet)
+    steps = [json.loads(line) for line in run.metrics.read_bytes().splitlines()]
+    result, memory = read_json(run.result), read_json(run.memory)
+    assert result["resumed_from"] == STEPS
+    assert result["seconds"] > sum(step["seconds"] for step in steps)
+    assert memory["measured_bytes"] >= max(step["peak_bytes"] for step in steps)
+    assert memory["measured_bytes"] == max(memory["measured_peak_after_phase"].values())
+    said = run.log.read_text()
+    assert "Completed" in said and "tokens/s" not in said, "no step was taken, so there is no speed to tell"
+
+
+# --- continuing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_while_a_continued_run_loads_loses_nothing_that_is_known(crashed, uninterrupted, monkeypatch):
+    backend = load_backend("torch")
+    real = backend.load
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "load", lambda *given, **named: (terminate(), real(*given, **named))[1])
+        with pytest.raises(Preempted, match="step 2 is saved"):
+            run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    result = read_json(crashed.result)
+    assert (result["status"], result["steps_completed"], result["resumed_from"]) == ("preempted", 2, 2)
+    assert result["final_loss_hex"] == losses(crashed)[-1] and len(losses(crashed)) == 2
+    assert list_problems(crashed.root) == []
+    run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    assert losses(crashed) == losses(uninterrupted[0])
+    assert list_problems(crashed.root) == []
+
+
+def test_a_continuation_that_is_killed_leaves_no_ending_of_the_process_before(crashed, monkeypatch):
+    """As after SIGKILL: nothing of the end is written."""
+    monkeypatch.setattr(pipeline.Report, "_end", lambda *told: None)
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(configured(resume=True), crashed.root, progress=at(("train", 4), crash))
+    assert not crashed.result.exists() and not crashed.hashes.exists()
+
+
+def test_another_version_or_device_may_not_continue_a_run_and_touches_nothing(crashed, monkeypatch):
+    before = content(crashed)
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "0.0.1")
+        with pytest.raises(ConfigError, match=r"another run: versions\.torch, versions\.transformers differ"):
+            run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    chosen = pipeline.choose_device
+    monkeypatch.setattr(
+        pipeline, "choose_device", lambda *given: dataclasses.replace(chosen(*given), device="cuda", kind="another")
+    )
+    with pytest.raises(ConfigError, match="another run: device differ"):
+        run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    assert content(crashed) == before
+    assert list_problems(crashed.root) == []
+
+
+def test_without_any_sound_checkpoint_the_steps_are_taken_again(crashed, uninterrupted, caplog):
+    for checkpoint in list_checkpoints(crashed.checkpoints):
+        (checkpoint / "model.safetensors").unlink()
+    crashed.metrics.write_bytes(crashed.metrics.read_bytes()[:-20])
+    run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    assert "starting at step 0" in caplog.text
+    assert losses(crashed) == losses(uninterrupted[0])
+    assert list_problems(crashed.root) == []
+
+
+def test_a_signal_during_an_evaluation_stops_it_and_the_run_continues_with_it(tmp_path):
+    asked = ["evaluation.enabled=true", "evaluation.max_new_tokens=2", "evaluation.per_device_eval_batch_size=4"]
+    run, seen = RunDir(tmp_path / "run"), []
+
+    def progress(what, done, total, note):
+        seen.append((what, done))
+        if seen[-1] in (("evaluate before", 2), ("evaluate after", 2)) and seen.count(seen[-1]) == 1:
+            terminate()
+
+    with pytest.raises(Preempted, match="stopped by SIGTERM; nothing was trained yet"):
+        run_pipeline(configured(*asked), run.root, progress=progress)
+    assert seen[-1] == ("evaluate before", 2) and not run.scores("before").exists()
+    with pytest.raises(Preempted, match=f"all {STEPS} steps are saved"):
+        run_pipeline(configured(*asked, resume=True), run.root, progress=progress)
+    assert seen[-1] == ("evaluate after", 2) and not run.scores("after").exists()
+    result = read_json(run.result)
+    assert (result["status"], result["steps_completed"], set(result["scores"])) == ("preempted", STEPS, {"before"})
+    assert list_problems(run.root) == []
+    report = run_pipeline(configured(*asked, resume=True), run.root, progress=progress)
+    assert seen.count(("train", 1)) == 1 and seen.count(("evaluate before", 3)) == 1, "neither is done twice"
+    assert set(report.scores) == {"before", "after"} and report.comparison is not None
+    assert set(read_json(run.result)["scores"]) == {"before", "after"} and list_problems(run.root) == []
+
+
+# --- after a refusal --------------------------------------------------------------------------------------------------
+
+
+def test_the_same_command_can_be_given_again_after_a_refusal(tmp_path, monkeypatch, capsys):
+    """Refused without the model, then while its weights load; then everything is there."""
+    run, model = RunDir(tmp_path / "run"), tmp_path / "model"
+    config = configured(f"model.model_name_or_path={model}", "model.weights=random", "training.max_steps=1")
+    with pytest.raises(InputError):
+        run_and_show(config, run.root, as_json=False)
+    assert read_json(run.result)["status"] == "refused" and not run.precommit.exists()
+    write_small_model("gpt2", model)
+    backend = load_backend("torch")
+
+    def fail(*given, **named):
+        raise InputError("the weights are torn", fix="fetch them again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "load", fail)
+        with pytest.raises(InputError, match="torn"):
+            run_and_show(config, run.root, as_json=False)
+    assert read_json(run.result)["status"] == "refused" and run.precommit.exists()
+    run_and_show(config, run.root, as_json=False)
+    assert read_json(run.result)["status"] == "completed" and list_problems(run.root) == []
+    said = capsys.readouterr().out
+    assert str(run.root) in said and "samples.md" not in said, "nothing was asked, so there are no answers"
+
+
+def test_steps_without_their_precommitment_are_not_written_over(crashed):
+    crashed.precommit.unlink()
+    before = content(crashed)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="holds a run"):
+            run_pipeline(configured(resume=resume), crashed.root, progress=quiet)
+    assert content(crashed) == before
+
+
+def test_charts_without_tensorboard_are_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigError, match="tensorboard is not installed"):
+        run_pipeline(configured("training.report_to=tensorboard"), run.root, progress=quiet)
+    result = read_json(run.result)
+    assert (result["status"], result["exit_code"]) == ("refused", 2)
+    assert not run.doctor.exists() and not run.precommit.exists()

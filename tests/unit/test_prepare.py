@@ -1,0 +1,239 @@
+"""The data stage in one call: what is held out, what is refused and why, and what the counts say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from tests.conftest import SHIPPED
+from tunix_rt.config import build_config
+from tunix_rt.data.prepare import prepare
+from tunix_rt.data.render import completion_text, prompt_text, render_all
+from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.data.trace import Trace
+from tunix_rt.errors import InputError
+
+
+def record(number=0, **changed):
+    step = {"i": 0, "type": "compute", "content": f"{number} + 1 = {number + 1}"}
+    return {"prompt": f"What is {number} + 1?", "steps": [step], "final_answer": str(number + 1), **changed}
+
+
+def write_lines(path: Path, *records) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(SHIPPED)
+
+
+def test_prompt_and_completion_are_what_the_documentation_says():
+    trace = Trace.model_validate(
+        record(4, steps=[{"i": 0, "type": "a", "content": "x"}, {"i": 1, "type": "b", "content": "y"}])
+    )
+    assert prompt_text(trace.prompt) == "What is 4 + 1?\n"
+    assert prompt_text(trace.prompt, "Think.") == "Think.\nWhat is 4 + 1?\n"
+    assert completion_text(trace) == "<reasoning>x\ny</reasoning><answer>5</answer>"
+
+
+def settings(path, **changed):
+    return build_config({"dataset": str(path), "max_length": 64, "validation_fraction": 0.2, **changed}, "test")
+
+
+def ready(config, tokenizer, **limits):
+    return prepare(config, tokenizer, **{"model_vocabulary": tokenizer.vocab_size, "model_positions": 512, **limits})
+
+
+@pytest.fixture
+def with_one_long_line(tmp_path):
+    """Ten traces; the one on line 7 is longer than 64 tokens."""
+    records = [record(n) for n in range(10)]
+    records[6]["final_answer"] = "1 2 3 4 5 " * 20
+    return write_lines(tmp_path / "x.jsonl", *records)
+
+
+def test_a_trace_that_is_too_long_is_refused_with_its_line_in_the_file(with_one_long_line, tokenizer):
+    for seed in range(5):  # whatever is held out, the line is that of the file
+        with pytest.raises(InputError, match="longer than max_length 64") as caught:
+            ready(settings(with_one_long_line, data_seed=seed), tokenizer)
+        assert f"{with_one_long_line}:7" in caught.value.problem
+        assert "data.on_overflow" in caught.value.fix
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("mode", "counted"), [("drop", "1 dropped"), ("truncate", "1 truncated")])
+def test_what_is_dropped_or_cut_is_counted_and_said_held_out_or_not(with_one_long_line, tokenizer, mode, counted, seed):
+    config = settings(with_one_long_line, data_seed=seed, on_overflow=mode)
+    data = ready(config, tokenizer)
+    assert counted in data.sentence
+    assert (data.dropped, data.truncated) == ((1, 0) if mode == "drop" else (0, 1))
+    assert data.traces + data.heldout_traces == 10 - data.dropped
+    assert data.sentence.startswith(f"{with_one_long_line}: {data.traces} traces to train on, 2 held out; ")
+    assert (data.heldout_traces, len(data.items)) == (2, 2), "what was dropped takes no place among the held out"
+    assert (sum((row.positions == 0).sum() for row in data.rows), len(data.heldout_rows)) == (data.traces, 2)
+    assert all(len(row.ids) <= 64 for row in (*data.rows, *data.heldout_rows))
+
+
+def test_a_truncated_trace_that_has_lost_its_whole_completion_is_refused_with_its_line(tmp_path, tokenizer):
+    records = [record(n) for n in range(10)]
+    records[3]["prompt"] = "1 2 3 4 5 " * 20
+    path = write_lines(tmp_path / "x.jsonl", *records)
+    for seed in range(5):
+        with pytest.raises(InputError, match="no token to train on") as caught:
+            ready(settings(path, on_overflow="truncate", data_seed=seed), tokenizer)
+        assert f"{path}:4" in caught.value.problem
+
+
+def test_when_every_trace_is_too_long_nothing_is_left_to_train_on(tokenizer):
+    traces = [Trace.model_validate(record(n)) for n in range(3)]
+    with pytest.raises(InputError, match="no trace is left"):
+        render_all(traces, tokenizer, max_length=8, on_overflow="drop")
+
+
+def test_held_out_traces_are_never_trained_on_and_asked_when_no_eval_set_is_named(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(20)))
+    data = ready(settings(path, packing=False), tokenizer)
+    assert (data.traces, data.heldout_traces, len(data.heldout_rows), len(data.items)) == (16, 4, 4, 4)
+    trained = {tuple(row.ids.tolist()) for row in data.rows}
+    assert len(trained) == 16
+    assert not trained & {tuple(row.ids.tolist()) for row in data.heldout_rows}
+    asked = {item.prompt for item in data.items}
+    texts = {tokenizer.decode(row.ids.tolist()).split("\n")[0] for row in data.heldout_rows}
+    assert asked == texts
+
+
+def test_what_is_held_out_depends_on_the_data_seed_alone(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(40)))
+
+    def chosen(**seeds):
+        return [item.prompt for item in ready(settings(path, **seeds), tokenizer).items]
+
+    assert chosen(seed=1, data_seed=7) == chosen(seed=2, data_seed=7)
+    assert chosen(seed=7) == chosen(data_seed=7, seed=1)
+    assert chosen(data_seed=7) != chosen(data_seed=8)
+    assert chosen(data_seed=0, seed=5) == chosen(data_seed=0, seed=6), "0 is a seed, not the lack of one"
+
+
+def test_nothing_held_out_and_no_eval_set_is_refused_unless_evaluation_is_off(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", record(0), record(1))
+    with pytest.raises(InputError, match="nothing to evaluate on"):
+        ready(settings(path, validation_fraction=0), tokenizer)
+    off = settings(path, validation_fraction=0, evaluation={"enabled": False})
+    assert ready(off, tokenizer).items == ()
+    named = settings(path, validation_fraction=0, evaluation={"evalset": "eval_v2"})
+    assert len(ready(named, tokenizer).items) >= 100
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_model_is_loaded(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", record(0), record(1))
+    with pytest.raises(InputError, match="embeddings"):
+        ready(settings(path), tokenizer, model_vocabulary=100)
+
+
+def test_the_hash_of_the_rows_notices_one_other_character(tmp_path, tokenizer):
+    evaluation = {"evaluation": {"enabled": False}, "validation_fraction": 0}
+    one = write_lines(tmp_path / "a.jsonl", record(0), record(1))
+    other = write_lines(tmp_path / "b.jsonl", record(0), record(1, final_answer="3"))
+    first = ready(settings(one, **evaluation), tokenizer)
+    again = ready(settings(one, **evaluation), tokenizer)
+    changed = ready(settings(other, **evaluation), tokenizer)
+    assert first.sha256 == again.sha256 != changed.sha256
+    assert first.tokens == sum(len(row.ids) for row in first.rows)
+    assert 0 < first.trained_tokens < first.tokens
+    assert all(row.ids.dtype == np.int32 for row in first.rows)
+
+
+# --- what the model can be given -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_example_beyond_the_positions_of_the_model_is_refused_with_its_line(with_one_long_line, tokenizer, packing):
+    config = settings(with_one_long_line, max_length=512, packing=packing)
+    with pytest.raises(InputError, match="longer than the 64 positions") as caught:
+        ready(config, tokenizer, model_positions=64)
+    assert caught.value.exit_code == 3
+    assert f"{with_one_long_line}:7 with " in caught.value.problem
+    rows = ready(config, tokenizer, model_positions=512).rows
+    if packing:
+        assert max(len(row.ids) for row in rows) > 64
+    dropping = settings(with_one_long_line, max_length=64, on_overflow="drop", packing=packing)
+    assert ready(dropping, tokenizer, model_positions=64).dropped == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_traces_of_one_prompt_are_on_one_side(tmp_path, tokenizer, seed):
+    """The second trace of a question, trained on, would give away the answer to the first."""
+    records = [record(n % 10, final_answer=str(n)) for n in range(38)] + [record(9, prompt="What  is\t9 + 1? ")]
+    path = write_lines(tmp_path / "x.jsonl", *records)
+    data = ready(settings(path, data_seed=seed, packing=False, completion_only_loss=False), tokenizer)
+    trained = {" ".join(tokenizer.decode(row.ids.tolist()).split("<reason")[0].split()) for row in data.rows}
+    asked = {" ".join(item.prompt.split()) for item in data.items}
+    assert len(trained) + len(asked) == 10
+    assert not trained & asked
+    assert 6 <= data.heldout_traces == len(data.items) <= 8, "a fifth of 39, in groups of 3 or 4"
+    assert data.traces == len(data.rows) == 39 - data.heldout_traces
+
+
+def test_where_every_question_is_asked_often_the_rarest_is_held_out(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *[record(0)] * 6, *[record(1)] * 4)
+    assert ready(settings(path), tokenizer).heldout_traces == 4
+    alone = settings(write_lines(path, *[record(0)] * 6), evaluation={"enabled": False})
+    assert (ready(alone, tokenizer).traces, ready(alone, tokenizer).heldout_traces) == (6, 0)
+
+
+def test_an_evaluation_question_that_is_trained_on_is_refused_with_count_and_line(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(10)))
+    asked = [{"id": str(n), "prompt": f"What is {n} + 2?", "answer": "?", "section": "s"} for n in range(3)]
+    known = [{**asked[0], "id": f"known {n}", "prompt": f" What is  {n} + 1?\n"} for n in (4, 6)]
+    evalset = write_lines(tmp_path / "e.jsonl", *asked, *known)
+    with pytest.raises(InputError, match=r"2 of 5 evaluation questions are prompts of the training traces") as caught:
+        ready(settings(path, validation_fraction=0, evalset=str(evalset)), tokenizer)
+    assert f"{evalset}:4" in caught.value.problem
+    assert "evaluation.evalset" in caught.value.fix
+    clean = settings(path, validation_fraction=0, evalset=str(write_lines(evalset, *asked)))
+    assert len(ready(clean, tokenizer).items) == 3
+
+
+@pytest.fixture
+def letter_by_letter(tmp_path):
+    """A tokenizer in which every letter is a token and `é` is the last one, so that a text can avoid the highest id."""
+    text = (
+        "".join(json.dumps(record(n)) for n in range(2)) + prompt_text("?") + "<reasoning></reasoning><answer></answer>"
+    )
+    letters = ["<eos>", *sorted(set(text)), "é"]
+    model = tokenizers.models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<eos>")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    (tmp_path / "letters").mkdir()
+    inner.save(str(tmp_path / "letters" / "tokenizer.json"))
+    (tmp_path / "letters" / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    return load_tokenizer(tmp_path / "letters")
+
+
+def given_to_the_model(path, tokenizer, **changed):
+    return settings(path, max_length=256, **changed), tokenizer
+
+
+def test_no_id_beyond_the_table_reaches_the_model_by_any_way(tmp_path, letter_by_letter):
+    table = letter_by_letter.vocab_size - 1
+    assert letter_by_letter.encode("é") == [table]
+    plain = write_lines(tmp_path / "x.jsonl", record(0), record(1))
+    strange = write_lines(tmp_path / "y.jsonl", record(0), record(1, final_answer="é"))
+    asked = write_lines(tmp_path / "e.jsonl", {"id": "a", "prompt": "é", "answer": "?", "section": "s"})
+    ready(*given_to_the_model(plain, letter_by_letter), model_vocabulary=table)
+    ways = {
+        "a question": given_to_the_model(plain, letter_by_letter, evalset=str(asked)),
+        "padding": given_to_the_model(plain, replace(letter_by_letter, pad_id=table)),
+        "the end": given_to_the_model(plain, replace(letter_by_letter, eos_id=table)),
+        "the instruction": given_to_the_model(plain, letter_by_letter, system_instruction="é"),
+    }
+    for seed in range(4):  # on either side
+        ways[f"a trace, seed {seed}"] = given_to_the_model(strange, letter_by_letter, data_seed=seed)
+    for way, (config, tokenizer) in ways.items():
+        with pytest.raises(InputError, match=f"gives id {table}; the model has {table} rows"):
+            pytest.fail(f"{way}: {ready(config, tokenizer, model_vocabulary=table).sentence}")

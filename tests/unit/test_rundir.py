@@ -1,0 +1,431 @@
+"""A run folder survives a crash at any moment, and a checkpoint that differs from its manifest in any way is found."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tunix_rt.errors import StorageError, TunixError
+from tunix_rt.rundir import (
+    RunDir,
+    checkpoint_name,
+    checkpoint_problems,
+    commit_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    read_json,
+    sha256_file,
+    to_plain,
+    write_json,
+    write_jsonl,
+    write_text,
+)
+
+
+@pytest.fixture
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+# --- single files ----------------------------------------------------------------------------------------------------
+
+
+def test_a_write_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "deep" / "er" / "result.json"
+    write_text(path, "old, and much longer than the new text\n")
+    write_text(path, "new\n")
+    assert path.read_bytes() == b"new\n"
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace"])
+def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch, call):
+    path = tmp_path / "result.json"
+    write_text(path, "old\n")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(call, fail)
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        write_text(path, "new\n")
+    assert caught.value.exit_code == 8
+    assert str(path) in caught.value.problem
+    assert path.read_text() == "old\n"
+
+
+def test_the_content_is_on_the_disk_before_the_name_moves_and_the_folder_after(tmp_path, monkeypatch):
+    order = []
+    real_fsync, real_replace = os.fsync, Path.replace
+
+    def fsync(descriptor):
+        order.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "content")
+        real_fsync(descriptor)
+
+    def replace(self, target):
+        order.append("rename")
+        return real_replace(self, target)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("pathlib.Path.replace", replace)
+    write_text(tmp_path / "plan.json", "{}\n")
+    assert order == ["content", "rename", "folder"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error_that_names_it(tmp_path):
+    (tmp_path / "runs").write_text("a file where a folder should be")
+    with pytest.raises(StorageError, match="runs"):
+        write_text(tmp_path / "runs" / "result.json", "{}\n")
+
+
+def run_limited(script: str, *arguments: object, file_bytes: int) -> subprocess.CompletedProcess[str]:
+    """Run `script` in a process that may write no file longer than `file_bytes`: a disk that is full, for real."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=60)
+
+
+def test_a_full_disk_ends_a_write_with_exit_8_and_keeps_the_old_file(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("old\n")
+    script = """
+        import sys
+        from pathlib import Path
+        from tunix_rt.errors import TunixError
+        from tunix_rt.rundir import write_text
+        try:
+            write_text(Path(sys.argv[1]), "x" * 50_000)
+        except TunixError as error:
+            print(error)
+            raise SystemExit(error.exit_code)
+        """
+    ended = run_limited(script, path, file_bytes=10_000)
+    assert ended.returncode == 8, ended.stderr
+    assert "File too large" in ended.stdout
+    assert path.read_text() == "old\n"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_not_written(tmp_path, number):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "memory.json", {"loss": [1.0, number]})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_jsonl(tmp_path / "metrics.jsonl", [{"loss": number}])
+    assert list(tmp_path.iterdir()) == []
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    path: Path
+    pair: tuple[int, int]
+
+
+def test_dataclasses_tuples_and_paths_are_written_plainly_with_sorted_keys(tmp_path):
+    write_json(tmp_path / "x.json", {"b": Fact(Path("a/b"), (1, 2)), "a": "é"})
+    assert (tmp_path / "x.json").read_text(encoding="utf-8") == textwrap.dedent(
+        """\
+        {
+          "a": "é",
+          "b": {
+            "pair": [
+              1,
+              2
+            ],
+            "path": "a/b"
+          }
+        }
+        """
+    )
+    assert to_plain({1: (Path("x"),)}) == {"1": ["x"]}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[" * 100_000])
+def test_a_torn_json_file_is_an_error_that_names_it(tmp_path, content):
+    path = tmp_path / "result.json"
+    path.write_bytes(content)
+    with pytest.raises(TunixError, match=r"result\.json cannot be read"):
+        read_json(path)
+
+
+def test_a_missing_json_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(TunixError, match=r"result\.json is missing"):
+        read_json(tmp_path / "result.json")
+
+
+def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc" * 100_000)
+    assert sha256_file(tmp_path / "x") == hashlib.sha256(b"abc" * 100_000).hexdigest()
+    with pytest.raises(StorageError):
+        sha256_file(tmp_path / "missing")
+
+
+def test_only_a_folder_with_traces_of_a_run_holds_one(tmp_path):
+    run = RunDir(tmp_path)
+    assert not run.holds_a_run()
+    write_text(run.log, "words\n")
+    assert not run.holds_a_run()
+    write_json(run.precommit, {})
+    assert run.holds_a_run()
+
+
+# --- the lock --------------------------------------------------------------------------------------------------------
+
+HOLD = """
+    import sys, time
+    from pathlib import Path
+    from tunix_rt.rundir import RunDir
+    with RunDir(Path(sys.argv[1])).locked():
+        print("held", flush=True)
+        time.sleep(60)
+    """
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the run folder."""
+    command = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_process_cannot_take_a_run_folder_until_the_first_is_killed(tmp_path, holder):
+    run = RunDir(tmp_path)
+    with pytest.raises(StorageError, match="in use by another tunix-rt") as caught, run.locked():
+        pass
+    assert caught.value.exit_code == 8
+    holder.kill()
+    holder.wait()
+    assert run.lock_file.exists(), "the file stays, the lock does not"
+    with run.locked():
+        pass
+
+
+def test_the_lock_is_let_go_when_the_run_fails(tmp_path):
+    run = RunDir(tmp_path / "new")
+    with pytest.raises(RuntimeError), run.locked():
+        raise RuntimeError
+    with run.locked():
+        pass
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+FILES = {"model.safetensors": b"weights" * 100, "optimizer.safetensors": b"moments" * 100, "state.json": b"{}\n"}
+
+
+def fill(folder: Path) -> None:
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, no_waiting_for_the_disk):
+    return commit_checkpoint(tmp_path, 50, fill)
+
+
+def rewrite_manifest(checkpoint: Path, **changed: object) -> None:
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest | changed))
+
+
+def test_a_committed_checkpoint_verifies_and_nothing_staged_is_left(tmp_path, checkpoint):
+    assert checkpoint == tmp_path / "step-000050"
+    assert checkpoint_problems(checkpoint) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000050"]
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    assert manifest["step"] == 50
+    assert manifest["files"]["state.json"] == {"sha256": hashlib.sha256(b"{}\n").hexdigest(), "bytes": 3}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_flipped_bit_in_any_file_is_found(checkpoint, name, place):
+    content = bytearray((checkpoint / name).read_bytes())
+    content[place] ^= 1
+    (checkpoint / name).write_bytes(content)
+    assert checkpoint_problems(checkpoint) == [f"changed: {name}"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("keep", [0, 1, -1])
+def test_a_cut_file_is_found(checkpoint, name, keep):
+    (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:keep])
+    assert checkpoint_problems(checkpoint) == [f"changed: {name}"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(checkpoint, name):
+    (checkpoint / name).unlink()
+    assert checkpoint_problems(checkpoint) == [f"missing: {name}"]
+
+
+def test_an_extra_file_is_found(checkpoint):
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
+    assert checkpoint_problems(checkpoint) == ["not in the manifest: pytorch_model.bin"]
+
+
+def test_swapped_names_are_found(checkpoint):
+    one, other = checkpoint / "model.safetensors", checkpoint / "optimizer.safetensors"
+    one.rename(checkpoint / "x")
+    other.rename(one)
+    (checkpoint / "x").rename(other)
+    assert checkpoint_problems(checkpoint) == ["changed: model.safetensors", "changed: optimizer.safetensors"]
+
+
+def test_the_manifest_of_another_step_is_found(tmp_path, checkpoint):
+    later = commit_checkpoint(tmp_path, 51, fill)
+    (checkpoint / "MANIFEST.json").write_bytes((later / "MANIFEST.json").read_bytes())
+    assert checkpoint_problems(checkpoint) == ["the manifest speaks of step 51"]
+
+
+def test_a_renamed_checkpoint_is_found(tmp_path, checkpoint):
+    assert checkpoint_problems(checkpoint.rename(tmp_path / "step-000099")) == ["the manifest speaks of step 50"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "{}", '{"step": 50}', '{"step": 50, "files": []}', "[" * 10**5]
+)
+def test_a_damaged_manifest_is_found(checkpoint, content):
+    (checkpoint / "MANIFEST.json").write_text(content)
+    assert checkpoint_problems(checkpoint)
+
+
+@pytest.mark.parametrize("step", ["x", None, [50], {}, True, -1, 49.9, float("inf"), float("nan")])
+def test_a_manifest_whose_step_is_no_count_is_found(checkpoint, step):
+    rewrite_manifest(checkpoint, step=step)
+    assert checkpoint_problems(checkpoint)
+
+
+def test_a_missing_manifest_is_found(checkpoint):
+    (checkpoint / "MANIFEST.json").unlink()
+    assert checkpoint_problems(checkpoint) == ["MANIFEST.json is missing"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_in_the_place_of_a_file_is_found(checkpoint, name):
+    (checkpoint / name).unlink()
+    (checkpoint / name).mkdir()
+    assert any(name in problem for problem in checkpoint_problems(checkpoint))
+
+
+@pytest.mark.parametrize("moment", ["writing", "syncing", "renaming"])
+def test_a_commit_that_fails_leaves_only_what_was_committed_before(tmp_path, checkpoint, monkeypatch, moment):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if moment == "syncing":
+        monkeypatch.setattr("os.fsync", fail)
+    if moment == "renaming":
+        monkeypatch.setattr("pathlib.Path.rename", fail)
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        commit_checkpoint(tmp_path, 51, fail if moment == "writing" else fill)
+    assert caught.value.exit_code == 8
+    assert list_checkpoints(tmp_path) == [checkpoint]
+    assert checkpoint_problems(checkpoint) == []
+    monkeypatch.undo()
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    later = commit_checkpoint(tmp_path, 52, fill)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, later.name], "the leftover is gone"
+
+
+def test_a_process_killed_while_staging_leaves_nothing_that_counts(tmp_path, checkpoint):
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from tunix_rt.rundir import commit_checkpoint
+        def write(folder):
+            (folder / "model.safetensors").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit_checkpoint(Path(sys.argv[1]), 51, write)
+        """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=60)
+    assert ended.returncode == -9
+    assert (tmp_path / ".staged-step-000051").is_dir()
+    assert list_checkpoints(tmp_path) == [checkpoint]
+    commit_checkpoint(tmp_path, 52, fill)
+    assert not list(tmp_path.glob(".staged-*"))
+
+
+def test_a_full_disk_while_committing_ends_with_exit_8_and_keeps_the_checkpoint_before(tmp_path, checkpoint):
+    script = """
+        import sys
+        from pathlib import Path
+        from tunix_rt.errors import TunixError
+        from tunix_rt.rundir import commit_checkpoint
+        try:
+            commit_checkpoint(Path(sys.argv[1]), 51, lambda folder: (folder / "x").write_bytes(bytes(50_000)))
+        except TunixError as error:
+            raise SystemExit(error.exit_code)
+        """
+    assert run_limited(script, tmp_path, file_bytes=10_000).returncode == 8
+    assert list_checkpoints(tmp_path) == [checkpoint]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path, checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    commit_checkpoint(tmp_path, 50, fill)
+    assert checkpoint_problems(checkpoint) == []
+
+
+def test_the_files_of_a_checkpoint_are_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    commit_checkpoint(tmp_path, 7, fill)
+    staged = str(tmp_path / ".staged-step-000007")
+    assert {f"{staged}/{name}" for name in FILES} <= set(synced[:3])
+    assert synced[-1] == str(tmp_path), "the folder that holds the new name comes last"
+
+
+def make_empty(folder: Path, *steps: int) -> None:
+    for step in steps:
+        (folder / checkpoint_name(step)).mkdir(parents=True)
+
+
+def test_pruning_keeps_the_newest_by_step_whatever_the_clock_says(tmp_path):
+    make_empty(tmp_path, 100, 50, 150, 200)
+    for age, step in enumerate([200, 150, 100, 50]):  # the newest step looks oldest
+        os.utime(tmp_path / checkpoint_name(step), (age, age))
+    prune_checkpoints(tmp_path, keep=2, newest=200, previous=150)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000200", "step-000150"]
+
+
+def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
+    make_empty(tmp_path, 999_950, 1_000_000, 1_000_050)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-1000050", "step-1000000", "step-999950"]
+    prune_checkpoints(tmp_path, keep=2, newest=1_000_050, previous=1_000_000)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-1000050", "step-1000000"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_checkpoint_that_was_passed_over_does_not_count_whatever_its_number(tmp_path, keep):
+    """250, 300 and 350 were damaged, so the run went on from 200 and has just saved 270."""
+    make_empty(tmp_path, 100, 150, 200, 250, 270, 300, 350)
+    prune_checkpoints(tmp_path, keep=keep, newest=270, previous=200)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000270", "step-000200", "step-000150"][:keep]
+
+
+def test_a_folder_that_a_person_put_beside_the_checkpoints_is_neither_counted_nor_pruned(tmp_path):
+    make_empty(tmp_path, 50, 100)
+    (tmp_path / "step-000100-copy").mkdir()
+    (tmp_path / "step-best").mkdir()
+    prune_checkpoints(tmp_path, keep=2, newest=100, previous=50)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000050", "step-000100", "step-000100-copy", "step-best"]
+
+
+def test_a_folder_without_checkpoints_lists_none(tmp_path):
+    assert list_checkpoints(tmp_path / "checkpoints") == []

@@ -1,0 +1,107 @@
+"""scripts/setup and scripts/demo: what they were told is honoured or refused, and no wheel is chosen by accident."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """As much of a clone as the scripts look at before they install anything, and a folder `bin` of programs."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/setup", "scripts/demo", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    # Nothing is fetched or set up here: no index is reached, and no virtual environment can be made.
+    program(
+        tmp_path / "bin" / "python3.11", f'case "$*" in *venv* | *whl*) exit 1;; *) exec {sys.executable} "$@";; esac'
+    )
+    gpu(tmp_path, driver="exit 9", capability="exit 9")
+    disk(tmp_path, free_gib=100)
+    return tmp_path
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def gpu(clone: Path, *, driver: str, capability: str) -> None:
+    """A nvidia-smi that does what is said when asked for the one, or for the other or both at once."""
+    program(clone / "bin" / "nvidia-smi", f'case "$*" in *compute_cap*) {capability};; *) {driver};; esac')
+
+
+def disk(clone: Path, *, free_gib: int) -> None:
+    program(clone / "bin" / "df", f'echo "Filesystem"; echo "disk 1 1 {free_gib * 1024 * 1024} 1% /"')
+
+
+def setup(clone: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": f"{clone / 'bin'}:{os.environ['PATH']}", "HOME": str(clone), "http_proxy": "", **variables}
+    return subprocess.run([clone / "scripts" / "setup"], env=environment, capture_output=True, text=True, timeout=60)
+
+
+H100 = {"driver": "echo 580.95.05", "capability": "echo 9.0"}
+
+
+@pytest.mark.parametrize("named", ["/nonexistent", "true"])
+def test_a_python_that_was_named_and_does_not_serve_is_not_replaced_by_another(clone, named):
+    ended = setup(clone, PYTHON=named)
+    assert ended.returncode == 2
+    assert f"PYTHON={named}" in ended.stderr
+    assert "Setting up" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "answer", ["exit 2", "echo '[N/A]'", "true", "echo 'Field \"compute_cap\" is not a valid field'"]
+)
+def test_a_gpu_that_does_not_tell_its_compute_capability_gets_no_wheel_at_all(clone, answer):
+    gpu(clone, driver="echo 470.57.02", capability=answer)
+    ended = setup(clone)
+    assert ended.returncode == 4
+    assert "compute capability" in ended.stderr
+    assert "driver" in ended.stderr.partition("fix:")[2]
+    assert "Setting up" not in ended.stderr
+
+
+def test_a_driver_that_no_wheel_fits_is_refused_with_exit_4(clone):
+    gpu(clone, driver="echo 470.57.02", capability="echo 8.0")
+    ended = setup(clone)
+    assert (ended.returncode, "no wheel of torch" in ended.stderr) == (4, True)
+
+
+def test_a_cuda_wheel_asks_for_more_disk_than_the_cpu_wheel(clone):
+    disk(clone, free_gib=11)
+    gpu(clone, **H100)
+    ended = setup(clone)
+    assert (ended.returncode, "needs about 12 GiB" in ended.stderr) == (8, True)
+    disk(clone, free_gib=12)
+    assert "Setting up" in setup(clone).stderr
+    gpu(clone, driver="exit 9", capability="exit 9")
+    disk(clone, free_gib=3)
+    assert "needs about 4 GiB" in setup(clone).stderr
+    disk(clone, free_gib=4)
+    assert "Setting up" in setup(clone).stderr
+
+
+def test_what_is_not_known_of_the_gpu_is_not_said():
+    """A missing nvidia-smi shows that no driver works, not that no GPU is there."""
+    text = (ROOT / "scripts" / "setup").read_text()
+    assert "no NVIDIA GPU here" not in text
+    assert text.count("no working NVIDIA driver here") == 2
+
+
+def test_the_demo_passes_its_options_on_to_train(clone):
+    program(clone / "scripts" / "setup", "exit 0")
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    program(clone / ".venv" / "bin" / "tunix-rt", 'printf "%s\\n" "$@"')
+    ended = subprocess.run(
+        [clone / "scripts" / "demo", "--device", "cpu", "--set", "a.b=c d"], capture_output=True, text=True, check=True
+    )
+    demo = ["train", "training/configs/demo.yaml", "--output", "runs/demo"]
+    assert ended.stdout.splitlines() == [*demo, "--device", "cpu", "--set", "a.b=c d"]

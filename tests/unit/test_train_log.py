@@ -1,0 +1,441 @@
+"""`metrics.jsonl` is a chain from the precommit to the last step, and a run continues from the newest good checkpoint."""
+
+import hashlib
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tunix_rt.backends import Step
+from tunix_rt.config import build_config
+from tunix_rt.data.prepare import Prepared
+from tunix_rt.data.registry import FileRef
+from tunix_rt.errors import Preempted, TunixError
+from tunix_rt.evidence.hashes import list_problems
+from tunix_rt.rundir import RunDir, checkpoint_problems, commit_checkpoint, list_checkpoints, read_json, write_json
+from tunix_rt.train import MetricsLog, StopRequest, find_start, newest_checkpoint, train_run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_waiting_for_the_disk():
+    """Durability is tested with the run folder; here it would be most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
+def step(number, loss=None):
+    return Step(
+        step=number,
+        loss=3.0 / number + 0.1 if loss is None else loss,
+        lr=1e-3,
+        grad_norm=1.5,
+        target_tokens=100,
+        tokens=160,
+        seconds=0.25,
+        peak_bytes=1_000_000,
+        batch=hashlib.sha256(str(number).encode()).hexdigest(),
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path)
+    write_json(run.precommit, {"schema": "tunix-rt/precommit/1", "seed": 0})
+    return run
+
+
+@pytest.fixture
+def five_steps(run):
+    log = MetricsLog.open(run, keep_steps=0)
+    for number in range(1, 6):
+        log.append(step(number))
+    return run
+
+
+def lines(run):
+    return run.metrics.read_bytes().splitlines(keepends=True)
+
+
+def assert_chain(run, steps, head):
+    """The chain recomputed here, without the code that wrote it."""
+    expected = hashlib.sha256(run.precommit.read_bytes()).hexdigest()
+    records = [json.loads(line) for line in lines(run)]
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    for line, record in zip(lines(run), records, strict=True):
+        assert line.endswith(b"\n")
+        assert record["prev"] == expected
+        expected = hashlib.sha256(line[:-1]).hexdigest()
+    assert head == expected
+
+
+def test_the_chain_begins_at_the_hash_of_the_precommit(run):
+    log = MetricsLog.open(run, keep_steps=0)
+    assert log.head == hashlib.sha256(run.precommit.read_bytes()).hexdigest()
+    for number in range(1, 6):
+        log.append(step(number))
+        assert_chain(run, number, log.head)
+
+
+def test_every_line_has_the_same_keys_and_the_exact_loss(run):
+    log = MetricsLog.open(run, keep_steps=0)
+    log.append(step(1, loss=0.1 + 0.2))
+    record = json.loads(lines(run)[0])
+    assert sorted(record) == [
+        "batch", "grad_norm", "loss", "loss_hex", "lr", "peak_bytes", "prev", "seconds", "step", "target_tokens", "tokens",
+    ]  # fmt: skip
+    assert float.fromhex(record["loss_hex"]) == record["loss"] == 0.1 + 0.2
+
+
+def test_a_line_is_in_the_file_before_the_next_step_begins(run):
+    log = MetricsLog.open(run, keep_steps=0)
+    for number in range(1, 4):
+        log.append(step(number))
+        assert len(lines(run)) == number
+
+
+@pytest.mark.parametrize("kept", range(6))
+def test_resuming_cuts_the_lines_of_steps_that_are_taken_again(five_steps, kept):
+    whole = lines(five_steps)
+    log = MetricsLog.open(five_steps, keep_steps=kept)
+    assert lines(five_steps) == whole[:kept]
+    for number in range(kept + 1, 6):
+        log.append(step(number))
+    assert lines(five_steps) == whole, "the same steps give the same lines, byte for byte"
+    assert_chain(five_steps, 5, log.head)
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b"\x00\xff", b"{", b"\n"])
+def test_a_torn_last_line_beyond_the_kept_steps_is_dropped(five_steps, torn):
+    whole = lines(five_steps)
+    with five_steps.metrics.open("ab") as file:
+        file.write(torn)
+    log = MetricsLog.open(five_steps, keep_steps=5)
+    assert lines(five_steps) == whole
+    log.append(step(6))
+    assert_chain(five_steps, 6, log.head)
+
+
+def test_a_torn_line_of_a_kept_step_is_found(five_steps):
+    five_steps.metrics.write_bytes(five_steps.metrics.read_bytes()[:-1])
+    with pytest.raises(TunixError, match=r"metrics\.jsonl:5 "):
+        MetricsLog.open(five_steps, keep_steps=5)
+
+
+def test_lines_that_end_before_the_checkpoint_are_found(five_steps):
+    with pytest.raises(TunixError, match="ends before step 6"):
+        MetricsLog.open(five_steps, keep_steps=6)
+
+
+@pytest.mark.parametrize("changed", range(4))
+@pytest.mark.parametrize(("was", "becomes"), [(b'"lr": 0.001', b'"lr": 0.002'), (b'"tokens": 160', b'"tokens": 161')])
+def test_a_changed_line_is_found_by_the_line_after_it(five_steps, changed, was, becomes):
+    content = lines(five_steps)
+    assert was in content[changed]
+    content[changed] = content[changed].replace(was, becomes)
+    five_steps.metrics.write_bytes(b"".join(content))
+    with pytest.raises(TunixError, match=rf"metrics\.jsonl:{changed + 2} "):
+        MetricsLog.open(five_steps, keep_steps=5)
+
+
+@pytest.mark.parametrize("change", ["swap", "remove", "repeat"])
+def test_lines_that_are_swapped_removed_or_repeated_are_found(five_steps, change):
+    first, second, *rest = lines(five_steps)
+    content = {"swap": [second, first, *rest], "remove": [first, *rest], "repeat": [first, first, second, *rest]}
+    five_steps.metrics.write_bytes(b"".join(content[change]))
+    with pytest.raises(TunixError):
+        MetricsLog.open(five_steps, keep_steps=4)
+
+
+def test_metrics_of_another_precommit_are_found(five_steps):
+    write_json(five_steps.precommit, {"schema": "tunix-rt/precommit/1", "seed": 1})
+    with pytest.raises(TunixError, match=r"metrics\.jsonl:1 "):
+        MetricsLog.open(five_steps, keep_steps=5)
+
+
+def test_the_evidence_accepts_the_chain_that_training_writes(five_steps):
+    assert not [problem for problem in list_problems(five_steps.root) if "metrics" in problem]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_never_reaches_the_log(five_steps, loss):
+    whole = lines(five_steps)
+    log = MetricsLog.open(five_steps, keep_steps=5)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        log.append(step(6, loss=loss))
+    assert lines(five_steps) == whole
+
+
+def test_a_full_disk_at_resume_does_not_cost_the_lines_that_are_kept(five_steps):
+    """Without its metrics a run cannot be continued: cutting the file must not pass through an empty one."""
+    whole = lines(five_steps)
+    script = """
+        import sys
+        from pathlib import Path
+        from tunix_rt.errors import TunixError
+        from tunix_rt.rundir import RunDir
+        from tunix_rt.train import MetricsLog
+        try:
+            MetricsLog.open(RunDir(Path(sys.argv[1])), keep_steps=4)
+        except TunixError as error:
+            raise SystemExit(error.exit_code)
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(five_steps.root)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode in (0, 8), ended.stderr
+    assert lines(five_steps)[:4] == whole[:4]
+
+
+# --- the checkpoint to continue from ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heads(run):
+    """150 steps in the metrics, and the head of the chain after each."""
+    log = MetricsLog.open(run, keep_steps=0)
+    heads = [log.head]
+    for number in range(1, 151):
+        log.append(step(number))
+        heads.append(log.head)
+    return heads
+
+
+@pytest.fixture
+def commit(run, heads):
+    """Commit a checkpoint of a step as training does: it knows the line of its step."""
+
+    def commit(number):
+        state = {"metrics_head": heads[number]}
+        return commit_checkpoint(run.checkpoints, number, lambda folder: write_json(folder / "state.json", state))
+
+    return commit
+
+
+def test_without_a_checkpoint_a_run_starts_at_the_beginning(run):
+    assert newest_checkpoint(run) == (None, 0)
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_highest_step(run, commit):
+    commit(100)
+    commit(50)
+    assert newest_checkpoint(run) == (run.checkpoints / "step-000100", 100)
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(run, commit, caplog):
+    commit(50)
+    (commit(100) / "state.json").write_text("other\n")
+    (commit(150) / "MANIFEST.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="tunix_rt"):
+        assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
+    assert "step-000150 is damaged and passed over: MANIFEST.json is missing" in caplog.text
+    assert "step-000100 is damaged and passed over: changed: state.json" in caplog.text
+
+
+@pytest.mark.parametrize("torn", ["lost", "half a line", "another line"])
+def test_a_checkpoint_without_its_lines_is_passed_over_aloud(run, commit, caplog, torn):
+    commit(50)
+    commit(100)
+    content = lines(run)
+    rest = {"lost": b"", "half a line": content[99][:-9], "another line": content[99].replace(b"160", b"161")}[torn]
+    run.metrics.write_bytes(b"".join(content[:99]) + rest)
+    with caplog.at_level(logging.WARNING, logger="tunix_rt"):
+        assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
+    assert "step-000100 is damaged and passed over: metrics.jsonl" in caplog.text
+    assert find_start(run, resume=True).step == 50
+    assert lines(run) == content[:50]
+
+
+@pytest.mark.parametrize("state", [None, "not JSON", "[]", "{}"])
+def test_a_checkpoint_with_a_manifest_but_no_sound_state_is_passed_over(run, commit, state):
+    commit(50)
+    commit_checkpoint(
+        run.checkpoints, 100, lambda folder: None if state is None else (folder / "state.json").write_text(state)
+    )
+    assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
+
+
+def test_when_every_checkpoint_is_damaged_a_run_starts_at_the_beginning_aloud(run, commit, caplog):
+    (commit(50) / "state.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="tunix_rt"):
+        assert newest_checkpoint(run) == (None, 0)
+    assert "starting at step 0" in caplog.text
+
+
+def test_what_the_kept_steps_took_is_known_at_the_start(run, commit, heads):
+    commit(100)
+    start = find_start(run, resume=True)
+    assert start.facts == {
+        "steps_completed": 100,
+        "final_loss": step(100).loss,
+        "final_loss_hex": step(100).loss.hex(),
+        "metrics_head": heads[100],
+    }
+    assert (start.seconds, start.peak_bytes, start.kept) == (25.0, 1_000_000, "step 100 is saved")
+
+
+def test_a_staged_checkpoint_is_never_continued_from(run, commit):
+    commit(50)
+    commit(100).rename(run.checkpoints / ".staged-step-000100")
+    assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
+
+
+def test_a_checkpoint_with_a_manifest_of_nonsense_is_passed_over(run, commit):
+    commit(50)
+    (commit(100) / "MANIFEST.json").write_text('{"step": "x", "files": {}}')
+    assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
+
+
+# --- the loop around an engine ---------------------------------------------------------------------------------------
+
+
+class SummingEngine:
+    """An engine small enough to see through: its one weight is the sum of the steps it took."""
+
+    def __init__(self):
+        self.weight = 0
+
+    def make_optimizer(self, engine, training):
+        return None
+
+    def restore_state(self, engine, optimizer, folder, *, step):
+        self.weight = int((folder / "model.safetensors").read_text())
+
+    def save_state(self, engine, optimizer, folder):
+        (folder / "model.safetensors").write_text(str(self.weight))
+
+    def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total):
+        for number in range(first, total + 1):
+            self.weight += number
+            yield step(number, loss=1.0 / self.weight)
+
+    def heldout_loss(self, engine, rows, *, batch_size, pad_id):
+        return 1.0 / self.weight, 10
+
+
+def nothing_prepared(tmp_path, heldout=()):
+    dataset = FileRef(key="none", path=tmp_path / "none.jsonl", sha256="0" * 64)
+    return Prepared(
+        dataset=dataset, evalset=None, items=(), rows=(), heldout_rows=heldout, traces=0, heldout_traces=0, dropped=0,
+        truncated=0,
+    )  # fmt: skip
+
+
+def train(run, *, total, resume=False, stop_after=None, **training):
+    engine, stop, notes = SummingEngine(), StopRequest(), {}
+
+    def progress(what, done, of, note):
+        if done == stop_after:
+            stop.signal_name = "SIGTERM"
+
+    config = build_config({"training": {"save_steps": 2, "eval_steps": 2, **training}}, "test")
+    start = find_start(run, resume=resume)
+    notes.update(start.facts)
+    try:
+        train_run(
+            engine, engine, run=run, config=config, data=nothing_prepared(run.root, heldout=("a row",)), pad_id=0,
+            total=total, start=start, stop=stop, progress=progress, note=notes.update,
+        )  # fmt: skip
+    finally:
+        notes["weight"] = engine.weight
+    return notes
+
+
+def test_a_run_keeps_its_newest_checkpoints_and_a_line_for_every_step(run):
+    notes = train(run, total=7)
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000007", "step-000006"]
+    assert not any(checkpoint_problems(path) for path in list_checkpoints(run.checkpoints))
+    assert_chain(run, 7, notes["metrics_head"])
+    assert notes["steps_completed"] == 7
+    assert notes["final_loss"] == 1 / 28
+    assert [json.loads(line)["step"] for line in run.heldout.read_text().splitlines()] == [2, 4, 6, 7]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 6, 7])
+def test_a_stopped_run_saves_its_step_and_continues_to_the_same_end(run, tmp_path, stop_after):
+    uninterrupted = RunDir(tmp_path / "whole")
+    write_json(uninterrupted.precommit, read_json(run.precommit))
+    whole = train(uninterrupted, total=7)
+    with pytest.raises(Preempted, match=f"step {stop_after} is saved") as caught:
+        train(run, total=7, stop_after=stop_after)
+    assert caught.value.exit_code == 7
+    assert train(run, total=7, resume=True) == whole
+    assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
+    assert run.heldout.read_bytes() == uninterrupted.heldout.read_bytes()
+
+
+def test_a_continued_run_falls_back_over_a_damaged_checkpoint_to_the_same_end(run, tmp_path):
+    uninterrupted = RunDir(tmp_path / "whole")
+    write_json(uninterrupted.precommit, read_json(run.precommit))
+    whole = train(uninterrupted, total=7)
+    with pytest.raises(Preempted):
+        train(run, total=7, stop_after=5)
+    (run.checkpoints / "step-000005" / "model.safetensors").write_text("999")
+    assert train(run, total=7, resume=True) == whole
+    assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_a_changed_line_is_taken_again_when_a_run_is_continued(run, tmp_path, changed):
+    """Also the last: no line follows it, but the checkpoint has kept its hash."""
+    uninterrupted = RunDir(tmp_path / "whole")
+    write_json(uninterrupted.precommit, read_json(run.precommit))
+    train(uninterrupted, total=7)
+    with pytest.raises(Preempted):
+        train(run, total=7, stop_after=4)
+    content = lines(run)
+    content[changed] = content[changed].replace(b'"tokens": 160', b'"tokens": 161')
+    run.metrics.write_bytes(b"".join(content))
+    train(run, total=7, resume=True)
+    assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"loss": 0.5, "st', b"\xff\x00}", b"[1]", b"3}", b'{"step": "x"}', b'{"step": 2}{}']
+)
+def test_a_torn_line_of_heldout_losses_is_dropped_when_a_run_is_continued(run, torn):
+    with pytest.raises(Preempted):
+        train(run, total=7, stop_after=5)
+    with run.heldout.open("ab") as file:
+        file.write(torn)
+    train(run, total=7, resume=True)
+    assert [json.loads(line)["step"] for line in run.heldout.read_bytes().splitlines()] == [2, 4, 6, 7]
+
+
+def test_a_retaken_checkpoint_survives_a_damaged_one_of_a_higher_step(run):
+    with pytest.raises(Preempted):
+        train(run, total=9, stop_after=7)
+    for path in list_checkpoints(run.checkpoints):
+        (path / "model.safetensors").write_text("999")
+    with pytest.raises(Preempted):
+        train(run, total=9, resume=True, stop_after=2)
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000002"]
+    assert train(run, total=9, resume=True)["weight"] == 45
+
+
+def test_the_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(run, monkeypatch):
+    """After a power cut a checkpoint without its lines could not be continued from."""
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    train(run, total=2)
+    named = [Path(path).name for path in synced]
+    assert "metrics.jsonl" in named
+    assert named.index("metrics.jsonl") < named.index("checkpoints")
+
+
+def test_a_stop_before_the_first_step_takes_no_step(run):
+    stop = StopRequest()
+    stop.raise_if_asked("nothing was trained yet")
+    stop.signal_name = "SIGINT"
+    with pytest.raises(Preempted, match="stopped by SIGINT; nothing was trained yet"):
+        stop.raise_if_asked("nothing was trained yet")
