@@ -58,3 +58,12 @@ def reference_model() -> Path:
     if not folder.is_dir():
         pytest.skip("the reference weights stories260K are not beside this clone (../shared/weights)")
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are named and left out with the reason where there is no GPU, not passed over in silence."""
+    if Path("/dev/nvidiactl").exists():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

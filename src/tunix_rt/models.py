@@ -65,6 +65,11 @@ def _from_hub(name: str, revision: str, weights: str) -> tuple[Path, str]:
     import huggingface_hub
     from huggingface_hub import errors
 
+    ways_on = (
+        TWO_WAYS_ON
+        if weights == "pretrained"
+        else "give the path of a local folder with config.json and tokenizer.json"
+    )
     patterns = list(WANTED if weights == "pretrained" else WANTED[1:])
     try:
         folder = Path(
@@ -83,10 +88,10 @@ def _from_hub(name: str, revision: str, weights: str) -> tuple[Path, str]:
     except errors.RevisionNotFoundError as error:
         raise InputError(f"model {name!r} has no revision {revision!r}", fix="set model.revision: main") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise InputError(f"no model named {name!r} on the hub, in the cache or shipped", fix=TWO_WAYS_ON) from error
+        raise InputError(f"no model named {name!r} on the hub, in the cache or shipped", fix=ways_on) from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
         raise InputError(
-            f"model {name!r} is not in the local cache and the hub cannot be reached", fix=TWO_WAYS_ON
+            f"model {name!r} is not in the local cache and the hub cannot be reached", fix=ways_on
         ) from error
     return folder, folder.name
 

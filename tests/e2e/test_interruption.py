@@ -111,3 +111,30 @@ def test_two_programs_do_not_share_a_folder(tmp_path):
             time.sleep(0.01)
         assert "is in use" in refused(tunix_rt("train", *ARGUMENTS, "--output", folder), 8)
         first.kill()
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_until_it_completes_lose_nothing(tmp_path, uninterrupted):
+    """Moments anywhere between the start of the program and its end: import, load, evaluation, steps, saves."""
+    folder, chance, kills = tmp_path / "run", random.Random(20), 0
+    while kills < 20:
+        extra = ["--resume"] if (folder / "precommit.json").exists() else []
+        with subprocess.Popen(
+            command("train", *ARGUMENTS, "--output", folder, *extra), env=environment(), cwd=ROOT,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        ) as program:  # fmt: skip
+            try:
+                code = program.wait(timeout=chance.uniform(1.0, 6.0))
+            except subprocess.TimeoutExpired:
+                program.kill()
+                kills += 1
+                continue
+        assert code == 0
+        break
+    if not (folder / "result.json").exists():
+        done = tunix_rt("train", *ARGUMENTS, "--output", folder, "--resume")
+        assert done.returncode == 0, done.stderr
+    assert kills >= 3
+    assert weights(folder) == weights(uninterrupted)
+    assert losses(folder) == losses(uninterrupted)
+    assert tunix_rt("evidence", "verify", folder).returncode == 0

@@ -182,3 +182,15 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_two_ways_on(tmp_path, of
     assert "local model folder" in absent[1]
     assert "--weights random" in absent[1]
     assert "no model named 'not a name!'" in impossible[1]
+
+
+def test_random_weights_are_not_advised_to_someone_who_asked_for_them(monkeypatch, tmp_path):
+    from huggingface_hub import errors
+
+    def nothing(*_, **__):
+        raise errors.LocalEntryNotFoundError("nothing cached")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
+    with pytest.raises(InputError) as caught:
+        resolve_model("gpt2", weights="random")
+    assert "--weights random" not in caught.value.fix and "local folder" in caught.value.fix
