@@ -67,7 +67,8 @@ def config_page() -> str:
         f"A run has {len(SETTINGS)} settings in four sections. A configuration is a YAML file; see `training/configs/` for "
         "complete ones. The file comes first, then `--set section.key=value`, then the named flags of the command line, "
         "each over the one before. No environment variable is a setting.",
-        "An unknown setting is an error that names the nearest one. All mistakes are reported at once. A key given twice "
+        "An unknown setting is an error that names the nearest one. Unknown names are reported at once, then wrong "
+        "values. A key given twice "
         "and a YAML alias are refused. The settled result, in these names, is `config.yaml` in the run folder.",
     ]
     for section, field in RunConfig.model_fields.items():

@@ -333,7 +333,10 @@ def load_config(
         nested = modernise(_nest(names, said_by), said_by)
         for section, settings in nested.items():
             merged.setdefault(section, {}).update(settings)
-    return build_config(merged, source)
+    said = [text.partition("=")[0] for text in overrides] + [
+        name for name, value in (flags or {}).items() if value is not None
+    ]
+    return build_config(merged, f"{source} and the command line" if said and path else source)
 
 
 def _nest(names: Mapping[str, Any], source: str) -> dict[str, Any]:

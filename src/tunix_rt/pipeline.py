@@ -237,11 +237,17 @@ def _say_how_long(config: RunConfig, shape: ModelShape, data: Prepared, choice: 
     rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
     total = total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
     tokens = round(data.tokens / len(data.rows) * min(rows_per_step, len(data.rows)))
-    said = f"Steps: {total:,} of {min(rows_per_step, len(data.rows)):,} rows (about {tokens:,} tokens each)"
+    said = f"Steps: {total:,} of {min(rows_per_step, len(data.rows)):,} rows (about {tokens:,} tokens a step)"
     if choice.device == "cpu":
         time_needed = estimate_time(shape, config, tokens_per_step=tokens, steps=total, eval_items=len(data.items))
         said += f"; it will take about {_minutes(time_needed.seconds_low)} to {_minutes(time_needed.seconds_high)}"
     logger.info("%s", said)
+    if rows_per_step > len(data.rows):
+        logger.warning(
+            "A step was asked to take %d rows; the data has %d, so each step takes all of them",
+            rows_per_step,
+            len(data.rows),
+        )
     return total
 
 

@@ -49,7 +49,10 @@ class StopRequest:
     def listening(self) -> Iterator["StopRequest"]:
         def note(number: int, frame: FrameType | None) -> None:
             if self.signal_name:  # asked twice: the person means now
-                raise KeyboardInterrupt
+                raise Preempted(
+                    f"stopped at once by a second {signal.Signals(number).name}; what was saved before is kept",
+                    fix="run the same command with --resume to continue from the newest checkpoint",
+                )
             self.signal_name = signal.Signals(number).name
 
         before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}

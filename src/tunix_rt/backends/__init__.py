@@ -29,8 +29,8 @@ class Step:
 def load_backend(name: str) -> Any:
     """The engine module for `training.backend`.
 
-    Threads are told to sleep while they wait, unless the user said otherwise: on two cores with one other busy program
-    the demo's steps then run three times as fast (1,400 to 4,700 tokens/s), and alone about as fast as before.
+    Threads are told to sleep while they wait, unless the user said otherwise: beside another busy program, threads that
+    spin for each other slow a small model down several times.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     return importlib.import_module(f"tunix_rt.backends.{name}_backend")

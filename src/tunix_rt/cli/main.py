@@ -49,7 +49,7 @@ def report(error: TunixError) -> None:
     click.echo(f"error: {error.problem}\n  fix: {error.fix}", err=True)
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Verbs, context_settings={"max_content_width": 100})
 @click.version_option(__version__, prog_name="tunix-rt")
 def cli() -> None:
     """Fine-tune a language model to show its reasoning, on the accelerator you really have."""

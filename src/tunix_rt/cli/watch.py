@@ -50,6 +50,8 @@ def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
         """Log lines go above the bar. Step lines are left to the bar; they are in training_log.txt."""
 
         def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.ERROR:  # said by the program as it ends
+                return
             if not record.getMessage().startswith("step ") or record.levelno > logging.INFO:
                 console.print(
                     record.getMessage(), style="bold red" if record.levelno > logging.INFO else None, markup=False
@@ -69,6 +71,7 @@ def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
 def _plain() -> Iterator[tuple[logging.Handler, Progress]]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(lambda record: record.levelno < logging.ERROR)  # an error is said by the program as it ends
 
     def progress(what: str, done: int, total: int, note: str) -> None:
         # Training has its own log lines; other long work says where it is a few times.

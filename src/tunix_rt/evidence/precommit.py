@@ -13,7 +13,8 @@ from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.errors import ConfigError
 from tunix_rt.evidence.source import source_hash
 from tunix_rt.models import ModelSource
-from tunix_rt.rundir import sha256_file, sha256_text
+from tunix_rt.rundir import RunDir, sha256_file, sha256_text
+from tunix_rt.strict_yaml import read_yaml
 
 SCHEMA = "tunix-rt/precommit/1"
 
@@ -66,7 +67,15 @@ def config_hash(config: RunConfig) -> str:
 
 def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Path) -> None:
     """The cheap half of `refuse_another_run`, before anything in the folder is touched."""
-    refuse_another_run(before, {**before, "config_sha256": config_hash(config)}, folder)
+    if before.get("config_sha256") == config_hash(config):
+        return
+    now = settled_config(config).model_dump(mode="json")
+    then = read_yaml(RunDir(folder).config)
+    names = [f"{s}.{n}" for s, settings in now.items() for n, v in settings.items() if (then.get(s) or {}).get(n) != v]
+    raise ConfigError(
+        f"{folder} holds another run: {', '.join(names) or 'the configuration'} differ(s) from its config.yaml",
+        fix="continue it with the settings it began with, or choose another --output",
+    )
 
 
 def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -93,7 +93,7 @@ class Record:
             logger.error("%s: %s", status, error.problem)
             self._end(status, error.exit_code, error.problem, started, clock)
             raise
-        except BaseException as error:  # recorded, then raised on: also for a second Ctrl-C and for our own defects
+        except BaseException as error:  # our own defects: recorded, then raised on
             logger.exception("failed")
             self._end("failed", 1, f"{type(error).__name__}: {error}", started, clock)
             raise
