@@ -51,7 +51,7 @@ def told_before() -> dict[str, int]:
     backend = load_backend("torch")
     engine = backend.load(source, device="cpu", dtype="float32", seed=0)
     told_on = backend.generate(
-        engine, prompts, max_new_tokens=64, batch_size=50, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id
+        engine, prompts, max_new_tokens=64, batch_size=50, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id
     )
     right = sum(wanted[index] in tokenizer.decode(ids) for index, ids in told_on)
     return {"situations": len(prompts), "worked_out": right}

@@ -143,7 +143,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         engine_of.save_state(engine, optimizer, Path(folder))
         prompts = [list(map(int, row().ids)) for _ in range(rows)]
         answers = engine_of.generate(
-            engine, prompts, max_new_tokens=config.evaluation.max_new_tokens, batch_size=rows, eos_id=0, pad_id=0
+            engine, prompts, max_new_tokens=config.evaluation.max_new_tokens, batch_size=rows, stop_ids=[0], pad_id=0
         )
         started = time.perf_counter()
         _ = list(answers)

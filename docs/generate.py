@@ -236,7 +236,7 @@ def exit_codes_page() -> str:
                 _table(("code", "error", "meaning"), rows),
                 "An error is two parts on standard error: what is wrong, with names and numbers, then the way out.",
                 "```text\nerror: no dataset named 'dev-reasoning-v3'\n"
-                "  fix: use one of: dev-reasoning-v2; or the path of a JSONL file\n```",
+                "  fix: use one of: dev-reasoning-v2; or the path of a file or folder\n```",
                 "Code 2 is also that of a flag the command line does not know. A traceback is a defect of tunix-rt; its code "
                 "is 1.",
                 "## What `result.json` says",

@@ -2,12 +2,16 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
+
+import pytest
 
 # One thread per process, before torch is imported: two programs that share two cores otherwise wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import pytest
+# Tokens made by tests are kept apart from a person's, and go with the tests.
+_CACHE = tempfile.TemporaryDirectory(prefix="tunix-rt-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "models" / "tiny-gemma3"

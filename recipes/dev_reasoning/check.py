@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.dev_reasoning.check_questions import Solution, solve
@@ -25,6 +26,7 @@ SMALLEST_TEMPLATE = 12  # rows; golden and edge templates may have fewer
 FEWEST_TEMPLATES = 30
 LONGEST_PROMPT, LONGEST_TRACE, LARGEST_VOCABULARY = 170, 300, 500
 SAME_ANSWER_HELD_OUT = 2
+SHARED_WORDS = 13  # in a row, or a whole question shorter than that: in both files is too many
 EASY_TO_GUESS = 3  # held-out questions whose answer more than one in five training rows of their template share
 # Edge templates ask in the sentences of an ordinary one.
 BORROWED = {
@@ -58,7 +60,7 @@ def list_problems(dataset_path: Path, evalset_path: Path) -> list[str]:
     problems += _share_problems(dataset_path, traces)
     problems += _uniqueness_problems(traces + questions)
     problems += _guess_problems(evalset_path, traces, questions)
-    return problems + _overlap_problems(traces, questions)
+    return problems + _overlap_problems(traces, questions) + shared_words_problems(traces, questions)
 
 
 def manifest_problems(path: Path, manifest_path: Path) -> list[str]:
@@ -237,6 +239,30 @@ def _overlap_problems(traces: list[Read], questions: list[Read]) -> list[str]:
         for where, _, asked in questions
         if (asked.form, asked.operands) in trained
     ]
+
+
+def shared_words_problems(traces: list[Read], questions: list[Read]) -> list[str]:
+    """Traces that say thirteen words in a row, or the whole, of a held-out question, whatever case and punctuation."""
+    asked: dict[tuple[str, ...], str] = {}
+    for where, row, _ in questions:
+        words = _words(row["prompt"])
+        asked.update((run, where) for run in _runs(words, min(SHARED_WORDS, len(words))))
+    lengths = sorted({len(run) for run in asked})
+    problems = []
+    for where, row, _ in traces:
+        words = _words(_whole_text(row))
+        shared = next((run for length in lengths for run in _runs(words, length) if run in asked), None)
+        if shared:
+            problems.append(f"{where}: says {' '.join(shared)!r} of {asked[shared]}")
+    return problems
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.casefold())
+
+
+def _runs(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(words[start : start + length]) for start in range(len(words) - length + 1))
 
 
 def _figures(dataset_path: Path, evalset_path: Path) -> str:

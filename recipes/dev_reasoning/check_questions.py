@@ -18,6 +18,8 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "/": lambda x, y: x // y,
     "%": lambda x, y: x % y,
 }
+# The forms below ask at the end; a prompt that asks first is read as if it did too.
+QUESTION_FIRST = re.compile(r"^([^.?]+\?) ([^?]+\.)$")
 PARTS = {"half": 2, "one third": 3, "one quarter": 4, "one fifth": 5}
 
 
@@ -243,7 +245,8 @@ _COMPILED = tuple((form, _compile(form.pattern)) for form in FORMS)
 
 def solve(prompt: str) -> Solution:
     """The question worked out from its text; ValueError when no form, or more than one, fits it or it has no answer."""
-    fits = [(form, match) for form, pattern in _COMPILED if (match := pattern.fullmatch(prompt))]
+    asked_last = QUESTION_FIRST.sub(r"\2 \1", prompt)
+    fits = [(form, match) for form, pattern in _COMPILED if (match := pattern.fullmatch(asked_last))]
     if len(fits) != 1:
         raise ValueError(f"{len(fits)} known questions fit, 1 expected")
     form, match = fits[0]

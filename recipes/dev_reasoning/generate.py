@@ -1,14 +1,16 @@
 """Write the training traces and the held-out questions: `python -m recipes.dev_reasoning.generate`.
 
-Both files are a pure function of the seed, byte for byte. Held-out questions are drawn first and their operands are
-then closed to training.
+Both files are a pure function of the seed, byte for byte. Held-out questions are drawn first; their operands and any
+thirteen words of theirs in a row are then closed to training.
 """
 
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 
 from recipes.dev_reasoning.shape import Draw, Problem, Template
@@ -29,6 +31,8 @@ EVALSET_MANIFEST = Path("evalsets/eval_v2.manifest.json")
 SAME_ANSWER_HELD_OUT = 2
 # Draws without a new question before a template is called too narrow; the narrowest (sort_digits) needs under 40.
 PATIENCE = 2000
+# So many words in a row, or a whole question shorter than that, are never in both files.
+CLOSED_WORDS = 13
 
 Row = tuple[Template, Problem]
 
@@ -51,7 +55,9 @@ def generate(seed: int = SEED) -> dict[Path, bytes]:
 def generate_rows(seed: int = SEED) -> tuple[list[Row], list[Row]]:
     """Held-out questions and training traces, as templates and problems."""
     taken: set[tuple[str, ...]] = set()
-    return _held_out_rows(seed, taken), _training_rows(seed, taken)
+    held_out = _held_out_rows(seed, taken)
+    asked = frozenset(run for _, problem in held_out for run in _runs_of_words(problem.prompt))
+    return held_out, _training_rows(seed, taken, asked)
 
 
 def _held_out_rows(seed: int, taken: set[tuple[str, ...]]) -> list[Row]:
@@ -60,32 +66,64 @@ def _held_out_rows(seed: int, taken: set[tuple[str, ...]]) -> list[Row]:
     for template in TEMPLATES:
         draw = Draw(f"{seed}/held-out/{template.name}")
         for _ in range(template.held_out):
-            problem = _fresh(template, draw, taken, full={a for a, n in answers.items() if n >= SAME_ANSWER_HELD_OUT})
+            full = {answer for answer, count in answers.items() if count >= SAME_ANSWER_HELD_OUT}
+            problem = _fresh(template, draw, taken, full=full)
             answers[problem.answer] += 1
             rows.append((template, problem))
     sections = ("core", "trace", "edge")
     return sorted(rows, key=lambda row: sections.index(row[0].eval_section))
 
 
-def _training_rows(seed: int, taken: set[tuple[str, ...]]) -> list[Row]:
+def _training_rows(seed: int, taken: set[tuple[str, ...]], asked: frozenset[str]) -> list[Row]:
     rows: list[Row] = []
     for template in TEMPLATES:
         draw = Draw(f"{seed}/train/{template.name}")
-        rows += [(template, _fresh(template, draw, taken, full=set())) for _ in range(template.train)]
+        rows += [(template, _fresh(template, draw, taken, asked=asked)) for _ in range(template.train)]
     return Draw(f"{seed}/order").shuffled(rows)
 
 
-def _fresh(template: Template, draw: Draw, taken: set[tuple[str, ...]], full: set[str]) -> Problem:
-    """The next problem with operands new to this wording and an answer not in `full`; closes its operands."""
+def _fresh(
+    template: Template,
+    draw: Draw,
+    taken: set[tuple[str, ...]],
+    *,
+    full: Set[str] = frozenset(),
+    asked: Set[str] = frozenset(),
+) -> Problem:
+    """The next problem with operands new to this wording, an answer not in `full` and none of the runs of words in
+    `asked`; closes its operands.
+
+    A problem that holds such a run is first tried with its question in front, and only then given up for another: so
+    the operands stay, and with them the rows drawn later and what the base model's corpus leaves out.
+    """
     for _ in range(PATIENCE):
         problem = template.build(draw)
         key = template.key(problem)
-        if key not in taken and problem.answer not in full:
-            taken.add(key)
-            return problem
+        if key in taken or problem.answer in full:
+            continue
+        for ordered in (problem, problem.question_first()):
+            if not _holds_any(ordered, asked):
+                taken.add(key)
+                return ordered
     raise ValueError(
         f"{template.name}: no new question in {PATIENCE} draws; widen its number ranges or ask for fewer rows"
     )
+
+
+def _holds_any(problem: Problem, runs: Set[str]) -> bool:
+    text = _words(" ".join([problem.prompt, *(text for _, text in problem.steps), problem.answer]))
+    return any(run in text for run in runs)
+
+
+def _runs_of_words(question: str) -> list[str]:
+    words = _words(question).split()
+    starts = range(max(1, len(words) - CLOSED_WORDS + 1))
+    return [_words(" ".join(words[start : start + CLOSED_WORDS])) for start in starts]
+
+
+def _words(text: str) -> str:
+    """The words in lower case without punctuation, a space around each."""
+    return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
 
 
 def trace_record(row: Row, identifier: str) -> dict:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 # fmt: off
@@ -29,6 +29,11 @@ class Problem:
     prompt: str
     steps: tuple[Step, ...]
     answer: str
+
+    def question_first(self) -> "Problem":
+        """The same problem with its question before what is given; itself when the prompt is one sentence."""
+        given, _, question = self.prompt.rpartition(". ")
+        return replace(self, prompt=f"{question} {given}.") if given else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,9 @@ class Model(Section):
 
 class Data(Section):
     dataset: str | None = None
-    """Key of a dataset (`datasets/<key>`), or the path of a JSONL file of traces."""
+    """Key of a dataset (`datasets/<key>`), a file or folder, or the id of a Hugging Face dataset in the local cache."""
+    format: Literal["auto", "trace", "prompt_completion", "messages", "sharegpt", "alpaca", "gsm8k"] = "auto"
+    """How a record is read; `auto` takes the one reading that its keys allow, and refuses when there are two."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 1024
     """Tokens in a row, prompt and completion together."""
     on_overflow: Literal["error", "drop", "truncate"] = "error"
@@ -74,7 +76,13 @@ class Data(Section):
     completion_only_loss: bool = True
     """Train on reasoning, answer and end-of-sequence; the question is masked."""
     system_instruction: str | None = None
-    """A line put before every prompt, in training and in evaluation."""
+    """Said before every prompt, in training and in evaluation: a line of its own, or the template's system turn."""
+    chat_template: Literal["auto", "tokenizer", "gemma", "chatml", "plain"] = "auto"
+    """How turns become text; `auto` is the tokenizer's own template where it has one, else `plain`."""
+    reasoning_tag: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")] = "reasoning"
+    """Name of the tags around the steps of a trace: `<reasoning>` and `</reasoning>`."""
+    answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")] = "answer"
+    """Name of the tags around its final answer."""
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Share of the traces held out of training, for the held-out loss."""
 

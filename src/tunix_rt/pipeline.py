@@ -11,8 +11,9 @@ import tunix_rt
 from tunix_rt.backends import Progress, load_backend
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.pack import total_steps
-from tunix_rt.data.prepare import Prepared, prepare
-from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
+from tunix_rt.data.template import OURS as NAMED_TEMPLATES
+from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.checks import DeviceChoice, choose_device
 from tunix_rt.doctor.probe import Facts, gather_facts
 from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
@@ -21,6 +22,7 @@ from tunix_rt.evaluate.report import Comparison, compare, read_predictions, read
 from tunix_rt.evaluate.run import evaluate_model
 from tunix_rt.evaluate.score import Prediction, Scores
 from tunix_rt.evidence.precommit import (
+    began_on,
     build_precommit,
     refuse_another_config,
     refuse_another_run,
@@ -84,8 +86,9 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     model, shape = _find_model(config, choice)
     report.facts["parameters"] = shape.parameters
     upper = _plan(config, shape, choice)
-    tokenizer = load_tokenizer(_tokenizer_folder(config, model))
-    data = prepare(config, tokenizer, model_vocabulary=shape.vocab, model_positions=shape.max_positions)
+    tokenizer, facts = _tokenizer_of(config, model, shape)
+    today = began_on(read_json(run.precommit)) if report.continued else None
+    data = prepare(config, tokenizer, facts, _stoppable(progress, stop), today=today)
     logger.info("Data: %s", data.sentence)
     plan = _plan_for_data(report, config, shape, choice, data, upper)
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes}
@@ -102,7 +105,8 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     engine = _load(backend, model, shape, config, choice)
     report.note_peak("load", engine.peak_bytes())
     stop.raise_if_asked(start.kept)
-    asking = {"items": data.items, "tokenizer": tokenizer, "config": config, "run": run, "progress": progress}
+    asking = {"items": data.items, "tokenizer": tokenizer, "style": data.style, "config": config, "run": run}
+    asking["progress"] = progress
     if data.items and not before:
         before = _evaluate(backend, engine, report, "before", partial(stop.raise_if_asked, start.kept), asking)
     stop.raise_if_asked(start.kept)
@@ -115,6 +119,8 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
         logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
     report.note_peak("train", max(start.peak_bytes, engine.peak_bytes()))
     backend.save(engine, run.final_model, tokenizer_folder=tokenizer.folder)
+    if data.style.template.name in NAMED_TEMPLATES:  # what it was trained with must come with it
+        write_text(run.final_model / "chat_template.jinja", data.style.template.jinja)
     report.note_peak("save", engine.peak_bytes())
     if data.items:
         kept = f"all {total} steps are saved"
@@ -187,9 +193,28 @@ def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, M
     return model, shape
 
 
-def _tokenizer_folder(config: RunConfig, model: ModelSource) -> Path:
+def find_tokenizer(config: RunConfig) -> tuple[Tokenizer, ModelFacts]:
+    """The tokenizer of a configuration, and what the data stage must know of its model. Needs no weights."""
+    model = resolve_model(config.model.model_name_or_path or "", revision=config.model.revision, weights="random")
+    return _tokenizer_of(config, model, shape_of(model.config))
+
+
+def _tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape) -> tuple[Tokenizer, ModelFacts]:
     named = config.model.tokenizer_name_or_path
-    return resolve_model(named, weights="random").folder if named else model.folder
+    folder = resolve_model(named, weights="random").folder if named else model.folder
+    model_type = str(model.config["model_type"])
+    facts = ModelFacts(vocabulary=shape.vocab, positions=shape.max_positions, model_type=model_type)
+    return load_tokenizer(folder, model_type), facts
+
+
+def _stoppable(progress: Progress, stop: StopRequest) -> Progress:
+    """`progress` that ends the work once a stop was asked for: making the tokens of a large dataset takes a while."""
+
+    def tell(what: str, done: int, total: int, note: str) -> None:
+        progress(what, done, total, note)
+        stop.raise_if_asked("nothing was trained yet")
+
+    return tell
 
 
 def _plan(config: RunConfig, shape: ModelShape, choice: DeviceChoice) -> MemoryPlan:

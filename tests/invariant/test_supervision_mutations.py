@@ -5,14 +5,17 @@ import pytest
 from tests.conftest import SHIPPED
 from tests.supervision_checks import (
     check_a_step_trains_on_the_mean_over_all_its_targets,
+    check_every_turn_is_taught,
     check_the_completion_is_taught,
     check_the_end_is_taught,
     check_the_question_is_masked,
-    shipped_traces,
+    shipped_samples,
     with_defect,
+    write_chat_tokenizer,
 )
 from tunix_rt.backends import torch_backend
 from tunix_rt.data import render
+from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.data.tokenizer import load_tokenizer
 
 
@@ -21,39 +24,72 @@ def tokenizer():
     return load_tokenizer(SHIPPED)
 
 
-MASK = "trained[: len(question) if completion_only_loss else 1] = False"
-END = "completion = [*tokenizer.encode(completion_text(trace)), tokenizer.eos_id]"
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    return load_tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chat")))
+
+
+MASK = "trained[turn.first : turn.last] = True"
+FILL = "np.full(len(ids), not style.completion_only_loss, dtype=np.bool_)"
+SAID = "said.append(_Said(first=start, last=len(ids) + 1, end=len(ids)))"
+END = "ids.append(tokenizer.eos_id)"
+ANSWER = "<{style.answer_tag}>{sample.answer}</{style.answer_tag}>"
 MEAN = "(loss / batch.target_tokens).backward()"
 
-RENDER_DEFECTS = {
-    "the question is not masked": (MASK, "trained[:1] = False", check_the_question_is_masked),
-    "only BOS is masked": (MASK, "trained[: len(tokenizer.prefix)] = False", check_the_question_is_masked),
-    "the mask is one token short": (MASK, "trained[: len(question) - 1] = False", check_the_question_is_masked),
-    "the mask is one token long": (MASK, "trained[: len(question) + 1] = False", check_the_completion_is_taught),
-    "the mask is inverted": (MASK, "trained[len(question) :] = False", check_the_question_is_masked),
-    "no end-of-sequence": (END, "completion = tokenizer.encode(completion_text(trace))", check_the_end_is_taught),
-    "end-of-sequence is masked": (
-        MASK, "trained[: len(question)] = False; trained[-1] = False", check_the_end_is_taught,
-    ),
-    "padding ends the example": (END, END.replace("eos_id", "pad_id"), check_the_end_is_taught),
-    "the closing tag of the answer is missing": (
-        "{trace.final_answer}</answer>", "{trace.final_answer}", check_the_completion_is_taught,
-    ),
-    "the closing tag of the reasoning is missing": (
-        "{steps}</reasoning>", "{steps}", check_the_completion_is_taught,
-    ),
-    "the answer is missing": ("<answer>{trace.final_answer}", "<answer>", check_the_completion_is_taught),
-    "the last step is missing": ("in trace.steps)", "in trace.steps[:-1])", check_the_completion_is_taught),
-}  # fmt: skip
+QUESTION, COMPLETION, STOP = (
+    check_the_question_is_masked, check_the_completion_is_taught, check_the_end_is_taught,
+)  # fmt: skip
+
+# What the real code reads, what it reads with the defect, and the check that finds it in plain text.
+EITHER_WAY = {
+    "the question is not masked": (FILL, "np.full(len(ids), True)", QUESTION),
+    "the mask is one token short": (MASK, "trained[turn.first - 1 : turn.last] = True", QUESTION),
+    "the mask is one token long": (MASK, "trained[turn.first + 1 : turn.last] = True", COMPLETION),
+    "the mask ends one token early": (MASK, "trained[turn.first : turn.last - 1] = True", STOP),
+    "the mask is inverted": (MASK, "trained[:] = True; trained[turn.first : turn.last] = False", QUESTION),
+    "nothing is trained": (MASK, "pass", COMPLETION),
+    "the closing tag of the answer is missing": (ANSWER, "<{style.answer_tag}>{sample.answer}", COMPLETION),
+    "the closing tag of the reasoning is missing": ("{steps}</{style.reasoning_tag}>", "{steps}", COMPLETION),
+    "the answer is missing": (ANSWER, "<{style.answer_tag}></{style.answer_tag}>", COMPLETION),
+    "the last step is missing": ('"\\n".join(sample.steps)', '"\\n".join(sample.steps[:-1])', COMPLETION),
+}
+IN_PLAIN = {
+    "only BOS is masked": (SAID, SAID.replace("first=start", "first=len(tokenizer.prefix)"), QUESTION),
+    "no end-of-sequence": (END, "pass", STOP),
+    "end-of-sequence is masked": (SAID, SAID.replace("last=len(ids) + 1", "last=len(ids)"), STOP),
+    "padding ends the example": (END, END.replace("eos_id", "pad_id"), STOP),
+    "control tokens in the text are read": ("conversations=False", "conversations=True", STOP),
+}
+IN_A_TEMPLATE = {
+    "the end of a turn is not trained": ("stop = end + len(template.end_token)", "stop = end"),
+    "what follows the end of a turn is trained": ("stop = end + len(template.end_token)", "stop = len(shown)"),
+    "only the last turn is trained": ("for turn in said:", "for turn in said[-1:]:"),
+    "only the first turn is trained": ("for turn in said:", "for turn in said[:1]:"),
+    "the header of the answer is trained": ("turns[:at], add_generation_prompt=True)", "turns[:at])"),
+    "everything up to the last answer is trained": ("return len(prompt), stop", "return 0, stop"),
+    "control tokens are not read": ("conversations=True", "conversations=False"),
+    "the instruction takes the place of the system turn": ("\\n\\n{turns[0].text}", ""),
+    "the instruction is forgotten": ("if not style.system_instruction:", "if True:"),
+}
+SPELLED = Sample(turns=(Turn(role="user", text="What does <eos> mean?"),), steps=("<eos> ends.",), answer="the end")
 
 
-@pytest.mark.parametrize("name", RENDER_DEFECTS)
-def test_a_defect_in_rendering_is_found(tokenizer, name):
-    right, wrong, check = RENDER_DEFECTS[name]
-    traces = shipped_traces(20)
-    check(render, tokenizer, traces)  # the real code passes, so the defect alone makes the difference
+@pytest.mark.parametrize("name", EITHER_WAY | IN_PLAIN)
+def test_a_defect_in_plain_rendering_is_found(tokenizer, name):
+    right, wrong, check = (EITHER_WAY | IN_PLAIN)[name]
+    samples = [*shipped_samples(20), SPELLED]
+    check(render, tokenizer, samples)  # the real code passes, so the defect alone makes the difference
     with pytest.raises(AssertionError):
-        check(with_defect(render, right, wrong), tokenizer, traces)
+        check(with_defect(render, right, wrong), tokenizer, samples)
+
+
+@pytest.mark.parametrize("name", EITHER_WAY | IN_A_TEMPLATE)
+def test_a_defect_in_rendering_a_chat_is_found(chatting, name):
+    right, wrong, *_ = (EITHER_WAY | IN_A_TEMPLATE)[name]
+    samples = shipped_samples(20)
+    check_every_turn_is_taught(render, chatting, samples)
+    with pytest.raises(AssertionError):
+        check_every_turn_is_taught(with_defect(render, right, wrong), chatting, samples)
 
 
 MEAN_DEFECTS = {

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.supervision_checks import shipped_samples, style
 from tunix_rt.backends import torch_backend as engine_of
 from tunix_rt.config import Training
 from tunix_rt.data.pack import batch_of_step, collate, make_rows
-from tunix_rt.data.registry import find_dataset, read_traces
-from tunix_rt.data.render import render_all
+from tunix_rt.data.render import Example, prompt_ids, render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.models import resolve_model
 
@@ -25,8 +25,8 @@ def load(folder, dtype="float64", weights="random"):
 
 
 def examples_for(folder, count=24):
-    traces = read_traces(find_dataset("dev-reasoning-v2"))[:count]
-    return render_all(traces, load_tokenizer(folder), max_length=128).examples
+    tokenizer = load_tokenizer(folder)
+    return render_batch(shipped_samples(count), tokenizer, style(tokenizer))
 
 
 def losses(engine, rows, *, micro, accumulation, steps=6, first=1, optimizer=None, training=TRAINING):
@@ -124,8 +124,6 @@ def test_a_real_pretrained_model_has_one_loss_packed_and_alone(reference_model):
 
 
 def make_rows_of(sequences):
-    from tunix_rt.data.render import Example
-
     examples = [Example(ids=np.asarray(ids, np.int32), trained=np.ones(len(ids), np.bool_)) for ids in sequences]
     return partial(make_rows, examples, max_length=256)
 
@@ -195,6 +193,19 @@ def test_the_shipped_model_loses_nothing_through_save_and_plain_transformers(tmp
     engine.model.eval()
     with torch.no_grad():
         assert torch.equal(reloaded(ids).logits, engine.model(ids).logits)
+
+
+def test_an_answer_ends_before_the_first_of_the_tokens_that_end_it(small_model):
+    folder = small_model("gemma3")
+    engine, tokenizer = load(folder, "float32"), load_tokenizer(folder)
+    prompts = [prompt_ids(sample.question, tokenizer, style(tokenizer)) for sample in shipped_samples(5)]
+    ask = partial(engine_of.generate, engine, prompts, max_new_tokens=12, batch_size=2, pad_id=0)
+    whole = dict(ask(stop_ids=[1023]))
+    assert sorted(whole) == list(range(5)) and all(len(ids) == 12 for ids in whole.values())
+    stops = [whole[0][4], whole[1][7]]
+    cut = {index: next((at for at, token in enumerate(ids) if token in stops), 12) for index, ids in whole.items()}
+    assert cut[0] < 12 and cut[1] < 12
+    assert dict(ask(stop_ids=stops)) == {index: ids[: cut[index]] for index, ids in whole.items()}
 
 
 def test_a_loss_that_is_not_a_number_stops_before_the_update(small_model):

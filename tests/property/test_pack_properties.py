@@ -49,7 +49,7 @@ def packed(draw):
 def test_packing_loses_nothing_repeats_nothing_overfills_nothing(lengths, max_length):
     rows = pack(lengths, max_length)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    assert all(row and sum(lengths[index] for index in row) <= max_length for row in rows)
+    assert all(len(row) and sum(lengths[index] for index in row) <= max_length for row in rows)
 
 
 def first_fit_decreasing(lengths, max_length):
@@ -68,7 +68,7 @@ def first_fit_decreasing(lengths, max_length):
 @given(st.lists(st.integers(min_value=1, max_value=60), max_size=80), st.integers(min_value=1, max_value=120))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_packing_is_first_fit_decreasing_row_by_row(lengths, max_length):
-    assert pack(lengths, max_length) == first_fit_decreasing(lengths, max_length)
+    assert [row.tolist() for row in pack(lengths, max_length)] == first_fit_decreasing(lengths, max_length)
 
 
 @given(st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=60))
@@ -143,8 +143,8 @@ def walk(row_count, rows_per_step, seed):
         epoch += 1
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_step_k_is_the_kth_of_a_full_walk_for_300_random_seeds_epochs_and_steps(part):
+@pytest.mark.parametrize("part", range(10))
+def test_step_k_is_the_kth_of_a_full_walk_for_1000_random_seeds_epochs_and_steps(part):
     draw = random.Random(part)
     for _ in range(100):
         row_count, rows_per_step = draw.randint(1, 60), draw.randint(1, 12)

@@ -1,15 +1,22 @@
-"""From a name to rows: the file that was meant, every line of it or none, rendered with the model's own tokenizer."""
+"""From a name to records: the files that were meant, every record of them or none; and the model's own tokenizer."""
 
+import gzip
 import hashlib
+import io
 import json
 import shutil
+import sys
 import time
+import tracemalloc
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, SHIPPED
-from tunix_rt.data.registry import find_dataset, find_evalset, read_items, read_traces
+from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, parse, read_raw, recognise
+from tunix_rt.data.registry import find_dataset, find_evalset, read_items, split_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.trace import EvalItem, Trace, read_records
 from tunix_rt.errors import InputError
@@ -25,12 +32,25 @@ def write_lines(path: Path, *records) -> Path:
     return path
 
 
+def rows_of(name) -> list[dict]:
+    """Every record of a dataset."""
+    dataset = find_dataset(str(name))
+    return [parse(raw, dataset.place(raw.file, raw.line)) for raw in read_raw(dataset)]
+
+
+def refused(name) -> InputError:
+    with pytest.raises(InputError) as caught:
+        rows_of(name)
+    assert caught.value.exit_code == 3
+    return caught.value
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(SHIPPED)
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records of our own ----------------------------------------------------------------------------------------------
 
 
 def test_every_line_becomes_a_record_in_order(tmp_path):
@@ -54,12 +74,11 @@ def test_a_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"prompt": ""}, "prompt"),
+        ({"prompt": ""}, "prompt: blank text"),
         ({"prompt": " \t"}, "prompt: blank text"),
-        ({"prompt": 5}, "prompt"),
-        ({"prompt": "a\x00b"}, "prompt: a NUL"),
+        ({"prompt": 5}, "prompt: a number, not text"),
         ({"final_answer": 42}, "final_answer"),
-        ({"final_answer": None}, "final_answer"),
+        ({"final_answer": None}, "final_answer: null, not text"),
         ({"steps": []}, "steps"),
         ({"steps": "because"}, "steps"),
         ({"steps": [{"i": 1, "type": "fact", "content": "x"}]}, "not 0 to 0"),
@@ -69,7 +88,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
         ({"steps": [{"i": 0, "type": "fact"}]}, r"steps\.0\.content"),
         ({"steps": [{"i": 0, "type": "fact", "content": "x", "text": "y"}]}, r"steps\.0\.text"),
         ({"answer": "5"}, "answer"),
-        ({"meta": []}, "meta"),
+        ({"meta": []}, "meta: a list, not an object"),
         ({"id": ""}, "id"),
     ],
 )
@@ -82,6 +101,16 @@ def test_a_field_that_is_wrong_is_named_with_file_and_line(tmp_path, changed, wo
     assert "correct line 3" in caught.value.fix
 
 
+def test_odd_characters_in_a_trace_are_left_to_the_rules_and_refused_in_an_eval_item(tmp_path):
+    odd = "a\x00b\ud800c"
+    path = write_lines(tmp_path / "x.jsonl", record(prompt=odd, id=odd, meta={odd: odd}))
+    assert read_records(path, Trace)[0].prompt == odd
+    item = {"id": "a", "prompt": "?", "answer": "1", "section": "s"}
+    for text, words in (("a\ud800", "half of a surrogate pair"), ("a\x00", "a NUL")):
+        with pytest.raises(InputError, match=f"e.jsonl:1: prompt: {words}"):
+            read_records(write_lines(tmp_path / "e.jsonl", item | {"prompt": text}), EvalItem)
+
+
 def test_a_number_too_long_to_show_is_not_shown(tmp_path):
     """A message of megabytes is no message."""
     for changed in ({"steps": [{"i": 10**4000, "type": "x", "content": "x"}]}, {"k" * 500_000: 1}):
@@ -91,33 +120,301 @@ def test_a_number_too_long_to_show_is_not_shown(tmp_path):
         assert len(str(caught.value)) < 2_000
 
 
+# --- containers ------------------------------------------------------------------------------------------------------
+
+ROWS = [record(n, meta={"x": n}) for n in range(5)]
+
+
+def as_jsonl(rows=ROWS) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_parquet(rows=ROWS, **columns) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    file = io.BytesIO()
+    pq.write_table(table, file, row_group_size=2, write_page_checksum=True)
+    return file.getvalue()
+
+
+CONTAINERS = {
+    "jsonl": as_jsonl(),
+    "json": json.dumps(ROWS).encode(),
+    "json, indented": json.dumps(ROWS, indent=2).encode("utf-8-sig"),
+    "json in an object": json.dumps(
+        {"version": "1", "tags": ["x", "y"], "n": {"a": [{}]}, "data": ROWS, "end": 1}
+    ).encode(),
+    "json in an object, one line each": b'{"rows": [\n' + b",\n".join(as_jsonl().splitlines()) + b"\n]}\n",
+    "parquet": as_parquet(),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_is_known_by_its_content_whatever_its_name(tmp_path, name, packed):
+    path = tmp_path / "data.txt"
+    path.write_bytes(gzip.compress(CONTAINERS[name]) if packed else CONTAINERS[name])
+    assert recognise(path) == (name.split(",")[0].split()[0], packed)
+    assert rows_of(path) == ROWS
+    dataset = find_dataset(str(path))
+    assert (dataset.files[0].gzip, dataset.files[0].bytes) == (packed, path.stat().st_size)
+
+
+def test_a_record_is_found_again_by_the_line_where_it_begins(tmp_path):
+    def lines(content: bytes) -> list[int]:
+        (tmp_path / "x").write_bytes(content)
+        return [raw.line for raw in read_raw(find_dataset(str(tmp_path / "x")))]
+
+    assert lines(CONTAINERS["jsonl"]) == [1, 2, 3, 4, 5]
+    indented = CONTAINERS["json, indented"]
+    assert lines(indented) == [n for n, line in enumerate(indented.splitlines(), 1) if line == b"  {"]
+    assert lines(CONTAINERS["json in an object, one line each"]) == [2, 3, 4, 5, 6]
+    assert lines(CONTAINERS["parquet"]) == [1, 2, 3, 4, 5]
+    assert find_dataset(str(tmp_path / "x")).place(0, 3) == f"{tmp_path / 'x'} row 3"
+
+
+def test_one_line_that_is_one_record_is_jsonl_and_one_line_around_records_is_json(tmp_path):
+    for content, container in (
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "jsonl"),
+        (b'{"id": 1, "conversations": [{"from": "gpt", "value": "x"}]}\n', "jsonl"),
+        (b'{"dialog": [{"a": 1}]}\n{"dialog": [{"a": 1}]}', "jsonl"),
+        (b'{"data": [{"prompt": "x", "completion": "y"}]}', "json"),
+        (b'{"data": [{"prompt": "' + b"x" * 2_000_000, "json"),
+        (b'{"prompt": "' + b"x" * 2_000_000, "jsonl"),
+        (b"{" + b'"a":' * 100_000, "jsonl"),
+        (b'{"a":' * 100_000, "jsonl"),
+        (b"", "jsonl"),
+    ):
+        (tmp_path / "x").write_bytes(content)
+        assert recognise(tmp_path / "x") == (container, False), content[:50]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'[{"a": 1},\n{"a": }]', ":2: not JSON"),
+        (b'[{"a": 1},\n{"a": 1, "a": 2}]', ":2: not JSON (the key 'a' is given twice"),
+        (b'[{"a": 1},\n{"a": NaN}]', ":2: not JSON (NaN is not a value"),
+        (b'[{"a": 1},\n7]', ":2: a number, not an object"),
+        (b'[{"a": 1},\n{"a": "\xff"}]', ":2: not UTF-8 text"),
+        (b'[{"a": 1}]\n[]', ":2: not JSON (more after the end"),
+        (b'[{"a": 1}\n', ":2: not JSON (expected , or ]"),
+        (b'{"a": [{"b": 1}],\n"c": [{"d": 1}]}', ":2: not JSON (an object in the list under 'c', but the records"),
+        (b'{"a": [{"b": 1}],\n"a": 5}', ":2: not JSON (the key 'a' is given twice"),
+        (b'{"a": [{"b": 1}],\n"c": [1, {"d": 1}]}', ":2: not JSON (an object in the list under 'c'"),
+        (b'{"a": [{"b": 1}],\nc}', ":2: not JSON (expected a key in double quotes"),
+        (b"[" * 100_000, ":1: not JSON"),
+        (b"[]", " holds no rows"),
+    ],
+)
+def test_a_document_that_is_not_one_list_of_records_is_refused_with_the_line(tmp_path, content, words):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    assert f"{path}{words}" in refused(path).problem
+
+
+def test_a_document_too_large_to_hold_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    assert MAX_DOCUMENT_BYTES == 512_000_000
+    monkeypatch.setattr("tunix_rt.data.containers.MAX_DOCUMENT_BYTES", 1_000)
+    (tmp_path / "x.json").write_bytes(b"[" + b" " * 2_000)
+    error = refused(tmp_path / "x.json")
+    assert "over 1,000 bytes" in error.problem and "JSONL" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"PK\x03\x04" + bytes(60), "a zip archive"),
+        (b"\x28\xb5\x2f\xfd" + bytes(60), "zstd"),
+        (gzip.compress(b"ARROW1\0\0" + bytes(60)), "an Arrow file"),
+        (b"PAR1" + bytes(60), "damaged Parquet"),
+        (CONTAINERS["parquet"][:-100], "damaged Parquet"),
+        (CONTAINERS["parquet"].replace(b"What is 0", b"What is 7", 1), "damaged Parquet"),
+        (as_parquet([{}] * 3), "has no columns"),
+        (as_parquet(prompt=pa.array(["x"] * 5)), "has a column twice"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, content, words):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    assert f"{path}" in (said := refused(path).problem) and words in said
+
+
+def test_torn_gzip_is_refused_at_the_line_that_is_missing(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    content = gzip.compress(as_jsonl())
+    path.write_bytes(content[:-4])
+    assert refused(path).problem == f"{path}:6: the gzip data end too early"
+    path.write_bytes(content + b"more")
+    assert refused(path).problem.startswith(f"{path}:6: damaged gzip data")
+    path.write_bytes(content[:40] + bytes(8) + content[48:])
+    assert refused(path).problem.startswith(f"{path}:1: ")
+
+
+def test_endless_blank_lines_are_not_waited_for(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(as_jsonl() + b"\n" * 20_000_000, 1))
+    began = time.process_time()
+    assert refused(path).problem == f"{path}:6: a blank line"
+    assert time.process_time() - began < 1
+    path.write_bytes(gzip.compress(as_jsonl() + b"\n" * 1_000))
+    assert len(rows_of(path)) == 5
+
+
+def test_parquet_needs_pyarrow_and_says_how_to_get_it(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(CONTAINERS["parquet"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    error = refused(tmp_path / "x")
+    assert "pyarrow is not installed" in error.problem and 'pip install "tunix-rt[parquet]"' in error.fix
+
+
+def test_what_is_null_in_parquet_is_left_out_and_what_json_cannot_hold_is_only_named(tmp_path):
+    columns = {
+        "picture": pa.array([b"x", None] * 2 + [b"y"]),
+        "day": pa.array([10**18] * 5, type=pa.timestamp("ns")),
+        "word": pa.array(["a", None, "b", "a", None]).dictionary_encode(),
+        "none": pa.nulls(5),
+    }
+    (tmp_path / "x").write_bytes(as_parquet(**columns))
+    rows = rows_of(tmp_path / "x")
+    assert [row.get("word") for row in rows] == ["a", None, "b", "a", None]
+    assert ["picture" in row for row in rows] == [True, False, True, False, True]
+    assert (rows[0]["picture"].type, rows[0]["day"].type) == ("binary", "timestamp[ns]")
+    assert not any("none" in row for row in rows)
+    bad = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    (tmp_path / "x").write_bytes(as_parquet(word=pa.chunked_array([pa.array(["x"] * 3), bad, pa.array(["x"])])))
+    assert refused(tmp_path / "x").problem == f"{tmp_path / 'x'} row 4: not UTF-8 text"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_does_not_grow_with_the_file_nor_with_one_line_of_it(tmp_path, packed):
+    (tmp_path / "rows").write_bytes(as_jsonl([{"a": "x" * 1_000}]) * 10_000)
+    (tmp_path / "line").write_bytes(as_jsonl() + b"x" * 20_000_000)
+    dataset, bomb = (
+        find_dataset(str(squeezed(tmp_path / name) if packed else tmp_path / name)) for name in ("rows", "line")
+    )
+    tracemalloc.start()
+    assert sum(1 for _ in read_raw(dataset)) == 10_000
+    with pytest.raises(InputError, match=r"line(\.gz)?:6: over 1,000,000 bytes in one line"):
+        list(read_raw(bomb))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def squeezed(path: Path) -> Path:
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes(), 1))
+    return packed
+
+
 # --- datasets and eval sets ------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_dataset_and_eval_set_are_found_by_their_keys_and_match_their_manifests():
     dataset = find_dataset("dev-reasoning-v2")
-    assert dataset.path == ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl"
-    assert dataset.sha256 == hashlib.sha256(dataset.path.read_bytes()).hexdigest()
-    assert len(read_traces(dataset)) == 550
+    (file,) = dataset.files
+    assert file.path == ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl"
+    assert dataset.sha256 == file.sha256 == hashlib.sha256(file.path.read_bytes()).hexdigest()
+    assert len(rows_of("dev-reasoning-v2")) == json.loads((file.path.parent / "manifest.json").read_text())["rows"]
     assert len(read_items(find_evalset("eval_v2"))) >= 100
+
+
+def paths(name) -> list[str]:
+    return [str(file.path) for file in find_dataset(str(name)).files]
 
 
 def test_a_path_is_a_dataset_too_and_the_working_folder_comes_before_what_is_shipped(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "mine.jsonl", record())
-    assert find_dataset(str(path)).path == path
+    assert paths(path) == [str(path)]
     own = tmp_path / "datasets" / "dev-reasoning-v2"
     own.mkdir(parents=True)
     write_lines(own / "dataset.jsonl", record())
     monkeypatch.chdir(tmp_path)
-    assert find_dataset("dev-reasoning-v2").path == own / "dataset.jsonl"
+    assert paths("dev-reasoning-v2") == [str(own / "dataset.jsonl")]
     assert find_dataset("mine.jsonl").sha256 == find_dataset("dev-reasoning-v2").sha256
 
 
-@pytest.mark.parametrize("key", ["dev-reasoning-v3", "no/such.jsonl", "~nobody-of-that-name/x", "x" * 300, "a\x00b"])
-def test_a_dataset_that_is_not_there_is_refused_with_those_that_are(key):
+@pytest.mark.parametrize(
+    "key", ["dev-reasoning-v3", "no/such.jsonl", "~nobody-of-that-name/x", "x" * 300, "a\x00b", "*", ""]
+)
+def test_a_dataset_that_is_not_there_is_refused_with_those_that_are(key, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    left = tmp_path / "datasets" / ".staged-x-1"
+    left.mkdir(parents=True)
+    write_lines(left / "dataset.jsonl", record())
     with pytest.raises(InputError, match="no dataset named") as caught:
         find_dataset(key)
-    assert "dev-reasoning-v2" in caught.value.fix
+    assert "dev-reasoning-v2" in caught.value.fix and "staged" not in caught.value.fix
+
+
+def folder_with(tmp_path: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(path, record(number))
+    return tmp_path / "set"
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["b.jsonl", "a.json", "README.md", "LICENSE", ".x.jsonl", "dataset_infos.json"], ["a.json", "b.jsonl"]),
+        (["data/part-2.jsonl.gz", "data/part-1.ndjson", "README.md"], ["data/part-1.ndjson", "data/part-2.jsonl.gz"]),
+        (["one/x.jsonl", "two/y.jsonl", ".git/z.jsonl", "deep/er/z.jsonl"], ["one/x.jsonl", "two/y.jsonl"]),
+        (["train-a.jsonl", "train-b.jsonl", "extra.jsonl"], ["extra.jsonl", "train-a.jsonl", "train-b.jsonl"]),
+        (["data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet"],
+         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]),
+    ],
+)  # fmt: skip
+def test_a_folder_is_all_its_data_files_in_name_order(tmp_path, names, read):
+    folder = folder_with(tmp_path, *names)
+    assert paths(folder) == [str(folder / name) for name in read]
+    hashes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in read]
+    inside = [name.removeprefix("data/") for name in read]
+    listed = "".join(f"{sha256}  {name}\n" for sha256, name in zip(hashes, inside, strict=True))
+    assert find_dataset(str(folder)).sha256 == hashlib.sha256(listed.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("names", "readings"),
+    [
+        (["train.jsonl", "test.jsonl"], ["test.jsonl", "train.jsonl"]),
+        (["gsm_train.json", "gsm_dev.json"], ["gsm_dev.json", "gsm_train.json"]),
+        (["train/1.jsonl", "train/2.jsonl", "valid/1.jsonl"], ["train", "valid/1.jsonl"]),
+        (["main/train.json", "other/train.json"], ["main/train.json", "other/train.json"]),
+        (["x.jsonl", "old/y.jsonl"], ["old/y.jsonl", "x.jsonl"]),
+        (["d/train_sft-00000-of-00002.parquet", "d/train_sft-00001-of-00002.parquet", "d/train_gen-00000-of-00001.parquet"],
+         ["d/train_gen-00000-of-00001.parquet", "d/train_sft*"]),
+        (["dev-1.json", "dev-2.json", "train.json"], ["dev-1.json", "dev-2.json", "train.json"]),
+    ],
+)  # fmt: skip
+def test_a_folder_with_more_than_one_reading_is_refused_with_every_path_to_give(tmp_path, names, readings):
+    folder = folder_with(tmp_path, *names)
+    with pytest.raises(InputError, match="can be read in") as caught:
+        find_dataset(str(folder))
+    assert caught.value.fix == f"give one of: {', '.join(str(folder / name) for name in readings)}"
+    found = [path for name in readings for path in paths(folder / name)]
+    assert sorted(found) == sorted(str(folder / name) for name in names)
+
+
+def test_a_split_is_a_word_of_the_name_and_not_a_part_of_one():
+    split = {
+        "latest.jsonl": "",
+        "contrain.json": "",
+        "train2.json": "train",
+        "my-VAL.json": "validation",
+        "test/0.json": "test",
+    }
+    assert {name: split_of(name) for name in split} == split
+
+
+def test_a_folder_that_lacks_a_promised_file_is_refused_and_a_pattern_takes_what_is_there(tmp_path):
+    folder = folder_with(tmp_path, "train-00000-of-00003.parquet", "train-00002-of-00003.parquet")
+    with pytest.raises(InputError, match="1 of 3 files of train are missing, the first is train-00001-of-00003"):
+        find_dataset(str(folder))
+    assert len(paths(folder / "train-*")) == 2
 
 
 def test_a_folder_without_a_dataset_in_it_is_refused_by_name(tmp_path):
@@ -128,7 +425,7 @@ def test_a_folder_without_a_dataset_in_it_is_refused_by_name(tmp_path):
 
 def test_a_dataset_that_no_longer_matches_its_manifest_is_refused(tmp_path):
     folder = shutil.copytree(ROOT / "datasets" / "dev-reasoning-v2", tmp_path / "changed")
-    assert find_dataset(str(folder)).path == folder / "dataset.jsonl"
+    assert paths(folder) == [str(folder / "dataset.jsonl")]
     with (folder / "dataset.jsonl").open("a") as file:
         file.write(json.dumps(record()) + "\n")
     with pytest.raises(InputError, match="not the file its manifest speaks of"):
@@ -173,7 +470,19 @@ def tokenizer_folder(tmp_path, *, config=None, tokenizer_config=None):
 def test_the_shipped_tokenizer_begins_with_bos_and_knows_its_special_ids(tokenizer):
     assert (tokenizer.prefix, tokenizer.eos_id, tokenizer.pad_id) == ((2,), 1, 0)
     assert tokenizer.vocab_size <= json.loads((SHIPPED / "config.json").read_text())["vocab_size"]
-    assert tokenizer.sha256 == hashlib.sha256((SHIPPED / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def test_the_hash_of_a_tokenizer_is_that_of_its_file_and_of_what_is_said_beside_it(tmp_path):
+    named = {"eos_token": "<eos>"}
+    folder = tokenizer_folder(tmp_path, tokenizer_config=named)
+    before = load_tokenizer(folder).sha256
+    (folder / "README.md").write_text("x")
+    assert load_tokenizer(folder).sha256 == before
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | {"chat_template": "{{ messages }}"}))
+    templated = load_tokenizer(folder).sha256
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    assert len({before, templated, load_tokenizer(folder).sha256}) == 3
 
 
 @pytest.mark.parametrize("text", ["", "Tom has 12 pens.", " two  spaces\n\ttab", "é 日本 😀 ½", "\u2028"])

@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 
 from tests.conftest import SHIPPED
+from tests.stores import quiet
 from tunix_rt.config import build_config
-from tunix_rt.data.prepare import prepare
-from tunix_rt.data.render import completion_text, prompt_text, render_all
+from tunix_rt.data.pack import rows_root
+from tunix_rt.data.prepare import ModelFacts, prepare
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.data.trace import Trace
 from tunix_rt.errors import InputError
 
 
@@ -32,21 +32,16 @@ def tokenizer():
     return load_tokenizer(SHIPPED)
 
 
-def test_prompt_and_completion_are_what_the_documentation_says():
-    trace = Trace.model_validate(
-        record(4, steps=[{"i": 0, "type": "a", "content": "x"}, {"i": 1, "type": "b", "content": "y"}])
-    )
-    assert prompt_text(trace.prompt) == "What is 4 + 1?\n"
-    assert prompt_text(trace.prompt, "Think.") == "Think.\nWhat is 4 + 1?\n"
-    assert completion_text(trace) == "<reasoning>x\ny</reasoning><answer>5</answer>"
-
-
 def settings(path, **changed):
     return build_config({"dataset": str(path), "max_length": 64, "validation_fraction": 0.2, **changed}, "test")
 
 
+def facts(tokenizer, **limits):
+    return ModelFacts(**{"vocabulary": tokenizer.vocab_size, "positions": 512, **limits})
+
+
 def ready(config, tokenizer, **limits):
-    return prepare(config, tokenizer, **{"model_vocabulary": tokenizer.vocab_size, "model_positions": 512, **limits})
+    return prepare(config, tokenizer, facts(tokenizer, **limits), quiet)
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def with_one_long_line(tmp_path):
 
 def test_a_trace_that_is_too_long_is_refused_with_its_line_in_the_file(with_one_long_line, tokenizer):
     for seed in range(5):  # whatever is held out, the line is that of the file
-        with pytest.raises(InputError, match="longer than max_length 64") as caught:
+        with pytest.raises(InputError, match=r"too_long: 1 x .* max_length is 64") as caught:
             ready(settings(with_one_long_line, data_seed=seed), tokenizer)
         assert f"{with_one_long_line}:7" in caught.value.problem
         assert "data.on_overflow" in caught.value.fix
@@ -84,15 +79,15 @@ def test_a_truncated_trace_that_has_lost_its_whole_completion_is_refused_with_it
     records[3]["prompt"] = "1 2 3 4 5 " * 20
     path = write_lines(tmp_path / "x.jsonl", *records)
     for seed in range(5):
-        with pytest.raises(InputError, match="no token to train on") as caught:
+        with pytest.raises(InputError, match=r"no_target: 1 x .*after cutting at 64") as caught:
             ready(settings(path, on_overflow="truncate", data_seed=seed), tokenizer)
         assert f"{path}:4" in caught.value.problem
 
 
-def test_when_every_trace_is_too_long_nothing_is_left_to_train_on(tokenizer):
-    traces = [Trace.model_validate(record(n)) for n in range(3)]
+def test_when_every_trace_is_too_long_nothing_is_left_to_train_on(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(3)))
     with pytest.raises(InputError, match="no trace is left"):
-        render_all(traces, tokenizer, max_length=8, on_overflow="drop")
+        ready(settings(path, max_length=8, on_overflow="drop"), tokenizer)
 
 
 def test_held_out_traces_are_never_trained_on_and_asked_when_no_eval_set_is_named(tmp_path, tokenizer):
@@ -132,7 +127,7 @@ def test_nothing_held_out_and_no_eval_set_is_refused_unless_evaluation_is_off(tm
 def test_a_tokenizer_of_another_model_is_refused_before_the_model_is_loaded(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", record(0), record(1))
     with pytest.raises(InputError, match="embeddings"):
-        ready(settings(path), tokenizer, model_vocabulary=100)
+        ready(settings(path), tokenizer, vocabulary=100)
 
 
 def test_the_hash_of_the_rows_notices_one_other_character(tmp_path, tokenizer):
@@ -142,7 +137,8 @@ def test_the_hash_of_the_rows_notices_one_other_character(tmp_path, tokenizer):
     first = ready(settings(one, **evaluation), tokenizer)
     again = ready(settings(one, **evaluation), tokenizer)
     changed = ready(settings(other, **evaluation), tokenizer)
-    assert first.sha256 == again.sha256 != changed.sha256
+    assert first.merkle_root == again.merkle_root != changed.merkle_root
+    assert first.merkle_root == rows_root(first.rows)
     assert first.tokens == sum(len(row.ids) for row in first.rows)
     assert 0 < first.trained_tokens < first.tokens
     assert all(row.ids.dtype == np.int32 for row in first.rows)
@@ -154,15 +150,15 @@ def test_the_hash_of_the_rows_notices_one_other_character(tmp_path, tokenizer):
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_example_beyond_the_positions_of_the_model_is_refused_with_its_line(with_one_long_line, tokenizer, packing):
     config = settings(with_one_long_line, max_length=512, packing=packing)
-    with pytest.raises(InputError, match="longer than the 64 positions") as caught:
-        ready(config, tokenizer, model_positions=64)
+    with pytest.raises(InputError, match="the model has 64") as caught:
+        ready(config, tokenizer, positions=64)
     assert caught.value.exit_code == 3
-    assert f"{with_one_long_line}:7 with " in caught.value.problem
-    rows = ready(config, tokenizer, model_positions=512).rows
+    assert f"first {with_one_long_line}:7: " in caught.value.problem
+    rows = ready(config, tokenizer, positions=512).rows
     if packing:
         assert max(len(row.ids) for row in rows) > 64
     dropping = settings(with_one_long_line, max_length=64, on_overflow="drop", packing=packing)
-    assert ready(dropping, tokenizer, model_positions=64).dropped == 1
+    assert ready(dropping, tokenizer, positions=64).dropped == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -189,11 +185,11 @@ def test_where_every_question_is_asked_often_the_rarest_is_held_out(tmp_path, to
 def test_an_evaluation_question_that_is_trained_on_is_refused_with_count_and_line(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(10)))
     asked = [{"id": str(n), "prompt": f"What is {n} + 2?", "answer": "?", "section": "s"} for n in range(3)]
-    known = [{**asked[0], "id": f"known {n}", "prompt": f" What is  {n} + 1?\n"} for n in (4, 6)]
+    known = [{**asked[0], "id": f"known {n}", "prompt": f" what is  {n} + 1\n"} for n in (4, 6)]
     evalset = write_lines(tmp_path / "e.jsonl", *asked, *known)
-    with pytest.raises(InputError, match=r"2 of 5 evaluation questions are prompts of the training traces") as caught:
+    with pytest.raises(InputError, match=r"overlap_normalised: 2 x an evaluation question") as caught:
         ready(settings(path, validation_fraction=0, evalset=str(evalset)), tokenizer)
-    assert f"{evalset}:4" in caught.value.problem
+    assert f"first {path}:5: {evalset}:4 asks it too" in caught.value.problem
     assert "evaluation.evalset" in caught.value.fix
     clean = settings(path, validation_fraction=0, evalset=str(write_lines(evalset, *asked)))
     assert len(ready(clean, tokenizer).items) == 3
@@ -202,9 +198,7 @@ def test_an_evaluation_question_that_is_trained_on_is_refused_with_count_and_lin
 @pytest.fixture
 def letter_by_letter(tmp_path):
     """A tokenizer in which every letter is a token and `é` is the last one, so that a text can avoid the highest id."""
-    text = (
-        "".join(json.dumps(record(n)) for n in range(2)) + prompt_text("?") + "<reasoning></reasoning><answer></answer>"
-    )
+    text = "".join(json.dumps(record(n)) for n in range(2)) + "?\n" + "<reasoning></reasoning><answer></answer>"
     letters = ["<eos>", *sorted(set(text)), "é"]
     model = tokenizers.models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<eos>")
     inner = tokenizers.Tokenizer(model)
@@ -225,7 +219,7 @@ def test_no_id_beyond_the_table_reaches_the_model_by_any_way(tmp_path, letter_by
     plain = write_lines(tmp_path / "x.jsonl", record(0), record(1))
     strange = write_lines(tmp_path / "y.jsonl", record(0), record(1, final_answer="é"))
     asked = write_lines(tmp_path / "e.jsonl", {"id": "a", "prompt": "é", "answer": "?", "section": "s"})
-    ready(*given_to_the_model(plain, letter_by_letter), model_vocabulary=table)
+    ready(*given_to_the_model(plain, letter_by_letter), vocabulary=table)
     ways = {
         "a question": given_to_the_model(plain, letter_by_letter, evalset=str(asked)),
         "padding": given_to_the_model(plain, replace(letter_by_letter, pad_id=table)),
@@ -235,5 +229,5 @@ def test_no_id_beyond_the_table_reaches_the_model_by_any_way(tmp_path, letter_by
     for seed in range(4):  # on either side
         ways[f"a trace, seed {seed}"] = given_to_the_model(strange, letter_by_letter, data_seed=seed)
     for way, (config, tokenizer) in ways.items():
-        with pytest.raises(InputError, match=f"gives id {table}; the model has {table} rows"):
-            pytest.fail(f"{way}: {ready(config, tokenizer, model_vocabulary=table).sentence}")
+        with pytest.raises(InputError, match=rf"id {table}\b.*; the model has {table} rows"):
+            pytest.fail(f"{way}: {ready(config, tokenizer, vocabulary=table).sentence}")

@@ -4,6 +4,7 @@ import pytest
 
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.score import (
+    Tags,
     is_well_formed,
     judge,
     lenient_answer,
@@ -197,6 +198,18 @@ def test_reading_a_well_formed_output_gives_both_blocks():
 )
 def test_anything_but_one_reasoning_and_one_answer_is_not_well_formed(text):
     assert not is_well_formed(text)
+
+
+def test_other_tags_are_read_as_the_usual_ones_are():
+    tags = Tags(reasoning="think", answer="final-answer")
+    output = "<think>\n12 + 25 = 37\n</think>\n\n<final-answer>37</final-answer>"
+    assert judge(id="a", prompt="?", expected="37", output=output, tags=tags).strict
+    assert not is_well_formed(output) and not matches_strict(output, "37")
+    usual = "<think>so</think><final-answer><answer>37</answer> of 40</final-answer>"
+    assert (matches_lenient(usual, "37"), matches_lenient(usual, "37", tags)) == (True, False)
+    assert lenient_answer(usual, "37", tags) == "40"
+    assert is_well_formed("<think>a</think><final-answer>b</final-answer>", tags)
+    assert not is_well_formed(tagged("37"), tags)
 
 
 def test_the_lenient_reading_says_what_it_took_even_when_it_is_wrong():

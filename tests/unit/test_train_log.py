@@ -15,7 +15,7 @@ import pytest
 from tunix_rt.backends import Step
 from tunix_rt.config import build_config
 from tunix_rt.data.prepare import Prepared
-from tunix_rt.data.registry import FileRef
+from tunix_rt.data.registry import Dataset
 from tunix_rt.errors import Preempted, TunixError
 from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.rundir import RunDir, checkpoint_problems, commit_checkpoint, list_checkpoints, read_json, write_json
@@ -324,10 +324,10 @@ class SummingEngine:
 
 
 def nothing_prepared(tmp_path, heldout=()):
-    dataset = FileRef(key="none", path=tmp_path / "none.jsonl", sha256="0" * 64)
     return Prepared(
-        dataset=dataset, evalset=None, items=(), rows=(), heldout_rows=heldout, traces=0, heldout_traces=0, dropped=0,
-        truncated=0,
+        dataset=Dataset(key="none", files=(), sha256="0" * 64), style=None, evalset=None, items=(), rows=(),
+        heldout_rows=heldout, traces=0, heldout_traces=0, dropped=0, truncated=0, tokens=0, trained_tokens=0, longest_row=0,
+        fill=0.0, merkle_root="",
     )  # fmt: skip
 
 

@@ -194,14 +194,18 @@ def generate(
     *,
     max_new_tokens: int,
     batch_size: int,
-    eos_id: int,
+    stop_ids: Sequence[int],
     pad_id: int,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Greedy continuations as (index of the prompt, new ids without end-of-sequence), batch by batch, shortest first."""
+    """Greedy continuations as (index of the prompt, new ids), batch by batch, shortest first.
+
+    An answer ends before the first of `stop_ids`: end-of-sequence, or the end of a turn.
+    """
     engine.model.eval()
     settings = transformers.GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos_id, pad_token_id=pad_id, use_cache=True
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(stop_ids), pad_token_id=pad_id, use_cache=True
     )
+    stops = frozenset(stop_ids)
     limit = getattr(engine.model.config, "max_position_embeddings", None)
     order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
     for start in range(0, len(order), batch_size):
@@ -223,7 +227,7 @@ def generate(
             )
         for place, index in enumerate(chosen):
             fresh = output[place, width:].tolist()
-            yield index, fresh[: fresh.index(eos_id)] if eos_id in fresh else fresh
+            yield index, fresh[: next((at for at, token in enumerate(fresh) if token in stops), len(fresh))]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The `tunix-rt` program: its verbs, and the one place where an error becomes words and an exit code."""
 
 import importlib
+import io
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from tunix_rt.errors import TunixError
 VERBS = {
     "doctor": ("doctor", "Which device will be used on this computer, and why."),
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
+    "data": ("data", "Bring a dataset in, check it, and see token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
     "runs": ("runs", "List the runs in a folder, or show one."),
     "evidence": ("evidence", "Check that a run folder is what it says."),
@@ -56,4 +58,6 @@ def cli() -> None:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that this terminal cannot show ends nothing
     cli.main(args=sys.argv[1:], prog_name="tunix-rt")

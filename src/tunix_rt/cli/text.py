@@ -1,4 +1,4 @@
-"""How results look in a terminal. The only module that renders; rich is imported when something is shown."""
+"""How results look in a terminal; the tokens of a row are in tokens.py. rich is imported when something is shown."""
 
 import json
 import sys
@@ -44,6 +44,11 @@ def printable(value: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
+def encoding() -> str:
+    """Which letters stdout can show, in lower case."""
+    return (getattr(sys.stdout, "encoding", None) or "ascii").lower()
+
+
 def show_json(value: Any) -> None:
     """`value` on stdout. Facts that are not known are left out, never null."""
     print(json.dumps(_without_none(value), indent=2, allow_nan=False, ensure_ascii=True))
@@ -63,6 +68,11 @@ def show_lines(lines: Iterable[str]) -> None:
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
     """A table on stdout; the columns named in `numbers` are set to the right."""
     _show(_table(columns, rows, numbers))
+
+
+def show_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Names and values; what has no value is left out."""
+    _show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
 
 
 def show_before_after(rows: "Sequence[Row]") -> None:
@@ -105,11 +115,11 @@ def show_run(run: "RunDetail") -> None:
         ("held-out loss", _curve_text(run.heldout)),
         ("memory", _memory_text(run.predicted_bytes, run.measured_bytes)),
     ]
-    _show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
+    show_facts(facts)
     if run.table:
         show_before_after(run.table)
     if run.paths:
-        _show(_table(("", ""), list(run.paths.items()), header=False))
+        show_facts(run.paths.items())
     for note in run.notes:
         print(printable(f"note: {note}"))
 
@@ -130,8 +140,7 @@ def sparkline(values: Sequence[float], *, columns: int = CURVE_COLUMNS, blocks: 
 def _curve_text(points: Sequence[tuple[int, float]]) -> str | None:
     if not points:
         return None
-    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
-    curve = sparkline([loss for _, loss in points], blocks=_BLOCKS if encoding.startswith("utf") else _ASCII_BLOCKS)
+    curve = sparkline([loss for _, loss in points], blocks=_BLOCKS if encoding().startswith("utf") else _ASCII_BLOCKS)
     (first_step, first), (last_step, last) = points[0], points[-1]
     lowest_step, lowest = min(points, key=lambda point: point[1])
     return (

@@ -73,10 +73,14 @@ def _plain() -> Iterator[tuple[logging.Handler, Progress]]:
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(lambda record: record.levelno < logging.ERROR)  # an error is said by the program as it ends
 
+    quarters: dict[str, int] = {}  # how far each piece of work was when it last spoke
+
     def progress(what: str, done: int, total: int, note: str) -> None:
-        # Training has its own log lines; other long work says where it is a few times.
-        quarter = max(1, total // PLAIN_EVERY)
-        if not note and done % quarter == 0:
-            logging.getLogger("tunix_rt.cli").info("%s: %d of %d", what, done, total)
+        # Training has its own log lines; other long work says where it is a few times, however large its strides.
+        quarter = PLAIN_EVERY * done // max(1, total)
+        if what != "train" and quarter > quarters.get(what, 0):
+            after = f", {note}" if note else ""
+            logging.getLogger("tunix_rt.cli").info("%s: %s of %s%s", what, f"{done:,}", f"{total:,}", after)
+        quarters[what] = quarter
 
     yield handler, progress

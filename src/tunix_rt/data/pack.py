@@ -2,12 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.data.merkle import merkle_root, row_leaf
 from tunix_rt.data.render import Example, Ids, Mask
 
 IGNORED = -100
@@ -25,8 +28,7 @@ class Row:
     @property
     def sha256(self) -> bytes:
         """Identity of the row: its tokens, what is trained, where examples begin."""
-        content = b"".join(part.astype("<i4").tobytes() for part in (self.ids, self.trained, self.positions))
-        return hashlib.sha256(content).digest()
+        return row_leaf(self.ids, self.trained, self.positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,41 +57,99 @@ class StepBatch:
     """Over the identities of the rows, in order."""
 
 
-def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """First-fit-decreasing: indices of the examples that share each row. Loses nothing, overfills nothing.
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing(Sequence[npt.NDArray[np.int64]]):
+    """Which examples share each row: indices only, in two arrays. Row r is `order[starts[r]:starts[r + 1]]`."""
 
-    The room of every row is a leaf of a tree whose nodes hold the most room below them: the first row with enough is found
-    in log(n) looks, not n. Rows that are not begun yet are leaves with all their room, so a new row is found the same way.
+    order: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @overload
+    def __getitem__(self, row: int) -> npt.NDArray[np.int64]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[npt.NDArray[np.int64]]: ...
+    def __getitem__(self, row: int | slice) -> npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]:
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        index = range(len(self))[row]
+        return self.order[self.starts[index] : self.starts[index + 1]]
+
+
+def pack(lengths: Sequence[int] | npt.NDArray[np.integer], max_length: int) -> Packing:
+    """First-fit-decreasing: each example, longest first, goes into the first row that has room for it.
+
+    Examples of one length are placed together: in the order of the rows, each takes as many as fit. That is what
+    placing them one by one comes to, at the price of one pass over the open rows per distinct length.
     """
-    rows: list[list[int]] = []
-    leaves = 1 << max(0, len(lengths) - 1).bit_length()
-    room = [max_length] * (2 * leaves)  # room[1] is the root, the children of n are 2n and 2n + 1
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length, node = lengths[index], 1
-        while node < leaves:
-            node = 2 * node if room[2 * node] >= length else 2 * node + 1
-        if room[node] < length:  # longer than a whole row: a row of its own
-            node = leaves + len(rows)
-        if node - leaves == len(rows):
-            rows.append([])
-        rows[node - leaves].append(index)
-        room[node] -= length
-        while node := node // 2:
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return rows
+    sizes = np.asarray(lengths, dtype=np.int64)
+    falling = np.argsort(-sizes, kind="stable")
+    row_of = np.empty(len(sizes), dtype=np.int64)
+    room = np.empty(0, dtype=np.int64)  # of the open rows, in the order they were begun
+    numbers = np.empty(0, dtype=np.int64)
+    rows = done = 0
+    values, counts = np.unique(sizes, return_counts=True)
+    for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        fits = room // max(size, 1)
+        before = np.cumsum(fits) - fits
+        taken = np.clip(count - before, 0, fits)
+        left = count - int(taken.sum())
+        each = max(1, max_length // max(size, 1))  # longer than a row: a row of its own
+        fresh = math.ceil(left / each)
+        new = np.full(fresh, each, dtype=np.int64)
+        if fresh:
+            new[-1] = left - each * (fresh - 1)
+        room = np.concatenate([room - taken * size, max_length - new * size])
+        numbers = np.concatenate([numbers, np.arange(rows, rows + fresh)])
+        row_of[falling[done : done + count]] = np.repeat(numbers, np.concatenate([taken, new]))
+        rows, done = rows + fresh, done + count
+        is_open = room >= values[0]
+        room, numbers = room[is_open], numbers[is_open]
+    placed = row_of[falling]
+    order = falling[np.argsort(placed, kind="stable")]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(placed, minlength=rows))]).astype(np.int64)
+    return Packing(order, starts)
 
 
-def make_rows(examples: Sequence[Example], *, max_length: int, packing: bool) -> list[Row]:
-    """The rows of a dataset, in a fixed order that `rows_of_step` shuffles."""
-    groups = pack([len(e.ids) for e in examples], max_length) if packing else [[i] for i in range(len(examples))]
-    return [
-        Row(
-            ids=np.concatenate([examples[i].ids for i in group]),
-            trained=np.concatenate([examples[i].trained for i in group]),
-            positions=np.concatenate([np.arange(len(examples[i].ids), dtype=np.int32) for i in group]),
+class Rows(Sequence[Row]):
+    """The rows of a dataset, in a fixed order that `rows_of_step` shuffles. A row is put together when it is asked for."""
+
+    def __init__(self, examples: Sequence[Example], packing: Packing, max_length: int) -> None:
+        self._examples, self._packing, self._max_length = examples, packing, max_length
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    @overload
+    def __getitem__(self, row: int) -> Row: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Row]: ...
+    def __getitem__(self, row: int | slice) -> Row | list[Row]:
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        chosen = [self._examples[index] for index in self._packing[row].tolist()]
+        ids = [example.ids[: self._max_length] for example in chosen]
+        return Row(
+            ids=np.concatenate(ids),
+            trained=np.concatenate([example.trained[: self._max_length] for example in chosen]),
+            positions=np.concatenate([np.arange(len(part), dtype=np.int32) for part in ids]),
         )
-        for group in groups
-    ]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def examples_of(self, row: int) -> list[int]:
+        """Which examples are in a row."""
+        return [int(index) for index in self._packing[row]]
+
+
+def make_rows(examples: Sequence[Example], *, max_length: int, packing: bool) -> Rows:
+    """The rows of a few examples at hand; an example longer than `max_length` is cut."""
+    lengths = [min(len(example.ids), max_length) for example in examples]
+    alone = Packing(np.arange(len(examples)), np.arange(len(examples) + 1))
+    return Rows(examples, pack(lengths, max_length) if packing else alone, max_length)
 
 
 def steps_per_epoch(row_count: int, rows_per_step: int) -> int:
@@ -103,8 +163,14 @@ def total_steps(row_count: int, rows_per_step: int, *, epochs: float, max_steps:
 def rows_of_step(step: int, *, row_count: int, rows_per_step: int, seed: int) -> list[int]:
     """Indices of the rows that step `step` (counted from 1) trains on. Every row once per epoch; no state, no walking."""
     epoch, place = divmod(step - 1, steps_per_epoch(row_count, rows_per_step))
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(row_count)
+    order = _order_of_epoch(seed, epoch, row_count)
     return [int(i) for i in order[place * rows_per_step : (place + 1) * rows_per_step]]
+
+
+@lru_cache(maxsize=2)
+def _order_of_epoch(seed: int, epoch: int, row_count: int) -> npt.NDArray[np.int64]:
+    """The rows of an epoch, shuffled. Kept for its next step: drawing it takes as long as the dataset is large."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(row_count)
 
 
 def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
@@ -147,6 +213,6 @@ def batch_of_step(
     )
 
 
-def rows_sha256(rows: Sequence[Row]) -> str:
-    """One hash over every row, in dataset order."""
-    return hashlib.sha256(b"".join(row.sha256 for row in rows)).hexdigest()
+def rows_root(rows: Sequence[Row]) -> str:
+    """One hash over every row, in dataset order, from which each row can be proven."""
+    return merkle_root(row.sha256 for row in rows)

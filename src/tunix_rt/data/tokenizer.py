@@ -1,7 +1,8 @@
-"""A model's tokenizer, read from its `tokenizer.json` without transformers. Special ids come from its files."""
+"""A model's tokenizer, read from its files without transformers. Special ids come from these files alone."""
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,48 @@ from tunix_rt.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """Text to ids and back. `prefix` is what the tokenizer itself puts before a text (Gemma: `<bos>`; GPT-2: nothing)."""
+    """Text to ids and back. `prefix` is what stands before a plain text (Gemma: `<bos>`; GPT-2: nothing)."""
 
     folder: Path
     inner: Any
     prefix: tuple[int, ...]
     eos_id: int
     pad_id: int
+    bos_id: int | None
+    special_tokens: Mapping[str, str]
+    """`bos_token`, `eos_token` and their like as the tokenizer's files name them: what a chat template may ask for."""
+    control_tokens: tuple[str, ...]
+    """Texts that become one control token where control tokens are read. A sample that spells one is no plain text."""
+    control_ids: frozenset[int]
+    chat_template: str | None
+    """The tokenizer's own chat template, or None."""
+    chat_template_file: Path | None
     sha256: str
+    """Over tokenizer.json and over what the files beside it say: special tokens, prefix, chat template."""
+
+    @property
+    def bos_token(self) -> str | None:
+        return None if self.bos_id is None else str(self.inner.id_to_token(self.bos_id))
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a plain text begins with the beginning-of-sequence token."""
+        return self.bos_id is not None and self.bos_id in self.prefix
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, without anything added."""
+        """Ids of the text alone, nothing added; `<eos>` spelled out in it is text, not the end of it."""
+        self.inner.encode_special_tokens = True
         return list(self.inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_conversation(self, text: str) -> list[int]:
+        """Ids of a rendered conversation: control tokens are read, nothing is added."""
+        self.inner.encode_special_tokens = False
+        return list(self.inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str], *, conversations: bool) -> list[Any]:
+        """Encodings (ids and offsets) of many texts, on all cores: as `encode_conversation` does, or as `encode`."""
+        self.inner.encode_special_tokens = not conversations
+        return list(self.inner.encode_batch(texts, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids; special tokens are left out."""
@@ -35,31 +66,66 @@ class Tokenizer:
         return int(self.inner.get_vocab_size(with_added_tokens=True))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`, or an InputError that says which file or token is missing."""
+def needs_bos(tokenizer: Tokenizer, model_type: str) -> bool:
+    """Whether a sequence must begin with the beginning-of-sequence token: the tokenizer puts it, or the model is a Gemma.
+
+    A Gemma that is asked without it writes garbage, and no loss curve says why.
+    """
+    return tokenizer.adds_bos or _is_gemma(model_type)
+
+
+def _is_gemma(model_type: str) -> bool:
+    return "gemma" in model_type
+
+
+def load_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
+    """The tokenizer in `folder` for a model of `model_type`, or an InputError that says which file or token is missing."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputError(
             f"no tokenizer.json in {folder}", fix="set model.tokenizer_name_or_path to a folder that has one"
         )
     content, inner = _parse(path)
-    inner.encode_special_tokens = True  # `<eos>` spelled out in a trace is text, not the end of it
     inner.no_truncation()
     inner.no_padding()
-    eos_id = _special_id(folder, inner, "eos_token")
+    settings, model = _read(folder / "tokenizer_config.json"), _read(folder / "config.json")
+    special = _named_tokens(_read(folder / "special_tokens_map.json")) | _named_tokens(settings)
+    _make_control_tokens(inner, [*special.values(), *_more_special_tokens(settings)])
+    eos_id, pad_id, bos_id = (_special_id(inner, special, model, f"{role}_token") for role in ("eos", "pad", "bos"))
     if eos_id is None:
         raise InputError(f"{folder} names no end-of-sequence token", fix="add `eos_token` to its tokenizer_config.json")
-    pad_id = _special_id(folder, inner, "pad_token")
-    table = _read(folder / "config.json").get("vocab_size")
+    table = model.get("vocab_size")
     if pad_id is None or (type(table) is int and pad_id >= table):
         pad_id = eos_id  # padding is never trained and never seen, so any token of the model will do
+    prefix = _put_before_a_text(inner)
+    if bos_id is not None and bos_id not in prefix and (settings.get("add_bos_token") is True or _is_gemma(model_type)):
+        prefix = (bos_id, *prefix)
+    named = {eos_id, *((bos_id,) if bos_id is not None else ())}
+    control = named | {number for number, token in inner.get_added_tokens_decoder().items() if token.special}
+    chat_template, chat_template_file = _own_chat_template(folder, settings)
+    facts = [
+        hashlib.sha256(content).hexdigest(),
+        prefix,
+        eos_id,
+        pad_id,
+        bos_id,
+        special,
+        sorted(control),
+        chat_template,
+    ]
     return Tokenizer(
         folder=folder,
         inner=inner,
-        prefix=_put_before_a_text(inner),
+        prefix=prefix,
         eos_id=eos_id,
         pad_id=pad_id,
-        sha256=hashlib.sha256(content).hexdigest(),
+        bos_id=bos_id,
+        special_tokens=special,
+        control_tokens=tuple(str(inner.id_to_token(number)) for number in sorted(control)),
+        control_ids=frozenset(control),
+        chat_template=chat_template,
+        chat_template_file=chat_template_file,
+        sha256=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
     )
 
 
@@ -83,19 +149,63 @@ def _put_before_a_text(inner: Any) -> tuple[int, ...]:
     return tuple(whole[: next(starts, 0)])
 
 
-def _special_id(folder: Path, inner: Any, role: str) -> int | None:
-    """Id of `eos_token` or `pad_token`: by its text in tokenizer_config.json, else its id in config.json."""
-    text = _read(folder / "tokenizer_config.json").get(role)
-    if isinstance(text, dict):
-        text = text.get("content")
-    if isinstance(text, str) and (found := inner.token_to_id(text)) is not None:
+def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """`{"eos_token": "<eos>", ...}`: every setting that names a token, by its text or as an object with `content`."""
+    more = settings.get("extra_special_tokens")
+    both = settings | (more if isinstance(more, dict) else {})
+    texts = {name: _text_of(value) for name, value in both.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _more_special_tokens(settings: dict[str, Any]) -> list[str]:
+    lists = (settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens"))
+    return [text for listed in lists if isinstance(listed, list) for value in listed if (text := _text_of(value))]
+
+
+def _text_of(token: Any) -> str:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _make_control_tokens(inner: Any, texts: Sequence[str]) -> None:
+    """Words of the vocabulary that a setting names as special are read as one token; words it lacks are not added."""
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    inner.add_special_tokens([text for text in texts if text not in known and inner.token_to_id(text) is not None])
+
+
+def _special_id(inner: Any, special: Mapping[str, str], model: dict[str, Any], role: str) -> int | None:
+    """Id of `eos_token` and its like: by the text in the tokenizer's settings, else the id in the model's config.json."""
+    if role in special and (found := inner.token_to_id(special[role])) is not None:
         return int(found)
-    number = _read(folder / "config.json").get(f"{role}_id")
+    number = model.get(f"{role}_id")
     if isinstance(number, list) and number:
         number = number[0]
     if type(number) is not int or not 0 <= number < 2**31 or inner.id_to_token(number) is None:
         return None  # `pad_token_id: -1` is what many published configurations say
     return number
+
+
+def _own_chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, Path | None]:
+    """The template in `chat_template.jinja`, else in tokenizer_config.json, and the file it stands in."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), path
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} cannot be read: {error}", fix="fetch the tokenizer again") from error
+    path, found = folder / "tokenizer_config.json", settings.get("chat_template")
+    if isinstance(found, list) and found:
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        if "default" not in named:
+            raise InputError(
+                f"{path} has chat templates named {', '.join(map(repr, named))}, and none named 'default'",
+                fix="give the one to use the name `default`",
+            )
+        found = named["default"]
+    if found and not isinstance(found, str):
+        raise InputError(f"{path}: chat_template is no text", fix="fetch the tokenizer again")
+    return (found, path) if found else (None, None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,34 +1,45 @@
-"""The records that arrive: reasoning traces and evaluation items. Read strictly: a skipped line is a lie in the row count."""
+"""The records of our own: reasoning traces and evaluation items. Read strictly: a skipped line is a lie in the row count."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator
 
+from tunix_rt.data.containers import kind_of, parse_line, printable, read_lines
 from tunix_rt.errors import InputError
 
-MAX_LINE_BYTES = 1_000_000
 
-Text = Annotated[str, Field(min_length=1)]
+def as_text(value: Any) -> str:
+    """The value, which must be text that says something; which characters it may hold is for the rules to say."""
+    if type(value) is not str:
+        raise ValueError(f"{kind_of(value)}, not text")
+    if not value or value.isspace():
+        raise ValueError("blank text")
+    return value
+
+
+def _as_mapping(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{kind_of(value)}, not an object")
+    return value
+
+
+def _encodable(value: str) -> str:
+    """Eval items meet no rules: what no tokenizer can encode is refused here."""
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("half of a surrogate pair; the file was cut or converted badly")
+    if "\x00" in value:
+        raise ValueError("a NUL character")
+    return value
+
+
+# Plain: pydantic's own text refuses half a surrogate pair, which would hide it from the rules.
+Text = Annotated[str, PlainValidator(as_text)]
+CleanText = Annotated[Text, AfterValidator(_encodable)]
 
 
 class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    @field_validator("*")
-    @classmethod
-    def _says_something(cls, value: Any) -> Any:
-        """Text that is blank, or that no tokenizer can encode, is a mistake in the file."""
-        if isinstance(value, str):
-            if not value.strip():
-                raise ValueError("blank text")
-            if any("\ud800" <= character <= "\udfff" for character in value):
-                raise ValueError("half of a surrogate pair; the file was cut or converted badly")
-            if "\x00" in value:
-                raise ValueError("a NUL character")
-        return value
 
 
 class TraceStep(Record):
@@ -47,7 +58,7 @@ class Trace(Record):
     prompt: Text
     steps: Annotated[tuple[TraceStep, ...], Field(min_length=1)]
     final_answer: Text
-    meta: dict[str, Any] = {}
+    meta: Annotated[dict[str, Any], PlainValidator(_as_mapping)] = {}
 
     @field_validator("steps")
     @classmethod
@@ -60,13 +71,13 @@ class Trace(Record):
 class EvalItem(Record):
     """One held-out question with its answer."""
 
-    id: Text
-    prompt: Text
-    answer: Text
-    section: Text
-    category: Text = "none"
-    template: Text = "none"
-    difficulty: Text = "none"
+    id: CleanText
+    prompt: CleanText
+    answer: CleanText
+    section: CleanText
+    category: CleanText = "none"
+    template: CleanText = "none"
+    difficulty: CleanText = "none"
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -74,53 +85,23 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 def read_records(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """Every line of a JSONL file as `kind`. The first bad line ends it with file, line and what to do."""
-    records = [_parse(line, kind, f"{path}:{number}") for number, line in _lines(path)]
+    records = [_record(line, kind, f"{path}:{number}") for number, line in read_lines(path)]
     if not records:
         raise InputError(f"{path} holds no rows", fix="give a JSONL file with one record per line")
     return records
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    blank_at = None
+def _record(line: bytes, kind: type[AnyRecord], where: str) -> AnyRecord:
     try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise InputError(f"{path}:{number}: over {MAX_LINE_BYTES:,} bytes in one line", fix="is it JSONL?")
-                if not line.strip():
-                    blank_at = blank_at or number
-                    continue
-                if blank_at:
-                    raise InputError(f"{path}:{blank_at}: a blank line", fix="remove it; every line is one record")
-                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}", fix="check the path and its permissions") from error
-
-
-def _parse(line: bytes, kind: type[AnyRecord], where: str) -> AnyRecord:
-    fix = f"correct line {where.rpartition(':')[2]}; a record has {', '.join(kind.model_fields)}"
-    try:
-        raw = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_no_key_twice)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 text", fix="save the file as UTF-8, unpacked") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error})", fix=fix) from error
-    try:
-        return kind.model_validate(raw)
+        return kind.model_validate(parse_line(line, where))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])[:200] or "the line"
-        raise InputError(f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}", fix=fix) from error
+        field, words = first_problem(error)
+        fix = f"correct line {where.rpartition(':')[2]}; a record has {', '.join(kind.model_fields)}"
+        raise InputError(f"{where}: {field}: {words}", fix=fix) from error
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a value")
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is given twice")
-    return found
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Dotted name of the first field that is wrong, and what is wrong with it."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    name = ".".join(str(part) for part in first["loc"])[:200] or "the record"
+    return printable(name), first["msg"].removeprefix("Value error, ")[:500]

@@ -5,10 +5,10 @@ from typing import Any
 
 from tunix_rt.backends import Progress
 from tunix_rt.config import RunConfig
-from tunix_rt.data.render import prompt_ids
+from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.data.trace import EvalItem
-from tunix_rt.evaluate.score import Prediction, Scores, judge, score_predictions
+from tunix_rt.evaluate.score import Prediction, Scores, Tags, judge, score_predictions
 from tunix_rt.rundir import RunDir, write_json, write_jsonl
 
 
@@ -19,6 +19,7 @@ def evaluate_model(
     when: str,
     items: Sequence[EvalItem],
     tokenizer: Tokenizer,
+    style: Style,
     config: RunConfig,
     run: RunDir,
     progress: Progress,
@@ -28,14 +29,15 @@ def evaluate_model(
 
     `stop` is called as answers come, so that it may raise: a long evaluation can be interrupted, and then leaves no file.
     """
-    prompts = [prompt_ids(item.prompt, tokenizer, config.data.system_instruction) for item in items]
+    prompts = [prompt_ids(item.prompt, tokenizer, style) for item in items]
+    tags = Tags(reasoning=style.reasoning_tag, answer=style.answer_tag)
     outputs: dict[int, str] = {}
     for index, ids in backend.generate(
         engine,
         prompts,
         max_new_tokens=config.evaluation.max_new_tokens,
         batch_size=config.evaluation.per_device_eval_batch_size,
-        eos_id=tokenizer.eos_id,
+        stop_ids=stop_ids(tokenizer, style),
         pad_id=tokenizer.pad_id,
     ):
         outputs[index] = tokenizer.decode(ids)
@@ -49,6 +51,7 @@ def evaluate_model(
             output=outputs[index],
             section=item.section,
             category=item.category,
+            tags=tags,
         )
         for index, item in enumerate(items)
     ]
@@ -56,3 +59,8 @@ def evaluate_model(
     write_jsonl(run.predictions(when), list(predictions))
     write_json(run.scores(when), scores)
     return predictions, scores
+
+
+def stop_ids(tokenizer: Tokenizer, style: Style) -> list[int]:
+    """Tokens that end an answer: end-of-sequence, and the end of a turn where the template has one of its own."""
+    return sorted({tokenizer.eos_id, style.template.end_id} - {-1})

@@ -5,6 +5,7 @@ Two readings of the same output, always reported side by side:
     strict    `<reasoning>…</reasoning><answer>37</answer>` and nothing else; the answer block holds the expected value
     lenient   tags apart: the last value of the last answer block, or of the whole text when there is no block
 
+The names of the tags are settings; what is said here of `reasoning` and `answer` holds for the names a run gives them.
 The strict one also rewards the format, so it rises for a model that only learned the tags. The lenient one does not.
 """
 
@@ -13,13 +14,12 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import NamedTuple
 
 from tunix_rt.errors import InputError
 
 SCORES_SCHEMA = "tunix-rt/scores/1"
 
-_TAG = re.compile(r"</?(?:reasoning|answer)>")
-_IN_ORDER = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
 _ANY_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
 # Marks that carry no value at the edge of an answer. Not `+ - < > = / #`: `C` is not `C++`, 5 is not -5.
@@ -31,6 +31,16 @@ _NUMBER_IN_TEXT = re.compile(rf"(?<![A-Za-z0-9_])(?<![0-9]\.)[-+]?\$?(?:{_DIGITS
 _SENTENCE_END = re.compile(r"[.;:!?…]+(?=\s|$)|\n+")
 
 
+class Tags(NamedTuple):
+    """Names of the two blocks of an output."""
+
+    reasoning: str = "reasoning"
+    answer: str = "answer"
+
+
+TAGS = Tags()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedAnswer:
     """The two blocks of a well-formed output, without surrounding white space."""
@@ -39,29 +49,30 @@ class TaggedAnswer:
     answer: str
 
 
-def read_answer(text: str) -> TaggedAnswer | None:
+def read_answer(text: str, tags: Tags = TAGS) -> TaggedAnswer | None:
     """The blocks of `text`, or None unless it is one reasoning block, then one answer block, neither empty, alone."""
-    if _TAG.findall(text) != _IN_ORDER:
+    tag = re.compile(rf"</?(?:{re.escape(tags.reasoning)}|{re.escape(tags.answer)})>")
+    if tag.findall(text) != [mark for name in tags for mark in (f"<{name}>", f"</{name}>")]:
         return None
-    before, reasoning, between, answer, after = (part.strip() for part in _TAG.split(text))
+    before, reasoning, between, answer, after = (part.strip() for part in tag.split(text))
     if before or between or after or not reasoning or not answer:
         return None
     return TaggedAnswer(reasoning=reasoning, answer=answer)
 
 
-def is_well_formed(text: str) -> bool:
-    return read_answer(text) is not None
+def is_well_formed(text: str, tags: Tags = TAGS) -> bool:
+    return read_answer(text, tags) is not None
 
 
-def matches_strict(text: str, expected: str) -> bool:
+def matches_strict(text: str, expected: str, tags: Tags = TAGS) -> bool:
     """Well-formed, and the answer block holds exactly the expected value. `37 apples` is not `37` here."""
-    tagged = read_answer(text)
+    tagged = read_answer(text, tags)
     return tagged is not None and same_value(tagged.answer, expected)
 
 
-def matches_lenient(text: str, expected: str) -> bool:
+def matches_lenient(text: str, expected: str, tags: Tags = TAGS) -> bool:
     """The last value of the text is the expected one. Whatever `matches_strict` accepts, this accepts too."""
-    found = lenient_answer(text, expected)
+    found = lenient_answer(text, expected, tags)
     if found is None:
         return False
     if same_value(found, expected):
@@ -69,14 +80,14 @@ def matches_lenient(text: str, expected: str) -> bool:
     return _number(expected) is None and _folded(found) == _folded(expected) != []
 
 
-def lenient_answer(text: str, expected: str) -> str | None:
+def lenient_answer(text: str, expected: str, tags: Tags = TAGS) -> str | None:
     """The last value in `text` of the kind of `expected`, right or wrong; None when there is none.
 
     A number when a number is expected. For single letters or digits (`s t a c`) the last run of them, which must be as
     long as the expected one. Otherwise as many words as expected, from the end of the last sentence. `expected` decides
     kind and length only, so a right value in the middle of the text is never picked out.
     """
-    block = _last_answer_block(text)
+    block = _last_block(text, tags.answer)
     if block is not None and same_value(block, expected):
         return block.strip()
     searched = _ANY_TAG.sub("\n", text if block is None else block).replace("−", "-")
@@ -115,13 +126,14 @@ def _folded(text: str) -> list[str]:
     return [_plain_words(token) for token in _tokens(text)]
 
 
-def _last_answer_block(text: str) -> str | None:
-    """Content of the last `<answer>` that is closed."""
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+def _last_block(text: str, name: str) -> str | None:
+    """Content of the last `<name>` that is closed."""
+    opening, closing = f"<{name}>", f"</{name}>"
+    start = text.rfind(opening, 0, max(text.rfind(closing), 0))
     if start < 0:
         return None
-    start += len("<answer>")
-    return text[start : text.index("</answer>", start)]
+    start += len(opening)
+    return text[start : text.index(closing, start)]
 
 
 def _last_words(text: str, wanted: Sequence[str]) -> str | None:
@@ -164,7 +176,14 @@ class Prediction:
 
 
 def judge(
-    *, id: str, prompt: str, expected: str, output: str, section: str = "all", category: str = "all"
+    *,
+    id: str,
+    prompt: str,
+    expected: str,
+    output: str,
+    section: str = "all",
+    category: str = "all",
+    tags: Tags = TAGS,
 ) -> Prediction:
     """`output` with its three verdicts."""
     return Prediction(
@@ -172,9 +191,9 @@ def judge(
         prompt=prompt,
         expected=expected,
         output=output,
-        strict=matches_strict(output, expected),
-        lenient=matches_lenient(output, expected),
-        well_formed=is_well_formed(output),
+        strict=matches_strict(output, expected, tags),
+        lenient=matches_lenient(output, expected, tags),
+        well_formed=is_well_formed(output, tags),
         section=section,
         category=category,
     )

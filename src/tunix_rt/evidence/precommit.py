@@ -2,7 +2,7 @@
 versions by name."""
 
 import importlib.metadata
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,10 @@ def build_precommit(
             "traces": data.traces,
             "heldout_traces": data.heldout_traces,
             "rows": len(data.rows),
-            "rows_sha256": data.sha256,
+            "format": data.format,
+            "template": data.style.template.name,
+            "style_sha256": data.style.sha256,
+            "merkle_root": data.merkle_root,
         },
         "base_model": {
             "name": model.name,
@@ -56,9 +59,17 @@ def build_precommit(
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
     }
+    if data.style.template.today is not None:
+        committed["dataset"]["today"] = data.style.template.today.isoformat()
     if data.evalset is not None:
         committed["evalset"] = {"key": data.evalset.key, "sha256": data.evalset.sha256, "items": len(data.items)}
     return committed
+
+
+def began_on(committed: dict[str, Any]) -> date | None:
+    """The day a run tells its chat template, when that asks; a continued run goes on telling it the first."""
+    written = committed.get("dataset", {}).get("today")
+    return date.fromisoformat(written) if isinstance(written, str) else None
 
 
 def config_hash(config: RunConfig) -> str:

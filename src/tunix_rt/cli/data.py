@@ -1,0 +1,332 @@
+"""`tunix-rt data`: bring a dataset in, ask the gate about it, look at what is trained."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tunix_rt.cli import gate, text
+
+if TYPE_CHECKING:
+    from tunix_rt.config import RunConfig
+    from tunix_rt.data.importing import Imported
+    from tunix_rt.data.prepare import Inspected, ModelFacts
+    from tunix_rt.data.registry import Dataset
+    from tunix_rt.data.render import Style
+    from tunix_rt.data.tokenizer import Tokenizer
+    from tunix_rt.data.view import RowView, TokenView
+
+SHIPPED_MODEL = "tiny-gemma3"
+SAMPLES = 3
+FOLDER = Path("datasets")
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group()
+def data() -> None:
+    """Bring a dataset in, check it, and see what of it is trained."""
+
+
+def _settings(command: Command) -> Command:
+    """The options that say with which model and which settings a dataset is looked at."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print everything as JSON."),
+        click.option(
+            "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated."
+        ),
+        click.option(
+            "--model", help=f"Hub id, local folder, or a shipped model; else that of --config, or {SHIPPED_MODEL}."
+        ),
+        click.option("--config", help="A YAML file, or the name of a shipped one."),
+    ):
+        command = option(command)
+    return command
+
+
+@data.command("import")
+@click.argument("source", metavar="FILE")
+@click.option("--as", "key", required=True, metavar="KEY", help="Name of the dataset; it is written to datasets/KEY.")
+@click.option("--format", "reading", default="auto", show_default=True, help="How a record is read; auto finds out.")
+@click.option("--replace", is_flag=True, help="Replace the dataset of that name.")
+@_settings
+def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, **asked: Any) -> None:
+    """Bring FILE (JSONL, JSON or Parquet, also in gzip; a folder; a hub dataset in the local cache) in as datasets/KEY.
+
+    Says how it was read, tokenises it, and shows a few examples. What the gate finds is said, and refuses nothing here.
+    """
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.data.importing import import_dataset
+    from tunix_rt.data.prepare import inspect
+    from tunix_rt.data.render import style_of
+    from tunix_rt.rundir import read_json, to_plain, write_json
+
+    look = _look(asked, **{"data.format": reading})
+    style_of(look.config.data, look.tokenizer)  # a template that cannot be used is refused before anything is written
+    imported = import_dataset(source, key=key, format=reading, replace=replace, folder=FOLDER)
+    if not as_json:
+        text.show_facts(_import_facts(imported))
+    home = {"dataset": str(imported.dataset.parent), "format": imported.written_as}
+    config = look.config.model_copy(update={"data": look.config.data.model_copy(update=home)})
+    with watching() as progress:
+        seen = inspect(config, look.tokenizer, look.model, progress)
+    tokenised = {
+        "model": config.model.model_name_or_path,
+        "tokenizer_sha256": look.tokenizer.sha256,
+        "template": seen.style.template.name,
+        "style_sha256": seen.style.sha256,
+        **seen.store.summary,
+    }
+    manifest = read_json(imported.manifest) | {"tokenised": tokenised}
+    write_json(imported.manifest, manifest)
+    if as_json:
+        facts = {"schema": "tunix-rt/data-import/1", "folder": imported.dataset.parent, "manifest": manifest}
+        text.show_json(to_plain(facts | {"findings": gate.findings(seen)}))
+        return
+    length = gate.length_words(gate.figures(seen, config))
+    text.show_facts([*gate.token_facts(seen, look.whose), ("length", length)])
+    text.show_lines([""])
+    _show_samples(seen, look.tokenizer)
+    text.show_lines(_after_import(seen, imported, look, asked))
+
+
+@data.command()
+@click.argument("key")
+@_settings
+def check(key: str, as_json: bool, **asked: Any) -> None:
+    """Ask every rule of the gate about dataset KEY. Exit 3 when one refuses it, as a run would.
+
+    KEY is a dataset, a file, a folder, or a hub dataset in the local cache.
+    """
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.data.prepare import inspect
+    from tunix_rt.data.rules import refuse
+
+    look = _look(asked, **{"data.dataset": key})
+    with watching() as progress:
+        seen = inspect(look.config, look.tokenizer, look.model, progress)
+    figures = gate.figures(seen, look.config)
+    if as_json:
+        text.show_json(gate.check_json(seen, look.config, look.tokenizer, figures))
+    else:
+        text.show_facts(gate.check_facts(seen, look.config, look.whose, figures))
+        gate.show_findings(seen)
+    refuse(seen.findings)
+
+
+@data.command()
+@click.argument("key")
+@click.option("--row", type=click.IntRange(min=1), metavar="N", help="The N-th record of the dataset (1 unless told).")
+@click.option(
+    "--packed", type=click.IntRange(min=1), metavar="N", help="The N-th row that is trained on, as it is packed."
+)
+@_settings
+def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: Any) -> None:
+    """Show one row of dataset KEY token by token: its text, its ids, and what is trained."""
+    from tunix_rt.cli import tokens
+
+    if row is not None and packed is not None:
+        raise click.UsageError("give --row or --packed, not both")
+    look = _look(asked, **{"data.dataset": key})
+    shown = _packed(packed, look) if packed is not None else _record(row or 1, look)
+    view = shown.view
+    if as_json:
+        text.show_json(shown.facts | {"tokens": [_token_facts(token) for token in view.tokens]})
+        return
+    count = len(view.tokens)
+    header = [
+        shown.header[0],
+        f"{count:,} tokens: {view.trained:,} trained ({text.percent(view.trained / count)}), {count - view.trained:,} masked",
+        f"{gate.template_words(shown.facts['template'])}, {look.whose}",
+        *shown.header[1:],
+    ]
+    tokens.show_row(view, header=header, places=shown.places)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The settings a dataset is looked at with, the tokenizer of their model, and in words whose it is."""
+
+    config: "RunConfig"
+    tokenizer: "Tokenizer"
+    model: "ModelFacts"
+    whose: str
+
+
+def _look(asked: Mapping[str, Any], **settings: str) -> Look:
+    """Settings as in a run; where no model is named, the shipped one. Needs no weights."""
+    from tunix_rt.config import find_config, load_config
+    from tunix_rt.pipeline import find_tokenizer
+
+    path = find_config(asked["config"]) if asked["config"] else None
+    flags = settings | {"model.model_name_or_path": asked["model"]}
+    config = load_config(path, overrides=asked["overrides"], flags=flags)
+    hint = ""
+    if not config.model.model_name_or_path:
+        flags["model.model_name_or_path"] = SHIPPED_MODEL
+        config = load_config(path, overrides=asked["overrides"], flags=flags)
+        hint = " (the shipped model: name yours with --model or --config)"
+    whose = f"tokenizer of {config.model.tokenizer_name_or_path or config.model.model_name_or_path}{hint}"
+    tokenizer, model = find_tokenizer(config)
+    return Look(config=config, tokenizer=tokenizer, model=model, whose=whose)
+
+
+# --- words of an import ----------------------------------------------------------------------------------------------
+
+
+def _import_facts(imported: "Imported") -> gate.Facts:
+    unused = ", ".join(f"{name} ({count:,} of {imported.rows:,} records)" for name, count in imported.unused.items())
+    files = len(imported.source.files)
+    return [
+        ("read", f"{gate.near(imported.source.key)}: {imported.container}{f', {files:,} files' if files > 1 else ''}"),
+        ("format", " written as ".join(dict.fromkeys((imported.format, imported.written_as)))),
+        ("records", f"{imported.rows:,}"),
+        ("not used", unused or "nothing: every column is read"),
+        ("lies in", str(imported.dataset)),
+        ("sha256", imported.sha256),
+    ]
+
+
+def _show_samples(seen: "Inspected", tokenizer: "Tokenizer") -> None:
+    """The first few examples as text. One that no tokens could be made of is passed over; the gate speaks of it."""
+    from tunix_rt.cli import tokens
+    from tunix_rt.data.pack import make_rows
+    from tunix_rt.data.view import view_of
+
+    entries = seen.store.examples.entries
+    for which in entries["length"].nonzero()[0][:SAMPLES].tolist():
+        example = seen.store.examples[which]
+        view = view_of(make_rows([example], max_length=len(example.ids), packing=False)[0], tokenizer)
+        place = gate.near(seen.dataset.place(int(entries[which]["file"]), int(entries[which]["line"])))
+        tokens.show_sample(view, title=f"{place}: {len(view.tokens):,} tokens, {view.trained:,} trained")
+
+
+def _after_import(seen: "Inspected", imported: "Imported", look: Look, asked: Mapping[str, Any]) -> list[str]:
+    """What the gate found, in a line, and what to type next."""
+    key = imported.key
+    options = "".join(f" --set {shlex.quote(said)}" for said in asked["overrides"])
+    options = f" --model {shlex.quote(asked['model'])}{options}" if asked["model"] else options
+    config = shlex.quote(asked["config"]) if asked["config"] else ""
+    check = f"tunix-rt data check {key}" + (f" --config {config}" if config else "") + options
+    refusing, warning = (
+        ", ".join(f"{finding.rule} ({finding.count:,})" for finding in seen.findings if finding.refuses is refuses)
+        for refuses in (True, False)
+    )
+    said = [f"would refuse it: {refusing}"] * bool(refusing) + [f"warns: {warning}"] * bool(warning)
+    found = f"gate: {'; '.join(said) or 'no rule found anything'}"
+    if refusing:
+        return [found, f"next: {check}"]
+    if not config and not asked["model"]:
+        options = f" --model {look.config.model.model_name_or_path}{options}"
+    tag = f"<{look.config.data.answer_tag}>"
+    answered = any(sample.answer is not None or tag in "".join(sample.texts) for sample in imported.samples)
+    if not answered and look.config.evaluation.enabled and not look.config.evaluation.evalset:
+        options += " --set evaluation.enabled=false"  # there are no answers to compare with
+    return [
+        f"{found}  ({check})",
+        f"next: tunix-rt train{f' {config}' if config else ''}{options} --data {key} --output runs/{key}",
+    ]
+
+
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    view: "RowView"
+    header: list[str]
+    places: list[str]
+    """Of each example in the row."""
+    facts: dict[str, Any]
+    """What JSON says besides the tokens."""
+
+
+def _record(number: int, look: Look) -> Shown:
+    """A record as a run would tokenise it; only this one is tokenised."""
+    from tunix_rt.data.pack import Row
+    from tunix_rt.data.prepare import recipe_of
+    from tunix_rt.data.rules import RULES
+    from tunix_rt.data.view import read_record, view_of
+
+    settings, recipe = look.config.data, recipe_of(look.config, look.tokenizer, look.model)
+    dataset = recipe.dataset
+    found = read_record(recipe, number)
+    row, limit, length = found.row, settings.max_length, len(found.row.ids)
+    header = [f"{dataset.key}, record {number:,} ({recipe.format}): {gate.near(found.place)}"]
+    if length > limit:
+        becomes = {"error": "a run refuses it", "drop": "a run drops it", "truncate": "cut here as in a run"}
+        header.append(f"too long: {length:,} tokens, data.max_length is {limit:,}; {becomes[settings.on_overflow]}")
+        if settings.on_overflow == "truncate":
+            row = Row(ids=row.ids[:limit], trained=row.trained[:limit], positions=row.positions[:limit])
+    header += [f"{'refused' if RULES[rule].refuses else 'warning'}: {rule}: {seen}" for rule, seen in found.broken]
+    view = view_of(row, look.tokenizer)
+    facts = {
+        **_row_facts(look, dataset, recipe.format, recipe.style, view),
+        "row": number,
+        "place": found.place,
+        "record_tokens": length,
+        "breaks": [{"rule": rule, "seen": seen} for rule, seen in found.broken],
+    }
+    return Shown(view=view, header=header, places=[found.place], facts=facts)
+
+
+def _packed(number: int, look: Look) -> Shown:
+    """A row as it is trained on. There are such rows only when the gate lets the data through."""
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.data.pack import Rows
+    from tunix_rt.data.prepare import prepare
+    from tunix_rt.data.view import view_of
+    from tunix_rt.errors import InputError
+
+    config = look.config.model_copy(update={"evaluation": look.config.evaluation.model_copy(update={"enabled": False})})
+    with watching() as progress:
+        prepared = prepare(config, look.tokenizer, look.model, progress)
+    rows, dataset = prepared.rows, prepared.dataset
+    assert isinstance(rows, Rows) and prepared.store is not None
+    entries = prepared.store.examples.entries
+    if number > len(rows):
+        raise InputError(
+            f"there is no packed row {number:,}: {dataset.key} has {len(rows):,}",
+            fix=f"give a number from 1 to {len(rows)}",
+        )
+    inside = [entries[at] for at in rows.examples_of(number - 1)]
+    places = [dataset.place(int(entry["file"]), int(entry["line"])) for entry in inside]
+    view = view_of(rows[number - 1], look.tokenizer)
+    header = [
+        f"{dataset.key}, packed row {number:,} of {len(rows):,}: {len(inside):,} example{'s' * (len(inside) > 1)}, "
+        f"{len(view.tokens):,} of {config.data.max_length:,} tokens"
+    ]
+    facts = _row_facts(look, dataset, prepared.format, prepared.style, view)
+    facts |= {"packed": number, "rows": len(rows), "places": places}
+    return Shown(view=view, header=header, places=[gate.near(place) for place in places], facts=facts)
+
+
+def _row_facts(look: Look, dataset: "Dataset", format: str, style: "Style", view: "RowView") -> dict[str, Any]:
+    return {
+        "schema": "tunix-rt/data-row/1",
+        "dataset": {"key": dataset.key, "sha256": dataset.sha256, "format": format},
+        "model": look.config.model.model_name_or_path,
+        "tokenizer": {"folder": str(look.tokenizer.folder), "sha256": look.tokenizer.sha256},
+        "template": style.template.name,
+        "style_sha256": style.sha256,
+        "max_length": look.config.data.max_length,
+        "trained_tokens": view.trained,
+        "lengths": list(view.lengths),
+    }
+
+
+def _token_facts(token: "TokenView") -> dict[str, Any]:
+    return {
+        "position": token.position,
+        "id": token.id,
+        "text": token.text,
+        "control": token.control,
+        "trained": token.trained,
+        "example": token.example,
+    }

@@ -1,0 +1,194 @@
+"""How turns become one text: the tokenizer's own chat template, one of ours, or plain lines.
+
+A chat template is a program from outside. It runs in jinja2's sandbox, set up as transformers sets it up, so that the text
+of a conversation is the one the model will be given when it is served.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from tunix_rt.data.sample import Turn
+from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.errors import InputError
+
+PLAIN = "plain"
+
+# Gemma has no system role: what the system says opens the first turn of the user. Same text as Gemma 3's own template.
+# Where the tokenizer knows a beginning of sequence, it is put before.
+GEMMA = (
+    "{% set told = messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' else '' %}"
+    "{% set turns = messages[1:] if told else messages %}"
+    "{% for message in turns %}"
+    "{% if message['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
+    "{{ raise_exception('the turns of user and assistant must alternate, and the user begins') }}"
+    "{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' }}"
+    "{{ (told if loop.first else '') + message['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+OURS = {"gemma": (GEMMA, ("<start_of_turn>", "<end_of_turn>")), "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"))}
+OTHER_WAYS = "--set data.chat_template=plain, or gemma or chatml where the tokenizer has their control tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A way to write a conversation. `jinja` is empty for `plain`, which `render.py` writes itself."""
+
+    name: str
+    jinja: str
+    source: str
+    """Where it comes from, for the words of a refusal."""
+    end_id: int = -1
+    """The control token that ends what the assistant says; -1 when the template puts none."""
+    end_token: str = ""
+    today: date | None = None
+    """What the template is told when it asks for the date; None when it does not ask."""
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(json.dumps([self.name == PLAIN, self.jinja, str(self.today)]).encode()).hexdigest()
+
+
+class TemplateRefusal(Exception):
+    """The template's own words about a conversation that it does not take."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.words = words
+
+
+def choose_template(wanted: str, tokenizer: Tokenizer, *, today: date | None = None) -> Template:
+    """The template `wanted` (auto, tokenizer, gemma, chatml, plain), parsed and tried, or an InputError.
+
+    Some templates write the date into every conversation. It is `today`, or the real date when that is not given; a run
+    that is continued on another day must be given the one it began with, or it sees other tokens.
+    """
+    if wanted == PLAIN or (wanted == "auto" and tokenizer.chat_template is None):
+        return _ending_in(Template(name=PLAIN, jinja="", source=PLAIN), tokenizer.eos_id, tokenizer)
+    if wanted in ("auto", "tokenizer"):
+        if tokenizer.chat_template is None:
+            raise InputError(f"the tokenizer in {tokenizer.folder} has no chat template", fix=OTHER_WAYS)
+        name, jinja, source = "tokenizer", tokenizer.chat_template, str(tokenizer.chat_template_file)
+    else:
+        name, (jinja, markers), source = wanted, OURS[wanted], f"the template {wanted!r}"
+        _require_markers(wanted, markers, tokenizer)
+        if tokenizer.bos_token and (wanted == "gemma" or tokenizer.adds_bos):
+            jinja = f"{{{{ {json.dumps(tokenizer.bos_token)} }}}}{jinja}"
+    told = (today or date.today()) if "strftime_now" in jinja else None
+    template = Template(name=name, jinja=jinja, source=source, today=told)
+    return _ending_in(template, _find_end(template, tokenizer), tokenizer)
+
+
+def _ending_in(template: Template, end_id: int, tokenizer: Tokenizer) -> Template:
+    return replace(template, end_id=end_id, end_token="" if end_id < 0 else str(tokenizer.inner.id_to_token(end_id)))
+
+
+def _require_markers(name: str, markers: Sequence[str], tokenizer: Tokenizer) -> None:
+    missing = [marker for marker in markers if marker not in tokenizer.control_tokens]
+    if missing:
+        known = {marker: tokenizer.inner.token_to_id(marker) for marker in missing}
+        words = [text if number is None else f"{text} (only as word {number})" for text, number in known.items()]
+        raise InputError(
+            f"the template {name!r} needs {' and '.join(markers)} as control tokens; "
+            f"the tokenizer in {tokenizer.folder} lacks {' and '.join(words)}",
+            fix="--set data.chat_template=plain, or use a tokenizer that has them",
+        )
+
+
+def conversation_text(
+    template: Template, tokenizer: Tokenizer, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+) -> str:
+    """What the template makes of `turns`. Raises TemplateRefusal when it does not take them, InputError when it fails."""
+    try:
+        return _program(template.jinja, template.today, template.source).render(
+            messages=[{"role": turn.role, "content": turn.text} for turn in turns],
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **tokenizer.special_tokens,
+        )
+    except (TemplateRefusal, InputError):
+        raise
+    except Exception as error:  # whatever a program from outside raises is a fault of that program
+        raise InputError(f"{template.source}: the chat template fails: {_first_line(error)}", fix=OTHER_WAYS) from error
+
+
+def _find_end(template: Template, tokenizer: Tokenizer) -> int:
+    """The first control token after what the assistant says in a conversation of one question; -1 when there is none."""
+    question, said = Turn(role="user", text="What is said?"), Turn(role="assistant", text="This is what is said.")
+    try:
+        text = conversation_text(template, tokenizer, [question, said])
+    except TemplateRefusal as error:
+        raise InputError(
+            f"{template.source}: the chat template refuses a question and its answer: {error.words}", fix=OTHER_WAYS
+        ) from error
+    _, found, after = text.rpartition(said.text)
+    if not found:
+        raise InputError(f"{template.source}: the chat template leaves out what the assistant says", fix=OTHER_WAYS)
+    ids = tokenizer.encode_conversation(after)
+    return next((number for number in ids if number in tokenizer.control_ids), -1)
+
+
+# --- the sandbox -----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def _program(jinja: str, today: date | None, source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = (today or date.today()).strftime
+    try:
+        return environment.from_string(jinja)
+    except (jinja2.TemplateError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: " if line else ""
+        raise InputError(
+            f"{source}: the chat template cannot be parsed: {where}{_first_line(error)}", fix=OTHER_WAYS
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _refuse(words: object) -> None:
+    raise TemplateRefusal(str(words))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
+) -> str:
+    """Unlike jinja2's own, nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the assistant says; the text inside is written as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)

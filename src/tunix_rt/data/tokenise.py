@@ -1,0 +1,200 @@
+"""Records to tokens, a batch at a time, in whichever process: parse, read, render, and ask every rule about the example."""
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tunix_rt.data.containers import Raw, parse
+from tunix_rt.data.formats import to_sample
+from tunix_rt.data.merkle import row_leaf
+from tunix_rt.data.registry import Dataset
+from tunix_rt.data.render import Rendered, Style, TemplateRefusal, render_batch
+from tunix_rt.data.rules import Seen, check_example, check_text
+from tunix_rt.data.sample import Sample
+from tunix_rt.data.sketch import sketch
+from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
+from tunix_rt.data.words import fold
+from tunix_rt.errors import InputError
+
+SCHEMA = "tunix-rt/tokens/1"
+
+TRAINED = np.uint32(1 << 31)  # the highest bit of a stored token says whether it is a target; ids are below it
+INDEX = np.dtype(
+    [
+        ("start", "<i8"),
+        ("length", "<i4"),
+        ("trained", "<i4"),
+        ("reasoning_end", "<i4"),
+        ("answer_end", "<i4"),
+        ("file", "<i4"),
+        ("line", "<i8"),
+        ("question", "<u8"),
+        ("content", "<u8"),
+    ]
+)
+"""One entry per example: where its tokens are, where it came from, and hashes to find the same question or text by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that decides the tokens of a dataset, apart from the code."""
+
+    dataset: Dataset
+    format: str
+    tokenizer: Tokenizer
+    style: Style
+    needs_bos: bool
+    model_type: str
+
+    @property
+    def key(self) -> str:
+        """Name of the store. Another file, tokenizer, template, setting or version of the code is another store."""
+        parts = {
+            "schema": SCHEMA,
+            "dataset": self.dataset.sha256,
+            "files": [file.sha256 for file in self.dataset.files],
+            "format": self.format,
+            "tokenizer": self.tokenizer.sha256,
+            "style": self.style.sha256,
+            "needs_bos": self.needs_bos,
+            "tokenizers": importlib.metadata.version("tokenizers"),
+            "code": _code_sha256(),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _code_sha256() -> str:
+    """Over the sources of this package: tokens made by other code are not ours."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One batch, tokenised. `failure` is a record that cannot be read at all: (problem, fix)."""
+
+    tokens: npt.NDArray[np.uint32]
+    index: npt.NDArray[Any]
+    leaves: list[bytes]
+    broken: list[tuple[int, str, str]]
+    """(place in the batch, rule, what is wrong)"""
+    sketches: npt.NDArray[np.uint32]
+    failure: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    dataset: Dataset
+    format: str
+    tokenizer: Tokenizer
+    style: Style
+    needs_bos: bool
+
+
+_worker: _Worker | None = None
+
+
+def begin_settings(recipe: Recipe, *, alone: bool) -> tuple[Any, ...]:
+    """What `begin` is told. Another process reads the tokenizer from its folder; this one has it."""
+    known = recipe.tokenizer if alone else None
+    folder = recipe.tokenizer.folder
+    return known, folder, recipe.model_type, recipe.dataset, recipe.format, recipe.style, recipe.needs_bos
+
+
+def begin(
+    known: Tokenizer | None, folder: Path, model_type: str, dataset: Dataset, format: str, style: Style, needs_bos: bool
+) -> None:
+    global _worker
+    tokenizer = known or load_tokenizer(folder, model_type)
+    _worker = _Worker(dataset=dataset, format=format, tokenizer=tokenizer, style=style, needs_bos=needs_bos)
+
+
+def tokenise(batch: list[Raw]) -> Part:
+    """Records to tokens, with everything the rules say about each."""
+    worker = _worker
+    assert worker is not None, "begun"
+    try:
+        samples = [_sample(raw, worker) for raw in batch]
+    except InputError as error:
+        return _empty_part((error.problem, error.fix))
+    broken = [(at, *wrong) for at, sample in enumerate(samples) for wrong in check_text(sample, worker.tokenizer)]
+    unreadable = {at for at, rule, _ in broken if rule == "lone_surrogate"}
+    readable = [at for at in range(len(samples)) if at not in unreadable]
+    shown = dict(
+        zip(readable, render_batch([samples[at] for at in readable], worker.tokenizer, worker.style), strict=True)
+    )
+    rendered = {at: one for at, one in shown.items() if isinstance(one, Rendered)}
+    broken += [(at, "template_refused", one.words) for at, one in shown.items() if isinstance(one, TemplateRefusal)]
+    said = worker.tokenizer.inner.decode_batch(
+        [one.ids[_said_from(one) :][one.trained[_said_from(one) :]].tolist() for one in rendered.values()],
+        skip_special_tokens=False,
+    )
+    for (at, one), text in zip(rendered.items(), said, strict=True):
+        seen = Seen(
+            sample=samples[at],
+            rendered=one,
+            said=text,
+            style=worker.style,
+            tokenizer=worker.tokenizer,
+            needs_bos=worker.needs_bos,
+        )
+        broken += [(at, *wrong) for wrong in check_example(seen)]
+    return _part(batch, samples, rendered, sorted(broken))
+
+
+def _said_from(one: Rendered) -> int:
+    """Where the model begins to speak: with the whole row trained, the prompt is not what it says."""
+    return one.prompt_tokens
+
+
+def _sample(raw: Raw, worker: _Worker) -> Sample:
+    where = worker.dataset.place(raw.file, raw.line)
+    return to_sample(parse(raw, where), worker.format, where)
+
+
+def _part(
+    batch: Sequence[Raw], samples: Sequence[Sample], rendered: dict[int, Rendered], broken: list[tuple[int, str, str]]
+) -> Part:
+    index = np.zeros(len(batch), dtype=INDEX)
+    stored: list[npt.NDArray[np.uint32]] = []
+    leaves: list[bytes] = []
+    start = 0
+    for at, (raw, sample) in enumerate(zip(batch, samples, strict=True)):
+        one = rendered.get(at)
+        length = 0 if one is None else len(one.ids)
+        counts = (0, 0, 0) if one is None else (int(one.trained.sum()), one.reasoning_end, one.answer_end)
+        index[at] = (start, length, *counts, raw.file, raw.line, _hash8(fold(sample.question)), _content(sample))
+        if one is not None:
+            stored.append(one.ids.astype(np.uint32) | np.where(one.trained, TRAINED, np.uint32(0)))
+            leaves.append(row_leaf(one.ids, one.trained, np.arange(length, dtype=np.int32)))
+        start += length
+    return Part(
+        tokens=np.concatenate(stored) if stored else np.empty(0, dtype=np.uint32),
+        index=index,
+        leaves=leaves,
+        broken=broken,
+        sketches=np.stack([sketch(" ".join(sample.texts)) for sample in samples]),
+    )
+
+
+def _empty_part(failure: tuple[str, str]) -> Part:
+    return Part(
+        tokens=np.empty(0, dtype=np.uint32), index=np.zeros(0, dtype=INDEX), leaves=[], broken=[],
+        sketches=np.empty((0, 32), dtype=np.uint32), failure=failure,
+    )  # fmt: skip
+
+
+def _hash8(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _content(sample: Sample) -> int:
+    """The same for records that say the same, whatever else they hold."""
+    return _hash8("\0".join((*(turn.role for turn in sample.turns), "", *sample.texts)))

@@ -1,0 +1,94 @@
+"""Several processes prepare the data: the same bytes as one makes, nothing half there after a kill, nobody left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.program import environment
+from tests.stores import files, quiet, recipe_for, write_sums
+from tunix_rt.data import store as store_module
+from tunix_rt.data.store import cache_folder, open_store
+from tunix_rt.data.workers import in_order
+from tunix_rt.errors import TunixError
+
+
+def test_a_killed_build_leaves_nothing_that_is_read_and_no_process(tmp_path, monkeypatch):
+    """kill -9 in the middle of a build by two processes: they end with it, and the next start makes it whole."""
+    data = write_sums(tmp_path / "my.jsonl", 12_000)
+    script = tmp_path / "build.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.stores import recipe_for\nfrom tunix_rt.data import store\n"
+        "if __name__ == '__main__':\n"
+        "    store.ONE_PROCESS_BYTES = 0\n"
+        "    store.open_store(recipe_for(Path(sys.argv[1])), lambda *told: print(*told, flush=True))\n"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    started = subprocess.Popen(
+        [sys.executable, script, data], stdout=subprocess.PIPE, text=True, env=environment(PYTHONPATH=python_path)
+    )
+    assert started.stdout is not None
+    assert "tokenise" in started.stdout.readline()
+    children = psutil.Process(started.pid).children(recursive=True)
+    assert len(children) >= 2
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    started.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == [], "a worker outlived the program"
+    place = cache_folder()
+    assert [path.name[:10] for path in place.iterdir() if not path.name.endswith(".lock")] == [".building-"]
+    assert len(open_store(recipe_for(data), quiet).examples) == 12_000
+    assert [path.name for path in place.iterdir() if path.name.startswith(".building-")] == []
+
+
+def test_several_processes_make_the_same_bytes_as_one(monkeypatch, tmp_path):
+    data = write_sums(tmp_path / "my.jsonl")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    monkeypatch.setattr(store_module, "BATCH_RECORDS", 4)
+    alone = open_store(recipe_for(data), quiet)
+    monkeypatch.setattr(store_module, "ONE_PROCESS_BYTES", 0)
+    monkeypatch.setattr(store_module, "cores", lambda: 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    together = open_store(recipe_for(data), quiet)
+    assert together.folder != alone.folder
+    assert files(together.folder) == files(alone.folder)
+    assert together.merkle_root == alone.merkle_root
+    assert json.loads((together.folder / "manifest.json").read_text())["processes"] == 2
+
+
+def start_badly():
+    os._exit(3)
+
+
+def square(number):
+    return number * number
+
+
+def begin_well():
+    pass
+
+
+def test_results_come_in_order_and_only_a_few_batches_are_read_ahead():
+    read = []
+
+    def numbers():
+        for number in range(40):
+            read.append(number)
+            yield number
+
+    results = in_order(square, numbers(), processes=2, begin=begin_well, settings=())
+    assert [next(results), next(results)] == [0, 1]
+    assert len(read) <= 6, "all of it was read before the first result was taken"
+    assert list(results) == [number * number for number in range(2, 40)]
+
+
+def test_a_process_that_dies_is_an_error_with_a_way_out():
+    with pytest.raises(TunixError, match="ended without a word"):
+        list(in_order(square, range(3), processes=2, begin=start_badly, settings=()))

@@ -1,0 +1,311 @@
+"""From a record to a sample: one reading or a refusal that lists them, whole conversations, nothing dropped in silence."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REFERENCE
+from tunix_rt.config import Data
+from tunix_rt.data.formats import FORMATS, detect_format, gsm8k_trace, read_samples, readings, to_sample, unused_columns
+from tunix_rt.data.registry import find_dataset
+from tunix_rt.data.sample import Sample, Turn
+from tunix_rt.errors import InputError
+
+
+def said(*pairs: tuple[str, str], **rest) -> Sample:
+    return Sample(turns=tuple(Turn(role=role, text=text) for role, text in pairs), **rest)
+
+
+def message(role="user", content="Why?", **more):
+    return {"role": role, "content": content, **more}
+
+
+def write(path: Path, *records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+ASKED = said(("user", "Why?"), ("assistant", "So."))
+CHAT = said(("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", "And?"), ("assistant", "Yes."))
+REASONED = said(("user", "Why?"), steps=("I think.",), answer="So.")
+STEP = {"i": 0, "type": "fact", "content": "I think."}
+SHARED = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Why?"},
+    {"from": "gpt", "value": "So."},
+    {"from": "user", "value": "And?"},
+    {"from": "model", "value": "Yes."},
+]
+
+READS = [
+    ("trace", {"prompt": "Why?", "steps": [STEP], "final_answer": "So.", "id": "a", "meta": {"x": 1}}, REASONED),
+    ("prompt_completion", {"prompt": "Why?", "completion": "So."}, ASKED),
+    ("prompt_completion", {"prompt": "Why?", "response": "So.", "completion": None}, ASKED),
+    ("prompt_completion", {"input": "Why?", "output": "So."}, ASKED),
+    ("prompt_completion", {"question": "Why?", "answer": "So."}, ASKED),
+    ("prompt_completion", {"prompt": [message()], "completion": [message("assistant", "So.")]}, ASKED),
+    (
+        "prompt_completion",
+        {"prompt": [message()], "completion": [message("assistant", "So.", reasoning="I think.")]},
+        REASONED,
+    ),
+    ("messages", {"messages": [message(), message("assistant", "So.")]}, ASKED),
+    (
+        "messages",
+        {"messages": [message(role, content) for role, content in ((t.role, t.text) for t in CHAT.turns)]},
+        CHAT,
+    ),
+    ("messages", {"messages": [message(), message("assistant", "So.", reasoning_content="I think.")]}, REASONED),
+    ("messages", {"messages": [message(), message("assistant", "So.", thinking="I think.", tool_calls=[])]}, REASONED),
+    (
+        "messages",
+        {"messages": [message(), message("assistant", "So.", reasoning="I think.", reasoning_content="I think.")]},
+        REASONED,
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                message(content=[{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?", "image_url": None}]),
+                message("assistant", "So.", reasoning_content=None, name=None),
+            ]
+        },
+        ASKED,
+    ),
+    ("messages", {"messages": [message()]}, said(("user", "Why?"))),
+    ("sharegpt", {"conversations": SHARED}, CHAT),
+    ("sharegpt", {"conversations": [message(), message("gpt", "So.")]}, ASKED),
+    ("alpaca", {"instruction": "Why?", "output": "So."}, ASKED),
+    ("alpaca", {"instruction": "Why?", "input": "", "output": "So.", "system": " "}, ASKED),
+    (
+        "alpaca",
+        {"instruction": "Sort.", "input": "2 1", "output": "1 2", "system": "Be brief."},
+        said(("system", "Be brief."), ("user", "Sort.\n\n2 1"), ("assistant", "1 2")),
+    ),
+    (
+        "gsm8k",
+        {"question": "Why?", "answer": "It is 1+2 = $<<1+2=3>>3. \r\n\n  Then <<3*2=6>>6<<6=6>>.\nYes.\n#### 1,006\n"},
+        said(("user", "Why?"), steps=("It is 1+2 = $3.", "Then 6.", "Yes."), answer="1,006"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "record", "sample"), READS)
+def test_a_record_has_one_reading_and_this_is_it(name, record, sample):
+    assert readings(record) == [name]
+    assert to_sample(record, name, "x:1") == sample
+
+
+def test_every_format_of_the_configuration_is_there_and_recognises_its_own_example():
+    assert ("auto", *FORMATS) == Data.model_fields["format"].annotation.__args__
+    for name, shape in FORMATS.items():
+        assert readings(shape.example) == [name]
+        assert to_sample(dict(shape.example), name, "x:1").texts
+        assert unused_columns(shape.example, name) == []
+
+
+REFUSED = [
+    ("prompt_completion", {"prompt": "Why?", "completion": " "}, "completion: blank text"),
+    ("prompt_completion", {"prompt": 5, "completion": "x"}, "prompt: a number, not text"),
+    ("prompt_completion", {"prompt": "Why?"}, "completion: missing"),
+    ("prompt_completion", {"answer": "x"}, "question: missing"),
+    ("prompt_completion", {"prompt": "x", "completion": "y", "response": "z"}, "response: there are two readings"),
+    ("prompt_completion", {"prompt": [], "completion": "y"}, "prompt: no message"),
+    ("prompt_completion", {"prompt": "x", "completion": {}}, "completion: an object, not text"),
+    ("prompt_completion", {"question": "x", "answer": "y\n#### 5"}, "answer: it ends in a `####` line"),
+    ("prompt_completion", {"instruction": "x", "input": "y", "output": "z"}, "instruction: it would be left out"),
+    ("messages", {"messages": {}}, "messages: an object, not a list of messages"),
+    ("messages", {"messages": []}, "messages: no message"),
+    ("messages", {"messages": ["x"]}, "messages.0: a text, not an object"),
+    ("messages", {"messages": [message(content="")]}, "messages.0.content: blank text"),
+    ("messages", {"messages": [{"role": "user"}]}, "messages.0.content: missing"),
+    ("messages", {"messages": [{"content": "x"}]}, "messages.0.role: missing"),
+    (
+        "messages",
+        {"messages": [message("tool", "5")]},
+        "messages.0.role: 'tool'; the roles are system, user, assistant",
+    ),
+    ("messages", {"messages": [message("function", "5")]}, "messages.0.role: 'function'"),
+    ("messages", {"messages": [message(["user"])]}, "messages.0.role: ['user']"),
+    ("messages", {"messages": [message("human")]}, "messages.0.role: 'human'"),
+    (
+        "messages",
+        {"messages": [message(), message("assistant", None, tool_calls=[{"id": 1}])]},
+        "messages.1.tool_calls",
+    ),
+    ("messages", {"messages": [message(weight=0)]}, "messages.0.weight: a key that is not understood"),
+    ("messages", {"messages": [message(name="Tom")]}, "messages.0.name: a key that is not understood"),
+    ("messages", {"messages": [message(content=["x"])]}, "messages.0.content.0: a text, not an object"),
+    ("messages", {"messages": [message(content=[{"type": "image"}])]}, "messages.0.content.0.type: 'image'"),
+    (
+        "messages",
+        {"messages": [message(content=[{"type": "text", "text": "x", "cache": {"a": 1}}])]},
+        "messages.0.content.0.cache",
+    ),
+    ("messages", {"messages": [message(content=[{"type": "text", "text": 5}])]}, "messages.0.content.0.text"),
+    ("messages", {"messages": [message(content=[])]}, "messages.0.content: blank text"),
+    (
+        "messages",
+        {"messages": [message(), message("assistant", "x", reasoning_content="y"), message()]},
+        "messages.1.reasoning: only the assistant's message at the end",
+    ),
+    ("messages", {"messages": [message(), message(reasoning="y")]}, "messages.1.reasoning: only the assistant's"),
+    ("messages", {"messages": [message(), message("assistant", "x", thinking=" ")]}, "messages.1.thinking: blank"),
+    ("messages", {"messages": [message(), message("assistant", "", thinking="y")]}, "messages.1.content: blank"),
+    ("messages", {"messages": [message("assistant", "x", thinking="y")]}, "messages.0: reasoning about nothing"),
+    (
+        "messages",
+        {"messages": [message(), message("assistant", "x", thinking="y", reasoning="z")]},
+        "messages.1.thinking: the reasoning is given twice",
+    ),
+    ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, "conversations.0.value: blank text"),
+    ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "conversations.0.from: 'bot'; the roles are"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "markdown": "y"}]}, "conversations.0.markdown"),
+    ("alpaca", {"instruction": "x"}, "output: missing"),
+    ("alpaca", {"instruction": "x", "output": "y", "input": 5}, "input: a number, not text"),
+    ("gsm8k", {"question": "x", "answer": "#### 5"}, "answer: no step before"),
+    ("gsm8k", {"question": "x", "answer": "y\n####  "}, "answer after ####: blank text"),
+    ("gsm8k", {"question": "x", "answer": "y <<1=1>>\n<<2=2>>\n#### 5"}, "answer: a line holds a calculator's mark"),
+    ("gsm8k", {"question": " ", "answer": "y\n#### 5"}, "question: blank text"),
+    ("trace", {"prompt": "x", "steps": [STEP], "final_answer": ""}, "final_answer: blank text"),
+    ("trace", {"prompt": "x", "steps": [STEP], "final_answer": "y", "\ud800": 1}, "the record: "),
+    ("trace", {"prompt": "x", "steps": [STEP], "final_answer": "y", "source": "z"}, "source: Extra inputs"),
+]
+
+
+@pytest.mark.parametrize(("name", "record", "words"), REFUSED)
+def test_what_cannot_be_read_whole_is_refused_with_place_and_field(name, record, words):
+    with pytest.raises(InputError) as caught:
+        to_sample(record, name, "my.jsonl:12")
+    assert caught.value.problem.startswith(f"my.jsonl:12: {words}")
+    assert caught.value.fix.startswith(f"correct it: {name} needs ")
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "a\x01b", "\x1b[0m", "a\ud800b", "\udfff", "\ufeffa", "a\u2028b", "a\x85b"])
+def test_odd_characters_pass_in_every_format_for_the_rules_to_find(text):
+    for name, record in {
+        "trace": {"prompt": text, "steps": [STEP | {"content": text}], "final_answer": text},
+        "prompt_completion": {"prompt": text, "completion": text},
+        "messages": {"messages": [message(content=text), message("assistant", text, reasoning_content=text)]},
+        "sharegpt": {"conversations": [{"from": "human", "value": text}]},
+        "alpaca": {"instruction": text, "output": text},
+        "gsm8k": {"question": text, "answer": f"{text}\n#### {text}"},
+    }.items():
+        assert set(to_sample(record, name, "x:1").texts) == {text}
+
+
+def test_halves_of_a_character_that_come_together_are_one_character():
+    parts = [{"type": "text", "text": "\ud83d"}, {"type": "text", "text": "\ude00"}]
+    assert to_sample({"messages": [message(content=parts)]}, "messages", "x:1").turns[0].text == "\U0001f600"
+    assert to_sample({"question": "x", "answer": "\ud83d<<1=1>>\ude00\n#### 1"}, "gsm8k", "x:1").steps == (
+        "\U0001f600",
+    )
+
+
+# --- which format it is ----------------------------------------------------------------------------------------------
+
+
+def detected(path: str, wanted: str = "auto") -> str:
+    return detect_format(find_dataset(path), wanted)
+
+
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        ({"messages": [message()], "prompt": "x", "completion": "y"}, ["prompt_completion", "messages"]),
+        ({"messages": [message()], "conversations": []}, ["messages", "sharegpt"]),
+        ({"prompt": "x", "steps": [STEP], "final_answer": "y", "completion": "z"}, ["trace", "prompt_completion"]),
+        ({"question": "x", "answer": "y\n#### 5", "instruction": "x", "output": "y"}, ["alpaca", "gsm8k"]),
+    ],
+)
+def test_two_readings_are_refused_with_the_word_that_chooses_each(tmp_path, record, names):
+    path = write(tmp_path / "x.jsonl", record)
+    with pytest.raises(InputError) as caught:
+        detected(path)
+    assert caught.value.problem.startswith(f"{path}:1: the keys of the record can be read as {' and as '.join(names)}")
+    assert all(f"--format {name} " in caught.value.fix for name in names) and "data.format" in caught.value.fix
+    assert [detected(path, name) for name in names] == names
+
+
+def test_no_reading_is_refused_with_the_keys_found_and_what_each_format_needs(tmp_path):
+    path = write(tmp_path / "x.jsonl", {"text": "x", "id\ud800": 1, "messages": None})
+    with pytest.raises(InputError) as caught:
+        detected(path)
+    assert caught.value.problem == f"{path}:1: no format fits the keys of the record: text, id\\ud800, messages"
+    assert all(f"{name}: {shape.needs}" in caught.value.fix for name, shape in FORMATS.items())
+    with pytest.raises(InputError, match="no format is named 'chat'"):
+        detected(path, "chat")
+
+
+def test_all_files_of_a_dataset_must_be_of_one_format(tmp_path):
+    write(tmp_path / "a.jsonl", {"prompt": "x", "completion": "y"})
+    write(tmp_path / "b.jsonl", {"messages": [message()]})
+    with pytest.raises(InputError, match=r"a.jsonl:1 is prompt_completion, .*b.jsonl:1 is messages"):
+        detected(str(tmp_path))
+
+
+def test_a_later_record_of_another_format_is_refused_with_its_line_and_the_reading_it_would_have_had(tmp_path):
+    good, other = {"question": "x", "answer": "y\n#### 5"}, {"question": "x", "answer": "five"}
+    path = write(tmp_path / "x.jsonl", good, good, other)
+    with pytest.raises(InputError) as caught:
+        list(read_samples(find_dataset(path)))
+    assert caught.value.problem == (
+        f"{path}:3: answer: it does not end in a line `#### N`; by its keys it is prompt_completion, not gsm8k"
+    )
+    path = write(tmp_path / "x.jsonl", {"messages": [message()]}, {"conversations": SHARED})
+    with pytest.raises(InputError, match=r"x.jsonl:2: messages: missing; by its keys it is sharegpt, not messages"):
+        list(read_samples(find_dataset(path)))
+
+
+def test_every_record_comes_with_its_place(tmp_path):
+    path = write(tmp_path / "x.jsonl", {"prompt": "a", "completion": "b", "source": "s"}, {"input": "c", "output": "d"})
+    assert list(read_samples(find_dataset(path))) == [
+        (f"{path}:1", said(("user", "a"), ("assistant", "b"))),
+        (f"{path}:2", said(("user", "c"), ("assistant", "d"))),
+    ]
+
+
+def test_columns_that_say_something_and_are_not_read_are_named():
+    record = {"prompt": "a", "completion": "b", "input": "c", "score": 0, "none": None}
+    assert unused_columns(record, "prompt_completion") == ["input", "score"]
+    assert unused_columns({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca") == ["text"]
+
+
+# --- GSM8K -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_marks_of_a_calculator_leave_the_sentences_and_stay_in_the_trace():
+    record = {"question": "Why?", "answer": "1+2=<<1+2=3>>3\nThen <<3*2=6>>6<<6=6>>.\nYes.\n#### 6"}
+    trace = gsm8k_trace(record)
+    assert [(step["i"], step["type"]) for step in trace["steps"]] == [(0, "compute"), (1, "compute"), (2, "state")]
+    assert trace["meta"] == {"marks": [["1+2=3"], ["3*2=6", "6=6"], []]}
+    assert to_sample(trace, "trace", "x:1") == to_sample(record, "gsm8k", "x:1")
+
+
+@pytest.mark.reference
+def test_all_of_gsm8k_is_read_without_a_mark_left_and_at_twenty_thousand_records_a_second():
+    path = REFERENCE / "data" / "gsm8k" / "train.jsonl"
+    if not path.is_file():
+        pytest.skip("GSM8K is not beside this clone (../shared/data)")
+    samples = [sample for _, sample in read_samples(find_dataset(str(path)))]
+    assert len(samples) == 7_473
+    assert not any("<<" in step or ">>" in step or "####" in step for sample in samples for step in sample.steps)
+    assert all(sample.answer.replace(",", "").lstrip("-").replace(".", "", 1).isdecimal() for sample in samples)
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    began = time.process_time()
+    assert all(to_sample(record, "gsm8k", "x:1").steps for record in records)
+    assert len(records) / (time.process_time() - began) > 20_000
+
+
+@pytest.mark.parametrize("side", ["prompt", "completion"])
+def test_a_turn_on_the_wrong_side_of_a_pair_is_refused_by_name_not_trained_by_surprise(side):
+    user, assistant = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}
+    record = {"prompt": [user], "completion": [assistant]}
+    assert len(to_sample(record, "prompt_completion", "x:1").turns) == 2
+    record[side] = [user, assistant]
+    with pytest.raises(
+        InputError, match=rf"x:1: {side}\.[01]: a turn of the .* in the {side}: give the chat as `messages`"
+    ):
+        to_sample(record, "prompt_completion", "x:1")

@@ -1,0 +1,381 @@
+"""Which template writes a conversation, how it is run, and what it needs of the tokenizer."""
+
+import json
+import pickle
+from dataclasses import replace
+from datetime import date
+
+import pytest
+import tokenizers
+
+from tests.conftest import SHIPPED
+from tests.supervision_checks import chat, style, write_chat_tokenizer
+from tunix_rt.data.render import TemplateRefusal, prompt_ids, render, render_batch
+from tunix_rt.data.sample import Sample, Turn
+from tunix_rt.data.template import choose_template, conversation_text
+from tunix_rt.data.tokenizer import load_tokenizer, needs_bos
+from tunix_rt.errors import InputError
+from tunix_rt.evaluate.run import stop_ids
+
+TURN = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+OWN = (
+    "{{ bos_token }}{% for message in messages %}" + TURN + "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QUESTION = [Turn(role="user", text="Hi?")]
+ANSWERED = chat("Hi?", "Yes.")
+
+
+@pytest.fixture
+def tokenizer_with(tmp_path):
+    """A tokenizer with the control tokens of ChatML and Gemma, and the given template and settings."""
+    return lambda template=None, **settings: load_tokenizer(
+        write_chat_tokenizer(tmp_path, template=template, **settings)
+    )
+
+
+def spelled(tokenizer, ids):
+    return tokenizer.inner.decode(list(ids), skip_special_tokens=False)
+
+
+def taught(tokenizer, example):
+    return spelled(tokenizer, example.ids[example.trained].tolist())
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_the_tokenizers_own_template_and_plain_where_it_has_none(tokenizer_with):
+    bare = tokenizer_with()
+    assert (choose_template("auto", bare).name, choose_template("auto", bare).jinja) == ("plain", "")
+    chosen = choose_template("auto", tokenizer_with(OWN))
+    assert (chosen.name, chosen.jinja, chosen.end_token) == ("tokenizer", OWN, "<|im_end|>")
+
+
+def test_the_template_in_a_file_of_its_own_wins_over_the_settings(tokenizer_with, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(OWN)
+    tokenizer = tokenizer_with("not {{ this }} one")
+    assert choose_template("tokenizer", tokenizer).jinja == OWN
+    assert choose_template("tokenizer", tokenizer).source == str(tmp_path / "chat_template.jinja")
+
+
+def test_of_several_templates_the_default_is_taken_and_without_one_the_tokenizer_is_refused(tokenizer_with):
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": OWN}]
+    assert choose_template("auto", tokenizer_with(several)).jinja == OWN
+    with pytest.raises(InputError, match=r"tokenizer_config.json has chat templates named 'tool_use', and none named"):
+        tokenizer_with(several[:1])
+
+
+def test_the_tokenizers_own_template_is_refused_where_there_is_none(tokenizer_with):
+    with pytest.raises(InputError, match="has no chat template") as caught:
+        choose_template("tokenizer", tokenizer_with())
+    assert "data.chat_template=plain" in caught.value.fix
+
+
+@pytest.mark.parametrize(("name", "markers"), [("gemma", "<start_of_turn>"), ("chatml", "<|im_start|>")])
+def test_our_templates_need_their_control_tokens_and_name_plain_as_the_way_on(name, markers):
+    with pytest.raises(InputError, match="as control tokens") as caught:
+        choose_template(name, load_tokenizer(SHIPPED))
+    assert markers in caught.value.problem and "data.chat_template=plain" in caught.value.fix
+
+
+def test_a_marker_that_is_only_a_word_of_the_vocabulary_is_no_control_token(tmp_path):
+    raw = json.loads((SHIPPED / "tokenizer.json").read_text())
+    raw["model"]["vocab"] |= {"<start_of_turn>": 769, "<end_of_turn>": 770}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    settings = json.loads((SHIPPED / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"lacks <start_of_turn> \(only as word 769\)"):
+        choose_template("gemma", load_tokenizer(tmp_path))
+    named = settings | {"additional_special_tokens": ["<start_of_turn>", {"content": "<end_of_turn>"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert choose_template("gemma", load_tokenizer(tmp_path)).end_id == 770
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_chatml_is_written_with_bos_only_where_the_tokenizer_puts_one(tokenizer_with):
+    tokenizer = tokenizer_with()
+    for known, begin in ((tokenizer, "<bos>"), (replace(tokenizer, prefix=()), "")):
+        text = conversation_text(choose_template("chatml", known), known, ANSWERED.turns, add_generation_prompt=True)
+        assert text == (
+            f"{begin}<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+def test_gemma_puts_the_system_turn_before_the_first_question_and_trims(tokenizer_with):
+    tokenizer = tokenizer_with()
+    told = chat(" Hi? ", " Yes.\n", "So?", system="Be brief.")
+    text = conversation_text(choose_template("gemma", tokenizer), tokenizer, told.turns, add_generation_prompt=True)
+    assert text == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n"
+        "<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+@pytest.mark.parametrize("roles", [("user", "user"), ("assistant", "user"), ("user", "system", "assistant")])
+def test_gemma_refuses_turns_that_do_not_alternate(tokenizer_with, roles):
+    tokenizer = tokenizer_with()
+    sample = Sample(turns=tuple(Turn(role=role, text="x") for role in roles))
+    [refusal] = render_batch([sample], tokenizer, style(tokenizer, "gemma"))
+    assert isinstance(refusal, TemplateRefusal)
+
+
+def test_a_template_is_run_as_transformers_runs_it(tokenizer_with):
+    template = (
+        "  {% for message in messages %}\n"
+        "    {% if message.role == 'system' %}\n"
+        "      {% continue %}\n"
+        "    {% endif %}\n"
+        "{{ message | tojson }}{{ tools is none }}{{ documents is none }}{{ unk_token }}\n"
+        "    {% generation %}\n"
+        "<|im_start|>{{ message.content }}<|im_end|>\n"
+        "    {% endgeneration %}\n"
+        "  {% endfor %}\n"
+        "{{ strftime_now('%d %b %Y') }}\n"
+    )
+    tokenizer = tokenizer_with(template)
+    chosen = choose_template("auto", tokenizer, today=date(2024, 7, 26))
+    turns = [Turn(role="system", text="no"), Turn(role="user", text="<é>&'")]
+    assert conversation_text(chosen, tokenizer, turns) == (
+        '{"role": "user", "content": "<é>&\'"}TrueTrue<unk>\n<|im_start|><é>&\'<|im_end|>\n26 Jul 2024'
+    )
+
+
+def test_the_date_is_part_of_a_template_only_where_the_template_asks_for_it(tokenizer_with):
+    first, later = date(2026, 1, 1), date(2026, 1, 2)
+    asking = tokenizer_with("{{ strftime_now('%d %b') }}" + OWN)
+    assert choose_template("auto", asking, today=first).sha256 != choose_template("auto", asking, today=later).sha256
+    assert choose_template("auto", asking).today == date.today()
+    silent = tokenizer_with(OWN)
+    assert choose_template("auto", silent, today=first) == choose_template("auto", silent, today=later)
+
+
+# --- templates that cannot be used -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for message in messages %}", "cannot be parsed: line 1"),
+        ("{% nonsense %}", "cannot be parsed: line 1"),
+        ("{{ messages[0]['role'] + 5 }}", "the chat template fails"),
+        ("{{ nobody.knows.this }}", "the chat template fails: 'nobody' is undefined"),
+        ("{{ messages.append(1) }}", "the chat template fails"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template fails"),
+        ("{{ raise_exception('not for you') }}", "refuses a question and its answer: not for you"),
+        ("{{ messages[0].content }}", "leaves out what the assistant says"),
+        (5, "chat_template is no text"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_with_its_file(tokenizer_with, tmp_path, template, words):
+    with pytest.raises(InputError, match=words) as caught:
+        choose_template("auto", tokenizer_with(template))
+    assert str(tmp_path / "tokenizer_config.json") in caught.value.problem
+
+
+def test_what_a_template_says_about_one_conversation_is_kept_and_the_others_are_written(tokenizer_with):
+    template = "{% if messages | length > 2 %}{{ raise_exception('two turns at most') }}{% endif %}" + OWN
+    tokenizer = tokenizer_with(template)
+    long = chat("Hi?", "Yes.", "So?", "No.")
+    shown = render_batch([ANSWERED, long, ANSWERED], tokenizer, style(tokenizer, "auto"))
+    assert [getattr(one, "words", None) for one in shown] == [None, "two turns at most", None]
+    assert shown[0].ids.tolist() == shown[2].ids.tolist()
+    with pytest.raises(InputError, match="does not take this conversation: two turns at most"):
+        render(long, tokenizer, style(tokenizer, "auto"))
+
+
+def test_a_conversation_that_a_template_fails_on_does_not_end_the_batch(tokenizer_with):
+    tokenizer = tokenizer_with(OWN.replace("message.role +", "(message.role if loop.index < 3 else 5) +"))
+    shown = render_batch([chat("a", "b", "c", "d"), ANSWERED], tokenizer, style(tokenizer, "auto"))
+    assert "the chat template fails" in shown[0].words and shown[1].trained.any()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        OWN.replace(TURN, TURN.replace("message.content", "('<think>' if loop.last else '') + message.content")),
+        OWN.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}"),
+    ],
+    ids=["earlier turns lose their block", "the prompt opens a block that is not written"],
+)
+def test_a_template_that_rewrites_a_conversation_is_refused_and_chatml_named(tokenizer_with, template):
+    tokenizer = tokenizer_with(template)
+    with pytest.raises(InputError, match=r"rewrites a conversation that goes on.*data.chat_template=chatml"):
+        render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "auto"))
+    render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "chatml"))
+
+
+def test_a_conversation_that_the_assistant_begins_is_refused(tokenizer_with):
+    tokenizer = tokenizer_with()
+    begun = Sample(turns=(Turn(role="assistant", text="Hello."),))
+    [refusal] = render_batch([begun], tokenizer, style(tokenizer, "chatml"))
+    assert "before the assistant speaks" in refusal.words
+
+
+# --- where a turn ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "{{ eos_token if not add_generation_prompt }}{{ '<|im_start|>assistant\n' if add_generation_prompt }}",
+        "{{ '<|im_start|>assistant\n' }}",
+    ],
+    ids=["end of sequence after the last turn", "a prompt after every conversation"],
+)
+def test_what_a_template_writes_after_the_end_of_the_last_turn_is_not_taught(tokenizer_with, after):
+    tokenizer = tokenizer_with(OWN.partition("{% if")[0] + after)
+    example = render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "auto"))
+    assert taught(tokenizer, example) == "Yes.<|im_end|>No.<|im_end|>"
+
+
+def test_a_template_without_an_end_token_says_so_and_teaches_what_is_said(tokenizer_with):
+    asks = "{% if add_generation_prompt %}assistant:{{ '\n' }}{% endif %}"
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}" + asks)
+    chosen = style(tokenizer, "auto")
+    assert chosen.template.end_id == -1
+    example = render(chat("Hi?", "Yés 😀", "So?", "日"), tokenizer, chosen)
+    assert example.ends == (-1, -1) and not example.melted
+    assert taught(tokenizer, example) == "Yés 😀\n日\n"
+
+
+def test_an_end_token_that_swallows_the_line_break_after_it_is_taught(tmp_path):
+    write_chat_tokenizer(tmp_path, template=OWN)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in raw["added_tokens"]:
+        token["rstrip"] = token["content"].startswith("<|")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    example = render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "auto"))
+    assert taught(tokenizer, example) == "Yes.<|im_end|>No.<|im_end|>"
+    assert not example.melted and -1 not in example.ends
+
+
+def test_an_answer_is_over_at_the_end_of_a_sequence_and_at_the_end_of_a_turn(tokenizer_with):
+    tokenizer = tokenizer_with()
+    assert stop_ids(tokenizer, style(tokenizer, "plain")) == [tokenizer.eos_id]
+    assert stop_ids(tokenizer, style(tokenizer, "chatml")) == [
+        tokenizer.eos_id,
+        tokenizer.inner.token_to_id("<|im_end|>"),
+    ]
+    endless = tokenizer_with("{% for m in messages %}{{ m.role }}: {{ m.content }}; {% endfor %}")
+    assert stop_ids(endless, style(endless, "auto")) == [tokenizer.eos_id]
+
+
+# --- the border between prompt and answer ----------------------------------------------------------------------------
+
+
+def test_a_token_of_prompt_and_answer_is_reported_and_not_taught(tmp_path):
+    write_chat_tokenizer(tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.add_tokens(["\n\n"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    chatml = style(tokenizer, "chatml")
+    example = render(chat("Hi?", "\nYes."), tokenizer, chatml)
+    assert example.melted and taught(tokenizer, example) == "Yes.<|im_end|>"
+    assert not render(chat("Hi?", "Yes.\n\n"), tokenizer, chatml).melted
+
+
+def test_a_prompt_that_is_tokenised_otherwise_alone_is_reported(tmp_path):
+    """GPT-2's rule for white space: two line breaks at the end of a text are one word, before a letter they are two."""
+    write_chat_tokenizer(
+        tmp_path,
+        template=OWN.replace("assistant\n{% endif", "assistant\n\n{% endif").replace(
+            "message.role + '\n'", "message.role + '\n\n'"
+        ),
+    )
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["ĊĊ"] = 773
+    raw["model"]["merges"].append(["Ċ", "Ċ"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    own = style(tokenizer, "auto")
+    assert prompt_ids("Hi?", tokenizer, own)[-1] == 773
+    example = render(ANSWERED, tokenizer, own)
+    assert example.melted and 773 not in example.ids
+    assert taught(tokenizer, example) == "Yes.<|im_end|>"
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def bare_folder(tmp_path, **settings):
+    """The shipped tokenizer, without the post-processor that puts BOS before a text."""
+    raw = json.loads((SHIPPED / "tokenizer.json").read_text()) | {"post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"} | settings))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_type", "prefix", "needed"),
+    [
+        ({"bos_token": "<bos>"}, "llama", (), False),
+        ({"bos_token": "<bos>", "add_bos_token": True}, "llama", (2,), True),
+        ({"bos_token": "<bos>", "add_bos_token": False}, "gemma3_text", (2,), True),
+        ({}, "gemma2", (), True),
+    ],
+)
+def test_bos_stands_before_a_plain_text_where_tokenizer_or_model_want_it(
+    tmp_path, settings, model_type, prefix, needed
+):
+    tokenizer = load_tokenizer(bare_folder(tmp_path, **settings), model_type)
+    assert (tokenizer.prefix, tokenizer.adds_bos) == (prefix, bool(prefix))
+    assert needs_bos(tokenizer, model_type) is needed
+    assert tokenizer.bos_token == settings.get("bos_token")
+
+
+def test_the_model_names_bos_where_the_tokenizer_does_not(tmp_path):
+    write_chat_tokenizer(tmp_path, bos_token=None)
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 2}))
+    tokenizer = load_tokenizer(tmp_path, "gemma")
+    assert tokenizer.prefix == (2,)
+    for name in ("plain", "gemma", "chatml"):
+        assert prompt_ids("Hi?", tokenizer, style(tokenizer, name))[0] == 2
+
+
+def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path):
+    bare_folder(tmp_path, pad_token="<pad>")
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<bos>"}, "eos_token": "<unk>"})
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.special_tokens == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+
+
+def test_control_tokens_are_the_special_ones_and_not_the_tags(tokenizer_with):
+    listed = tokenizer_with().control_tokens
+    assert set(listed) == {
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+    }
+
+
+def test_the_hash_of_a_tokenizer_changes_with_what_matters_beside_tokenizer_json(tokenizer_with):
+    hashes = [
+        tokenizer_with(*own, **settings).sha256
+        for own, settings in (
+            ((), {}), ((), {"model_max_length": 7}), ((), {"eos_token": "<unk>"}), ((), {"bos_token": "<pad>"}), ((OWN,), {})
+        )
+    ]  # fmt: skip
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 4
+
+
+def test_a_style_goes_to_another_process_and_every_part_of_it_changes_its_hash(tokenizer_with):
+    tokenizer = tokenizer_with(OWN)
+    first = style(tokenizer, "auto")
+    assert pickle.loads(pickle.dumps(first)) == first  # noqa: S301  (our own bytes)
+    others = [
+        style(tokenizer, "chatml"), style(tokenizer, "plain"), replace(first, system_instruction="x"),
+        replace(first, completion_only_loss=False), replace(first, reasoning_tag="t"), replace(first, answer_tag="t"),
+    ]  # fmt: skip
+    assert len({one.sha256 for one in (first, *others)}) == 7
