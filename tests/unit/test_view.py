@@ -5,7 +5,8 @@ import pytest
 import tokenizers
 from rich.cells import cell_len
 
-from tests.conftest import ROOT, SHIPPED
+from tests.conftest import SHIPPED
+from tests.materials import real_tokenizer
 from tunix_rt.cli.tokens import SAMPLE_HEAD, SAMPLE_TAIL, marks_of, row_lines, text_lines
 from tunix_rt.data.pack import Row
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
@@ -81,10 +82,7 @@ def test_a_vocabulary_with_byte_fallback_is_read_as_it_decodes(tmp_path):
 @pytest.mark.registry
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_public_tokenizers_are_shown_byte_for_byte(name):
-    folder = ROOT / ".cache" / "tokenizers" / name
-    if not (folder / "tokenizer.json").is_file():
-        pytest.skip(f"the tokenizer of {name} is not in .cache/tokenizers")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(real_tokenizer(name))
     text = NASTY + "  indented\n\n\n<answer>7</answer>"
     assert bytes_of(tokenizer, text).decode() == text
 
