@@ -18,7 +18,14 @@ from recipes.dev_reasoning.strings import SYNTHETIC
 from recipes.dev_reasoning.templates_chain import CHAINS
 from recipes.dev_reasoning.templates_one import ONE_STEP
 from recipes.dev_reasoning.templates_rich import EDGE, GOLDEN
+from tunix_rt.config import Data
+from tunix_rt.data.formats import to_sample
+from tunix_rt.data.pack import make_rows, rows_root
+from tunix_rt.data.render import render, style_of
+from tunix_rt.data.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parents[2]
+MODEL, MODEL_TYPE, MOST_TOKENS = "tiny-gemma3", "gemma3_text", 512
 SEED = 20
 TEMPLATES: tuple[Template, ...] = (*ONE_STEP, *CHAINS, *SYNTHETIC, *GOLDEN, *EDGE)
 
@@ -40,12 +47,13 @@ Row = tuple[Template, Problem]
 def generate(seed: int = SEED) -> dict[Path, bytes]:
     """All four files by their path below the root, as bytes."""
     held_out, training = generate_rows(seed)
-    dataset = _lines([trace_record(row, f"dr2-{number:04d}") for number, row in enumerate(training, start=1)])
+    traces = [trace_record(row, f"dr2-{number:04d}") for number, row in enumerate(training, start=1)]
+    dataset = _lines(traces)
     evalset = _lines([_question(row, f"ev2-{number:03d}") for number, row in enumerate(held_out, start=1)])
     return {
         DATASET: dataset,
         DATASET_MANIFEST: _manifest(
-            "dev-reasoning-v2", dataset, seed, Counter(t.section for t, _ in training), training
+            "dev-reasoning-v2", dataset, seed, Counter(t.section for t, _ in training), training, tokenised(traces)
         ),
         EVALSET: evalset,
         EVALSET_MANIFEST: _manifest("eval_v2", evalset, seed, Counter(t.eval_section for t, _ in held_out), held_out),
@@ -160,7 +168,27 @@ def _lines(records: list[dict]) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def _manifest(key: str, content: bytes, seed: int, sections: Counter[str], rows: list[Row]) -> bytes:
+def tokenised(traces: list[dict]) -> dict:
+    """What the traces come to with the tokenizer of the shipped model, as `tunix-rt data import` writes it down."""
+    tokenizer = load_tokenizer(ROOT / "models" / MODEL, MODEL_TYPE)
+    style = style_of(Data(), tokenizer)
+    samples = [to_sample(trace, "trace", trace["id"]) for trace in traces]
+    examples = [render(sample, tokenizer, style) for sample in samples]
+    return {
+        "model": MODEL,
+        "tokenizer_sha256": tokenizer.sha256,
+        "template": style.template.name,
+        "style_sha256": style.sha256,
+        "examples": len(examples),
+        "tokens": sum(len(example.ids) for example in examples),
+        "trained_tokens": sum(int(example.trained.sum()) for example in examples),
+        "merkle_root": rows_root(make_rows(examples, max_length=MOST_TOKENS, packing=False)),
+    }
+
+
+def _manifest(
+    key: str, content: bytes, seed: int, sections: Counter[str], rows: list[Row], tokenised: dict | None = None
+) -> bytes:
     manifest = {
         "key": key,
         "rows": len(rows),
@@ -169,7 +197,7 @@ def _manifest(key: str, content: bytes, seed: int, sections: Counter[str], rows:
         "seed": seed,
         "sections": dict(sorted(sections.items())),
         "templates": dict(sorted(Counter(template.name for template, _ in rows).items())),
-    }
+    } | ({"tokenised": tokenised} if tokenised else {})
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 

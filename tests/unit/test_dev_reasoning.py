@@ -12,8 +12,19 @@ import pytest
 
 from recipes.dev_reasoning import check
 from recipes.dev_reasoning.check_questions import solve
-from recipes.dev_reasoning.generate import DATASET, EVALSET, SEED, TEMPLATES, generate, generate_rows, trace_record
+from recipes.dev_reasoning.generate import (
+    DATASET,
+    DATASET_MANIFEST,
+    EVALSET,
+    SEED,
+    TEMPLATES,
+    generate,
+    generate_rows,
+    trace_record,
+)
 from recipes.dev_reasoning.shape import Draw
+from tests.stores import quiet, recipe_for
+from tunix_rt.data.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -251,3 +262,15 @@ def test_whatever_a_template_draws_is_a_true_trace(template):
         for ordered in (problem, problem.question_first()):
             row = trace_record((template, ordered), f"any-{number}")
             assert check.row_problems(row) == [], row
+
+
+def test_the_manifest_tells_the_tokens_and_the_root_that_the_data_stage_finds(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = open_store(recipe_for(ROOT / DATASET), quiet)
+    manifest = json.loads((ROOT / DATASET_MANIFEST).read_text())
+    told = manifest["tokenised"]
+    assert {name: told[name] for name in made.summary} == made.summary
+    assert told["examples"] == manifest["rows"] == 550
+    assert (told["tokenizer_sha256"], told["style_sha256"]) == (
+        recipe_for(ROOT / DATASET).tokenizer.sha256, recipe_for(ROOT / DATASET).style.sha256,
+    )  # fmt: skip
