@@ -1,8 +1,8 @@
 """Write the parts of the pages that code or measurements decide: `python -m docs.generate`, or `--check` to compare only.
 
-Whole pages: docs/reference/{config,cli,exit-codes}.md. Blocks between markers: the demo's figures in README.md, the
-manifest's in the model card, the measured cases in docs/concepts/memory-model.md. Everything else is
-written by hand and held by tests/contract/test_docs.py.
+Whole pages: docs/reference/{config,cli,exit-codes,data-formats,data-rules}.md. Blocks between markers: the demo's figures in
+README.md, the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale}.md. Everything
+else is written by hand and held by tests/contract/test_docs.py.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from docs import data_pages
+from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
 
@@ -24,8 +26,8 @@ DEMO = Path("benchmarks/results/demo.json")
 DEMO_COMMAND = "python -m benchmarks.demo"
 MEMORY = Path("benchmarks/results/memory_cpu.json")
 MEMORY_PAGE = Path("docs/concepts/memory-model.md")
+DATA_PAGE = Path("docs/concepts/data-at-scale.md")
 CARD = Path("models/tiny-gemma3")
-WRITTEN = "<!-- Written by `python -m docs.generate`; edit the code it is read from. -->"
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
@@ -34,25 +36,13 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("docs/reference/config.md"): config_page(),
         Path("docs/reference/cli.md"): cli_page(),
         Path("docs/reference/exit-codes.md"): exit_codes_page(),
-        Path("README.md"): _with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
-        MEMORY_PAGE: _with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
-        CARD / "README.md": _with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
+        Path("docs/reference/data-formats.md"): data_pages.formats_page(),
+        Path("docs/reference/data-rules.md"): data_pages.rules_page(),
+        Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
+        MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
+        DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
+        CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
-
-
-def _with_block(root: Path, page: Path, name: str, block: str) -> str:
-    """The text of `page` with what stands between its markers `name` replaced."""
-    text = (root / page).read_text(encoding="utf-8")
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise TunixError(f"{page} needs one {begin} and one {end}", fix="put the markers back")
-    head, _, rest = text.partition(begin)
-    return f"{head}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
-
-
-def _table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
-    lines = [columns, tuple("---" for _ in columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -77,18 +67,18 @@ def config_page() -> str:
             (f"`{name}`", allowed(setting), _default(setting.default), _sentence(setting.description))
             for name, setting in model.model_fields.items()
         ]
-        parts += [f"## {section}", _table(("setting", "allowed", "default", "meaning"), rows)]
+        parts += [f"## {section}", table(("setting", "allowed", "default", "meaning"), rows)]
     parts += [
         "## Refused in this version",
         "These values are known, and no engine honours them yet. A run that asks for one ends with exit code 2.",
-        _table(("setting", "what is said", "fix"), list(_refused())),
+        table(("setting", "what is said", "fix"), list(_refused())),
         "## Old names",
         "Still read, and written into the run folder under the new name. Two spellings of one setting may agree; when they "
         "differ, the file is refused. A setting may also stand at the top level, outside its section.",
-        _table(("old or foreign name", "setting"), [(f"`{old}`", f"`{new}`") for old, new in OLD_NAMES.items()]),
+        table(("old or foreign name", "setting"), [(f"`{old}`", f"`{new}`") for old, new in OLD_NAMES.items()]),
         "## Known elsewhere, not a setting here",
         "Each is refused with the way to write it.",
-        _table(("name", "instead"), [(f"`{name}`", hint) for name, hint in INSTEAD.items()]),
+        table(("name", "instead"), [(f"`{name}`", hint) for name, hint in INSTEAD.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -233,7 +223,7 @@ def exit_codes_page() -> str:
                 WRITTEN,
                 "One code for each kind of error, the same for every verb. The kinds are the classes of "
                 "`src/tunix_rt/errors.py`.",
-                _table(("code", "error", "meaning"), rows),
+                table(("code", "error", "meaning"), rows),
                 "An error is two parts on standard error: what is wrong, with names and numbers, then the way out.",
                 "```text\nerror: no dataset named 'dev-reasoning-v3'\n"
                 "  fix: use one of: dev-reasoning-v2; or the path of a file or folder\n```",
@@ -241,7 +231,7 @@ def exit_codes_page() -> str:
                 "is 1.",
                 "## What `result.json` says",
                 "`tunix-rt train` writes its ending into the [run folder](run-folder.md), with the exit code and the reason.",
-                _table(
+                table(
                     ("status", "when"),
                     [
                         ("`completed`", "all steps taken; exit code 0"),
@@ -313,7 +303,7 @@ def demo_block(demo: Mapping[str, Any] | None) -> str:
         )
     except (KeyError, TypeError) as error:
         raise TunixError(f"{DEMO} lacks or misspells {error}", fix=f"record it again: {DEMO_COMMAND}") from error
-    return _table(("answers to held-out questions", "before", "after", "control"), rows) + f"\n\n{facts}"
+    return table(("answers to held-out questions", "before", "after", "control"), rows) + f"\n\n{facts}"
 
 
 def memory_block(root: Path) -> str:
@@ -331,7 +321,7 @@ def memory_block(root: Path) -> str:
     ]
     machine = recorded["machine"]
     return (
-        _table(("case: model, rows x tokens", "predicted MiB", "measured MiB", "error", "fitted"), rows)
+        table(("case: model, rows x tokens", "predicted MiB", "measured MiB", "error", "fitted"), rows)
         + f"\n\n{len(rows)} cases on {machine['cores']} cores, {' '.join(machine['libc'])}; raw output in `{MEMORY}`."
     )
 
@@ -353,7 +343,7 @@ def manifest_block(root: Path) -> str:
         ("time, corpus and tokenizer included", f"{facts['seconds']} s"),
         ("SHA-256 of the weights", f"`{facts['sha256']}`"),
     ]
-    return _table(("fact", "value"), rows)
+    return table(("fact", "value"), rows)
 
 
 # --- write or compare ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.conftest import REFERENCE
 from tests.program import tunix_rt
 from tunix_rt import errors
 from tunix_rt.cli.main import VERBS, cli
-from tunix_rt.config import build_config, require_runnable
+from tunix_rt.config import SETTINGS, build_config, require_runnable
 from tunix_rt.data import sketch, store
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
 from tunix_rt.data.formats import FORMATS, read_samples
@@ -442,6 +442,13 @@ def test_every_marker_and_test_folder_is_explained_to_contributors():
     assert markers and [marker for marker in markers if f"| `{marker}` |" not in page] == []
     folders = {path.parent.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/test_*.py")}
     assert [folder for folder in folders if f"| `tests/{folder}` |" not in page] == []
+
+
+def test_the_budget_of_settings_is_stated_with_what_it_came_to():
+    assert f"({len(SETTINGS)} now: [0012]" in text_of(ROOT / "CONTRIBUTING.md")
+    assert f"settings to {len(SETTINGS)}, over" in " ".join(
+        text_of(ROOT / "docs/decisions/0012-chat-templates.md").split()
+    )
 
 
 def test_the_help_of_click_is_taken_at_a_fixed_width():

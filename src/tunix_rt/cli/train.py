@@ -10,7 +10,7 @@ import click
 @click.argument("config", required=False)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
 @click.option("--model", help="Hub id, local folder, or a shipped model.")
-@click.option("--data", "--dataset", "dataset", help="Dataset key, or a JSONL file of traces.")
+@click.option("--data", "--dataset", "dataset", help="Dataset key, file, folder, or hub dataset in the local cache.")
 @click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
 @click.option("--backend", help="torch or jax.")
 @click.option("--weights", help="pretrained or random.")

@@ -108,14 +108,15 @@ def _only_reading(record: dict[str, Any], where: str) -> str:
     names = [printable(name[:60]) for name in record]
     keys = ", ".join(names[:30]) + (" ..." if len(names) > 30 else "")
     if not found:
-        needs = "; ".join(f"{name}: {shape.needs}" for name, shape in FORMATS.items())
+        needs = "\n".join(f"    {name}: {shape.needs}" for name, shape in FORMATS.items())
         raise InputError(
-            f"{where}: no format fits the keys of the record: {keys or 'it has none'}", fix=f"give {needs}"
+            f"{where}: no format fits the keys of the record: {keys or 'it has none'}",
+            fix=f"rename the columns to those of a format\n{needs}",
         )
     ways = ", or ".join(f"--format {name} ({FORMATS[name].needs})" for name in found)
     raise InputError(
         f"{where}: the keys of the record can be read as {' and as '.join(found)}: {keys}",
-        fix=f"say which: {ways}; in a configuration it is data.format",
+        fix=f"say which: {ways}; outside of an import that is --set data.format=NAME",
     )
 
 

@@ -185,7 +185,7 @@ RULES = {
         Rule(
             name="near_duplicate",
             finds=(
-                f"a record much like an earlier one: {THRESHOLD:.0%} of their runs of {RUN_WORDS} words are shared, by "
+                f"a record much like an earlier one: {100 * THRESHOLD:.0f} % of their runs of {RUN_WORDS} words are shared, by "
                 f"estimate (MinHash; of more than {CAPACITY:,} records a sample is compared)"
             ),
             because="many of them are one example trained on many times; across a hold-out they leak",

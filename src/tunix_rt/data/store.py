@@ -261,16 +261,22 @@ def _note_duplicates(tally: _Tally, folder: Path) -> None:
     if len(where):
         original = np.flatnonzero(index["content"] == index[where[0]]["content"])[0]
         entry = index[where[0]]
-        said = f"it stands in line {int(index[original]['line'])} before"
+        said = f"the same as {_line_of(index[original], entry)}"
         tally.note("duplicate", int(entry["file"]), int(entry["line"]), said, len(where))
     near = {later: earlier for later, earlier in tally.sketches.near_duplicates().items() if not again[later]}
     if near:
         later = min(near)
         entry, earlier = index[later], index[near[later]]
-        said = f"much like line {int(earlier['line'])}"
+        said = f"much like {_line_of(earlier, entry)}"
         if tally.sketches.sampled:
             said += f" (of {tally.sketches.seen:,} records, {tally.sketches.compared:,} were compared)"
         tally.note("near_duplicate", int(entry["file"]), int(entry["line"]), said, len(near))
+
+
+def _line_of(entry: Any, beside: Any) -> str:
+    """Where an example stands, without the name of the file: the same tokens may be read from another place."""
+    line = f"line {int(entry['line'])}"
+    return line if entry["file"] == beside["file"] else f"{line} of file {int(entry['file']) + 1}"
 
 
 def processes_for(dataset: Dataset) -> int:

@@ -1,0 +1,233 @@
+"""The pages about data that code and measurements decide: formats, rules, and the figures of `benchmarks/data.py`."""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from docs.markdown import WRITTEN, table
+from tunix_rt.assets import shipped_folder
+from tunix_rt.cli.tokens import marks_of, text_lines
+from tunix_rt.data import containers, overlap, pack, registry, rules, sketch
+from tunix_rt.data.formats import FORMATS, Format, to_sample
+from tunix_rt.data.render import Style, render
+from tunix_rt.data.template import PLAIN, choose_template
+from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
+from tunix_rt.data.view import view_of
+from tunix_rt.errors import TunixError
+
+COLUMNS = 100
+SHIPPED_MODEL = "tiny-gemma3"
+GSM8K = Path("benchmarks/results/data_gsm8k.json")
+SCALE = Path("benchmarks/results/data_scale.json")
+COMMAND = "python -m benchmarks.data"
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def formats_page() -> str:
+    parts = [
+        "# Data formats",
+        WRITTEN,
+        "A dataset is one file of records, or several. All its records are of one format. `data.format: auto` takes the "
+        "one format that fits the keys of the first record of every file. Where none fits, or two do, the file is refused "
+        "with what to say instead: `--format NAME` for `tunix-rt data import`, `--set data.format=NAME` elsewhere.",
+        table(("format", "a record has"), [(f"[{name}](#{name})", shape.needs) for name, shape in FORMATS.items()]),
+        "Reading is strict. A blank text, a key given twice, an unknown role, a key of a message that would be lost: each "
+        "ends with exit code 3, the file, the line and the field. No record is skipped. A column that the format does "
+        "not read is left out, and `data import` counts it under `not used`; a trace may have no such key.",
+        "Below each example stands what is made of it by `data.chat_template: plain` and the tokenizer of "
+        f"`{SHIPPED_MODEL}`. `tunix-rt data show` says the same of your own data, token by token.",
+    ]
+    for shape in FORMATS.values():
+        parts += _format_section(shape)
+    parts += [*_containers(), *_sources()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _format_section(shape: Format) -> list[str]:
+    example = json.dumps(shape.example, ensure_ascii=False)
+    return [
+        f"## {shape.name}",
+        shape.words,
+        f"```json\n{example}\n```",
+        f"```text\n{rendered_plain(shape)}\n```",
+    ]
+
+
+def rendered_plain(shape: Format) -> str:
+    """The example of a format as `data import` would show it: what is masked, what is trained."""
+    tokenizer = _shipped_tokenizer()
+    style = Style(template=choose_template(PLAIN, tokenizer))
+    example = render(to_sample(dict(shape.example), shape.name, "the example"), tokenizer, style)
+    [row] = pack.make_rows([example], max_length=len(example.ids), packing=False)
+    lines = text_lines(view_of(row, tokenizer), width=COLUMNS, marks=marks_of("utf-8"))
+    return "\n".join(line.plain.rstrip() for line in lines)
+
+
+@functools.cache
+def _shipped_tokenizer() -> Tokenizer:
+    folder = shipped_folder("models") / SHIPPED_MODEL
+    return load_tokenizer(folder, json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+
+
+def _containers() -> list[str]:
+    line, document = (f"{limit:,} bytes" for limit in (containers.MAX_LINE_BYTES, containers.MAX_DOCUMENT_BYTES))
+    rows = [
+        ("JSONL", "one object per line", f"a line up to {line}; blank lines at the end only"),
+        (
+            "JSON",
+            "a list of objects, or an object with exactly one list of objects",
+            f"up to {document}: it is held whole",
+        ),
+        (
+            "Parquet",
+            f"rows, {containers.BATCH_ROWS} at a time; a null is a column left out",
+            "needs the extra `parquet`",
+        ),
+        ("gzip", "any of the three inside", f"Parquet inside: up to {document}"),
+    ]
+    not_read = ", ".join(containers.NOT_READ.values())
+    return [
+        "## Files",
+        "What a file is, is seen by its content, not by its name. Text is UTF-8, with or without a byte order mark.",
+        table(("container", "read", "limits"), rows),
+        f"Refused, with the advice to convert: a file that is {not_read}.",
+    ]
+
+
+def _sources() -> list[str]:
+    endings = ", ".join(f"`{ending}`" for ending in registry.ENDINGS)
+    rows = [
+        ("a file", "`my/data.jsonl`", "that file"),
+        ("a key", "`my-data`", "`datasets/my-data/dataset.jsonl`, below the working directory or shipped; "
+         "it must be the file its `manifest.json` speaks of"),
+        ("a folder", "`my/folder`", f"all files in it, or one level below, that end in {endings} (also with `.gz`), in "
+         "name order; more than one split, the same name twice or a missing shard is refused"),
+        ("a pattern", "`my/train-*`", "the files it matches, in name order; splits are your choice"),
+        ("a hub dataset", "`owner/name`, `owner/name:data/train-*`",
+         "a folder, file or pattern in the local cache of the hub; nothing is fetched"),
+    ]  # fmt: skip
+    return [
+        "## Names",
+        "What `data.dataset`, `--data` and the verbs of `tunix-rt data` take. The first that exists is taken, in this order.",
+        table(("what", "for example", "means"), rows),
+    ]
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def rules_page() -> str:
+    refusing, warning = (
+        [rule for rule in rules.RULES.values() if rule.refuses is refuses] for refuses in (True, False)
+    )
+    parts = [
+        "# Data rules",
+        WRITTEN,
+        f"The gate is {len(rules.RULES)} rules. `tunix-rt data check` asks all of them, and so does every run before a "
+        "weight is loaded. A finding has a count, the file and line of the first, and what was seen there. Why it is so: "
+        "[0011](../decisions/0011-the-gate.md).",
+        f"{len(refusing)} rules refuse, and the run ends with exit code 3: {_linked(refusing)}.",
+        f"{len(warning)} warn, which is said in the log, and the run goes on: {_linked(warning)}.",
+        "The rules about `overlap` are asked when an eval set is named. `beyond_positions` and `outside_vocabulary` look at "
+        "the model's `config.json`.",
+    ]
+    for rule in rules.RULES.values():
+        parts += [
+            f"## {rule.name}",
+            f"Finds {rule.finds}. {'Refuses' if rule.refuses else 'Warns'}.",
+            f"- Why: {rule.because}.\n- For example: {rule.example}.\n- Way out: {rule.fix}.",
+        ]
+    return "\n\n".join([*parts, *_numbers()]) + "\n"
+
+
+def _linked(listed: Iterable[rules.Rule]) -> str:
+    return ", ".join(f"[{rule.name}](#{rule.name})" for rule in listed)
+
+
+def _numbers() -> list[str]:
+    rows = [
+        ("words in a row that make an overlap", f"{overlap.RUN_WORDS}"),
+        ("words in a run, for near-duplicates", f"{sketch.RUN_WORDS}"),
+        ("share of runs that near-duplicates have in common, by estimate", f"{100 * sketch.THRESHOLD:.0f} %"),
+        ("records compared for near-duplicates; of more, a sample of that size", f"{sketch.CAPACITY:,}"),
+    ]
+    return [
+        "## Numbers",
+        "Texts are compared by their words, in lower case and without punctuation. Numbers and signs stay: `3 + 4` is another "
+        "question than `3 - 4`.",
+        table(("what", "value"), rows),
+    ]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def measured_block(root: Path) -> str:
+    """What `benchmarks/data.py` has recorded; a note for what it has not yet."""
+    return "\n\n".join([_recorded(root / GSM8K, _gsm8k), _recorded(root / SCALE, _scale)])
+
+
+def _recorded(path: Path, shown: Any) -> str:
+    what = path.stem.removeprefix("data_")
+    if not path.is_file():
+        return f"The figures of `{what}` are not recorded yet. `{COMMAND} {what}` records them."
+    try:
+        return str(shown(json.loads(path.read_text(encoding="utf-8"))))
+    except (KeyError, TypeError) as error:
+        raise TunixError(f"{path.name} lacks or misspells {error}", fix=f"record it again: {COMMAND} {what}") from error
+
+
+def _gsm8k(recorded: Mapping[str, Any]) -> str:
+    first, second = recorded["first"], recorded["second"]
+    said = first["said"]
+    rows = [
+        ("examples", f"{said['examples']:,}"),
+        ("tokens", f"{said['tokens']:,}, {_percent(said['trained_tokens'] / said['tokens'])} of them trained"),
+        (f"rows of {said['max_length']:,} tokens", f"{said['rows']:,}, {_percent(said['fill'])} full (the last not counted)"),
+        ("first start", f"{first['seconds']:.1f} s, of which {said['seconds']:.1f} s tokenising"),
+        ("tokenised at", f"{said['tokens'] / said['seconds']:,.0f} tokens/s"),
+        ("second start", f"{second['seconds']:.1f} s"),
+        ("peak memory of all processes", f"{_mib(first)} MiB; at the second start {_mib(second)} MiB"),
+    ]  # fmt: skip
+    return (
+        "**GSM8K**, training split, Gemma 3's tokenizer and its own chat template:\n\n"
+        + table(("what", "measured"), rows)
+        + f"\n\n`tunix-rt data check` on {recorded['machine']}; raw output in `{GSM8K}`."
+    )
+
+
+def _scale(recorded: Mapping[str, Any]) -> str:
+    columns = (
+        "file", "examples", "tokens", "first start", "tokens/s", "processes", "peak", "second start", "peak",
+    )  # fmt: skip
+    rows = [
+        (
+            f"{row['bytes'] / 1e6:,.0f} MB",
+            f"{row['first']['said']['examples']:,}",
+            f"{row['first']['said']['tokens']:,}",
+            f"{row['first']['seconds']:,.0f} s",
+            f"{row['first']['said']['tokens'] / row['first']['said']['seconds']:,.0f}",
+            f"{row['first']['processes']}",
+            f"{_mib(row['first'])} MiB",
+            f"{row['second']['seconds']:,.1f} s",
+            f"{_mib(row['second'])} MiB",
+        )
+        for row in recorded["rows"]
+    ]
+    return (
+        "**Files of growing size**, prompts and completions of words drawn by chance, GPT-2's tokenizer:\n\n"
+        + table(columns, rows)
+        + f"\n\n`tunix-rt data check` on {recorded['machine']}; raw output in `{SCALE}`."
+    )
+
+
+def _mib(run: Mapping[str, Any]) -> str:
+    return f"{run['peak_bytes'] / 2**20:,.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,23 @@
+"""What every generated page is made of: the note that it is generated, tables, and blocks between markers."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tunix_rt.errors import TunixError
+
+WRITTEN = "<!-- Written by `python -m docs.generate`; edit the code it is read from. -->"
+
+
+def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def with_block(root: Path, page: Path, name: str, block: str) -> str:
+    """The text of `page` with what stands between its markers `name` replaced."""
+    text = (root / page).read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise TunixError(f"{page} needs one {begin} and one {end}", fix="put the markers back")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
