@@ -31,6 +31,9 @@ GEMMA_3_1B = {
     "query_pre_attn_scalar": 256, "max_position_embeddings": 32768, "sliding_window": 512,
     "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
+PLACES = ("dataset", "model", "tokenizer", "folder", "manifest")
+"""What the program says about where things lie on this machine; it is not kept."""
+
 GPT_2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
 
 

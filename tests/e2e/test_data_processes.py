@@ -29,7 +29,7 @@ def test_a_killed_build_leaves_nothing_that_is_read_and_no_process(tmp_path, mon
         "    store.open_store(recipe_for(Path(sys.argv[1])), lambda *told: print(*told, flush=True))\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    python_path = os.pathsep.join([environment()["PYTHONPATH"], str(ROOT)])
     started = subprocess.Popen(
         [sys.executable, script, data], stdout=subprocess.PIPE, text=True, env=environment(PYTHONPATH=python_path)
     )
