@@ -9,7 +9,7 @@ from typing import Any
 from docs.markdown import WRITTEN, table
 from tunix_rt.assets import shipped_folder
 from tunix_rt.cli.tokens import marks_of, text_lines
-from tunix_rt.data import containers, overlap, pack, registry, rules, sketch
+from tunix_rt.data import containers, overlap, pack, parquet, registry, rules, sketch
 from tunix_rt.data.formats import FORMATS, Format, to_sample
 from tunix_rt.data.render import Style, render
 from tunix_rt.data.template import PLAIN, choose_template
@@ -84,7 +84,7 @@ def _containers() -> list[str]:
         ),
         (
             "Parquet",
-            f"rows, {containers.BATCH_ROWS} at a time; a null is a column left out",
+            f"rows, {parquet.BATCH_ROWS} at a time; a null is a column left out",
             "needs the extra `parquet`",
         ),
         ("gzip", "any of the three inside", f"Parquet inside: up to {document}"),

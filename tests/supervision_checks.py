@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from tests.conftest import SHIPPED
-from tunix_rt.data.formats import read_samples
+from tests.samples import read_samples
 from tunix_rt.data.pack import IGNORED, batch_of_step, collate, make_rows
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.render import Style

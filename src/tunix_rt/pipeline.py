@@ -10,8 +10,9 @@ from typing import Any
 import tunix_rt
 from tunix_rt.backends import Progress, load_backend
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
+from tunix_rt.data.limits import ModelFacts
 from tunix_rt.data.pack import total_steps
-from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
+from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.checks import DeviceChoice, choose_device
@@ -19,7 +20,7 @@ from tunix_rt.doctor.probe import Facts, gather_facts
 from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
 from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.evaluate.report import Comparison, compare, read_predictions, read_scores, samples_markdown
-from tunix_rt.evaluate.run import evaluate_model
+from tunix_rt.evaluate.run import evaluate_model, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores
 from tunix_rt.evidence.precommit import (
     began_on,
@@ -88,7 +89,7 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     upper = _plan(config, shape, choice)
     tokenizer, facts = _tokenizer_of(config, model, shape)
     today = began_on(read_json(run.precommit)) if report.continued else None
-    data = prepare(config, tokenizer, facts, _stoppable(progress, stop), today=today)
+    data = prepare(config, tokenizer, facts, stoppable(progress, stop), today=today)
     logger.info("Data: %s", data.sentence)
     plan = _plan_for_data(report, config, shape, choice, data, upper)
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes}
@@ -118,9 +119,11 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     if speed:
         logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
     report.note_peak("train", max(start.peak_bytes, engine.peak_bytes()))
-    backend.save(engine, run.final_model, tokenizer_folder=tokenizer.folder)
-    if data.style.template.name in NAMED_TEMPLATES:  # what it was trained with must come with it
-        write_text(run.final_model / "chat_template.jinja", data.style.template.jinja)
+    template = data.style.template
+    backend.save(
+        engine, run.final_model, tokenizer_folder=tokenizer.folder, stop_ids=stop_ids(tokenizer, data.style),
+        chat_template=template.jinja if template.name in NAMED_TEMPLATES else None,  # it was trained with it
+    )  # fmt: skip
     report.note_peak("save", engine.peak_bytes())
     if data.items:
         kept = f"all {total} steps are saved"
@@ -207,12 +210,12 @@ def _tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape) -> t
     return load_tokenizer(folder, model_type), facts
 
 
-def _stoppable(progress: Progress, stop: StopRequest) -> Progress:
+def stoppable(progress: Progress, stop: StopRequest, *, fix: str = "run it again") -> Progress:
     """`progress` that ends the work once a stop was asked for: making the tokens of a large dataset takes a while."""
 
     def tell(what: str, done: int, total: int, note: str) -> None:
         progress(what, done, total, note)
-        stop.raise_if_asked("nothing was trained yet")
+        stop.raise_if_asked("the data was being prepared, and nothing half-made is kept", fix=fix)
 
     return tell
 

@@ -126,7 +126,9 @@ class RunDir:
 
 
 @contextlib.contextmanager
-def storage(where: Path) -> Iterator[None]:
+def storage(
+    where: Path, *, fix: str = "free space or permissions on that volume, or another --output"
+) -> Iterator[None]:
     """Turn what a disk can do to us into one clear error with its own exit code."""
     try:
         yield
@@ -134,9 +136,7 @@ def storage(where: Path) -> Iterator[None]:
         if isinstance(error, TunixError):
             raise
         named = error.filename or where
-        raise StorageError(
-            f"{named}: {error.strerror or error}", fix="free space or permissions on that volume, or another --output"
-        ) from error
+        raise StorageError(f"{named}: {error.strerror or error}", fix=fix) from error
 
 
 def to_plain(value: Any) -> Any:

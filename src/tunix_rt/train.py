@@ -62,11 +62,9 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def raise_if_asked(self, kept: str) -> None:
+    def raise_if_asked(self, kept: str, *, fix: str = "run the same command with --resume to continue") -> None:
         if self.signal_name:
-            raise Preempted(
-                f"stopped by {self.signal_name}; {kept}", fix="run the same command with --resume to continue"
-            )
+            raise Preempted(f"stopped by {self.signal_name}; {kept}", fix=fix)
 
 
 class MetricsLog:

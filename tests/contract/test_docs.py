@@ -13,12 +13,13 @@ import yaml
 from docs import data_pages, generate
 from tests.conftest import REFERENCE
 from tests.program import tunix_rt
+from tests.samples import read_samples
 from tunix_rt import errors
 from tunix_rt.cli.main import VERBS, cli
 from tunix_rt.config import SETTINGS, build_config, require_runnable
 from tunix_rt.data import sketch, store
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
-from tunix_rt.data.formats import FORMATS, read_samples
+from tunix_rt.data.formats import FORMATS
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.rules import RULES
 from tunix_rt.data.tokenise import INDEX

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.program import environment
+from tests.program import command, environment
 from tests.stores import files, quiet, recipe_for, write_sums
 from tunix_rt.data import store as store_module
 from tunix_rt.data.store import cache_folder, open_store
@@ -61,6 +62,29 @@ def test_several_processes_make_the_same_bytes_as_one(monkeypatch, tmp_path):
     assert files(together.folder) == files(alone.folder)
     assert together.merkle_root == alone.merkle_root
     assert json.loads((together.folder / "manifest.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_ends_a_check_with_exit_7_and_nothing_half_made(tmp_path, number):
+    """A terminal and many schedulers signal every process of a program at once."""
+    data = write_sums(tmp_path / "my.jsonl", 300_000)
+    assert data.stat().st_size > store_module.ONE_PROCESS_BYTES, "several processes must be at work"
+    started = subprocess.Popen(
+        command("data", "check", data), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")), start_new_session=True,
+    )  # fmt: skip
+    place = tmp_path / "cache" / "tunix-rt" / "tokens"
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in place.glob(".building-*/tokens.bin")):
+        assert started.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    children = psutil.Process(started.pid).children(recursive=True)
+    os.killpg(started.pid, number)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 7, said
+    assert f"stopped by {number.name}" in said and "Traceback" not in said and "resource_tracker" not in said
+    assert len(children) >= 2 and psutil.wait_procs(children, timeout=10)[1] == []
+    assert list(place.glob(".building-*")) == []
 
 
 def start_badly():

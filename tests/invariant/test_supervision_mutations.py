@@ -10,6 +10,7 @@ from tests.supervision_checks import (
     check_the_end_is_taught,
     check_the_question_is_masked,
     shipped_samples,
+    style,
     with_defect,
     write_chat_tokenizer,
 )
@@ -90,6 +91,24 @@ def test_a_defect_in_rendering_a_chat_is_found(chatting, name):
     check_every_turn_is_taught(render, chatting, samples)
     with pytest.raises(AssertionError):
         check_every_turn_is_taught(with_defect(render, right, wrong), chatting, samples)
+
+
+@pytest.mark.parametrize(
+    ("template", "right", "wrong"),
+    [
+        ("plain", SAID, SAID.replace("first=start", "first=len(tokenizer.prefix)")),
+        ("plain", SAID, SAID.replace("first=start", "first=start - 1")),
+        ("chatml", "said.append(_Said(first=first,", "said.append(_Said(first=first - 1,"),
+        ("chatml", "first, last = bisect_left(starts, start)", "first, last = bisect_left(starts, start) - 1"),
+    ],
+)
+def test_the_length_of_the_prompt_is_known_apart_from_the_mask(chatting, template, right, wrong):
+    """A mask that begins too early is seen by comparing the two, which it would not be if one were made of the other."""
+    [sample], way = shipped_samples(1), style(chatting, template)
+    defective = with_defect(render, right, wrong)
+    for rendering, early in ((render, False), (defective, True)):
+        shown = rendering.render(sample, chatting, way)
+        assert shown.trained[: shown.prompt_tokens].any() == early
 
 
 MEAN_DEFECTS = {

@@ -1,6 +1,7 @@
 """The loop computes one loss, however its rows are cut, packed, padded, interrupted or repeated."""
 
 import hashlib
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -186,7 +187,9 @@ def test_the_shipped_model_loses_nothing_through_save_and_plain_transformers(tmp
 
     source = resolve_model("tiny-gemma3")
     engine = engine_of.load(source, device="cpu", dtype="float32", seed=0)
-    engine_of.save(engine, tmp_path / "final_model", tokenizer_folder=source.folder)
+    engine_of.save(engine, tmp_path / "final_model", tokenizer_folder=source.folder, stop_ids=[1])
+    settings = json.loads((tmp_path / "final_model" / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == 1 and not (tmp_path / "final_model" / "chat_template.jinja").exists()
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final_model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "final_model")
     ids = tokenizer("Tom has 12 pens. Tom buys 7 more pens.", return_tensors="pt").input_ids

@@ -1,10 +1,14 @@
 """From a name to records: the files that were meant, every record of them or none; and the model's own tokenizer."""
 
+import csv
 import gzip
 import hashlib
 import io
 import json
+import os
+import resource
 import shutil
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -15,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, SHIPPED
-from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, parse, read_raw, recognise
+from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, pack_line, parse, read_raw, recognise, unpack_line
 from tunix_rt.data.registry import find_dataset, find_evalset, read_items, split_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.trace import EvalItem, Trace, read_records
-from tunix_rt.errors import InputError
+from tunix_rt.errors import InputError, StorageError
 
 
 def record(number=0, **changed):
@@ -162,16 +166,25 @@ def test_a_container_is_known_by_its_content_whatever_its_name(tmp_path, name, p
 
 
 def test_a_record_is_found_again_by_the_line_where_it_begins(tmp_path):
-    def lines(content: bytes) -> list[int]:
+    def places(content: bytes) -> list[str]:
         (tmp_path / "x").write_bytes(content)
-        return [raw.line for raw in read_raw(find_dataset(str(tmp_path / "x")))]
+        dataset = find_dataset(str(tmp_path / "x"))
+        return [dataset.place(raw.file, raw.line).removeprefix(str(tmp_path / "x")) for raw in read_raw(dataset)]
 
-    assert lines(CONTAINERS["jsonl"]) == [1, 2, 3, 4, 5]
     indented = CONTAINERS["json, indented"]
-    assert lines(indented) == [n for n, line in enumerate(indented.splitlines(), 1) if line == b"  {"]
-    assert lines(CONTAINERS["json in an object, one line each"]) == [2, 3, 4, 5, 6]
-    assert lines(CONTAINERS["parquet"]) == [1, 2, 3, 4, 5]
-    assert find_dataset(str(tmp_path / "x")).place(0, 3) == f"{tmp_path / 'x'} row 3"
+    begins = [number for number, line in enumerate(indented.splitlines(), 1) if line == b"  {"]
+    assert places(CONTAINERS["jsonl"]) == [f":{n}" for n in range(1, 6)]
+    assert places(indented) == [f":{line} (record {n})" for n, line in enumerate(begins, 1)]
+    assert places(CONTAINERS["json in an object"]) == [f":1 (record {n})" for n in range(1, 6)]
+    assert places(CONTAINERS["json in an object, one line each"]) == [f":{n + 1} (record {n})" for n in range(1, 6)]
+    assert places(CONTAINERS["parquet"]) == [f" row {n}" for n in range(1, 6)]
+
+
+def test_line_and_record_of_the_largest_document_fit_into_one_stored_number():
+    largest = (MAX_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES // 2)
+    assert unpack_line(pack_line(*largest)) == largest
+    assert pack_line(*largest) < 2**63
+    assert unpack_line(12) == (12, 0)
 
 
 def test_one_line_that_is_one_record_is_jsonl_and_one_line_around_records_is_json(tmp_path):
@@ -196,7 +209,7 @@ def test_one_line_that_is_one_record_is_jsonl_and_one_line_around_records_is_jso
         (b'[{"a": 1},\n{"a": }]', ":2: not JSON"),
         (b'[{"a": 1},\n{"a": 1, "a": 2}]', ":2: not JSON (the key 'a' is given twice"),
         (b'[{"a": 1},\n{"a": NaN}]', ":2: not JSON (NaN is not a value"),
-        (b'[{"a": 1},\n7]', ":2: a number, not an object"),
+        (b'[{"a": 1},\n7]', ":2 (record 2): a number, not an object"),
         (b'[{"a": 1},\n{"a": "\xff"}]', ":2: not UTF-8 text"),
         (b'[{"a": 1}]\n[]', ":2: not JSON (more after the end"),
         (b'[{"a": 1}\n', ":2: not JSON (expected , or ]"),
@@ -303,6 +316,147 @@ def test_memory_does_not_grow_with_the_file_nor_with_one_line_of_it(tmp_path, pa
     assert peak < 5_000_000
 
 
+def test_parquet_is_held_a_few_rows_at_a_time_however_often_it_repeats_a_text(tmp_path):
+    pq.write_table(pa.table({"prompt": ["x" * 280_000] * 200}), tmp_path / "x", compression="zstd")
+    assert (tmp_path / "x").stat().st_size < 10_000
+    tracemalloc.start()
+    before = pa.total_allocated_bytes()
+    arrow = max(pa.total_allocated_bytes() - before for _ in read_raw(find_dataset(str(tmp_path / "x"))))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000 and arrow < 8_000_000
+
+
+@pytest.mark.parametrize("container", ["jsonl", "json", "parquet"])
+def test_one_record_has_the_same_limit_in_every_container(tmp_path, container):
+    def written(text: str) -> Path:
+        rows = [{"prompt": [{"role": "user", "content": said}], "completion": "z"} for said in ("x", text)]
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        content = {"jsonl": "\n".join(lines).encode(), "json": f"[{','.join(lines)}]".encode()}
+        (tmp_path / "x").write_bytes(content.get(container) or as_parquet(rows))
+        return tmp_path / "x"
+
+    for fine in ("x" * 990_000, "é" * 495_000):
+        assert len(rows_of(written(fine))) == 2
+    where = {
+        "jsonl": ":2: over 1,000,000 bytes in one line",
+        "json": ":1 (record 2): the record is longer than 1,000,000 bytes",
+        "parquet": " row 2: the record is longer than 1,000,000 bytes",
+    }
+    for longer in ("x" * 1_000_001, "é" * 500_001):
+        assert refused(written(longer)).problem == f"{tmp_path / 'x'}{where[container]}"
+
+
+def test_a_disk_that_is_full_while_parquet_is_unpacked_is_a_fault_of_the_disk(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(gzip.compress(CONTAINERS["parquet"]))
+    dataset = find_dataset(str(tmp_path / "x"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1_000, hard)
+    )  # no file may grow over it: as on a full disk, writing fails
+    try:
+        with pytest.raises(StorageError, match=f"{tmp_path}: .* unpacked there") as caught:
+            list(read_raw(dataset))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "TMPDIR" in caught.value.fix and caught.value.exit_code == 8
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nosuch"))
+    with pytest.raises(StorageError, match="nosuch"):
+        list(read_raw(dataset))
+
+
+@pytest.mark.parametrize(("name", "mark"), [("CSV", ","), ("CSV", ";"), ("TSV", "\t")])
+def test_comma_separated_values_are_refused_with_a_command_that_converts_them(tmp_path, name, mark):
+    path = tmp_path / "x.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter=mark)
+        writer.writerows([["prompt", "completion"], ["Why,\t;\r\nthough?", 'He said "so".']])
+    error = refused(path)
+    assert error.problem == f"{path}:1: not JSON: it looks like {name}, which is not read"
+    command = error.fix.partition(": python ")[2].replace("FILE.jsonl", "y.jsonl").replace("FILE", "x.csv")
+    subprocess.run(f"{sys.executable} -S {command}", shell=True, check=True, cwd=tmp_path)
+    assert rows_of(tmp_path / "y.jsonl") == [{"prompt": "Why,\t;\r\nthough?", "completion": 'He said "so".'}]
+
+
+# --- a file that changes ---------------------------------------------------------------------------------------------
+
+
+def appended(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\n")
+
+
+def rewritten(path: Path) -> None:
+    content, was = path.read_bytes(), path.stat()
+    path.write_bytes(content[::-1])
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
+
+
+def replaced(path: Path) -> None:
+    content, was = path.read_bytes(), path.stat()
+    (other := path.with_name("other")).write_bytes(content)
+    os.utime(other, ns=(was.st_atime_ns, was.st_mtime_ns))
+    other.rename(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("container", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("change", [appended, rewritten, replaced])
+def test_a_file_that_changed_since_it_was_hashed_is_refused(tmp_path, container, packed, change):
+    path = tmp_path / "x"
+    path.write_bytes(gzip.compress(CONTAINERS[container]) if packed else CONTAINERS[container])
+    dataset = find_dataset(str(path))
+    change(path)
+    with pytest.raises(InputError) as caught:
+        next(read_raw(dataset))
+    assert caught.value.problem == f"{path} changed while it was read"
+    assert caught.value.fix == "wait until it is written, then run it again"
+
+
+@pytest.mark.parametrize(("container", "packed"), [("jsonl", False), ("jsonl", True), ("parquet", False)])
+@pytest.mark.parametrize("change", [appended, rewritten])
+def test_a_file_that_changes_while_it_is_read_never_gives_its_last_record(tmp_path, container, packed, change):
+    path = tmp_path / "x"
+    path.write_bytes(gzip.compress(CONTAINERS[container]) if packed else CONTAINERS[container])
+    records = read_raw(find_dataset(str(path)))
+    next(records)
+    change(path)
+    with pytest.raises(InputError, match="changed while it was read"):
+        for _ in range(4):
+            next(records)
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_refused_and_so_is_an_eval_set(tmp_path, monkeypatch):
+    path, digest = (
+        write_lines(tmp_path / "x.jsonl", {"id": "a", "prompt": "?", "answer": "1", "section": "s"}),
+        hashlib.file_digest,
+    )
+
+    evalset = find_evalset(str(path))
+    appended(path)
+    with pytest.raises(InputError, match="changed while it was read"):
+        read_items(evalset)
+
+    def slow(file, name):
+        found = digest(file, name)
+        appended(path)
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", slow)
+    for find in (find_dataset, find_evalset):
+        with pytest.raises(InputError, match=r"x\.jsonl changed while it was read"):
+            find(str(path))
+
+
+def test_when_a_file_was_last_changed_is_no_part_of_its_hash(tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", record())
+    before = find_dataset(str(path))
+    os.utime(path, ns=(1, 1))
+    assert find_dataset(str(path)).sha256 == before.sha256
+    assert find_dataset(str(path)).files[0].version != before.files[0].version
+
+
 def squeezed(path: Path) -> Path:
     packed = path.with_name(f"{path.name}.gz")
     packed.write_bytes(gzip.compress(path.read_bytes(), 1))
@@ -362,7 +516,7 @@ def folder_with(tmp_path: Path, *names: str) -> Path:
     [
         (["b.jsonl", "a.json", "README.md", "LICENSE", ".x.jsonl", "dataset_infos.json"], ["a.json", "b.jsonl"]),
         (["data/part-2.jsonl.gz", "data/part-1.ndjson", "README.md"], ["data/part-1.ndjson", "data/part-2.jsonl.gz"]),
-        (["one/x.jsonl", "two/y.jsonl", ".git/z.jsonl", "deep/er/z.jsonl"], ["one/x.jsonl", "two/y.jsonl"]),
+        (["one/x.jsonl", "two/y.jsonl", ".git/z/z.jsonl", ".x.csv", "run.py", "notes.txt"], ["one/x.jsonl", "two/y.jsonl"]),
         (["train-a.jsonl", "train-b.jsonl", "extra.jsonl"], ["extra.jsonl", "train-a.jsonl", "train-b.jsonl"]),
         (["data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet"],
          ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]),
@@ -388,6 +542,10 @@ def test_a_folder_is_all_its_data_files_in_name_order(tmp_path, names, read):
         (["d/train_sft-00000-of-00002.parquet", "d/train_sft-00001-of-00002.parquet", "d/train_gen-00000-of-00001.parquet"],
          ["d/train_gen-00000-of-00001.parquet", "d/train_sft*"]),
         (["dev-1.json", "dev-2.json", "train.json"], ["dev-1.json", "dev-2.json", "train.json"]),
+        (["X.jsonl", "X_test.jsonl"], ["X.jsonl", "X_test.jsonl"]),
+        (["a.jsonl", "b.jsonl", "holdout.jsonl"], ["a.jsonl", "b.jsonl", "holdout.jsonl"]),
+        (["data/x.jsonl", "test/y.jsonl"], ["data/x.jsonl", "test/y.jsonl"]),
+        (["x.json", "test_sft-00000-of-00001.json"], ["test_sft-00000-of-00001.json", "x.json"]),
     ],
 )  # fmt: skip
 def test_a_folder_with_more_than_one_reading_is_refused_with_every_path_to_give(tmp_path, names, readings):
@@ -397,6 +555,30 @@ def test_a_folder_with_more_than_one_reading_is_refused_with_every_path_to_give(
     assert caught.value.fix == f"give one of: {', '.join(str(folder / name) for name in readings)}"
     found = [path for name in readings for path in paths(folder / name)]
     assert sorted(found) == sorted(str(folder / name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["a.jsonl", "deep/er/b.jsonl"], "more than one level down, which would be left out: deep/er/b.jsonl"),
+        (["deep/er/and/b.jsonl"], "more than one level down, which would be left out: deep/er/and/b.jsonl"),
+        (["a.jsonl", "b.jsonl.zst"], "of a kind that is not read, which would be left out: b.jsonl.zst"),
+        (
+            ["a.jsonl", "d/b.CSV.gz", "c.arrow"],
+            "of a kind that is not read, which would be left out: c.arrow, d/b.CSV.gz",
+        ),
+        (["b.csv", "c.tsv"], "of a kind that is not read, which would be left out: b.csv, c.tsv"),
+    ],
+)
+def test_what_looks_like_data_and_would_be_left_out_of_a_folder_is_named(tmp_path, names, words):
+    folder = folder_with(tmp_path, *names)
+    with pytest.raises(InputError) as caught:
+        find_dataset(str(folder))
+    assert caught.value.problem == f"{folder} holds data files {words}"
+
+
+def test_a_test_set_alone_may_be_read(tmp_path):
+    assert len(paths(folder_with(tmp_path, "a_test.jsonl", "b_test.jsonl"))) == 2
 
 
 def test_a_split_is_a_word_of_the_name_and_not_a_part_of_one():

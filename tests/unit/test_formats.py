@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REFERENCE
+from tests.samples import read_samples
 from tunix_rt.config import Data
-from tunix_rt.data.formats import FORMATS, detect_format, gsm8k_trace, read_samples, readings, to_sample, unused_columns
+from tunix_rt.data.formats import FORMATS, detect_format, gsm8k_trace, readings, to_sample, unused_columns
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.errors import InputError
@@ -76,9 +77,17 @@ READS = [
     ),
     ("messages", {"messages": [message()]}, said(("user", "Why?"))),
     ("sharegpt", {"conversations": SHARED}, CHAT),
-    ("sharegpt", {"conversations": [message(), message("gpt", "So.")]}, ASKED),
+    ("sharegpt", {"conversations": [message(), message("gpt", "So.")], "system": ""}, ASKED),
+    ("sharegpt", {"conversations": SHARED, "system": "Be brief."}, CHAT),
+    ("sharegpt", {"conversations": SHARED[1:], "system": "Be brief."}, CHAT),
+    (
+        "messages",
+        {"messages": [message(t.role, t.text) for t in CHAT.turns[1:]], "system": "Be brief."},
+        CHAT,
+    ),
     ("alpaca", {"instruction": "Why?", "output": "So."}, ASKED),
-    ("alpaca", {"instruction": "Why?", "input": "", "output": "So.", "system": " "}, ASKED),
+    ("alpaca", {"instruction": "Why?", "input": "", "output": "So.", "system": " ", "history": []}, ASKED),
+    ("alpaca", {"instruction": "And?", "output": "Yes.", "system": "Be brief.", "history": [["Why?", "So."]]}, CHAT),
     (
         "alpaca",
         {"instruction": "Sort.", "input": "2 1", "output": "1 2", "system": "Be brief."},
@@ -114,7 +123,6 @@ REFUSED = [
     ("prompt_completion", {"prompt": "x", "completion": "y", "response": "z"}, "response: there are two readings"),
     ("prompt_completion", {"prompt": [], "completion": "y"}, "prompt: no message"),
     ("prompt_completion", {"prompt": "x", "completion": {}}, "completion: an object, not text"),
-    ("prompt_completion", {"question": "x", "answer": "y\n#### 5"}, "answer: it ends in a `####` line"),
     ("prompt_completion", {"instruction": "x", "input": "y", "output": "z"}, "instruction: it would be left out"),
     ("messages", {"messages": {}}, "messages: an object, not a list of messages"),
     ("messages", {"messages": []}, "messages: no message"),
@@ -163,10 +171,16 @@ REFUSED = [
     ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, "conversations.0.value: blank text"),
     ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "conversations.0.from: 'bot'; the roles are"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "markdown": "y"}]}, "conversations.0.markdown"),
+    ("messages", {"messages": [message()], "system": 5}, "system: a number, not text"),
+    ("messages", {"messages": [message("system"), message()], "system": "x"}, "system: it differs from messages.0"),
+    ("sharegpt", {"conversations": SHARED, "system": "x"}, "system: it differs from conversations.0"),
+    ("alpaca", {"instruction": "x", "output": "y", "history": "z"}, "history: a text, not a list of [question"),
+    ("alpaca", {"instruction": "x", "output": "y", "history": [["z"]]}, "history.0: not a pair [question, answer]"),
+    ("alpaca", {"instruction": "x", "output": "y", "history": [["z", ""]]}, "history.0.1: blank text"),
     ("alpaca", {"instruction": "x"}, "output: missing"),
     ("alpaca", {"instruction": "x", "output": "y", "input": 5}, "input: a number, not text"),
     ("gsm8k", {"question": "x", "answer": "#### 5"}, "answer: no step before"),
-    ("gsm8k", {"question": "x", "answer": "y\n####  "}, "answer after ####: blank text"),
+    ("gsm8k", {"question": "x", "answer": "y\n####  "}, "answer: it does not end in a line `#### N` with a number"),
     ("gsm8k", {"question": "x", "answer": "y <<1=1>>\n<<2=2>>\n#### 5"}, "answer: a line holds a calculator's mark"),
     ("gsm8k", {"question": " ", "answer": "y\n#### 5"}, "question: blank text"),
     ("trace", {"prompt": "x", "steps": [STEP], "final_answer": ""}, "final_answer: blank text"),
@@ -191,9 +205,9 @@ def test_odd_characters_pass_in_every_format_for_the_rules_to_find(text):
         "messages": {"messages": [message(content=text), message("assistant", text, reasoning_content=text)]},
         "sharegpt": {"conversations": [{"from": "human", "value": text}]},
         "alpaca": {"instruction": text, "output": text},
-        "gsm8k": {"question": text, "answer": f"{text}\n#### {text}"},
+        "gsm8k": {"question": text, "answer": f"{text}\n#### 5"},
     }.items():
-        assert set(to_sample(record, name, "x:1").texts) == {text}
+        assert set(to_sample(record, name, "x:1").texts) - {"5"} == {text}
 
 
 def test_halves_of_a_character_that_come_together_are_one_character():
@@ -252,7 +266,7 @@ def test_a_later_record_of_another_format_is_refused_with_its_line_and_the_readi
     with pytest.raises(InputError) as caught:
         list(read_samples(find_dataset(path)))
     assert caught.value.problem == (
-        f"{path}:3: answer: it does not end in a line `#### N`; by its keys it is prompt_completion, not gsm8k"
+        f"{path}:3: answer: it does not end in a line `#### N` with a number; by its keys it is prompt_completion, not gsm8k"
     )
     path = write(tmp_path / "x.jsonl", {"messages": [message()]}, {"conversations": SHARED})
     with pytest.raises(InputError, match=r"x.jsonl:2: messages: missing; by its keys it is sharegpt, not messages"):
@@ -270,7 +284,10 @@ def test_every_record_comes_with_its_place(tmp_path):
 def test_columns_that_say_something_and_are_not_read_are_named():
     record = {"prompt": "a", "completion": "b", "input": "c", "score": 0, "none": None}
     assert unused_columns(record, "prompt_completion") == ["input", "score"]
-    assert unused_columns({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca") == ["text"]
+    alpaca = {"instruction": "a", "input": "", "output": "b", "system": "c", "history": [["d", "e"]], "text": "f"}
+    assert unused_columns(alpaca, "alpaca") == ["text"]
+    for name, column in (("messages", "messages"), ("sharegpt", "conversations")):
+        assert unused_columns({column: [message()], "system": "a", "text": "b"}, name) == ["text"]
 
 
 # --- GSM8K -----------------------------------------------------------------------------------------------------------
@@ -282,6 +299,31 @@ def test_the_marks_of_a_calculator_leave_the_sentences_and_stay_in_the_trace():
     assert [(step["i"], step["type"]) for step in trace["steps"]] == [(0, "compute"), (1, "compute"), (2, "state")]
     assert trace["meta"] == {"marks": [["1+2=3"], ["3*2=6", "6=6"], []]}
     assert to_sample(trace, "trace", "x:1") == to_sample(record, "gsm8k", "x:1")
+
+
+@pytest.mark.parametrize(
+    ("last", "is_number"),
+    [("72", True), ("-3", True), ("1,234,567", True), ("$4.50", True), ("-$5", True), (".5", True), ("3/4", True),
+     ("20%", True), ("Summary", False), ("2 Methods", False), ("3. Results", False), ("x = 5", False), ("", False),
+     ("5 #", False), ("²", False), ("1,,2", False)],
+)  # fmt: skip
+def test_a_number_after_the_marks_is_gsm8k_and_a_heading_is_text(last, is_number):
+    record = {"question": "Why?", "answer": f"So.\n#### {last}"}
+    assert readings(record) == (["gsm8k"] if is_number else ["prompt_completion"])
+    if is_number:
+        assert to_sample(record, "gsm8k", "x:1").answer == last
+
+
+def test_a_format_that_is_asked_for_by_name_is_the_one_that_is_read(tmp_path):
+    """As text, marks and all: that is what was asked for."""
+    record = {"question": "Why?", "answer": "1+2=<<1+2=3>>3\n#### 3"}
+    path = write(tmp_path / "x.jsonl", record)
+    ((_, sample),) = read_samples(find_dataset(path), "prompt_completion")
+    assert sample == said(("user", "Why?"), ("assistant", record["answer"]))
+    assert unused_columns(record, "prompt_completion") == []
+    began = time.process_time()
+    assert readings({"question": "Why?", "answer": "So.\n#### " + "1" * 500_000 + "x"}) == ["prompt_completion"]
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.reference

@@ -10,8 +10,9 @@ import tokenizers
 
 from tests.conftest import SHIPPED
 from tunix_rt.config import build_config
-from tunix_rt.data import overlap, prepare, rules
-from tunix_rt.data.prepare import ModelFacts, inspect
+from tunix_rt.data import checks, overlap, prepare, rules
+from tunix_rt.data.limits import ModelFacts
+from tunix_rt.data.prepare import inspect
 from tunix_rt.data.rules import RULES, Finding
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError
@@ -77,7 +78,10 @@ LONG = " ".join(str(number) for number in range(40))
 CASES = {
     "lone_surrogate": Case(bad=[FIRST, trace("What is \ud83d?")], good=[FIRST, trace("What is \U0001f600?")]),
     "control_character": Case(bad=[FIRST, trace(answer="7\x07")], good=[FIRST, trace(step="a\tb\nc")]),
-    "control_token": Case(bad=[FIRST, trace("What is <eos>?")], good=[FIRST, trace("What is <end>?")]),
+    "control_token": Case(
+        bad=[FIRST_CHAT, chat("What is <eos>?", "An end.")], good=[FIRST_CHAT, chat("What is <end>?", "An end.")],
+        template=GEMMA_LIKE,
+    ),
     "template_refused": Case(
         bad=[FIRST_CHAT, chat("Hello.", "Hello?", "Yes.", roles=("user", "user", "assistant"))],
         good=[FIRST_CHAT, chat("Hello.", "Yes.")], template=GEMMA_LIKE,
@@ -131,6 +135,10 @@ CASES = {
         bad=[FIRST, trace(f"Once upon a time {STORY}. How many are left?")],
         good=[FIRST, trace(f"{' '.join(STORY.split()[:12])}. How many are left?")],
         asked=[question(f"{STORY}. How many apples does Mia have?")],
+    ),
+    "control_text": Case(bad=[FIRST, trace("What is <eos>?")], good=[FIRST, trace("What is <end>?")]),
+    "unused_column": Case(
+        bad=[FIRST_COMPLETION, completion("7") | {"context": "It is Monday."}], good=[FIRST_COMPLETION, completion("7")],
     ),
     "truncated": Case(
         bad=[FIRST_CHAT, chat("Hello.", "Hello.", LONG, "Thank you.")], good=[FIRST_CHAT, chat("Hello.", "Hello.")],
@@ -189,7 +197,7 @@ def test_every_rule_has_a_case_and_says_what_why_and_how():
     for rule in RULES.values():
         assert all((rule.finds, rule.because, rule.fix, rule.example)), rule.name
     assert [name for name, rule in RULES.items() if not rule.refuses] == [
-        "truncated", "cut_inside", "duplicate", "near_duplicate",
+        "control_text", "unused_column", "truncated", "cut_inside", "duplicate", "near_duplicate",
     ]  # fmt: skip
 
 
@@ -218,11 +226,11 @@ def test_a_broken_rule_that_refuses_ends_with_exit_3_the_count_and_the_line(name
     assert caught.value.fix == RULES[name].fix
 
 
-@pytest.mark.parametrize("name", [*rules.EXAMPLE_CHECKS, *rules.TEXT_CHECKS])
+@pytest.mark.parametrize("name", [*checks.EXAMPLE_CHECKS, *checks.TEXT_CHECKS])
 def test_without_its_rule_the_bad_file_would_pass(name, tmp_path, monkeypatch):
     """Each file is caught by its rule and by nothing else, so a rule that is switched off is missed by the tests above."""
-    for checks in (rules.EXAMPLE_CHECKS, rules.TEXT_CHECKS):
-        monkeypatch.delitem(checks, name, raising=False)
+    for listed in (checks.EXAMPLE_CHECKS, checks.TEXT_CHECKS):
+        monkeypatch.delitem(listed, name, raising=False)
     if name == "lone_surrogate":  # nothing else can be asked about a text that cannot be encoded
         with pytest.raises((UnicodeEncodeError, TypeError)):
             bad_findings(name, tmp_path)
@@ -231,11 +239,13 @@ def test_without_its_rule_the_bad_file_would_pass(name, tmp_path, monkeypatch):
 
 
 def test_several_broken_rules_are_said_together_and_only_warnings_refuse_nothing(tmp_path):
-    records = [FIRST, trace("What is <eos>?"), trace(answer="7\x07"), trace(answer="7\x07")]
-    findings = found_in(records, Case(bad=[], good=[]), None, ModelFacts(vocabulary=1024, positions=512), tmp_path)
+    odd = chat("What is it?", "7\x07")
+    records = [FIRST_CHAT, chat("What is <eos>?", "An end."), odd, odd]
+    findings = found_in(records, Case(bad=[], good=[]), GEMMA_LIKE, TINY, tmp_path)
     assert [(finding.rule, finding.count) for finding in findings] == [
         ("control_character", 2), ("control_token", 1), ("duplicate", 1),
     ]  # fmt: skip
+    assert findings[0].places == (f"{tmp_path / 'my.jsonl'}:3", f"{tmp_path / 'my.jsonl'}:4")
     with pytest.raises(InputError, match="breaks 2 rules") as caught:
         rules.refuse(findings)
     assert "duplicate" not in caught.value.problem
@@ -260,14 +270,134 @@ def test_asking_for_the_whole_loss_is_no_finding(tmp_path):
     assert found_in(case.bad, case, None, case.model, tmp_path) == []
 
 
-@pytest.mark.parametrize("texts", [("3 + 4", "3 - 4"), ("1,600 men", "1.600 men"), ("x^2", "x 2"), ("5 %", "5")])
+# --- what looks wrong and is not --------------------------------------------------------------------------------------
+
+FREE = {
+    "a text that speaks about tags": completion("Put the result between the <answer> tags, please."),
+    "an element of XML": completion("Write <answer></answer> into the file."),
+    "a model's habits": completion("R1 writes <think> first and thinks on."),
+    "a tagged text with more around it": completion("<reasoning>3 + 4</reasoning> So <answer>7</answer>"),
+    "code": completion("if (a < b && c > d) { return x[0]; } // <T> [0] </p>"),
+    "tabs and lines": completion("a\tb\r\nc"),
+    "other scripts": completion("答案是 七。 Ответ: семь. العربية 🙂"),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_text_that_only_looks_wrong_is_let_through(name, tmp_path):
+    assert found_in([FREE[name]], Case(bad=[], good=[]), None, TINY, tmp_path) == []
+
+
+def test_tags_are_asked_about_turn_by_turn(tmp_path):
+    crossed = chat("One?", "<reasoning>one", "Two?", "two</reasoning>")
+    findings = found_in([crossed], Case(bad=[], good=[]), None, TINY, tmp_path)
+    assert [finding.rule for finding in findings] == ["orphan_tag"]
+
+
+EMPTY_THOUGHT = GEMMA_LIKE.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
+
+
+def test_an_empty_block_by_the_template_is_wrong_beside_a_trace_and_no_ones_fault_beside_a_chat(tmp_path):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    assert found_in([FIRST_CHAT], Case(bad=[], good=[]), EMPTY_THOUGHT, TINY, tmp_path / "a") == []
+    findings = found_in([FIRST], Case(bad=[], good=[]), EMPTY_THOUGHT, TINY, tmp_path / "b")
+    assert [(finding.rule, finding.seen) for finding in findings] == [("empty_tag", "<think></think> is empty")]
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x1b", "\x7f", "\x84", "\x9f", "\ufffe"])
+def test_every_kind_of_control_character_is_found(character, tmp_path):
+    findings = found_in([trace(step=f"a{character}b")], Case(bad=[], good=[]), None, TINY, tmp_path)
+    assert [finding.rule for finding in findings] == ["control_character"]
+
+
+def test_beginning_twice_is_seen_by_the_ids(tmp_path):
+    findings = found_in([FIRST_CHAT], Case(bad=[], good=[]), "{{ bos_token }}" + GEMMA_LIKE, TINY, tmp_path)
+    assert [(finding.rule, finding.seen) for finding in findings] == [("bos_twice", "<bos> stands in it 2 times")]
+
+
+def test_a_tagged_completion_that_is_cut_open_is_cut_inside(tmp_path):
+    cut = completion(f"<reasoning>{LONG}</reasoning><answer>7</answer>")
+    findings = found_in([FIRST_COMPLETION, cut], Case(bad=[], good=[], settings=SMALL), None, TINY, tmp_path)
+    assert [(finding.rule, finding.seen) for finding in findings] == [
+        ("cut_inside", "0 are cut inside the reasoning, 0 inside the answer, 1 inside a tag of their own")
+    ]
+
+
+def test_the_ways_of_a_cut_are_counted_apart(tmp_path):
+    in_answer = trace(step="3", answer=LONG)
+    findings = found_in(
+        [FIRST, trace(step=LONG), in_answer, trace(step=LONG + " 3")],
+        Case(bad=[], good=[], settings=SMALL), None, TINY, tmp_path,
+    )  # fmt: skip
+    assert [finding.seen for finding in findings if finding.rule == "cut_inside"] == [
+        "2 are cut inside the reasoning, 1 inside the answer"
+    ]
+
+
+def test_a_question_that_the_template_would_misread_is_refused_with_its_line(tmp_path):
+    case = Case(bad=[FIRST_CHAT], good=[], asked=[question("Fine?"), question("Hi<end_of_turn>") | {"id": "q2"}])
+    with pytest.raises(InputError, match=rf"{tmp_path / 'asked.jsonl'}:2: control_token: <end_of_turn>"):
+        found_in(case.bad, case, GEMMA_LIKE, TINY, tmp_path)
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------------
+
+
+def overlap_of(training: dict, *asked: str) -> str | None:
+    from tunix_rt.data.formats import readings, to_sample
+    from tunix_rt.data.trace import EvalItem
+
+    questions = overlap.questions_of(
+        EvalItem(id=str(number), prompt=prompt, answer="7", section="s") for number, prompt in enumerate(asked)
+    )
+    [form] = readings(training)
+    match = overlap.find_overlap(to_sample(training, form, "x:1"), questions)
+    return match and match.rule
+
+
+PERU = "What is the capital of Peru?"
+
+
+@pytest.mark.parametrize(
+    ("training", "asked"),
+    [
+        (trace(f"Please answer this: {PERU}"), PERU),
+        (trace(step=f"Somebody asked: {PERU} It is Lima."), PERU),
+        (trace(answer=f"{STORY}."), f"{STORY}. How many?"),
+        (trace("请回答：三加四等于几，然后再减去二是多少？"), "三加四等于几，然后再减去二是多少？"),
+    ],
+)
+def test_a_question_in_other_words_around_it_is_found(training, asked):
+    assert overlap_of(training, asked) == "overlap_ngram"
+
+
+def test_a_common_instruction_is_no_overlap():
+    told = "Solve the following problem step by step and write nothing but the steps and then the answer in the end: "
+    asked = [f"{told}What is {n} + {n * 7}?" for n in range(60)]
+    assert overlap_of(trace(f"{told}Who painted the ceiling of the chapel?"), *asked) is None
+    assert overlap_of(trace(asked[7]), *asked) == "overlap_exact"
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("3 + 4", "3 - 4"), ("1,600 men", "1.600 men"), ("x^2", "x 2"), ("5 %", "5"), ("What is 5!?", "What is 5?"),
+        ("A ∪ B", "A ∩ B"), ("x ≤ 3", "x ≥ 3"), ("C#", "C"), ("C++", "C"), ("list 1,2,3", "list 12,3"), ("a-b", "a·b"),
+        ("$5", "€5"), ("😀", "😢"), ("दिन", "दान"), ("น้ำ", "นำ"), ("-5", "5"), ("12.5", "125"),
+    ],
+)  # fmt: skip
 def test_another_sign_or_number_is_another_question(texts):
     assert overlap.fold(texts[0]) != overlap.fold(texts[1])
 
 
 @pytest.mark.parametrize(
     "texts",
-    [("How many?", "how  MANY"), ("twenty-five", "twenty five"), ("1,600", "1600"), ("“Ｈi”, he said", "hi he said")],
-)
+    [
+        ("How many?", "how  MANY"), ("twenty-five", "twenty five"), ("1,600", "1600"), ("“Ｈi”, he said", "hi he said"),
+        ("don't", "don’t"), ("x − 1", "x-1"), ("3 + 4 = 7.", "3+4=7"), ("so – or not?", "so or not"),
+    ],
+)  # fmt: skip
 def test_case_spaces_and_punctuation_make_no_other_question(texts):
     assert overlap.fold(texts[0]) == overlap.fold(texts[1])

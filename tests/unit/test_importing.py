@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import REFERENCE
+from tests.samples import read_samples
 from tests.unit.test_formats import READS, message
 from tunix_rt import __version__
-from tunix_rt.data.formats import FORMATS, read_samples, to_sample
+from tunix_rt.data.formats import FORMATS, to_sample
 from tunix_rt.data.importing import import_dataset
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.errors import InputError
@@ -150,7 +151,7 @@ def test_what_a_killed_import_left_is_swept_away_and_the_work_of_another_is_not(
 
 def test_a_record_that_no_line_can_hold_is_refused_with_its_place(tmp_path):
     (tmp_path / "long.json").write_text(json.dumps([{"prompt": "a", "completion": "x" * 1_000_000}]))
-    with pytest.raises(InputError, match=r"long.json:1: the record is longer than 1,000,000 bytes"):
+    with pytest.raises(InputError, match=r"long.json:1 \(record 1\): the record is longer than 1,000,000 bytes"):
         import_dataset(str(tmp_path / "long.json"), key="mine", folder=tmp_path / "d")
     step = {"i": 0, "type": "fact", "content": "x"}
     endless = {"prompt": "a", "steps": [step], "final_answer": "b", "meta": {"x": float("nan")}}

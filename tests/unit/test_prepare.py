@@ -11,8 +11,9 @@ import tokenizers
 from tests.conftest import SHIPPED
 from tests.stores import quiet
 from tunix_rt.config import build_config
+from tunix_rt.data.limits import ModelFacts
 from tunix_rt.data.pack import rows_root
-from tunix_rt.data.prepare import ModelFacts, prepare
+from tunix_rt.data.prepare import prepare
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError
 
@@ -187,7 +188,7 @@ def test_an_evaluation_question_that_is_trained_on_is_refused_with_count_and_lin
     asked = [{"id": str(n), "prompt": f"What is {n} + 2?", "answer": "?", "section": "s"} for n in range(3)]
     known = [{**asked[0], "id": f"known {n}", "prompt": f" what is  {n} + 1\n"} for n in (4, 6)]
     evalset = write_lines(tmp_path / "e.jsonl", *asked, *known)
-    with pytest.raises(InputError, match=r"overlap_normalised: 2 x an evaluation question") as caught:
+    with pytest.raises(InputError, match=r"overlap_normalised: 2 x a training prompt") as caught:
         ready(settings(path, validation_fraction=0, evalset=str(evalset)), tokenizer)
     assert f"first {path}:5: {evalset}:4 asks it too" in caught.value.problem
     assert "evaluation.evalset" in caught.value.fix
@@ -231,3 +232,76 @@ def test_no_id_beyond_the_table_reaches_the_model_by_any_way(tmp_path, letter_by
     for way, (config, tokenizer) in ways.items():
         with pytest.raises(InputError, match=rf"id {table}\b.*; the model has {table} rows"):
             pytest.fail(f"{way}: {ready(config, tokenizer, vocabulary=table).sentence}")
+
+
+# --- what is counted -------------------------------------------------------------------------------------------------
+
+
+def test_rows_their_fill_and_their_hash_are_of_all_rows(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(40)))
+    data = ready(settings(path), tokenizer)
+    assert len(data.rows) > 5
+    lengths = [len(row.ids) for row in data.rows]
+    assert data.fill == pytest.approx(sum(lengths[:-1]) / (len(lengths) - 1) / 64)
+    assert data.merkle_root == rows_root(list(data.rows)) != rows_root(list(data.rows)[:-1])
+    assert data.tokens == sum(lengths)
+    assert data.trained_tokens == sum(int(row.trained.sum()) for row in data.rows)
+
+
+def test_the_longest_row_may_be_a_held_out_one(tmp_path, tokenizer):
+    records = [record(n) for n in range(4)]
+    records[1]["final_answer"] = "1 2 3 4 5 6 7 8"
+    path = write_lines(tmp_path / "x.jsonl", *records)
+    longest = set()
+    for seed in range(12):
+        data = ready(settings(path, data_seed=seed, packing=False), tokenizer)
+        rows = [len(row.ids) for row in (*data.rows, *data.heldout_rows)]
+        assert data.longest_row == max(rows)
+        longest.add(data.longest_row > max(len(row.ids) for row in data.rows))
+    assert longest == {True, False}, "both sides were tried"
+
+
+def test_of_a_cut_example_only_what_is_left_is_counted_as_trained(with_one_long_line, tokenizer):
+    for seed in range(5):
+        data = ready(settings(with_one_long_line, data_seed=seed, on_overflow="truncate"), tokenizer)
+        assert data.trained_tokens == sum(int(row.trained.sum()) for row in data.rows)
+
+
+def test_of_very_many_held_out_questions_an_even_part_is_asked(tmp_path, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr("tunix_rt.data.prepare.MOST_ASKED", 4)
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(40)))
+    data = ready(settings(path), tokenizer)
+    assert (data.heldout_traces, len(data.items)) == (8, 4)
+    assert "Of 8 held-out questions 4 are asked" in caplog.text
+
+
+def test_one_question_asked_over_and_over_holds_nothing_out_and_says_so(tmp_path, tokenizer, caplog):
+    path = write_lines(tmp_path / "x.jsonl", *(record(0, final_answer=str(n)) for n in range(5)))
+    assert ready(settings(path, evaluation={"enabled": False}), tokenizer).heldout_traces == 0
+    assert "Nothing is held out: all records ask the same question" in caplog.text
+
+
+def test_chats_can_be_held_out_but_not_asked(tmp_path, tokenizer):
+    turns = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi?"},
+        {"role": "assistant", "content": "Ho."},
+    ]
+    chats = [{"messages": [*turns[:1], {"role": "user", "content": f"Hi {n}?"}, *turns[2:]]} for n in range(10)]
+    path = write_lines(tmp_path / "x.jsonl", *chats)
+    with pytest.raises(InputError, match=r"of the 2 held-out records none is one question with one answer"):
+        ready(settings(path), tokenizer)
+    assert len(ready(settings(path, evaluation={"enabled": False}), tokenizer).heldout_rows) == 2
+
+
+def test_a_tagged_completion_is_asked_for_the_answer_in_its_tag(tmp_path, tokenizer):
+    records = [{"prompt": f"{n} + 1?", "completion": f"<answer> {n + 1} </answer>"} for n in range(10)]
+    data = ready(settings(write_lines(tmp_path / "x.jsonl", *records)), tokenizer)
+    assert {(item.prompt, item.answer) for item in data.items} <= {(f"{n} + 1?", str(n + 1)) for n in range(10)}
+    assert len(data.items) == 2
+
+
+def test_training_on_the_questions_too_is_said(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(5)))
+    assert "; the questions are trained too" in ready(settings(path, completion_only_loss=False), tokenizer).sentence
+    assert "trained too" not in ready(settings(path), tokenizer).sentence

@@ -1,15 +1,21 @@
 """Tokens on disk: made once, found again, never half there, the same by however many processes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from tests.stores import files, quiet, recipe_for, write_sums
+from tunix_rt.data import store as store_module
+from tunix_rt.data import tokenise
+from tunix_rt.data.leaks import find_leaks
 from tunix_rt.data.merkle import merkle_root, row_leaf
+from tunix_rt.data.registry import find_dataset, find_evalset, read_items
 from tunix_rt.data.sketch import Sketches, sketch
-from tunix_rt.data.store import cache_folder, open_store
+from tunix_rt.data.store import Reading, cache_folder, open_store
 from tunix_rt.errors import InputError, Preempted
 
 
@@ -94,6 +100,71 @@ def test_the_merkle_root_of_a_store_is_that_of_its_examples(data):
     assert made.trained_tokens == sum(int(e.trained.sum()) for e in made.examples)
 
 
+def test_tokens_made_by_other_code_or_another_tokenizers_library_are_other_tokens(data, monkeypatch):
+    keys = {recipe_for(data).key}
+    monkeypatch.setattr(tokenise, "_code_sha256", lambda: "0" * 64)
+    keys.add(recipe_for(data).key)
+    monkeypatch.setattr(tokenise.importlib.metadata, "version", lambda name: "0")
+    assert len({*keys, recipe_for(data).key}) == 3
+
+
+def test_a_store_that_is_there_is_read_without_writing_anything(data, monkeypatch):
+    """As from a cache that is shared and read-only."""
+    open_store(recipe_for(data), quiet)
+    before = sorted(path.stat().st_mtime_ns for path in cache_folder().rglob("*"))
+    monkeypatch.setattr(store_module, "_alone", None)
+    assert open_store(recipe_for(data), quiet).seconds == 0
+    assert sorted(path.stat().st_mtime_ns for path in cache_folder().rglob("*")) == before
+
+
+def test_waiting_for_another_program_is_said_and_can_be_stopped(data, caplog):
+    place = cache_folder() / recipe_for(data).key
+    place.parent.mkdir(parents=True)
+    told = []
+
+    def tell(what, *counts):
+        told.append(what)
+        raise Preempted("stopped", fix="run it again")
+
+    with FileLock(f"{place}.lock"), caplog.at_level("INFO"), pytest.raises(Preempted):
+        open_store(recipe_for(data), tell)
+    assert "waiting for it" in caplog.text and "wait" in told[0]
+
+
+def test_what_killed_programs_left_is_swept_and_what_is_being_made_is_not(data):
+    for name in ("dead", "alive"):
+        (cache_folder() / f".building-{name}").mkdir(parents=True)
+    with FileLock(cache_folder() / "alive.lock"):
+        open_store(recipe_for(data), quiet)
+        assert [path.name for path in cache_folder().glob(".building-*")] == [".building-alive"]
+
+
+@pytest.mark.parametrize("name", ["big.jsonl", "big.json"])
+def test_large_records_make_small_batches_whatever_holds_them(tmp_path, name):
+    records = [{"prompt": f"{n}?", "completion": "word " * 20_000} for n in range(10)]
+    text = json.dumps(records) if name.endswith(".json") else "".join(json.dumps(r) + "\n" for r in records)
+    (tmp_path / name).write_text(text)
+    sizes = [len(batch) for batch in Reading(find_dataset(str(tmp_path / name))).batches()]
+    assert sum(sizes) == 10 and max(sizes) <= 3
+
+
+def test_the_search_for_evaluation_questions_is_kept_and_made_again_for_another_eval_set(data, tmp_path, monkeypatch):
+    recipe = recipe_for(data)
+    kept_in = open_store(recipe, quiet).folder
+
+    def leaks_of(name, prompt):
+        path = tmp_path / name
+        path.write_text(json.dumps({"id": "1", "prompt": prompt, "answer": "5", "section": "s"}) + "\n")
+        evalset = find_evalset(str(path))
+        return find_leaks(recipe, kept_in, read_items(evalset), evalset, quiet)
+
+    first = leaks_of("a.jsonl", "What is 4 + 1?")
+    assert [(found.rule, found.count, found.first) for found in first] == [("overlap_exact", 1, f"{data}:5")]
+    monkeypatch.setattr("tunix_rt.data.leaks._look", lambda *_: [])
+    assert leaks_of("a.jsonl", "What is 4 + 1?") == first
+    assert leaks_of("b.jsonl", "What is 5 + 1?") == []
+
+
 # --- hashes and sketches ---------------------------------------------------------------------------------------------
 
 
@@ -112,7 +183,7 @@ def test_the_merkle_root_is_that_of_rfc_6962():
 STORY = [f"word{number}" for number in range(36)]
 
 
-@pytest.mark.parametrize(("changed", "found"), [(0, True), (1, True), (8, False)])
+@pytest.mark.parametrize(("changed", "found"), [(0, True), (1, True), (5, False), (8, False)])
 def test_a_sketch_finds_texts_that_share_most_of_their_runs_and_no_others(changed, found):
     other = [*STORY]
     other[-changed:] = [f"{word}x" for word in other[-changed:]] if changed else []

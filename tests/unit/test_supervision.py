@@ -1,5 +1,7 @@
 """The model is taught what the assistant says and to stop; never the question. With the shipped tokenizer."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,7 @@ from tunix_rt.data.prepare import ModelFacts, prepare
 from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
 from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.evaluate.score import matches_strict
 
 AWKWARD = Sample(
     turns=(Turn(role="user", text="Wie groß ist 日本?\n\n  two   spaces "),),
@@ -146,6 +149,23 @@ def test_a_prepared_run_teaches_every_completion_once_per_epoch(tokenizer, packi
     wanted = sum(len(tokenizer.encode(completion_text(sample, plain))) + 1 for sample in shipped_samples())
     heldout = sum(int(row.trained.sum()) for row in data.heldout_rows)
     assert data.trained_tokens + heldout == wanted
+
+
+def test_tags_that_are_special_tokens_are_read_back_and_what_surrounds_a_text_is_not(tmp_path):
+    tags = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
+    write_chat_tokenizer(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in raw["added_tokens"]:
+        token["special"] |= token["content"] in tags
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    special = load_tokenizer(tmp_path)
+    assert set(tags) <= set(special.control_tokens)
+    [sample], chatml = shipped_samples(1), style(special, "chatml")
+    example = render(sample, special, chatml)
+    said = example.ids[example.prompt_tokens : example.ends[0]].tolist()
+    output = special.decode([special.bos_id, *said, special.eos_id, special.pad_id])
+    assert output == completion_text(sample, chatml)
+    assert matches_strict(output, sample.answer)
 
 
 @pytest.mark.parametrize("place", ["prompt", "step", "answer"])

@@ -4,6 +4,7 @@ The loop yields one `Step` per optimizer update and knows no files.
 """
 
 import contextlib
+import copy
 import hashlib
 import math
 import shutil
@@ -169,17 +170,28 @@ def restore_state(engine: Engine, optimizer: torch.optim.AdamW, folder: Path, *,
             }
 
 
-def save(engine: Engine, folder: Path, *, tokenizer_folder: Path) -> None:
-    """The model in Hugging Face layout, with its tokenizer, as plain transformers loads it. Replaces `folder` whole."""
+def save(
+    engine: Engine, folder: Path, *, tokenizer_folder: Path, stop_ids: Sequence[int], chat_template: str | None = None
+) -> None:
+    """The model in Hugging Face layout, with its tokenizer, as plain transformers loads it. Replaces `folder` whole.
+
+    What it generates ends at `stop_ids`, whatever the base model says. `chat_template` takes the place of the
+    tokenizer's own; None leaves that.
+    """
+    settings = copy.deepcopy(engine.model.generation_config)
+    settings.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
     staged = folder.with_name(f".staged-{folder.name}")
     for leftover in (staged, folder):
         if leftover.exists():
             shutil.rmtree(leftover)
     with _disk_is_named(folder):
         engine.model.save_pretrained(staged)
+        settings.save_pretrained(staged)
         for name in TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, staged / name)
+        if chat_template is not None:
+            (staged / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="\n")
         settle_files(staged)  # `result.json` will say completed: the model must outlive a power cut by then
         staged.rename(folder)
         sync_folder(folder.parent)

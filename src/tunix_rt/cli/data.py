@@ -1,7 +1,8 @@
 """`tunix-rt data`: bring a dataset in, ask the gate about it, look at what is trained."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +14,8 @@ from tunix_rt.cli import gate, text
 if TYPE_CHECKING:
     from tunix_rt.config import RunConfig
     from tunix_rt.data.importing import Imported
-    from tunix_rt.data.prepare import Inspected, ModelFacts
+    from tunix_rt.data.limits import ModelFacts
+    from tunix_rt.data.prepare import Inspected
     from tunix_rt.data.registry import Dataset
     from tunix_rt.data.render import Style
     from tunix_rt.data.tokenizer import Tokenizer
@@ -58,7 +60,6 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
 
     Says how it was read, tokenises it, and shows a few examples. What the gate finds is said, and refuses nothing here.
     """
-    from tunix_rt.cli.watch import watching
     from tunix_rt.data.importing import import_dataset
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.render import style_of
@@ -66,12 +67,12 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
 
     look = _look(asked, **{"data.format": reading})
     style_of(look.config.data, look.tokenizer)  # a template that cannot be used is refused before anything is written
-    imported = import_dataset(source, key=key, format=reading, replace=replace, folder=FOLDER)
-    if not as_json:
-        text.show_facts(_import_facts(imported))
-    home = {"dataset": str(imported.dataset.parent), "format": imported.written_as}
-    config = look.config.model_copy(update={"data": look.config.data.model_copy(update=home)})
-    with watching() as progress:
+    with _watching() as progress:
+        imported = import_dataset(source, key=key, format=reading, replace=replace, folder=FOLDER)
+        if not as_json:
+            text.show_facts(_import_facts(imported))
+        home = {"dataset": str(imported.dataset.parent), "format": imported.written_as}
+        config = look.config.model_copy(update={"data": look.config.data.model_copy(update=home)})
         seen = inspect(config, look.tokenizer, look.model, progress)
     tokenised = {
         "model": config.model.model_name_or_path,
@@ -101,12 +102,11 @@ def check(key: str, as_json: bool, **asked: Any) -> None:
 
     KEY is a dataset, a file, a folder, or a hub dataset in the local cache.
     """
-    from tunix_rt.cli.watch import watching
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.rules import refuse
 
     look = _look(asked, **{"data.dataset": key})
-    with watching() as progress:
+    with _watching() as progress:
         seen = inspect(look.config, look.tokenizer, look.model, progress)
     figures = gate.figures(seen, look.config)
     if as_json:
@@ -144,6 +144,17 @@ def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: 
         *shown.header[1:],
     ]
     tokens.show_row(view, header=header, places=shown.places)
+
+
+@contextmanager
+def _watching() -> Iterator[Any]:
+    """Progress on the terminal; an interrupt ends the work at its next step, with exit code 7 and nothing half-made."""
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.pipeline import stoppable
+    from tunix_rt.train import StopRequest
+
+    with StopRequest().listening() as stop, watching() as progress:
+        yield stoppable(progress, stop)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -278,14 +289,13 @@ def _record(number: int, look: Look) -> Shown:
 
 def _packed(number: int, look: Look) -> Shown:
     """A row as it is trained on. There are such rows only when the gate lets the data through."""
-    from tunix_rt.cli.watch import watching
     from tunix_rt.data.pack import Rows
     from tunix_rt.data.prepare import prepare
     from tunix_rt.data.view import view_of
     from tunix_rt.errors import InputError
 
     config = look.config.model_copy(update={"evaluation": look.config.evaluation.model_copy(update={"enabled": False})})
-    with watching() as progress:
+    with _watching() as progress:
         prepared = prepare(config, look.tokenizer, look.model, progress)
     rows, dataset = prepared.rows, prepared.dataset
     assert isinstance(rows, Rows) and prepared.store is not None

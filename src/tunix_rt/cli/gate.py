@@ -15,7 +15,7 @@ def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
     """Lengths, and how well the rows would be filled: tokens over room, of all rows but the last."""
     import numpy as np
 
-    from tunix_rt.data.prepare import pack_rows
+    from tunix_rt.data.prepare import fill_of, pack_rows, row_lengths
 
     limit = config.data.max_length
     lengths = seen.store.examples.entries["length"]
@@ -27,9 +27,8 @@ def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
         found["lengths"] = {"median": int(median), "p95": int(p95), "max": int(lengths.max())}
     if fits.any():
         packing = pack_rows(seen.lengths, fits, limit, packing=config.data.packing)
-        of_row = np.add.reduceat(seen.lengths[packing.order], packing.starts[:-1])
-        counted = of_row[:-1] if len(of_row) > 1 else of_row
-        found |= {"rows": len(of_row), "fill": float(counted.mean() / limit), "left_out": int((~fits).sum())}
+        of_row = row_lengths(seen.lengths, packing)
+        found |= {"rows": len(of_row), "fill": fill_of(of_row, limit), "left_out": int((~fits).sum())}
     return found
 
 
@@ -43,6 +42,7 @@ def findings(seen: "Inspected") -> list[dict[str, Any]]:
             "count": finding.count,
             "first": finding.first,
             "seen": finding.seen,
+            "places": finding.places,
             "finds": RULES[finding.rule].finds,
             "fix": RULES[finding.rule].fix,
         }

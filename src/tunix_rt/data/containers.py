@@ -3,30 +3,28 @@
 JSONL, gzip and Parquet are read piece by piece; a JSON document is held as text, so its size is limited.
 """
 
-import contextlib
 import gzip
-import io
 import json
-import tempfile
+import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tunix_rt.data.json_document import DECODER, is_document, records_of
+from tunix_rt.data.parquet import Opaque, read_parquet
+from tunix_rt.data.streams import MAX_DOCUMENT_BYTES, Version, refuse_bytes, unpacked_bytes
 from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:
     from tunix_rt.data.registry import Dataset
 
 MAX_LINE_BYTES = 1_000_000
+"""Of one record, whatever it lies in: outside of JSONL its texts are counted."""
 MAX_BLANK_LINES = 1_000
 """At the end of a file; a few kilobytes of gzip can hold more of them than anyone wants to wait for."""
-MAX_DOCUMENT_BYTES = 512_000_000
-BATCH_ROWS = 512
 BOM = b"\xef\xbb\xbf"
-GZIP = b"\x1f\x8b"
 
 NOT_READ = {
     b"PK\x03\x04": "a zip archive",
@@ -37,23 +35,37 @@ NOT_READ = {
 }
 
 Records = Iterator[tuple[int, Any]]
-"""Line (in Parquet: row), counted from 1, and the record there."""
+"""Line (in Parquet: row), counted from 1, and the record there. In JSON: line and record, packed by `pack_line`."""
+LINE_BITS = 34
+"""Line and record of the largest JSON document fit into 63 bits: no record has less than two bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """One record as it lies in file number `file`. A line of JSONL is not decoded: whoever wants it parses it."""
+    """One record as it lies in file number `file`. A line of JSONL is not decoded: whoever wants it parses it.
+
+    `line` is one number to keep and to give to `Dataset.place`; out of a JSON document it holds the record too.
+    """
 
     file: int
     line: int
     data: bytes | dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opaque:
-    """A Parquet value that is neither text, number, truth value nor made of them: not decoded, only named."""
+def pack_line(line: int, record: int) -> int:
+    """Where a record of a JSON document stands, in one number: the line where it begins, and which record it is."""
+    return line | record << LINE_BITS
 
-    type: str
+
+def unpack_line(packed: int) -> tuple[int, int]:
+    """Line and record, both from 1; the record is 0 where the line alone tells it (JSONL, and rows of Parquet)."""
+    return packed & (1 << LINE_BITS) - 1, packed >> LINE_BITS
+
+
+def line_words(packed: int) -> str:
+    """`12`, or `12 (record 3)` out of a JSON document."""
+    line, record = unpack_line(packed)
+    return f"{line} (record {record})" if record else f"{line}"
 
 
 def recognise(path: Path) -> tuple[str, bool]:
@@ -67,17 +79,62 @@ def recognise(path: Path) -> tuple[str, bool]:
     if head.startswith(b"PAR1"):
         return "parquet", packed
     text = head.removeprefix(BOM).lstrip(b" \t\r\n")
+    _refuse_csv(path, text)
     return "json" if text.startswith(b"[") or (text.startswith(b"{") and is_document(text)) else "jsonl", packed
 
 
+_COLUMN = re.compile(r"[^\W\d][\w .:/#()-]{0,60}")
+
+
+def _refuse_csv(path: Path, head: bytes) -> None:
+    """Refuse a file whose first line is names of columns, and no JSON."""
+    line = re.split(rb"[\r\n]", head[:10_000], maxsplit=1)[0].decode("utf-8", "replace")
+    for name, mark, told in (("TSV", "\t", ", delimiter='\\t'"), ("CSV", ",", ""), ("CSV", ";", ", delimiter=';'")):
+        columns = [column.strip().strip('"') for column in line.split(mark)]
+        if len(columns) > 1 and all(map(_COLUMN.fullmatch, columns)):
+            source = f"open(0, newline='', encoding='utf-8-sig'){told}"
+            code = f"import csv, json; [print(json.dumps(row)) for row in csv.DictReader({source})]"
+            raise InputError(
+                f"{path}:1: not JSON: it looks like {name}, which is not read",
+                fix=f'write it as JSONL, with the names of a format as columns: python -c "{code}" < FILE > FILE.jsonl',
+            )
+
+
 def read_raw(dataset: "Dataset") -> Generator[Raw]:
-    """Every record of every file, in order. What cannot be read is an InputError with the file, and the line if there is one."""
+    """Every record of every file, in order. What cannot be read is an InputError with the file, and the line if there is one.
+
+    The last record of a file comes when the file was read to its end and is still the one that was hashed.
+    """
     for number, file in enumerate(dataset.files):
-        line = 0
-        for line, data in _READERS[file.container](file.path):
-            yield Raw(file=number, line=line, data=data)
-        if not line:
+        held = None
+        for line, data in _READERS[file.container](file.path, file.version):
+            if held is not None:
+                yield held
+            if not isinstance(data, bytes) and _text_bytes(data) > MAX_LINE_BYTES:
+                raise InputError(
+                    f"{dataset.place(number, line)}: the record is longer than {MAX_LINE_BYTES:,} bytes",
+                    fix="divide it, or leave it out",
+                )
+            held = Raw(file=number, line=line, data=data)
+        if held is None:
             raise InputError(f"{file.path} holds no rows", fix="give a file with at least one record")
+        yield held
+
+
+def _text_bytes(record: dict[str, Any]) -> int:
+    """UTF-8 bytes of all texts of a record: never more than the line of JSONL that it would be."""
+    total = 0
+    left: list[Any] = [record]
+    while left:
+        value = left.pop()
+        if type(value) is str:
+            total += len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
+        elif type(value) is list:
+            left += value
+        elif type(value) is dict:
+            left += value
+            left += value.values()
+    return total
 
 
 def parse(raw: Raw, where: str) -> dict[str, Any]:
@@ -109,35 +166,7 @@ def kind_of(value: Any) -> str:
     return words.get(type(value), "a number")
 
 
-def printable(name: str) -> str:
-    """A name out of a file, safe to print: what is no printable character is escaped."""
-    return name if name.isprintable() else repr(name)[1:-1]
-
-
 # --- bytes -----------------------------------------------------------------------------------------------------------
-
-
-def _refuse(path: Path, error: Exception, line: int = 0) -> NoReturn:
-    """Say what reading the bytes of a file ended with."""
-    where = f"{path}:{line}" if line else f"{path}"
-    if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
-        words = "the gzip data end too early" if isinstance(error, EOFError) else f"damaged gzip data ({error})"
-        raise InputError(f"{where}: {words}", fix="copy or fetch the file again") from error
-    said = error.strerror if isinstance(error, OSError) else None
-    raise InputError(f"{path}: {said or error}", fix="check the path and its permissions") from error
-
-
-@contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[tuple[io.BufferedIOBase, bool]]:
-    """The bytes of a file as a stream, out of gzip if they are packed, and whether they were."""
-    with path.open("rb") as file:
-        packed = file.read(len(GZIP)) == GZIP
-        file.seek(0)
-        if not packed:
-            yield file, False
-            return
-        with gzip.GzipFile(fileobj=file) as stream:  # not buffered again: that would lose the lines before a tear
-            yield stream, True
 
 
 def _head(path: Path) -> tuple[bytes, bool]:
@@ -145,24 +174,24 @@ def _head(path: Path) -> tuple[bytes, bool]:
     head = bytearray()
     packed = True
     try:
-        with _unpacked(path) as (stream, packed):
+        with unpacked_bytes(path) as (stream, packed):
             while len(head) <= MAX_LINE_BYTES and (piece := stream.read1(MAX_LINE_BYTES)):
                 head += piece
     except (EOFError, zlib.error, gzip.BadGzipFile):
         return bytes(head), packed
     except OSError as error:
-        _refuse(path, error)
+        refuse_bytes(path, error)
     return bytes(head), packed
 
 
 # --- JSONL -----------------------------------------------------------------------------------------------------------
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, version: Version | None = None) -> Iterator[tuple[int, bytes]]:
     """Every line with its number. Blank lines are allowed at the end only; of a line that is too long, one part is read."""
     blank_at = number = 0
     try:
-        with _unpacked(path) as (stream, _):
+        with unpacked_bytes(path, version) as (stream, _):
             while line := stream.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
@@ -177,19 +206,21 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     raise InputError(f"{path}:{blank_at}: a blank line", fix="remove it; every line is one record")
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:
-        _refuse(path, error, number + 1)
+        refuse_bytes(path, error, number + 1)
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def _read_document(path: Path) -> Records:
+def _read_document(path: Path, version: Version) -> Records:
     """Records of a JSON document: a list of objects, or an object with exactly one list of objects."""
     try:
-        for line, value in records_of(_document(path)):
+        for record, (line, value) in enumerate(records_of(_document(path, version)), start=1):
+            place = pack_line(line, record)
             if not isinstance(value, dict):
-                raise InputError(f"{path}:{line}: {kind_of(value)}, not an object", fix="every item is one record")
-            yield line, value
+                where = f"{path}:{line_words(place)}"
+                raise InputError(f"{where}: {kind_of(value)}, not an object", fix="every item is one record")
+            yield place, value
     except json.JSONDecodeError as error:
         raise InputError(
             f"{path}:{error.lineno}: not JSON ({error.msg}, at character {error.colno} of the line)",
@@ -197,12 +228,12 @@ def _read_document(path: Path) -> Records:
         ) from error
 
 
-def _document(path: Path) -> str:
+def _document(path: Path, version: Version) -> str:
     try:
-        with _unpacked(path) as (stream, _):
+        with unpacked_bytes(path, version) as (stream, _):
             content = stream.read(MAX_DOCUMENT_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        _refuse(path, error)
+        refuse_bytes(path, error)
     if len(content) > MAX_DOCUMENT_BYTES:
         raise InputError(
             f"{path}: a JSON document of over {MAX_DOCUMENT_BYTES:,} bytes, which would be held in memory whole",
@@ -215,101 +246,8 @@ def _document(path: Path) -> str:
         raise InputError(f"{path}:{line}: not UTF-8 text", fix="save the file as UTF-8") from error
 
 
-# --- Parquet ---------------------------------------------------------------------------------------------------------
-
-
-def _read_parquet(path: Path) -> Records:
-    """Rows of a Parquet file, batch by batch. Parquet cannot leave a column out: what is null in a row is not in its record."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise InputError(
-            f"{path} is a Parquet file, and pyarrow is not installed", fix='pip install "tunix-rt[parquet]"'
-        ) from error
-    row = 0
-    try:
-        with _seekable(path) as source, parquet.ParquetFile(source, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            if len(set(names)) != len(names) or not names:
-                words = "has a column twice" if names else "has no columns"
-                raise InputError(f"{path} {words}", fix="write the file again with every column once")
-            # One thread: the caller may use the other cores, and a pool of threads does not survive a fork.
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
-                columns = [_values(column, path, row) for column in batch.columns]
-                for values in zip(*columns, strict=True):
-                    row += 1
-                    yield row, {key: value for key, value in zip(names, values, strict=True) if value is not None}
-            if row != file.metadata.num_rows:
-                raise InputError(
-                    f"{path}: damaged Parquet data ({row:,} rows read, {file.metadata.num_rows:,} promised)",
-                    fix="copy or fetch the file again",
-                )
-    except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
-        words = printable(" ".join(str(error).split())[:200])
-        raise InputError(f"{path}: damaged Parquet data ({words})", fix="copy or fetch the file again") from error
-
-
-@contextlib.contextmanager
-def _seekable(path: Path) -> Iterator[Any]:
-    """The bytes of a file for a reader that jumps about in it; what is packed is unpacked into a temporary file."""
-    with _unpacked(path) as (stream, packed):
-        if not packed:
-            yield stream
-            return
-        with tempfile.TemporaryFile() as unpacked:
-            while piece := stream.read(1 << 20):
-                unpacked.write(piece)
-                if unpacked.tell() > MAX_DOCUMENT_BYTES:
-                    raise InputError(
-                        f"{path}: Parquet inside gzip, over {MAX_DOCUMENT_BYTES:,} bytes", fix="unpack it with gunzip"
-                    )
-            unpacked.seek(0)
-            yield unpacked
-
-
-def _values(column: Any, path: Path, rows_before: int) -> list[Any]:
-    """A column of one batch as Python values; what JSON could not hold is named, not decoded."""
-    if not _is_plain(column.type):
-        unread = Opaque(type=str(column.type))
-        return [unread if valid else None for valid in column.is_valid().to_pylist()]
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        for row, scalar in enumerate(column, start=rows_before + 1):
-            try:
-                scalar.as_py()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{path} row {row}: not UTF-8 text", fix="write the file again from its source"
-                ) from error
-        raise
-    return values
-
-
-def _is_plain(kind: Any) -> bool:
-    """Whether values of this Arrow type are texts, numbers, truth values, or lists and structures of them."""
-    from pyarrow import types
-
-    if types.is_dictionary(kind):
-        return _is_plain(kind.value_type)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_plain(kind.value_type)
-    if types.is_struct(kind):
-        return all(_is_plain(kind.field(place).type) for place in range(kind.num_fields))
-    simple = (
-        types.is_string,
-        types.is_large_string,
-        types.is_integer,
-        types.is_floating,
-        types.is_boolean,
-        types.is_null,
-    )
-    return any(is_kind(kind) for is_kind in simple)
-
-
-_READERS: dict[str, Callable[[Path], Records]] = {
+_READERS: dict[str, Callable[[Path, Version], Records]] = {
     "jsonl": read_lines,
     "json": _read_document,
-    "parquet": _read_parquet,
+    "parquet": read_parquet,
 }

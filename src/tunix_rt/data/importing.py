@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 
 from tunix_rt import __version__
-from tunix_rt.data.containers import MAX_LINE_BYTES, parse, printable, read_raw
+from tunix_rt.data.containers import MAX_LINE_BYTES, parse, read_raw
 from tunix_rt.data.formats import detect_format, gsm8k_trace, to_sample, unused_columns
 from tunix_rt.data.registry import KEY, Dataset, find_dataset
 from tunix_rt.data.sample import Sample
+from tunix_rt.data.streams import printable
 from tunix_rt.errors import InputError
 from tunix_rt.rundir import settle_files, storage, sync_folder, write_json
 

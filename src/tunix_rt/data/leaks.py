@@ -1,6 +1,8 @@
 """Look for the questions of an eval set in a whole dataset, in several processes; what was found is kept beside the tokens."""
 
 import json
+import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,13 @@ from tunix_rt.data.containers import Raw, parse
 from tunix_rt.data.formats import to_sample
 from tunix_rt.data.overlap import Questions, find_overlap, questions_of
 from tunix_rt.data.registry import Dataset, FileRef
-from tunix_rt.data.rules import Finding
+from tunix_rt.data.rules import PLACES, Finding
 from tunix_rt.data.store import Progress, Reading, processes_for
 from tunix_rt.data.tokenise import Recipe
 from tunix_rt.data.trace import EvalItem
 from tunix_rt.data.workers import in_order
-from tunix_rt.rundir import storage, write_json
+
+logger = logging.getLogger(__name__)
 
 Found = list[tuple[int, int, str, int, str]]
 """(file, line, rule, item, the words that are shared)"""
@@ -28,22 +31,35 @@ def find_leaks(
     matches = _kept(kept)
     if matches is None:
         matches = _look(recipe, items, progress)
-        with storage(kept):
-            write_json(kept, matches)
-    findings = []
-    for match in matches:
-        place = recipe.dataset.place(match["file"], match["line"])
-        seen = f"{evalset.path}:{match['item'] + 1} asks it too ({match['shared']!r})"
-        findings.append(Finding(rule=match["rule"], count=match["count"], first=place, seen=seen))
-    return findings
+        _keep(matches, kept)
+    return [
+        Finding(
+            rule=match["rule"],
+            count=match["count"],
+            first=recipe.dataset.place(*match["places"][0]),
+            seen=f"{evalset.path}:{match['item'] + 1} asks it too ({match['shared']!r})",
+            places=tuple(recipe.dataset.place(*place) for place in match["places"]),
+        )
+        for match in matches
+    ]
 
 
 def _kept(path: Path) -> list[dict[str, Any]] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        return [{name: match[name] for name in ("rule", "count", "file", "line", "item", "shared")} for match in known]
+        return [{name: match[name] for name in ("rule", "count", "places", "item", "shared")} for match in known]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not looked for yet, or damaged: look again
+
+
+def _keep(matches: list[dict[str, Any]], path: Path) -> None:
+    """Write down what was found, by a name of our own first: two programs may do so at once, and with the same result."""
+    own = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        own.write_text(json.dumps(matches), encoding="utf-8")
+        own.replace(path)
+    except OSError as error:  # a cache that can only be read: it is looked for again next time
+        logger.info("What was found of the eval set cannot be kept beside the tokens: %s", error)
 
 
 def _look(recipe: Recipe, items: Sequence[EvalItem], progress: Progress) -> list[dict[str, Any]]:
@@ -57,8 +73,11 @@ def _look(recipe: Recipe, items: Sequence[EvalItem], progress: Progress) -> list
         settings=(recipe.dataset, recipe.format, questions_of(items)),
     ):
         for file, line, rule, item, shared in part:
-            first = {"rule": rule, "count": 0, "file": file, "line": line, "item": item, "shared": shared}
-            found.setdefault(rule, first)["count"] += 1
+            first = {"rule": rule, "count": 0, "places": [], "item": item, "shared": shared}
+            known = found.setdefault(rule, first)
+            known["count"] += 1
+            if len(known["places"]) < PLACES:
+                known["places"].append([file, line])
         read.tell(progress, "look for evaluation questions", "")
     return list(found.values())
 

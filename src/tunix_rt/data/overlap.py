@@ -1,5 +1,6 @@
 """Evaluation questions that the training data holds: letter by letter, but for case and marks, or 13 words in a row."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from tunix_rt.data.words import Hashes, fold, runs_of, words
 
 RUN_WORDS = 13
 """The length that is usual for this since GPT-3; below it, common phrases are found."""
+SHORT_WORDS = 5
+"""A question of fewer than 13 words, but at least so many, is looked for whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +23,12 @@ class Questions:
     exact: dict[str, int]
     folded: dict[str, int]
     runs: dict[str, int]
-    """Every run of 13 words of a question, folded."""
-    hashes: Hashes
-    """Of the runs, sorted: what is not among them need not be looked up."""
+    """Runs of 13 words that few questions have: what stands in many is their common instruction."""
+    short: dict[str, list[tuple[str, int]]]
+    """First 5 words of each short question -> those questions, whole."""
+    run_hashes: Hashes
+    short_hashes: Hashes
+    """Sorted: what is not among them need not be looked up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +43,35 @@ class Match:
 def questions_of(items: Iterable[EvalItem]) -> Questions:
     exact: dict[str, int] = {}
     folded: dict[str, int] = {}
-    runs: dict[str, int] = {}
-    hashes: list[Hashes] = []
+    first_with: dict[str, int] = {}
+    how_many: Counter[str] = Counter()
+    short: dict[str, list[tuple[str, int]]] = {}
     for number, item in enumerate(items):
         listed = words(item.prompt)
+        whole = fold(item.prompt)
         exact.setdefault(item.prompt.strip(), number)
-        folded.setdefault(fold(item.prompt), number)
-        for start in range(len(listed) - RUN_WORDS + 1):
-            runs.setdefault(" ".join(listed[start : start + RUN_WORDS]), number)
-        hashes.append(runs_of(listed, RUN_WORDS))
+        if folded.setdefault(whole, number) != number:
+            continue  # the same question again
+        runs = {" ".join(listed[start : start + RUN_WORDS]) for start in range(len(listed) - RUN_WORDS + 1)}
+        how_many.update(runs)
+        for run in runs:
+            first_with.setdefault(run, number)
+        if SHORT_WORDS <= len(listed) < RUN_WORDS:
+            short.setdefault(" ".join(listed[:SHORT_WORDS]), []).append((whole, number))
+    most = max(2, len(folded) // 50)
+    runs_kept = {run: number for run, number in first_with.items() if how_many[run] <= most}
     return Questions(
-        exact=exact, folded=folded, runs=runs, hashes=np.unique(np.concatenate(hashes or [runs_of([], RUN_WORDS)]))
+        exact=exact,
+        folded=folded,
+        runs=runs_kept,
+        short=short,
+        run_hashes=_hashes(runs_kept, RUN_WORDS),
+        short_hashes=_hashes(short, SHORT_WORDS),
     )
+
+
+def _hashes(runs: Iterable[str], length: int) -> Hashes:
+    return np.unique(np.concatenate([runs_of([], length), *(runs_of(run.split(), length) for run in runs)]))
 
 
 def find_overlap(sample: Sample, questions: Questions) -> Match | None:
@@ -60,16 +83,23 @@ def find_overlap(sample: Sample, questions: Questions) -> Match | None:
     for text in asked:
         if (item := questions.folded.get(fold(text))) is not None:
             return Match(rule="overlap_normalised", item=item, shared=fold(text)[:60])
-    return next(_shared_runs(sample, questions), None)
+    return next(_shared_runs(words(" ".join(sample.texts)), questions), None)
 
 
-def _shared_runs(sample: Sample, questions: Questions) -> Iterator[Match]:
-    listed = words(" ".join(sample.texts))
-    runs = runs_of(listed, RUN_WORDS)
-    if not len(questions.hashes):
-        return
-    nearest = np.minimum(np.searchsorted(questions.hashes, runs), len(questions.hashes) - 1)
-    for start in np.flatnonzero(questions.hashes[nearest] == runs):
+def _shared_runs(listed: list[str], questions: Questions) -> Iterator[Match]:
+    for start in _among(runs_of(listed, RUN_WORDS), questions.run_hashes):
         shared = " ".join(listed[start : start + RUN_WORDS])
         if (item := questions.runs.get(shared)) is not None:  # a hash may be shared by chance
             yield Match(rule="overlap_ngram", item=item, shared=shared)
+    for start in _among(runs_of(listed, SHORT_WORDS), questions.short_hashes):
+        for whole, item in questions.short.get(" ".join(listed[start : start + SHORT_WORDS]), ()):
+            if " ".join(listed[start : start + len(whole.split())]) == whole:
+                yield Match(rule="overlap_ngram", item=item, shared=whole)
+
+
+def _among(runs: Hashes, known: Hashes) -> list[int]:
+    """Where in `runs` a hash stands that is among the sorted `known`."""
+    if not len(known):
+        return []
+    nearest = np.minimum(np.searchsorted(known, runs), len(known) - 1)
+    return [int(place) for place in np.flatnonzero(known[nearest] == runs)]

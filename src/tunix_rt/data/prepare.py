@@ -10,14 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tunix_rt.config import RunConfig
+from tunix_rt.data.checks import check_text
 from tunix_rt.data.containers import parse, read_raw
 from tunix_rt.data.formats import detect_format, to_sample
 from tunix_rt.data.leaks import find_leaks
+from tunix_rt.data.limits import ModelFacts, Numbers, about_length, about_vocabulary
 from tunix_rt.data.pack import Packing, Row, Rows, pack, rows_root
 from tunix_rt.data.registry import Dataset, FileRef, find_dataset, find_evalset, read_items
 from tunix_rt.data.render import Style, prompt_ids, style_of
 from tunix_rt.data.rules import RULES, Finding, refuse
-from tunix_rt.data.sample import Sample
+from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.data.store import Progress, Store, open_store
 from tunix_rt.data.tokenise import Recipe
 from tunix_rt.data.tokenizer import Tokenizer, needs_bos
@@ -26,16 +28,8 @@ from tunix_rt.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-Numbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the data stage must know of a model that is not loaded yet."""
-
-    vocabulary: int
-    positions: int
-    model_type: str = ""
+MOST_ASKED = 500
+"""Held-out questions that are asked where no eval set is named; of more, as many evenly spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +89,9 @@ class Prepared:
         return (
             f"{self.dataset.key}: {self.traces:,} traces to train on, {self.heldout_traces:,} held out; "
             f"{len(self.rows):,} rows, {self.tokens:,} tokens, {self.trained_tokens / self.tokens:.0%} of them trained; "
-            f"template {self.style.template.name}" + (f"; too long: {', '.join(lost)}" if lost else "")
+            f"template {self.style.template.name}"
+            + ("" if self.style.completion_only_loss else "; the questions are trained too")
+            + (f"; too long: {', '.join(lost)}" if lost else "")
         )
 
 
@@ -120,7 +116,7 @@ def prepare(
     rows, heldout_rows = (
         Rows(seen.store.examples, Packing(seen.kept[part.order], part.starts), max_length) for part in (packing, alone)
     )
-    of_row = np.add.reduceat(seen.lengths[packing.order], packing.starts[:-1])
+    of_row = row_lengths(seen.lengths, packing)
     return Prepared(
         dataset=seen.dataset,
         format=seen.format,
@@ -136,7 +132,7 @@ def prepare(
         tokens=int(of_row.sum()),
         trained_tokens=int(_trained(seen, index)[~heldout].sum()),
         longest_row=int(max(of_row.max(), seen.lengths[heldout].max(initial=0))),
-        fill=float(of_row[:-1].mean() / max_length) if len(of_row) > 1 else float(of_row[0] / max_length),
+        fill=fill_of(of_row, max_length),
         merkle_root=rows_root(rows),
         findings=seen.findings,
         store=seen.store,
@@ -170,8 +166,9 @@ def inspect(
     cut = np.minimum(lengths[kept], data.max_length) if data.on_overflow == "truncate" else lengths[kept]
     evalset = find_evalset(config.evaluation.evalset) if config.evaluation.evalset else None
     items = tuple(read_items(evalset)) if evalset else ()
-    found = [*store.findings, *_about_length(config, store, dataset, model, kept, cut)]
-    found += _about_vocabulary(store, dataset, tokenizer, recipe.style, model)
+    _refuse_odd_questions(items, evalset, tokenizer, recipe.style)
+    found = [*store.findings, *about_length(config, recipe, store, model, kept, cut)]
+    found += about_vocabulary(recipe, store, model)
     if evalset is not None:
         found += find_leaks(recipe, store.folder, items, evalset, progress)
     if not len(kept):
@@ -201,77 +198,22 @@ def pack_rows(lengths: Numbers, chosen: npt.NDArray[np.bool_], max_length: int, 
     return Packing(which[packed.order], packed.starts)
 
 
+def row_lengths(lengths: Numbers, packing: Packing) -> Numbers:
+    """Tokens in each row."""
+    return np.asarray(np.add.reduceat(lengths[packing.order], packing.starts[:-1]))
+
+
+def fill_of(of_row: Numbers, max_length: int) -> float:
+    """Tokens over room, of all rows but the last."""
+    return float((of_row[:-1] if len(of_row) > 1 else of_row).mean() / max_length)
+
+
 def _trained(seen: Inspected, index: npt.NDArray[Any]) -> Numbers:
     """Trained tokens of each kept example; of a cut one, of what is left."""
     counts = index["trained"][seen.kept].astype(np.int64)
     for at in np.flatnonzero(seen.lengths < index["length"][seen.kept]):
         counts[at] = int(seen.store.examples[int(seen.kept[at])].trained[: seen.lengths[at]].sum())
     return counts
-
-
-# --- rules that depend on the settings and on the model --------------------------------------------------------------
-
-
-def _about_length(
-    config: RunConfig, store: Store, dataset: Dataset, model: ModelFacts, kept: Numbers, cut: Numbers
-) -> Iterator[Finding]:
-    index, limit = store.examples.entries, config.data.max_length
-
-    def finding(rule: str, which: Numbers, seen: str) -> Finding:
-        return Finding(rule=rule, count=len(which), first=_place(dataset, index[which[0]]), seen=seen)
-
-    over = np.flatnonzero(index["length"] > limit)
-    if len(over) and config.data.on_overflow == "error":
-        longest = over[np.argmax(index["length"][over])]
-        yield finding(
-            "too_long", over,
-            f"{index['length'][over[0]]} tokens, max_length is {limit}; the longest is {_place(dataset, index[longest])} "
-            f"with {index['length'][longest]}",
-        )  # fmt: skip
-    if len(over) and config.data.on_overflow == "truncate":
-        left = np.array([store.examples[i].trained[1:limit].any() for i in over.tolist()])
-        if len(empty := over[~left]):
-            yield finding("no_target", empty, f"nothing to train on is left after cutting at {limit}")
-        inside = left & (index["answer_end"][over] > limit)
-        if len(elsewhere := over[left & ~inside]):
-            yield finding("truncated", elsewhere, f"{index['length'][elsewhere[0]]} tokens, cut to {limit}")
-        if len(halved := over[inside]):
-            reasoning = int((index["reasoning_end"][halved] > limit).sum())
-            counts = f"{reasoning} are cut inside the reasoning, {len(halved) - reasoning} inside the answer"
-            yield finding("cut_inside", halved, counts)
-    beyond = kept[cut > model.positions]
-    if len(beyond):
-        yield finding(
-            "beyond_positions", beyond, f"{index['length'][beyond[0]]} tokens, the model has {model.positions}"
-        )
-
-
-def _about_vocabulary(
-    store: Store, dataset: Dataset, tokenizer: Tokenizer, style: Style, model: ModelFacts
-) -> Iterator[Finding]:
-    """Every id that the model will be given must have a row in its table: also those that only pad or end."""
-    others = {"pads": tokenizer.pad_id, "ends a text": tokenizer.eos_id, "ends a turn": style.template.end_id}
-    rows = f"the model has {model.vocabulary:,} rows of embeddings"
-    if store.highest_id >= model.vocabulary:
-        beyond = [i for i in range(len(store.examples)) if store.examples[i].ids.max(initial=0) >= model.vocabulary]
-        first = store.examples[beyond[0]].ids
-        yield Finding(
-            rule="outside_vocabulary",
-            count=len(beyond),
-            first=_place(dataset, store.examples.entries[beyond[0]]),
-            seen=f"id {int(first[first >= model.vocabulary][0])}; {rows}",
-        )
-        return
-    for role, number in others.items():
-        if number >= model.vocabulary:
-            yield Finding(
-                rule="outside_vocabulary", count=1, first=str(tokenizer.folder), seen=f"what {role} is id {number}; {rows}"
-            )  # fmt: skip
-            return
-
-
-def _place(dataset: Dataset, entry: Any) -> str:
-    return dataset.place(int(entry["file"]), int(entry["line"]))
 
 
 # --- held out, and asked ---------------------------------------------------------------------------------------------
@@ -287,6 +229,8 @@ def _hold_out(seen: Inspected, config: RunConfig) -> npt.NDArray[np.bool_]:
         seen.store.examples.entries["question"][seen.kept], return_index=True, return_inverse=True
     )
     heldout = np.zeros(len(seen.kept), dtype=np.bool_)
+    if config.data.validation_fraction and len(first) < 2:
+        logger.warning("Nothing is held out: all records ask the same question")
     if not config.data.validation_fraction or len(first) < 2:
         return heldout
     in_file_order = np.argsort(first)
@@ -309,24 +253,31 @@ def _asked(config: RunConfig, seen: Inspected, heldout: npt.NDArray[np.bool_]) -
     """The questions of the evaluation: of the named eval set, or the held-out traces that have an answer."""
     if not config.evaluation.enabled or seen.evalset is not None:
         return seen.items
-    wanted = set(seen.kept[heldout].tolist())
-    samples = (_askable(sample, config.data.answer_tag) for sample in _samples_at(seen, wanted))
-    items = tuple(
-        EvalItem(id=f"heldout-{number}", prompt=prompt, answer=answer, section="heldout")
-        for number, (prompt, answer) in enumerate((pair for pair in samples if pair is not None), start=1)
-    )
-    if not items:
+    wanted = seen.kept[heldout]
+    askable = [pair for sample in _samples_at(seen, wanted) if (pair := _askable(sample, config.data.answer_tag))]
+    if not askable:
         raise InputError(
-            "nothing to evaluate on: no eval set is named, and no trace with an answer is held out",
+            f"nothing to evaluate on: no eval set is named, and of the {len(wanted):,} held-out records none is one "
+            "question with one answer (a chat, a system turn or an open text cannot be asked)",
             fix="set evaluation.evalset, or data.validation_fraction above 0, or evaluation.enabled=false",
         )
-    return items
+    if len(askable) > MOST_ASKED:
+        logger.warning(
+            "Of %s held-out questions %d are asked, evenly spread; name an eval set to choose yourself",
+            f"{len(askable):,}", MOST_ASKED,
+        )  # fmt: skip
+        askable = [askable[place * len(askable) // MOST_ASKED] for place in range(MOST_ASKED)]
+    return tuple(
+        EvalItem(id=f"heldout-{number}", prompt=prompt, answer=answer, section="heldout")
+        for number, (prompt, answer) in enumerate(askable, start=1)
+    )
 
 
-def _samples_at(seen: Inspected, wanted: set[int]) -> Iterator[Sample]:
+def _samples_at(seen: Inspected, wanted: Numbers) -> Iterator[Sample]:
     """The records of these examples, read again: their texts are not kept."""
-    for number, raw in enumerate(read_raw(seen.dataset) if wanted else ()):
-        if number in wanted:
+    numbers = set(wanted.tolist())
+    for number, raw in enumerate(read_raw(seen.dataset) if numbers else ()):
+        if number in numbers:
             where = seen.dataset.place(raw.file, raw.line)
             yield to_sample(parse(raw, where), seen.format, where)
 
@@ -343,6 +294,17 @@ def _askable(sample: Sample, answer_tag: str) -> tuple[str, str] | None:
         text, closed, _ = rest.partition(f"</{answer_tag}>")
         answer = text.strip() if opened and closed else None
     return (before[0].text, answer) if answer else None
+
+
+def _refuse_odd_questions(
+    items: Sequence[EvalItem], evalset: FileRef | None, tokenizer: Tokenizer, style: Style
+) -> None:
+    """A question goes through the same template as a training text, so it must be such a text."""
+    for line, item in enumerate(items, start=1):
+        asked = Sample(turns=(Turn(role="user", text=item.prompt),))
+        for rule, wrong in check_text(asked, tokenizer, style):
+            if RULES[rule].refuses and evalset is not None:
+                raise InputError(f"{evalset.path}:{line}: {rule}: {wrong}", fix=RULES[rule].fix)
 
 
 def _refuse_prompts(items: Sequence[EvalItem], tokenizer: Tokenizer, style: Style, model: ModelFacts) -> None:

@@ -14,18 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_rt import assets
-from tunix_rt.data.containers import recognise
+from tunix_rt.data.containers import line_words, recognise
+from tunix_rt.data.streams import Version, printable, refuse_changed, version_of
 from tunix_rt.data.trace import EvalItem, read_records
 from tunix_rt.errors import InputError
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<inside>.+))?", re.ASCII)
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
+NOT_READ_ENDINGS = (".csv", ".tsv", ".arrow", ".zst", ".xz", ".zip", ".bz2")
 NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json"}
 """What lies beside data files under the name of one."""
 SPLITS = {
     "train": "train", "training": "train", "test": "test", "testing": "test", "validation": "validation",
-    "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation", "heldout": "validation",
+    "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation", "evaluation": "validation",
+    "heldout": "validation", "holdout": "validation",
 }  # fmt: skip
 SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
@@ -37,6 +40,7 @@ class FileRef:
     key: str
     path: Path
     sha256: str
+    version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class DataFile:
     sha256: str
     bytes: int
     container: str
+    version: Version
+    """Of the file whose content was hashed; no part of any hash."""
     gzip: bool = False
 
 
@@ -62,9 +68,9 @@ class Dataset:
     sha256: str
 
     def place(self, file: int, line: int) -> str:
-        """Where a record stands, as errors say it."""
+        """Where a record stands, as errors say it. `line` is that of a `Raw`: out of a JSON document, line and record."""
         found = self.files[file]
-        return f"{found.path} row {line}" if found.container == "parquet" else f"{found.path}:{line}"
+        return f"{found.path} row {line}" if found.container == "parquet" else f"{found.path}:{line_words(line)}"
 
 
 def find_dataset(key: str) -> Dataset:
@@ -87,16 +93,16 @@ def find_dataset(key: str) -> Dataset:
 def find_evalset(key: str) -> FileRef:
     """Eval set `key` on the search path, or the JSONL file of that path."""
     if os.path.isfile(path := os.path.expanduser(key)):
-        return FileRef(key=key, path=Path(path), sha256=_describe(Path(path))[0])
+        return _file_ref(key, Path(path))
     if (found := assets.find("evalsets", f"{key}.jsonl")) is not None and found.is_file():
-        ref = FileRef(key=key, path=found, sha256=_describe(found)[0])
+        ref = _file_ref(key, found)
         _compare_with_manifest(found, ref.sha256, found.parent / f"{key}.manifest.json")
         return ref
     raise _unknown(key, "evalsets", "{key}.jsonl", "the path of a JSONL file")
 
 
 def read_items(ref: FileRef) -> list[EvalItem]:
-    items = read_records(ref.path, EvalItem)
+    items = read_records(ref.path, EvalItem, ref.version)
     seen: set[str] = set()
     for number, item in enumerate(items, start=1):
         if item.id in seen:
@@ -128,16 +134,24 @@ def _dataset(key: str, paths: Sequence[Path]) -> Dataset:
 
 
 def _data_file(path: Path) -> DataFile:
-    sha256, size = _describe(path)
+    sha256, version = _describe(path)
     container, packed = recognise(path)
-    return DataFile(path=path, sha256=sha256, bytes=size, container=container, gzip=packed)
+    return DataFile(path=path, sha256=sha256, bytes=version[0], container=container, version=version, gzip=packed)
 
 
-def _describe(path: Path) -> tuple[str, int]:
-    """Hash and size of the file, never held whole."""
+def _file_ref(key: str, path: Path) -> FileRef:
+    sha256, version = _describe(path)
+    return FileRef(key=key, path=path, sha256=sha256, version=version)
+
+
+def _describe(path: Path) -> tuple[str, Version]:
+    """Hash of the file, never held whole, and its version, which was the same before and after."""
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+            version = version_of(file)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            refuse_changed(path, file, version)
+            return sha256, version
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", fix="check the path and its permissions") from error
 
@@ -176,6 +190,7 @@ def _from_folder(key: str, folder: Path, given: Given) -> Dataset:
         return _dataset_folder(key, folder)
     try:
         inside = sorted(path.relative_to(folder).as_posix() for path in _data_files_in(folder))
+        _refuse_left_out(folder)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror or error}", fix="check the path and its permissions") from error
     if not inside:
@@ -196,6 +211,36 @@ def _data_files_in(folder: Path) -> Iterable[Path]:
             yield from (file for file in path.iterdir() if _is_data(file))
         elif _is_data(path):
             yield path
+
+
+def _refuse_left_out(folder: Path) -> None:
+    """What looks like data and would not be read: a file of another kind, or one that lies deeper than one level."""
+    unread: list[str] = []
+    deep: list[str] = []
+    for parent, below, names in os.walk(folder, onerror=_raise):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        inside = Path(parent).relative_to(folder)
+        for path in (inside / name for name in sorted(names) if not name.startswith(".")):
+            if path.name.lower().removesuffix(".gz").endswith(NOT_READ_ENDINGS):
+                unread.append(path.as_posix())
+            elif len(path.parts) > 2 and _is_data(folder / path):
+                deep.append(path.as_posix())
+        if len(unread) + len(deep) > 20:
+            break  # enough to say so; a tree may be large
+    for left_out, why, way_out in (
+        (unread, "of a kind that is not read", "convert them to JSONL, or move them away"),
+        (deep, "more than one level down", "give the folder that holds them, or move them away"),
+    ):
+        if left_out:
+            shown = ", ".join(printable(name) for name in left_out[:5]) + (" ..." if len(left_out) > 5 else "")
+            raise InputError(
+                f"{folder} holds data files {why}, which would be left out: {shown}",
+                fix=f"{way_out}; or name the files you want: a path, or a pattern with *",
+            )
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _is_data(path: Path) -> bool:
@@ -224,18 +269,26 @@ def _refuse_two_readings(inside: Sequence[str], folder: Path, given: Given) -> N
     for name in inside:
         groups.setdefault((name.rpartition("/")[0], split_of(name)), []).append(name)
     splits = {split for _, split in groups if split}
+    unnamed = any(not split for _, split in groups)
     here_and_below = len({bool(parent) for parent, _ in groups}) > 1
     names = [name.rpartition("/")[2] for name in inside]
-    if len(splits) <= 1 and not here_and_below and len(set(names)) == len(names):
+    held_out_beside = unnamed and any(_is_held_out(split) for split in splits)
+    if len(splits) <= 1 and not held_out_beside and not here_and_below and len(set(names)) == len(names):
         return
     readings = [
         given(path) for (parent, split), group in groups.items() for path in _as_paths(parent, split, group, inside)
     ]
-    shown = ", ".join(sorted(splits)) if len(splits) > 1 else "several folders"
+    shown = ", ".join(sorted(splits)) if len(splits) > 1 or held_out_beside else "several folders"
+    others = " and files whose names speak of no split" if held_out_beside else ""
     raise InputError(
-        f"{folder} can be read in {len(groups)} ways: it holds {shown}",
+        f"{folder} can be read in {len(groups)} ways: it holds {shown}{others}",
         fix=f"give one of: {', '.join(readings[:12])}{' ...' if len(readings) > 12 else ''}",
     )
+
+
+def _is_held_out(split: str) -> bool:
+    """Whether a split is not there to be trained on; that of a shard may have more words (`test_sft`)."""
+    return any(SPLITS.get(word, "train") != "train" for word in re.split(r"[^a-z]+", split.lower()))
 
 
 def _as_paths(parent: str, split: str, group: Sequence[str], inside: Sequence[str]) -> Sequence[str]:

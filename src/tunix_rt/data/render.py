@@ -6,6 +6,7 @@ where each token stands in that text. Plain, every turn is tokenised apart, so t
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -34,6 +35,10 @@ __all__ = [
     "style_of",
 ]
 
+# Turns of the assistant up to which the conversation is written anew for each; where the long way is the only one; and
+# for how many turns of a longer conversation it is still done. The work of the long way grows with the square.
+WRITTEN_ANEW, WRITTEN_ANEW_AT_MOST, PROBES = 64, 256, 16
+
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
@@ -51,7 +56,7 @@ class Rendered(Example):
     """An example, and what the rules want to know about how it was made."""
 
     prompt_tokens: int
-    """Tokens before the first thing the assistant says."""
+    """Tokens before the first thing the assistant says, counted over the prompt by itself and not from the mask."""
     ends: tuple[int, ...]
     """Where the token that ends each turn of the assistant stands; -1 for a turn that has none."""
     reasoning_end: int
@@ -162,7 +167,13 @@ class _Said:
 
 
 def _rendered(
-    ids: Sequence[int], said: Sequence[_Said], style: Style, *, closed: tuple[int, int], melted: bool = False
+    ids: Sequence[int],
+    said: Sequence[_Said],
+    style: Style,
+    *,
+    prompt_tokens: int,
+    closed: tuple[int, int],
+    melted: bool = False,
 ) -> Rendered:
     trained = np.full(len(ids), not style.completion_only_loss, dtype=np.bool_)
     for turn in said:
@@ -171,7 +182,7 @@ def _rendered(
     return Rendered(
         ids=np.array(ids, dtype=np.int32),
         trained=trained,
-        prompt_tokens=said[0].first if said else len(ids),
+        prompt_tokens=prompt_tokens,
         ends=tuple(turn.end for turn in said),
         reasoning_end=closed[0],
         answer_end=closed[1],
@@ -189,13 +200,9 @@ def _closing_characters(said: str, sample: Sample, style: Style) -> tuple[int, i
     return reasoning + len(closing) if reasoning >= 0 else 0, start + len(answer) if start >= 0 else 0
 
 
-def _tokens_to(encoding: Any, stop: int) -> int:
-    """How many tokens begin before character `stop`."""
-    count = next((at + 1 for place in range(stop - 1, -1, -1) if (at := encoding.char_to_token(place)) is not None), 0)
-    # A character may take several tokens, of which the first was found.
-    while count and count < len(encoding) and encoding.token_to_chars(count)[0] < stop:
-        count += 1
-    return count
+def _starts(encoding: Any) -> list[int]:
+    """The character at which each token begins, in rising order: `bisect_left(starts, stop)` tokens begin before `stop`."""
+    return [start for start, _ in encoding.offsets]
 
 
 # --- plain -----------------------------------------------------------------------------------------------------------
@@ -226,18 +233,22 @@ def _plain_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) 
     result: list[Rendered | TemplateRefusal] = []
     for sample, texts in zip(samples, pieces, strict=True):
         ids, said, closed = [*tokenizer.prefix], [], (0, 0)
-        for text, is_said in texts:
+        prompt_tokens = len(tokenizer.prefix)
+        for place, (text, is_said) in enumerate(texts):
             encoding = next(encodings)
+            if place == 0 and not is_said:
+                prompt_tokens += len(encoding)
             start = len(ids)
             ids += encoding.ids
             if is_said:
+                starts = _starts(encoding) if sample.steps else []
                 reasoning, answer = (
-                    at and start + _tokens_to(encoding, at) for at in _closing_characters(text, sample, style)
+                    at and start + bisect_left(starts, at) for at in _closing_characters(text, sample, style)
                 )
                 closed = (reasoning, answer)
                 said.append(_Said(first=start, last=len(ids) + 1, end=len(ids)))
                 ids.append(tokenizer.eos_id)
-        result.append(_rendered(ids, said, style, closed=closed))
+        result.append(_rendered(ids, said, style, prompt_tokens=prompt_tokens, closed=closed))
     return result
 
 
@@ -268,14 +279,54 @@ def _write(turns: Sequence[Turn], tokenizer: Tokenizer, template: Template) -> _
         return TemplateRefusal("nothing is said before the assistant speaks")
     try:
         text = conversation_text(template, tokenizer, turns)
-        spans = [
-            _span(text, turns, at, tokenizer, template) for at, turn in enumerate(turns) if turn.role == "assistant"
-        ]
+        spans = _spans(text, turns, tokenizer, template)
     except TemplateRefusal as error:
         return TemplateRefusal(error.words)  # without the frames that the raised one keeps alive
     except InputError as error:
         return TemplateRefusal(error.problem)
     return _Written(text, spans)
+
+
+def _spans(text: str, turns: Sequence[Turn], tokenizer: Tokenizer, template: Template) -> list[tuple[int, int]]:
+    """`_span` of every turn of the assistant. Each writes the conversation anew, so long ones are walked through once
+    and `_span` is asked about some of the turns alone, the first and the last among them."""
+    said = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
+    if len(said) > WRITTEN_ANEW:
+        walked = _walked(
+            text, [turns[at].text for at in said], _opening(turns[: said[0]], tokenizer, template), template
+        )
+        asked = [place * (len(said) - 1) // (PROBES - 1) for place in range(PROBES)]
+        if walked and all(walked[place] == _span(text, turns, said[place], tokenizer, template) for place in asked):
+            return walked
+        if len(said) > WRITTEN_ANEW_AT_MOST:
+            raise TemplateRefusal(
+                f"the assistant speaks {len(said):,} times, and over {WRITTEN_ANEW_AT_MOST} are taken only where each is "
+                "written word for word between the same two marks, which no text spells out; split the conversation"
+            )
+    return [_span(text, turns, at, tokenizer, template) for at in said]
+
+
+def _opening(turns: Sequence[Turn], tokenizer: Tokenizer, template: Template) -> str:
+    """What the template adds to `turns` so that the assistant speaks; empty when it adds nothing, or rewrites them."""
+    shown = conversation_text(template, tokenizer, turns)
+    prompt = conversation_text(template, tokenizer, turns, add_generation_prompt=True)
+    return prompt.removeprefix(shown) if prompt.startswith(shown) else ""
+
+
+def _walked(text: str, said: Sequence[str], opening: str, template: Template) -> list[tuple[int, int]] | None:
+    """Where each of `said` stands in `text` between `opening` and the end token, or None where there is any doubt."""
+    end, spans, stop = template.end_token, [], 0
+    if not opening or not end:
+        return None
+    for words in said:
+        opened = text.find(opening, stop)
+        start = opened + len(opening)
+        closed = text.find(end, start)
+        if opened < 0 or closed < 0 or text[start:closed].strip() != words.strip():
+            return None
+        stop = closed + len(end)
+        spans.append((start, stop))
+    return spans
 
 
 def _span(text: str, turns: Sequence[Turn], at: int, tokenizer: Tokenizer, template: Template) -> tuple[int, int]:
@@ -301,36 +352,39 @@ def _read(
     written: _Written, encoding: Any, sample: Sample, tokenizer: Tokenizer, style: Style, alone: dict[str, list[int]]
 ) -> Rendered:
     """The mask, from where the tokens stand. `alone` remembers how the ends of prompts are tokenised by themselves."""
-    ids: list[int] = encoding.ids
-    said, closed, melted = [], (0, 0), False
+    ids, starts = encoding.ids, _starts(encoding)
+    said: list[_Said] = []
+    closed, melted, prompt_tokens = (0, 0), False, len(ids)
     for start, stop in written.said:
-        first, last = _tokens_to(encoding, start), _tokens_to(encoding, stop)
+        first, last = bisect_left(starts, start), bisect_left(starts, stop)
         ends = last > first and ids[last - 1] == style.template.end_id
         straddled = _stretches_beyond(encoding, first - 1, start) or (
             not ends and _stretches_beyond(encoding, last - 1, stop)
         )
-        melted |= straddled or _prompt_differs(written.text, start, first, encoding, ids, tokenizer, alone)
+        control, tail = _prompt_alone(written.text[:start], starts, ids[:first], tokenizer, alone)
+        melted |= straddled or tail != ids[control:first]
+        if not said:
+            prompt_tokens = control + len(tail)
         said.append(_Said(first=first, last=last, end=last - 1 if ends else -1))
         at = _closing_characters(written.text[start:stop], sample, style)
-        reasoning, answer = (place and _tokens_to(encoding, start + place) for place in at)
+        reasoning, answer = (place and bisect_left(starts, start + place) for place in at)
         closed = (reasoning, answer)
-    return _rendered(ids, said, style, closed=closed, melted=melted)
+    return _rendered(ids, said, style, prompt_tokens=prompt_tokens, closed=closed, melted=melted)
 
 
 def _stretches_beyond(encoding: Any, token: int, stop: int) -> bool:
     return token >= 0 and encoding.token_to_chars(token)[1] > stop
 
 
-def _prompt_differs(
-    text: str, start: int, first: int, encoding: Any, ids: list[int], tokenizer: Tokenizer, alone: dict[str, list[int]]
-) -> bool:
-    """Whether the prompt (the text before `start`) alone has other tokens than the first ones here.
+def _prompt_alone(
+    prompt: str, starts: list[int], ids: list[int], tokenizer: Tokenizer, alone: dict[str, list[int]]
+) -> tuple[int, list[int]]:
+    """Where the last control token of the prompt stands, and the prompt's tokens from there on, by itself.
 
     A control token cuts the text, so only what follows the last one can differ: a word or two, the same in every sample.
     """
-    control = next((at for at in range(first - 1, -1, -1) if ids[at] in tokenizer.control_ids), 0)
-    begin = encoding.token_to_chars(control)[0] if control else 0
-    tail = text[begin:start]
+    control = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in tokenizer.control_ids), 0)
+    tail = prompt[starts[control] if control else 0 :]
     if (known := alone.get(tail)) is None:
         known = alone[tail] = tokenizer.encode_conversation(tail)
-    return known != ids[control:first]
+    return control, known

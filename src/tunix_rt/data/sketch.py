@@ -11,7 +11,7 @@ RUN_WORDS = 5
 """Two texts are as alike as the runs of five words they share, of all that either has (the Jaccard index)."""
 THRESHOLD = 0.8
 CAPACITY = 1 << 18
-"""Sketches kept (35 MB). Of more texts a sample is compared; near-duplicates tend to be in the sample together."""
+"""Sketches kept (34 MB). Of more texts a sample is compared; near-duplicates tend to be in the sample together."""
 
 _HASHES = 32
 _BANDS = 8

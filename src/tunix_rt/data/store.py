@@ -3,6 +3,7 @@
 A store is complete or it is not there: it is built beside its place and moved there when it is whole.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from tunix_rt.data import rules
-from tunix_rt.data.containers import Raw, read_raw
+from tunix_rt.data.containers import Raw, line_words, read_raw
 from tunix_rt.data.merkle import merkle_root
 from tunix_rt.data.registry import Dataset
 from tunix_rt.data.render import Example
@@ -40,7 +41,8 @@ ONE_PROCESS_BYTES = 32 << 20
 """Below this, starting more processes takes longer than it saves; the tokenizer's own threads are used instead."""
 MOST_PROCESSES = 8
 LOOKED_AT_BYTES = 64 << 20
-MIB = 2**20
+BUILDING = ".building-"
+OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
 
 
 class Examples(Sequence[Example]):
@@ -116,14 +118,16 @@ def cache_folder() -> Path:
 
 
 def open_store(recipe: Recipe, progress: Progress) -> Store:
-    """The store of `recipe`: read where it is there and whole, else made. One process makes it, others wait."""
+    """The store of `recipe`: read where it is there and whole, else made. One process makes it, others wait and say so."""
     place = cache_folder() / recipe.key
-    with storage(place), _made_here(place):
+    if (known := _read(place, recipe)) is not None:  # before the lock: a cache may be shared, and read-only
+        return known
+    with storage(place, fix=OTHER_CACHE), _alone(place, progress):
         if (known := _read(place, recipe)) is not None:
             return known
-        for left_over in place.parent.glob(f".building-{recipe.key}*"):  # its maker was killed: the lock is ours now
-            shutil.rmtree(left_over)
-        building = place.parent / f".building-{recipe.key}"
+        _sweep(place.parent)
+        building = place.parent / f"{BUILDING}{recipe.key}"
+        shutil.rmtree(building, ignore_errors=True)  # its maker was killed: the lock is ours now
         building.mkdir()
         try:
             began = time.perf_counter()
@@ -141,9 +145,43 @@ def open_store(recipe: Recipe, progress: Progress) -> Store:
     return replace(made, seconds=time.perf_counter() - began)
 
 
-def _made_here(place: Path) -> FileLock:
+@contextlib.contextmanager
+def _alone(place: Path, progress: Progress) -> Iterator[None]:
+    """Hold the place of a store. While another program makes it, that is said; `progress` may raise to end the wait."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(place.parent / f"{place.name}.lock")
+    lock = FileLock(_lock_of(place))
+    waited = 0
+    while True:
+        try:
+            lock.acquire(timeout=0.5 if waited else 0)
+            break
+        except Timeout:
+            if not waited:
+                logger.info("Another tunix-rt is making the tokens of this dataset; waiting for it")
+            waited += 1
+            progress("wait for the other tunix-rt (s)", waited // 2, 3600, "")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_of(place: Path) -> Path:
+    return place.parent / f"{place.name}.lock"
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what killed programs have left half-made of other stores: nobody holds their locks any more."""
+    for left_over in folder.glob(f"{BUILDING}*"):
+        lock = FileLock(_lock_of(folder / left_over.name.removeprefix(BUILDING)))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        try:
+            shutil.rmtree(left_over, ignore_errors=True)
+        finally:
+            lock.release()
 
 
 def _read(place: Path, recipe: Recipe) -> Store | None:
@@ -157,8 +195,14 @@ def _read(place: Path, recipe: Recipe) -> Store | None:
                 if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                     raise ValueError(f"{name} has changed")
         findings = tuple(
-            Finding(rule=f["rule"], count=f["count"], seen=f["seen"], first=recipe.dataset.place(f["file"], f["line"]))
-            for f in manifest["findings"]
+            Finding(
+                rule=found["rule"],
+                count=found["count"],
+                seen=found["seen"],
+                first=recipe.dataset.place(*found["places"][0]),
+                places=tuple(recipe.dataset.place(*place) for place in found["places"]),
+            )
+            for found in manifest["findings"]
         )
         return Store(
             folder=place,
@@ -186,13 +230,15 @@ class _Tally:
         self.sketches = Sketches()
         self.first: dict[str, dict[str, Any]] = {}
 
-    def note(self, rule: str, file: int, line: int, seen: str, count: int = 1) -> None:
-        known = self.first.setdefault(rule, {"rule": rule, "count": 0, "file": file, "line": line, "seen": seen})
-        known["count"] += count
+    def note(self, rule: str, entry: Any, seen: str) -> None:
+        known = self.first.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": []})
+        known["count"] += 1
+        if len(known["places"]) < rules.PLACES:
+            known["places"].append([int(entry["file"]), int(entry["line"])])
 
     def add(self, part: Part) -> None:
         for at, rule, wrong in part.broken:
-            self.note(rule, int(part.index[at]["file"]), int(part.index[at]["line"]), wrong)
+            self.note(rule, part.index[at], wrong)
         self.sketches.add(np.arange(self.examples, self.examples + len(part.index)), part.sketches)
         self.examples += len(part.index)
         self.tokens += len(part.tokens)
@@ -257,25 +303,22 @@ def _note_duplicates(tally: _Tally, folder: Path) -> None:
     _, first = np.unique(index["content"], return_index=True)
     again = np.ones(len(index), dtype=np.bool_)
     again[first] = False
-    where = np.flatnonzero(again)
-    if len(where):
-        original = np.flatnonzero(index["content"] == index[where[0]]["content"])[0]
-        entry = index[where[0]]
-        said = f"the same as {_line_of(index[original], entry)}"
-        tally.note("duplicate", int(entry["file"]), int(entry["line"]), said, len(where))
+    copies = np.flatnonzero(again)
+    if len(copies):
+        original = np.flatnonzero(index["content"] == index[copies[0]]["content"])[0]
+        said = f"the same as {_line_of(index[original], index[copies[0]])}"
+        for at in copies:
+            tally.note("duplicate", index[at], said)
     near = {later: earlier for later, earlier in tally.sketches.near_duplicates().items() if not again[later]}
-    if near:
-        later = min(near)
-        entry, earlier = index[later], index[near[later]]
-        said = f"much like {_line_of(earlier, entry)}"
-        if tally.sketches.sampled:
-            said += f" (of {tally.sketches.seen:,} records, {tally.sketches.compared:,} were compared)"
-        tally.note("near_duplicate", int(entry["file"]), int(entry["line"]), said, len(near))
+    sampled = f" (of {tally.sketches.seen:,} records, {tally.sketches.compared:,} were compared)"
+    for later in sorted(near):
+        said = f"much like {_line_of(index[near[later]], index[later])}" + sampled * tally.sketches.sampled
+        tally.note("near_duplicate", index[later], said)
 
 
 def _line_of(entry: Any, beside: Any) -> str:
     """Where an example stands, without the name of the file: the same tokens may be read from another place."""
-    line = f"line {int(entry['line'])}"
+    line = f"line {line_words(int(entry['line']))}"
     return line if entry["file"] == beside["file"] else f"{line} of file {int(entry['file']) + 1}"
 
 
@@ -300,9 +343,9 @@ class Reading:
         for raw in read_raw(self._dataset):
             if raw.file != file:
                 self.bytes, file = sum(f.bytes for f in self._dataset.files[: raw.file]), raw.file
+            size += _size(raw.data)
             if isinstance(raw.data, bytes):
                 self.bytes += len(raw.data)
-                size += len(raw.data)
             batch.append(raw)
             if len(batch) == BATCH_RECORDS or size >= BATCH_BYTES:
                 yield batch
@@ -310,3 +353,11 @@ class Reading:
         if batch:
             yield batch
         self.bytes = sum(f.bytes for f in self._dataset.files)
+
+
+def _size(value: Any) -> int:
+    """About how many bytes a record holds."""
+    if isinstance(value, (bytes, str)):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 8 + sum(map(_size, inner))

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.data.checks import Seen, check_example, check_text
 from tunix_rt.data.containers import Raw, parse
-from tunix_rt.data.formats import to_sample
+from tunix_rt.data.formats import to_sample, unused_columns
 from tunix_rt.data.merkle import row_leaf
 from tunix_rt.data.registry import Dataset
 from tunix_rt.data.render import Rendered, Style, TemplateRefusal, render_batch
-from tunix_rt.data.rules import Seen, check_example, check_text
 from tunix_rt.data.sample import Sample
 from tunix_rt.data.sketch import sketch
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
@@ -120,11 +120,19 @@ def tokenise(batch: list[Raw]) -> Part:
     """Records to tokens, with everything the rules say about each."""
     worker = _worker
     assert worker is not None, "begun"
+    broken: list[tuple[int, str, str]] = []
+    samples: list[Sample] = []
     try:
-        samples = [_sample(raw, worker) for raw in batch]
+        for at, raw in enumerate(batch):
+            where = worker.dataset.place(raw.file, raw.line)
+            record = parse(raw, where)
+            samples.append(to_sample(record, worker.format, where))
+            if unused := unused_columns(record, worker.format):
+                broken.append((at, "unused_column", ", ".join(repr(name)[1:-1][:60] for name in unused[:20])))
     except InputError as error:
         return _empty_part((error.problem, error.fix))
-    broken = [(at, *wrong) for at, sample in enumerate(samples) for wrong in check_text(sample, worker.tokenizer)]
+    for at, sample in enumerate(samples):
+        broken += [(at, *wrong) for wrong in check_text(sample, worker.tokenizer, worker.style)]
     unreadable = {at for at, rule, _ in broken if rule == "lone_surrogate"}
     readable = [at for at in range(len(samples)) if at not in unreadable]
     shown = dict(
@@ -132,15 +140,13 @@ def tokenise(batch: list[Raw]) -> Part:
     )
     rendered = {at: one for at, one in shown.items() if isinstance(one, Rendered)}
     broken += [(at, "template_refused", one.words) for at, one in shown.items() if isinstance(one, TemplateRefusal)]
-    said = worker.tokenizer.inner.decode_batch(
-        [one.ids[_said_from(one) :][one.trained[_said_from(one) :]].tolist() for one in rendered.values()],
-        skip_special_tokens=False,
-    )
-    for (at, one), text in zip(rendered.items(), said, strict=True):
+    turns = [list(_turns(one)) for one in rendered.values()]
+    texts = iter(worker.tokenizer.inner.decode_batch([ids for of in turns for ids in of], skip_special_tokens=False))
+    for (at, one), said in zip(rendered.items(), turns, strict=True):
         seen = Seen(
             sample=samples[at],
             rendered=one,
-            said=text,
+            said=tuple(next(texts) for _ in said),
             style=worker.style,
             tokenizer=worker.tokenizer,
             needs_bos=worker.needs_bos,
@@ -149,14 +155,13 @@ def tokenise(batch: list[Raw]) -> Part:
     return _part(batch, samples, rendered, sorted(broken))
 
 
-def _said_from(one: Rendered) -> int:
-    """Where the model begins to speak: with the whole row trained, the prompt is not what it says."""
-    return one.prompt_tokens
-
-
-def _sample(raw: Raw, worker: _Worker) -> Sample:
-    where = worker.dataset.place(raw.file, raw.line)
-    return to_sample(parse(raw, where), worker.format, where)
+def _turns(one: Rendered) -> Iterator[list[int]]:
+    """The trained ids of each turn that the model says; of the last also what has no end token."""
+    start = one.prompt_tokens
+    for end in one.ends:
+        stop = end + 1 if end >= 0 else len(one.ids)
+        yield one.ids[start:stop][one.trained[start:stop]].tolist()
+        start = stop
 
 
 def _part(

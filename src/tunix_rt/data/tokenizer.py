@@ -58,8 +58,9 @@ class Tokenizer:
         return list(self.inner.encode_batch(texts, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids; special tokens are left out."""
-        return str(self.inner.decode(ids, skip_special_tokens=True))
+        """Text of the ids without beginning, end and padding. Other special tokens stay: a tag of an answer may be one."""
+        around = {self.bos_id, self.eos_id, self.pad_id}
+        return str(self.inner.decode([number for number in ids if number not in around], skip_special_tokens=False))
 
     @property
     def vocab_size(self) -> int:

@@ -5,7 +5,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator
 
-from tunix_rt.data.containers import kind_of, parse_line, printable, read_lines
+from tunix_rt.data.containers import kind_of, parse_line, read_lines
+from tunix_rt.data.streams import Version, printable
 from tunix_rt.errors import InputError
 
 
@@ -83,9 +84,9 @@ class EvalItem(Record):
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def read_records(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
+def read_records(path: Path, kind: type[AnyRecord], version: Version | None = None) -> list[AnyRecord]:
     """Every line of a JSONL file as `kind`. The first bad line ends it with file, line and what to do."""
-    records = [_record(line, kind, f"{path}:{number}") for number, line in read_lines(path)]
+    records = [_record(line, kind, f"{path}:{number}") for number, line in read_lines(path, version)]
     if not records:
         raise InputError(f"{path} holds no rows", fix="give a JSONL file with one record per line")
     return records

@@ -59,8 +59,12 @@ def in_order(
 
 
 def _begin_alone(begin: Callable[..., None], settings: tuple[Any, ...]) -> None:
-    """In a new process: leave interrupts to the parent, end when it ends, and use one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In a new process: leave signals to the parent, end when it ends, and use one thread.
+
+    A terminal and many schedulers signal the whole group; the parent stops its workers by itself.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     begin(*settings)

@@ -1,0 +1,16 @@
+"""A dataset read whole, as samples."""
+
+from collections.abc import Iterator
+
+from tunix_rt.data.containers import parse, read_raw
+from tunix_rt.data.formats import detect_format, to_sample
+from tunix_rt.data.registry import Dataset
+from tunix_rt.data.sample import Sample
+
+
+def read_samples(dataset: Dataset, format: str = "auto") -> Iterator[tuple[str, Sample]]:
+    """Every record of the dataset with the place where it stands."""
+    chosen = detect_format(dataset, format)
+    for raw in read_raw(dataset):
+        where = dataset.place(raw.file, raw.line)
+        yield where, to_sample(parse(raw, where), chosen, where)
