@@ -7,6 +7,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.materials import real_tokenizer
 from tests.supervision_checks import chat, shipped_samples, style
+from tests.unit.test_view import NASTY, bytes_of
 from tunix_rt.config import load_config
 from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
 from tunix_rt.data.sample import Sample, Turn
@@ -160,3 +161,10 @@ def test_gpt2_gets_no_bos_and_ends_in_its_own_end_of_text(ours):
     assert tokenizer.prefix == () and tokenizer.eos_id == 50256
     example = render(shipped_samples(1)[0], tokenizer, style(tokenizer))
     assert example.ids[-1] == 50256 and example.trained[-1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_every_token_is_shown_byte_for_byte(name, ours):
+    tokenizer = ours(name)
+    text = NASTY + "  indented\n\n\n<answer>7</answer>"
+    assert bytes_of(tokenizer, text).decode() == text

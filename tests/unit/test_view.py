@@ -6,7 +6,6 @@ import tokenizers
 from rich.cells import cell_len
 
 from tests.conftest import SHIPPED
-from tests.materials import real_tokenizer
 from tunix_rt.cli.tokens import SAMPLE_HEAD, SAMPLE_TAIL, marks_of, row_lines, text_lines
 from tunix_rt.data.pack import Row
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
@@ -77,14 +76,6 @@ def test_a_vocabulary_with_byte_fallback_is_read_as_it_decodes(tmp_path):
     view = view_of(row_of((tokenizer.encode(" aa 中\n"), [tokenizer.eos_id])), tokenizer)
     assert [token.text for token in view.tokens] == [" a", "a", " ", "<0xE4>", "<0xB8>", "<0xAD>", "\n", "<eos>"]
     assert view.spans[0].text == " aa 中\n"
-
-
-@pytest.mark.registry
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_public_tokenizers_are_shown_byte_for_byte(name):
-    tokenizer = load_tokenizer(real_tokenizer(name))
-    text = NASTY + "  indented\n\n\n<answer>7</answer>"
-    assert bytes_of(tokenizer, text).decode() == text
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------
