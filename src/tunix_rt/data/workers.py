@@ -1,5 +1,6 @@
 """Work on a stream of batches in several processes: results in order, and only a few batches in memory at a time."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,8 @@ from tunix_rt.errors import TunixError
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HAS_GROUPS = os.name == "posix"
 AHEAD = 2
 """Batches per process that are read before the first of them is back."""
 
@@ -44,7 +47,8 @@ def in_order(
     waiting: deque[Future[Result]] = deque()
     try:
         for batch in batches:
-            waiting.append(pool.submit(work, batch))
+            with _signals_wait():  # a process that is being started has them wait too, until it is ready for them
+                waiting.append(pool.submit(work, batch))
             if len(waiting) >= AHEAD * processes:
                 yield waiting.popleft().result()
         while waiting:
@@ -58,13 +62,30 @@ def in_order(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    if not _HAS_GROUPS:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_alone(begin: Callable[..., None], settings: tuple[Any, ...]) -> None:
     """In a new process: leave signals to the parent, end when it ends, and use one thread.
 
-    A terminal and many schedulers signal the whole group; the parent stops its workers by itself.
+    A terminal and many schedulers signal the whole group, so the process leaves it. The parent stops its workers by
+    itself, for which they must still listen to SIGTERM: one that ignored it could never be ended after another had died.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # forgets one that came to the group while we were starting
+    if _HAS_GROUPS:
+        os.setpgrp()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     begin(*settings)
