@@ -1,8 +1,8 @@
 """Write the parts of the pages that code or measurements decide: `python -m docs.generate`, or `--check` to compare only.
 
-Whole pages: docs/reference/{config,cli,exit-codes,data-formats,data-rules}.md. Blocks between markers: the demo's figures in
-README.md, the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale}.md. Everything
-else is written by hand and held by tests/contract/test_docs.py.
+Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
+the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale}.md, the causes in
+docs/index.md. Everything else is written by hand and held by tests/contract/test_docs.py.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from docs import data_pages
+from docs import data_pages, doctor_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
@@ -27,6 +27,7 @@ DEMO_COMMAND = "python -m benchmarks.demo"
 MEMORY = Path("benchmarks/results/memory_cpu.json")
 MEMORY_PAGE = Path("docs/concepts/memory-model.md")
 DATA_PAGE = Path("docs/concepts/data-at-scale.md")
+INDEX_PAGE = Path("docs/index.md")
 CARD = Path("models/tiny-gemma3")
 
 
@@ -38,6 +39,8 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("docs/reference/exit-codes.md"): exit_codes_page(),
         Path("docs/reference/data-formats.md"): data_pages.formats_page(),
         Path("docs/reference/data-rules.md"): data_pages.rules_page(),
+        **doctor_pages.pages(),
+        INDEX_PAGE: with_block(root, INDEX_PAGE, "causes", doctor_pages.index_block()),
         Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
         MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
@@ -372,6 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
         for path, text in pages().items():
             same = (ROOT / path).is_file() and (ROOT / path).read_text(encoding="utf-8") == text
             if not same:
+                (ROOT / path).parent.mkdir(exist_ok=True)
                 (ROOT / path).write_text(text, encoding="utf-8", newline="\n")
             sys.stdout.write(f"{'unchanged' if same else 'written'}  {path}\n")
     except TunixError as error:

@@ -36,7 +36,13 @@ class InputError(TunixError):
 
 
 class HardwareError(TunixError):
+    """`cause` is the doctor's code for it (docs/doctor/), empty where no check has one."""
+
     exit_code = 4
+
+    def __init__(self, problem: str, *, fix: str, cause: str = "") -> None:
+        super().__init__(problem, fix=fix)
+        self.cause = cause
 
 
 class DoesNotFitError(TunixError):

@@ -59,6 +59,16 @@ class RunDir:
         return self.root / "torch_version.txt"
 
     @property
+    def cuda_check(self) -> Path:
+        """On a GPU: what torch said of CUDA when it was proven."""
+        return self.root / "cuda_check.txt"
+
+    @property
+    def nvidia_smi(self) -> Path:
+        """On a GPU: what nvidia-smi printed after the first step."""
+        return self.root / "nvidia_smi.txt"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

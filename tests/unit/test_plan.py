@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from tunix_rt.cli.main import cli
 from tunix_rt.config import RunConfig, load_config
-from tunix_rt.doctor.checks import DeviceChoice
+from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.plan.fit import (
     SAFETY_SHARE,

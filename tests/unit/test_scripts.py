@@ -16,6 +16,7 @@ def clone(tmp_path: Path) -> Path:
     """As much of a clone as the scripts look at before they install anything, and a folder `bin` of programs."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "scripts").mkdir()
+    (tmp_path / "src").symlink_to(ROOT / "src")
     for name in ("scripts/setup", "scripts/demo", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     # Nothing is fetched or set up here: no index is reached, and no virtual environment can be made.
@@ -69,10 +70,42 @@ def test_a_gpu_that_does_not_tell_its_compute_capability_gets_no_wheel_at_all(cl
     assert "Setting up" not in ended.stderr
 
 
-def test_a_driver_that_no_wheel_fits_is_refused_with_exit_4(clone):
+def test_a_driver_that_no_wheel_fits_is_refused_with_exit_4_and_the_driver_it_takes(clone):
     gpu(clone, driver="echo 470.57.02", capability="echo 8.0")
     ended = setup(clone)
-    assert (ended.returncode, "no wheel of torch" in ended.stderr) == (4, True)
+    assert ended.returncode == 4
+    assert "error: driver 470.57.02 is too old for every wheel with kernels for compute capability 8.0" in ended.stderr
+    assert "fix: update the NVIDIA driver to 580.65.06 or newer" in ended.stderr
+    assert "Setting up" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "arguments"),
+    [
+        ("580.95.05", "12.0", "torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"),
+        ("570.124.06", "12.0", "torch==2.13.0+cu129 --index-url https://download.pytorch.org/whl/cu129"),
+        ("560.35.05", "6.0", "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"),
+        ("", "", "torch==2.13.0"),  # no working driver, and no index is reached here: the registry's
+    ],
+)
+def test_an_exact_torch_is_installed_and_nothing_chosen_by_accident(clone, driver, capability, arguments):
+    """The Python of the `.venv` here says what it was given, and fails."""
+    program(
+        clone / "bin" / "python3.11", f'case "$*" in *venv*) ;; *whl*) exit 1;; *) exec {sys.executable} "$@";; esac'
+    )
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    program(clone / ".venv" / "bin" / "python", 'echo "GIVEN $*"; exit 1')
+    if driver:
+        gpu(clone, driver=f"echo {driver}", capability=f"echo {capability}")
+    ended = setup(clone)
+    assert ended.returncode == 1
+    given = (clone / ".venv" / "setup.log").read_text().splitlines()
+    assert given == [f"GIVEN -m pip --disable-pip-version-check --no-input install --quiet {arguments}"]
+
+
+def test_the_pinned_versions_leave_torch_to_the_choice_of_a_wheel():
+    pinned = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]]
+    assert "torch" not in pinned and {"jax", "jaxlib", "transformers"} <= set(pinned)
 
 
 def test_a_cuda_wheel_asks_for_more_disk_than_the_cpu_wheel(clone):

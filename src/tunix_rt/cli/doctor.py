@@ -1,64 +1,176 @@
-"""`tunix-rt doctor`: which device a run would use here, and why."""
+"""`tunix-rt doctor`: will this run on this device, which cause stops it, and the line that mends it."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from tunix_rt.doctor.checks import Check, DeviceChoice
-    from tunix_rt.doctor.probe import Facts
-    from tunix_rt.errors import TunixError
+    from tunix_rt.doctor.choose import DeviceChoice
+    from tunix_rt.doctor.facts import Facts
+    from tunix_rt.doctor.prove import Proof
+    from tunix_rt.doctor.verdict import Ask
+    from tunix_rt.models import ModelSource
 
 
 @click.command()
+@click.argument("config", required=False)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"]), help="What a run would ask for.")
+@click.option("--backend", type=click.Choice(["torch", "jax"]), help="The engine of the run.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Its type of arithmetic.")
 @click.option(
-    "--device",
-    default="auto",
-    type=click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"]),
-    help="What a run would ask for.",
+    "--output", type=click.Path(path_type=Path), help="Where the run would be written; its disk is looked at."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print facts, checks and choice as JSON.")
-def doctor(device: str, as_json: bool) -> None:
-    """Say which device a run would use on this computer, and why. Exit 4 when what is asked for cannot be used."""
-    from tunix_rt.cli import text
-    from tunix_rt.doctor.checks import choose_device, run_checks
-    from tunix_rt.doctor.probe import gather_facts
-    from tunix_rt.errors import TunixError
-    from tunix_rt.rundir import to_plain
+@click.option("--prove", is_flag=True, help="Run kernels in a child process and compare them with a float64 reference.")
+@click.option("--facts-only", is_flag=True, help="Print the facts as JSON and judge nothing.")
+@click.option("--facts", "facts_file", type=click.Path(path_type=Path), help="Judge the facts in this file instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print verdict, cause, checks, proof and facts as JSON.")
+def doctor(
+    config: str | None,
+    output: Path | None,
+    prove: bool,
+    facts_only: bool,
+    facts_file: Path | None,
+    as_json: bool,
+    **named: Any,
+) -> None:
+    """Say whether a run would work on this computer; exit 4 and the cause when not.
 
-    facts = gather_facts()
-    checks = run_checks(facts)
+    With CONFIG (a YAML file or the name of a shipped one) device, engine, type and model are taken from it; options win.
+    Facts written on one computer (--facts-only) are judged on another with --facts.
+    """
+    from tunix_rt.errors import ConfigError, HardwareError, TunixError
+
+    ask, model = _what_is_asked(config, named)
+    if facts_file is not None and (prove or facts_only):
+        raise ConfigError(
+            "--facts judges a file; nothing can be run or gathered there", fix="leave out --prove and --facts-only"
+        )
+    facts = _facts(facts_file, output, ask)
+    if facts_only:
+        from tunix_rt.cli import text
+        from tunix_rt.rundir import json_text
+
+        text.show_lines(json_text(facts).splitlines())
+        return
     choice: DeviceChoice | None = None
+    proof: Proof | None = None
     refusal: TunixError | None = None
     try:
-        choice = choose_device(device, facts)
-    except TunixError as error:
+        from tunix_rt.doctor.choose import choose_device
+
+        choice = choose_device(ask, facts)
+        if prove:
+            click.echo(f"proving {choice.device} in a child process, some seconds", err=True)
+            proof = _prove(ask, choice, model)
+    except (ConfigError, HardwareError) as error:
         refusal = error
+    _show(facts, ask, choice, proof, refusal, as_json=as_json)
+
+
+def _what_is_asked(config: str | None, named: dict[str, Any]) -> "tuple[Ask, ModelSource | None]":
+    """The Ask, and the configured model where there is one; only its small files are needed."""
+    from tunix_rt.doctor.checks import Ask
+
+    given = {name: value for name, value in named.items() if value is not None}
+    if config is None:
+        return Ask(**given), None
+    from tunix_rt.config import find_config, load_config
+    from tunix_rt.models import resolve_model
+
+    settings = load_config(find_config(config), overrides=(), flags={})
+    training, model = settings.training, settings.model
+    ask = Ask(**{"device": training.device, "backend": training.backend, "dtype": training.dtype} | given)
+    if not model.model_name_or_path:
+        return ask, None
+    return ask, resolve_model(model.model_name_or_path, revision=model.revision, weights="random")
+
+
+def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
+    from tunix_rt.doctor.facts import facts_from_json
+    from tunix_rt.doctor.probe import gather_facts
+    from tunix_rt.errors import InputError
+
+    if facts_file is None:
+        return gather_facts(output, backend=ask.backend or "torch", device=ask.device)
+    import json
+
+    try:
+        raw = json.loads(facts_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{facts_file}: {error}", fix="make the file with `tunix-rt doctor --facts-only > facts.json`"
+        ) from error
+    return facts_from_json(raw, source=str(facts_file))
+
+
+def _prove(ask: "Ask", choice: "DeviceChoice", model: "ModelSource | None") -> "Proof":
+    import os
+
+    from tunix_rt.doctor.choose import environment_for
+    from tunix_rt.doctor.prove import prove
+    from tunix_rt.plan.shape import shape_of
+
+    backend = ask.backend or "torch"
+    os.environ.update(environment_for(choice.device, backend))
+    if model is None:
+        return prove(backend=backend, device=choice.device, dtype=ask.dtype)
+    shape = shape_of(model.config)
+    return prove(
+        backend=backend, device=choice.device, dtype=ask.dtype, head_size=shape.head_dim, query_heads=shape.heads,
+        kv_heads=shape.kv_heads, softcap=model.config.get("final_logit_softcapping"),
+    )  # fmt: skip
+
+
+def _show(
+    facts: "Facts",
+    ask: "Ask",
+    choice: "DeviceChoice | None",
+    proof: "Proof | None",
+    refusal: Any,
+    *,
+    as_json: bool,
+) -> None:
+    """The verdict first. A refusal ends with its exit code here, since its words are part of the answer."""
+    from tunix_rt.accelerators import find_accelerator, peaks
+    from tunix_rt.cli import text
+    from tunix_rt.doctor.causes import CAUSES
+    from tunix_rt.doctor.checks import judge
+    from tunix_rt.doctor.prove import proof_lines, proof_problem
+    from tunix_rt.doctor.words import verdict_lines
+    from tunix_rt.rundir import to_plain
+
+    checks = judge(facts, ask)
+    disproved = proof_problem(proof) if proof else None
+    ready = choice is not None and disproved is None
+    code = 0 if ready else refusal.exit_code if refusal else 4
+    cause = str(getattr(refusal, "cause", ""))
     if as_json:
-        refused = {"problem": refusal.problem, "fix": refusal.fix} if refusal else None
-        text.show_json(to_plain({"facts": facts, "checks": checks, "choice": choice, "refused": refused}))
-    else:
-        text.show_lines(_lines(facts, checks, choice, refusal))
-    if refusal:
+        problem = (refusal.problem, refusal.fix) if refusal else disproved
+        answer = {
+            "schema": "tunix-rt/doctor/1",
+            "verdict": "ready" if ready else "refused",
+            "cause": cause or ("not-proven" if disproved else None),
+            "kind": CAUSES[cause].kind if cause in CAUSES else "hardware" if disproved else None,
+            "problem": problem[0] if problem else None,
+            "fix": problem[1] if problem else None,
+            "asked": ask,
+            "choice": choice,
+            "proof": proof,
+            "checks": checks,
+            "facts": facts,
+        }
+        text.show_json(to_plain(answer))
+    elif refusal and not cause:
         raise refusal
-
-
-def _lines(
-    facts: "Facts", checks: "list[Check]", choice: "DeviceChoice | None", refusal: "TunixError | None"
-) -> list[str]:
-    """Verdict, what to do, facts. A refusal is said again, on stderr, when the program ends."""
-    from tunix_rt.doctor.words import device_lines, torch_version_text
-
-    lines = (
-        [f"ready: {choice.device} ({choice.reason})"]
-        if choice
-        else [f"not ready: {refusal.problem if refusal else ''}"]
-    )
-    for check in checks:
-        if check.verdict in ("fail", "warn"):
-            lines += [f"  {check.verdict}: {check.why} ({check.saw})", f"    do: {check.fix}"]
-    lines += ["", *(device_lines(choice, facts) if choice else [f"Platform: {facts.os}, Python {facts.python}"])]
-    lines += [f"CPU: {facts.cpu}, {facts.cpu_cores} cores"]
-    lines += [f"GPU {gpu.index}: {gpu.name}, {gpu.total_bytes / 2**30:.1f} GiB" for gpu in facts.gpus]
-    lines += [", ".join(torch_version_text(facts).splitlines())]
-    return [*lines, f"Disk: {facts.disk_free_bytes / 2**30:.1f} GiB free at {facts.disk_path}"]
+    else:
+        shown: list[str] = []
+        if proof and choice:
+            known = find_accelerator(choice.kind, choice.memory_bytes)
+            shown = proof_lines(proof, peaks(known, ask.dtype) if known else (None, None))
+        lines = verdict_lines(facts, checks, choice if ready else None, ask.device, proven=shown)
+        if disproved:
+            lines = [f"not ready for {ask.device}: {disproved[0]}", f"  fix:  {disproved[1]}", *lines]
+        text.show_lines(lines)
+    if code:
+        raise click.exceptions.Exit(code)

@@ -13,11 +13,12 @@ from tunix_rt.errors import TunixError
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
     "doctor": ("doctor", "Which device will be used on this computer, and why."),
+    "env": ("env", "Make an environment with the torch that fits this computer, or verify one."),
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
     "data": ("data", "Bring a dataset in, check it, and see token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
     "runs": ("runs", "List the runs in a folder, or show one."),
-    "evidence": ("evidence", "Check that a run folder is what it says."),
+    "evidence": ("evidence", "Collect what a run left behind into a bundle, and check either."),
 }
 
 

@@ -20,8 +20,9 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     """Predict the peak memory of a run of CONFIG and whether it fits. Exit 5 when it does not."""
     from tunix_rt.cli import text
     from tunix_rt.config import find_config, load_config
-    from tunix_rt.doctor.checks import choose_device
+    from tunix_rt.doctor.choose import choose_device
     from tunix_rt.doctor.probe import gather_facts
+    from tunix_rt.doctor.verdict import Ask
     from tunix_rt.errors import ConfigError
     from tunix_rt.models import resolve_model
     from tunix_rt.plan.fit import disk_needed_bytes, judge, refuse_if_too_big
@@ -38,7 +39,7 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
     facts = gather_facts()
-    choice = choose_device(settings.training.device, facts, None)  # planning needs no engine
+    choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
     # Only config.json is read, so a model without its weights can be planned.
     source = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
     shape = shape_of(source.config)
@@ -47,9 +48,9 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     disk = disk_needed_bytes(shape, settings)
     if as_json:
         value = {"model": source.name, "shape": shape, "memory": predicted, "fit": fit, "device": choice}
-        text.show_json(to_plain(value | {"disk_bytes": disk, "disk_free_bytes": facts.disk_free_bytes}))
+        text.show_json(to_plain(value | {"disk_bytes": disk, "disk_free_bytes": facts.host.disk_free_bytes}))
     else:
-        _show(predicted, fit, choice.device, disk, facts.disk_free_bytes)
+        _show(predicted, fit, choice.device, disk, facts.host.disk_free_bytes)
     refuse_if_too_big(predicted, choice, shape, settings)
 
 

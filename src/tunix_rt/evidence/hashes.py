@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,12 +41,26 @@ def write_hashes(run: RunDir, *, to_come: Mapping[Path, str] | None = None) -> P
     return run.hashes
 
 
-def list_problems(folder: Path) -> list[str]:
-    """Every way the run in `folder` contradicts its hashes or itself; an empty list means it verifies. Never raises."""
+def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:
+    """Every way the run in `folder` contradicts its hashes or itself; an empty list means it verifies. Never raises.
+
+    A run brought home from another machine `may_lack_weights`, whose hashes it still has; one that is there must be right.
+    """
     if not os.path.isdir(folder):
         return [f"{folder} is not a folder"]
     run = RunDir(folder)
-    return _hash_problems(run) + _chain_problems(run) + _result_problems(run) + _score_problems(run)
+    problems = _hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
+    return problems + step_problems(run) + _score_problems(run)
+
+
+def step_problems(run: RunDir) -> list[str]:
+    """Every way the metrics contradict themselves, and the result the metrics."""
+    return _chain_problems(run) + _result_problems(run)
+
+
+def is_weights(name: str) -> bool:
+    """Whether the file of a run by that relative name holds weights or moments: too big to travel with its facts."""
+    return name.startswith(("checkpoints/", "final_model/")) and name.endswith(".safetensors")
 
 
 # --- the files against SHA256SUMS -------------------------------------------------------------------------------------
@@ -62,14 +76,14 @@ def _list_files(root: Path) -> tuple[list[str], list[str]]:
         try:
             entries = list(os.scandir(folder))
         except OSError as error:
-            problems.append(f"cannot be listed: {_shown(folder.relative_to(root).as_posix())}: {error.strerror}")
+            problems.append(f"cannot be listed: {shown(folder.relative_to(root).as_posix())}: {error.strerror}")
             continue
         for entry in entries:
             name = Path(entry.path).relative_to(root).as_posix()
             if _is_staged_or_own(name):
                 continue
             if fault := _name_fault(name):
-                problems.append(f"{fault}: {_shown(name)}")
+                problems.append(f"{fault}: {shown(name)}")
             elif entry.is_symlink():
                 problems.append(f"a symbolic link: {name}")
             elif entry.is_dir(follow_symlinks=False):
@@ -102,16 +116,16 @@ def _name_fault(name: str) -> str | None:
     return None
 
 
-def _hash_problems(run: RunDir) -> list[str]:
+def _hash_problems(run: RunDir, *, may_lack: Callable[[str], bool]) -> list[str]:
     present, problems = _list_files(run.root)
     if run.hashes.is_symlink():
         return [*problems, "a symbolic link: SHA256SUMS"]
-    data, unread = _read_bytes(run.hashes)
+    data, unread = read_bytes(run.hashes)
     if data is None:
         return [*problems, unread]
-    claimed, malformed = _parse_hashes(data)
+    claimed, malformed = parse_hashes(data)
     problems += malformed
-    problems += [f"missing: {name}" for name in sorted(claimed.keys() - set(present))]
+    problems += [f"missing: {name}" for name in sorted(claimed.keys() - set(present)) if not may_lack(name)]
     problems += [f"not in SHA256SUMS: {name}" for name in present if name not in claimed]
     for name in present:
         if name in claimed:
@@ -123,7 +137,8 @@ def _hash_problems(run: RunDir) -> list[str]:
     return problems
 
 
-def _parse_hashes(data: bytes) -> tuple[dict[str, str], list[str]]:
+def parse_hashes(data: bytes) -> tuple[dict[str, str], list[str]]:
+    """Name -> hash of a SHA256SUMS, and every line of it that is not plain."""
     claimed: dict[str, str] = {}
     problems: list[str] = []
     *lines, rest = data.split(b"\n")
@@ -135,7 +150,7 @@ def _parse_hashes(data: bytes) -> tuple[dict[str, str], list[str]]:
         if match is None:
             problems.append(f"SHA256SUMS:{number}: malformed line")
         elif fault := _name_fault(match[2]):
-            problems.append(f"SHA256SUMS:{number}: {fault}: {_shown(match[2])}")
+            problems.append(f"SHA256SUMS:{number}: {fault}: {shown(match[2])}")
         elif _is_staged_or_own(match[2]):
             problems.append(f"SHA256SUMS:{number}: not a file of the run: {match[2]}")
         elif match[2] in claimed:
@@ -156,7 +171,7 @@ def _chain_problems(run: RunDir) -> list[str]:
     lines, unread = _metrics_lines(run)
     if unread:
         problems.append(unread)
-    precommit, unread = _read_bytes(run.precommit)
+    precommit, unread = read_bytes(run.precommit)
     if precommit is None:
         problems.append(unread)
     prev = None if precommit is None else hashlib.sha256(precommit).hexdigest()
@@ -168,7 +183,7 @@ def _chain_problems(run: RunDir) -> list[str]:
 
 def _metrics_lines(run: RunDir) -> tuple[list[bytes], str]:
     """The lines without their newlines, and why they could not all be had. A torn last line is not among them."""
-    data, unread = _read_bytes(run.metrics)
+    data, unread = read_bytes(run.metrics)
     if data is None:
         return [], unread
     *lines, rest = data.split(b"\n")
@@ -176,7 +191,7 @@ def _metrics_lines(run: RunDir) -> tuple[list[bytes], str]:
 
 
 def _line_faults(line: bytes, step: int, prev: str | None) -> Iterator[str]:
-    metrics = _parse_object(line)
+    metrics = parse_object(line)
     if isinstance(metrics, str):
         yield metrics
         return
@@ -184,21 +199,21 @@ def _line_faults(line: bytes, step: int, prev: str | None) -> Iterator[str]:
     if absent:
         yield f"without {', '.join(absent)}"
     if "step" in metrics and not _is_count(metrics["step"], step):
-        yield f"step is {_shown(metrics['step'])}, not {step}"
+        yield f"step is {shown(metrics['step'])}, not {step}"
     if "prev" in metrics and prev is not None and metrics["prev"] != prev:
         yield "the chain is broken: prev is not the hash of " + ("precommit.json" if step == 1 else "the line before")
     if "loss" in metrics and "loss_hex" in metrics and not _is_exact(metrics["loss"], metrics["loss_hex"]):
-        yield f"loss {_shown(metrics['loss'])} is not loss_hex {_shown(metrics['loss_hex'])}"
+        yield f"loss {shown(metrics['loss'])} is not loss_hex {shown(metrics['loss_hex'])}"
 
 
 # --- result.json and the scores against the rest ----------------------------------------------------------------------
 
 
 def _result_problems(run: RunDir) -> list[str]:
-    data, unread = _read_bytes(run.result)
+    data, unread = read_bytes(run.result)
     if data is None:
         return [f"{unread} (the run has not ended)" if not os.path.exists(run.result) else unread]
-    result = _parse_object(data)
+    result = parse_object(data)
     if isinstance(result, str):
         return [f"result.json: {result}"]
     return [f"result.json: {fault}" for fault in (*_result_faults(result), *_ending_faults(run, result))]
@@ -206,17 +221,17 @@ def _result_problems(run: RunDir) -> list[str]:
 
 def _result_faults(result: Mapping[str, Any]) -> Iterator[str]:
     if result.get("schema") != RESULT_SCHEMA:
-        yield f"schema is {_shown(result.get('schema'))}, not {RESULT_SCHEMA!r}"
+        yield f"schema is {shown(result.get('schema'))}, not {RESULT_SCHEMA!r}"
     status = result.get("status")
     if status not in RESULT_STATUS:
-        yield f"status is {_shown(status)}, none of {', '.join(RESULT_STATUS)}"
+        yield f"status is {shown(status)}, none of {', '.join(RESULT_STATUS)}"
     elif "exit_code" in result and (status == "completed") != _is_count(result["exit_code"], 0):
-        yield f"status is {status} with exit code {_shown(result['exit_code'])}"
+        yield f"status is {status} with exit code {shown(result['exit_code'])}"
     planned, completed = result.get("steps_planned"), result.get("steps_completed")
     if status == "completed" and "steps_planned" in result and not _is_count(completed, planned):
-        yield f"completed with {_shown(completed)} of {_shown(planned)} steps"
-    for name in _nulls(result):
-        yield f"{_shown(name)} is null; what is not known is left out"
+        yield f"completed with {shown(completed)} of {shown(planned)} steps"
+    for name in nulls(result):
+        yield f"{shown(name)} is null; what is not known is left out"
 
 
 def _ending_faults(run: RunDir, result: Mapping[str, Any]) -> Iterator[str]:
@@ -227,7 +242,7 @@ def _ending_faults(run: RunDir, result: Mapping[str, Any]) -> Iterator[str]:
     lines, _ = _metrics_lines(run)  # none when the file is missing
     said = set(result) | ({"steps_completed"} if result.get("status") == "completed" else set())
     if "steps_completed" in said and not _is_count(result.get("steps_completed"), len(lines)):
-        yield f"steps_completed is {_shown(result.get('steps_completed'))}, metrics.jsonl has {len(lines)} lines"
+        yield f"steps_completed is {shown(result.get('steps_completed'))}, metrics.jsonl has {len(lines)} lines"
     if not lines:
         for key in ("final_loss", "final_loss_hex", "metrics_head"):
             if key in said:
@@ -235,12 +250,12 @@ def _ending_faults(run: RunDir, result: Mapping[str, Any]) -> Iterator[str]:
         return
     if result.get("status") == "completed":
         said |= {"final_loss", "final_loss_hex", "metrics_head"}
-    last = _parse_object(lines[-1])
+    last = parse_object(lines[-1])
     last_hex = last.get("loss_hex") if isinstance(last, dict) else None
     if "final_loss_hex" in said and (not isinstance(last_hex, str) or result.get("final_loss_hex") != last_hex):
-        yield f"final_loss_hex is {_shown(result.get('final_loss_hex'))}, the last line has {_shown(last_hex)}"
+        yield f"final_loss_hex is {shown(result.get('final_loss_hex'))}, the last line has {shown(last_hex)}"
     if "final_loss" in said and not _is_exact(result.get("final_loss"), last_hex):
-        yield f"final_loss {_shown(result.get('final_loss'))} is not the loss of the last line"
+        yield f"final_loss {shown(result.get('final_loss'))} is not the loss of the last line"
     if "metrics_head" in said and result.get("metrics_head") != hashlib.sha256(lines[-1]).hexdigest():
         yield "metrics_head is not the hash of the last line of metrics.jsonl"
 
@@ -248,7 +263,7 @@ def _ending_faults(run: RunDir, result: Mapping[str, Any]) -> Iterator[str]:
 def _score_problems(run: RunDir) -> list[str]:
     """The scores in `eval/*.json` and in the result against the verdicts in `eval/predictions-*.jsonl`."""
     problems = []
-    result = _parse_object(_read_bytes(run.result)[0] or b"")
+    result = parse_object(read_bytes(run.result)[0] or b"")
     told = result.get("scores") if isinstance(result, dict) else None
     for when in ("before", "after"):
         of_result = told.get(when) if isinstance(told, dict) else None
@@ -256,18 +271,18 @@ def _score_problems(run: RunDir) -> list[str]:
             if of_result is not None:
                 problems.append(f"result.json: scores.{when} without eval/predictions-{when}.jsonl")
             continue
-        scores = _parse_object(_read_bytes(run.scores(when))[0] or b"")
-        counted = _count_verdicts(_read_bytes(run.predictions(when))[0] or b"")
+        scores = parse_object(read_bytes(run.scores(when))[0] or b"")
+        counted = _count_verdicts(read_bytes(run.predictions(when))[0] or b"")
         if isinstance(scores, str) or counted is None:
             problems.append(f"eval/{when}.json or eval/predictions-{when}.jsonl is missing or is not JSON")
             continue
         problems += [
-            f"eval/{when}.json: {key} is {_shown(scores.get(key))}, the predictions give {value}"
+            f"eval/{when}.json: {key} is {shown(scores.get(key))}, the predictions give {value}"
             for key, value in counted.items()
             if scores.get(key) != value
         ]
         problems += [
-            f"result.json: scores.{when}.{key} is {_shown(of_result[key])}, the predictions give {value}"
+            f"result.json: scores.{when}.{key} is {shown(of_result[key])}, the predictions give {value}"
             for key, value in counted.items()
             if isinstance(of_result, dict) and key in of_result and of_result[key] != value
         ]
@@ -276,7 +291,7 @@ def _score_problems(run: RunDir) -> list[str]:
 
 def _count_verdicts(data: bytes) -> dict[str, float] | None:
     """Counts and rates over the lines of a predictions file; None when it has no line or one that is no object."""
-    lines = [_parse_object(line) for line in data.removesuffix(b"\n").split(b"\n")]
+    lines = [parse_object(line) for line in data.removesuffix(b"\n").split(b"\n")]
     verdicts = [line for line in lines if isinstance(line, dict)]
     if len(verdicts) < len(lines):
         return None
@@ -298,7 +313,7 @@ def _count_verdicts(data: bytes) -> dict[str, float] | None:
 # --- reading what may be garbage --------------------------------------------------------------------------------------
 
 
-def _read_bytes(path: Path) -> tuple[bytes | None, str]:
+def read_bytes(path: Path) -> tuple[bytes | None, str]:
     """The content, or None and why not. Only a regular file is opened: a pipe would wait for ever."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -310,7 +325,7 @@ def _read_bytes(path: Path) -> tuple[bytes | None, str]:
         return None, f"{path.name} cannot be read: {error.strerror}"
 
 
-def _parse_object(data: bytes) -> dict[str, Any] | str:
+def parse_object(data: bytes) -> dict[str, Any] | str:
     """The JSON object in `data`, or what is wrong with it. A key given twice would hide one of its values."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -341,7 +356,7 @@ def _is_exact(value: Any, written: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value) and value.hex() == written
 
 
-def _nulls(value: Any) -> list[str]:
+def nulls(value: Any) -> list[str]:
     """Dotted names of all nulls. No recursion: what arrives may be nested deeper than Python's stack."""
     found: list[str] = []
     pending: list[tuple[str, Any]] = [("", value)]
@@ -354,7 +369,7 @@ def _nulls(value: Any) -> list[str]:
     return sorted(found)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """`value` in one short printable line; of a list or an object only that it is one."""
     if isinstance(value, (dict, list)):
         return f"a {type(value).__name__}"

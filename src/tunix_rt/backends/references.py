@@ -1,0 +1,108 @@
+"""What kernels are compared with: numpy in float64, every gradient written out by hand. No engine takes part."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def product(left: Array, right: Array) -> Array:
+    return left @ right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Output of attention, and the gradients of sum(out * upstream)."""
+
+    out: Array
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+def attention(q: Array, k: Array, v: Array, upstream: Array, *, examples: Array | None = None) -> Attention:
+    """Causal attention, scores over the root of the head size. q is [rows, heads, tokens, size]; k and v may have fewer
+    heads, each shared by a group of neighbouring query heads. `examples` [tokens] numbers the packed examples of a row:
+    a token then sees only its own."""
+    rows, heads, tokens, size = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    scale = size**-0.5
+    k_all, v_all = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    seen = np.tril(np.ones((tokens, tokens), dtype=bool))
+    if examples is not None:
+        seen &= examples[:, None] == examples[None, :]
+    scores = np.where(seen, (q @ k_all.swapaxes(-1, -2)) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    # out = weights @ v, weights = softmax(scores), scores = scale * q @ k^T
+    d_weights = upstream @ v_all.swapaxes(-1, -2)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True)) * scale
+    dk = d_scores.swapaxes(-1, -2) @ q
+    dv = weights.swapaxes(-1, -2) @ upstream
+    shared = (rows, kv_heads, group, tokens, size)  # a shared head gets the gradients of all its query heads
+    return Attention(
+        out=weights @ v_all,
+        dq=d_scores @ k_all,
+        dk=dk.reshape(shared).sum(axis=2),
+        dv=dv.reshape(shared).sum(axis=2),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Summed cross entropy, its gradients, and the largest logit that was met."""
+
+    loss: float
+    d_states: Array
+    d_head: Array
+    largest_logit: float
+
+
+def cross_entropy(states: Array, head: Array, targets: np.ndarray[Any, Any], *, softcap: float | None = None) -> Loss:
+    """Cross entropy summed over `targets`. `states` is [targets, hidden], `head` [vocabulary, hidden]."""
+    raw = states @ head.T
+    bent = np.tanh(raw / softcap) if softcap else raw
+    logits = bent * softcap if softcap else raw
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    log_sums = np.log(np.exp(shifted).sum(axis=-1))
+    at = np.arange(len(targets))
+    d_logits = np.exp(shifted - log_sums[:, None])
+    d_logits[at, targets] -= 1.0
+    d_raw = d_logits * (1.0 - bent**2) if softcap else d_logits
+    return Loss(
+        loss=float((log_sums - shifted[at, targets]).sum()),
+        d_states=d_raw @ head,
+        d_head=d_raw.T @ states,
+        largest_logit=float(np.abs(raw).max()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """A parameter and its two moments after `step` updates."""
+
+    parameter: Array
+    first: Array
+    second: Array
+    step: int
+
+
+def adamw_step(
+    before: Adam, gradient: Array, *, rate: float, beta1: float, beta2: float, epsilon: float, decay: float
+) -> Adam:
+    """One update with decoupled decay: the decay is taken from the parameter itself and never meets the moments."""
+    step = before.step + 1
+    first = beta1 * before.first + (1.0 - beta1) * gradient
+    second = beta2 * before.second + (1.0 - beta2) * gradient**2
+    first_unbiased = first / (1.0 - beta1**step)
+    second_unbiased = second / (1.0 - beta2**step)
+    kept = before.parameter * (1.0 - rate * decay)
+    return Adam(
+        parameter=kept - rate * first_unbiased / (np.sqrt(second_unbiased) + epsilon),
+        first=first,
+        second=second,
+        step=step,
+    )

@@ -1,0 +1,165 @@
+"""`tunix-rt env`: an environment of its own with the torch that fits this computer."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tunix_rt.cli import text
+
+if TYPE_CHECKING:
+    from tunix_rt.doctor.environment import EnvironmentPlan
+    from tunix_rt.doctor.facts import Facts
+    from tunix_rt.doctor.installing import EnvironmentReport
+    from tunix_rt.doctor.wheels import Wheel
+
+FOLDERS = {"cuda": Path(".venv-gpu"), "cpu": Path(".venv-cpu")}
+_device = click.option(
+    "--device", required=True, type=click.Choice(["cuda", "cpu"]), help="What torch shall compute on there."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+
+
+@click.group()
+def env() -> None:
+    """Make an environment with the torch that fits this computer, or verify one."""
+
+
+@env.command()
+@_device
+@click.option("--path", type=click.Path(path_type=Path), help="Where; else .venv-gpu, or .venv-cpu.")
+@click.option("--dry-run", is_flag=True, help="Print the verdict and the commands; make nothing.")
+@click.option("--facts", "facts_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Facts of another computer (`tunix-rt doctor --facts-only`), for a dry run.")  # fmt: skip
+@click.option(
+    "--wheel-index", metavar="URL", help="A mirror of PyTorch's wheel index, above its folders cu130, cpu ..."
+)
+@_json
+def create(
+    device: str, path: Path | None, dry_run: bool, facts_file: Path | None, wheel_index: str | None, as_json: bool
+) -> None:
+    """Read driver and GPU, install exactly the torch that fits them into a new environment, and prove that it computes.
+
+    One other wheel is tried when that one fails; a GPU never gets a torch without CUDA. A log and a report are kept
+    beside the environment. Exit 4 when there is no such torch, or it does not work; nothing half-made stays.
+    """
+    from tunix_rt.doctor.environment import plan_environment, why_refused
+    from tunix_rt.doctor.installing import check_path, create_environment, error_of
+    from tunix_rt.doctor.wheels import INDEX_BASE
+    from tunix_rt.errors import ConfigError, HardwareError, StorageError
+    from tunix_rt.rundir import to_plain
+
+    if facts_file and not dry_run:
+        raise ConfigError("--facts speaks of another computer", fix="add --dry-run, or leave --facts out")
+    path, base = path or FOLDERS[device], (wheel_index or INDEX_BASE).rstrip("/")
+    check_path(path)
+    facts = _facts(facts_file, path)
+    if dry_run:
+        refusal = why_refused(facts, device)
+        if refusal is not None:
+            problem = f"{refusal.problem} [{refusal.kind}: {refusal.cause}]"
+            raise (StorageError if refusal.kind == "storage" else HardwareError)(problem, fix=refusal.fix)
+        plan = plan_environment(facts, device, path, base)
+        _show_plan(plan, as_json=as_json)
+        return
+    report = create_environment(facts, device=device, path=path, index_base=base, say=_say)
+    if as_json:
+        text.show_json(to_plain(report))
+    elif report.status == "ready":
+        text.show_lines(_ready_lines(report))
+    if error := error_of(report):
+        raise error
+
+
+@env.command()
+@_device
+@click.option("--path", type=click.Path(path_type=Path), help="The environment; else .venv-gpu, or .venv-cpu.")
+@click.option(
+    "--python", "python_file", type=click.Path(path_type=Path), metavar="EXE", help="Its Python, instead of --path."
+)
+@_json
+def verify(device: str, path: Path | None, python_file: Path | None, as_json: bool) -> None:
+    """Ask the torch of an environment what it was built for, run one kernel, then the whole proof. Exit 4 if it fails."""
+    import tempfile
+
+    from tunix_rt.doctor.environment import python_in
+    from tunix_rt.doctor.installing import verify_environment
+    from tunix_rt.errors import ConfigError, HardwareError
+    from tunix_rt.rundir import to_plain
+
+    if path and python_file:
+        raise ConfigError("--path and --python name an environment each", fix="leave one of them out")
+    facts = _facts(None, Path())
+    python = python_file or python_in(path or FOLDERS[device], facts.host.system)
+    if not python.is_file():
+        raise ConfigError(
+            f"there is no {python}", fix=f"make it: tunix-rt env create --device {device}; or name another"
+        )
+    with tempfile.TemporaryDirectory(prefix="tunix-rt-") as folder:
+        torch, proof, failure = verify_environment(python, device=device, facts=facts, log=Path(folder, "log"))
+    if as_json:
+        text.show_json(to_plain({"ready": failure is None, "torch": torch, "proof": proof, "failure": failure}))
+    elif failure is None:
+        text.show_lines(
+            [f"ready: {python}, torch {torch.version}, CUDA {torch.cuda_build or 'none'}; proven on {device}"]
+        )
+    if failure is not None:
+        problem = f"{python} is not ready for {device}: {failure.problem} [{failure.kind}: {failure.cause}]"
+        raise HardwareError(problem, fix=failure.fix, cause=failure.cause)
+
+
+def _facts(file: Path | None, path: Path) -> "Facts":
+    from tunix_rt.doctor.facts import facts_from_json
+    from tunix_rt.doctor.probe import gather_facts
+    from tunix_rt.rundir import read_json
+
+    if file:
+        return facts_from_json(read_json(file), source=str(file))
+    return gather_facts(path, device="cpu")  # for the GPU's sake the torch of this environment need not be started
+
+
+def _say(words: str) -> None:
+    print(text.printable(words), file=sys.stderr, flush=True)
+
+
+def _show_plan(plan: "EnvironmentPlan", *, as_json: bool) -> None:
+    from tunix_rt.doctor.environment import next_wheel
+
+    chosen = plan.wheels[0]
+    unhad = next_wheel(plan.wheels, chosen, step="wheel")
+    useless = next_wheel(plan.wheels, chosen, step="check")
+    lines = [step.line for step in plan.steps(chosen)]
+    if as_json:
+        text.show_json(
+            {
+                "device": plan.device, "path": str(plan.path), "reason": plan.reason, "commands": lines,
+                "if_it_cannot_be_had": unhad and _pip_words(unhad, plan),
+                "if_it_cannot_compute": useless and _pip_words(useless, plan),
+            }
+        )  # fmt: skip
+        return
+    cuda = f", CUDA {chosen.cuda}" if plan.device == "cuda" else ""
+    text.show_lines([f"would make {plan.path} with torch {chosen.torch}{cuda} ({plan.reason})"])
+    text.show_lines(f"{number}. {line}" for number, line in enumerate(lines, 1))
+    for words, other in (("cannot be had", unhad), ("cannot compute here", useless)):
+        then = f"the same with {_pip_words(other, plan)}" if other else "it stops and reports"
+        text.show_lines([f"if that wheel {words}: {then}"])
+
+
+def _pip_words(wheel: "Wheel", plan: "EnvironmentPlan") -> str:
+    from tunix_rt.doctor.environment import without_password
+    from tunix_rt.doctor.wheels import pip_arguments
+
+    return without_password(" ".join(pip_arguments(wheel, plan.index_base)))
+
+
+def _ready_lines(report: "EnvironmentReport") -> list[str]:
+    versions = report.versions
+    return [
+        f"ready: {report.path} with torch {versions['torch']}, CUDA {versions['cuda']}; proven on {report.device}",
+        f"  take it: {report.path}/bin/tunix-rt"
+        if sys.platform != "win32"
+        else f"  take it: {report.path}\\Scripts\\tunix-rt",
+        f"  report: {report.report_path}, whole log: {report.log_path}",
+    ]

@@ -1,0 +1,431 @@
+"""Is there an NVIDIA GPU that CUDA can reach? Hardware, kernel module, nodes, driver, masks; no torch, no jax yet.
+
+One function per cause, in the order of `GPU_CHECKS`: a cause that hides later ones stands before them.
+"""
+
+import re
+from dataclasses import replace
+
+from tunix_rt.doctor.facts import Facts, Gpu
+from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped, warned
+from tunix_rt.doctor.wheels import (
+    BLACKWELL,
+    BLACKWELL_DRIVER,
+    DRIVER_FLOOR,
+    LAST_BRANCH_BELOW_7_5,
+    number,
+)
+
+GIB = 2**30
+WSL_LIBRARIES = "/usr/lib/wsl/lib"
+FIRST_BLACKWELL_ID = 0x2900
+"""PCI device numbers: Ada ends at 0x28xx; B200 is 0x2901, RTX 50 0x2b85 and above, GB10 0x2e12."""
+FIRST_TURING_ID = 0x1E00
+NEWEST_DRIVER = DRIVER_FLOOR["Linux"][13]
+GIVE_THE_POD_GPUS = (
+    "give the pod a GPU: resources.limits nvidia.com/gpu: 1 (outside of Kubernetes: docker run --gpus all)"
+)
+START_WITH_GPUS = (
+    "start the container with its GPUs: docker run --gpus all ... (the host needs nvidia-container-toolkit)"
+)
+LOST = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
+
+
+# --- what shows -------------------------------------------------------------------------------------------------------
+
+
+def gpu_signs(facts: Facts) -> list[str]:
+    """Every trace of an NVIDIA GPU, driver or not. /dev/dxg alone is none: every WSL 2 has it."""
+    nvidia = facts.nvidia
+    signs = [gpu.name for gpu in nvidia.gpus]
+    signs += [f"PCI device {device.address}" for device in nvidia.pci]
+    signs += [node.path for node in nvidia.nodes if node.path.startswith("/dev/nvidia")]
+    signs += [f"kernel module {nvidia.module_version}"] if nvidia.module_version else []
+    return signs + [f"{path} (WSL)" for path in nvidia.libcuda if facts.host.wsl and path.startswith(WSL_LIBRARIES)]
+
+
+def wants_gpu(facts: Facts, ask: Ask) -> bool:
+    return ask.device == "cuda" or (ask.device == "auto" and bool(gpu_signs(facts)))
+
+
+def visible_gpus(facts: Facts) -> tuple[Gpu, ...]:
+    """The GPUs CUDA shows under CUDA_VISIBLE_DEVICES: a list ends at the first entry that names none, a repeat empties it.
+
+    A GPU in MIG mode shows as one of its slices, with the slice's memory; CUDA gives a process one slice only.
+    """
+    gpus = facts.nvidia.gpus
+    mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if mask is None:
+        shown = [_as_cuda_sees(gpu) for gpu in gpus]
+        whole = tuple(gpu for gpu in shown if gpu is not None)
+        sliced = tuple(gpu for gpu in whole if gpu.mig)
+        return (
+            whole if not sliced else sliced[:1] if len(sliced) == len(whole) else tuple(g for g in whole if not g.mig)
+        )
+    named: list[Gpu] = []
+    for entry in mask.split(","):
+        gpu = _named_by(entry.strip(), gpus)
+        if gpu is None:
+            break
+        if any(gpu.uuid == other.uuid and gpu.index == other.index for other in named):
+            return ()
+        named.append(gpu)
+    return tuple(named)
+
+
+def _as_cuda_sees(gpu: Gpu) -> Gpu | None:
+    if not gpu.mig:
+        return gpu
+    return _slice_of(gpu, gpu.slices[0].uuid) if gpu.slices else None
+
+
+def _slice_of(gpu: Gpu, uuid: str) -> Gpu | None:
+    for part in gpu.slices:
+        if part.uuid == uuid:
+            return replace(
+                gpu, name=part.name, uuid=part.uuid, total_bytes=part.total_bytes, free_bytes=part.free_bytes
+            )
+    return None
+
+
+def _named_by(entry: str, gpus: tuple[Gpu, ...]) -> Gpu | None:
+    if entry.startswith("MIG-"):
+        return next((found for gpu in gpus if (found := _slice_of(gpu, entry)) is not None), None)
+    if entry.startswith("GPU-"):
+        matching = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        return _as_cuda_sees(matching[0]) if len(matching) == 1 else None
+    digits = re.match(r"\+?\d+", entry)
+    if not digits:
+        return None
+    return next((_as_cuda_sees(gpu) for gpu in gpus if gpu.index == int(digits[0])), None)
+
+
+def _driver(facts: Facts) -> str | None:
+    return facts.nvidia.driver_version or facts.nvidia.module_version
+
+
+def _nvml_error(facts: Facts) -> str:
+    return (facts.nvidia.nvml_problem or "").partition(":")[0]
+
+
+def _gpu_nodes(facts: Facts) -> list[str]:
+    return [node.path for node in facts.nvidia.nodes if node.path.startswith("/dev/nvidia")]
+
+
+def _with_gpus(facts: Facts) -> str:
+    return GIVE_THE_POD_GPUS if facts.host.container == "kubernetes" else START_WITH_GPUS
+
+
+def _is_old(facts: Facts) -> bool:
+    """Older than Turing: dropped by driver branch 590, and never driven by the open kernel modules."""
+    return any(int(device.device, 16) < FIRST_TURING_ID for device in facts.nvidia.pci)
+
+
+def _has_blackwell(facts: Facts) -> bool:
+    on_bus = any(int(device.device, 16) >= FIRST_BLACKWELL_ID for device in facts.nvidia.pci)
+    return on_bus or any(gpu.capability is not None and gpu.capability >= BLACKWELL for gpu in facts.nvidia.gpus)
+
+
+# --- one function per cause -------------------------------------------------------------------------------------------
+
+
+def wsl_has_a_gpu(facts: Facts, ask: Ask) -> Check:
+    """WSL reaches the GPU through /dev/dxg and a library that Windows puts in."""
+    cause = "wsl-without-gpu"
+    if not facts.host.wsl or not wants_gpu(facts, ask):
+        return skipped(cause, "not WSL, or no GPU asked for")
+    if not any(node.path == "/dev/dxg" for node in facts.nvidia.nodes):
+        return failed(
+            cause, "WSL without /dev/dxg", "this WSL has no way to a GPU: it is WSL 1, or too old",
+            "in Windows: wsl --update, then wsl --set-version DISTRIBUTION 2, then wsl --shutdown",
+        )  # fmt: skip
+    if not gpu_signs(facts):
+        return failed(
+            cause, f"WSL with /dev/dxg, no libcuda in {WSL_LIBRARIES}", "Windows has no NVIDIA driver that serves WSL",
+            "install the current NVIDIA driver in Windows (none inside WSL), then wsl --shutdown",
+        )  # fmt: skip
+    return passed(cause, "/dev/dxg and the driver's library are there")
+
+
+def gpu_is_present(facts: Facts, ask: Ask) -> Check:
+    cause = "no-gpu"
+    if signs := gpu_signs(facts):
+        return passed(cause, ", ".join(dict.fromkeys(signs)))
+    if not wants_gpu(facts, ask):
+        return skipped(cause, "no sign of an NVIDIA GPU")
+    return failed(
+        cause, "no NVIDIA GPU on the PCI bus, in /dev or in NVML", "no GPU present", "use a computer with an NVIDIA GPU"
+    )
+
+
+def driver_is_loaded(facts: Facts, ask: Ask) -> Check:
+    cause, nvidia = "driver-not-loaded", facts.nvidia
+    if not wants_gpu(facts, ask) or facts.host.wsl or nvidia.gpus:
+        return skipped(cause)
+    not_loaded = _nvml_error(facts) == "NVMLError_DriverNotLoaded"
+    if nvidia.module_version is None and (nvidia.pci or not_loaded) and not _gpu_nodes(facts):
+        saw = ", ".join(gpu_signs(facts)) + (", nouveau loaded" if nvidia.nouveau else ", no kernel module `nvidia`")
+        where = "on the host of this container: " if facts.host.container else ""
+        driver = (
+            f"branch {LAST_BRANCH_BELOW_7_5}, the last one for it" if _is_old(facts) else f"{NEWEST_DRIVER} or newer"
+        )
+        first = "" if nvidia.nouveau else "sudo modprobe nvidia; if there is no such module, "
+        driver += "; it keeps nouveau out" if nvidia.nouveau else ""
+        how = f"{first}install the NVIDIA driver ({driver}), then restart; if Secure Boot refuses its module, enrol its key"
+        return failed(cause, saw, "the GPU is on the bus, the NVIDIA driver is not in the kernel", where + how)
+    if not_loaded and not (facts.host.container and not _gpu_nodes(facts)):
+        return failed(
+            cause, nvidia.nvml_problem or "", "the NVIDIA driver is installed but not running",
+            "sudo modprobe nvidia nvidia_uvm, or restart",
+        )  # fmt: skip
+    return passed(cause, f"kernel module {nvidia.module_version or 'of another kind'}")
+
+
+def container_has_gpus(facts: Facts, ask: Ask) -> Check:
+    """The host's kernel module shows inside every container; the nodes only where the runtime puts them."""
+    cause = "container-without-runtime"
+    if not wants_gpu(facts, ask) or facts.host.container is None or facts.nvidia.gpus or facts.host.wsl:
+        return skipped(cause)
+    mask = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
+    hidden = mask in ("void", "none")
+    if _gpu_nodes(facts) and not hidden:
+        return passed(cause, ", ".join(_gpu_nodes(facts)))
+    saw = f"inside {facts.host.container}: {', '.join(gpu_signs(facts))}, " + (
+        f"NVIDIA_VISIBLE_DEVICES={mask}" if hidden else "no /dev/nvidia* nodes"
+    )
+    return failed(cause, saw, "this container was started without its host's GPUs", _with_gpus(facts))
+
+
+def nodes_may_be_opened(facts: Facts, ask: Ask) -> Check:
+    cause = "node-permissions"
+    if not wants_gpu(facts, ask):
+        return skipped(cause)
+    closed = [node.path for node in facts.nvidia.nodes if not node.usable]
+    if not closed and _nvml_error(facts) != "NVMLError_NoPermission":
+        return passed(cause, "every node may be opened") if facts.nvidia.nodes else skipped(cause, "no nodes")
+    nodes = closed or _gpu_nodes(facts) or ["/dev/nvidiactl"]
+    return failed(
+        cause, f"{', '.join(nodes)}: no read and write" if closed else facts.nvidia.nvml_problem or "",
+        "this user may not open the GPU's device nodes",
+        f"ls -l {nodes[0]} names their group: sudo usermod -aG GROUP $USER and log in again; "
+        "in a rootless container start it with --group-add keep-groups",
+    )  # fmt: skip
+
+
+def wsl_stub_comes_first(facts: Facts, ask: Ask) -> Check:
+    """A Linux driver installed inside WSL takes the place of the library that talks to Windows."""
+    cause, found = "wsl-stub-shadowed", facts.nvidia.libcuda
+    if not facts.host.wsl or not wants_gpu(facts, ask) or not found:
+        return skipped(cause, "not WSL")
+    if found[0].startswith(WSL_LIBRARIES):
+        return passed(cause, found[0])
+    return failed(
+        cause, f"libcuda.so.1 is taken from {found[0]}", f"it shadows WSL's own driver library in {WSL_LIBRARIES}",
+        "uninstall the Linux driver inside WSL (sudo apt remove --purge 'libnvidia-*' 'nvidia-*'), sudo ldconfig, "
+        f"so that {WSL_LIBRARIES} is found first; the driver belongs into Windows only",
+    )  # fmt: skip
+
+
+def driver_library_is_there(facts: Facts, ask: Ask) -> Check:
+    cause, nvidia = "driver-library-missing", facts.nvidia
+    if not wants_gpu(facts, ask) or nvidia.gpus:
+        return skipped(cause)
+    if _nvml_error(facts) != "NVMLError_LibraryNotFound":
+        return passed(cause, "the driver's library was found")
+    if facts.host.container:
+        fix = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility (and --gpus all)"
+    else:
+        fix = (
+            f"install the libraries of the same driver as the kernel module ({nvidia.module_version or NEWEST_DRIVER})"
+        )
+    return failed(cause, nvidia.nvml_problem or "", "the driver is in the kernel, its libraries are not installed", fix)
+
+
+def driver_matches_its_library(facts: Facts, ask: Ask) -> Check:
+    cause = "driver-mismatch"
+    if not wants_gpu(facts, ask):
+        return skipped(cause)
+    if _nvml_error(facts) != "NVMLError_LibRmVersionMismatch":
+        return passed(cause, "library and kernel module are of one version")
+    module = facts.nvidia.module_version
+    saw = (facts.nvidia.nvml_problem or "") + (f"; the running module is {module}" if module else "")
+    fix = "restart the computer, so that the new driver is loaded"
+    if facts.host.container:
+        fix = "restart the host, then the container, so that both have the same driver"
+    return failed(cause, saw, "the driver was updated under the running kernel", fix)
+
+
+def gpu_answers(facts: Facts, ask: Ask) -> Check:
+    cause = "gpu-lost"
+    if not wants_gpu(facts, ask) or _nvml_error(facts) not in LOST:
+        return skipped(cause)
+    saw = facts.nvidia.nvml_problem or ""
+    if facts.nvidia.gpus:
+        return warned(cause, saw, "one GPU no longer answers; the others do", "restart the computer to have it back")
+    return failed(
+        cause, saw, "the GPU fell off the bus or waits for a reset",
+        "restart the computer; if it comes again, look at its power, its heat and `dmesg | grep Xid`",
+    )  # fmt: skip
+
+
+def container_kept_its_gpu(facts: Facts, ask: Ask) -> Check:
+    """`systemctl daemon-reload` on the host takes the device rules of running containers away."""
+    cause = "container-lost-gpu"
+    if not wants_gpu(facts, ask) or facts.host.container is None:
+        return skipped(cause)
+    if _nvml_error(facts) != "NVMLError_Unknown":
+        return passed(cause, "NVML answers in this container")
+    return failed(
+        cause, facts.nvidia.nvml_problem or "", "this container had a GPU and lost the right to it",
+        "restart the container; so that it lasts, let Docker use CDI or the cgroupfs driver",
+    )  # fmt: skip
+
+
+def nvml_answers(facts: Facts, ask: Ask) -> Check:
+    cause, nvidia = "nvml-failed", facts.nvidia
+    if not wants_gpu(facts, ask):
+        return skipped(cause)
+    if nvidia.nvml_problem is None:
+        return passed(cause, f"driver {nvidia.driver_version}, CUDA up to {nvidia.driver_cuda}")
+    if nvidia.gpus:
+        return warned(cause, nvidia.nvml_problem, "the driver did not answer every question", "restart if it persists")
+    return failed(
+        cause, nvidia.nvml_problem, "the NVIDIA driver does not answer",
+        "restart the computer (or the container); if it stays so, install the driver again",
+    )  # fmt: skip
+
+
+def blackwell_has_its_driver(facts: Facts, ask: Ask) -> Check:
+    cause, driver = "blackwell-driver", _driver(facts)
+    if not wants_gpu(facts, ask) or not _has_blackwell(facts) or driver is None or facts.host.system == "Darwin":
+        return skipped(cause, "no Blackwell GPU, or its driver is not known")
+    if number(driver) >= number(BLACKWELL_DRIVER):
+        return passed(cause, f"driver {driver}")
+    return failed(
+        cause, f"driver {driver} with a Blackwell GPU", "Blackwell GPUs need driver 570 or newer",
+        f"update the NVIDIA driver: 570 is the oldest for it, {NEWEST_DRIVER} the one to take"
+        + (", with the open kernel modules" if facts.host.system == "Linux" and not facts.host.wsl else ""),
+    )  # fmt: skip
+
+
+def blackwell_has_open_modules(facts: Facts, ask: Ask) -> Check:
+    cause, nvidia = "open-modules-needed", facts.nvidia
+    if not wants_gpu(facts, ask) or not _has_blackwell(facts) or nvidia.module_flavour is None:
+        return skipped(cause, "no Blackwell GPU, or the kind of module is not known")
+    if nvidia.module_flavour == "open" or nvidia.gpus:
+        return passed(cause, f"{nvidia.module_flavour} kernel modules {nvidia.module_version}")
+    return failed(
+        cause, f"proprietary kernel modules {nvidia.module_version}, and the driver lists no GPU",
+        "Blackwell GPUs are driven by the open kernel modules only",
+        "install the driver's open variant (Ubuntu: sudo apt install nvidia-driver-580-open), then restart; "
+        "if it stays so, switch Above 4G Decoding and Resizable BAR on in the firmware",
+    )  # fmt: skip
+
+
+def driver_lists_the_gpu(facts: Facts, ask: Ask) -> Check:
+    cause, nvidia = "driver-lists-no-gpu", facts.nvidia
+    if not wants_gpu(facts, ask):
+        return skipped(cause)
+    if nvidia.gpus:
+        return passed(cause, ", ".join(gpu.name for gpu in nvidia.gpus))
+    driver = _driver(facts)
+    saw = f"driver {driver}, {', '.join(gpu_signs(facts))}; NVML lists no GPU"
+    old_way = f"install the proprietary driver of branch {LAST_BRANCH_BELOW_7_5}, the last one for them, then restart"
+    if _is_old(facts) and driver and number(driver)[0] > LAST_BRANCH_BELOW_7_5:
+        return failed(cause, saw, f"driver branch {number(driver)[0]} no longer drives GPUs older than Turing", old_way)
+    if _is_old(facts) and nvidia.module_flavour == "open":
+        return failed(cause, saw, "the open kernel modules do not drive GPUs older than Turing", old_way)
+    fix = _with_gpus(facts) if facts.host.container else (
+        f"install a driver that knows this GPU ({NEWEST_DRIVER} or newer), then restart; "
+        "if it stays so, switch Above 4G Decoding on in the firmware"
+    )  # fmt: skip
+    return failed(cause, saw, "the driver runs and does not drive this GPU", fix)
+
+
+def uvm_is_there(facts: Facts, ask: Ask) -> Check:
+    """NVML works without /dev/nvidia-uvm, CUDA does not: error 999."""
+    cause, nodes = "uvm-missing", _gpu_nodes(facts)
+    if not wants_gpu(facts, ask) or not any(re.fullmatch(r"/dev/nvidia\d+", node) for node in nodes):
+        return skipped(cause)
+    if "/dev/nvidia-uvm" in nodes:
+        return passed(cause, "/dev/nvidia-uvm")
+    if "tegra" in facts.host.release or (facts.torch is not None and facts.torch.cuda_available):
+        return passed(cause, "CUDA starts without it here")  # a Jetson has none
+    fix = "sudo modprobe nvidia-uvm && sudo nvidia-modprobe -u -c=0"
+    if facts.host.container:
+        fix = f"on the host: {fix}; then {_with_gpus(facts)}"
+    return failed(cause, f"{', '.join(nodes)}, no /dev/nvidia-uvm", "CUDA cannot start without /dev/nvidia-uvm", fix)
+
+
+def gpu_is_not_masked(facts: Facts, ask: Ask) -> Check:
+    cause, gpus = "masked", facts.nvidia.gpus
+    mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if not wants_gpu(facts, ask) or not gpus:
+        return skipped(cause)
+    if mask is None:
+        return passed(cause, "CUDA_VISIBLE_DEVICES is not set")
+    visible = visible_gpus(facts)
+    saw = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible)} of {len(gpus)}"
+    if visible or any(gpu.mig for gpu in gpus):
+        return passed(cause, saw)
+    return failed(
+        cause, saw, "the GPU is masked by CUDA_VISIBLE_DEVICES",
+        "unset CUDA_VISIBLE_DEVICES, or name a GPU that is there: CUDA_VISIBLE_DEVICES=0",
+    )  # fmt: skip
+
+
+def mig_has_a_slice(facts: Facts, ask: Ask) -> Check:
+    cause, gpus = "mig-without-slice", facts.nvidia.gpus
+    if not wants_gpu(facts, ask) or not any(gpu.mig for gpu in gpus):
+        return skipped(cause, "no GPU in MIG mode")
+    if visible := visible_gpus(facts):
+        return passed(cause, ", ".join(gpu.name for gpu in visible))
+    slices = [part.uuid for gpu in gpus for part in gpu.slices]
+    mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if not slices:
+        return failed(
+            cause, f"{gpus[0].name} in MIG mode without a slice", "CUDA sees no device on a GPU that is cut into nothing",
+            "make a slice: sudo nvidia-smi mig -cgi PROFILE -C (nvidia-smi mig -lgip lists them), "
+            "or switch it off: sudo nvidia-smi -mig 0",
+        )  # fmt: skip
+    return failed(
+        cause, f"CUDA_VISIBLE_DEVICES={mask!r} names no slice of {', '.join(slices)}", "no slice of the GPU is visible",
+        f"CUDA_VISIBLE_DEVICES={slices[0]}",
+    )  # fmt: skip
+
+
+def gpu_may_be_shared(facts: Facts, ask: Ask) -> Check:
+    cause = "gpu-exclusive"
+    visible = visible_gpus(facts)
+    if not wants_gpu(facts, ask) or not visible:
+        return skipped(cause)
+    for gpu in visible:
+        back = f"sudo nvidia-smi -i {gpu.index} -c DEFAULT"
+        if gpu.compute_mode == "prohibited":
+            return failed(
+                cause, f"GPU {gpu.index}: compute mode prohibited", "no program may compute on this GPU", back
+            )
+        if gpu.compute_mode == "exclusive_process" and gpu.processes:
+            holder = holders(gpu)
+            return failed(
+                cause, f"GPU {gpu.index}: compute mode exclusive_process, held by {holder}",
+                "another process has this GPU for itself", f"wait for it or end it; or share the GPU: {back}",
+            )  # fmt: skip
+    return passed(cause, "programs may share the GPU")
+
+
+def holders(gpu: Gpu) -> str:
+    """The processes on a GPU in words: `process 4711 (python, 12.5 GiB)`."""
+    shown = []
+    for process in gpu.processes:
+        size = "size not told" if process.used_bytes is None else f"{process.used_bytes / GIB:.1f} GiB"
+        shown.append(f"process {process.pid} ({process.name + ', ' if process.name else ''}{size})")
+    return ", ".join(shown)
+
+
+GPU_CHECKS = (
+    wsl_has_a_gpu, gpu_is_present, driver_is_loaded, container_has_gpus, nodes_may_be_opened, wsl_stub_comes_first,
+    driver_library_is_there, driver_matches_its_library, gpu_answers, container_kept_its_gpu, nvml_answers,
+    blackwell_has_its_driver, blackwell_has_open_modules, driver_lists_the_gpu, uvm_is_there, gpu_is_not_masked,
+    mig_has_a_slice, gpu_may_be_shared,
+)  # fmt: skip

@@ -1,0 +1,261 @@
+"""NVIDIA GPUs in the order in which one thing hides the next: bus, kernel module, device nodes, libcuda, NVML.
+
+Run as a program it prints what NVML tells. Only that child loads the driver's library, because a broken driver can hang or
+crash whoever does; it imports nothing but the standard library and pynvml, so that it costs tens of milliseconds."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tunix_rt.doctor.facts import DeviceNode, Gpu, GpuProcess, GpuSlice, Nvidia, PciDevice
+
+Told = TypeVar("Told")
+
+NVML_COMMAND = (sys.executable, "-P", "-m", "tunix_rt.doctor.nvidia")
+NVML_SECONDS = 20.0  # eight GPUs without the persistence daemon take more than ten
+LDCONFIG_SECONDS = 5.0
+NVIDIA_VENDOR = "0x10de"
+COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
+LDCONFIG_MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
+
+
+def nvidia_facts(root: Path = Path("/")) -> Nvidia:
+    """All that shows of NVIDIA GPUs. `root` stands for the root folder of the bus, the module and the nodes."""
+    version, flavour = _module(root)
+    driver_version, driver_cuda, gpus, problem = ask_nvml()
+    return Nvidia(
+        pci=tuple(device for kind, device in pci_devices(root, NVIDIA_VENDOR) if kind.startswith("0x03")),
+        module_version=version,
+        module_flavour=flavour,
+        nouveau=(root / "sys/module/nouveau").is_dir(),
+        nodes=device_nodes(root, "nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dxg"),
+        libcuda=_libcuda(root),
+        nvml_problem=problem,
+        driver_version=driver_version,
+        driver_cuda=driver_cuda,
+        gpus=gpus,
+    )
+
+
+def shows_gpu(nvidia: Nvidia) -> bool:
+    """Whether there is any sign of an NVIDIA GPU, usable or not."""
+    return bool(nvidia.gpus or nvidia.pci or nvidia.nodes or nvidia.module_version or nvidia.driver_version)
+
+
+# --- bus, module, nodes, libcuda -------------------------------------------------------------------------------------
+
+
+def pci_devices(root: Path, vendor: str) -> list[tuple[str, PciDevice]]:
+    """The devices of a vendor on the bus, each with its class (0x03.... is a display controller)."""
+    found = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if read_text(folder / "vendor") == vendor:
+            device = PciDevice(
+                address=folder.name,
+                vendor=vendor,
+                device=read_text(folder / "device"),
+                subsystem=read_text(folder / "subsystem_device"),
+            )
+            found.append((read_text(folder / "class"), device))
+    return found
+
+
+def device_nodes(root: Path, *patterns: str) -> tuple[DeviceNode, ...]:
+    """The files of /dev that match, in the order of the patterns, and whether this user may read and write each."""
+    dev = root / "dev"
+    found = [
+        path for pattern in patterns for path in sorted(dev.glob(pattern), key=lambda path: (len(path.name), path))
+    ]
+    return tuple(
+        DeviceNode(path=f"/dev/{path.relative_to(dev)}", usable=os.access(path, os.R_OK | os.W_OK)) for path in found
+    )
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file of the system, stripped; empty where it cannot be had."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def _module(root: Path) -> tuple[str | None, str | None]:
+    """Version and flavour of the loaded kernel module."""
+    line = read_text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    version = read_text(root / "sys/module/nvidia/version")
+    if not version and (match := re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]*\d)(\s|$)", line)):
+        version = match[1]
+    flavour = ("open" if "Open Kernel Module" in line else "proprietary") if line else None
+    return version or None, flavour
+
+
+def _libcuda(root: Path) -> tuple[str, ...]:
+    """Where the loader finds libcuda.so.1: LD_LIBRARY_PATH, then its cache, then the folder of WSL."""
+    from tunix_rt.doctor.packages import plain_words
+
+    folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    places = [str(folder / "libcuda.so.1") for folder in folders if os.path.exists(folder / "libcuda.so.1")]
+    places += cached_libraries(_loader_cache(), "libcuda.so.1", platform.machine())
+    if (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        places.append("/usr/lib/wsl/lib/libcuda.so.1")
+    return tuple(dict.fromkeys(plain_words(place) for place in places))
+
+
+def _loader_cache() -> str:
+    command = ["/sbin/ldconfig", "-p"]
+    try:
+        listing = subprocess.run(command, capture_output=True, timeout=LDCONFIG_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return listing.stdout.decode(errors="replace")
+
+
+def cached_libraries(listing: str, name: str, machine: str) -> list[str]:
+    """Paths of a library in what `ldconfig -p` printed, without those for another machine, which the loader skips."""
+    wanted = LDCONFIG_MACHINES.get(machine, "")
+    lines = re.findall(rf"^\s*{re.escape(name)} \(([^)]*)\) => (.+)$", listing, flags=re.MULTILINE)
+    return [path.strip() for flags, path in lines if wanted in flags]
+
+
+# --- NVML, asked in a child ------------------------------------------------------------------------------------------
+
+
+def ask_nvml(
+    command: Sequence[str] = NVML_COMMAND, seconds: float = NVML_SECONDS
+) -> tuple[str | None, str | None, tuple[Gpu, ...], str | None]:
+    """Driver, CUDA of the driver, GPUs, and the problem. A GPU that failed is in the problem, the others in the list."""
+    from tunix_rt.doctor.packages import NoAnswer, ask_child, plain_words  # not needed in the child
+
+    try:
+        told = ask_child(command, who="NVML", seconds=seconds)
+    except NoAnswer as none:
+        return None, None, (), str(none)
+    try:
+        gpus = tuple(_gpu_from(plain) for plain in told["gpus"])
+        return told["driver_version"], told["driver_cuda"], gpus, "; ".join(told["problems"]) or None
+    except (KeyError, TypeError, ValueError):
+        return None, None, (), f"NVML answered {plain_words(str(told))!r}, which is no answer"
+
+
+def _gpu_from(plain: dict[str, Any]) -> Gpu:
+    others = [process for process in plain["processes"] if process["pid"] != os.getpid()]
+    return Gpu(
+        **{
+            **plain,
+            "capability": tuple(plain["capability"]) if plain["capability"] else None,
+            "slices": tuple(GpuSlice(**one) for one in plain["slices"]),
+            "processes": tuple(GpuProcess(**(one | {"name": _process_name(one["pid"])})) for one in others),
+        }
+    )
+
+
+def _process_name(pid: int) -> str | None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):  # ended by now, of another user, or outside of this container
+        return psutil.Process(pid).name()
+    return None
+
+
+# --- NVML, in the child ----------------------------------------------------------------------------------------------
+
+
+def read_nvml() -> dict[str, Any]:
+    """What NVML tells, as plain values, with the name and text of every error in `problems`."""
+    import pynvml
+
+    told: dict[str, Any] = {"driver_version": None, "driver_cuda": None, "gpus": [], "problems": []}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        told["problems"].append(_nvml_words(error))
+        return told
+    count = 0
+    try:
+        told["driver_version"] = pynvml.nvmlSystemGetDriverVersion()
+        if cuda := _unless_unknown(pynvml.nvmlSystemGetCudaDriverVersion_v2):
+            told["driver_cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        told["problems"].append(_nvml_words(error))
+    for index in range(count):
+        try:
+            told["gpus"].append(asdict(_read_gpu(index)))
+        except pynvml.NVMLError as error:
+            told["problems"].append(f"{_nvml_words(error)} (GPU {index})")
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
+    return told
+
+
+def _read_gpu(index: int) -> Gpu:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _unless_unknown(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    mig = (_unless_unknown(pynvml.nvmlDeviceGetMigMode, handle) or [0])[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    mode = _unless_unknown(pynvml.nvmlDeviceGetComputeMode, handle) or 0
+    return Gpu(
+        index=index,
+        name=pynvml.nvmlDeviceGetName(handle),
+        uuid=_unless_unknown(pynvml.nvmlDeviceGetUUID, handle) or "",
+        total_bytes=None if memory is None else int(memory.total),
+        free_bytes=None if memory is None else int(memory.free),
+        capability=_unless_unknown(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+        mig=mig,
+        slices=_read_slices(handle) if mig else (),
+        processes=_read_processes(handle),
+        compute_mode=COMPUTE_MODES.get(mode, f"unknown mode {mode}"),
+    )
+
+
+def _read_slices(handle: Any) -> tuple[GpuSlice, ...]:
+    import pynvml
+
+    slices = []
+    for index in range(_unless_unknown(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        try:
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except pynvml.NVMLError_NotFound:  # this place is not taken
+            continue
+        memory = _unless_unknown(pynvml.nvmlDeviceGetMemoryInfo, part)
+        if memory is not None:  # else a slice of somebody else, which this user may not use
+            uuid, name = pynvml.nvmlDeviceGetUUID(part), pynvml.nvmlDeviceGetName(part)
+            slices.append(GpuSlice(uuid=uuid, name=name, total_bytes=int(memory.total), free_bytes=int(memory.free)))
+    return tuple(slices)
+
+
+def _read_processes(handle: Any) -> tuple[GpuProcess, ...]:
+    """Each process once, also one that computes and draws. The names of the functions are those of drivers from 510 on."""
+    import pynvml
+
+    used: dict[int, int | None] = {}
+    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses_v3, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3):
+        for process in _unless_unknown(ask, handle) or []:
+            used[process.pid] = used.get(process.pid) or process.usedGpuMemory
+    return tuple(GpuProcess(pid=pid, used_bytes=bytes_) for pid, bytes_ in sorted(used.items()))
+
+
+def _unless_unknown(ask: Callable[..., Told], *arguments: Any) -> Told | None:
+    """The answer; None where this driver, GPU or user has none to that question. Other errors are the GPU's."""
+    import pynvml
+
+    try:
+        return ask(*arguments)
+    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+        return None
+
+
+def _nvml_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(read_nvml()) + "\n")

@@ -1,0 +1,265 @@
+"""The installed torch and jax: what their metadata tells at once, and what they say themselves in a child with a time limit.
+
+Neither is ever imported in this process: a probe that initialises CUDA in the trainer, or hangs it, does harm."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tunix_rt.doctor.facts import Jax, Torch
+
+TORCH_SECONDS = 30.0
+JAX_SECONDS = 60.0  # a TPU takes long to start
+NO_ANSWER = "gave no answer within"
+PYTHON = (sys.executable, "-P", "-c")  # -P: a torch.py in the working folder is not torch
+
+# --- a child with a time limit ---------------------------------------------------------------------------------------
+
+
+class NoAnswer(Exception):
+    """A child told nothing; the text says why."""
+
+
+def ask_child(
+    command: Sequence[str], *, who: str, seconds: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The last JSON object the child printed on a line. NoAnswer for a hang, a crash, an error, or other words.
+
+    When the time is over its whole process group is killed. A child that even then does not end, because it is stuck in
+    a broken driver, is left to the system: waiting for it would hang us as well.
+    """
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NoAnswer(f"no process could be started for {who}: {error.strerror}") from error
+    try:
+        out, err = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"{who} {NO_ANSWER} {seconds:g} s") from None
+    finally:
+        if child.returncode is None:  # not reaped, so the number of its group is still its own
+            _kill_group(child)
+    if child.returncode != 0:
+        lines = err.decode(errors="replace").strip().splitlines()
+        raise NoAnswer(f"{who} {_ending(child.returncode)}: {plain_words(lines[-1]) if lines else 'no words'}")
+    text = out.decode(errors="replace").strip()
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(answer := json.loads(line), dict):
+                return answer
+    raise NoAnswer(
+        f"{who} answered {plain_words(text[-200:])!r}, which is no answer" if text else f"{who} said nothing"
+    )
+
+
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if sys.platform == "win32":
+            child.kill()
+        else:
+            os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=1.0)
+    for pipe in (child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _ending(code: int) -> str:
+    if code > 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def plain_words(text: str, limit: int = 300) -> str:
+    """`text` in one line, printable, cut at `limit`, with `~` for the home folder: facts travel to other people."""
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = text.replace(home, "~")
+    return "".join(sign for sign in " ".join(text.split()) if sign.isprintable())[:limit]
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None also for the remains of an installation that have no version."""
+    try:
+        return metadata.version(package) or None
+    except (metadata.PackageNotFoundError, KeyError):
+        return None
+
+
+def installed_torch() -> Torch | None:
+    """torch by its metadata alone: version, CUDA or ROCm by the tag (`+cu130`, `+rocm6.4`, `+cpu`) or `torch/version.py`."""
+    version = version_of("torch")
+    if version is None:
+        return None
+    tag = version.partition("+")[2]
+    cuda = hip = None
+    if match := re.fullmatch(r"cu(\d+)(\d)", tag):
+        cuda = f"{match[1]}.{match[2]}"
+    elif match := re.fullmatch(r"rocm([\d.]+)", tag):
+        hip = match[1]
+    elif tag != "cpu":
+        cuda, hip = _builds_in_version_file()
+    cudnn = version_of(f"nvidia-cudnn-cu{cuda.partition('.')[0]}") if cuda else None
+    return Torch(version=version, cuda_build=cuda, hip_build=hip, cudnn=cudnn)
+
+
+def _builds_in_version_file() -> tuple[str | None, str | None]:
+    path = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None, None
+    found = dict(re.findall(r"^(cuda|hip)\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, flags=re.MULTILINE))
+    return found.get("cuda"), found.get("hip")
+
+
+def installed_jax() -> Jax | None:
+    """jax by its metadata alone, with the packages that bring it an accelerator. libtpu is a fact of the TPU."""
+    version = version_of("jax")
+    if version is None:
+        return None
+    plugins: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if re.fullmatch(r"jax-cuda\d*-(plugin|pjrt)|jax-rocm.*", name):
+            plugins.setdefault(name, distribution.version)  # the first on the path is the one imported
+    return Jax(version=version, jaxlib=version_of("jaxlib"), plugins=dict(sorted(plugins.items())))
+
+
+# --- what they say themselves ----------------------------------------------------------------------------------------
+
+# The flags are asked for below `get_arch_list()`, which before torch 2.13 tells nothing where CUDA does not start.
+TORCH_SCRIPT = """
+import json, warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import torch
+    flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+    facts = {
+        "cuda_build": torch.version.cuda,
+        "hip_build": torch.version.hip,
+        "arch_list": flags.split() if flags else [],
+        "cuda_available": torch.cuda.is_available(),
+        "cuda_devices": torch.cuda.device_count(),
+        "cudnn": None,
+    }
+    if torch.version.cuda:
+        try:
+            facts["cudnn"] = torch.backends.cudnn.version()
+        except RuntimeError as error:  # another cuDNN than torch was built with
+            warnings.warn(str(error))
+facts["said"] = [str(warning.message) for warning in said if issubclass(warning.category, UserWarning)]
+print(json.dumps(facts))
+"""
+
+
+def ask_torch(torch: Torch, *, script: str = TORCH_SCRIPT, seconds: float = TORCH_SECONDS) -> Torch:
+    """`torch` completed by what it says in a process of its own, or with the `problem` that kept it from answering."""
+    try:
+        answer = ask_child([*PYTHON, script], who="torch", seconds=seconds)
+    except NoAnswer as none:
+        return replace(torch, problem=str(none))
+    try:
+        return replace(
+            torch,
+            cuda_build=_text(answer["cuda_build"]),
+            hip_build=_text(answer["hip_build"]),
+            cudnn=_cudnn_version(answer["cudnn"]) or torch.cudnn,
+            arch_list=tuple(str(arch) for arch in answer["arch_list"]),
+            cuda_available=bool(answer["cuda_available"]),
+            cuda_devices=int(answer["cuda_devices"]),
+            said=_joined(answer["said"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return replace(torch, problem=f"torch answered {plain_words(str(answer))!r}, which is no answer")
+
+
+# jax falls to the CPU with a line in its log at most, so the log is kept. Preallocation would take most of the GPU.
+JAX_SCRIPT = """
+import json, logging, warnings
+heard = []
+class Ear(logging.Handler):
+    def emit(self, record):
+        cause = record.exc_info[1] if record.exc_info else None
+        heard.append(f"{record.getMessage()}: {cause}" if cause else record.getMessage())
+logging.getLogger("jax").addHandler(Ear(logging.WARNING))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import jax
+    try:
+        devices = jax.devices()
+        facts = {"platform": devices[0].platform, "devices": [device.device_kind for device in devices]}
+    except (RuntimeError, AssertionError, ValueError, OSError) as error:
+        facts = {"error": type(error).__name__, "words": str(error)}
+facts["said"] = heard + [str(warning.message) for warning in said if issubclass(warning.category, UserWarning)]
+print(json.dumps(facts))
+"""
+
+
+def ask_jax(jax: Jax, platform: str, *, script: str = JAX_SCRIPT, seconds: float = JAX_SECONDS) -> Jax:
+    """`jax` completed by what it says when asked for one platform (cuda, tpu or cpu) and no other, in its own process."""
+    asked = replace(jax, asked_for=platform)
+    environment = {**os.environ, "JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        answer = ask_child([*PYTHON, script], who="jax", seconds=seconds, environment=environment)
+    except NoAnswer as none:
+        return replace(asked, problem=str(none))
+    try:
+        said = _joined(answer["said"])
+        if "error" in answer:
+            return replace(asked, said=said, problem=_jax_problem(platform, str(answer["error"]), str(answer["words"])))
+        return replace(
+            asked, platform=str(answer["platform"]), devices=tuple(str(kind) for kind in answer["devices"]), said=said
+        )
+    except (KeyError, TypeError):
+        return replace(asked, problem=f"jax answered {plain_words(str(answer))!r}, which is no answer")
+
+
+def _jax_problem(platform: str, error: str, words: str) -> str:
+    if words.strip():
+        return plain_words(f"{error}: {words}")
+    return f"jax asked for {platform} ended with {error} and no words, as it does where it finds no device node"
+
+
+def _joined(said: Sequence[Any]) -> str | None:
+    """The warnings, each once. Anything but a list of texts is a TypeError."""
+    if not isinstance(said, list):
+        raise TypeError(f"{said!r} is no list")
+    return " | ".join(dict.fromkeys(plain_words(str(words), 1000) for words in said)) or None
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _cudnn_version(number: int | None) -> str | None:
+    """91002 is 9.10.2; before version 9 it was 8907 for 8.9.7."""
+    if not number:
+        return None
+    major, rest = divmod(number, 10_000) if number >= 90_000 else divmod(number, 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,0 +1,270 @@
+"""The proof that a device computes rightly: runs the proof child of an engine and reads its lines.
+
+No torch and no jax here. A kernel that hangs, crashes or answers nonsense harms only the child, and becomes words.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+SECONDS = 120.0
+HEAD_SIZE = 64
+"""Of most small models; taken where no model is named."""
+COMPUTED = "GPU computation successful"
+MOST_READ = 1 << 20
+"""Bytes of the child's answer that are read; a whole one has a few thousand."""
+START = "the import of its engine"
+"""What the child is at before its first proof."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proved:
+    """What one proof found. `detail` has the numbers in words, `figures` as numbers."""
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float = 0.0
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Everything the child said. `ok` is true only for a child that ended by itself with every proof held."""
+
+    backend: str
+    device: str
+    dtype: str
+    head_size: int
+    results: tuple[Proved, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine and the device: versions, name, capability, uuid, memory, architectures, warnings."""
+    pid: int
+    seconds: float
+    problem: str | None = None
+    """Why there is no whole answer: a hang, a crash, an answer that is none."""
+    ok: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = self.problem is None and bool(self.results) and all(result.ok for result in self.results)
+        object.__setattr__(self, "ok", held)
+
+
+def prove(
+    *,
+    backend: str,
+    device: str,
+    dtype: str,
+    head_size: int = HEAD_SIZE,
+    query_heads: int | None = None,
+    kv_heads: int | None = None,
+    softcap: float | None = None,
+    python: str = sys.executable,
+    seconds: float = SECONDS,
+) -> Proof:
+    """Prove that `device` computes rightly in `dtype`, in a child process that is ended after `seconds`."""
+    # -P: as for the installed program, a file torch.py in the current folder is not torch.
+    command = [python, "-P", "-m", f"tunix_rt.backends.{backend}_proofs", "--device", device, "--dtype", dtype]
+    command += ["--head-size", str(head_size)]
+    for option, value in (("--query-heads", query_heads), ("--kv-heads", kv_heads), ("--softcap", softcap)):
+        command += [] if value is None else [option, str(value)]
+    answer = run_child(command, seconds=seconds)
+    return Proof(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
+
+
+# --- the child --------------------------------------------------------------------------------------------------------
+
+
+def run_child(command: Sequence[str], *, seconds: float) -> dict[str, Any]:
+    """The fields of a Proof that come from the child. At the limit its whole process group is killed."""
+    started = time.monotonic()
+    # Files, not pipes: a process the child left behind cannot keep us waiting, and a flood does not fill our memory.
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=complained, start_new_session=True
+            )
+        except OSError as error:
+            return {"pid": 0, "seconds": 0.0, "problem": f"{command[0]} cannot be started: {error.strerror or error}"}
+        late = False
+        try:
+            child.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            if child.returncode is None:
+                _kill_group(child)
+        answer = read_answer(_text(said))
+        stage = answer.pop("stage")
+        problem = answer.pop("garbage")
+        if late:
+            problem = f"{stage} gave no answer within {seconds:g} s"
+        elif child.returncode < 0:
+            problem = f"the child was killed by {_signal_name(-child.returncode)} while proving {stage}"
+        elif problem is None and not (answer["whole"] and _exit_fits(child.returncode, answer["results"])):
+            problem = f"the child ended with exit code {child.returncode} while proving {stage}{_last(complained)}"
+        del answer["whole"]
+        return {**answer, "pid": child.pid, "seconds": time.monotonic() - started, "problem": problem}
+
+
+def _exit_fits(exit_code: int, results: Sequence[Proved]) -> bool:
+    """A child that ends with an error although every proof held has met one nobody has words for."""
+    return exit_code == 0 or not all(result.ok for result in results)
+
+
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    if sys.platform == "win32":
+        child.kill()
+    else:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+    # A process stuck inside the kernel's driver does not die when it is killed; it is left behind, not waited for.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=5)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MOST_READ).decode("utf-8", errors="replace")
+
+
+def _last(complained: IO[bytes]) -> str:
+    """The end of the last line on stderr, where Python and the engines name what went wrong."""
+    complained.seek(max(0, complained.seek(0, os.SEEK_END) - MOST_READ))
+    lines = complained.read().decode("utf-8", errors="replace").strip().splitlines()
+    return f": {lines[-1].strip()[:300]}" if lines else " and said nothing"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def read_answer(text: str) -> dict[str, Any]:
+    """The child's lines: `results`, `about`, the `stage` it was at, whether it is `whole`, and `garbage` in words.
+
+    A line that is no answer spoils the rest: what a confused child says afterwards proves nothing.
+    """
+    answer: dict[str, Any] = {"results": (), "about": {}, "stage": START, "whole": False, "garbage": None}
+    for line in text.splitlines():
+        try:
+            said = json.loads(line)
+            match said:
+                case {"begun": str(stage)}:
+                    answer["stage"] = stage
+                case {"about": dict(about)}:
+                    answer["about"] = about
+                case {"proved": dict(proved)}:
+                    answer["results"] += (_proved(proved),)
+                case {"done": list(names)}:
+                    answer["whole"] = bool(names) and names == [result.name for result in answer["results"]]
+                    answer["stage"] = "nothing more" if answer["whole"] else answer["stage"]
+                case _:
+                    raise ValueError(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            answer["garbage"] = f"the child printed {line[:200]!r} while proving {answer['stage']}, which is no answer"
+            break
+    return answer
+
+
+def _proved(raw: Mapping[str, Any]) -> Proved:
+    name, ok, detail, figures = raw["name"], raw["ok"], raw["detail"], raw["figures"]
+    if not (isinstance(name, str) and isinstance(ok, bool) and isinstance(detail, str) and isinstance(figures, dict)):
+        raise ValueError(raw)
+    plain = {str(key): float(value) for key, value in figures.items()}
+    return Proved(name=name, ok=ok, detail=detail, seconds=float(raw["seconds"]), figures=plain)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+WRONG_NUMBERS = ("product", "attention", "loss", "optimizer")
+
+
+def proof_problem(proof: Proof) -> tuple[str, str] | None:
+    """What is wrong and the way out, of the first proof that did not hold; None when all did."""
+    again = f"tunix-rt doctor --device {proof.device} --backend {proof.backend} --prove"
+    if proof.problem is not None:
+        way = f"see whether another program holds the device, then run `{again}`; if it repeats, make the environment anew"
+        return f"{proof.device} is not proven: {proof.problem}", way
+    failed = next((result for result in proof.results if not result.ok), None)
+    if failed is None:
+        return None if proof.ok else (f"{proof.device} is not proven: the child proved nothing", f"run `{again}`")
+    problem = f"{proof.device} failed the proof `{failed.name}` in {proof.dtype}: {failed.detail}"
+    if _is_about_capability(failed.detail):
+        return problem, f"install a wheel with code for this GPU: `tunix-rt doctor --device {proof.device}` names it"
+    if failed.name in WRONG_NUMBERS and proof.device == "cuda":
+        return problem, (
+            f"no result of this device can be trusted: run `{again}` again; if it repeats, look for memory errors "
+            "(`nvidia-smi -q -d ECC,ROW_REMAPPER`), take back overclocking, install the engine anew, or use another device"
+        )
+    return problem, f"run `{again}` again; if it repeats, install {proof.backend} anew or use another device"
+
+
+def _is_about_capability(detail: str) -> bool:
+    return "capability" in detail or "no kernel image" in detail
+
+
+def proof_lines(proof: Proof, peak: tuple[float | None, float | None] = (None, None)) -> list[str]:
+    """A line per proof; speed and bandwidth beside the published `peak` (TFLOP/s, GB/s) where one is given."""
+    lines = [f"Proof on {proof.device} in {proof.dtype}: {'held' if proof.ok else 'FAILED'} ({proof.seconds:.1f} s)"]
+    for result in proof.results:
+        detail = _beside(result.figures, peak) if result.name == "speed" and result.ok else result.detail
+        lines.append(f"  {result.name:<10} {'ok  ' if result.ok else 'FAIL'}  {detail}")
+    return lines if proof.problem is None else [*lines, f"  {proof.problem}"]
+
+
+def _beside(figures: Mapping[str, float], peak: tuple[float | None, float | None]) -> str:
+    parts = []
+    for key, unit, best in (("tflops", "TFLOP/s", peak[0]), ("gb_s", "GB/s", peak[1])):
+        got = figures[key]
+        share = f" of {best:,.4g} published ({got / best:.0%})" if best else ""
+        parts.append(f"{got:,.4g} {unit}{share}")
+    return ", ".join(parts)
+
+
+def cuda_check_text(proof: Proof) -> str:
+    """The text of `cuda_check.txt`: what the engine says of CUDA, and every proof with its figures."""
+    about = proof.about
+    names = {
+        "torch.__version__": "torch",
+        "torch.version.cuda": "cuda_build",
+        "torch.cuda.is_available()": "is_available",
+        "jax.__version__": "jax",
+        "device name": "name",
+        "compute capability": "capability",
+        "uuid": "uuid",
+        "total memory (bytes)": "total_bytes",
+        "memory jax may take (bytes)": "bytes_limit",
+        "cuDNN": "cudnn",
+        "architectures of the wheel": "arch_list",
+        "warnings": "said",
+    }
+    lines = [f"{label}: {_plain_words(about[key])}" for label, key in names.items() if key in about]
+    lines += ["", f"proofs in {proof.dtype}, head size {proof.head_size}, process {proof.pid}:"]
+    for result in proof.results:
+        lines.append(f"{result.name}: {'ok' if result.ok else 'FAILED'}, {result.detail} ({result.seconds:.2f} s)")
+        lines += [f"    {key}: {value:.6g}" for key, value in result.figures.items()]
+    if proof.problem is not None:
+        lines.append(f"not proven: {proof.problem}")
+    held = {result.name for result in proof.results if result.ok}
+    if proof.device == "cuda" and held >= {"device", "product", "placement"}:
+        lines.append(COMPUTED)  # the product ran on the GPU, was waited for, and agrees with float64
+    return "\n".join(lines) + "\n"
+
+
+def _plain_words(value: Any) -> str:
+    if isinstance(value, list):
+        if all(isinstance(part, int) for part in value) and value:
+            return f"({', '.join(map(str, value))})"
+        return " ".join(map(str, value)) or "none"
+    return str(value)

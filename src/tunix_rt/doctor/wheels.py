@@ -1,0 +1,204 @@
+"""Which torch wheel runs on which GPU under which driver: a table with its sources, and the rules over it.
+
+Standard library only: `scripts/setup` runs it before anything is installed.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TABLE_DATE = "2026-11-15"
+"""When the tables below were last held against their sources."""
+INDEX_BASE = "https://download.pytorch.org/whl"
+OLDEST_TORCH = "2.10"
+"""Older ones have known holes in reading weights."""
+TESTED_TORCH = "2.13.0"
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """One build of torch that is published. `index` is the folder of PyTorch's wheel index; "" is the package registry."""
+
+    torch: str
+    cuda: str
+    index: str
+    architectures: tuple[str, ...]
+    platforms: tuple[str, ...]
+    """`Linux x86_64`, `Linux aarch64`, `Windows AMD64`."""
+    driver_from: str
+    """Oldest driver we put it on. NVIDIA's own floor for all of CUDA 12 is lower, at the price of some features."""
+    source: str
+
+    @property
+    def requirement(self) -> str:
+        """Exact with its local tag, so that an installed CPU build of the same version does not satisfy it."""
+        return f"torch=={self.torch}+{self.index}" if self.index else f"torch=={self.torch}"
+
+
+def _code(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"sm_{number}" for number in numbers)
+
+
+_PC = ("Linux x86_64", "Windows AMD64")
+_ARM = ("Linux aarch64",)
+_LEGACY = _code(50, 60, 70, 75, 80, 86, 90)
+_CURRENT = _code(75, 80, 86, 90, 100, 120)
+_ARM_CURRENT = _code(80, 90, 100, 110, 120)
+_MATRIX_213 = "pytorch RELEASE.md, matrix of 2.13 (github.com/pytorch/pytorch/pull/187075, 182849)"
+_LOCKED_129 = "torch-2.13.0+cu129 for cp312, sha256 df28741fcd89..., as public lock files pin it; none for Windows"
+
+WHEELS = (
+    Wheel(torch="2.13.0", cuda="13.0", index="cu130", architectures=_CURRENT, platforms=_PC, driver_from="580.65.06",
+          source=_MATRIX_213),
+    Wheel(torch="2.13.0", cuda="13.0", index="cu130", architectures=_ARM_CURRENT, platforms=_ARM,
+          driver_from="580.65.06", source=_MATRIX_213),
+    Wheel(torch="2.13.0", cuda="12.9", index="cu129", architectures=_CURRENT, platforms=("Linux x86_64",),
+          driver_from="570.26", source=_LOCKED_129),
+    Wheel(torch="2.13.0", cuda="12.6", index="cu126", architectures=_LEGACY, platforms=_PC, driver_from="525.60.13",
+          source=_MATRIX_213),
+    Wheel(torch="2.11.0", cuda="12.8", index="cu128", architectures=_CURRENT, platforms=_PC, driver_from="570.26",
+          source="pytorch RELEASE.md, matrix of 2.11; Volta dropped: github.com/pytorch/pytorch/issues/172352"),
+    Wheel(torch="2.12.1", cuda="12.9", index="cu129", architectures=_CURRENT, platforms=("Linux x86_64",),
+          driver_from="570.26", source="github.com/pytorch/pytorch/issues/185269 (published for 2.12.1)"),
+    Wheel(torch="2.13.0", cuda="13.0", index="", architectures=_CURRENT, platforms=("Linux x86_64",),
+          driver_from="580.65.06", source="arch list read out of the registry's wheel"),
+    Wheel(torch="2.13.0", cuda="13.0", index="", architectures=_ARM_CURRENT, platforms=_ARM, driver_from="580.65.06",
+          source="arch list read out of the registry's wheel"),
+    Wheel(torch="2.12.1", cuda="12.6", index="cu126", architectures=_LEGACY, platforms=_PC, driver_from="525.60.13",
+          source="pytorch RELEASE.md, matrix of 2.12 (github.com/pytorch/pytorch/pull/182849)"),
+)  # fmt: skip
+"""Best first: the version we test with, the newest CUDA; then what stands in where that one cannot be had."""
+
+DRIVER_FLOOR = {
+    "Linux": {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"},
+    "Windows": {11: "452.39", 12: "528.33", 13: "580"},
+}
+"""Oldest driver for each CUDA major: NVIDIA's minor-version compatibility (docs.nvidia.com/deploy/cuda-compatibility)."""
+BLACKWELL: Capability = (10, 0)
+BLACKWELL_DRIVER = "570.26"
+"""The first driver for any GPU of compute capability 10.0 and above (its toolkit is CUDA 12.8)."""
+LAST_BRANCH_BELOW_7_5 = 580
+"""Driver branch 590 dropped GPUs below compute capability 7.5 (Maxwell, Pascal, Volta)."""
+
+
+def number(version: str) -> tuple[int, ...]:
+    """A version as numbers that compare, without local tag: `580.65.06`, `2.13.0+cu130`, `2.10.0a0`."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def driver_floor(cuda: str, system: str) -> str:
+    """Oldest driver for a CUDA version on a system; versions newer than the table have the floor of its newest."""
+    floors = DRIVER_FLOOR["Windows" if system == "Windows" else "Linux"]
+    return floors[max((major for major in floors if major <= number(cuda)[0]), default=min(floors))]
+
+
+# --- does this code run on that GPU -----------------------------------------------------------------------------------
+
+_OWN_CODE_ONLY = {53: {53}, 62: {62}, 72: {72}, 87: {87}, 101: {101, 110}, 110: {101, 110}}
+"""Code for integrated GPUs runs on its own kind only (101 was renamed 110)."""
+_NOT_ON = {50: {53}, 52: {53}, 60: {62}, 61: {62}, 70: {72}, 80: {87}, 86: {87}, 100: {101}}
+"""GPUs that do not take the code of their own generation."""
+
+
+def fits(capability: Capability, arch_list: Iterable[str], cuda_build: str) -> bool:
+    """Whether code in `arch_list` runs on the GPU: same major and minor not above its own, or older PTX."""
+    device = capability[0] * 10 + capability[1]
+    unified = number(cuda_build) >= (13, 2)  # from here on integrated GPUs take 70, 80 and 86
+    for arch in arch_list:
+        match = re.fullmatch(r"(sm|compute)_(\d+)[af]?", arch)
+        if not match:
+            continue
+        code = int(match[2])
+        if match[1] == "compute":  # PTX, compiled by the driver
+            runs = code <= device
+        elif code in _OWN_CODE_ONLY:
+            runs = device in _OWN_CODE_ONLY[code]
+        else:
+            refused = () if unified and code in (70, 80, 86) else _NOT_ON.get(code, ())
+            runs = code // 10 == capability[0] and code % 10 <= capability[1] and device not in refused
+        if runs:
+            return True
+    return False
+
+
+# --- which wheel ------------------------------------------------------------------------------------------------------
+
+
+def fitting_wheels(capabilities: Sequence[Capability], driver: str, system: str, machine: str) -> list[Wheel]:
+    """The wheels that run on all of these GPUs under this driver, best first; empty when `why_no_wheel` has a reason."""
+    platform = f"{system} {machine}"
+    return [
+        wheel
+        for wheel in WHEELS
+        if platform in wheel.platforms
+        and number(driver) >= number(wheel.driver_from)
+        and all(fits(one, wheel.architectures, wheel.cuda) and _driven(one, driver) for one in capabilities)
+    ]
+
+
+def _driven(capability: Capability, driver: str) -> bool:
+    if capability < (7, 5):
+        return number(driver)[0] <= LAST_BRANCH_BELOW_7_5
+    return capability < BLACKWELL or number(driver) >= number(BLACKWELL_DRIVER)
+
+
+def why_no_wheel(capabilities: Sequence[Capability], driver: str, system: str, machine: str) -> tuple[str, str]:
+    """Why `fitting_wheels` found none, and the way out."""
+    shown = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    platform = f"{system} {machine}"
+    if not any(platform in wheel.platforms for wheel in WHEELS):
+        return f"no CUDA wheel of torch is published for {platform}", "use Linux (x86_64 or aarch64) or Windows on a PC"
+    if any(one < (7, 5) for one in capabilities) and number(driver)[0] > LAST_BRANCH_BELOW_7_5:
+        return (
+            f"driver {driver} no longer drives GPUs of compute capability {shown}",
+            f"install a driver of branch {LAST_BRANCH_BELOW_7_5}, the last one for them",
+        )
+    newest = "999"
+    if fitting_wheels(capabilities, newest, system, machine) or fitting_wheels(
+        capabilities, "580.65.06", system, machine
+    ):
+        needed = driver_needed(capabilities, system, machine)
+        return (
+            f"driver {driver} is too old for every wheel with kernels for compute capability {shown}",
+            f"update the NVIDIA driver to {needed} or newer",
+        )
+    return (
+        f"no torch wheel of version {OLDEST_TORCH} or newer has kernels for compute capability {shown} on {platform}",
+        "build torch from source (see docs/guides/gpu-environment.md), or use another GPU",
+    )
+
+
+def driver_needed(capabilities: Sequence[Capability], system: str, machine: str) -> str:
+    """The oldest driver under which the best wheel for these GPUs runs."""
+    tried = sorted({wheel.driver_from for wheel in WHEELS} | {BLACKWELL_DRIVER}, key=number, reverse=True)
+    return next((driver for driver in tried if fitting_wheels(capabilities, driver, system, machine)), "580.65.06")
+
+
+def pip_arguments(wheel: Wheel, index_base: str = INDEX_BASE) -> list[str]:
+    """What to give `pip install` for exactly this wheel."""
+    return [wheel.requirement, *(["--index-url", f"{index_base}/{wheel.index}"] if wheel.index else [])]
+
+
+def install_line(wheel: Wheel) -> str:
+    requirement, *rest = pip_arguments(wheel)
+    return " ".join(["pip install", f'"{requirement}"', *rest])
+
+
+def main(arguments: list[str]) -> int:
+    """`DRIVER CAPABILITY SYSTEM MACHINE`: prints the pip arguments of the best wheel and why; exit 4: why none, and the fix."""
+    driver, capability, system, machine = arguments
+    wanted = [(int(capability.partition(".")[0]), int(capability.partition(".")[2]))]
+    found = fitting_wheels(wanted, driver, system, machine)
+    if not found:
+        sys.stdout.write("\n".join(why_no_wheel(wanted, driver, system, machine)) + "\n")
+        return 4
+    reason = f"compute capability {capability}, NVIDIA driver {driver}: CUDA {found[0].cuda}"
+    sys.stdout.write(" ".join(pip_arguments(found[0])) + f"\n{reason}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

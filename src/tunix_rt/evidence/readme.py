@@ -1,0 +1,197 @@
+"""The README of a bundle: what `bundle.json` says, in sentences. Pure; every figure comes from there."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tunix_rt.evidence.hashes import is_weights
+
+GIB = 2**30
+
+
+def readme_text(says: Mapping[str, Any]) -> str:
+    parts = [
+        f"# {says['model']} trained on {_where(says)}",
+        _opening(says),
+        *([_RANDOM] if says["weights"] == "random" else []),
+        "## What ran\n\n" + _what_ran(says),
+        "\n".join(_table(says)),
+        _speed_words(says),
+        *(["## Was it really the GPU?\n\n" + "\n".join(_checklist(says))] if says["device"] == "cuda" else []),
+        "## What is not here\n\n" + _left_out(says),
+        "## Make it again\n\n" + _again(says),
+        "## Check it\n\n" + _check(says),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_RANDOM = (
+    "**THE WEIGHTS WERE RANDOM. This run is no evidence of learning.** Architecture and size are the real ones, so it shows "
+    "that the device computes, what it costs and how fast it is. Its loss and its answers say nothing about the model."
+)
+
+
+def _where(says: Mapping[str, Any]) -> str:
+    return str(says["gpu"]["name"] if says["device"] == "cuda" else "the CPU")
+
+
+def _opening(says: Mapping[str, Any]) -> str:
+    ran = f"{says['steps_completed']} optimizer steps on `device={says['device']}`, completed"
+    return f"{ran}. Written by tunix-rt from the files in this folder; no figure was typed by hand."
+
+
+def _what_ran(says: Mapping[str, Any]) -> str:
+    continued = f" It was continued after step {says['resumed_from']}." if says["resumed_from"] else ""
+    return (
+        f"The model {says['model']} ({says['weights']} weights) on the dataset {says['dataset']}, by the settings in "
+        f"`config.yaml`:\n\n```bash\n{_train(says, 'config.yaml', 'RUN')}\n```\n\n"
+        f"Source: commit `{says['commit']}`. It was found from the hash of the package's files that the run wrote down "
+        f"before its first step, not from the state of a working tree.{continued}"
+    )
+
+
+def _train(says: Mapping[str, Any], config: str, output: str) -> str:
+    command = f"tunix-rt train {config} --output {output}"
+    return f"{command} --weights random" if says["weights"] == "random" else command
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def _table(says: Mapping[str, Any]) -> Iterator[str]:
+    yield "| | |\n|---|---|"
+    for name, value in _figures(says):
+        yield f"| {name} | {value} |"
+
+
+def _figures(says: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    speeds = says["tokens_per_second"]
+    yield "PyTorch", says["torch"]
+    if says["device"] == "cuda":
+        gpu = says["gpu"]
+        yield "CUDA of the PyTorch wheel", says["cuda"]
+        yield "driver", gpu["driver"]
+        yield "CUDA the driver reports", gpu["driver_cuda"]
+        yield "GPU", gpu["name"]
+        yield "compute capability", gpu["compute_capability"]
+        yield "memory of the GPU", _bytes(gpu["memory_bytes"])
+    yield "CPU", f"{says['host']['cpu']}, {says['host']['cpu_cores']} cores"
+    yield "memory of the host", _bytes(says["host"]["memory_bytes"])
+    yield "steps", str(says["steps_completed"])
+    yield "final loss", repr(says["final_loss"])
+    yield f"tokens/s on {_where(says)}", _speed(speeds["device"])
+    if "cpu" in speeds:
+        host = says["cpu_run"]["host"]
+        on = f"{host['cpu']}, {host['cpu_cores']} cores, PyTorch {says['cpu_run']['torch']}"
+        yield f"tokens/s of the same configuration on the CPU ({on})", _speed(speeds["cpu"])
+        yield "GPU against CPU", f"{speeds['ratio']:.2f} times"
+
+
+def _bytes(size: int) -> str:
+    return f"{size:,} bytes ({size / GIB:.1f} GiB)"
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.1f}"
+
+
+def _speed_words(says: Mapping[str, Any]) -> str:
+    speeds = says["tokens_per_second"]
+    with_first = f"{_speed(speeds['device_with_first_step'])} tokens/s"
+    files = "`metrics.jsonl`"
+    if "cpu" in speeds:
+        with_first = f"{_speed(speeds['device_with_first_step'])} tokens/s on the GPU and "
+        with_first += f"{_speed(speeds['cpu_with_first_step'])} on the CPU"
+        files = "`metrics.jsonl` and `cpu/metrics.jsonl`"
+    return (
+        "Speeds are all tokens over all seconds of the steps after the first, which also warms up; with it they are "
+        f"{with_first}. They come from {files}. One run each: a confirmation, not a benchmark."
+    )
+
+
+# --- the definition of done -------------------------------------------------------------------------------------------
+
+
+def _checklist(says: Mapping[str, Any]) -> Iterator[str]:
+    gpu, memory = says["gpu"], says["gpu_memory"]
+    yield "- [x] `torch.cuda.is_available()` returned `True`: `cuda_check.txt`."
+    expected = "as the milestone expected"
+    if "RTX 5090" not in gpu["name"]:
+        expected = "the milestone expected an RTX 5090, this is the GPU that was there"
+    yield (
+        f"- [x] The GPU was explicitly detected: {gpu['name']}, compute capability {gpu['compute_capability']} "
+        f"({expected}): `doctor.json`, `cuda_check.txt`, `env_info.txt`."
+    )
+    yield "- [x] Training ran on `device=cuda`: `training_log.txt`, the lines with `Using device: cuda` and `device=cuda`."
+    yield f"- [x] {_memory_words(memory)}"
+    yield "- [x] The evidence is saved: the files in this folder, hashed in `SHA256SUMS`."
+    yield f"- [x] No silent CPU fallback. {_fallback_words(says)}"
+
+
+def _memory_words(memory: Mapping[str, Any]) -> str:
+    at = f"at step {memory['step']}"
+    if memory["by"] == "nvml":
+        return (
+            f"GPU memory was allocated under our process id: {_bytes(memory['used_bytes'])} for process {memory['pid']} "
+            f"{at}, the most of {memory['samples']} samples that NVML gave while it trained: `result.json` (`gpu_memory`), "
+            "`nvidia_smi.txt`."
+        )
+    return (
+        f"GPU memory was allocated during training: {_bytes(memory['used_bytes'])} {at}, the most of {memory['samples']} "
+        "samples. NVML hides process ids on this machine, so this is the memory in use on the whole device, "
+        f"not that of our process ({memory['pid']}) alone: `result.json` (`gpu_memory`), `nvidia_smi.txt`."
+    )
+
+
+def _fallback_words(says: Mapping[str, Any]) -> str:
+    names = ", ".join(says["proof"])
+    proven = f"Before training, {len(says['proof'])} proofs ran on the device and passed: {names} (`doctor.json`)."
+    if says["backend"] != "torch":
+        return proven
+    return (
+        "After its first step the engine asserts that parameters, optimizer state and loss live on the device, and ends "
+        "the run if one does not (`_assert_on_device` in `src/tunix_rt/backends/torch_backend.py` at this commit); this "
+        f"run completed (`result.json`). {proven}"
+    )
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _left_out(says: Mapping[str, Any]) -> str:
+    left_out: Mapping[str, str] = says["left_out"]
+    weights = [name for name in sorted(left_out) if is_weights(name)]
+    others = len(left_out) - len(weights)
+    lines = ["Weights are not in the bundle; their hashes are (`run-SHA256SUMS`, `left_out` in `bundle.json`):", ""]
+    lines += [f"- `{name}` sha256 `{left_out[name]}`" for name in weights]
+    if others:
+        lines += ["", f"Nor are {others} other files of `checkpoints/`, `final_model/` and `tensorboard/`."]
+    return "\n".join(lines)
+
+
+def _again(says: Mapping[str, Any]) -> str:
+    lines = [
+        f"git checkout {says['commit']}",
+        'pip install -e ".[training]"',
+        _train(says, "BUNDLE/config.yaml", "RUN"),
+    ]
+    if says["device"] == "cuda":
+        lines.append(_train(says, "BUNDLE/cpu/config.yaml", "CPU_RUN"))
+        lines.append("tunix-rt evidence collect RUN --cpu-run CPU_RUN --output NEW_BUNDLE")
+    else:
+        lines.append("tunix-rt evidence collect RUN --output NEW_BUNDLE")
+    words = (
+        "`BUNDLE` is this folder. On another device, driver or PyTorch the losses agree closely, not to the last bit."
+    )
+    return "```bash\n" + "\n".join(lines) + "\n```\n\n" + words
+
+
+def _check(says: Mapping[str, Any]) -> str:
+    return (
+        "```bash\ntunix-rt evidence verify .      # hashes, chain of the steps, and bundle.json computed again\n"
+        "sha256sum -c SHA256SUMS         # the hashes alone, without tunix-rt\n```\n\n"
+        "The source of the run, by hand, at the commit above:\n\n"
+        "```bash\ncd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum\n"
+        f"# {says['source_sha256']}\n```\n\n"
+        "`verify` shows that the bundle agrees with itself; nothing is replayed. It holds this page to its hash only: the "
+        "figures it computes again are those in `bundle.json`."
+    )

@@ -1,0 +1,82 @@
+"""The doctor's causes on a computer that has a GPU: each made for real, each named."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.program import environment, tunix_rt
+
+pytestmark = pytest.mark.gpu
+
+HOLDER = """
+import sys, torch
+share = float(sys.argv[1])
+free, total = torch.cuda.mem_get_info()
+held = torch.empty(int(free * share), dtype=torch.uint8, device="cuda").fill_(1)
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
+WITHOUT_THIS_GPU = """
+import sys
+if "-c" in sys.orig_argv and any("get_arch_list" in word for word in sys.orig_argv):
+    import torch
+    own = "sm_%d%d" % torch.cuda.get_device_capability(0)
+    kept = [arch for arch in torch.cuda.get_arch_list() if arch.split("_")[1][:-1] != own.split("_")[1][:-1]]
+    torch.cuda.get_arch_list = lambda: kept
+"""
+
+
+def doctor(*arguments, expected, **extra):
+    done = tunix_rt("doctor", "--device", "cuda", "--json", *arguments, **extra)
+    assert done.returncode == expected, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_verdict_has_driver_wheel_and_kernels():
+    said = doctor(expected=0)
+    assert said["choice"]["device"] == "cuda"
+    nvidia = said["facts"]["nvidia"]
+    assert nvidia["driver_version"] and nvidia["module_version"] and nvidia["gpus"][0]["uuid"].startswith("GPU-")
+    assert not [check for check in said["checks"] if check["verdict"] == "fail"]
+
+
+@pytest.mark.parametrize("mask", ["", "-1", "99", "0,0"])
+def test_a_mask_is_named(mask):
+    said = doctor(expected=4, CUDA_VISIBLE_DEVICES=mask)
+    assert (said["cause"], said["kind"]) == ("masked", "masked")
+
+
+def test_a_wheel_without_the_gpus_code_is_named(tmp_path):
+    """The list that torch's own child prints is cut by a module that Python loads first."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_THIS_GPU)
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    said = doctor(expected=4, PYTHONPATH=path)
+    assert (said["cause"], said["kind"]) == ("wheel-lacks-architecture", "wheel")
+    assert "pip install" in said["fix"] and "--index-url" in said["fix"]
+
+
+@pytest.mark.parametrize(("share", "exit_code", "verdict"), [("0.2", 0, "warn"), ("0.95", 4, "fail")])
+def test_a_process_that_holds_the_gpu_is_named_with_its_pid(share, exit_code, verdict):
+    command = [sys.executable, "-c", HOLDER, share]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            said = doctor(expected=exit_code)
+        finally:
+            holder.communicate("")
+    (busy,) = [check for check in said["checks"] if check["cause"] == "gpu-busy"]
+    assert busy["verdict"] == verdict and f"process {holder.pid}" in busy["saw"]
+
+
+def test_jax_reaches_the_gpu_too():
+    said = doctor("--backend", "jax", "--prove", expected=0)
+    assert said["facts"]["jax"]["platform"] == "gpu"
+    assert all(result["ok"] for result in said["proof"]["results"])
+
+
+def test_an_environment_is_verified_with_kernels(tmp_path):
+    done = tunix_rt("env", "verify", "--python", sys.executable, "--device", "cuda", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,252 @@
+"""`tunix-rt env create`: which wheel, which commands, which other wheel, and what the words of a failed command mean."""
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import ROOT
+from tunix_rt.cli.main import cli
+from tunix_rt.doctor.environment import (
+    judge_install,
+    judge_quick_check,
+    next_wheel,
+    plan_environment,
+    why_refused,
+    without_password,
+)
+from tunix_rt.doctor.facts import DeviceNode, Facts, Gpu, Host, Nvidia, PciDevice
+from tunix_rt.doctor.installing import create_environment, error_of
+from tunix_rt.rundir import to_plain
+
+GIB = 2**30
+PIP = "-m pip install --disable-pip-version-check --no-input --retries 1 --timeout 30"
+PYTORCH = "https://download.pytorch.org/whl"
+GPUS = {"RTX 5090": (12, 0), "T4": (7, 5), "P100": (6, 0), "H200": (9, 0), "V100": (7, 0)}
+
+
+def computer(gpu: str, driver: str, **host: object) -> Facts:
+    """A Linux computer with one such GPU in which nothing is wrong."""
+    size = {"total_bytes": 16 * GIB, "free_bytes": 15 * GIB}
+    nodes = tuple(DeviceNode(path=f"/dev/{name}") for name in ("nvidia0", "nvidiactl", "nvidia-uvm"))
+    return Facts(
+        host=Host(**{"ram_total_bytes": 64 * GIB, "ram_available_bytes": 60 * GIB, "disk_free_bytes": 99 * GIB, **host}),
+        nvidia=Nvidia(
+            pci=(PciDevice(address="0000:01:00.0", vendor="0x10de", device="0x2335"),),
+            module_version=driver, module_flavour="open", nodes=nodes, libcuda=("/usr/lib/libcuda.so.1",),
+            driver_version=driver, driver_cuda="13.0",
+            gpus=(Gpu(name=f"NVIDIA {gpu}", uuid="GPU-a", capability=GPUS[gpu], **size),),
+        ),
+    )  # fmt: skip
+
+
+def dry_run(facts: Facts, folder: Path, *more: str) -> list[str]:
+    file = folder / "facts.json"
+    file.write_text(json.dumps(to_plain(facts)))
+    path = folder / "new"
+    asked = ["env", "create", "--device", "cuda", "--dry-run", "--facts", str(file), "--path", str(path), *more]
+    done = CliRunner().invoke(cli, asked)
+    assert done.exit_code == 0, done.output
+    assert list(folder.iterdir()) == [file]  # a dry run makes nothing
+    return done.stdout.replace(f"{folder}/", "").replace(sys.executable, "python").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "driver", "wheel", "cuda", "unhad", "useless"),
+    [
+        ("RTX 5090", "580.95.05", "torch==2.13.0+cu130", "13.0", "torch==2.13.0", "torch==2.13.0+cu129"),
+        ("RTX 5090", "570.124.06", "torch==2.13.0+cu129", "12.9", "torch==2.11.0+cu128", "torch==2.11.0+cu128"),
+        ("T4", "580.95.05", "torch==2.13.0+cu130", "13.0", "torch==2.13.0", "torch==2.13.0+cu129"),
+        ("T4", "550.54.15", "torch==2.13.0+cu126", "12.6", "torch==2.12.1+cu126", None),
+        ("P100", "560.35.05", "torch==2.13.0+cu126", "12.6", "torch==2.12.1+cu126", None),
+        ("H200", "580.95.05", "torch==2.13.0+cu130", "13.0", "torch==2.13.0", "torch==2.13.0+cu129"),
+    ],
+)
+def test_a_dry_run_prints_the_verdict_the_exact_commands_and_the_one_other_wheel(
+    tmp_path, gpu, driver, wheel, cuda, unhad, useless
+):
+    def with_index(wheel: str) -> str:
+        return f"{wheel} --index-url {PYTORCH}/{wheel.partition('+')[2]}" if "+" in wheel else wheel
+
+    lines = dry_run(computer(gpu, driver), tmp_path)
+    major, minor = GPUS[gpu]
+    version = re.findall(r"2\.1\d\.\d", wheel)[0]
+    why = f"NVIDIA {gpu}, compute capability {major}.{minor}; driver {driver}"
+    assert lines[0] == f"would make new with torch {version}, CUDA {cuda} ({why})"
+    assert lines[1] == "1. python -m venv new"
+    assert lines[2] == f"2. new/bin/python {PIP} {with_index(wheel)}"
+    assert (
+        lines[3].startswith("3. new/bin/python -P -c ") and "torch.ones(8, device=" in lines[3] and "cuda" in lines[3]
+    )
+    assert lines[4] == f"4. new/bin/python {PIP} {wheel} -e '{ROOT}[training]' -c {ROOT}/constraints.txt"
+    proof = "--device cuda --dtype float32 --head-size 64"
+    assert lines[5] == f"5. new/bin/python -P -m tunix_rt.backends.torch_proofs {proof}"
+    assert lines[6] == f"if that wheel cannot be had: the same with {with_index(unhad)}"
+    then = f"the same with {with_index(useless)}" if useless else "it stops and reports"
+    assert lines[7:] == [f"if that wheel cannot compute here: {then}"]
+
+
+def test_the_printed_check_is_a_command_that_runs(tmp_path):
+    """As a shell would take it, but with this Python, whose torch has no CUDA: it says so, and fails on the kernel."""
+    import subprocess
+
+    python, *rest = shlex.split(dry_run(computer("H200", "580.95.05"), tmp_path)[3].removeprefix("3. "))
+    assert python == "new/bin/python"
+    done = subprocess.run([sys.executable, *rest], capture_output=True, text=True)
+    assert '"cuda_build": null' in done.stdout
+    assert done.returncode != 0 and "not compiled with CUDA" in done.stderr
+    torch, failure = judge_quick_check(
+        done.stdout + done.stderr, done.returncode, "cuda", computer("H200", "580.95.05")
+    )
+    assert torch.cuda_build is None
+    assert (failure.step, failure.kind, failure.cause) == ("check", "wheel", "cpu-wheel")
+
+
+def test_a_mirror_stands_in_for_the_index_and_its_password_is_not_shown(tmp_path):
+    lines = dry_run(computer("H200", "580.95.05"), tmp_path, "--wheel-index", "https://me:secret@mirror.test/whl/")
+    assert lines[2].endswith("--index-url https://****@mirror.test/whl/cu130")
+    assert "secret" not in "".join(lines)
+    assert without_password("a https://me:secret@mirror.test/x b") == "a https://****@mirror.test/x b"
+
+
+def no_gpu() -> Facts:
+    return replace(computer("H200", "580.95.05"), nvidia=Nvidia(nvml_problem="NVMLError_LibraryNotFound: not found"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "cause"),
+    [
+        (no_gpu(), "hardware", "no-gpu"),
+        (computer("RTX 5090", "560.35.05"), "driver", "blackwell-driver"),
+        (computer("T4", "470.57.02"), "driver", "no-wheel-fits"),
+        (computer("V100", "590.10"), "driver", "no-wheel-fits"),
+        (computer("V100", "580.95.05", machine="aarch64"), "wheel", "no-wheel-fits"),
+        (computer("H200", "580.95.05", disk_free_bytes=11 * GIB), "storage", "low-disk"),
+    ],
+)
+def test_what_is_in_the_way_is_told_before_anything_is_installed(facts, kind, cause):
+    refusal = why_refused(facts, "cuda")
+    assert (refusal.kind, refusal.cause) == (kind, cause)
+    assert refusal.problem and refusal.fix
+
+
+def test_a_healthy_computer_is_not_refused():
+    assert why_refused(computer("H200", "580.95.05"), "cuda") is None
+    assert why_refused(no_gpu(), "cpu") is None
+
+
+def test_the_cpu_gets_the_cpu_build_and_then_the_registrys():
+    first, second = plan_environment(no_gpu(), "cpu", Path("new")).wheels
+    assert (first.requirement, first.index) == ("torch==2.13.0+cpu", "cpu")
+    assert (second.requirement, second.index) == ("torch==2.13.0", "")
+    assert next_wheel((first, second), first, step="wheel") is second
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"), [("venv", "environment"), ("packages", "network"), ("wheel", "storage"), ("wheel", "permissions")]
+)
+def test_no_other_wheel_is_tried_where_it_would_not_help(step, kind):
+    wheels = plan_environment(computer("H200", "580.95.05"), "cuda", Path("new")).wheels
+    assert next_wheel(wheels, wheels[0], step=step, kind=kind) is None
+
+
+def test_no_wheel_of_the_table_for_a_gpu_is_without_cuda():
+    for gpu in GPUS:
+        for driver in ("550.54.15", "570.124.06", "580.95.05"):
+            for wheel in plan_environment(computer(gpu, driver), "cuda", Path("new")).wheels:
+                assert wheel.cuda and wheel.index != "cpu"
+
+
+ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "answer", "after", "kind", "cause"),
+    [
+        ("H200", {}, "8.0", None, None),
+        ("H200", {"cuda_build": None, "arch_list": [], "cuda_available": False}, "", "wheel", "cpu-wheel"),
+        ("P100", {}, "8.0", "wheel", "wheel-lacks-architecture"),
+        ("H200", {"cuda_available": False}, "", None, "torch-sees-no-gpu"),
+        ("H200", {}, "AcceleratorError: CUDA error: no kernel image is available", "wheel", "wheel-lacks-architecture"),
+        ("H200", {}, "AcceleratorError: CUDA error: uncorrectable ECC error", "wheel", "kernel-failed"),
+        ("H200", {}, "7.0", "wheel", "kernel-failed"),
+        ("H200", None, "ImportError: libcudart.so.13: cannot open", None, "torch-broken"),
+    ],
+)
+def test_a_wheel_that_was_had_counts_only_when_it_fits_and_computes(gpu, answer, after, kind, cause):
+    whole = {
+        "version": "2.13.0+cu130",
+        "cuda_build": "13.0",
+        "hip_build": None,
+        "arch_list": ARCHES,
+        "cuda_available": True,
+    }
+    said = after if answer is None else json.dumps({**whole, **answer}) + f"\n{after}\n"
+    _, failure = judge_quick_check(said, 0 if after[:1].isdigit() else 1, "cuda", computer(gpu, "580.95.05"))
+    assert (failure and failure.cause) == cause
+    assert kind is None or failure.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "storage"),
+        (
+            "WARNING: Retrying ... NewConnectionError('failed')\nERROR: No matching distribution found for torch",
+            "network",
+        ),
+        ("ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cu130", "wheel"),
+        ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: '/x'", "permissions"),
+        ("ERROR: Exception: something new", "environment"),
+    ],
+)
+def test_words_of_pip_are_told_apart(said, kind):
+    failure = judge_install(said, "wheel", "torch==2.13.0+cu130")
+    assert failure.kind == kind
+    assert "ERROR:" in failure.problem
+
+
+def test_places_that_are_taken_are_refused(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "mine.json").write_text('{"precious": 1}')
+    taken = {
+        tmp_path / "there": "exists",
+        tmp_path / "dangling": "exists",
+        tmp_path / "no" / "parent": "does not exist",
+        tmp_path / "mine": "would be overwritten",
+        Path(sys.prefix): "the environment that tunix-rt runs in",
+    }
+    for path, words in taken.items():
+        done = CliRunner().invoke(cli, ["env", "create", "--device", "cpu", "--path", str(path)])
+        assert (done.exit_code, words in done.stderr) == (2, True), done.output
+    assert (tmp_path / "mine.json").read_text() == '{"precious": 1}'
+
+
+def test_a_refusal_leaves_its_report_and_nothing_else(tmp_path):
+    report = create_environment(no_gpu(), device="cuda", path=tmp_path / "new")
+    assert (report.status, report.kind, report.cause, report.attempts) == ("refused", "hardware", "no-gpu", ())
+    assert [path.name for path in tmp_path.iterdir()] == ["new.json"]
+    assert json.loads((tmp_path / "new.json").read_text()) == to_plain(report)
+    error = error_of(report)
+    assert (error.exit_code, error.cause, str(tmp_path / "new.json") in error.fix) == (4, "no-gpu", True)
+    full = create_environment(computer("T4", "580.95.05", disk_free_bytes=GIB), device="cpu", path=tmp_path / "new")
+    assert error_of(full).exit_code == 8
+
+
+def test_facts_of_another_computer_are_for_a_dry_run_only(tmp_path):
+    done = CliRunner().invoke(cli, ["env", "create", "--device", "cuda", "--facts", str(tmp_path / "facts.json")])
+    assert (done.exit_code, "--dry-run" in done.stderr) == (2, True)
+
+
+def test_a_refused_dry_run_ends_with_exit_4_and_the_cause(tmp_path):
+    (tmp_path / "facts.json").write_text(json.dumps(to_plain(computer("RTX 5090", "560.35.05"))))
+    asked = ["env", "create", "--device", "cuda", "--dry-run", "--facts", str(tmp_path / "facts.json")]
+    done = CliRunner().invoke(cli, [*asked, "--path", str(tmp_path / "new")])
+    assert (done.exit_code, "[driver: blackwell-driver]" in done.stderr) == (4, True)
+    assert "570" in done.stderr
