@@ -178,7 +178,7 @@ def wheels_page() -> str:
         for wheel in wheels.WHEELS
     ]
     floors = [
-        (f"CUDA {major}", wheels.DRIVER_FLOOR["Linux"][major], wheels.DRIVER_FLOOR["Windows"][major])
+        (f"CUDA {major}", *(wheels.DRIVER_FLOOR[system][major] for system in ("Linux", "Linux aarch64", "Windows")))
         for major in wheels.DRIVER_FLOOR["Linux"]
     ]
     chosen = [
@@ -203,7 +203,7 @@ def wheels_page() -> str:
         table(("capability", "such as", *(f"driver {driver}" for driver in BRANCHES)), chosen),
         "## Drivers",
         "The oldest driver that runs programs of a CUDA major (docs.nvidia.com/deploy/cuda-compatibility):",
-        table(("", "Linux", "Windows and WSL"), floors),
+        table(("", "Linux x86_64", "Linux aarch64", "Windows and WSL"), floors),
         f"A GPU of compute capability {wheels.BLACKWELL[0]}.{wheels.BLACKWELL[1]} or above needs driver "
         f"{wheels.BLACKWELL_DRIVER} by itself. Driver branches above {wheels.LAST_BRANCH_BELOW_7_5} no longer drive GPUs "
         "below 7.5.",

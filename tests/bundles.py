@@ -1,30 +1,35 @@
-"""Runs for tests of bundles. No GPU is needed: a run on the CPU is dressed as one on a GPU, its files edited and hashed anew."""
+"""Runs and bundles for tests. No GPU is needed: a run on the CPU is dressed as one on a GPU, its files edited and hashed anew."""
 
-import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
+from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved, cuda_check_text
+from tunix_rt.errors import TunixError
+from tunix_rt.evidence.claims import claims_of, read_run
 from tunix_rt.evidence.hashes import write_hashes
-from tunix_rt.rundir import RunDir, json_line, sha256_file, sha256_text, write_json, write_text
+from tunix_rt.evidence.readme import readme_text
+from tunix_rt.rundir import RunDir, sha256_file, sha256_text, to_plain, write_json, write_text
 
 PID = 4711
-GPU = {"index": 0, "name": "NVIDIA H200", "total_bytes": 150_754_820_096, "capability": [9, 0]}
+UUID = "GPU-00000001-51f0-4c1d-9d3e-0f2a6b7c8d9e"
+GPU = {"index": 0, "name": "NVIDIA H200", "uuid": UUID, "total_bytes": 150_754_820_096, "capability": [9, 0]}
 NVIDIA = {"driver_version": "580.95.05", "driver_cuda": "13.0", "gpus": [GPU]}
 TORCH = {"version": "2.13.0+cu130", "cuda_build": "13.0", "cuda_available": True}
 CHOICE = {"device": "cuda", "kind": "NVIDIA H200", "count": 1, "memory_bytes": 150_754_820_096}
-PROOF = {"ok": True, "device": "cuda", "results": [{"name": "product", "ok": True}, {"name": "attention", "ok": True}]}
-MEMORY = [
-    {"step": 1, "pid": PID, "used_bytes": 3_000_000_000, "by": "nvml"},
-    {"step": 3, "pid": PID, "used_bytes": 2_000_000_000, "by": "nvml"},
-]
+PROVEN = Proof(
+    backend="torch", device="cuda", dtype="float32", head_size=64, pid=4712, seconds=1.0,
+    results=tuple(Proved(name=name, ok=True, detail="held") for name in PROOF_NAMES),
+    about={
+        "torch": "2.13.0+cu130", "is_available": True, "name": "NVIDIA H200", "capability": [9, 0], "uuid": UUID,
+    },
+)  # fmt: skip
+PROOF = to_plain(PROVEN)
 FILES = {
     "env_info.txt": "ram: 135000000000 bytes\ndriver: 580.95.05\ndriver cuda: 13.0\ngpu 0: NVIDIA H200\n",
     "torch_version.txt": "torch: 2.13.0+cu130\ncuda build: 13.0\n",
-    "cuda_check.txt": (
-        "torch.__version__: 2.13.0+cu130\ntorch.cuda.is_available(): True\ndevice: NVIDIA H200\ncapability: (9, 0)\n"
-        "GPU computation successful\n"
-    ),
+    "cuda_check.txt": cuda_check_text(PROVEN),
     "training_log.txt": (
         "2026-11-15T09:20:41Z INFO Using device: cuda\n"
         "2026-11-15T09:20:41Z INFO Preflight: model=tiny-gemma3 device=cuda dtype=float32 weights=pretrained\n"
@@ -37,36 +42,72 @@ FILES = {
 }
 
 
+def memory_samples(last: int, **changed) -> list[dict]:
+    """What a run of `last` steps says of the GPU's memory."""
+    first = {"step": 1, "pid": PID, "used_bytes": 3_000_000_000, "by": "nvml"}
+    return [first | changed, first | {"step": last, "used_bytes": 2_000_000_000} | changed]
+
+
 def edit_json(path: Path, **changed) -> None:
     """Set the top-level values of a JSON file; `...` takes one out."""
     told = json.loads(path.read_text()) | changed
     write_json(path, {name: value for name, value in told.items() if value is not ...})
 
 
-def dress_as_cuda(source: Path, folder: Path, **result) -> Path:
-    """A copy of the CPU run `source` whose files say that it ran on a GPU, chained and hashed anew."""
+def edit_text(path: Path, old: str, new: str) -> None:
+    """Put `new` in place of every `old`, of which there must be one."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def dress_as_cuda(source: Path, folder: Path) -> Path:
+    """A copy of the CPU run `source` whose files say that it ran ten times as fast on a GPU, chained and hashed anew."""
     shutil.copytree(source, folder)
     run = RunDir(folder)
     facts = json.loads(run.doctor.read_text())["facts"] | {"nvidia": NVIDIA, "torch": TORCH}
     edit_json(run.doctor, facts=facts, choice=CHOICE, proof=PROOF)
     for name, text in FILES.items():
         write_text(folder / name, text)
-    write_text(run.config, run.config.read_text().replace("device: cpu", "device: cuda"))
-    edit_json(run.precommit, device="cuda", config_sha256=sha256_file(run.config))
-    chain(run, faster=10)
-    edit_json(run.result, device="cuda", gpu_memory=MEMORY, **result)
+    edit_text(run.config, "device: cpu", "device: cuda")
+    edit_json(run.precommit, device="cuda")
+    faster = re.compile(r'"seconds": ([^,]+)')
+    write_text(run.metrics, faster.sub(lambda took: f'"seconds": {float(took[1]) / 10!r}', run.metrics.read_text()))
+    edit_json(run.result, device="cuda", gpu_memory=memory_samples(3))
+    chain(run)
     write_hashes(run)
     return folder
 
 
-def chain(run: RunDir, *, faster: float = 1) -> None:
-    """Tie metrics and result to the precommitment again."""
-    prev, text = hashlib.sha256(run.precommit.read_bytes()).hexdigest(), ""
-    run_id = prev
+def chain(run: RunDir) -> None:
+    """Tie the configuration, the metrics and the result to the precommitment again, whatever their lines hold."""
+    edit_json(run.precommit, config_sha256=sha256_file(run.config))
+    prev = run_id = sha256_file(run.precommit)
+    lines = []
     for line in run.metrics.read_text().splitlines():
-        step = json.loads(line)
-        step |= {"prev": prev, "seconds": step["seconds"] / faster}
-        text += json_line(step)
-        prev = sha256_text(json_line(step).removesuffix("\n"))
-    write_text(run.metrics, text)
+        lines.append(re.sub(r'"prev": "\w+"', f'"prev": "{prev}"', line))
+        prev = sha256_text(lines[-1])
+    write_text(run.metrics, "".join(f"{line}\n" for line in lines))
     edit_json(run.result, metrics_head=prev, run_id=run_id)
+
+
+def reseal(bundle: Path, *, chained: bool = True) -> None:
+    """What a forger does after an edit: every chain, hash, figure and word of the bundle made anew, as far as it goes."""
+    folders = [folder for folder in (bundle, bundle / "cpu") if folder.is_dir()]
+    for folder in folders:
+        if chained:
+            chain(RunDir(folder))
+        hashes = folder / "run-SHA256SUMS"
+        lines = [line.split("  ", 1) for line in hashes.read_text().splitlines()]
+        digests = {
+            name: digest if not (folder / name).exists() else sha256_file(folder / name) for digest, name in lines
+        }
+        write_text(hashes, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    says = json.loads((bundle / "bundle.json").read_text())
+    try:
+        says |= claims_of(*(read_run(folder) for folder in folders), *[None] * (2 - len(folders)))
+        write_json(bundle / "bundle.json", says)
+        write_text(bundle / "README.md", readme_text(says))
+    except (TunixError, ArithmeticError, ValueError, TypeError, KeyError):
+        pass  # what cannot be computed stays as it was told
+    write_hashes(RunDir(bundle))

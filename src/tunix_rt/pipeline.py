@@ -1,7 +1,6 @@
 """doctor, plan, data, train, evaluate, evidence: one run from configuration to hashed folder, in this order."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.accelerators import find_accelerator, peaks
 from tunix_rt.backends import Progress, load_backend
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.limits import ModelFacts
@@ -17,15 +15,9 @@ from tunix_rt.data.pack import total_steps
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.doctor.checks import Ask, judge
-from tunix_rt.doctor.choose import DeviceChoice, choose_device, environment_for
-from tunix_rt.doctor.facts import Facts
-from tunix_rt.doctor.gpu_checks import visible_gpus
-from tunix_rt.doctor.gpu_memory import gpu_memory, nvidia_smi_text
-from tunix_rt.doctor.probe import gather_facts
-from tunix_rt.doctor.prove import cuda_check_text, proof_lines, proof_problem, prove
-from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
-from tunix_rt.errors import ConfigError, HardwareError, InputError, TunixError
+from tunix_rt.device import note_step, prove_device, sample_gpu, settle_device
+from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.evaluate.report import Comparison, compare, read_predictions, read_scores, samples_markdown
 from tunix_rt.evaluate.run import evaluate_model, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores
@@ -38,11 +30,10 @@ from tunix_rt.evidence.precommit import (
 )
 from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource, resolve_model
-from tunix_rt.plan.fit import disk_needed_bytes, estimate_time, refuse_if_too_big
-from tunix_rt.plan.fit import judge as judge_fit
+from tunix_rt.plan.fit import disk_needed_bytes, estimate_time, judge, refuse_if_too_big
 from tunix_rt.plan.memory import MemoryPlan, predict
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, to_plain, write_json, write_text
+from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, write_json, write_text
 from tunix_rt.train import StopRequest, find_start, require_charts, train_run
 
 logger = logging.getLogger(__name__)
@@ -90,13 +81,12 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     require_charts(config)
     if not report.continued:
         write_text(run.config, dump_yaml(settled_config(config)))
-    seen, choice = _doctor(report, config)
+    seen, choice = settle_device(report, config)
     report.facts["device"] = choice.device
     model, shape = _find_model(config, choice)
     report.facts["parameters"] = shape.parameters
     upper = _plan(config, shape, choice)
-    if choice.device != "cpu":
-        _prove(report, config, model, shape, seen, choice)
+    uuids = prove_device(report, config, model, shape, seen, choice) if choice.device != "cpu" else frozenset()
     tokenizer, facts = _tokenizer_of(config, model, shape)
     today = began_on(read_json(run.precommit)) if report.continued else None
     data = prepare(config, tokenizer, facts, stoppable(progress, stop), today=today)
@@ -124,8 +114,10 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     report.training_began = True
     speed = train_run(
         backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total, start=start,
-        stop=stop, progress=progress, note=partial(_note_step, report, seen, choice, start.step + 1, total),
+        stop=stop, progress=progress, note=partial(note_step, report, uuids, (start.step + 1, total)),
     )  # fmt: skip
+    if uuids and "gpu_memory" not in report.facts:  # every step was taken by an earlier process
+        sample_gpu(report, uuids, total)
     if speed:
         logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
     report.note_peak("train", max(start.peak_bytes, engine.peak_bytes()))
@@ -177,71 +169,6 @@ def _status(run: RunDir) -> str:
         return str(read_json(run.result)["status"])
     except (TunixError, KeyError, TypeError):
         return "broken"
-
-
-def _doctor(report: Report, config: RunConfig) -> tuple[Facts, DeviceChoice]:
-    """Facts, verdict, device. A refusal leaves its whole report in `doctor.json`."""
-    run, training = report.run, config.training
-    ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
-    facts = gather_facts(run.root, backend=training.backend, device=training.device)
-    report.write(write_text, run.env_info, env_info_text(facts))
-    report.write(write_text, run.torch_version, torch_version_text(facts))
-    judged = {"facts": facts, "checks": judge(facts, ask)}
-    report.write(write_json, run.doctor, judged)
-    try:
-        choice = choose_device(ask, facts)
-    except HardwareError as error:
-        raise _with_report(error, run) from error
-    report.write(write_json, run.doctor, judged | {"choice": choice})
-    os.environ.update(environment_for(choice.device, training.backend))
-    for line in device_lines(choice, facts):
-        logger.info("%s", line)
-    return facts, choice
-
-
-def _prove(
-    report: Report, config: RunConfig, model: ModelSource, shape: ModelShape, facts: Facts, choice: DeviceChoice
-) -> None:
-    """Run the kernels of this run on its accelerator, in a child process, before anything else does."""
-    run, training = report.run, config.training
-    ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
-    proof = prove(
-        backend=training.backend, device=choice.device, dtype=training.dtype, head_size=shape.head_dim,
-        query_heads=shape.heads, kv_heads=shape.kv_heads, softcap=model.config.get("final_logit_softcapping"),
-    )  # fmt: skip
-    judged = {"facts": facts, "checks": judge(facts, ask), "choice": choice, "proof": proof}
-    report.write(write_json, run.doctor, judged)
-    if choice.device == "cuda":
-        report.write(write_text, run.cuda_check, cuda_check_text(proof))
-    known = find_accelerator(choice.kind, choice.memory_bytes)
-    for line in proof_lines(proof, peaks(known, training.dtype) if known else (None, None)):
-        logger.info("%s", line)
-    if problem := proof_problem(proof):
-        raise _with_report(HardwareError(problem[0], fix=problem[1], cause="not-proven"), run)
-
-
-def _with_report(error: HardwareError, run: RunDir) -> HardwareError:
-    return HardwareError(error.problem, fix=f"{error.fix}; the whole report: {run.doctor}", cause=error.cause)
-
-
-def _note_step(
-    report: Report, facts: Facts, choice: DeviceChoice, first: int, total: int, said: dict[str, Any]
-) -> None:
-    """Keep what the loop says of a step; on a GPU, also what NVML and nvidia-smi say after the first and the last."""
-    report.facts.update(said)
-    step = said["steps_completed"]
-    if choice.device != "cuda" or step not in (first, total):
-        return
-    sample = gpu_memory(step, {gpu.uuid for gpu in visible_gpus(facts)})
-    if step == first:
-        report.write(write_text, report.run.nvidia_smi, nvidia_smi_text(sample, step))
-        report.facts["gpu_memory"] = []
-    if sample is not None:
-        report.facts["gpu_memory"].append(to_plain(sample))
-        whose = "under our process id" if sample.by == "nvml" else "in use on the device; NVML hides process ids here:"
-        logger.info(
-            "GPU memory: %.3f GiB %s %d (NVML, after step %d)", sample.used_bytes / GIB, whose, sample.pid, step
-        )
 
 
 def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, ModelShape]:
@@ -300,7 +227,7 @@ def _plan_for_data(
     """The prediction for the longest row there really is: the one that is held against the measurement."""
     share = data.trained_tokens / data.tokens
     plan = predict(shape, config, device=choice.device, row_tokens=data.longest_row, target_share=share)
-    fit = judge_fit(plan, choice)
+    fit = judge(plan, choice)
     disk = disk_needed_bytes(shape, config)
     report.write(
         write_json,

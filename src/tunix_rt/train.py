@@ -324,7 +324,7 @@ def require_charts(config: RunConfig) -> None:
     if config.training.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "training.report_to: tensorboard is not installed",
-            fix='pip install "tunix-rt[tensorboard]", or set it to none',
+            fix="pip install tensorboard, or set it to none",
         )
 
 

@@ -263,9 +263,10 @@ def documented_and_real() -> dict[str, set[str]]:
     train, pipeline = module(SOURCE / "train.py"), module(SOURCE / "pipeline.py")
     record = module(SOURCE / "evidence" / "record.py")
     result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
-    result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / "pipeline.py")))
+    for file in ("pipeline.py", "device.py"):
+        result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / file)))
     return {
-        "doctor.json": keys_of_dict(pipeline, "proof"),
+        "doctor.json": keys_of_dict(module(SOURCE / "device.py"), "proof"),
         "plan.json": keys_of_dict(pipeline, "tunix-rt/plan/1"),
         "precommit.json": keys_of_dict(module(SOURCE / "evidence" / "precommit.py"), "schema") | {"evalset"},
         "metrics.jsonl": keys_of_dict(train, "prev"),

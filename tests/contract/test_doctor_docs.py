@@ -55,7 +55,7 @@ def test_the_example_on_a_page_is_a_computer_with_that_cause(code):
     example = doctor_pages.example_of(code)
     shown = example.output()
     assert f"  more: docs/doctor/{code}.md" in shown
-    assert shown.startswith("not ready for " if example.expected else "ready: ")
+    assert shown.startswith("not ready" if example.expected else "ready: ")
     assert shown in (PAGES / f"{code}.md").read_text(encoding="utf-8")
 
 

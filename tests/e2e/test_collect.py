@@ -12,8 +12,9 @@ import subprocess
 
 import pytest
 
-from tests.bundles import dress_as_cuda, edit_json
+from tests.bundles import chain, dress_as_cuda, edit_json, edit_text, memory_samples, reseal
 from tests.program import ROOT, refused, tunix_rt
+from tunix_rt.evidence import bundle as bundles
 from tunix_rt.evidence.bundle import bundle_problems
 from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.rundir import RunDir, write_text
@@ -94,10 +95,43 @@ def test_a_bundle_holds_the_facts_of_the_run_and_no_weights(bundle, run, repo):
     assert not re.search(r"/(tmp|root|home|work)/", (bundle / "README.md").read_text() + json.dumps(says))
 
 
-def test_a_bundle_verifies(bundle, gpu_bundle):
+def test_a_bundle_verifies_and_says_whether_the_commit_was_looked_up(bundle, gpu_bundle, repo):
     for folder in (bundle, gpu_bundle):
         done = tunix_rt("evidence", "verify", folder)
-        assert (done.returncode, done.stdout) == (0, f"{folder}: consistent with itself; not replayed\n"), done.stdout
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.splitlines() == [
+            f"{folder}: consistent with itself; not replayed",
+            "commit: not looked up; add --repository CLONE",
+        ]
+    done = tunix_rt("evidence", "verify", bundle, "--repository", repo)
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, [f"commit: found in {repo}"])
+    asked = json.loads(tunix_rt("evidence", "verify", bundle, "--json").stdout)
+    assert asked["verified"] is True and asked["commit_looked_up"] is False
+
+
+def test_a_commit_that_is_not_the_one_of_the_source_is_found_in_a_repository(bundle, run, repo, tmp_path):
+    folder = shutil.copytree(bundle, tmp_path / "copy")
+    edit_text(folder / "bundle.json", git(repo, "rev-parse", "HEAD"), "c0ffee" + "0" * 34)
+    reseal(folder)
+    assert bundle_problems(folder) == []  # it agrees with itself
+    (problem,) = bundle_problems(folder, repo)
+    assert "commit is c0ffee" in problem and git(repo, "rev-parse", "HEAD") in problem
+    (problem,) = bundle_problems(folder, tmp_path)
+    assert "not a git repository" in problem
+    assert "names no commit" in refused(tunix_rt("evidence", "verify", run, "--repository", repo), 2)
+
+
+def test_the_page_about_bundles_names_every_key_and_every_file_of_the_cpu_run(gpu_bundle):
+    page = (ROOT / "docs" / "reference" / "bundle.md").read_text(encoding="utf-8")
+    says = json.loads((gpu_bundle / "bundle.json").read_text())
+    keys = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page.split("## bundle.json")[1], flags=re.MULTILINE))
+    assert keys.keys() == says.keys()
+    for name in ("host", "tokens_per_second", "gpu", "gpu_memory", "cpu_run"):
+        assert says[name].keys() <= set(re.findall(r"`(\w+)`", keys[name])), name
+    (cpu,) = re.findall(r"^\| `cpu/` \| (.*) \|$", page, flags=re.MULTILINE)
+    assert {f"cpu/{name}" for name in re.findall(r"`([^`]+)`", cpu)} == {
+        name for name in files_of(gpu_bundle) if name.startswith("cpu/")
+    }
 
 
 def test_a_gpu_bundle_holds_its_speed_against_the_cpu(gpu_bundle):
@@ -105,13 +139,15 @@ def test_a_gpu_bundle_holds_its_speed_against_the_cpu(gpu_bundle):
     assert says["tokens_per_second"]["ratio"] == pytest.approx(10)  # as the dressed run was made faster
     assert says["gpu"] == {
         "name": "NVIDIA H200",
+        "uuid": "GPU-00000001-51f0-4c1d-9d3e-0f2a6b7c8d9e",
         "compute_capability": "9.0",
         "memory_bytes": 150_754_820_096,
         "driver": "580.95.05",
         "driver_cuda": "13.0",
     }
     assert "cpu/metrics.jsonl" in files_of(gpu_bundle) and "cpu/training_log.txt" in files_of(gpu_bundle)
-    assert (gpu_bundle / "README.md").read_text().count("- [x] ") == 6
+    assert "cpu/torch_version.txt" in files_of(gpu_bundle)
+    assert (gpu_bundle / "README.md").read_text().count("- [x] ") == 7
 
 
 @pytest.mark.parametrize("which", ["bundle", "gpu_bundle"])
@@ -140,7 +176,7 @@ def test_no_garbage_in_place_of_a_file_causes_a_traceback_and_all_of_it_is_found
             b'{"facts": [], "choice": 1, "proof": {"results": [1]}}\n',
         ):
             (folder / name).write_bytes(garbage)
-            if name not in ("SHA256SUMS", "README.md"):
+            if name != "SHA256SUMS":
                 write_hashes(RunDir(folder))
             assert bundle_problems(folder), (name, garbage)
             (folder / name).write_bytes(original)
@@ -180,6 +216,148 @@ def test_a_file_that_is_not_as_the_run_left_it_is_found_even_with_new_hashes(gpu
     assert any(name in problem for problem in bundle_problems(folder))
 
 
+@pytest.mark.parametrize("which", ["bundle", "gpu_bundle"])
+@pytest.mark.parametrize("text", ["", "# Everything went well\n", "{} "], ids=["emptied", "forged", "a-letter-more"])
+def test_a_readme_that_is_not_ours_or_missing_is_found_even_with_new_hashes(which, text, request, tmp_path):
+    folder = shutil.copytree(request.getfixturevalue(which), tmp_path / "copy")
+    readme = folder / "README.md"
+    readme.write_text(text.replace("{}", readme.read_text()))
+    write_hashes(RunDir(folder))
+    assert bundle_problems(folder) == ["README.md is not what this version of tunix-rt writes of bundle.json"]
+    readme.unlink()
+    write_hashes(RunDir(folder))
+    assert bundle_problems(folder) == ["missing: README.md"]
+
+
+@pytest.mark.parametrize("name", [".staged-more/weights.bin", "cpu/.notes.staged", ".lock"])
+def test_what_no_hash_covers_is_found(gpu_bundle, tmp_path, name):
+    folder = shutil.copytree(gpu_bundle, tmp_path / "copy")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("hidden")
+    assert bundle_problems(folder) == [f"covered by no hash: '{name.removesuffix('/weights.bin')}'"]
+
+
+def first_step(name, value):
+    return lambda path: path.write_text(re.sub(rf'("{name}": )[^,}}]+', rf"\g<1>{value}", path.read_text(), count=1))
+
+
+def set_json(**changed):
+    return lambda path: edit_json(path, **changed)
+
+
+def swap(old, new):
+    return lambda path: edit_text(path, old, new)
+
+
+def append(text):
+    return lambda path: path.write_text(path.read_text() + text)
+
+
+def inner(place, **changed):
+    """Set values of the object under a dotted name."""
+
+    def edit(path):
+        told = json.loads(path.read_text())
+        found = told
+        for part in place.split("."):
+            found = found[int(part) if part.isdigit() else part]
+        found |= changed
+        write_text(path, json.dumps(told))
+
+    return edit
+
+
+FORGERIES = {
+    "source": ("precommit.json", inner("source_files", **{"errors.py": "0" * 64}), "not the hash of source_files"),
+    "cpu-source": (
+        "cpu/precommit.json",
+        inner("source_files", **{"errors.py": "0" * 64}),
+        "cpu/precommit.json: source",
+    ),
+    "proof-dtype": ("doctor.json", inner("proof", dtype="bfloat16"), "not proven: dtype"),
+    "proof-device": ("doctor.json", inner("proof", device="cpu"), "not proven: device"),
+    "proof-partial": ("doctor.json", inner("proof", results=[{"name": "product", "ok": True}]), "not proven: no "),
+    "gpu-name": ("doctor.json", swap("NVIDIA H200", "NVIDIA H100 PCIe"), "cuda_check.txt lacks the device's name"),
+    "gpu-capability": ("doctor.json", inner("facts.nvidia.gpus.0", capability=[8, 0]), "proof.about.capability"),
+    "gpu-uuid": ("doctor.json", inner("facts.nvidia.gpus.0", uuid="GPU-2"), "is not among facts.nvidia.gpus"),
+    "failed-check": ("doctor.json", inner("checks.0", verdict="fail"), "says 'fail'"),
+    "cpu-failed-check": ("cpu/doctor.json", inner("checks.0", verdict="fail"), "cpu/doctor.json: the check"),
+    "backend": ("config.yaml", swap("backend: torch", "backend: jax"), "training.backend is jax"),
+    "status": ("result.json", set_json(status="preempted", exit_code=7), "'preempted', not completed"),
+    "log": ("training_log.txt", swap("Using device: cuda", "Using: cuda"), "lacks a line with `Using device: cuda`"),
+    "log-twice": ("training_log.txt", append("Using device: cpu\n"), "says otherwise than `Using device: cuda`"),
+    "log-warning": ("training_log.txt", append("no longer supports this GPU\n"), "warns of an unsupported"),
+    "check-twice": ("cuda_check.txt", append("torch.cuda.is_available(): False\n"), "says otherwise than `torch.cuda"),
+    "memory": (
+        "result.json",
+        set_json(gpu_memory=memory_samples(3, used_bytes=5, by="device")),
+        "5 bytes after step 1",
+    ),
+    "no-tokens": ("metrics.jsonl", first_step("tokens", 0), "metrics.jsonl:1: 0 tokens"),
+    "no-end": ("metrics.jsonl", first_step("seconds", "1e999"), "metrics.jsonl:1: seconds is inf"),
+    "huge": ("metrics.jsonl", first_step("tokens", 10**400), "metrics.jsonl:1: tokens is 1000"),
+    "cpu-no-tokens": (
+        "cpu/metrics.jsonl",
+        swap('"tokens": ', '"tokens": 0, "were": '),
+        "cpu/metrics.jsonl:2: 0 tokens",
+    ),
+    "cpu-no-end": ("cpu/metrics.jsonl", first_step("seconds", "1e999"), "cpu/metrics.jsonl:1: seconds is inf"),
+    "cpu-huge": ("cpu/metrics.jsonl", first_step("tokens", 10**400), "cpu/metrics.jsonl:1: tokens is 1000"),
+    "cpu-loss": ("cpu/metrics.jsonl", first_step("loss", 1.5), "cpu/metrics.jsonl:1: loss 1.5 is not loss_hex"),
+    "cpu-status": (
+        "cpu/result.json",
+        set_json(status="preempted", exit_code=7),
+        "cpu/result.json: the run is 'preempted'",
+    ),
+    "cpu-seed": ("cpu/config.yaml", swap("\n  seed: ", "\n  seed: 4"), "another run: training.seed differ"),
+    "cpu-odd-key": ("cpu/config.yaml", append("1: 2\n"), "another run: 1 differ"),
+    "cpu-data": ("cpu/precommit.json", inner("dataset", sha256="0" * 64), "precommit.json: dataset.sha256 differ"),
+    "cpu-log": ("cpu/training_log.txt", append("Using device: cuda\n"), "cpu/training_log.txt says otherwise"),
+    "cpu-torch": ("cpu/torch_version.txt", lambda path: path.write_text(""), "cpu/torch_version.txt is empty"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forgery_is_found_even_with_every_chain_hash_figure_and_word_made_anew(gpu_bundle, tmp_path, forgery):
+    name, change, words = FORGERIES[forgery]
+    folder = shutil.copytree(gpu_bundle, tmp_path / "copy")
+    change(folder / name)
+    reseal(folder)
+    assert any(words in problem for problem in bundle_problems(folder)), bundle_problems(folder)
+
+
+def test_a_gpu_that_the_catalogue_knows_otherwise_is_found(gpu_bundle, tmp_path):
+    folder = shutil.copytree(gpu_bundle, tmp_path / "copy")
+    for place in ("facts.nvidia.gpus.0", "proof.about"):
+        inner(place, capability=[12, 0])(folder / "doctor.json")
+    edit_text(folder / "cuda_check.txt", "(9, 0)", "(12, 0)")
+    reseal(folder)
+    (problem,) = bundle_problems(folder)
+    assert "the compute capability of 'NVIDIA H200' is (12, 0), elsewhere [(9, 0)]" in problem
+
+
+@pytest.mark.parametrize("name", ["result.json", "cpu/result.json"])
+def test_a_result_of_another_run_is_found(gpu_bundle, tmp_path, name):
+    folder = shutil.copytree(gpu_bundle, tmp_path / "copy")
+    edit_json(folder / name, run_id="0" * 64)
+    reseal(folder, chained=False)
+    assert any(f"{name}: run_id is" in problem for problem in bundle_problems(folder))
+
+
+def test_a_device_that_is_no_name_and_a_figure_nested_otherwise_are_found_without_a_traceback(gpu_bundle, tmp_path):
+    folder = shutil.copytree(gpu_bundle, tmp_path / "device")
+    for name in ("precommit.json", "result.json"):
+        edit_json(folder / name, device=["cuda"])
+    reseal(folder)
+    assert any("does not tell device" in problem for problem in bundle_problems(folder))
+    folder = shutil.copytree(gpu_bundle, tmp_path / "dotted")
+    told = json.loads((folder / "bundle.json").read_text())
+    speeds = {f"tokens_per_second.{name}": value for name, value in told.pop("tokens_per_second").items()}
+    write_text(folder / "bundle.json", json.dumps(told | speeds))
+    write_hashes(RunDir(folder))
+    assert bundle_problems(folder) == ["bundle.json: not in the shape that tunix-rt writes"]
+
+
 def test_a_bundle_is_never_written_over_and_a_refusal_leaves_nothing(bundle, run, repo, tmp_path):
     before = {name: (bundle / name).read_bytes() for name in files_of(bundle)}
     assert "never written over" in refused(collect(run, bundle, repo), 2)
@@ -197,7 +375,8 @@ def test_a_run_from_uncommitted_source_is_refused(run, repo, tmp_path):
     git(other, "add", "-A")
     git(other, "commit", "-q", "-m", "another source")
     words = refused(collect(run, tmp_path / "bundle", other), 6)
-    assert "has the source this run was made from" in words and "commit that source" in words
+    assert "none of the newest 500 commits of" in words and "has the source this run was made from" in words
+    assert "commit that source" in words
     assert not (tmp_path / "bundle").exists()
 
 
@@ -233,7 +412,34 @@ def test_a_gpu_run_needs_its_run_on_the_cpu_and_that_of_the_same_configuration(g
     other = shutil.copytree(run, tmp_path / "other")
     (other / "metrics.jsonl").write_text("")
     assert "does not verify" in refused(collect(gpu_run, tmp_path / "bundle", repo, "--cpu-run", other), 6)
+    another = shutil.copytree(run, tmp_path / "another")
+    edit_text(another / "config.yaml", "\n  seed: ", "\n  seed: 4")
+    chain(RunDir(another))
+    write_hashes(RunDir(another))
+    words = refused(collect(gpu_run, tmp_path / "bundle", repo, "--cpu-run", another), 6)
+    assert "another run: training.seed" in words and "run the same configuration" in words
+    unfinished = shutil.copytree(run, tmp_path / "unfinished")
+    edit_json(unfinished / "result.json", status="preempted", exit_code=7)
+    write_hashes(RunDir(unfinished))
+    words = refused(collect(gpu_run, tmp_path / "bundle", repo, "--cpu-run", unfinished), 6)
+    assert "'preempted', not completed" in words and "finish it with --resume" in words
+    edit_json(unfinished / "result.json", status="completed", exit_code=0)
+    write_text(unfinished / "torch_version.txt", "")
+    write_hashes(RunDir(unfinished))
+    words = refused(collect(gpu_run, tmp_path / "bundle", repo, "--cpu-run", unfinished), 6)
+    assert "torch_version.txt is empty" in words and "run again with this version" in words
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_collect_that_is_broken_off_leaves_nothing_not_even_the_folders_above(run, repo, tmp_path, monkeypatch):
+    def interrupt(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundles, "settle_files", interrupt)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        bundles.collect(run, tmp_path / "there" / "new" / "deep" / "v1", cpu_folder=None, repository=repo)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_an_index_that_cannot_be_reached_is_told_from_a_wheel_that_is_not_there(
         assert "secret" not in (place / name).read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_child_and_removes_what_was_half_made(place, number):
     script = (
         "import json, sys; from pathlib import Path\n"

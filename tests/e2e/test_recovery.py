@@ -156,13 +156,17 @@ def test_a_continuation_that_is_killed_leaves_no_ending_of_the_process_before(cr
 def test_another_version_or_device_may_not_continue_a_run_and_touches_nothing(crashed, monkeypatch):
     before = content(crashed)
     with monkeypatch.context() as patch:
-        patch.setattr("importlib.metadata.version", lambda name: "0.0.1")
+        patch.setattr("importlib.metadata.version", lambda name: "99.0.1")
         with pytest.raises(ConfigError, match=r"another run: versions\.torch, versions\.transformers differ"):
             run_pipeline(configured(resume=True), crashed.root, progress=quiet)
-    chosen = pipeline.choose_device
-    monkeypatch.setattr(
-        pipeline, "choose_device", lambda *given: dataclasses.replace(chosen(*given), device="cuda", kind="another")
-    )
+    settle = pipeline.settle_device
+
+    def settle_elsewhere(*given):
+        facts, choice = settle(*given)
+        return facts, dataclasses.replace(choice, device="cuda", kind="another")
+
+    monkeypatch.setattr(pipeline, "settle_device", settle_elsewhere)
+    monkeypatch.setattr(pipeline, "prove_device", lambda *given: frozenset({"GPU-aa"}))  # as if it had held
     with pytest.raises(ConfigError, match="another run: device differ"):
         run_pipeline(configured(resume=True), crashed.root, progress=quiet)
     assert content(crashed) == before

@@ -21,11 +21,13 @@ sys.stdin.read()
 """
 WITHOUT_THIS_GPU = """
 import sys
-if "-c" in sys.orig_argv and any("get_arch_list" in word for word in sys.orig_argv):
+if any("_cuda_getArchFlags" in word for word in sys.orig_argv):
     import torch
-    own = "sm_%d%d" % torch.cuda.get_device_capability(0)
-    kept = [arch for arch in torch.cuda.get_arch_list() if arch.split("_")[1][:-1] != own.split("_")[1][:-1]]
-    torch.cuda.get_arch_list = lambda: kept
+    own = str(torch.cuda.get_device_capability(0)[0])
+    flags = torch._C._cuda_getArchFlags()
+    kept = " ".join(arch for arch in flags.split() if arch.split("_")[1][:-1] != own)
+    assert kept != flags
+    torch._C._cuda_getArchFlags = lambda: kept
 """
 
 

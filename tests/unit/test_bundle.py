@@ -7,25 +7,22 @@ import pytest
 
 from tests import bundles
 from tunix_rt.doctor.facts import facts_from_json
-from tunix_rt.doctor.prove import Proof, Proved, cuda_check_text
+from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.claims import (
-    RunFiles,
-    claims_of,
-    different_settings,
-    gpu_memory,
-    refuse_another_setup,
-    require_content,
-    tokens_per_second,
-)
+from tunix_rt.evidence.bundle import different_settings, refuse_another_setup
+from tunix_rt.evidence.claims import RunFiles, claims_of, gpu_memory, require_whole, tokens_per_second
 from tunix_rt.evidence.readme import readme_text
-from tunix_rt.rundir import to_plain
+from tunix_rt.evidence.source import combined_hash
 
 HOST = {"cpu": "AMD EPYC", "cpu_cores": 16, "ram_total_bytes": 135_000_000_000, "machine": "x86_64"}
-CONFIG = {"model": {"weights": "pretrained"}, "training": {"backend": "torch", "device": "cuda", "seed": 0}}
-STEPS = tuple({"tokens": 1000, "seconds": seconds} for seconds in (4.0, 0.5, 0.25, 0.25))
-CPU_STEPS = tuple({"tokens": 1000, "seconds": seconds} for seconds in (6.0, 5.0, 5.0, 5.0))
+TRAINING = {"backend": "torch", "device": "cuda", "dtype": "float32", "seed": 0}
+CONFIG = {"model": {"weights": "pretrained"}, "training": TRAINING}
+CHECKS = [{"cause": "no-gpu", "verdict": "pass"}, {"cause": "gpu-busy", "verdict": "warn"}]
+PEAK = 1_500_000_000
+STEPS = tuple({"tokens": 1000, "seconds": seconds, "peak_bytes": PEAK} for seconds in (4.0, 0.5, 0.25, 0.25))
+CPU_STEPS = tuple(step | {"seconds": seconds} for step, seconds in zip(STEPS, (6.0, 5.0, 5.0, 5.0), strict=True))
+SOURCE = {"cli/main.py": "ab" * 32, "errors.py": "cd" * 32}
 COMMIT = "c0ffee" + "0" * 34
 LEFT_OUT = {"final_model/model.safetensors": "ab" * 32, "checkpoints/step-000004/state.json": "cd" * 32}
 
@@ -40,18 +37,21 @@ def cuda(tmp_path):
         config=CONFIG,
         doctor={
             "facts": {"host": HOST, "nvidia": bundles.NVIDIA, "torch": bundles.TORCH},
+            "checks": CHECKS,
             "choice": bundles.CHOICE,
             "proof": bundles.PROOF,
         },
         precommit={
-            "source_sha256": "12" * 32,
+            "source_sha256": combined_hash(SOURCE),
+            "source_files": SOURCE,
             "dataset": {"key": "dev-reasoning-v2", "sha256": "34" * 32, "merkle_root": "56" * 32},
             "base_model": {"name": "gpt2", "weights": "pretrained", "files": {"config.json": "78" * 32}},
             "tokenizer_sha256": "9a" * 32,
             "seeds": {"seed": 0},
         },
         result={
-            "device": "cuda", "steps_completed": 4, "resumed_from": 0, "final_loss": 2.5, "gpu_memory": bundles.MEMORY,
+            "status": "completed", "device": "cuda", "steps_completed": 4, "resumed_from": 0, "final_loss": 2.5,
+            "gpu_memory": bundles.memory_samples(4),
         },
         metrics=STEPS,
     )  # fmt: skip
@@ -68,9 +68,9 @@ def cpu(cuda, tmp_path):
         cuda,
         folder=folder,
         run_id="fe" * 32,
-        config=CONFIG | {"training": CONFIG["training"] | {"device": "cpu"}},
-        doctor={"facts": {"host": HOST, "torch": {"version": "2.13.0+cpu"}}},
-        result={"device": "cpu", "steps_completed": 4, "resumed_from": 0, "final_loss": 2.5},
+        config=CONFIG | {"training": TRAINING | {"device": "cpu"}},
+        doctor={"facts": {"host": HOST, "torch": {"version": "2.13.0+cpu"}}, "checks": CHECKS},
+        result={"status": "completed", "device": "cpu", "steps_completed": 4, "resumed_from": 0, "final_loss": 2.5},
         metrics=CPU_STEPS,
     )
 
@@ -83,8 +83,8 @@ def says(cuda, cpu, **changed):
 
 
 def test_a_gpu_run_and_a_cpu_run_with_their_files_are_accepted(cuda, cpu):
-    require_content(cuda)
-    require_content(cpu)
+    require_whole(cuda)
+    require_whole(cpu)
 
 
 def test_what_the_doctor_writes_of_a_gpu_is_what_a_bundle_asks_for(cuda):
@@ -95,20 +95,10 @@ def test_what_the_doctor_writes_of_a_gpu_is_what_a_bundle_asks_for(cuda):
             "torch": bundles.TORCH,
         }
     )
-    held = tuple(Proved(name=name, ok=True, detail="held") for name in ("device", "product", "placement"))
-    about = {"torch": "2.13.0+cu130", "is_available": True, "name": "NVIDIA H200", "capability": [9, 0]}
-    proof = Proof(
-        backend="torch", device="cuda", dtype="float32", head_size=64, pid=1, seconds=1.0, results=held, about=about
-    )  # fmt: skip
     (cuda.folder / "env_info.txt").write_text(env_info_text(facts))
     (cuda.folder / "torch_version.txt").write_text(torch_version_text(facts))
-    (cuda.folder / "cuda_check.txt").write_text(cuda_check_text(proof))
-    require_content(cuda)
-    assert claims_of(replace(cuda, doctor={**cuda.doctor, "proof": to_plain(proof)}), None)["proof"] == [
-        "device",
-        "product",
-        "placement",
-    ]
+    require_whole(cuda)  # its cuda_check.txt is the doctor's own already
+    assert claims_of(cuda, None)["proof"] == list(PROOF_NAMES)
 
 
 @pytest.mark.parametrize("content", [None, "", " \n"])
@@ -118,7 +108,7 @@ def test_a_file_of_a_gpu_run_that_is_missing_or_empty_is_named(cuda, name, conte
     if content is not None:
         (cuda.folder / name).write_text(content)
     with pytest.raises(EvidenceError, match=f"{name} is {'missing' if content is None else 'empty'}"):
-        require_content(cuda)
+        require_whole(cuda)
 
 
 @pytest.mark.parametrize(
@@ -129,22 +119,21 @@ def test_a_file_of_a_gpu_run_that_is_missing_or_empty_is_named(cuda, name, conte
         ("torch_version.txt", "+cu130", "+cpu", "torch's version"),
         ("torch_version.txt", "13.0\n", "none\n", "the CUDA version of the wheel"),
         ("cuda_check.txt", "2.13.0", "2.12.0", "torch's version"),
-        ("cuda_check.txt", "True", "False", "is_available True"),
+        ("cuda_check.txt", "True", "False", "a line with `torch.cuda.is_available(): True`"),
+        ("cuda_check.txt", "GPU-00000001", "GPU-00000002", "the device's uuid"),
         ("cuda_check.txt", "NVIDIA H200", "NVIDIA H100", "the device's name"),
         ("cuda_check.txt", "(9, 0)", "(12, 0)", "the compute capability"),
         ("cuda_check.txt", "GPU computation successful", "GPU computation failed", "the line `GPU computation"),
-        ("training_log.txt", "Using device: cuda", "Using device: cpu", "the line `Using device: cuda`"),
+        ("training_log.txt", "Using device: cuda", "Using device: cpu", "a line with `Using device: cuda`"),
         ("training_log.txt", " device=cuda ", " device=cpu ", "a line with `device=cuda`"),
         ("nvidia_smi.txt", "    4711 ", "    47110 ", "our process (4711)"),
         ("nvidia_smi.txt", "Driver Version: 580.95.05", "nvidia-smi is not installed here", "the driver's version"),
     ],
 )
 def test_a_file_of_a_gpu_run_without_its_content_is_named_with_what_it_lacks(cuda, name, old, new, lacks):
-    path = cuda.folder / name
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+    bundles.edit_text(cuda.folder / name, old, new)
     with pytest.raises(EvidenceError) as refused:
-        require_content(cuda)
+        require_whole(cuda)
     assert f"{name} lacks {lacks}" in refused.value.problem and refused.value.exit_code == 6
 
 
@@ -153,10 +142,9 @@ def test_a_file_of_a_gpu_run_without_its_content_is_named_with_what_it_lacks(cud
     [("env_info.txt", "135000000000"), ("torch_version.txt", "2.13.0"), ("training_log.txt", "Using device: cpu")],
 )
 def test_a_file_of_a_cpu_run_without_its_content_is_named(cpu, name, old):
-    path = cpu.folder / name
-    path.write_text(path.read_text().replace(old, "none"))
+    bundles.edit_text(cpu.folder / name, old, "none")
     with pytest.raises(EvidenceError, match=f"{name} lacks "):
-        require_content(cpu)
+        require_whole(cpu)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +166,113 @@ def test_a_fact_the_doctor_does_not_tell_is_named(cuda, path, value):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"ok": False}, "not proven"),
-        ({"device": "cpu"}, "not proven"),
+        ({"ok": False}, "is not proven\n"),
+        ({"device": "cpu"}, "not proven: device 'cpu', the run's is 'cuda'"),
+        ({"dtype": "bfloat16"}, "not proven: dtype 'bfloat16', the run's is 'float32'"),
+        ({"backend": "jax"}, "not proven: backend 'jax', the run's is 'torch'"),
         ({"results": []}, "does not tell proof.results"),
-        ({"results": [{"name": "product", "ok": True}, {"name": "loss", "ok": False}]}, "not proven: loss"),
+        ({"results": [*bundles.PROOF["results"][:-1], {"name": "speed", "ok": False}]}, "not proven: speed"),
+        ({"results": bundles.PROOF["results"][1:]}, f"not proven: no {PROOF_NAMES[0]}"),
+        ({"results": [*bundles.PROOF["results"], {"name": "luck", "ok": True}]}, "not proven: luck beyond"),
+        ({"results": [*bundles.PROOF["results"], {"name": "speed", "ok": True}]}, "not proven: speed beyond"),
     ],
 )
 def test_a_gpu_on_which_a_proof_did_not_hold_is_refused(cuda, changed, words):
     with pytest.raises(EvidenceError, match=words):
         claims_of(replace(cuda, doctor={**cuda.doctor, "proof": bundles.PROOF | changed}), None)
+
+
+@pytest.mark.parametrize(
+    ("about", "gpu", "words"),
+    [
+        ({"name": "NVIDIA H100"}, {}, "proof.about.name is 'NVIDIA H100'"),
+        ({"name": "NVIDIA H100"}, {"name": "NVIDIA H100"}, r"elsewhere \['NVIDIA H200'\]"),
+        ({}, {"name": "NVIDIA H100"}, r"elsewhere \['NVIDIA H100'\]"),
+        ({"capability": [9, 1]}, {}, "proof.about.capability"),
+        ({"uuid": "GPU-1"}, {}, "GPU-1, is not among facts.nvidia.gpus"),
+        ({"uuid": ...}, {}, "does not tell proof.about.uuid"),
+        ({}, {"capability": [9]}, "not two numbers"),
+        ({"capability": [12, 0]}, {"capability": [12, 0]}, "compute capability of 'NVIDIA H200' is"),
+    ],
+)
+def test_a_gpu_that_proof_list_choice_and_catalogue_do_not_agree_on_is_refused(cuda, about, gpu, words):
+    told = {name: value for name, value in (bundles.PROOF["about"] | about).items() if value is not ...}
+    doctor = {**cuda.doctor, "proof": bundles.PROOF | {"about": told}}
+    doctor["facts"] = cuda.doctor["facts"] | {"nvidia": bundles.NVIDIA | {"gpus": [bundles.GPU | gpu]}}
+    with pytest.raises(EvidenceError, match=words):
+        claims_of(replace(cuda, doctor=doctor), None)
+
+
+def test_a_slice_of_a_gpu_and_a_gpu_the_catalogue_does_not_know_are_taken_as_told(cuda):
+    name, uuid = "NVIDIA H200 MIG 2g.35gb", "7c1f1a52-0f5e-5a0b-8a55-2f6d3b9a4e10"
+    gpus = [bundles.GPU | {"slices": [{"name": name, "uuid": f"MIG-{uuid}"}]}]
+    about = bundles.PROOF["about"] | {"name": name, "uuid": f"GPU-{uuid}"}  # torch does not tell which it is
+    doctor = {**cuda.doctor, "proof": bundles.PROOF | {"about": about}, "choice": bundles.CHOICE | {"kind": name}}
+    doctor["facts"] = cuda.doctor["facts"] | {"nvidia": bundles.NVIDIA | {"gpus": gpus}}
+    assert claims_of(replace(cuda, doctor=doctor), None)["gpu"]["name"] == name
+    gpus[0] |= {"name": "NVIDIA H300", "capability": [13, 0], "slices": []}
+    about |= {"name": "NVIDIA H300", "capability": [13, 0], "uuid": bundles.UUID}
+    doctor["choice"] = bundles.CHOICE | {"kind": "Tesla T4, NVIDIA H300", "count": 2}
+    assert claims_of(replace(cuda, doctor=doctor), None)["gpu"]["compute_capability"] == "13.0"
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "words"),
+    [
+        ("result", {"status": "preempted"}, "'preempted', not completed"),
+        ("result", {"device": "tpu"}, "ran on 'tpu'"),
+        ("config", {"training": TRAINING | {"backend": "jax"}}, "training.backend is jax"),
+        ("doctor", {"checks": [*CHECKS, {"cause": "masked", "verdict": "fail"}]}, "the check 'masked' says 'fail'"),
+        ("doctor", {"checks": []}, "does not tell checks"),
+        ("precommit", {"source_files": SOURCE | {"errors.py": "ce" * 32}}, "not the hash of source_files"),
+        ("precommit", {"source_files": {"\ud800.py": "ce" * 32}}, "not the hash of source_files"),
+    ],
+)
+def test_a_run_that_is_not_whole_is_named_with_its_place(cpu, file, changed, words):
+    told = replace(cpu, where="cpu/", **{file: {**getattr(cpu, file), **changed}})
+    with pytest.raises(EvidenceError, match=words) as refused:
+        require_whole(told)
+    assert "cpu/" in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("training_log.txt", "INFO Using device: cpu"),
+        ("training_log.txt", "INFO Preflight: model=tiny-gemma3 device=cpu"),
+        ("cuda_check.txt", "torch.cuda.is_available(): False"),
+        ("cuda_check.txt", "is_available: False"),
+    ],
+)
+def test_a_file_that_also_says_otherwise_is_refused(cuda, name, line):
+    with (cuda.folder / name).open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(EvidenceError, match=f"{name} says otherwise than"):
+        require_whole(cuda)
+
+
+@pytest.mark.parametrize("name", ["training_log.txt", "cuda_check.txt"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sm_120 is not compatible with the current PyTorch installation.",
+        "Found GPU0 Tesla K80 which is of CUDA capability 3.7.",
+        "this build does not include\n  kernels for this GPU",
+        "PyTorch no longer supports this GPU because it is too old.",
+    ],
+)
+def test_a_warning_of_an_unsupported_capability_is_refused(cuda, name, words):
+    with (cuda.folder / name).open("a") as file:
+        file.write(f"warning: {words}\n")
+    with pytest.raises(EvidenceError, match=f"{name} warns of an unsupported compute capability"):
+        require_whole(cuda)
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "sur\ud800rogate", "\u2028"])
+def test_a_text_that_would_break_the_readme_is_refused(cuda, value):
+    model = cuda.precommit["base_model"] | {"name": value}
+    with pytest.raises(EvidenceError, match="not a line of text"):
+        claims_of(replace(cuda, precommit={**cuda.precommit, "base_model": model}), None)
 
 
 # --- memory of the GPU ------------------------------------------------------------------------------------------------
@@ -201,17 +287,33 @@ def test_the_largest_sample_under_our_process_id_is_told(cuda):
 
 
 @pytest.mark.parametrize(
-    "samples", [[], ["nvml"], [{"by": "nvml"}], [{"step": 1, "pid": 4711, "used_bytes": 0, "by": "nvml"}]]
+    ("samples", "words"),
+    [
+        ([], "does not tell gpu_memory"),
+        (["nvml"], "no sample in gpu_memory is of the last step"),
+        ([{"by": "nvml"}], "does not tell step"),
+        (bundles.memory_samples(3), "no sample in gpu_memory is of the last step"),
+        (bundles.memory_samples(5), "after step 5, in which nothing was trained"),
+        (bundles.memory_samples(4, used_bytes=PEAK - 1), "1499999999 bytes after step 1, where the allocator held"),
+        (bundles.memory_samples(4, used_bytes=5, by="device"), "5 bytes after step 1, where the allocator held"),
+        (bundles.memory_samples(4, used_bytes=10**400), "which no run can have"),
+    ],
 )
-def test_a_gpu_run_that_held_no_memory_is_refused(cuda, samples):
-    with pytest.raises(EvidenceError, match="gpu_memory"):
+def test_memory_below_what_the_allocator_held_or_not_of_the_last_step_is_refused(cuda, samples, words):
+    with pytest.raises(EvidenceError, match=words):
         gpu_memory(with_memory(cuda, samples))
 
 
+def test_memory_of_a_process_that_only_finished_a_continued_run_is_refused(cuda):
+    continued = replace(cuda, result={**cuda.result, "resumed_from": 4})
+    with pytest.raises(EvidenceError, match="nothing was trained"):
+        gpu_memory(continued)
+
+
 def test_where_process_ids_are_hidden_the_readme_says_so(cuda, cpu):
-    hidden = with_memory(cuda, [{"step": 2, "pid": 4711, "used_bytes": 5, "by": "device"}])
+    hidden = with_memory(cuda, bundles.memory_samples(4, used_bytes=PEAK, by="device"))
     (cuda.folder / "nvidia_smi.txt").write_text("Driver Version: 580.95.05\n")
-    require_content(hidden)
+    require_whole(hidden)
     text = readme_text(says(hidden, cpu))
     assert "NVML hides process ids" in text and "under our process id" not in text
     assert "GPU memory was allocated under our process id: 3,000,000,000 bytes" in readme_text(says(cuda, cpu))
@@ -230,6 +332,31 @@ def test_speed_is_tokens_over_seconds_after_the_first_step_and_also_with_it(cuda
     }
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"seconds": float("inf")}, {"seconds": 0.0}, {"seconds": -1.0}, {"seconds": 5e-324}, {"seconds": 1.7e308},
+        {"tokens": 0}, {"tokens": -1}, {"tokens": 2**63}, {"tokens": 10**400}, {"tokens": True},
+    ],
+)  # fmt: skip
+def test_a_step_that_no_run_can_take_has_no_speed(cuda, cpu, step):
+    metrics = (STEPS[0], *(one | step for one in STEPS[1:]))
+    for run, other in ((replace(cuda, metrics=metrics), cpu), (cuda, replace(cpu, metrics=metrics))):
+        with pytest.raises(EvidenceError, match=r"metrics\.jsonl"):
+            claims_of(run, other)
+
+
+def test_two_speeds_without_a_ratio_are_refused(cuda, cpu):
+    fast, slow = (tuple(step | {"seconds": seconds} for step in STEPS) for seconds in (1e-300, 1e300))
+    with pytest.raises(EvidenceError, match="that much faster"):
+        claims_of(replace(cuda, metrics=fast), replace(cpu, metrics=slow))
+
+
+def test_the_first_step_is_held_to_the_same(cuda, cpu):
+    with pytest.raises(EvidenceError, match=r"cpu/metrics\.jsonl:1: 0 tokens in 6\.0 seconds is no step"):
+        claims_of(cuda, replace(cpu, where="cpu/", metrics=(CPU_STEPS[0] | {"tokens": 0}, *CPU_STEPS[1:])))
+
+
 def test_one_step_has_no_speed(cuda):
     with pytest.raises(EvidenceError, match="1 step"):
         tokens_per_second(replace(cuda, metrics=STEPS[:1]))
@@ -241,10 +368,14 @@ def test_one_step_has_no_speed(cuda):
 def test_only_the_device_may_differ(cuda, cpu):
     refuse_another_setup(cuda, cpu)
     assert different_settings(cuda.config, cpu.config) == []
-    other = {"model": {"weights": "random"}, "training": {"device": "cpu", "seed": 1}, "data": {"packing": False}}
+    other = {
+        "model": {"weights": "random"},
+        "training": {"device": "cpu", "dtype": "float32", "seed": 1},
+        "data": {"packing": False},
+    }
     assert different_settings(CONFIG, other) == ["data.packing", "model.weights", "training.backend", "training.seed"]
     with pytest.raises(EvidenceError, match=r"training\.seed differ"):
-        refuse_another_setup(cuda, replace(cpu, config=CONFIG | {"training": CONFIG["training"] | {"seed": 1}}))
+        refuse_another_setup(cuda, replace(cpu, config=CONFIG | {"training": TRAINING | {"seed": 1}}))
 
 
 @pytest.mark.parametrize("name", ["source_sha256", "tokenizer_sha256", "dataset", "base_model", "seeds"])
@@ -262,20 +393,20 @@ def test_a_run_on_a_gpu_is_not_compared_with_another_on_a_gpu(cuda):
 # --- the README -------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_answers_the_six_points_with_facts_and_files(cuda, cpu):
+def test_the_readme_answers_the_points_of_the_milestone_with_facts_and_files(cuda, cpu):
     text = readme_text(says(cuda, cpu))
     done = [line for line in text.splitlines() if line.startswith("- [x] ")]
-    assert len(done) == 6
     for line, words, file in zip(
         done,
-        ("is_available()` returned `True`", "NVIDIA H200, compute capability 9.0", "device=cuda", "process 4711",
-         "evidence is saved", "product, attention"),
-        ("cuda_check.txt", "env_info.txt", "training_log.txt", "nvidia_smi.txt", "SHA256SUMS", "doctor.json"),
+        ("is_available()` returned `True`", "NVIDIA H200, compute capability 9.0", "device=cuda",
+         "No warnings about unsupported compute capability", "process 4711", "evidence is saved", "product, attention"),
+        ("cuda_check.txt", "env_info.txt", "training_log.txt", "training_log.txt", "nvidia_smi.txt", "SHA256SUMS",
+         "doctor.json"),
         strict=True,
     ):  # fmt: skip
         assert words in line and f"`{file}`" in line
     assert "expected an RTX 5090, this is the GPU that was there" in done[1]
-    assert "asserts that parameters, optimizer state and loss live on the device" in done[5]
+    assert "asserts that parameters, optimizer state and loss live on the device" in done[6]
 
 
 def test_the_readme_has_the_figures_and_how_to_make_and_check_it_again(cuda, cpu):
@@ -285,7 +416,8 @@ def test_the_readme_has_the_figures_and_how_to_make_and_check_it_again(cuda, cpu
         "| CUDA the driver reports | 13.0 |", "| GPU | NVIDIA H200 |", "| compute capability | 9.0 |",
         "| steps | 4 |", "| final loss | 2.5 |", "| tokens/s on NVIDIA H200 | 3,000.0 |",
         "(AMD EPYC, 16 cores, PyTorch 2.13.0+cpu) | 200.0 |", "| GPU against CPU | 15.00 times |",
-        COMMIT, "tunix-rt train config.yaml --output RUN", "tunix-rt evidence verify .",
+        "with it they are 800.0 tokens/s on the GPU and 190.5 on the CPU", "`bundle.json` and this page hold no null",
+        COMMIT, "tunix-rt train config.yaml --output RUN", "tunix-rt evidence verify . --repository CLONE",
         "`final_model/model.safetensors` sha256 `" + "ab" * 32,
     ):  # fmt: skip
         assert words in text

@@ -279,7 +279,7 @@ def test_parquet_needs_pyarrow_and_says_how_to_get_it(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(CONTAINERS["parquet"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     error = refused(tmp_path / "x")
-    assert "pyarrow is not installed" in error.problem and 'pip install "tunix-rt[parquet]"' in error.fix
+    assert "pyarrow is not installed" in error.problem and "pip install pyarrow" in error.fix
 
 
 def test_what_is_null_in_parquet_is_left_out_and_what_json_cannot_hold_is_only_named(tmp_path):

@@ -2,6 +2,7 @@
 really have are in tests/facts; here are the rules behind them."""
 
 import json
+import os
 from dataclasses import replace
 from itertools import product
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 
 from tunix_rt.cli.main import cli
 from tunix_rt.doctor.checks import EVERY_CHECK, Ask, first_failure, judge
-from tunix_rt.doctor.choose import choose_device, environment_for
+from tunix_rt.doctor.choose import choose_device, environment_for, set_environment
 from tunix_rt.doctor.facts import (
     DeviceNode,
     Facts,
@@ -76,7 +77,7 @@ def test_a_gpu_that_fits_is_chosen_by_auto_cuda_and_gpu() -> None:
 
 def test_without_an_accelerator_auto_is_the_cpu_and_says_why() -> None:
     choice = choose_device(Ask(), CPU_ONLY)
-    assert (choice.device, choice.reason) == ("cpu", "no GPU or TPU present")
+    assert (choice.device, choice.reason) == ("cpu", "no NVIDIA GPU or TPU seen")
     assert (choice.memory_bytes, choice.free_bytes) == (24 * GIB, 20 * GIB)
     lines = device_lines(choice, CPU_ONLY)
     assert lines[-1] == "Using device: cpu"
@@ -149,6 +150,20 @@ def test_an_engine_is_given_exactly_one_platform() -> None:
     assert environment_for("cpu", "torch") == {}
 
 
+def test_the_order_of_gpus_is_that_of_nvml_unless_the_user_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    set_environment("cuda", "jax")
+    assert (os.environ["CUDA_DEVICE_ORDER"], os.environ["JAX_PLATFORMS"]) == ("PCI_BUS_ID", "cuda")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    set_environment("cuda", "torch")
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_a_gpu_goes_before_a_tpu() -> None:
+    assert choose_device(Ask(), replace(WITH_GPU, tpu=WITH_TPU.tpu)).device == "cuda"
+
+
 # --- masks and slices ------------------------------------------------------------------------------------------------
 
 
@@ -174,9 +189,15 @@ def test_a_slice_of_a_gpu_counts_with_its_own_memory() -> None:
     assert first_failure(judge(masked(cut, "MIG-9"), Ask())).cause == "mig-without-slice"  # type: ignore[union-attr]
 
 
+def test_beside_whole_gpus_a_cut_one_is_not_shown() -> None:
+    part = GpuSlice(uuid="MIG-0", name="a slice", total_bytes=GIB, free_bytes=GIB)
+    assert visible_gpus(with_gpus(replace(H200, mig=True, slices=(part,)), RTX)) == (RTX,)
+
+
 def test_two_gpus_offer_the_memory_of_the_smaller() -> None:
     choice = choose_device(Ask(), with_gpus(H200, RTX))
     assert (choice.count, choice.memory_bytes, choice.kind) == (2, 32 * GIB, "NVIDIA H200, RTX 5090")
+    assert choice.free_bytes == 31 * GIB
 
 
 def test_memory_shared_with_the_cpu_is_ram() -> None:
@@ -209,12 +230,13 @@ def test_a_cause_hides_what_follows_from_it_and_nothing_else() -> None:
 def test_no_mixture_of_facts_makes_a_check_stumble() -> None:
     """Each failing part of the computer with each other: an answer for every one, and a refusal that has a cause."""
     unknown = Gpu(name="?")
+    odd_bus = Nvidia(pci=(PciDevice(address="?", vendor="0x10de", device=""),), module_version="none")
     nvidia = (
-        Nvidia(), WITH_GPU.nvidia, replace(WITH_GPU.nvidia, gpus=()), replace(WITH_GPU.nvidia, nodes=()),
+        Nvidia(), odd_bus, WITH_GPU.nvidia, replace(WITH_GPU.nvidia, gpus=()), replace(WITH_GPU.nvidia, nodes=()),
         Nvidia(gpus=(unknown,)), Nvidia(nvml_problem="NVMLError_Timeout: Timeout"), Nvidia(module_version="535.1"),
         Nvidia(nodes=(DeviceNode(path="/dev/dxg", usable=False),), libcuda=("/usr/lib/wsl/lib/libcuda.so.1",)),
     )  # fmt: skip
-    torches = (None, CUDA_TORCH, Torch(version="nonsense", cuda_build="99", problem="a hang"))
+    torches = (None, CUDA_TORCH, Torch(version="nonsense", cuda_build="abc", problem="a hang"))
     jaxes = (
         None,
         Jax(version="0.10.2"),
@@ -244,6 +266,8 @@ def test_little_disk_and_little_memory_are_warned_of() -> None:
     ("said", "words"),
     [
         ("Error 802: system not yet initialized", "nvidia-fabricmanager"),
+        ("Error 803: system has unsupported display driver / cuda driver combination", "restart the computer"),
+        ("8021 GPUs", "tunix-rt doctor again"),
         ("Error 804: forward compatibility was attempted on non supported HW", "cuda-compat"),
         ("CUDA unknown error - this may be due to", "nvidia_uvm"),
         (None, "restart"),
@@ -256,6 +280,52 @@ def test_the_words_of_torch_lead_to_their_own_way_out(said: str | None, words: s
     assert words in failure.fix
 
 
+@pytest.mark.parametrize(
+    ("facts", "ask", "cause", "words"),
+    [
+        # WSL has the driver of Windows, whose floor is another
+        (
+            Facts(
+                host=replace(CPU_ONLY.host, wsl=True),
+                nvidia=Nvidia(
+                    nodes=(DeviceNode(path="/dev/dxg"),), libcuda=("/usr/lib/wsl/lib/libcuda.so.1",), gpus=(H200,),
+                    driver_version="526.86",
+                ),
+                torch=replace(CUDA_TORCH, cuda_build="12.6", cuda_available=False),
+            ),
+            Ask(), "driver-below-wheel", "update the",
+        ),
+        (
+            replace(
+                WITH_GPU, nvidia=replace(WITH_GPU.nvidia, gpus=()), host=replace(CPU_ONLY.host, container="docker"),
+                environment={"NVIDIA_VISIBLE_DEVICES": "none"},
+            ),
+            Ask(), "container-without-runtime", "--gpus all",
+        ),
+        (
+            replace(with_gpus(replace(H200, capability=(6, 0))), jax=Jax(version="0.10.2")),
+            Ask(backend="jax"), "jax-without-plugin", "jax[cuda12]",
+        ),
+        *[
+            (replace(WITH_TPU, jax=replace(WITH_TPU.jax, problem=said)), Ask(backend="jax"), "jax-broken", "end the process")
+            for said in ("The TPU is already in use by process 5", "in use by process 7", "Device or resource busy")
+        ],
+    ],
+)  # fmt: skip
+def test_what_a_computer_is_told(facts: Facts, ask: Ask, cause: str, words: str) -> None:
+    failure = first_failure(judge(facts, ask))
+    assert failure is not None and failure.cause == cause
+    assert words in failure.fix
+
+
+def test_what_torch_does_is_worth_more_than_a_missing_node_or_an_old_driver() -> None:
+    """CUDA that starts refutes the tables: a Jetson has no uvm node, a compatibility package lifts a driver."""
+    odd = with_gpus(H200, driver_version="570.1", nodes=NODES[:2])
+    assert choose_device(Ask(), odd).device == "cuda"
+    refused = replace(odd, torch=replace(CUDA_TORCH, cuda_available=False))
+    assert first_failure(judge(refused, Ask())).cause == "uvm-missing"  # type: ignore[union-attr]
+
+
 def test_a_warning_of_torch_about_the_architecture_is_a_failure_whatever_the_list_says() -> None:
     said = "NVIDIA H200 with CUDA capability sm_90 is not compatible with the current PyTorch installation."
     failure = first_failure(judge(replace(WITH_GPU, torch=replace(CUDA_TORCH, said=said)), Ask()))
@@ -265,7 +335,8 @@ def test_a_warning_of_torch_about_the_architecture_is_a_failure_whatever_the_lis
 @pytest.mark.parametrize(
     ("platforms", "device", "cause"),
     [
-        ("cuda,cpu", "auto", "jax-platforms-fall"), ("tpu,cpu", "cuda", "no-gpu"), ("cuda,cpu", "cpu", None),
+        ("cuda,cpu", "auto", "jax-platforms-fall"), ("cpu,cuda", "auto", "jax-platforms-fall"),
+        ("tpu,cpu", "cuda", "no-gpu"), ("cuda,cpu", "cpu", None),
         ("cpu", "cuda", "no-gpu"), ("cuda", "auto", "jax-platforms-mask"), ("cpu", "auto", None), ("", "auto", None),
     ],
 )  # fmt: skip
@@ -382,7 +453,7 @@ def test_the_verdict_comes_first_then_what_to_do(tmp_path) -> None:
     refused = judged(tmp_path, masked(WITH_GPU, ""))
     first, saw, fix, more = refused.stdout.splitlines()[:4]
     assert refused.exit_code == 4 and refused.stderr == ""
-    assert first == "not ready for auto: the GPU is masked by CUDA_VISIBLE_DEVICES"
+    assert first == "not ready: the GPU is masked by CUDA_VISIBLE_DEVICES"
     assert "CUDA_VISIBLE_DEVICES=''" in saw and "unset CUDA_VISIBLE_DEVICES" in fix and "docs/doctor/masked.md" in more
     assert len(refused.stdout.splitlines()) < 14, "no wall of facts"
 

@@ -1,8 +1,10 @@
 """`tunix-rt env create`: which wheel, which commands, which other wheel, and what the words of a failed command mean."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 
 from tests.conftest import ROOT
 from tunix_rt.cli.main import cli
+from tunix_rt.doctor import installing
 from tunix_rt.doctor.environment import (
     judge_install,
     judge_quick_check,
@@ -22,6 +25,8 @@ from tunix_rt.doctor.environment import (
 )
 from tunix_rt.doctor.facts import DeviceNode, Facts, Gpu, Host, Nvidia, PciDevice
 from tunix_rt.doctor.installing import create_environment, error_of
+from tunix_rt.doctor.wheels import fitting_wheels, why_no_wheel
+from tunix_rt.doctor.wheels import main as wheels_main
 from tunix_rt.rundir import to_plain
 
 GIB = 2**30
@@ -112,6 +117,7 @@ def test_a_mirror_stands_in_for_the_index_and_its_password_is_not_shown(tmp_path
     assert lines[2].endswith("--index-url https://****@mirror.test/whl/cu130")
     assert "secret" not in "".join(lines)
     assert without_password("a https://me:secret@mirror.test/x b") == "a https://****@mirror.test/x b"
+    assert without_password("a https://me:se@cr@et@mirror.test/x@1 b") == "a https://****@mirror.test/x@1 b"
 
 
 def no_gpu() -> Facts:
@@ -135,6 +141,44 @@ def test_what_is_in_the_way_is_told_before_anything_is_installed(facts, kind, ca
     assert refusal.problem and refusal.fix
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "driver", "place", "found", "fix"),
+    [
+        # Windows lifts CUDA 12 from 528.33 on, and WSL runs the driver of Windows
+        ([(8, 6)], "526.86", ("Windows", "AMD64", False), None, "580.65.06 or newer"),
+        ([(8, 6)], "526.86", ("Linux", "x86_64", True), None, "580.65.06 or newer"),
+        ([(8, 6)], "526.86", ("Linux", "x86_64", False), "cu126", ""),
+        ([(8, 6)], "528.33", ("Linux", "x86_64", True), "cu126", ""),
+        # Jetson Thor's driver calls itself 580.00
+        ([(11, 0)], "580.00", ("Linux", "aarch64", False), "cu130", ""),
+        ([(11, 0)], "575.1", ("Linux", "aarch64", False), None, "to 580 or newer"),
+        ([(9, 0)], "580.00", ("Linux", "x86_64", False), "cu129", ""),
+        # newer than 580 would be one driver too new for a GPU below 7.5
+        ([(6, 0)], "470.57.02", ("Linux", "x86_64", False), None, "branch 580"),
+        ([(6, 0), (8, 0)], "470.57.02", ("Linux", "x86_64", False), None, "branch 580"),
+        ([(6, 0)], "590.44", ("Linux", "x86_64", False), None, "branch 580"),
+        ([(12, 0), (6, 0)], "580.95.05", ("Linux", "x86_64", False), None, "CUDA_VISIBLE_DEVICES"),
+        ([(12, 0)], "560.35.05", ("Linux", "x86_64", False), None, "580.65.06 or newer"),
+        ([(8, 0)], "nonsense", ("Linux", "x86_64", False), None, "580.65.06 or newer"),
+    ],
+)
+def test_a_wheel_is_put_on_no_driver_below_its_floor(capabilities, driver, place, found, fix):
+    system, machine, wsl = place
+    wheels = fitting_wheels(capabilities, driver, system, machine, wsl=wsl)
+    assert (wheels[0].index if wheels else None) == found
+    if not found:
+        way = why_no_wheel(capabilities, driver, system, machine, wsl=wsl)[1]
+        assert fix in way
+        assert "branch 580" not in way or "newer" not in way
+
+
+def test_the_set_up_knows_wsl_by_its_kernel(capsys):
+    asked = ["526.86", "8.6\n8.6", "Linux", "x86_64"]
+    assert wheels_main([*asked, "5.15.167.4-microsoft-standard-WSL2"]) == 4
+    assert wheels_main([*asked, "6.8.0-45-generic"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "compute capability 8.6, NVIDIA driver 526.86: CUDA 12.6"
+
+
 def test_a_healthy_computer_is_not_refused():
     assert why_refused(computer("H200", "580.95.05"), "cuda") is None
     assert why_refused(no_gpu(), "cpu") is None
@@ -145,6 +189,16 @@ def test_the_cpu_gets_the_cpu_build_and_then_the_registrys():
     assert (first.requirement, first.index) == ("torch==2.13.0+cpu", "cpu")
     assert (second.requirement, second.index) == ("torch==2.13.0", "")
     assert next_wheel((first, second), first, step="wheel") is second
+
+
+def test_the_registrys_build_with_its_cuda_libraries_is_not_tried_where_the_disk_is_too_small():
+    small = computer("T4", "580.95.05", disk_free_bytes=5 * GIB)
+    plan = plan_environment(small, "cpu", Path("new"))
+    assert [wheel.index for wheel in plan.wheels] == ["cpu"]
+    assert "too little disk for the registry's build" in plan.reason
+    assert (
+        len(plan_environment(replace(small, host=replace(small.host, system="Windows")), "cpu", Path("x")).wheels) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,12 +265,60 @@ def test_words_of_pip_are_told_apart(said, kind):
     assert "ERROR:" in failure.problem
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"version": "2.13.0", "cuda_build": nonsense',
+        '{"version": "2.13.0"}',
+        '{"version": "2", "arch_list": 7, "cuda_build": null}',
+        '{"version"' + "[" * 100_000,
+    ],
+)
+def test_a_check_that_answers_nonsense_fails_in_words(line):
+    _, failure = judge_quick_check(f"{line}\n8.0\n", 0, "cuda", computer("H200", "580.95.05"))
+    assert failure.cause == "torch-broken"
+    assert "which is no answer" in failure.problem and len(failure.problem) < 400
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("#!/bin/sh\nkill -SEGV $$", "check was ended by SIGSEGV"),
+        ("#!/bin/sh\nexit 3", "check ended with code 3"),
+        ("#!/bin/sh\nexec sleep 50", "check gave no answer within 0.3 s"),
+        ("#!/no/such/program", "No such file or directory"),
+        (None, "Permission denied"),
+    ],
+)
+def test_a_python_that_ends_badly_is_told_with_its_ending(tmp_path, monkeypatch, script, words):
+    """By its name alone too: it is not looked for in PATH."""
+    monkeypatch.chdir(tmp_path)
+    if "sleep" in (script or ""):
+        monkeypatch.setattr(installing, "CHECK_SECONDS", 0.3)
+    Path("py1").write_text(script or "")
+    Path("py1").chmod(0o755 if script else 0o644)
+    done = CliRunner().invoke(cli, ["env", "verify", "--device", "cpu", "--python", "./py1"])
+    assert (done.exit_code, words in done.stderr) == (4, True), done.output
+
+
+def test_the_python_of_an_environment_is_started_by_its_own_name(tmp_path, monkeypatch):
+    """The link is what makes it the Python of that environment."""
+    monkeypatch.chdir(tmp_path)
+    Path("real").write_text('#!/bin/sh\necho "I am $0"; exit 1')
+    Path("real").chmod(0o755)
+    Path("py1").symlink_to("real")
+    done = CliRunner().invoke(cli, ["env", "verify", "--device", "cpu", "--python", "py1"])
+    assert f"I am {tmp_path}/py1" in done.stderr
+
+
 def test_places_that_are_taken_are_refused(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "mine.json").write_text('{"precious": 1}')
     taken = {
         tmp_path / "there": "exists",
+        Path("/"): "exists",
+        Path(".."): "exists",
         tmp_path / "dangling": "exists",
         tmp_path / "no" / "parent": "does not exist",
         tmp_path / "mine": "would be overwritten",
@@ -225,6 +327,7 @@ def test_places_that_are_taken_are_refused(tmp_path):
     for path, words in taken.items():
         done = CliRunner().invoke(cli, ["env", "create", "--device", "cpu", "--path", str(path)])
         assert (done.exit_code, words in done.stderr) == (2, True), done.output
+        assert "remove" not in done.stderr
     assert (tmp_path / "mine.json").read_text() == '{"precious": 1}'
 
 
@@ -239,6 +342,23 @@ def test_a_refusal_leaves_its_report_and_nothing_else(tmp_path):
     assert error_of(full).exit_code == 8
 
 
+def test_a_signal_that_is_ignored_stays_so_and_a_second_one_does_not_disturb_the_end():
+    """`nohup` ignores SIGHUP; an impatient user sends SIGINT twice."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+    undisturbed = False
+    try:
+        with pytest.raises(KeyboardInterrupt), installing._ended_like_ctrl_c():
+            os.kill(os.getpid(), signal.SIGHUP)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                undisturbed = True
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
+    assert undisturbed and signal.getsignal(signal.SIGTERM) == before[1]
+
+
 def test_facts_of_another_computer_are_for_a_dry_run_only(tmp_path):
     done = CliRunner().invoke(cli, ["env", "create", "--device", "cuda", "--facts", str(tmp_path / "facts.json")])
     assert (done.exit_code, "--dry-run" in done.stderr) == (2, True)
@@ -250,3 +370,17 @@ def test_a_refused_dry_run_ends_with_exit_4_and_the_cause(tmp_path):
     done = CliRunner().invoke(cli, [*asked, "--path", str(tmp_path / "new")])
     assert (done.exit_code, "[driver: blackwell-driver]" in done.stderr) == (4, True)
     assert "570" in done.stderr
+    done = CliRunner().invoke(cli, [*asked, "--path", str(tmp_path / "new"), "--json"])
+    answer = json.loads(done.stdout)
+    assert (done.exit_code, answer["schema"]) == (4, "tunix-rt/environment/1")
+    assert (answer["status"], answer["kind"], answer["cause"]) == ("refused", "driver", "blackwell-driver")
+    assert answer["problem"] and "570" in answer["fix"]
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"schema": 1}'])
+def test_facts_that_cannot_be_read_are_refused_with_the_way_to_make_them(tmp_path, text):
+    if text is not None:
+        (tmp_path / "facts.json").write_text(text)
+    asked = ["env", "create", "--device", "cuda", "--dry-run", "--facts", str(tmp_path / "facts.json")]
+    done = CliRunner().invoke(cli, [*asked, "--path", str(tmp_path / "new")])
+    assert (done.exit_code, "tunix-rt doctor --facts-only" in done.stderr) == (3, True), done.output

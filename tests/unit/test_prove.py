@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 
 from tunix_rt.backends.proof_samples import rounded
-from tunix_rt.backends.proving import compare
-from tunix_rt.doctor.prove import COMPUTED, Proof, Proved, cuda_check_text, proof_lines, proof_problem, run_child
+from tunix_rt.backends.proving import ALLOCATION, compare, device_memory, resident_memory
+from tunix_rt.doctor.prove import (
+    COMPUTED,
+    PROOF_NAMES,
+    Proof,
+    Proved,
+    cuda_check_text,
+    proof_lines,
+    proof_problem,
+    read_answer,
+    run_child,
+)
 from tunix_rt.rundir import to_plain
 
 HELD = {"name": "product", "ok": True, "detail": "fine", "seconds": 0.5, "figures": {"largest error": 0.25}}
@@ -30,10 +40,35 @@ def printing(*lines: str) -> str:
 
 def test_a_whole_answer_is_read():
     about = json.dumps({"about": {"name": "NVIDIA H200", "capability": [9, 0]}})
-    proof = child(printing(BEGIN, HELD_LINE, about, json.dumps({"done": ["product"]})))
+    held = [{**HELD, "name": name} for name in PROOF_NAMES]
+    lines = [json.dumps({"proved": one}) for one in held]
+    proof = child(printing(BEGIN, *lines, about, json.dumps({"done": PROOF_NAMES})))
     assert proof.ok and proof.problem is None and proof_problem(proof) is None
-    assert proof.results == (Proved(**HELD),) and proof.about["capability"] == [9, 0] and proof.pid > 0
-    assert to_plain(proof)["ok"] is True and json.loads(json.dumps(to_plain(proof)))["results"][0] == HELD
+    assert (
+        proof.results == tuple(Proved(**one) for one in held) and proof.about["capability"] == [9, 0] and proof.pid > 0
+    )
+    assert to_plain(proof)["ok"] is True and json.loads(json.dumps(to_plain(proof)))["results"][1] == HELD
+
+
+def test_an_answer_that_lacks_a_proof_is_none_and_the_missing_ones_are_named():
+    proof = child(printing(BEGIN, HELD_LINE, json.dumps({"done": ["product"]})))
+    problem, _ = proof_problem(proof)
+    assert not proof.ok and problem.endswith("nothing of device, attention, loss, optimizer, placement, memory, speed")
+    for missing in PROOF_NAMES:
+        others = [{**HELD, "name": name} for name in PROOF_NAMES if name != missing]
+        assert answered(*others).problem == f"the child said nothing of {missing}" and not answered(*others).ok
+    whole = [{**HELD, "name": name} for name in PROOF_NAMES]
+    assert answered(*whole).ok and not answered(*whole[:-1], {**whole[-1], "ok": False}).ok
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", '"nan"', '"inf"', "1" + "0" * 400])
+def test_a_number_that_no_report_can_hold_is_no_answer(number):
+    figures = HELD_LINE.replace("0.25", number)
+    seconds = HELD_LINE.replace("0.5", number)
+    about = f'{{"about": {{"total_bytes": [{number}]}}}}'
+    for line in (figures, seconds, *([] if number[0] in '"1' and number != "1e999" else [about])):
+        answer = read_answer(line)
+        assert "which is no answer" in answer["garbage"] and not answer["results"] and not answer["about"]
 
 
 def test_a_child_that_hangs_is_killed_with_all_it_started(tmp_path):
@@ -68,18 +103,21 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV while proving product"),
-        ("raise SystemExit(3)", "ended with exit code 3 while proving product"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV while proving product"),
+        ("raise SystemExit(3)", "ended with code 3 while proving product"),
         ("import torch_that_is_not_there", "No module named 'torch_that_is_not_there'"),
-        ("", "ended with exit code 0 while proving product"),
+        ("", "ended with code 0 while proving product"),
         ("print('Segmentation fault (core dumped)')", "printed 'Segmentation fault (core dumped)'"),
         ("print('[1, 2]')", "which is no answer"),
-        ("print('{\"proved\": {\"name\": 1}}')", "which is no answer"),
-        ("print('{\"done\": []}')", "exit code 0 while proving product"),
-        ("print('{\"done\": [\"product\", \"loss\"]}')", "exit code 0 while proving product"),
-        ("import sys; sys.stdout.buffer.write(bytes(range(128, 256)) * 50000)", "which is no answer"),
+        ('print(\'{"proved": {"name": 1}}\')', "which is no answer"),
+        ("print('{\"done\": []}')", "ended with code 0 while proving product"),
+        ('print(\'{"done": ["product", "loss"]}\')', "ended with code 0 while proving product"),
+        (
+            "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) * 50000)",
+            "printed more than 1 MiB, which is no answer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_child_that_gives_no_whole_answer_is_no_proof(script, words):
     proof = child(printing(BEGIN) + script)
     assert words in proof.problem and not proof.ok
@@ -89,13 +127,13 @@ def test_a_child_that_gives_no_whole_answer_is_no_proof(script, words):
 
 def test_a_held_answer_with_a_bad_end_is_no_proof():
     done = printing(BEGIN, HELD_LINE, json.dumps({"done": ["product"]}))
-    assert "exit code 9" in child(done + "raise SystemExit(9)").problem
+    assert "ended with code 9" in child(done + "raise SystemExit(9)").problem
     assert "SIGABRT" in child(done + "import os; os.abort()").problem
 
 
 def test_a_python_that_is_not_there_is_a_problem_not_a_crash(tmp_path):
     answer = run_child([str(tmp_path / "python"), "-c", ""], seconds=5)
-    assert "cannot be started: No such file or directory" in answer["problem"]
+    assert answer["problem"] == f"the child could not be started: {tmp_path / 'python'}: No such file or directory"
 
 
 def answered(*results: dict, **more) -> Proof:
@@ -147,3 +185,35 @@ def test_samples_are_exact_in_the_type_of_the_run():
     assert np.abs(short - drawn).max() <= 2.0**-8 * np.abs(drawn).max()
     assert float(rounded(np.array([1 + 2.0**-8 + 2.0**-12]), "bfloat16")[0]) == 1 + 2.0**-7
     assert float(rounded(np.array([1 + 2.0**-8]), "bfloat16")[0]) == 1.0  # a tie goes to the even one
+
+
+def test_a_row_is_judged_by_its_own_allowance():
+    want = np.array([[100.0, 100.0], [0.01, 0.01], [0.0, 0.0]])
+    allowed = np.array([[1.0], [1e-4], [0.0]])
+    near = want + np.array([[0.9, 0], [0, 9e-5], [0, 0]])
+    assert compare("rows", near, want, relative=0.0, absolute=allowed).ok
+    for row, error in ((0, 1.1), (1, 1.1e-4), (2, 1e-30)):
+        got = want.copy()
+        got[row, 1] += error
+        found = compare("rows", got, want, relative=0.0, absolute=allowed)
+        assert found.ok is False and f"rows[{row}, 1]" in found.detail and "1 of 6" in found.detail
+
+
+def test_memory_that_was_there_before_proves_nothing():
+    """A context with its kernels alone may hold what is allocated."""
+    taken = {"rise": 0, "counter": "memory in use on the device"}
+    held = device_memory(ALLOCATION, before=600 << 20, after=(600 << 20) + ALLOCATION, **taken)
+    assert held.ok and held.figures["seen_bytes"] == ALLOCATION and held.figures["under_our_pid"] == 1.0
+    assert f"under process {os.getpid()}, 536,870,912 more than before" in held.detail
+    assert not device_memory(ALLOCATION, before=600 << 20, after=600 << 20, **taken).ok
+    assert not device_memory(ALLOCATION, before=0, after=ALLOCATION // 2, **taken).ok
+    unlisted = {"before": None, "after": None, "counter": "NVML does not list our process; memory in use"}
+    assert device_memory(ALLOCATION, rise=ALLOCATION, **unlisted).ok
+    hollow = device_memory(ALLOCATION, rise=0, **unlisted)
+    assert not hollow.ok and "NVML does not list our process" in hollow.detail and hollow.figures["under_our_pid"] == 0
+
+
+def test_memory_that_is_not_taken_is_not_seen():
+    assert not resident_memory(lambda size: None).ok
+    assert not resident_memory(lambda size: np.ones(size // 2, dtype=np.uint8)).ok
+    assert resident_memory(lambda size: np.ones(size, dtype=np.uint8)).ok

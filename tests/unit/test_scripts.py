@@ -1,6 +1,5 @@
 """scripts/setup and scripts/demo: what they were told is honoured or refused, and no wheel is chosen by accident."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,24 @@ def clone(tmp_path: Path) -> Path:
     program(
         tmp_path / "bin" / "python3.11", f'case "$*" in *venv* | *whl*) exit 1;; *) exec {sys.executable} "$@";; esac'
     )
-    gpu(tmp_path, driver="exit 9", capability="exit 9")
+    # No other program is found, and so no nvidia-smi of this computer either.
+    for name in (
+        "awk",
+        "bash",
+        "cat",
+        "dirname",
+        "grep",
+        "head",
+        "sed",
+        "sleep",
+        "tail",
+        "timeout",
+        "tr",
+        "true",
+        "uname",
+    ):
+        if found := shutil.which(name):
+            (tmp_path / "bin" / name).symlink_to(found)
     disk(tmp_path, free_gib=100)
     return tmp_path
 
@@ -43,7 +59,7 @@ def disk(clone: Path, *, free_gib: int) -> None:
 
 
 def setup(clone: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": f"{clone / 'bin'}:{os.environ['PATH']}", "HOME": str(clone), "http_proxy": "", **variables}
+    environment = {"PATH": str(clone / "bin"), "HOME": str(clone), "http_proxy": "", **variables}
     return subprocess.run([clone / "scripts" / "setup"], env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -85,7 +101,9 @@ def test_a_driver_that_no_wheel_fits_is_refused_with_exit_4_and_the_driver_it_ta
         ("580.95.05", "12.0", "torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"),
         ("570.124.06", "12.0", "torch==2.13.0+cu129 --index-url https://download.pytorch.org/whl/cu129"),
         ("560.35.05", "6.0", "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"),
-        ("", "", "torch==2.13.0"),  # no working driver, and no index is reached here: the registry's
+        ("580.95.05", "12.0; echo 8.9", "torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"),
+        ("580.95.05", "8.0; echo 6.0", "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"),
+        ("", "", "torch==2.13.0"),  # no nvidia-smi, and no index is reached here: the registry's
     ],
 )
 def test_an_exact_torch_is_installed_and_nothing_chosen_by_accident(clone, driver, capability, arguments):
@@ -108,14 +126,67 @@ def test_the_pinned_versions_leave_torch_to_the_choice_of_a_wheel():
     assert "torch" not in pinned and {"jax", "jaxlib", "transformers"} <= set(pinned)
 
 
-def test_a_cuda_wheel_asks_for_more_disk_than_the_cpu_wheel(clone):
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+        "echo '[GPU is lost]'",
+        "echo 580.95.05; echo '[GPU is lost]'",
+        "exit 9",
+        "true",
+    ],
+)
+def test_a_driver_that_is_broken_is_told_and_not_taken_for_none(clone, broken):
+    gpu(clone, driver=broken, capability="echo 9.0")
+    ended = setup(clone)
+    assert ended.returncode == 4
+    assert "nvidia-smi" in ended.stderr and "Setting up" not in ended.stderr
+    said = broken.partition("'")[2].partition("'")[0]
+    assert said in ended.stderr.partition("fix:")[0]
+    assert "TUNIX_DEVICE=cpu scripts/setup" in ended.stderr.partition("fix:")[2]
+    assert "Setting up" in setup(clone, TUNIX_DEVICE="cpu").stderr
+    assert setup(clone, TUNIX_DEVICE="gpu").returncode == 2
+
+
+def test_an_nvidia_smi_that_hangs_does_not_hang_the_set_up(clone):
+    gpu(clone, driver="sleep 50", capability="sleep 50")
+    (clone / "bin" / "timeout").unlink()
+    program(
+        clone / "bin" / "timeout", f'[ "$1 $2 $3" = "-k 5 20" ] && shift 3 && exec {shutil.which("timeout")} 0.2 "$@"'
+    )
+    ended = setup(clone)
+    assert ended.returncode == 4
+    assert "gives no answer within 20 s" in ended.stderr
+
+
+@pytest.mark.parametrize("capability", ["12", "580", "12.0; echo '[N/A]'"])
+def test_an_odd_compute_capability_is_told(clone, capability):
+    gpu(clone, driver="echo 580.95.05; echo 580.95.05", capability=f"echo {capability}")
+    ended = setup(clone)
+    assert ended.returncode == 4
+    odd = "[N/A]" if "N/A" in capability else capability
+    assert f"error: nvidia-smi says '{odd}' where the compute capability of a GPU is asked for" in ended.stderr
+
+
+def test_gpus_that_no_wheel_serves_together_are_told_with_the_way_to_use_one(clone):
+    gpu(clone, driver="echo 580.95.05; echo 580.95.05", capability="echo 12.0; echo 6.0")
+    ended = setup(clone)
+    assert ended.returncode == 4
+    assert "has kernels for compute capability 12.0, 6.0" in ended.stderr
+    assert "CUDA_VISIBLE_DEVICES" in ended.stderr.partition("fix:")[2]
+
+
+def test_a_wheel_with_cuda_libraries_asks_for_more_disk_than_the_cpu_wheel(clone):
     disk(clone, free_gib=11)
+    assert "needs about 12 GiB" in setup(clone).stderr, "the registry's wheel for Linux"
     gpu(clone, **H100)
     ended = setup(clone)
     assert (ended.returncode, "needs about 12 GiB" in ended.stderr) == (8, True)
     disk(clone, free_gib=12)
     assert "Setting up" in setup(clone).stderr
-    gpu(clone, driver="exit 9", capability="exit 9")
+    (clone / "bin" / "nvidia-smi").unlink()
+    python = f'case "$*" in *venv*) exit 1;; *whl*) exit 0;; *) exec {sys.executable} "$@";; esac'
+    program(clone / "bin" / "python3.11", python)  # PyTorch's CPU index is reached
     disk(clone, free_gib=3)
     assert "needs about 4 GiB" in setup(clone).stderr
     disk(clone, free_gib=4)
@@ -126,7 +197,7 @@ def test_what_is_not_known_of_the_gpu_is_not_said():
     """A missing nvidia-smi shows that no driver works, not that no GPU is there."""
     text = (ROOT / "scripts" / "setup").read_text()
     assert "no NVIDIA GPU here" not in text
-    assert text.count("no working NVIDIA driver here") == 2
+    assert text.count("no working NVIDIA driver here") == 1
 
 
 def test_the_demo_passes_its_options_on_to_train(clone):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -92,7 +93,7 @@ def device(bench: Bench) -> Proved:
 
 
 def product(bench: Bench) -> Proved:
-    """A whole 4096 x 4096 product at the highest precision. A CPU that emulates the type gets a smaller one."""
+    """A whole 4096 x 4096 product at the highest precision. A CPU gets 2048, or less where it emulates the type."""
     size = PRODUCT_SIZE
     if bench.setting.device == "cpu":
         size = proving.affordable_size(lambda trial: _seconds(*_squares(bench, trial)))
@@ -111,10 +112,12 @@ def attention(bench: Bench) -> Proved:
     """Forward, and backward by differentiating attention that is written out."""
     import jax
 
-    found = []
-    samples = proof_samples.attention_samples(bench.setting)
+    setting, found = bench.setting, []
+    samples = proof_samples.attention_samples(setting)
     if any(sample.name == "grouped" for sample in samples):
         samples = samples[1:]  # shared heads or not is one function here, and each shape is compiled: seconds
+    scaling = setting.head_size**-0.5 if setting.scaling is None else setting.scaling
+    graded = jax.jit(partial(_attention_and_gradients, scaling=scaling, softcap=proof_samples.score_cap(setting)))
     for sample in samples:
         parts = {
             name: _put(bench, f"{sample.name} {name}", getattr(sample, name)) for name in ("q", "k", "v", "upstream")
@@ -122,24 +125,23 @@ def attention(bench: Bench) -> Proved:
         tokens = sample.q.shape[2]
         examples = np.zeros(tokens, dtype=np.int32) if sample.examples is None else sample.examples.astype(np.int32)
         seen = _put(bench, f"{sample.name} mask", np.tril(examples[:, None] == examples[None, :]))
-        results = jax.jit(_attention_and_gradients)(parts["q"], parts["k"], parts["v"], parts["upstream"], seen)
+        results = graded(parts["q"], parts["k"], parts["v"], parts["upstream"], seen)
         names = ("out", "dq", "dk", "dv")
         got = {
             name: _numbers(bench, f"{sample.name} {name}", array) for name, array in zip(names, results, strict=True)
         }
-        found += sample.judge(bench.setting, got)
-    kinds = ", ".join(sample.name for sample in samples)
-    return together("attention", found, words=f"{kinds} with backward, head size {bench.setting.head_size}")
+        found += sample.judge(setting, got)
+    return together("attention", found, words=proof_samples.attention_words(setting, samples))
 
 
-def _attention_and_gradients(q: Any, k: Any, v: Any, upstream: Any, seen: Any) -> tuple[Any, ...]:
+def _attention_and_gradients(q: Any, k: Any, v: Any, upstream: Any, seen: Any, **how: Any) -> tuple[Any, ...]:
     import jax
 
-    out, backward = jax.vjp(lambda q, k, v: _attention(q, k, v, seen), q, k, v)
+    out, backward = jax.vjp(lambda q, k, v: _attention(q, k, v, seen, **how), q, k, v)
     return (out, *backward(upstream))
 
 
-def _attention(q: Any, k: Any, v: Any, seen: Any) -> Any:
+def _attention(q: Any, k: Any, v: Any, seen: Any, *, scaling: float, softcap: float | None) -> Any:
     """Softmax in float32 (float64 in a float64 run); shared heads stay shared."""
     import jax
     import jax.numpy as jnp
@@ -147,7 +149,9 @@ def _attention(q: Any, k: Any, v: Any, seen: Any) -> Any:
     rows, heads, tokens, size = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], tokens, size)
-    scores = jnp.einsum("bkgts,bkus->bkgtu", grouped, k, preferred_element_type=wide) * size**-0.5
+    scores = jnp.einsum("bkgts,bkus->bkgtu", grouped, k, preferred_element_type=wide) * scaling
+    if softcap:
+        scores = jnp.tanh(scores / softcap) * softcap
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgtu,bkus->bkgts", weights, v, preferred_element_type=wide)
     return out.reshape(q.shape).astype(q.dtype)
@@ -242,20 +246,18 @@ def memory(bench: Bench) -> Proved:
     if bench.setting.device == "cpu":
         return proving.resident_memory(_ones)
     stats = first.memory_stats() or {}
-    limit, before = int(stats.get("bytes_limit", 0)), int(stats.get("bytes_in_use", 0))
-    size = min(proving.ALLOCATION, (limit - before) // 4) if limit else proving.ALLOCATION
+    limit, in_use = int(stats.get("bytes_limit", 0)), int(stats.get("bytes_in_use", 0))
+    # More than jax has ready from the proofs before, so that it must ask the driver.
+    wanted = proving.ALLOCATION + int(stats.get("largest_free_block_bytes", 0))
+    size = min(wanted, (limit - in_use) // 4) if limit else wanted
+    on_cuda = bench.setting.device == "cuda"
+    before = _under_our_pid() if on_cuda else None
     held = _ones(size)
-    rise = int((first.memory_stats() or {}).get("bytes_in_use", 0)) - before
-    ours = _under_our_pid() if bench.setting.device == "cuda" else None
+    after = _under_our_pid() if on_cuda else None
+    rise = int((first.memory_stats() or {}).get("bytes_in_use", 0)) - in_use
     del held
-    if ours is not None:
-        seen, words = ours, f"NVML has {ours:,} under process {os.getpid()}"
-    elif bench.setting.device == "cuda":
-        seen, words = rise, f"NVML does not list our process; jax has {rise:,} more in use on the device"
-    else:
-        seen, words = rise, f"jax has {rise:,} more in use on the device"
-    figures = {"allocated_bytes": float(size), "seen_bytes": float(seen), "under_our_pid": float(ours is not None)}
-    return Proved(name="memory", ok=seen >= size, detail=f"{size:,} bytes allocated, {words}", figures=figures)
+    counter = f"{'NVML does not list our process; ' if on_cuda else ''}what jax has in use on the device"
+    return proving.device_memory(size, before=before, after=after, rise=rise, counter=counter)
 
 
 def _ones(size: int) -> Any:

@@ -20,34 +20,56 @@ class Attention:
     dq: Array
     dk: Array
     dv: Array
+    of_query: Array
+    """Root of the summed squares of the weights with which a query sees its keys [rows, heads, tokens, 1]: the size of
+    its row of `out` where v is standard normal."""
+    of_key: Array
+    """The same of the weights with which a key is seen [rows, kv_heads, tokens, 1]: the size of its row of `dv`."""
 
 
-def attention(q: Array, k: Array, v: Array, upstream: Array, *, examples: Array | None = None) -> Attention:
-    """Causal attention, scores over the root of the head size. q is [rows, heads, tokens, size]; k and v may have fewer
-    heads, each shared by a group of neighbouring query heads. `examples` [tokens] numbers the packed examples of a row:
-    a token then sees only its own."""
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    upstream: Array,
+    *,
+    examples: Array | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Attention:
+    """Causal attention, scores times `scaling` (one over the root of the head size), bent by `softcap` where given.
+
+    q is [rows, heads, tokens, size]; k and v may have fewer heads, each shared by a group of neighbouring query heads.
+    `examples` [tokens] numbers the packed examples of a row: a token then sees only its own."""
     rows, heads, tokens, size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    scale = size**-0.5
+    scale = size**-0.5 if scaling is None else scaling
     k_all, v_all = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     seen = np.tril(np.ones((tokens, tokens), dtype=bool))
     if examples is not None:
         seen &= examples[:, None] == examples[None, :]
-    scores = np.where(seen, (q @ k_all.swapaxes(-1, -2)) * scale, -np.inf)
+    raw = (q @ k_all.swapaxes(-1, -2)) * scale
+    bent = np.tanh(raw / softcap) if softcap else raw
+    scores = np.where(seen, bent * softcap if softcap else raw, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    # out = weights @ v, weights = softmax(scores), scores = scale * q @ k^T
+    # out = weights @ v, weights = softmax(scores), scores = cap(scale * q @ k^T)
     d_weights = upstream @ v_all.swapaxes(-1, -2)
     d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True)) * scale
+    if softcap:
+        d_scores *= 1.0 - bent**2
     dk = d_scores.swapaxes(-1, -2) @ q
     dv = weights.swapaxes(-1, -2) @ upstream
     shared = (rows, kv_heads, group, tokens, size)  # a shared head gets the gradients of all its query heads
+    squares = weights**2
     return Attention(
         out=weights @ v_all,
         dq=d_scores @ k_all,
         dk=dk.reshape(shared).sum(axis=2),
         dv=dv.reshape(shared).sum(axis=2),
+        of_query=np.sqrt(squares.sum(axis=-1))[..., None],
+        of_key=np.sqrt(squares.sum(axis=-2).reshape(shared[:-1]).sum(axis=2))[..., None],
     )
 
 
@@ -58,6 +80,11 @@ class Loss:
     loss: float
     d_states: Array
     d_head: Array
+    of_target: Array
+    """Root of the summed squares of a target's gradients of the logits [targets, 1]: the size of its row of `d_states`
+    where the head is standard normal."""
+    of_token: Array
+    """The same for a token of the vocabulary [vocabulary, 1], and its row of `d_head`."""
     largest_logit: float
 
 
@@ -76,6 +103,8 @@ def cross_entropy(states: Array, head: Array, targets: np.ndarray[Any, Any], *, 
         loss=float((log_sums - shifted[at, targets]).sum()),
         d_states=d_raw @ head,
         d_head=d_raw.T @ states,
+        of_target=np.sqrt((d_raw**2).sum(axis=1))[:, None],
+        of_token=np.sqrt((d_raw**2).sum(axis=0))[:, None],
         largest_logit=float(np.abs(raw).max()),
     )
 

@@ -116,14 +116,28 @@ def _refuse_nonfinite(step: int, loss: float, norm: float) -> None:
 
 
 def _assert_on_device(engine: Engine, optimizer: torch.optim.AdamW, loss: torch.Tensor) -> None:
-    """After the first step: parameters, optimizer state and loss live where the log says they do."""
-    state = [value for slots in optimizer.state.values() for value in slots.values() if value.dim()]
-    homes = {tensor.device.type for tensor in (*engine.model.parameters(), *state, loss)}
-    if homes != {engine.device.type}:
+    """After the first step: parameters, buffers, optimizer state and loss live where the log says they do.
+
+    A parameter that the optimizer keeps nothing for was not trained, and is named as well.
+    """
+    named = dict(engine.model.named_parameters())
+    found = {**named, **dict(engine.model.named_buffers()), "the loss": loss}
+    for name, parameter in named.items():
+        kept = optimizer.state.get(parameter, {})
+        if parameter.requires_grad and not kept:
+            raise HardwareError(f"the optimizer keeps no state of {name} after the first step", fix=_DEFECT)
+        found |= {f"{slot} of {name}": value for slot, value in kept.items()}
+    asked = torch.empty(0, device=engine.device).device  # `cuda` with its number
+    strays = sorted(f"{name} on {tensor.device}" for name, tensor in found.items() if tensor.device != asked)
+    if strays:
         raise HardwareError(
-            f"asked for {engine.device.type}, but tensors of the first step live on {', '.join(sorted(homes))}",
-            fix="this is a defect of the engine; please report it with training_log.txt",
+            f"asked for {asked}, but after the first step {len(strays)} of {len(found)} tensors live elsewhere: "
+            + ", ".join(strays[:3]),
+            fix=_DEFECT,
         )
+
+
+_DEFECT = "this is a defect of the engine; please report it with training_log.txt and doctor.json"
 
 
 def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:

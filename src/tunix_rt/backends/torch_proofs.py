@@ -4,7 +4,6 @@ A child process: `python -m tunix_rt.backends.torch_proofs --device cuda --dtype
 comes later is proven by a function more in `PROOFS`.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2 import modeling_gemma2
 
 from tunix_rt.backends import proof_samples, proving
 from tunix_rt.backends.process_memory import RiseMeter
@@ -88,7 +88,7 @@ def device(bench: Bench) -> Proved:
 
 
 def product(bench: Bench) -> Proved:
-    """A whole 4096 x 4096 product without TF32. A CPU that emulates the type gets a smaller one, and says so."""
+    """A whole 4096 x 4096 product without TF32. A CPU gets 2048, or less where it emulates the type, and says so."""
     torch.set_float32_matmul_precision("highest")
     size = PRODUCT_SIZE
     if bench.setting.device == "cpu":
@@ -101,7 +101,13 @@ def product(bench: Bench) -> Proved:
 
 
 def attention(bench: Bench) -> Proved:
-    """Forward and backward through the function the models call, at the model's head size."""
+    """Forward and backward through the function the models call, with the model's head size and scaling.
+
+    Eager is Gemma 2's own: it alone knows of soft-capped scores, and a run takes eager for nothing else."""
+    setting = bench.setting
+    eager = setting.attention == "eager"
+    function = modeling_gemma2.eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
+    more = {"softcap": proof_samples.score_cap(setting)} if eager else {}
     found = []
     samples = proof_samples.attention_samples(bench.setting)
     for sample in samples:
@@ -109,23 +115,26 @@ def attention(bench: Bench) -> Proved:
         inputs = [_put(bench, f"{sample.name} {name}", getattr(sample, name), grad=True) for name in names]
         layer = torch.nn.Module()
         layer.num_key_value_groups = sample.q.shape[1] // sample.k.shape[1]
-        layer.is_causal = True
-        mask = None if sample.examples is None else _packed_mask(bench, sample.examples)
-        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](layer, *inputs, mask)
+        layer.is_causal, layer.head_dim = True, setting.head_size
+        mask = None if sample.examples is None and not eager else _mask(bench, sample)
+        out, _ = function(layer, *inputs, mask, scaling=setting.scaling, **more)
         out = out.transpose(1, 2)  # comes back as [rows, tokens, heads, size]
         gradients = torch.autograd.grad(out, inputs, _put(bench, f"{sample.name} upstream", sample.upstream))
         _wait(bench)
         parts = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
         got = {part: _numbers(bench, f"{sample.name} {part}", tensor) for part, tensor in parts.items()}
-        found += sample.judge(bench.setting, got)
-    kinds = ", ".join(sample.name for sample in samples)
-    return together("attention", found, words=f"{kinds} with backward, head size {bench.setting.head_size}")
+        found += sample.judge(setting, got)
+    return together("attention", found, words=proof_samples.attention_words(setting, samples))
 
 
-def _packed_mask(bench: Bench, examples: Any) -> torch.Tensor:
-    """True where a token may look, as transformers makes it for packed rows."""
-    seen = np.tril(examples[:, None] == examples[None, :])
-    return _put(bench, "attention mask", seen[None, None])
+def _mask(bench: Bench, sample: proof_samples.AttentionSample) -> torch.Tensor:
+    """As transformers makes it: true where a token may look; for eager a number that is added to the scores."""
+    examples = np.zeros(sample.q.shape[2]) if sample.examples is None else sample.examples
+    seen = _put(bench, f"{sample.name} mask", np.tril(examples[:, None] == examples[None, :])[None, None])
+    if bench.setting.attention == "sdpa":
+        return seen
+    unseen = torch.full_like(seen, torch.finfo(_type(bench)).min, dtype=_type(bench))
+    return unseen.masked_fill(seen, 0.0)
 
 
 class _Head(torch.nn.Module):
@@ -205,21 +214,19 @@ def memory(bench: Bench) -> Proved:
         return proving.resident_memory(lambda size: torch.full((size,), 1, dtype=torch.uint8))
     from tunix_rt.doctor.gpu_memory import gpu_memory
 
+    def listed() -> int | None:
+        sample = gpu_memory(0, {_uuid()})
+        return sample.used_bytes if sample is not None and sample.by == "nvml" else None
+
     torch.cuda.empty_cache()
-    free_before = torch.cuda.mem_get_info(0)[0]
+    before, free_before = listed(), torch.cuda.mem_get_info(0)[0]
     size = min(proving.ALLOCATION, free_before // 4)
     held = torch.full((size,), 1, dtype=torch.uint8, device="cuda")
     _wait(bench)
-    rise = free_before - torch.cuda.mem_get_info(0)[0]
-    sample = gpu_memory(0, {_uuid()})
+    rise, after = free_before - torch.cuda.mem_get_info(0)[0], listed()
     del held
-    ours = sample.used_bytes if sample is not None and sample.by == "nvml" else None
-    if ours is not None:
-        seen, words = ours, f"NVML has {ours:,} under process {os.getpid()}"
-    else:
-        seen, words = rise, f"NVML does not list our process; memory in use on the device rose by {rise:,}"
-    figures = {"allocated_bytes": float(size), "seen_bytes": float(seen), "under_our_pid": float(ours is not None)}
-    return Proved(name="memory", ok=seen >= size, detail=f"{size:,} bytes allocated, {words}", figures=figures)
+    counter = "NVML does not list our process; memory in use on the device"
+    return proving.device_memory(size, before=before, after=after, rise=rise, counter=counter)
 
 
 def _uuid() -> str:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from tunix_rt.config import RunConfig
     from tunix_rt.doctor.choose import DeviceChoice
     from tunix_rt.doctor.facts import Facts
     from tunix_rt.doctor.prove import Proof
     from tunix_rt.doctor.verdict import Ask
-    from tunix_rt.models import ModelSource
 
 
 @click.command()
@@ -41,7 +41,7 @@ def doctor(
     """
     from tunix_rt.errors import ConfigError, HardwareError, TunixError
 
-    ask, model = _what_is_asked(config, named)
+    ask, settings = _what_is_asked(config, named)
     if facts_file is not None and (prove or facts_only):
         raise ConfigError(
             "--facts judges a file; nothing can be run or gathered there", fix="leave out --prove and --facts-only"
@@ -62,64 +62,50 @@ def doctor(
         choice = choose_device(ask, facts)
         if prove:
             click.echo(f"proving {choice.device} in a child process, some seconds", err=True)
-            proof = _prove(ask, choice, model)
+            proof = _prove(ask, choice, settings)
     except (ConfigError, HardwareError) as error:
         refusal = error
     _show(facts, ask, choice, proof, refusal, as_json=as_json)
 
 
-def _what_is_asked(config: str | None, named: dict[str, Any]) -> "tuple[Ask, ModelSource | None]":
-    """The Ask, and the configured model where there is one; only its small files are needed."""
+def _what_is_asked(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConfig | None]":
+    """The Ask, and the configuration where one is named."""
     from tunix_rt.doctor.checks import Ask
 
     given = {name: value for name, value in named.items() if value is not None}
     if config is None:
         return Ask(**given), None
     from tunix_rt.config import find_config, load_config
-    from tunix_rt.models import resolve_model
 
     settings = load_config(find_config(config), overrides=(), flags={})
-    training, model = settings.training, settings.model
-    ask = Ask(**{"device": training.device, "backend": training.backend, "dtype": training.dtype} | given)
-    if not model.model_name_or_path:
-        return ask, None
-    return ask, resolve_model(model.model_name_or_path, revision=model.revision, weights="random")
+    training = settings.training
+    return Ask(**{"device": training.device, "backend": training.backend, "dtype": training.dtype} | given), settings
 
 
 def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
-    from tunix_rt.doctor.facts import facts_from_json
+    from tunix_rt.doctor.facts import read_facts
     from tunix_rt.doctor.probe import gather_facts
-    from tunix_rt.errors import InputError
 
-    if facts_file is None:
-        return gather_facts(output, backend=ask.backend or "torch", device=ask.device)
-    import json
-
-    try:
-        raw = json.loads(facts_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{facts_file}: {error}", fix="make the file with `tunix-rt doctor --facts-only > facts.json`"
-        ) from error
-    return facts_from_json(raw, source=str(facts_file))
+    if facts_file is not None:
+        return read_facts(facts_file)
+    return gather_facts(output, backend=ask.backend or "torch", device=ask.device)
 
 
-def _prove(ask: "Ask", choice: "DeviceChoice", model: "ModelSource | None") -> "Proof":
-    import os
-
-    from tunix_rt.doctor.choose import environment_for
+def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "Proof":
+    """The proof of the device, with the heads of the configured model: only its small files are needed."""
+    from tunix_rt.device import kernels_of
+    from tunix_rt.doctor.choose import set_environment
     from tunix_rt.doctor.prove import prove
+    from tunix_rt.models import resolve_model
     from tunix_rt.plan.shape import shape_of
 
     backend = ask.backend or "torch"
-    os.environ.update(environment_for(choice.device, backend))
-    if model is None:
+    set_environment(choice.device, backend)
+    if settings is None or not settings.model.model_name_or_path:
         return prove(backend=backend, device=choice.device, dtype=ask.dtype)
-    shape = shape_of(model.config)
-    return prove(
-        backend=backend, device=choice.device, dtype=ask.dtype, head_size=shape.head_dim, query_heads=shape.heads,
-        kv_heads=shape.kv_heads, softcap=model.config.get("final_logit_softcapping"),
-    )  # fmt: skip
+    model = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
+    kernels = kernels_of(model.config, shape_of(model.config))
+    return prove(backend=backend, device=choice.device, dtype=ask.dtype, **kernels)
 
 
 def _show(
@@ -137,7 +123,7 @@ def _show(
     from tunix_rt.doctor.causes import CAUSES
     from tunix_rt.doctor.checks import judge
     from tunix_rt.doctor.prove import proof_lines, proof_problem
-    from tunix_rt.doctor.words import verdict_lines
+    from tunix_rt.doctor.words import not_ready, verdict_lines
     from tunix_rt.rundir import to_plain
 
     checks = judge(facts, ask)
@@ -170,7 +156,7 @@ def _show(
             shown = proof_lines(proof, peaks(known, ask.dtype) if known else (None, None))
         lines = verdict_lines(facts, checks, choice if ready else None, ask.device, proven=shown)
         if disproved:
-            lines = [f"not ready for {ask.device}: {disproved[0]}", f"  fix:  {disproved[1]}", *lines]
+            lines = [f"{not_ready(ask.device)}: {disproved[0]}", f"  fix:  {disproved[1]}", *lines]
         text.show_lines(lines)
     if code:
         raise click.exceptions.Exit(code)

@@ -45,7 +45,7 @@ def create(
     beside the environment. Exit 4 when there is no such torch, or it does not work; nothing half-made stays.
     """
     from tunix_rt.doctor.environment import plan_environment, why_refused
-    from tunix_rt.doctor.installing import check_path, create_environment, error_of
+    from tunix_rt.doctor.installing import SCHEMA, check_path, create_environment, error_of
     from tunix_rt.doctor.wheels import INDEX_BASE
     from tunix_rt.errors import ConfigError, HardwareError, StorageError
     from tunix_rt.rundir import to_plain
@@ -58,6 +58,9 @@ def create(
     if dry_run:
         refusal = why_refused(facts, device)
         if refusal is not None:
+            if as_json:
+                words = {"kind": refusal.kind, "cause": refusal.cause, "problem": refusal.problem, "fix": refusal.fix}
+                text.show_json({"schema": SCHEMA, "status": "refused", **words})
             problem = f"{refusal.problem} [{refusal.kind}: {refusal.cause}]"
             raise (StorageError if refusal.kind == "storage" else HardwareError)(problem, fix=refusal.fix)
         plan = plan_environment(facts, device, path, base)
@@ -110,12 +113,11 @@ def verify(device: str, path: Path | None, python_file: Path | None, as_json: bo
 
 
 def _facts(file: Path | None, path: Path) -> "Facts":
-    from tunix_rt.doctor.facts import facts_from_json
+    from tunix_rt.doctor.facts import read_facts
     from tunix_rt.doctor.probe import gather_facts
-    from tunix_rt.rundir import read_json
 
     if file:
-        return facts_from_json(read_json(file), source=str(file))
+        return read_facts(file)
     return gather_facts(path, device="cpu")  # for the GPU's sake the torch of this environment need not be started
 
 

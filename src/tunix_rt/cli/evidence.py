@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from tunix_rt.cli import text
-from tunix_rt.errors import EvidenceError
+from tunix_rt.errors import ConfigError, EvidenceError
 
 
 @click.group()
@@ -52,31 +52,36 @@ def collect(folder: Path, output: Path, cpu_run: Path | None, repository: Path, 
 
 @evidence.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--repository", type=click.Path(path_type=Path), help="Clone to look the commit of a bundle up in.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def verify(folder: Path, as_json: bool) -> None:
+def verify(folder: Path, repository: Path | None, as_json: bool) -> None:
     """Check the run or bundle in DIR against its hashes and against itself; exit 6 if anything is wrong.
 
     The hashes of all files, the chain through the metrics, the result and the scores must agree; of a bundle also what
-    bundle.json says, which is computed again. That shows a folder consistent with itself; nothing is replayed.
+    bundle.json and its README say, which is computed again, and with --repository the commit. That shows a folder
+    consistent with itself; nothing is replayed.
     """
     from tunix_rt.evidence.bundle import bundle_problems, is_bundle
     from tunix_rt.evidence.hashes import MEANING, list_problems
 
-    problems = bundle_problems(folder) if is_bundle(folder) else list_problems(folder)
+    bundle = is_bundle(folder)
+    if repository is not None and not bundle:
+        raise ConfigError(f"{folder} is no bundle, and names no commit", fix="leave --repository out")
+    problems = bundle_problems(folder, repository) if bundle else list_problems(folder)
+    told: dict[str, object] = {
+        "schema": "tunix-rt/verification/1",
+        "folder": str(folder),
+        "verified": not problems,
+        "meaning": MEANING if not problems else "not consistent with itself",
+        "problems": problems,
+    }
     if as_json:
-        text.show_json(
-            {
-                "schema": "tunix-rt/verification/1",
-                "folder": str(folder),
-                "verified": not problems,
-                "meaning": MEANING if not problems else "not consistent with itself",
-                "problems": problems,
-            }
-        )
+        text.show_json(told | ({"commit_looked_up": repository is not None} if bundle else {}))
     elif problems:
         text.show_lines(problems)
     else:
-        text.show_lines([f"{folder}: {MEANING}"])
+        looked_up = f"found in {repository}" if repository else "not looked up; add --repository CLONE"
+        text.show_lines([f"{folder}: {MEANING}", *([f"commit: {looked_up}"] if bundle else [])])
     if problems:
         raise EvidenceError(
             f"{folder} does not verify: {len(problems)} problem(s)",

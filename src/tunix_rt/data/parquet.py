@@ -32,7 +32,7 @@ def read_parquet(path: Path, version: Version) -> Iterator[tuple[int, dict[str, 
         from pyarrow import parquet
     except ImportError as error:
         raise InputError(
-            f"{path} is a Parquet file, and pyarrow is not installed", fix='pip install "tunix-rt[parquet]"'
+            f"{path} is a Parquet file, and pyarrow is not installed", fix="pip install pyarrow"
         ) from error
     row = 0
     try:

@@ -42,6 +42,13 @@ _HARDWARE_AND_DRIVER: Mapping[str, Cause] = {
         "has neither; a Windows without NVIDIA's driver lacks the second.",
         "Update WSL and make the distribution WSL 2, or install NVIDIA's driver in Windows. Inside WSL no driver belongs.",
         (_WSL,)),
+    "container-without-runtime": Cause(
+        "The container was started without its host's GPUs", "container",
+        "On the host `nvidia-smi` works, in the container it does not exist or finds no driver. torch says "
+        "`Found no NVIDIA driver on your system.`",
+        "A container shares the host's kernel, so the driver's module shows in it. The device nodes and the driver's "
+        "libraries are put in only when the container is started with its GPUs. NVIDIA_VISIBLE_DEVICES=void keeps them out.",
+        "Start it again with `--gpus all`, on a host that has nvidia-container-toolkit.", (_TOOLKIT,)),
     "no-gpu": Cause(
         "There is no NVIDIA GPU", "hardware",
         "`torch.cuda.is_available()` is False without a word; forced, torch 2.15 says `Found no NVIDIA driver on your "
@@ -57,13 +64,6 @@ _HARDWARE_AND_DRIVER: Mapping[str, Cause] = {
         "kernel that runs, was refused by Secure Boot, or nouveau has taken the GPU first.",
         "Load the module; if there is none, install the driver and restart. With Secure Boot its key has to be enrolled.",
         ()),
-    "container-without-runtime": Cause(
-        "The container was started without its host's GPUs", "container",
-        "On the host `nvidia-smi` works, in the container it does not exist or finds no driver. torch says "
-        "`Found no NVIDIA driver on your system.`",
-        "A container shares the host's kernel, so the driver's module shows in it. The device nodes and the driver's "
-        "libraries are put in only when the container is started with its GPUs. NVIDIA_VISIBLE_DEVICES=void keeps them out.",
-        "Start it again with `--gpus all`, on a host that has nvidia-container-toolkit.", (_TOOLKIT,)),
     "node-permissions": Cause(
         "This user may not open the GPU's device nodes", "permissions",
         "`nvidia-smi` says `Failed to initialize NVML: Insufficient Permissions`; as root it works.",
@@ -189,6 +189,12 @@ _TORCH_ENGINE: Mapping[str, Cause] = {
         "A half-done installation, libraries of another CUDA that LD_LIBRARY_PATH puts first, or a driver on which every "
         "call hangs. The doctor asks torch in a process of its own with a time limit, so that it does not hang too.",
         "Install torch again in a new environment, with LD_LIBRARY_PATH unset.", ()),
+    "amd-gpu": Cause(
+        "There is an AMD GPU, and it is not used", "hardware",
+        "torch is a build for ROCm; `torch.version.hip` is set, and `torch.cuda.is_available()` may even be True.",
+        "A build for ROCm is installed where there is an AMD GPU. tunix-rt trains on NVIDIA GPUs, on TPUs and on CPUs; what "
+        "nobody has tried there is not offered. `auto` does not take the CPU beside a GPU without being told.",
+        "Use a computer with an NVIDIA GPU, or ask for the CPU.", ()),
     "cpu-wheel": Cause(
         "The installed torch is a CPU build", "wheel",
         "`AssertionError: Torch not compiled with CUDA enabled`; `torch.cuda.is_available()` is False without a word, and a "
@@ -273,6 +279,11 @@ _JAX_ENGINE: Mapping[str, Cause] = {
         "`CUDA backend failed to initialize: ...` as a warning, and jax goes on with the CPU.",
         "The plugin for CUDA 13 needs driver 580.65.06, the one for CUDA 12 525.60.13, whatever the GPU.",
         "Install jax[cuda12] and remove the other plugin, or update the driver.", (_JAX_INSTALL, _COMPATIBILITY)),
+    "jax-plugin-lacks-architecture": Cause(
+        "jax's CUDA plugin has no code for this GPU", "wheel",
+        "jax lists the GPU, and the first array dies with `no kernel image is available for execution on the device`.",
+        "`jax[cuda13]` is built with CUDA 13, which dropped every GPU below compute capability 7.5: P100, V100, GTX 10.",
+        "Take the plugin of CUDA 13 out and that of CUDA 12 in.", (_JAX_INSTALL,)),
     "jax-broken": Cause(
         "jax is installed and does not start", "environment",
         "`import jax` fails or hangs, or `Unable to load CUDA. Is it installed?`; on a TPU the second process on a chip fails.",
@@ -285,6 +296,12 @@ _JAX_ENGINE: Mapping[str, Cause] = {
         "The program runs, slowly: `jax.default_backend()` is `cpu`.",
         "Asked for one platform in a process of its own, jax came up with another; what it said is in the evidence.",
         "Install jax for the device again; all of its packages, in one step.", (_JAX_INSTALL,)),
+    "tpu-unknown": Cause(
+        "The kind of TPU is not known", "hardware",
+        "jax may well list the device, under a kind that no table here has.",
+        "Whether a run fits is judged by the memory of one device. For a TPU that comes from the catalogue, by the kind that "
+        "jax or the bus tells; a kind that is newer than the catalogue, or a TPU that shows by its nodes alone, has none.",
+        "Install jax for TPUs, so that it can be asked; for a newer kind, update tunix-rt.", ()),
 }  # fmt: skip
 
 _CONDITIONS: Mapping[str, Cause] = {

@@ -1,5 +1,6 @@
 """The device a run will use: the one that was asked for, or none."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,17 +8,12 @@ from tunix_rt.accelerators import accelerators
 from tunix_rt.doctor.checks import first_failure, judge
 from tunix_rt.doctor.facts import Facts, Gpu
 from tunix_rt.doctor.gpu_checks import visible_gpus
-from tunix_rt.doctor.jax_checks import target, tpu_kind
+from tunix_rt.doctor.jax_checks import TPU_DEVICES, target, tpu_kinds
 from tunix_rt.doctor.verdict import Ask
 from tunix_rt.errors import ConfigError, HardwareError
 
 GIB = 2**30
 DEVICES = ("auto", "cpu", "cuda", "tpu")
-TPU_DEVICES = {
-    "TPU v2": ("tpu-v2-core", 2), "TPU v3": ("tpu-v3-core", 2), "TPU v4": ("tpu-v4-chip", 1), "TPU v5": ("tpu-v5p-chip", 1),
-    "TPU v5 lite": ("tpu-v5e", 1), "TPU v6 lite": ("tpu-v6e", 1), "TPU7x": ("tpu-v7x-device", 2),
-}  # fmt: skip
-"""jax's device kind -> what one jax device is in the catalogue, and how many of them a chip on the bus has."""
 CPU_ANYWAY = "or ask for the CPU: --device cpu"
 
 
@@ -54,6 +50,15 @@ def environment_for(device: str, backend: str) -> Mapping[str, str]:
     return order | ({"JAX_PLATFORMS": device} if backend == "jax" else {})
 
 
+def set_environment(device: str, backend: str) -> None:
+    """Set them in this process, for the engine and the children that prove it. An order the user has set stays."""
+    for name, value in environment_for(device, backend).items():
+        if name == "CUDA_DEVICE_ORDER":
+            os.environ.setdefault(name, value)
+        else:
+            os.environ[name] = value
+
+
 def _cpu(facts: Facts, ask: Ask) -> DeviceChoice:
     return DeviceChoice(
         device="cpu",
@@ -61,7 +66,7 @@ def _cpu(facts: Facts, ask: Ask) -> DeviceChoice:
         count=1,
         memory_bytes=facts.host.ram_total_bytes,
         free_bytes=facts.host.ram_available_bytes,
-        reason="asked for" if ask.device == "cpu" else "no GPU or TPU present",
+        reason="asked for" if ask.device == "cpu" else "no NVIDIA GPU or TPU seen",
     )
 
 
@@ -94,21 +99,13 @@ def _free(gpu: Gpu, facts: Facts) -> int:
 
 
 def _tpu(facts: Facts, ask: Ask) -> DeviceChoice:
-    told = facts.jax.devices if facts.jax and facts.jax.platform == "tpu" else None
-    kind = told[0] if told else tpu_kind(facts.tpu.pci[0]) if facts.tpu.pci else "by its nodes alone"
-    name, per_chip = TPU_DEVICES.get(kind, ("", 0))
-    known = next((device for device in accelerators() if device.id == name), None)
-    if known is None or known.memory_gib is None:
-        raise HardwareError(
-            f"a TPU is present ({kind}), and its memory is not known to this version",
-            fix="update tunix-rt, or use a TPU from v2 to v7x",
-            cause="jax-sees-no-device",
-        )
-    memory = round(known.memory_gib * GIB)
+    kinds = tpu_kinds(facts)
+    (known,) = [device for device in accelerators() if device.id == TPU_DEVICES[kinds[0]][0]]
+    memory = round((known.memory_gib or 0) * GIB)
     return DeviceChoice(
         device="tpu",
-        kind=kind,
-        count=len(told) if told else per_chip * len(facts.tpu.pci),
+        kind=kinds[0],
+        count=len(kinds),
         memory_bytes=memory,
         free_bytes=memory,
         reason="asked for" if ask.device == "tpu" else "the best device here",

@@ -78,7 +78,7 @@ class Failure:
 
 def without_password(words: str) -> str:
     """`words` with any `user:password@` of an address blotted out."""
-    return re.sub(r"(?<=://)[^/@\s]+@", "****@", words)
+    return re.sub(r"(?<=://)[^/\s]+@", "****@", words)
 
 
 # --- before anything is made ------------------------------------------------------------------------------------------
@@ -106,11 +106,12 @@ def _why_no_wheel(facts: Facts) -> Failure | None:
     if driver is None or len(capabilities) < len(gpus):
         words = f"the driver does not tell {'the compute capability of every GPU' if driver else 'its version'}"
         return _refusal(kind="driver", cause="driver-tells-too-little", problem=words, fix="update the NVIDIA driver")
-    if fitting_wheels(capabilities, driver, host.system, host.machine):
+    place = (host.system, host.machine)
+    if fitting_wheels(capabilities, driver, *place, wsl=host.wsl):
         return None
-    problem, fix = why_no_wheel(capabilities, driver, host.system, host.machine)
+    problem, fix = why_no_wheel(capabilities, driver, *place, wsl=host.wsl)
     # Whether any driver would help: 580 is the last for old GPUs, and new ones take any later one.
-    helped = any(fitting_wheels(capabilities, other, host.system, host.machine) for other in ("580.65.06", "999"))
+    helped = any(fitting_wheels(capabilities, other, *place) for other in ("580.65.06", "999"))
     return _refusal(kind="driver" if helped else "wheel", cause="no-wheel-fits", problem=problem, fix=fix)
 
 
@@ -124,12 +125,14 @@ def plan_environment(facts: Facts, device: str, path: Path, index_base: str = IN
     if device == "cuda":
         gpus, driver = visible_gpus(facts), facts.nvidia.driver_version or ""
         capabilities = [gpu.capability for gpu in gpus if gpu.capability is not None]
-        wheels = fitting_wheels(capabilities, driver, host.system, host.machine)
+        wheels = fitting_wheels(capabilities, driver, host.system, host.machine, wsl=host.wsl)
         shown = dict.fromkeys(f"{gpu.name}, compute capability {major}.{minor}"
                               for gpu, (major, minor) in zip(gpus, capabilities, strict=True))  # fmt: skip
         reason = f"{'; '.join(shown)}; driver {driver}"
     else:
         wheels, reason = cpu_wheels(host.system), "for the CPU"
+        if host.disk_free_bytes < NEEDED_GIB["cuda"] * 2**30 and wheels[-1].cuda:
+            wheels, reason = wheels[:1], f"{reason}; too little disk for the registry's build with its CUDA libraries"
     return EnvironmentPlan(
         device=device,
         path=path,
@@ -225,12 +228,18 @@ def judge_quick_check(said: str, exit_code: int | None, device: str, facts: Fact
 
 
 def _torch_that_said(said: str) -> Torch:
+    from pydantic import TypeAdapter
+
     lines = said.splitlines()
     for place, line in enumerate(lines):
         if line.startswith('{"version"'):
-            answer = json.loads(line)
             warned = " ".join([*lines[:place], *lines[place + 1 :][-1:]])
-            return Torch(**answer | {"arch_list": tuple(answer["arch_list"]), "said": warned[:600]})
+            try:
+                answer = json.loads(line)
+                known = {**answer, "arch_list": answer["arch_list"], "said": warned[:600]}
+                return TypeAdapter(Torch).validate_python(known)
+            except (ValueError, KeyError, RecursionError):
+                return Torch(version="unknown", problem=f"torch answered {line[:200]!r}, which is no answer")
     return Torch(version="unknown", problem=f"torch gave no answer: {last_words(said)}")
 
 

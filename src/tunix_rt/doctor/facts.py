@@ -1,11 +1,16 @@
 """What the doctor knows of a computer: plain values, gathered once by `probe.py`, judged by pure functions, and the same
 in a file. A fact that could not be had is None or absent; nothing here is a judgement."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+from tunix_rt.errors import InputError
+
 SCHEMA = "tunix-rt/facts/1"
+MAKE_A_FILE = "make the file with `tunix-rt doctor --facts-only > facts.json` of the same version"
 
 
 class _Strict:
@@ -180,19 +185,26 @@ class Facts(_Strict):
     """Variables that decide what is seen or where memory goes (`probe.VARIABLES`); no others are read."""
 
 
+def read_facts(path: Path) -> Facts:
+    """The facts in a file that `tunix-rt doctor --facts-only` wrote; what is no such file is an InputError."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        words = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{path}: {words}", fix=MAKE_A_FILE) from error
+    return facts_from_json(raw, source=str(path))
+
+
 def facts_from_json(raw: Any, *, source: str = "facts") -> Facts:
     """The Facts that `rundir.to_plain` made plain. Anything else is an InputError that names the place."""
     from pydantic import TypeAdapter, ValidationError
 
-    from tunix_rt.errors import InputError
-
-    fix = "make the file with `tunix-rt doctor --facts-only > facts.json` of the same version"
     try:
         facts = TypeAdapter(Facts).validate_python(raw)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{source}: {place}: {first['msg']}", fix=fix) from error
+        raise InputError(f"{source}: {place}: {first['msg']}", fix=MAKE_A_FILE) from error
     if facts.schema != SCHEMA:
-        raise InputError(f"{source}: schema is {facts.schema!r}, this version reads {SCHEMA!r}", fix=fix)
+        raise InputError(f"{source}: schema is {facts.schema!r}, this version reads {SCHEMA!r}", fix=MAKE_A_FILE)
     return facts

@@ -6,7 +6,9 @@ One function per cause, in the order of `GPU_CHECKS`: a cause that hides later o
 import re
 from dataclasses import replace
 
+from tunix_rt.doctor import signs
 from tunix_rt.doctor.facts import Facts, Gpu
+from tunix_rt.doctor.signs import WSL_LIBRARIES
 from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped, warned
 from tunix_rt.doctor.wheels import (
     BLACKWELL,
@@ -17,7 +19,6 @@ from tunix_rt.doctor.wheels import (
 )
 
 GIB = 2**30
-WSL_LIBRARIES = "/usr/lib/wsl/lib"
 FIRST_BLACKWELL_ID = 0x2900
 """PCI device numbers: Ada ends at 0x28xx; B200 is 0x2901, RTX 50 0x2b85 and above, GB10 0x2e12."""
 FIRST_TURING_ID = 0x1E00
@@ -35,13 +36,7 @@ LOST = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 
 
 def gpu_signs(facts: Facts) -> list[str]:
-    """Every trace of an NVIDIA GPU, driver or not. /dev/dxg alone is none: every WSL 2 has it."""
-    nvidia = facts.nvidia
-    signs = [gpu.name for gpu in nvidia.gpus]
-    signs += [f"PCI device {device.address}" for device in nvidia.pci]
-    signs += [node.path for node in nvidia.nodes if node.path.startswith("/dev/nvidia")]
-    signs += [f"kernel module {nvidia.module_version}"] if nvidia.module_version else []
-    return signs + [f"{path} (WSL)" for path in nvidia.libcuda if facts.host.wsl and path.startswith(WSL_LIBRARIES)]
+    return signs.gpu_signs(facts.host, facts.nvidia)
 
 
 def wants_gpu(facts: Facts, ask: Ask) -> bool:
@@ -116,13 +111,17 @@ def _with_gpus(facts: Facts) -> str:
     return GIVE_THE_POD_GPUS if facts.host.container == "kubernetes" else START_WITH_GPUS
 
 
+def _device_numbers(facts: Facts) -> list[int]:
+    return [int(one.device, 16) for one in facts.nvidia.pci if re.fullmatch(r"0x[0-9a-fA-F]+", one.device)]
+
+
 def _is_old(facts: Facts) -> bool:
     """Older than Turing: dropped by driver branch 590, and never driven by the open kernel modules."""
-    return any(int(device.device, 16) < FIRST_TURING_ID for device in facts.nvidia.pci)
+    return any(number < FIRST_TURING_ID for number in _device_numbers(facts))
 
 
 def _has_blackwell(facts: Facts) -> bool:
-    on_bus = any(int(device.device, 16) >= FIRST_BLACKWELL_ID for device in facts.nvidia.pci)
+    on_bus = any(number >= FIRST_BLACKWELL_ID for number in _device_numbers(facts))
     return on_bus or any(gpu.capability is not None and gpu.capability >= BLACKWELL for gpu in facts.nvidia.gpus)
 
 
@@ -132,7 +131,7 @@ def _has_blackwell(facts: Facts) -> bool:
 def wsl_has_a_gpu(facts: Facts, ask: Ask) -> Check:
     """WSL reaches the GPU through /dev/dxg and a library that Windows puts in."""
     cause = "wsl-without-gpu"
-    if not facts.host.wsl or not wants_gpu(facts, ask):
+    if not facts.host.wsl or facts.host.container or not wants_gpu(facts, ask):
         return skipped(cause, "not WSL, or no GPU asked for")
     if not any(node.path == "/dev/dxg" for node in facts.nvidia.nodes):
         return failed(
@@ -149,12 +148,16 @@ def wsl_has_a_gpu(facts: Facts, ask: Ask) -> Check:
 
 def gpu_is_present(facts: Facts, ask: Ask) -> Check:
     cause = "no-gpu"
-    if signs := gpu_signs(facts):
-        return passed(cause, ", ".join(dict.fromkeys(signs)))
+    if found := gpu_signs(facts):
+        return passed(cause, ", ".join(dict.fromkeys(found)))
     if not wants_gpu(facts, ask):
         return skipped(cause, "no sign of an NVIDIA GPU")
     return failed(
-        cause, "no NVIDIA GPU on the PCI bus, in /dev or in NVML", "no GPU present", "use a computer with an NVIDIA GPU"
+        cause,
+        "no NVIDIA GPU by its driver" + (", on the PCI bus or in /dev" if facts.host.system == "Linux" else ""),
+        "no GPU present",
+        "use a computer with an NVIDIA GPU"
+        + ("" if facts.host.system == "Linux" else "; if it has one, install its driver"),
     )
 
 
@@ -176,23 +179,26 @@ def driver_is_loaded(facts: Facts, ask: Ask) -> Check:
     if not_loaded and not (facts.host.container and not _gpu_nodes(facts)):
         return failed(
             cause, nvidia.nvml_problem or "", "the NVIDIA driver is installed but not running",
-            "sudo modprobe nvidia nvidia_uvm, or restart",
+            f"{'on the host: ' if facts.host.container else ''}sudo modprobe -a nvidia nvidia_uvm, or restart",
         )  # fmt: skip
     return passed(cause, f"kernel module {nvidia.module_version or 'of another kind'}")
 
 
 def container_has_gpus(facts: Facts, ask: Ask) -> Check:
     """The host's kernel module shows inside every container; the nodes only where the runtime puts them."""
-    cause = "container-without-runtime"
-    if not wants_gpu(facts, ask) or facts.host.container is None or facts.nvidia.gpus or facts.host.wsl:
+    cause, nvidia = "container-without-runtime", facts.nvidia
+    if not wants_gpu(facts, ask) or facts.host.container is None or nvidia.gpus:
         return skipped(cause)
     mask = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
-    hidden = mask in ("void", "none")
-    if _gpu_nodes(facts) and not hidden:
-        return passed(cause, ", ".join(_gpu_nodes(facts)))
-    saw = f"inside {facts.host.container}: {', '.join(gpu_signs(facts))}, " + (
-        f"NVIDIA_VISIBLE_DEVICES={mask}" if hidden else "no /dev/nvidia* nodes"
+    hidden = mask in ("void", "none") and bool(gpu_signs(facts))
+    has_nodes = bool(_gpu_nodes(facts)) or any(node.path == "/dev/dxg" for node in nvidia.nodes)
+    if not hidden and (has_nodes or not (facts.host.wsl or nvidia.module_version)):
+        return passed(cause, ", ".join(node.path for node in nvidia.nodes) or "no driver on the host")
+    missing = (
+        f"NVIDIA_VISIBLE_DEVICES={mask}" if hidden else "no /dev/dxg" if facts.host.wsl else "no /dev/nvidia* nodes"
     )
+    seen = ", ".join([*gpu_signs(facts), missing])
+    saw = f"inside {facts.host.container}{' on WSL' if facts.host.wsl else ''}: {seen}"
     return failed(cause, saw, "this container was started without its host's GPUs", _with_gpus(facts))
 
 
@@ -204,7 +210,8 @@ def nodes_may_be_opened(facts: Facts, ask: Ask) -> Check:
     if not closed and _nvml_error(facts) != "NVMLError_NoPermission":
         return passed(cause, "every node may be opened") if facts.nvidia.nodes else skipped(cause, "no nodes")
     nodes = closed or _gpu_nodes(facts) or ["/dev/nvidiactl"]
-    return failed(
+    answer = warned if facts.torch is not None and facts.torch.cuda_available else failed
+    return answer(
         cause, f"{', '.join(nodes)}: no read and write" if closed else facts.nvidia.nvml_problem or "",
         "this user may not open the GPU's device nodes",
         f"ls -l {nodes[0]} names their group: sudo usermod -aG GROUP $USER and log in again; "
@@ -215,12 +222,12 @@ def nodes_may_be_opened(facts: Facts, ask: Ask) -> Check:
 def wsl_stub_comes_first(facts: Facts, ask: Ask) -> Check:
     """A Linux driver installed inside WSL takes the place of the library that talks to Windows."""
     cause, found = "wsl-stub-shadowed", facts.nvidia.libcuda
-    if not facts.host.wsl or not wants_gpu(facts, ask) or not found:
-        return skipped(cause, "not WSL")
-    if found[0].startswith(WSL_LIBRARIES):
+    if not facts.host.wsl or facts.host.container or not wants_gpu(facts, ask) or not found:
+        return skipped(cause, "not WSL, or in a container, where the runtime puts the library elsewhere")
+    if found[0].startswith(WSL_LIBRARIES) or (facts.torch is not None and facts.torch.cuda_available):
         return passed(cause, found[0])
     return failed(
-        cause, f"libcuda.so.1 is taken from {found[0]}", f"it shadows WSL's own driver library in {WSL_LIBRARIES}",
+        cause, f"libcuda.so.1 is taken from {found[0]}", f"a library of a Linux driver shadows WSL's own in {WSL_LIBRARIES}",
         "uninstall the Linux driver inside WSL (sudo apt remove --purge 'libnvidia-*' 'nvidia-*'), sudo ldconfig, "
         f"so that {WSL_LIBRARIES} is found first; the driver belongs into Windows only",
     )  # fmt: skip
@@ -275,7 +282,8 @@ def container_kept_its_gpu(facts: Facts, ask: Ask) -> Check:
         return skipped(cause)
     if _nvml_error(facts) != "NVMLError_Unknown":
         return passed(cause, "NVML answers in this container")
-    return failed(
+    answer = warned if facts.nvidia.gpus else failed
+    return answer(
         cause, facts.nvidia.nvml_problem or "", "this container had a GPU and lost the right to it",
         "restart the container; so that it lasts, let Docker use CDI or the cgroupfs driver",
     )  # fmt: skip
@@ -331,7 +339,7 @@ def driver_lists_the_gpu(facts: Facts, ask: Ask) -> Check:
     driver = _driver(facts)
     saw = f"driver {driver}, {', '.join(gpu_signs(facts))}; NVML lists no GPU"
     old_way = f"install the proprietary driver of branch {LAST_BRANCH_BELOW_7_5}, the last one for them, then restart"
-    if _is_old(facts) and driver and number(driver)[0] > LAST_BRANCH_BELOW_7_5:
+    if _is_old(facts) and driver and number(driver) >= (LAST_BRANCH_BELOW_7_5 + 1,):
         return failed(cause, saw, f"driver branch {number(driver)[0]} no longer drives GPUs older than Turing", old_way)
     if _is_old(facts) and nvidia.module_flavour == "open":
         return failed(cause, saw, "the open kernel modules do not drive GPUs older than Turing", old_way)
@@ -366,7 +374,7 @@ def gpu_is_not_masked(facts: Facts, ask: Ask) -> Check:
         return passed(cause, "CUDA_VISIBLE_DEVICES is not set")
     visible = visible_gpus(facts)
     saw = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible)} of {len(gpus)}"
-    if visible or any(gpu.mig for gpu in gpus):
+    if visible or all(gpu.mig for gpu in gpus):
         return passed(cause, saw)
     return failed(
         cause, saw, "the GPU is masked by CUDA_VISIBLE_DEVICES",
@@ -424,7 +432,7 @@ def holders(gpu: Gpu) -> str:
 
 
 GPU_CHECKS = (
-    wsl_has_a_gpu, gpu_is_present, driver_is_loaded, container_has_gpus, nodes_may_be_opened, wsl_stub_comes_first,
+    wsl_has_a_gpu, container_has_gpus, gpu_is_present, driver_is_loaded, nodes_may_be_opened, wsl_stub_comes_first,
     driver_library_is_there, driver_matches_its_library, gpu_answers, container_kept_its_gpu, nvml_answers,
     blackwell_has_its_driver, blackwell_has_open_modules, driver_lists_the_gpu, uvm_is_there, gpu_is_not_masked,
     mig_has_a_slice, gpu_may_be_shared,

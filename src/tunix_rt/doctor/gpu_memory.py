@@ -31,11 +31,11 @@ def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> 
     except pynvml.NVMLError:
         return None
     try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            if pynvml.nvmlDeviceGetUUID(handle) not in uuids:
-                continue
+        for uuid in uuids:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
             in_use += int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            if uuid.startswith("MIG-"):  # processes are listed by the whole GPU
+                handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
             own += [int(process.usedGpuMemory) for process in listed if process.pid == pid and process.usedGpuMemory]
     except pynvml.NVMLError:

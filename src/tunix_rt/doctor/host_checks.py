@@ -31,6 +31,7 @@ def gpu_is_free(facts: Facts, ask: Ask) -> Check:
     cause, gpus = "gpu-busy", visible_gpus(facts)
     if not wants_gpu(facts, ask) or not gpus:
         return skipped(cause)
+    shared: Check | None = None
     for gpu in gpus:
         room = "memory shared with the CPU"
         nearly_full = False
@@ -42,9 +43,9 @@ def gpu_is_free(facts: Facts, ask: Ask) -> Check:
         fix += ", or show the run another GPU with CUDA_VISIBLE_DEVICES" if len(facts.nvidia.gpus) > 1 else ""
         if nearly_full:
             return failed(cause, saw, "another process holds nearly all of the GPU's memory", fix)
-        if gpu.processes:
-            return warned(cause, saw, "another process holds a part of the GPU, and slows it", fix)
-    return passed(cause, "no other process holds it")
+        if gpu.processes and shared is None:
+            shared = warned(cause, saw, "another process holds a part of the GPU, and slows it", fix)
+    return shared or passed(cause, "no other process holds it")
 
 
 def cuda_is_of_one_major(facts: Facts, ask: Ask) -> Check:

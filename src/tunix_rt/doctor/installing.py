@@ -8,16 +8,15 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tunix_rt
+from tunix_rt.doctor.child import last_text, run_into
 from tunix_rt.doctor.environment import (
     DTYPE,
     HEAD_SIZE,
@@ -42,9 +41,11 @@ from tunix_rt.rundir import storage, to_plain, write_json
 
 SCHEMA = "tunix-rt/environment/1"
 CHECK_SECONDS = 180
-PULSE_SECONDS = 20
-NOT_FOR_CHILDREN = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
-"""Variables that would bring other packages into the new environment, or put its packages elsewhere."""
+NOT_FOR_CHILDREN = (
+    "PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PYTORCH_NVML_BASED_CUDA_CHECK",
+)  # fmt: skip
+"""Variables that would bring other packages into the new environment, put its packages elsewhere, or let torch ask the
+driver instead of CUDA whether there is a GPU."""
 
 Say = Callable[[str], None]
 
@@ -54,7 +55,7 @@ class Ran:
     step: str
     command: str
     exit_code: int | None
-    """None: it was ended when its time was over."""
+    """None: it was ended when its time was over, or could not be started."""
     seconds: float
     words: str
 
@@ -107,10 +108,10 @@ def report_of(path: Path) -> Path:
 
 def check_path(path: Path) -> None:
     """A ConfigError for a place that is taken, first of all by the environment we run in."""
-    if path.resolve() == Path(sys.prefix).resolve():
+    if os.path.realpath(path) == os.path.realpath(sys.prefix):
         raise ConfigError(f"{path} is the environment that tunix-rt runs in", fix="choose another --path")
     if os.path.lexists(path):
-        raise ConfigError(f"{path} exists", fix="remove it, or choose another --path")
+        raise ConfigError(f"{path} exists", fix="choose another --path")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
             f"the folder {path.absolute().parent} does not exist", fix="make it, or choose another --path"
@@ -136,40 +137,21 @@ class _Log:
             file.write(words)
 
     def run(self, step: Step, *, seconds: float | None = None) -> tuple[Ran, str]:
-        """What became of the command, and all it said. It and its children end with us, or when the time is over."""
+        """What became of the command, and the end of what it said. It and its children end with us, or when the time is over."""
         self.write(f"\n$ {step.line}\n")
-        start, begin = time.monotonic(), self.path.stat().st_size
+        begin = self.path.stat().st_size
         with self.path.open("ab") as file:
-            try:
-                child = subprocess.Popen(
-                    step.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                    env=child_environment(os.environ), start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                file.write(f"{error}\n".encode())
-                return self._ran(step, 127, start, begin)
-            try:
-                code = self._wait(child, start, seconds)
-            finally:
-                if child.poll() is None:
-                    _end(child)
-        if code is None:
-            self.write(f"no end within {seconds:g} s; ended\n")
-        return self._ran(step, code, start, begin)
-
-    def _wait(self, child: "subprocess.Popen[bytes]", start: float, seconds: float | None) -> int | None:
-        while seconds is None or time.monotonic() - start < seconds:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(timeout=PULSE_SECONDS if seconds is None else min(PULSE_SECONDS, seconds))
-            self.say(f"  {time.monotonic() - start:.0f} s")
-        return None
-
-    def _ran(self, step: Step, code: int | None, start: float, begin: int) -> tuple[Ran, str]:
+            ended = run_into(
+                step.command, file, seconds=seconds, environment=child_environment(os.environ),
+                pulse=lambda passed: self.say(f"  {passed:.0f} s"),
+            )  # fmt: skip
+        silent = self.path.stat().st_size == begin
+        if ended.code is None or ended.code < 0 or (ended.code > 0 and silent):  # else its last words are its own
+            self.write(f"{step.name} {ended.words}\n")
         with self.path.open("rb") as file:
-            file.seek(begin)
-            said = file.read().decode("utf-8", errors="replace")
-        taken = round(time.monotonic() - start, 1)
-        return Ran(step=step.name, command=step.line, exit_code=code, seconds=taken, words=last_words(said)), said
+            said = last_text(file, begin)
+        seconds_taken, words = round(ended.seconds, 1), last_words(said)
+        return Ran(step=step.name, command=step.line, exit_code=ended.code, seconds=seconds_taken, words=words), said
 
 
 def child_environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -177,26 +159,31 @@ def child_environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONNOUSERSITE": "1"}
 
 
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End the child with all it started: pip builds in processes of its own."""
-    if os.name == "posix":
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    child.kill()
-    child.wait()
-
-
 @contextlib.contextmanager
 def _ended_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM as KeyboardInterrupt, so that both leave nothing half-made behind."""
+    """SIGTERM and SIGHUP as KeyboardInterrupt, so that all leave nothing half-made behind; a second one does not disturb it.
+
+    A signal that is ignored stays so: `nohup` asks for that.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in names}
+    heard = {number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+
+    def stop(*_: object) -> None:
+        for number in heard:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
     try:
+        for number in heard:
+            signal.signal(number, stop)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def create_environment(
@@ -333,7 +320,11 @@ def _proof_ran(step: Step, log: _Log, proof: Any, failure: Failure | None) -> Ra
 
 
 def verify_environment(python: Path, *, device: str, facts: Facts, log: Path) -> tuple[Torch, Any, Failure | None]:
-    """Quick check and proof with the Python of an environment that is there: its torch, the proof, what is wrong."""
+    """Quick check and proof with the Python of an environment that is there: its torch, the proof, what is wrong.
+
+    Made absolute, not resolved: a plain name would be looked for in PATH, and the link is what makes it this environment's.
+    """
+    python = python.absolute()
     ran, said = _Log(path=log, say=lambda words: None).run(
         Step(name="check", command=quick_check(str(python), device)), seconds=CHECK_SECONDS
     )

@@ -3,21 +3,36 @@
 import re
 
 from tunix_rt.doctor.facts import Facts, PciDevice
-from tunix_rt.doctor.gpu_checks import gpu_signs, wants_gpu
+from tunix_rt.doctor.gpu_checks import gpu_signs, visible_gpus, wants_gpu
 from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped
-from tunix_rt.doctor.wheels import driver_floor, number
+from tunix_rt.doctor.wheels import INSTALL, driver_floor, number
 
 TPU_KINDS = {
     ("0x0027", "0x004e"): "TPU v2", ("0x0027", "0x004f"): "TPU v3", ("0x005e", ""): "TPU v4", ("0x0062", ""): "TPU v5",
     ("0x0063", ""): "TPU v5 lite", ("0x006f", ""): "TPU v6 lite", ("0x0076", ""): "TPU7x",
 }  # fmt: skip
 """jax's device kind by PCI device number, and by subsystem where that alone tells."""
+TPU_DEVICES = {
+    "TPU v2": ("tpu-v2-core", 2), "TPU v3": ("tpu-v3-core", 2), "TPU v4": ("tpu-v4-chip", 1), "TPU v5": ("tpu-v5p-chip", 1),
+    "TPU v5p": ("tpu-v5p-chip", 1), "TPU v5 lite": ("tpu-v5e", 1), "TPU v5e": ("tpu-v5e", 1), "TPU v6 lite": ("tpu-v6e", 1),
+    "TPU v6e": ("tpu-v6e", 1), "TPU7x": ("tpu-v7x-device", 2),
+}  # fmt: skip
+"""jax's device kind -> what one jax device is in the catalogue, and how many of them a chip on the bus has."""
+OLDEST_FOR_CUDA_13 = (7, 5)
 ONE_PLATFORM = "unset JAX_PLATFORMS: tunix-rt sets it to the one platform of the run"
 
 
 def tpu_kind(device: PciDevice) -> str:
     known = TPU_KINDS.get((device.device, device.subsystem)) or TPU_KINDS.get((device.device, ""))
     return known or f"TPU {device.device}"
+
+
+def tpu_kinds(facts: Facts) -> tuple[str, ...]:
+    """The kind of each jax device: as jax told, else by the chips on the bus; empty where only nodes show."""
+    if facts.jax is not None and facts.jax.platform == "tpu" and facts.jax.devices:
+        return facts.jax.devices
+    kinds = [tpu_kind(device) for device in facts.tpu.pci]
+    return tuple(kind for kind in kinds for _ in range(TPU_DEVICES.get(kind, ("", 1))[1]))
 
 
 def has_tpu(facts: Facts) -> bool:
@@ -40,12 +55,25 @@ def jax_fix(facts: Facts, ask: Ask) -> str:
     if target(facts, ask) == "tpu":
         return 'pip install -U "jax[tpu]"'
     if target(facts, ask) == "cpu":
-        return 'pip install "tunix-rt[jax]"'
+        return INSTALL["jax"]
     driver = facts.nvidia.driver_version or facts.nvidia.module_version
-    extra = "cuda13" if driver is None or number(driver) >= number(driver_floor("13.0", "Linux")) else "cuda12"
-    if any(gpu.capability is not None and gpu.capability < (7, 5) for gpu in facts.nvidia.gpus):
-        extra = "cuda12"
-    return f'pip install -U "jax[{extra}]"'
+    if driver is not None and number(driver) < number(_floor("12", facts)):
+        return f"update the NVIDIA driver to {_floor('13', facts)} or newer"
+    gpus = visible_gpus(facts) or facts.nvidia.gpus
+    old = any(gpu.capability is not None and gpu.capability < OLDEST_FOR_CUDA_13 for gpu in gpus)
+    new_driver = driver is None or number(driver) >= number(_floor("13", facts))
+    return f'pip install -U "jax[{"cuda13" if new_driver and not old else "cuda12"}]"'
+
+
+def _floor(cuda_major: str, facts: Facts) -> str:
+    system = "Windows" if facts.host.wsl else facts.host.system  # WSL runs Windows' driver
+    return driver_floor(f"{cuda_major}.0", system, facts.host.machine)
+
+
+def _in_place_of(plugin: str, facts: Facts, ask: Ask) -> str:
+    """The line that takes a wrong plugin out and the right one in; its halves would stay otherwise."""
+    line = jax_fix(facts, ask)
+    return f"pip uninstall -y {plugin} {plugin.replace('plugin', 'pjrt')} && {line}" if line.startswith("pip") else line
 
 
 def _cuda_plugins(facts: Facts) -> dict[str, str]:
@@ -118,15 +146,21 @@ def platforms_do_not_fall(facts: Facts, ask: Ask) -> Check:
 
 
 def platforms_name_the_device(facts: Facts, ask: Ask) -> Check:
-    cause, wanted = "jax-platforms-mask", facts.environment.get("JAX_PLATFORMS", "")
-    if ask.backend != "jax" or ask.device == "cpu" or not wanted or "," in wanted:
-        return skipped(cause, "JAX_PLATFORMS is not set, or the CPU was asked for")
+    cause = "jax-platforms-mask"
+    named = {name: facts.environment.get(name, "").strip() for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")}
+    named = {name: value for name, value in named.items() if value and "," not in value}
+    if ask.backend != "jax" or not named or (ask.device == "cpu" and "JAX_PLATFORM_NAME" not in named):
+        return skipped(cause, "no platform is named by a variable, or the CPU was asked for")
     device = target(facts, ask)
     allowed = {"cuda": ("cuda", "gpu"), "tpu": ("tpu",), "cpu": ("cpu",)}[device]
-    if wanted.strip() in allowed:
-        return passed(cause, f"JAX_PLATFORMS={wanted}")
-    why = f"jax is told to use {wanted}, while the run would use {device}"
-    return failed(cause, f"JAX_PLATFORMS={wanted}", why, f"{ONE_PLATFORM}; or ask for that device")
+    wrong = {name: value for name, value in named.items() if value not in allowed}
+    if not wrong:
+        return passed(cause, ", ".join(f"{name}={value}" for name, value in named.items()))
+    name, value = next(iter(wrong.items()))
+    why = f"jax is told to use {value}, while the run would use {device}"
+    return failed(
+        cause, f"{name}={value}", why, f"unset {name} (tunix-rt sets JAX_PLATFORMS to the one platform of the run)"
+    )
 
 
 def jax_has_its_plugin(facts: Facts, ask: Ask) -> Check:
@@ -149,7 +183,7 @@ def plugin_is_of_the_same_version(facts: Facts, ask: Ask) -> Check:
     if ask.backend != "jax" or jax is None:
         return skipped(cause)
     parts = dict(jax.plugins) if target(facts, ask) == "cuda" else {}
-    if jax.jaxlib is not None:
+    if jax.jaxlib is not None and number(jax.jaxlib)[:3] > number(jax.version)[:3]:  # an older one is allowed
         parts["jaxlib"] = jax.jaxlib
     other = {name: version for name, version in parts.items() if number(version)[:3] != number(jax.version)[:3]}
     if not other:
@@ -170,14 +204,31 @@ def plugin_suits_the_driver(facts: Facts, ask: Ask) -> Check:
     if ask.backend != "jax" or not wants_gpu(facts, ask) or driver is None or not plugins:
         return skipped(cause)
     for name, version in plugins.items():
-        major = re.sub(r"\D", "", name)
-        floor = driver_floor(f"{major}.0", "Windows" if facts.host.wsl else facts.host.system)
+        floor = _floor(_major(name), facts)
         if number(driver) < number(floor):
             return failed(
                 cause, f"driver {driver}; {name} {version} needs {floor}", "the driver is older than jax's plugin needs",
-                f"{jax_fix(facts, ask)} and pip uninstall {name}; or update the driver to {floor} or newer",
+                f"{_in_place_of(name, facts, ask)}; or update the driver to {floor} or newer",
             )  # fmt: skip
     return passed(cause, f"driver {driver}, {', '.join(plugins)}")
+
+
+def plugin_has_kernels(facts: Facts, ask: Ask) -> Check:
+    """CUDA 13 dropped every GPU below compute capability 7.5."""
+    cause, plugins = "jax-plugin-lacks-architecture", _cuda_plugins(facts)
+    if ask.backend != "jax" or not wants_gpu(facts, ask) or not plugins:
+        return skipped(cause)
+    for gpu in visible_gpus(facts):
+        for name, version in plugins.items():
+            if gpu.capability is not None and gpu.capability < OLDEST_FOR_CUDA_13 and int(_major(name)) >= 13:
+                saw = "{}: compute capability {}.{}; {} {}".format(gpu.name, *gpu.capability, name, version)
+                why = f"CUDA 13, and so this plugin, has no code for {gpu.name}"
+                return failed(cause, saw, why, _in_place_of(name, facts, ask))
+    return passed(cause, ", ".join(plugins))
+
+
+def _major(plugin: str) -> str:
+    return re.sub(r"\D", "", plugin)
 
 
 def libtpu_is_installed(facts: Facts, ask: Ask) -> Check:
@@ -217,8 +268,27 @@ def _after_trouble(facts: Facts, ask: Ask, words: str) -> str:
     return jax_fix(facts, ask)
 
 
+def tpu_is_known(facts: Facts, ask: Ask) -> Check:
+    """The plan needs the memory of a device, and only the catalogue has that of a TPU."""
+    cause, kinds = "tpu-unknown", tpu_kinds(facts)
+    if not wants_tpu(facts, ask) or not has_tpu(facts):
+        return skipped(cause, "no TPU asked for")
+    if kinds and kinds[0] in TPU_DEVICES:
+        return passed(cause, kinds[0])
+    if not kinds:
+        why = "a TPU shows by its nodes alone, and nobody says of which kind it is"
+        return failed(
+            cause, ", ".join(node.path for node in facts.tpu.nodes), why, 'pip install -U "jax[tpu]", then ask again'
+        )
+    return failed(
+        cause, kinds[0], "this kind of TPU is not in the catalogue, so its memory is not known",
+        "update tunix-rt, or use a TPU from v2 to v7x",
+    )  # fmt: skip
+
+
 TPU_CHECKS = (tpu_is_present, engine_runs_on_the_tpu, tpu_nodes_may_be_opened)
 JAX_CHECKS = (
     jax_is_installed, platforms_do_not_fall, platforms_name_the_device, jax_has_its_plugin, libtpu_is_installed,
-    plugin_is_of_the_same_version, plugin_suits_the_driver, jax_answers, jax_sees_the_device,
+    plugin_is_of_the_same_version, plugin_suits_the_driver, plugin_has_kernels, jax_answers, jax_sees_the_device,
+    tpu_is_known,
 )  # fmt: skip

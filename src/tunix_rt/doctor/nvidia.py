@@ -45,11 +45,6 @@ def nvidia_facts(root: Path = Path("/")) -> Nvidia:
     )
 
 
-def shows_gpu(nvidia: Nvidia) -> bool:
-    """Whether there is any sign of an NVIDIA GPU, usable or not."""
-    return bool(nvidia.gpus or nvidia.pci or nvidia.nodes or nvidia.module_version or nvidia.driver_version)
-
-
 # --- bus, module, nodes, libcuda -------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tunix_rt.doctor.child import run_child
 from tunix_rt.doctor.facts import Jax, Torch
 
 TORCH_SECONDS = 30.0
 JAX_SECONDS = 60.0  # a TPU takes long to start
-NO_ANSWER = "gave no answer within"
 PYTHON = (sys.executable, "-P", "-c")  # -P: a torch.py in the working folder is not torch
 
 # --- a child with a time limit ---------------------------------------------------------------------------------------
@@ -32,33 +30,13 @@ class NoAnswer(Exception):
 def ask_child(
     command: Sequence[str], *, who: str, seconds: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The last JSON object the child printed on a line. NoAnswer for a hang, a crash, an error, or other words.
-
-    When the time is over its whole process group is killed. A child that even then does not end, because it is stuck in
-    a broken driver, is left to the system: waiting for it would hang us as well.
-    """
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise NoAnswer(f"no process could be started for {who}: {error.strerror}") from error
-    try:
-        out, err = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{who} {NO_ANSWER} {seconds:g} s") from None
-    finally:
-        if child.returncode is None:  # not reaped, so the number of its group is still its own
-            _kill_group(child)
-    if child.returncode != 0:
-        lines = err.decode(errors="replace").strip().splitlines()
-        raise NoAnswer(f"{who} {_ending(child.returncode)}: {plain_words(lines[-1]) if lines else 'no words'}")
-    text = out.decode(errors="replace").strip()
+    """The last JSON object the child printed on a line. NoAnswer for a hang, a crash, an error, or other words."""
+    ended = run_child(command, seconds=seconds, environment=environment)
+    if ended.code is None:
+        raise NoAnswer(plain_words(f"{who} {ended.words}"))
+    if ended.code != 0:
+        raise NoAnswer(f"{who} {ended.words}: {plain_words(ended.last_error) or 'no words'}")
+    text = ended.out.strip()
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(answer := json.loads(line), dict):
@@ -66,28 +44,6 @@ def ask_child(
     raise NoAnswer(
         f"{who} answered {plain_words(text[-200:])!r}, which is no answer" if text else f"{who} said nothing"
     )
-
-
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if sys.platform == "win32":
-            child.kill()
-        else:
-            os.killpg(child.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=1.0)
-    for pipe in (child.stdout, child.stderr):
-        if pipe is not None:
-            pipe.close()
-
-
-def _ending(code: int) -> str:
-    if code > 0:
-        return f"ended with code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
 
 
 def plain_words(text: str, limit: int = 300) -> str:
@@ -178,8 +134,10 @@ print(json.dumps(facts))
 
 def ask_torch(torch: Torch, *, script: str = TORCH_SCRIPT, seconds: float = TORCH_SECONDS) -> Torch:
     """`torch` completed by what it says in a process of its own, or with the `problem` that kept it from answering."""
+    # With that variable `is_available()` is the driver's weaker answer, whether or not CUDA starts.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
     try:
-        answer = ask_child([*PYTHON, script], who="torch", seconds=seconds)
+        answer = ask_child([*PYTHON, script], who="torch", seconds=seconds, environment=environment)
     except NoAnswer as none:
         return replace(torch, problem=str(none))
     try:
@@ -223,6 +181,7 @@ def ask_jax(jax: Jax, platform: str, *, script: str = JAX_SCRIPT, seconds: float
     """`jax` completed by what it says when asked for one platform (cuda, tpu or cpu) and no other, in its own process."""
     asked = replace(jax, asked_for=platform)
     environment = {**os.environ, "JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment.pop("JAX_PLATFORM_NAME", None)  # it would choose another default among the platforms
     try:
         answer = ask_child([*PYTHON, script], who="jax", seconds=seconds, environment=environment)
     except NoAnswer as none:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 
+from tunix_rt.doctor.child import NO_ANSWER
 from tunix_rt.doctor.facts import Facts, Host, Tpu
-from tunix_rt.doctor.nvidia import device_nodes, nvidia_facts, pci_devices, read_text, shows_gpu
-from tunix_rt.doctor.packages import NO_ANSWER, ask_jax, ask_torch, installed_jax, installed_torch, version_of
+from tunix_rt.doctor.nvidia import device_nodes, nvidia_facts, pci_devices, read_text
+from tunix_rt.doctor.packages import ask_jax, ask_torch, installed_jax, installed_torch, version_of
+from tunix_rt.doctor.signs import gpu_signs
 
 ROOT = Path("/")
 # Variables whose values hold no paths and no secrets. LD_LIBRARY_PATH shows by what it does: `Nvidia.libcuda`.
@@ -24,6 +26,7 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
     "JAX_PLATFORMS",
+    "JAX_PLATFORM_NAME",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_CLIENT_MEM_FRACTION",
@@ -51,17 +54,17 @@ def gather_facts(
     The engine of `backend` is started (seconds) only where an accelerator shows that `device` does not rule out, and not
     after an NVML that hung: it would hang on the same driver. With `deep` both engines are, whatever shows.
     """
-    nvidia, tpu = nvidia_facts(), tpu_facts()
+    host, nvidia, tpu = host_facts(output), nvidia_facts(), tpu_facts()
     torch, jax = installed_torch(), installed_jax()
     hung = NO_ANSWER in (nvidia.nvml_problem or "")
-    gpu = shows_gpu(nvidia) and not hung
+    gpu = bool(gpu_signs(host, nvidia)) and not hung
     if torch is not None and (deep or (backend == "torch" and gpu and device not in ("cpu", "tpu"))):
         torch = ask_torch(torch)
     platform_ = jax_platform(device, gpu=gpu, tpu=bool(tpu.pci or tpu.nodes), deep=deep)
     if jax is not None and platform_ is not None and (deep or backend == "jax"):
         jax = ask_jax(jax, platform_)
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return Facts(host=host_facts(output), nvidia=nvidia, tpu=tpu, torch=torch, jax=jax, environment=environment)
+    return Facts(host=host, nvidia=nvidia, tpu=tpu, torch=torch, jax=jax, environment=environment)
 
 
 def jax_platform(device: str, *, gpu: bool, tpu: bool, deep: bool = False) -> str | None:

@@ -3,24 +3,21 @@
 No torch and no jax here. A kernel that hangs, crashes or answers nonsense harms only the child, and becomes words.
 """
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
+import math
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
+
+from tunix_rt.doctor import child
 
 SECONDS = 120.0
 HEAD_SIZE = 64
 """Of most small models; taken where no model is named."""
+PROOF_NAMES = ("device", "product", "attention", "loss", "optimizer", "placement", "memory", "speed")
+"""All that a device is asked; an answer about fewer is no proof."""
 COMPUTED = "GPU computation successful"
-MOST_READ = 1 << 20
-"""Bytes of the child's answer that are read; a whole one has a few thousand."""
 START = "the import of its engine"
 """What the child is at before its first proof."""
 
@@ -38,7 +35,7 @@ class Proved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Everything the child said. `ok` is true only for a child that ended by itself with every proof held."""
+    """Everything the child said. `ok` is true only for a child that ended by itself with all of PROOF_NAMES held."""
 
     backend: str
     device: str
@@ -50,12 +47,15 @@ class Proof:
     pid: int
     seconds: float
     problem: str | None = None
-    """Why there is no whole answer: a hang, a crash, an answer that is none."""
+    """Why there is no whole answer: a hang, a crash, an answer that is none or lacks a proof."""
     ok: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        held = self.problem is None and bool(self.results) and all(result.ok for result in self.results)
-        object.__setattr__(self, "ok", held)
+        held = all(result.ok for result in self.results)
+        missing = [name for name in PROOF_NAMES if name not in {result.name for result in self.results}]
+        if self.problem is None and held and missing:
+            object.__setattr__(self, "problem", f"the child said nothing of {', '.join(missing)}")
+        object.__setattr__(self, "ok", self.problem is None and held and not missing)
 
 
 def prove(
@@ -67,14 +67,23 @@ def prove(
     query_heads: int | None = None,
     kv_heads: int | None = None,
     softcap: float | None = None,
+    attention: str | None = None,
+    scaling: float | None = None,
     python: str = sys.executable,
     seconds: float = SECONDS,
 ) -> Proof:
-    """Prove that `device` computes rightly in `dtype`, in a child process that is ended after `seconds`."""
+    """Prove that `device` computes rightly in `dtype`, in a child process that is ended after `seconds`.
+
+    What is left out is as in most models: no soft cap of the logits, attention by `sdpa`, scores over the root of the
+    head size. `attention="eager"` is for models that cap their scores."""
     # -P: as for the installed program, a file torch.py in the current folder is not torch.
     command = [python, "-P", "-m", f"tunix_rt.backends.{backend}_proofs", "--device", device, "--dtype", dtype]
     command += ["--head-size", str(head_size)]
-    for option, value in (("--query-heads", query_heads), ("--kv-heads", kv_heads), ("--softcap", softcap)):
+    options = {
+        "--query-heads": query_heads, "--kv-heads": kv_heads, "--softcap": softcap,
+        "--attention": attention, "--scaling": scaling,
+    }  # fmt: skip
+    for option, value in options.items():
         command += [] if value is None else [option, str(value)]
     answer = run_child(command, seconds=seconds)
     return Proof(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
@@ -85,69 +94,24 @@ def prove(
 
 def run_child(command: Sequence[str], *, seconds: float) -> dict[str, Any]:
     """The fields of a Proof that come from the child. At the limit its whole process group is killed."""
-    started = time.monotonic()
-    # Files, not pipes: a process the child left behind cannot keep us waiting, and a flood does not fill our memory.
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
-        try:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=complained, start_new_session=True
-            )
-        except OSError as error:
-            return {"pid": 0, "seconds": 0.0, "problem": f"{command[0]} cannot be started: {error.strerror or error}"}
-        late = False
-        try:
-            child.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            if child.returncode is None:
-                _kill_group(child)
-        answer = read_answer(_text(said))
-        stage = answer.pop("stage")
-        problem = answer.pop("garbage")
-        if late:
-            problem = f"{stage} gave no answer within {seconds:g} s"
-        elif child.returncode < 0:
-            problem = f"the child was killed by {_signal_name(-child.returncode)} while proving {stage}"
-        elif problem is None and not (answer["whole"] and _exit_fits(child.returncode, answer["results"])):
-            problem = f"the child ended with exit code {child.returncode} while proving {stage}{_last(complained)}"
-        del answer["whole"]
-        return {**answer, "pid": child.pid, "seconds": time.monotonic() - started, "problem": problem}
+    ended = child.run_child(command, seconds=seconds)
+    answer = read_answer(ended.out)
+    stage, problem, whole = answer.pop("stage"), answer.pop("garbage"), answer.pop("whole")
+    if ended.code is None:
+        problem = f"{stage if ended.pid else 'the child'} {ended.words}"
+    elif ended.code < 0:
+        problem = f"the child {ended.words} while proving {stage}"
+    elif ended.cut:  # and the stage with it
+        problem = f"the child printed more than {child.MOST_READ >> 20} MiB, which is no answer"
+    elif problem is None and not (whole and _exit_fits(ended.code, answer["results"])):
+        said = f": {ended.last_error[:300]}" if ended.last_error else " and said nothing"
+        problem = f"the child {ended.words} while proving {stage}{said}"
+    return {**answer, "pid": ended.pid, "seconds": ended.seconds, "problem": problem}
 
 
 def _exit_fits(exit_code: int, results: Sequence[Proved]) -> bool:
     """A child that ends with an error although every proof held has met one nobody has words for."""
     return exit_code == 0 or not all(result.ok for result in results)
-
-
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    if sys.platform == "win32":
-        child.kill()
-    else:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-    # A process stuck inside the kernel's driver does not die when it is killed; it is left behind, not waited for.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=5)
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(MOST_READ).decode("utf-8", errors="replace")
-
-
-def _last(complained: IO[bytes]) -> str:
-    """The end of the last line on stderr, where Python and the engines name what went wrong."""
-    complained.seek(max(0, complained.seek(0, os.SEEK_END) - MOST_READ))
-    lines = complained.read().decode("utf-8", errors="replace").strip().splitlines()
-    return f": {lines[-1].strip()[:300]}" if lines else " and said nothing"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def read_answer(text: str) -> dict[str, Any]:
@@ -158,7 +122,7 @@ def read_answer(text: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"results": (), "about": {}, "stage": START, "whole": False, "garbage": None}
     for line in text.splitlines():
         try:
-            said = json.loads(line)
+            said = json.loads(line, parse_float=_finite, parse_constant=_finite)
             match said:
                 case {"begun": str(stage)}:
                     answer["stage"] = stage
@@ -171,18 +135,25 @@ def read_answer(text: str) -> dict[str, Any]:
                     answer["stage"] = "nothing more" if answer["whole"] else answer["stage"]
                 case _:
                     raise ValueError(line)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             answer["garbage"] = f"the child printed {line[:200]!r} while proving {answer['stage']}, which is no answer"
             break
     return answer
+
+
+def _finite(number: str | float) -> float:
+    """NaN and infinity are no figures: JSON has none, and no report could be written with them."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(number)
+    return found
 
 
 def _proved(raw: Mapping[str, Any]) -> Proved:
     name, ok, detail, figures = raw["name"], raw["ok"], raw["detail"], raw["figures"]
     if not (isinstance(name, str) and isinstance(ok, bool) and isinstance(detail, str) and isinstance(figures, dict)):
         raise ValueError(raw)
-    plain = {str(key): float(value) for key, value in figures.items()}
-    return Proved(name=name, ok=ok, detail=detail, seconds=float(raw["seconds"]), figures=plain)
+    plain = {str(key): _finite(value) for key, value in figures.items()}
+    return Proved(name=name, ok=ok, detail=detail, seconds=_finite(raw["seconds"]), figures=plain)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -198,7 +169,7 @@ def proof_problem(proof: Proof) -> tuple[str, str] | None:
         return f"{proof.device} is not proven: {proof.problem}", way
     failed = next((result for result in proof.results if not result.ok), None)
     if failed is None:
-        return None if proof.ok else (f"{proof.device} is not proven: the child proved nothing", f"run `{again}`")
+        return None
     problem = f"{proof.device} failed the proof `{failed.name}` in {proof.dtype}: {failed.detail}"
     if _is_about_capability(failed.detail):
         return problem, f"install a wheel with code for this GPU: `tunix-rt doctor --device {proof.device}` names it"
@@ -220,7 +191,14 @@ def proof_lines(proof: Proof, peak: tuple[float | None, float | None] = (None, N
     for result in proof.results:
         detail = _beside(result.figures, peak) if result.name == "speed" and result.ok else result.detail
         lines.append(f"  {result.name:<10} {'ok  ' if result.ok else 'FAIL'}  {detail}")
-    return lines if proof.problem is None else [*lines, f"  {proof.problem}"]
+    lines += [] if proof.problem is None else [f"  {proof.problem}"]
+    return [*lines, COMPUTED] if _computed(proof) else lines
+
+
+def _computed(proof: Proof) -> bool:
+    """The product ran on the GPU, was waited for, and agrees with float64."""
+    held = {result.name for result in proof.results if result.ok}
+    return proof.device == "cuda" and held >= {"device", "product", "placement"}
 
 
 def _beside(figures: Mapping[str, float], peak: tuple[float | None, float | None]) -> str:
@@ -256,10 +234,7 @@ def cuda_check_text(proof: Proof) -> str:
         lines += [f"    {key}: {value:.6g}" for key, value in result.figures.items()]
     if proof.problem is not None:
         lines.append(f"not proven: {proof.problem}")
-    held = {result.name for result in proof.results if result.ok}
-    if proof.device == "cuda" and held >= {"device", "product", "placement"}:
-        lines.append(COMPUTED)  # the product ran on the GPU, was waited for, and agrees with float64
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, COMPUTED] if _computed(proof) else lines) + "\n"
 
 
 def _plain_words(value: Any) -> str:

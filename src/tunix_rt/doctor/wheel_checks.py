@@ -1,9 +1,12 @@
 """Does the installed torch fit the GPU and its driver?"""
 
+import re
+
 from tunix_rt.doctor.facts import Facts
 from tunix_rt.doctor.gpu_checks import visible_gpus, wants_gpu
 from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped
 from tunix_rt.doctor.wheels import (
+    INSTALL,
     OLDEST_TORCH,
     Capability,
     driver_floor,
@@ -14,13 +17,12 @@ from tunix_rt.doctor.wheels import (
     why_no_wheel,
 )
 
-INSTALL_TORCH = 'pip install "tunix-rt[torch]"'
 MISFIT_WORDS = ("is not compatible with the current PyTorch installation", "does not include kernels for this GPU")
 """What torch warns of, and goes on."""
 CUDA_WORDS = (
-    ("802", "the GPUs of this board wait for the fabric manager", "sudo systemctl start nvidia-fabricmanager"),
-    ("803", "driver library and kernel module are of different versions", "restart the computer"),
-    ("804", "a cuda-compat library was taken that this GPU does not allow", "take cuda-compat out of LD_LIBRARY_PATH"),
+    (r"\b802\b", "the GPUs of this board wait for the fabric manager", "sudo systemctl start nvidia-fabricmanager"),
+    (r"\b803\b", "driver library and kernel module are of different versions", "restart the computer"),
+    (r"\b804\b", "a cuda-compat library was taken that this GPU does not allow", "take cuda-compat out of LD_LIBRARY_PATH"),
     ("driver on your system is too old", "torch finds the driver too old", "update the NVIDIA driver to 580.65.06 or newer"),
     ("unknown error", "CUDA could not start", "sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm, or restart"),
 )  # fmt: skip
@@ -39,8 +41,15 @@ def wheel_fix(facts: Facts) -> str:
     wanted = capabilities(facts)
     if driver is None or not wanted:
         return "tunix-rt env create --device cuda (it reads driver and GPU, and chooses)"
-    found = fitting_wheels(wanted, driver, host.system, host.machine)
-    return install_line(found[0]) if found else why_no_wheel(wanted, driver, host.system, host.machine)[1]
+    found = fitting_wheels(wanted, driver, host.system, host.machine, wsl=host.wsl)
+    if found:
+        return install_line(found[0])
+    for gpu in visible_gpus(facts):  # GPUs of different ages: one alone may have a wheel
+        if gpu.capability and (
+            own := fitting_wheels([gpu.capability], driver, host.system, host.machine, wsl=host.wsl)
+        ):
+            return f"export CUDA_VISIBLE_DEVICES={gpu.index}  # {gpu.name} alone; its wheel: {install_line(own[0])}"
+    return why_no_wheel(wanted, driver, host.system, host.machine, wsl=host.wsl)[1]
 
 
 def torch_is_installed(facts: Facts, ask: Ask) -> Check:
@@ -49,9 +58,9 @@ def torch_is_installed(facts: Facts, ask: Ask) -> Check:
         return skipped(cause, "another engine was asked for")
     if facts.torch is not None:
         return passed(cause, f"torch {facts.torch.version}")
-    fix = INSTALL_TORCH
+    fix = INSTALL["torch"]
     if wants_gpu(facts, ask):
-        fix = f"{wheel_fix(facts)}, then {INSTALL_TORCH}"
+        fix = f"{wheel_fix(facts)} && {INSTALL['torch']}"
     return failed(cause, "no torch in this environment", "the torch engine cannot run", fix)
 
 
@@ -61,10 +70,19 @@ def torch_answers(facts: Facts, ask: Ask) -> Check:
         return skipped(cause)
     if facts.torch.problem is None:
         return passed(cause, "torch was asked and answered" if facts.torch.arch_list is not None else "not asked")
-    again = f"install torch again: {wheel_fix(facts) if wants_gpu(facts, ask) else INSTALL_TORCH}"
+    again = f"install torch again: {wheel_fix(facts) if wants_gpu(facts, ask) else INSTALL['torch']}"
     if "no answer within" in facts.torch.problem:
         again = f"restart the computer or the container, because a driver that hangs makes torch hang; else {again}"
     return failed(cause, facts.torch.problem, "torch does not start", again)
+
+
+def no_amd_gpu_is_passed_over(facts: Facts, ask: Ask) -> Check:
+    """A build for ROCm says that there is an AMD GPU; `auto` must not take the CPU beside it in silence."""
+    cause, torch = "amd-gpu", facts.torch
+    if ask.backend != "torch" or torch is None or ask.device != "auto" or wants_gpu(facts, ask) or not torch.hip_build:
+        return skipped(cause)
+    saw = f"torch {torch.version}: built for ROCm {torch.hip_build}"
+    return failed(cause, saw, "tunix-rt does not train on AMD GPUs", "use a computer with an NVIDIA GPU")
 
 
 def wheel_is_for_cuda(facts: Facts, ask: Ask) -> Check:
@@ -88,9 +106,8 @@ def driver_is_new_enough(facts: Facts, ask: Ask) -> Check:
     cause, torch, driver = "driver-below-wheel", facts.torch, facts.nvidia.driver_version
     if ask.backend != "torch" or torch is None or not torch.cuda_build or driver is None or not wants_gpu(facts, ask):
         return skipped(cause, "no driver, or no CUDA wheel")
-    floor = driver_floor(
-        torch.cuda_build, "Windows" if facts.host.wsl else facts.host.system
-    )  # WSL runs Windows' driver
+    system = "Windows" if facts.host.wsl else facts.host.system  # WSL runs Windows' driver
+    floor = driver_floor(torch.cuda_build, system, facts.host.machine)
     saw = f"driver {driver}; torch {torch.version} is built for CUDA {torch.cuda_build}, which needs {floor}"
     if number(driver) >= number(floor) or torch.cuda_available:  # that CUDA starts is worth more than the table
         return passed(cause, saw)
@@ -130,9 +147,9 @@ def torch_is_not_too_old(facts: Facts, ask: Ask) -> Check:
     cause, torch = "torch-too-old", facts.torch
     if ask.backend != "torch" or torch is None:
         return skipped(cause)
-    if number(torch.version)[:2] >= number(OLDEST_TORCH):
+    if not number(torch.version) or number(torch.version)[:2] >= number(OLDEST_TORCH):  # a build may have no number
         return passed(cause, f"torch {torch.version}")
-    fix = wheel_fix(facts) if wants_gpu(facts, ask) else INSTALL_TORCH
+    fix = wheel_fix(facts) if wants_gpu(facts, ask) else INSTALL["torch"]
     why = f"torch below {OLDEST_TORCH} has known holes in reading weights, and is not supported"
     return failed(cause, f"torch {torch.version}", why, fix)
 
@@ -146,7 +163,7 @@ def torch_sees_the_gpu(facts: Facts, ask: Ask) -> Check:
         return passed(cause, f"{torch.cuda_devices} CUDA device(s)")
     said = torch.said or "torch.cuda.is_available() is False, without a word"
     for words, why, fix in CUDA_WORDS:
-        if words in said:
+        if re.search(words, said):
             return failed(cause, said, why, fix)
     return failed(
         cause, said, "torch cannot start CUDA", "restart the container or the computer, then tunix-rt doctor again"
@@ -154,6 +171,7 @@ def torch_sees_the_gpu(facts: Facts, ask: Ask) -> Check:
 
 
 WHEEL_CHECKS = (
-    torch_is_installed, torch_answers, wheel_is_for_cuda, driver_is_new_enough, wheel_has_kernels, torch_is_not_too_old,
+    torch_is_installed, torch_answers, no_amd_gpu_is_passed_over, wheel_is_for_cuda,
+    driver_is_new_enough, wheel_has_kernels, torch_is_not_too_old,
     torch_sees_the_gpu,
 )  # fmt: skip

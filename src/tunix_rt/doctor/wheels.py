@@ -14,6 +14,8 @@ INDEX_BASE = "https://download.pytorch.org/whl"
 OLDEST_TORCH = "2.10"
 """Older ones have known holes in reading weights."""
 TESTED_TORCH = "2.13.0"
+INSTALL = {"torch": 'pip install -e ".[torch]"', "jax": 'pip install -e ".[jax]"'}
+"""What brings an engine, in the clone of tunix-rt: that is where it is installed from."""
 
 Capability = tuple[int, int]
 
@@ -53,8 +55,8 @@ _LOCKED_129 = "torch-2.13.0+cu129 for cp312, sha256 df28741fcd89..., as public l
 WHEELS = (
     Wheel(torch="2.13.0", cuda="13.0", index="cu130", architectures=_CURRENT, platforms=_PC, driver_from="580.65.06",
           source=_MATRIX_213),
-    Wheel(torch="2.13.0", cuda="13.0", index="cu130", architectures=_ARM_CURRENT, platforms=_ARM,
-          driver_from="580.65.06", source=_MATRIX_213),
+    Wheel(torch="2.13.0", cuda="13.0", index="cu130", architectures=_ARM_CURRENT, platforms=_ARM, driver_from="580",
+          source=_MATRIX_213),
     Wheel(torch="2.13.0", cuda="12.9", index="cu129", architectures=_CURRENT, platforms=("Linux x86_64",),
           driver_from="570.26", source=_LOCKED_129),
     Wheel(torch="2.13.0", cuda="12.6", index="cu126", architectures=_LEGACY, platforms=_PC, driver_from="525.60.13",
@@ -65,7 +67,7 @@ WHEELS = (
           driver_from="570.26", source="github.com/pytorch/pytorch/issues/185269 (published for 2.12.1)"),
     Wheel(torch="2.13.0", cuda="13.0", index="", architectures=_CURRENT, platforms=("Linux x86_64",),
           driver_from="580.65.06", source="arch list read out of the registry's wheel"),
-    Wheel(torch="2.13.0", cuda="13.0", index="", architectures=_ARM_CURRENT, platforms=_ARM, driver_from="580.65.06",
+    Wheel(torch="2.13.0", cuda="13.0", index="", architectures=_ARM_CURRENT, platforms=_ARM, driver_from="580",
           source="arch list read out of the registry's wheel"),
     Wheel(torch="2.12.1", cuda="12.6", index="cu126", architectures=_LEGACY, platforms=_PC, driver_from="525.60.13",
           source="pytorch RELEASE.md, matrix of 2.12 (github.com/pytorch/pytorch/pull/182849)"),
@@ -74,9 +76,11 @@ WHEELS = (
 
 DRIVER_FLOOR = {
     "Linux": {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"},
+    "Linux aarch64": {11: "450.80.02", 12: "525.60.13", 13: "580"},
     "Windows": {11: "452.39", 12: "528.33", 13: "580"},
 }
-"""Oldest driver for each CUDA major: NVIDIA's minor-version compatibility (docs.nvidia.com/deploy/cuda-compatibility)."""
+"""Oldest driver for each CUDA major: NVIDIA's minor-version compatibility (docs.nvidia.com/deploy/cuda-compatibility). The
+driver that comes with Jetson Thor calls itself 580.00. WSL runs the driver of Windows."""
 BLACKWELL: Capability = (10, 0)
 BLACKWELL_DRIVER = "570.26"
 """The first driver for any GPU of compute capability 10.0 and above (its toolkit is CUDA 12.8)."""
@@ -89,10 +93,10 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
 
 
-def driver_floor(cuda: str, system: str) -> str:
+def driver_floor(cuda: str, system: str, machine: str = "") -> str:
     """Oldest driver for a CUDA version on a system; versions newer than the table have the floor of its newest."""
-    floors = DRIVER_FLOOR["Windows" if system == "Windows" else "Linux"]
-    return floors[max((major for major in floors if major <= number(cuda)[0]), default=min(floors))]
+    floors = DRIVER_FLOOR.get(f"{system} {machine}") or DRIVER_FLOOR["Windows" if system == "Windows" else "Linux"]
+    return floors[max((major for major in floors if (major,) <= number(cuda)[:1]), default=min(floors))]
 
 
 # --- does this code run on that GPU -----------------------------------------------------------------------------------
@@ -127,54 +131,54 @@ def fits(capability: Capability, arch_list: Iterable[str], cuda_build: str) -> b
 # --- which wheel ------------------------------------------------------------------------------------------------------
 
 
-def fitting_wheels(capabilities: Sequence[Capability], driver: str, system: str, machine: str) -> list[Wheel]:
+def fitting_wheels(
+    capabilities: Sequence[Capability], driver: str, system: str, machine: str, *, wsl: bool = False
+) -> list[Wheel]:
     """The wheels that run on all of these GPUs under this driver, best first; empty when `why_no_wheel` has a reason."""
-    platform = f"{system} {machine}"
+    if number(driver)[:1] > (LAST_BRANCH_BELOW_7_5,) and any(one < (7, 5) for one in capabilities):
+        return []
     return [
         wheel
         for wheel in WHEELS
-        if platform in wheel.platforms
-        and number(driver) >= number(wheel.driver_from)
-        and all(fits(one, wheel.architectures, wheel.cuda) and _driven(one, driver) for one in capabilities)
+        if f"{system} {machine}" in wheel.platforms
+        and number(driver) >= number(_driver_for(wheel, system, machine, wsl))
+        and all(fits(one, wheel.architectures, wheel.cuda) for one in capabilities)
     ]
 
 
-def _driven(capability: Capability, driver: str) -> bool:
-    if capability < (7, 5):
-        return number(driver)[0] <= LAST_BRANCH_BELOW_7_5
-    return capability < BLACKWELL or number(driver) >= number(BLACKWELL_DRIVER)
+def _driver_for(wheel: Wheel, system: str, machine: str, wsl: bool) -> str:
+    """Oldest driver that we put the wheel on and that NVIDIA allows it."""
+    return max(wheel.driver_from, driver_floor(wheel.cuda, "Windows" if wsl else system, machine), key=number)
 
 
-def why_no_wheel(capabilities: Sequence[Capability], driver: str, system: str, machine: str) -> tuple[str, str]:
+def why_no_wheel(
+    capabilities: Sequence[Capability], driver: str, system: str, machine: str, *, wsl: bool = False
+) -> tuple[str, str]:
     """Why `fitting_wheels` found none, and the way out."""
-    shown = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    shown = ", ".join(f"{major}.{minor}" for major, minor in dict.fromkeys(capabilities))
     platform = f"{system} {machine}"
+    last_branch = (
+        f"install a driver of branch {LAST_BRANCH_BELOW_7_5}, the last one for GPUs below compute capability 7.5"
+    )
     if not any(platform in wheel.platforms for wheel in WHEELS):
         return f"no CUDA wheel of torch is published for {platform}", "use Linux (x86_64 or aarch64) or Windows on a PC"
-    if any(one < (7, 5) for one in capabilities) and number(driver)[0] > LAST_BRANCH_BELOW_7_5:
-        return (
-            f"driver {driver} no longer drives GPUs of compute capability {shown}",
-            f"install a driver of branch {LAST_BRANCH_BELOW_7_5}, the last one for them",
-        )
-    newest = "999"
-    if fitting_wheels(capabilities, newest, system, machine) or fitting_wheels(
-        capabilities, "580.65.06", system, machine
-    ):
-        needed = driver_needed(capabilities, system, machine)
+    old = any(one < (7, 5) for one in capabilities)
+    if old and number(driver)[:1] > (LAST_BRANCH_BELOW_7_5,):
+        return f"driver {driver} no longer drives GPUs of compute capability {shown}", last_branch
+    best_driver = f"{LAST_BRANCH_BELOW_7_5}.999" if old else "999"
+    if better := fitting_wheels(capabilities, best_driver, system, machine, wsl=wsl):
+        needed = _driver_for(better[0], system, machine, wsl)
         return (
             f"driver {driver} is too old for every wheel with kernels for compute capability {shown}",
-            f"update the NVIDIA driver to {needed} or newer",
+            last_branch if old else f"update the NVIDIA driver to {needed} or newer",
         )
+    fix = "build torch from source (see docs/guides/gpu-environment.md), or use another GPU"
+    if len(set(capabilities)) > 1 and any(fitting_wheels([one], best_driver, system, machine) for one in capabilities):
+        fix = f"use one of the GPUs alone (CUDA_VISIBLE_DEVICES, then tunix-rt env create --device cuda), or {fix}"
     return (
         f"no torch wheel of version {OLDEST_TORCH} or newer has kernels for compute capability {shown} on {platform}",
-        "build torch from source (see docs/guides/gpu-environment.md), or use another GPU",
+        fix,
     )
-
-
-def driver_needed(capabilities: Sequence[Capability], system: str, machine: str) -> str:
-    """The oldest driver under which the best wheel for these GPUs runs."""
-    tried = sorted({wheel.driver_from for wheel in WHEELS} | {BLACKWELL_DRIVER}, key=number, reverse=True)
-    return next((driver for driver in tried if fitting_wheels(capabilities, driver, system, machine)), "580.65.06")
 
 
 def pip_arguments(wheel: Wheel, index_base: str = INDEX_BASE) -> list[str]:
@@ -188,16 +192,32 @@ def install_line(wheel: Wheel) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`DRIVER CAPABILITY SYSTEM MACHINE`: prints the pip arguments of the best wheel and why; exit 4: why none, and the fix."""
-    driver, capability, system, machine = arguments
-    wanted = [(int(capability.partition(".")[0]), int(capability.partition(".")[2]))]
-    found = fitting_wheels(wanted, driver, system, machine)
+    """`DRIVER CAPABILITY SYSTEM MACHINE RELEASE`, the first two as nvidia-smi tells them, a line for each GPU.
+
+    Prints the pip arguments of the best wheel and why that one; with exit 4 why there is none, and the fix.
+    """
+    drivers, capabilities, system, machine, release = arguments
+    for answer, asked, pattern in (
+        (drivers, "the version of the driver", r"\d+(\.\d+)+"),
+        (capabilities, "the compute capability", r"\d{1,2}\.\d"),
+    ):
+        wrong = [line.strip() for line in answer.splitlines() or [""] if not re.fullmatch(pattern, line.strip())]
+        if wrong:
+            problem = f"nvidia-smi says {wrong[0][:200]!r} where {asked} of a GPU is asked for, so no torch wheel can be chosen"
+            return _told(problem, "mend or update the NVIDIA driver, until nvidia-smi lists every GPU", exit_code=4)
+    driver, wsl = drivers.split()[0], "microsoft" in release.lower()
+    wanted = [(int(major), int(minor)) for major, minor in (one.split(".") for one in capabilities.split())]
+    found = fitting_wheels(wanted, driver, system, machine, wsl=wsl)
     if not found:
-        sys.stdout.write("\n".join(why_no_wheel(wanted, driver, system, machine)) + "\n")
-        return 4
-    reason = f"compute capability {capability}, NVIDIA driver {driver}: CUDA {found[0].cuda}"
-    sys.stdout.write(" ".join(pip_arguments(found[0])) + f"\n{reason}\n")
-    return 0
+        return _told(*why_no_wheel(wanted, driver, system, machine, wsl=wsl), exit_code=4)
+    shown = ", ".join(dict.fromkeys(capabilities.split()))
+    reason = f"compute capability {shown}, NVIDIA driver {driver}: CUDA {found[0].cuda}"
+    return _told(" ".join(pip_arguments(found[0])), reason, exit_code=0)
+
+
+def _told(first: str, second: str, *, exit_code: int) -> int:
+    sys.stdout.write(f"{first}\n{second}\n")
+    return exit_code
 
 
 if __name__ == "__main__":

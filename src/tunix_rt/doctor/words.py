@@ -38,7 +38,7 @@ def verdict_lines(
         lines.append(f"ready: {choice.device}, {count}{choice.kind}, {memory} ({choice.reason})")
     failures = [check for check in checks if check.verdict == "fail"]
     for check in failures[:1]:
-        lines += [f"not ready for {asked}: {check.why}", *_detail(check)]
+        lines += [f"{not_ready(asked)}: {check.why}", *_detail(check)]
     if len(failures) > 1:
         lines.append("  then: " + "; ".join(f"{check.why} [{check.cause}]" for check in failures[1:]))
     lines += proven
@@ -46,6 +46,10 @@ def verdict_lines(
         if check.verdict == "warn":
             lines += [f"warning: {check.why}", *_detail(check)]
     return [*lines, "", *fact_lines(facts)]
+
+
+def not_ready(asked: str) -> str:
+    return "not ready" if asked == "auto" else f"not ready for {asked}"
 
 
 def _detail(check: Check) -> list[str]:
@@ -60,10 +64,8 @@ def fact_lines(facts: Facts) -> list[str]:
         f"cpu       {host.cpu}, {host.cpu_cores} cores, {host.ram_available_bytes / GIB:.1f} of "
         f"{host.ram_total_bytes / GIB:.1f} GiB RAM available",
     ]
-    for gpu in nvidia.gpus:
-        size = "memory shared with the CPU" if gpu.total_bytes is None else f"{gpu.total_bytes / GIB:.1f} GiB"
-        code = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
-        lines.append(f"gpu {gpu.index}     {gpu.name}, {size}{code}, driver {nvidia.driver_version}")
+    for words, indices in _alike(facts).items():
+        lines.append(f"{'gpu ' + _span(indices):<9} {words}, driver {nvidia.driver_version}")
     if facts.tpu.pci or facts.tpu.nodes:
         lines.append(
             f"tpu       {len(facts.tpu.pci) or len(facts.tpu.nodes)} device(s), libtpu {facts.tpu.libtpu or 'none'}"
@@ -72,6 +74,20 @@ def fact_lines(facts: Facts) -> list[str]:
         build = facts.torch.cuda_build
         lines.append(f"torch     {facts.torch.version}, " + (f"CUDA {build}" if build else "built without CUDA"))
     return [*lines, f"disk      {host.disk_free_bytes / GIB:.1f} GiB free at {host.disk_path}"]
+
+
+def _alike(facts: Facts) -> dict[str, list[int]]:
+    """GPUs in words, with the numbers of those that the words are the same for."""
+    found: dict[str, list[int]] = {}
+    for gpu in facts.nvidia.gpus:
+        size = "memory shared with the CPU" if gpu.total_bytes is None else f"{gpu.total_bytes / GIB:.1f} GiB"
+        code = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
+        found.setdefault(f"{gpu.name}, {size}{code}", []).append(gpu.index)
+    return found
+
+
+def _span(indices: list[int]) -> str:
+    return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
 
 
 def env_info_text(facts: Facts) -> str:

@@ -1,35 +1,37 @@
 """A bundle: the facts of a run without its weights, for a reviewer who trusts nothing. `collect` makes one folder of them
 and never writes over another; `bundle_problems` computes everything again that the folder says of itself."""
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
-from tunix_rt.evidence.claims import (
-    KINDS,
-    RunFiles,
-    claims_of,
-    read_object,
-    read_run,
-    refuse_another_setup,
-    require,
-    require_content,
+from tunix_rt.evidence.claims import RunFiles, claims_of, read_object, read_run, require, require_whole, value_at
+from tunix_rt.evidence.hashes import (
+    list_problems,
+    list_uncovered,
+    nulls,
+    parse_hashes,
+    read_bytes,
+    shown,
+    step_problems,
+    write_hashes,
 )
-from tunix_rt.evidence.hashes import list_problems, nulls, parse_hashes, read_bytes, shown, step_problems, write_hashes
 from tunix_rt.evidence.readme import readme_text
-from tunix_rt.evidence.source import find_commit
+from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
 from tunix_rt.rundir import RunDir, settle_files, storage, sync_folder, write_json, write_text
 
 SAYS = "bundle.json"
 README = "README.md"
 RUN_HASHES = "run-SHA256SUMS"
 OF_CPU_RUN = (
-    "config.yaml", "doctor.json", "precommit.json", "metrics.jsonl", "result.json", "env_info.txt", "training_log.txt",
+    "config.yaml", "doctor.json", "precommit.json", "metrics.jsonl", "result.json", "env_info.txt", "torch_version.txt",
+    "training_log.txt",
 )  # fmt: skip
 LEFT_OUT = ("checkpoints/", "final_model/", "tensorboard/")
 """Folders of a run that a bundle does not carry; their hashes it does."""
@@ -49,7 +51,6 @@ def collect(folder: Path, output: Path, *, cpu_folder: Path | None, repository: 
     """Make the bundle `output` of the run in `folder`. Refuses what is not whole, before anything is written."""
     _refuse_output(output, folder, cpu_folder)
     run = _sound_run(folder)
-    require_content(run)
     cpu = _cpu_run(run, cpu_folder)
     says = claims_of(run, cpu)
     says["commit"] = _commit_of(says["source_sha256"], repository)
@@ -77,22 +78,14 @@ def _refuse_output(output: Path, *runs: Path | None) -> None:
 
 
 def _sound_run(folder: Path) -> RunFiles:
-    """The run in `folder`: it verifies, is complete and was made on a device that bundles are made of."""
+    """The run in `folder`: it verifies, is complete, and holds what its device must leave."""
     if problems := list_problems(folder, may_lack_weights=True):
         raise EvidenceError(
             f"{folder} does not verify: {len(problems)} problem(s)\n" + "\n".join(f"  {one}" for one in problems),
             fix="bring an untouched copy of the run (its weights may stay behind), or run it again",
         )
-    run = read_run(folder)
-    if run.result.get("status") != "completed":
-        raise EvidenceError(
-            f"{folder} is {run.result.get('status')}, not completed", fix="finish it with --resume, or run it again"
-        )
-    if run.result.get("device") not in KINDS:
-        raise EvidenceError(
-            f"{folder} ran on {shown(run.result.get('device'))}; bundles are made of runs on {' and '.join(KINDS)}",
-            fix="collect a run on one of these",
-        )
+    run = read_run(folder, f"{folder}/")
+    require_whole(run)
     return run
 
 
@@ -109,7 +102,6 @@ def _cpu_run(run: RunFiles, cpu_folder: Path | None) -> RunFiles | None:
         )
     cpu = _sound_run(cpu_folder)
     refuse_another_setup(run, cpu)
-    require_content(cpu)
     return cpu
 
 
@@ -117,7 +109,8 @@ def _commit_of(source_sha256: str, repository: Path) -> str:
     commit = find_commit(source_sha256, repository)
     if commit is None:
         raise EvidenceError(
-            f"no commit of {repository} has the source this run was made from (source_sha256 {source_sha256[:12]})",
+            f"none of the newest {NEWEST_COMMITS} commits of {repository} has the source this run was made from "
+            f"(source_sha256 {source_sha256[:12]})",
             fix="commit that source, or point --repository at the clone that has it",
         )
     return commit
@@ -135,7 +128,7 @@ def _write(output: Path, copies: dict[str, Path], says: dict[str, Any]) -> None:
     """Fill a folder beside `output`, check it as a reader would, and make it `output` in one move."""
     output = Path(os.path.abspath(output))
     staged = output.with_name(f".staged-{output.name}")
-    with storage(output):
+    with storage(output), _taken_back_unless(output):
         if staged.exists():  # of a collect that was killed
             shutil.rmtree(staged)
         staged.mkdir(parents=True)
@@ -159,6 +152,19 @@ def _write(output: Path, copies: dict[str, Path], says: dict[str, Any]) -> None:
         sync_folder(output.parent)
 
 
+@contextlib.contextmanager
+def _taken_back_unless(made: Path) -> Iterator[None]:
+    """Folders above `made` that come into being inside go again where it does not, whatever ended it."""
+    missing = [folder for folder in made.parents if not folder.exists()]
+    try:
+        yield
+    finally:
+        if not made.exists():
+            for folder in missing:
+                with contextlib.suppress(OSError):  # never made, or somebody put something there meanwhile
+                    folder.rmdir()
+
+
 def _places(output: Path, names: Iterable[str]) -> list[str]:
     """`name:line: place` for each line of the copied files with an absolute path of the machine."""
     home = str(Path.home())
@@ -171,6 +177,42 @@ def _places(output: Path, names: Iterable[str]) -> list[str]:
     return found
 
 
+# --- two runs of one configuration ------------------------------------------------------------------------------------
+
+SAME = (
+    "source_sha256", "dataset.sha256", "dataset.merkle_root", "base_model.files", "base_model.weights",
+    "tokenizer_sha256", "seeds",
+)  # fmt: skip
+
+
+def refuse_another_setup(run: RunFiles, cpu: RunFiles) -> None:
+    """The run on the CPU must be this run on another device: same settings, source, data and model."""
+    if cpu.result.get("device") != "cpu":
+        raise EvidenceError(
+            f"the run to compare with ran on {shown(cpu.result.get('device'))}, not on the CPU",
+            fix="give a run on the CPU",
+        )
+    differ = [*different_settings(run.config, cpu.config), *_different_inputs(run.precommit, cpu.precommit)]
+    if differ:
+        raise EvidenceError(
+            f"the run on the CPU is another run: {', '.join(differ)} differ(s)",
+            fix="run the same configuration, of the same source, with --device cpu",
+        )
+
+
+def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the settings in which two configurations differ, but for the device."""
+    ours, theirs = _flat(one), _flat(other)
+    names = sorted((ours.keys() | theirs.keys()) - {"training.device"})
+    return [name for name in names if name not in ours or name not in theirs or ours[name] != theirs[name]]
+
+
+def _different_inputs(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in SAME:
+        if value_at(one, name) is None or value_at(one, name) != value_at(other, name):
+            yield f"precommit.json: {name}"
+
+
 # --- a bundle against itself ------------------------------------------------------------------------------------------
 
 
@@ -178,55 +220,64 @@ def is_bundle(folder: Path) -> bool:
     return os.path.lexists(folder / SAYS)
 
 
-def bundle_problems(folder: Path) -> list[str]:
-    """Every way a bundle contradicts its hashes, its run or itself. Never raises.
+def bundle_problems(folder: Path, repository: Path | None = None) -> list[str]:
+    """Every way a bundle contradicts its hashes, its runs or itself; the commit is looked up in `repository` alone.
+    Never raises.
 
     What it says is computed again from its files only once they are the files that were hashed.
     """
-    if problems := list_problems(folder):
+    problems = list_problems(folder) + [f"covered by no hash: {name}" for name in list_uncovered(folder)]
+    if problems:
         return problems
     try:
         says = read_object(folder / SAYS)
         problems = [f"{SAYS}: {shown(name)} is null; what is not known is left out" for name in nulls(says)]
         run = read_run(folder)
-        problems += _copy_problems(folder, says, with_cpu=run.result.get("device") == "cuda")
-        if run.result.get("status") != "completed" or run.result.get("device") not in KINDS:
-            return [*problems, "result.json: not of a completed run on cpu or cuda"]
-        require_content(run)
+        problems += _copy_problems(folder, with_cpu=run.result.get("device") == "cuda")
+        require_whole(run)
         cpu = None
         if run.result["device"] != "cpu":
-            cpu = read_run(folder / "cpu")
             problems += [f"cpu/{problem}" for problem in step_problems(RunDir(folder / "cpu"))]
+            cpu = read_run(folder / "cpu", "cpu/")
+            require_whole(cpu)
             refuse_another_setup(run, cpu)
-        return problems + _claim_problems(says, claims_of(run, cpu))
+        return problems or _claim_problems(folder, says, claims_of(run, cpu), repository)
     except TunixError as error:
-        return [*problems, *error.problem.splitlines()]
+        return [*problems, *(line.strip() for line in error.problem.splitlines())]
 
 
-def _copy_problems(folder: Path, says: dict[str, Any], *, with_cpu: bool) -> list[str]:
-    """The copied files against the hashes their runs ended with; what was left out against the same."""
-    ours = _run_hashes(folder / RUN_HASHES)
-    wanted = {name: digest for name, digest in ours.items() if not name.startswith(LEFT_OUT)}
+def _copy_problems(folder: Path, *, with_cpu: bool) -> list[str]:
+    """The copied files against the hashes their runs ended with; and whether the bundle's own are there."""
+    wanted = {
+        name: digest for name, digest in _run_hashes(folder / RUN_HASHES).items() if not name.startswith(LEFT_OUT)
+    }
     own = {SAYS, README, RUN_HASHES}
     if with_cpu:
         theirs = _run_hashes(folder / "cpu" / RUN_HASHES)
         wanted |= {f"cpu/{name}": theirs.get(name, "") for name in OF_CPU_RUN}
         own.add(f"cpu/{RUN_HASHES}")
     present = _run_hashes(folder / "SHA256SUMS")
-    problems = [f"missing, though the run had it: {name}" for name in sorted(wanted.keys() - present.keys())]
+    problems = [f"missing: {name}" for name in sorted(own - present.keys())]
+    problems += [f"missing, though the run had it: {name}" for name in sorted(wanted.keys() - present.keys())]
     problems += [f"not of the run: {name}" for name in sorted(present.keys() - wanted.keys() - own)]
     problems += [
         f"not as the run left it: {name}"
         for name in sorted(wanted.keys() & present.keys())
         if wanted[name] != present[name]
     ]
-    left_out = {name: digest for name, digest in ours.items() if name.startswith(LEFT_OUT)}
-    if says.get("left_out") != left_out:
-        problems.append(f"{SAYS}: left_out is not what {RUN_HASHES} has beyond the files here")
     return problems
 
 
-def _claim_problems(says: dict[str, Any], computed: dict[str, Any]) -> list[str]:
+def _claim_problems(folder: Path, says: dict[str, Any], computed: dict[str, Any], repository: Path | None) -> list[str]:
+    """What the bundle says, figure by figure and then in words, against what its files give."""
+    commit = require(SAYS, says, "commit", str)
+    left_out = {name: digest for name, digest in _run_hashes(folder / RUN_HASHES).items() if name.startswith(LEFT_OUT)}
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", commit):
+        return [f"{SAYS}: commit is no commit"]
+    if repository is not None and (found := _commit_of(computed["source_sha256"], repository)) != commit:
+        return [f"{SAYS}: commit is {commit}, the source of the run is that of {found}"]
+    if says.get("left_out") != left_out:
+        return [f"{SAYS}: left_out is not what {RUN_HASHES} has beyond the files here"]
     told = _flat({name: value for name, value in says.items() if name not in ("commit", "left_out")})
     given = _flat(computed)
     problems = [
@@ -235,11 +286,15 @@ def _claim_problems(says: dict[str, Any], computed: dict[str, Any]) -> list[str]
         if told.get(name) != value or type(told.get(name)) is not type(value)
     ]
     problems += [f"{SAYS}: {shown(name)} is said by no file" for name in sorted(told.keys() - given.keys())]
-    commit = require(SAYS, says, "commit", str)
-    return problems + ([] if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", commit) else [f"{SAYS}: commit is no commit"])
+    whole = computed | {"commit": commit, "left_out": left_out}
+    if not problems and says != whole:  # the same names, nested otherwise
+        problems.append(f"{SAYS}: not in the shape that tunix-rt writes")
+    if not problems and read_bytes(folder / README)[0] != readme_text(whole).encode("utf-8", "surrogatepass"):
+        problems.append(f"{README} is not what this version of tunix-rt writes of {SAYS}")
+    return problems
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     """Dotted name -> value. What is said is compared figure by figure, so that the one that differs is named."""
     flat: dict[str, Any] = {}
     for name, value in values.items():

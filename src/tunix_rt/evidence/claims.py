@@ -2,20 +2,31 @@
 files must hold before it may be said."""
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunix_rt.accelerators import accelerators
+from tunix_rt.backends.proving import CAPABILITY_WARNINGS
+from tunix_rt.doctor.prove import COMPUTED, PROOF_NAMES
+from tunix_rt.doctor.wheel_checks import MISFIT_WORDS
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.hashes import parse_object, read_bytes, shown
+from tunix_rt.evidence.source import combined_hash
 from tunix_rt.rundir import RunDir
 from tunix_rt.strict_yaml import read_yaml
 
 SCHEMA = "tunix-rt/bundle/1"
 KINDS = {"cuda": "gpu", "cpu": "cpu"}
-COMPUTED = "GPU computation successful"
+ENGINE = "torch"
+COUNTS_END = 2**63
+UNTOUCHED = "ask for an untouched copy of the run"
+AGAIN = "run again with this version of tunix-rt"
+
+_UNPRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Value = TypeVar("Value")
 
@@ -25,6 +36,8 @@ class RunFiles:
     """The files of one run that a bundle speaks of, read."""
 
     folder: Path
+    where: str = ""
+    """Before the names of its files in what is said of them: `cpu/` for the second run of a bundle."""
     run_id: str
     config: Mapping[str, Any]
     doctor: Mapping[str, Any]
@@ -32,61 +45,76 @@ class RunFiles:
     result: Mapping[str, Any]
     metrics: tuple[Mapping[str, Any], ...]
 
+    def need(self, file: str, name: str, kind: type[Value]) -> Value:
+        """The value under a dotted name of one of its files; see `require`."""
+        files = {"config.yaml": self.config, "doctor.json": self.doctor, "precommit.json": self.precommit}
+        return require(f"{self.where}{file}", files.get(file, self.result), name, kind)
 
-def read_run(folder: Path) -> RunFiles:
+    def fault(self, problem: str, fix: str = UNTOUCHED) -> EvidenceError:
+        return EvidenceError(f"{self.where}{problem}", fix=fix)
+
+
+def read_run(folder: Path, where: str = "") -> RunFiles:
     """The files of a run, or an EvidenceError that names the one that cannot be read or is of another run."""
     run = RunDir(folder)
-    lines = _bytes(run.metrics).removesuffix(b"\n").split(b"\n")
+    lines = _bytes(run.metrics, where).removesuffix(b"\n").split(b"\n")
     read = RunFiles(
         folder=folder,
-        run_id=hashlib.sha256(_bytes(run.precommit)).hexdigest(),
+        where=where,
+        run_id=hashlib.sha256(_bytes(run.precommit, where)).hexdigest(),
         config=read_yaml(run.config),
-        doctor=read_object(run.doctor),
-        precommit=read_object(run.precommit),
-        result=read_object(run.result),
-        metrics=tuple(_object(line, f"metrics.jsonl:{number}") for number, line in enumerate(lines, start=1)),
+        doctor=read_object(run.doctor, where),
+        precommit=read_object(run.precommit, where),
+        result=read_object(run.result, where),
+        metrics=tuple(_object(line, f"{where}metrics.jsonl:{number}") for number, line in enumerate(lines, start=1)),
     )
-    committed, config_sha256 = read.precommit, hashlib.sha256(_bytes(run.config)).hexdigest()
+    committed, config_sha256 = read.precommit, hashlib.sha256(_bytes(run.config, where)).hexdigest()
     for file, told, known in (
         ("result.json: run_id", read.result.get("run_id"), read.run_id),
         ("result.json: device", read.result.get("device"), committed.get("device")),
         ("config.yaml: its hash", config_sha256, committed.get("config_sha256")),
     ):
         if told != known:
-            raise EvidenceError(
-                f"{file} is {shown(told)}, precommit.json has {shown(known)}",
-                fix="ask for an untouched copy of the run",
-            )
+            raise read.fault(f"{file} is {shown(told)}, precommit.json has {shown(known)}")
     return read
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    return _object(_bytes(path), path.name)
+def read_object(path: Path, where: str = "") -> dict[str, Any]:
+    return _object(_bytes(path, where), f"{where}{path.name}")
 
 
 def _object(data: bytes, name: str) -> dict[str, Any]:
     found = parse_object(data)
     if isinstance(found, str):
-        raise EvidenceError(f"{name}: {found}", fix="ask for an untouched copy of the run")
+        raise EvidenceError(f"{name}: {found}", fix=UNTOUCHED)
     return found
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, where: str) -> bytes:
     data, unread = read_bytes(path)
     if data is None:
-        raise EvidenceError(unread, fix="ask for an untouched copy of the run")
+        raise EvidenceError(f"{where}{unread}", fix=UNTOUCHED)
     return data
 
 
 def require(file: str, values: Mapping[str, Any], name: str, kind: type[Value]) -> Value:
-    """The value under a dotted name. One that is missing, null, empty or a placeholder is an EvidenceError."""
-    found = _at(values, name)
+    """The value under a dotted name. One that is missing, null, empty or a placeholder is an EvidenceError; so is a text
+    of more than one line, or a number that no run can have."""
+    found = value_at(values, name)
     if type(found) is not kind or found in ("", "unknown", "TODO", [], {}):
-        raise EvidenceError(f"{file} does not tell {name}", fix="run again with this version of tunix-rt")
+        raise EvidenceError(f"{file} does not tell {name}", fix=AGAIN)
+    if isinstance(found, str) and _UNPRINTED.search(found):
+        raise EvidenceError(f"{file}: {name} is {shown(found)}, not a line of text", fix=UNTOUCHED)
+    if isinstance(found, int | float) and not (math.isfinite(found) if isinstance(found, float) else _is_count(found)):
+        raise EvidenceError(f"{file}: {name} is {shown(found)}, which no run can have", fix=UNTOUCHED)
     return found
 
 
-def _at(values: Any, name: str) -> Any:
+def _is_count(value: int) -> bool:
+    return 0 <= value < COUNTS_END
+
+
+def value_at(values: Any, name: str) -> Any:
     """The value under a dotted name, or None."""
     for part in name.split("."):
         values = values.get(part) if isinstance(values, Mapping) else None
@@ -98,40 +126,42 @@ def _at(values: Any, name: str) -> Any:
 
 def claims_of(run: RunFiles, cpu: RunFiles | None) -> dict[str, Any]:
     """Everything `bundle.json` says but the commit and the files left out."""
-    device = require("result.json", run.result, "device", str)
+    device = run.need("result.json", "device", str)
     said: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": KINDS[device],
         "run_id": run.run_id,
         "device": device,
-        "backend": require("config.yaml", run.config, "training.backend", str),
-        "source_sha256": require("precommit.json", run.precommit, "source_sha256", str),
-        "torch": require("doctor.json", run.doctor, "facts.torch.version", str),
-        "model": _without_place(require("precommit.json", run.precommit, "base_model.name", str)),
-        "weights": require("precommit.json", run.precommit, "base_model.weights", str),
-        "dataset": _without_place(require("precommit.json", run.precommit, "dataset.key", str)),
-        "steps_completed": require("result.json", run.result, "steps_completed", int),
-        "resumed_from": require("result.json", run.result, "resumed_from", int),
-        "final_loss": require("result.json", run.result, "final_loss", float),
+        "backend": run.need("config.yaml", "training.backend", str),
+        "source_sha256": run.need("precommit.json", "source_sha256", str),
+        "torch": run.need("doctor.json", "facts.torch.version", str),
+        "model": _without_place(run.need("precommit.json", "base_model.name", str)),
+        "weights": run.need("precommit.json", "base_model.weights", str),
+        "dataset": _without_place(run.need("precommit.json", "dataset.key", str)),
+        "steps_completed": run.need("result.json", "steps_completed", int),
+        "resumed_from": run.need("result.json", "resumed_from", int),
+        "final_loss": run.need("result.json", "final_loss", float),
         "host": _host(run),
-        "tokens_per_second": {"device": tokens_per_second(run), "device_with_first_step": _speed(run.metrics)},
+        "tokens_per_second": {"device": tokens_per_second(run), "device_with_first_step": _speed(run, 1)},
     }
     if device == "cuda":
         said |= {
             "gpu": _gpu(run),
-            "cuda": require("doctor.json", run.doctor, "facts.torch.cuda_build", str),
+            "cuda": run.need("doctor.json", "facts.torch.cuda_build", str),
             "gpu_memory": gpu_memory(run),
             "proof": _proof(run),
         }
     if cpu is not None:
         said["cpu_run"] = {
             "run_id": cpu.run_id,
-            "torch": require("cpu/doctor.json", cpu.doctor, "facts.torch.version", str),
+            "torch": cpu.need("doctor.json", "facts.torch.version", str),
             "host": _host(cpu),
         }
         speeds = said["tokens_per_second"]
-        speeds |= {"cpu": tokens_per_second(cpu), "cpu_with_first_step": _speed(cpu.metrics)}
+        speeds |= {"cpu": tokens_per_second(cpu), "cpu_with_first_step": _speed(cpu, 1)}
         speeds["ratio"] = speeds["device"] / speeds["cpu"]
+        if not math.isfinite(speeds["ratio"]):
+            raise EvidenceError("metrics.jsonl: no GPU is that much faster than a CPU", fix=UNTOUCHED)
     return said
 
 
@@ -143,78 +173,137 @@ def _without_place(name: str) -> str:
 def tokens_per_second(run: RunFiles) -> float:
     """Over all steps but the first, which also warms up."""
     if len(run.metrics) < 2:
-        raise EvidenceError(
+        raise run.fault(
             f"metrics.jsonl has {len(run.metrics)} step(s); the speed is measured after the first, which also warms up",
             fix="run with training.max_steps of 2 or more",
         )
-    return _speed(run.metrics[1:])
+    return _speed(run, 2)
 
 
-def _speed(steps: tuple[Mapping[str, Any], ...]) -> float:
-    seconds = sum(require("metrics.jsonl", step, "seconds", float) for step in steps)
-    if seconds <= 0:
-        raise EvidenceError("metrics.jsonl: the steps took no time", fix="ask for an untouched copy of the run")
-    return sum(require("metrics.jsonl", step, "tokens", int) for step in steps) / seconds
+def _speed(run: RunFiles, first: int) -> float:
+    """Tokens over seconds from the step `first` on. A step without time or tokens is an EvidenceError that names it."""
+    tokens, seconds = 0, 0.0
+    for number, step in enumerate(run.metrics[first - 1 :], start=first):
+        where = f"{run.where}metrics.jsonl:{number}"
+        took, trained = require(where, step, "seconds", float), require(where, step, "tokens", int)
+        if took <= 0 or trained == 0:
+            raise EvidenceError(f"{where}: {trained} tokens in {took} seconds is no step", fix=UNTOUCHED)
+        tokens, seconds = tokens + trained, seconds + took
+    if not 0 < tokens / seconds < math.inf:
+        raise run.fault(f"metrics.jsonl: {tokens} tokens in {seconds} seconds is no speed")
+    return tokens / seconds
 
 
 def _host(run: RunFiles) -> dict[str, Any]:
     """A CPU that does not tell its name goes by its architecture."""
-    named = _at(run.doctor, "facts.host.cpu") not in (None, "", "unknown")
+    named = value_at(run.doctor, "facts.host.cpu") not in (None, "", "unknown")
     return {
-        "cpu": require("doctor.json", run.doctor, f"facts.host.{'cpu' if named else 'machine'}", str),
-        "cpu_cores": require("doctor.json", run.doctor, "facts.host.cpu_cores", int),
-        "memory_bytes": require("doctor.json", run.doctor, "facts.host.ram_total_bytes", int),
+        "cpu": run.need("doctor.json", f"facts.host.{'cpu' if named else 'machine'}", str),
+        "cpu_cores": run.need("doctor.json", "facts.host.cpu_cores", int),
+        "memory_bytes": run.need("doctor.json", "facts.host.ram_total_bytes", int),
     }
+
+
+# --- the GPU ----------------------------------------------------------------------------------------------------------
 
 
 def _gpu(run: RunFiles) -> dict[str, Any]:
-    """The GPU that was chosen, among those NVML listed."""
-    name = require("doctor.json", run.doctor, "choice.kind", str).split(", ")[0]  # several: a run takes the first
-    listed = require("doctor.json", run.doctor, "facts.nvidia.gpus", list)
-    gpu = next((gpu for gpu in listed if isinstance(gpu, Mapping) and gpu.get("name") == name), None)
-    if gpu is None:
-        raise EvidenceError(
-            f"doctor.json: the device chosen, {shown(name)}, is not among facts.nvidia.gpus",
-            fix="run again with this version of tunix-rt",
-        )
-    capability = require("doctor.json: the GPU", gpu, "capability", list)
-    if [type(part) for part in capability] != [int, int]:
-        raise EvidenceError("doctor.json: the GPU's capability is not two numbers", fix="ask for an untouched copy")
+    """The GPU of the proof: among those NVML listed, the one chosen, and what the catalogue knows under its name."""
+    name, uuid = (run.need("doctor.json", f"proof.about.{key}", str) for key in ("name", "uuid"))
+    gpu, part = _listed(run, uuid)
+    capability = require(f"{run.where}doctor.json: the GPU", gpu, "capability", list)
+    if [type(number) for number in capability] != [int, int] or not all(map(_is_count, capability)):
+        raise run.fault("doctor.json: the GPU's capability is not two numbers")
+    known = _published_capabilities(str(gpu.get("name")))
+    for what, told, wanted in (
+        ("proof.about.name", name, [part.get("name")]),
+        ("proof.about.name", name, run.need("doctor.json", "choice.kind", str).split(", ")),
+        ("proof.about.capability", value_at(run.doctor, "proof.about.capability"), [capability]),
+        (f"the compute capability of {shown(gpu.get('name'))}", tuple(capability), known or [tuple(capability)]),
+    ):
+        if told not in wanted:
+            raise run.fault(f"doctor.json: {what} is {ascii(told)[:80]}, elsewhere {ascii(wanted)[:80]}", AGAIN)
     return {
         "name": name,
+        "uuid": uuid,
         "compute_capability": ".".join(map(str, capability)),
-        "memory_bytes": require("doctor.json", run.doctor, "choice.memory_bytes", int),
-        "driver": require("doctor.json", run.doctor, "facts.nvidia.driver_version", str),
-        "driver_cuda": require("doctor.json", run.doctor, "facts.nvidia.driver_cuda", str),
+        "memory_bytes": run.need("doctor.json", "choice.memory_bytes", int),
+        "driver": run.need("doctor.json", "facts.nvidia.driver_version", str),
+        "driver_cuda": run.need("doctor.json", "facts.nvidia.driver_cuda", str),
     }
 
 
+def _listed(run: RunFiles, uuid: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The GPU with that uuid as NVML listed it, and what CUDA sees of it: itself, or one of its slices."""
+    for gpu in run.need("doctor.json", "facts.nvidia.gpus", list):
+        slices = value_at(gpu, "slices")
+        for part in [gpu, *slices] if isinstance(slices, list) else [gpu]:
+            if isinstance(part, Mapping) and _bare(part.get("uuid")) == _bare(uuid):
+                return gpu, part
+    raise run.fault(f"doctor.json: the GPU of the proof, {uuid}, is not among facts.nvidia.gpus", AGAIN)
+
+
+def _bare(uuid: Any) -> str:
+    """CUDA does not tell whether a uuid is that of a GPU or of a slice."""
+    return str(uuid).removeprefix("GPU-").removeprefix("MIG-")
+
+
+def _published_capabilities(name: str) -> list[tuple[int, int]]:
+    """Of the GPUs that bear that name; none where the catalogue does not know it."""
+    found = [device for device in accelerators() if _plain(name) in map(_plain, device.names)]
+    return sorted({device.capability for device in found if device.capability is not None})
+
+
+def _plain(name: str) -> str:
+    return name.casefold().removeprefix("nvidia ")
+
+
 def gpu_memory(run: RunFiles) -> dict[str, Any]:
-    """The largest sample taken under our process id; of the whole device only where NVML hides process ids."""
-    for by in ("nvml", "device"):
-        if used := [sample for sample in _samples(run, by) if sample["used_bytes"] > 0]:
-            return {"by": by, "samples": len(used), **max(used, key=lambda sample: sample["used_bytes"])}
-    raise EvidenceError(
-        "result.json: no sample in gpu_memory shows memory of the GPU in use",
-        fix="run again; where NVML does not answer, `tunix-rt doctor` says why",
-    )
+    """The largest sample taken under our process id; of the whole device only where NVML hides process ids.
+
+    Each sample must hold what the allocator held at most up to its step, which `metrics.jsonl` tells: NVML's figure
+    contains it. The peak of the whole run will not do, for what comes after training is sampled by nobody.
+    """
+    ours, device = _samples(run, "nvml"), _samples(run, "device")
+    for sample in [*ours, *device]:
+        step, used = sample["step"], sample["used_bytes"]
+        if not run.need("result.json", "resumed_from", int) < step <= len(run.metrics):
+            raise run.fault(
+                f"result.json: gpu_memory has a sample after step {step}, in which nothing was trained", AGAIN
+            )
+        peak = require(f"{run.where}metrics.jsonl:{step}", run.metrics[step - 1], "peak_bytes", int)
+        if not used >= peak > 0:
+            raise run.fault(
+                f"result.json: gpu_memory has {used} bytes after step {step}, where the allocator held {peak}",
+                fix="run again; where NVML does not answer, `tunix-rt doctor` says why",
+            )
+    if len(run.metrics) not in {sample["step"] for sample in [*ours, *device]}:
+        raise run.fault("result.json: no sample in gpu_memory is of the last step", AGAIN)
+    largest = max(ours or device, key=lambda sample: sample["used_bytes"])
+    return {"by": "nvml" if ours else "device", "samples": len(ours or device), **largest}
 
 
 def _samples(run: RunFiles, by: str) -> list[dict[str, int]]:
-    where, names = "result.json: gpu_memory", ("step", "pid", "used_bytes")
-    listed = require("result.json", run.result, "gpu_memory", list)
-    return [{name: require(where, one, name, int) for name in names} for one in listed if _at(one, "by") == by]
+    where, names = f"{run.where}result.json: gpu_memory", ("step", "pid", "used_bytes")
+    listed = run.need("result.json", "gpu_memory", list)
+    return [{name: require(where, one, name, int) for name in names} for one in listed if value_at(one, "by") == by]
 
 
 def _proof(run: RunFiles) -> list[str]:
-    """Names of what was proven on the device before training. One that did not hold is an EvidenceError."""
-    proof = require("doctor.json", run.doctor, "proof", dict)
-    results = require("doctor.json", run.doctor, "proof.results", list)
-    names = [require("doctor.json: proof.results", result, "name", str) for result in results]
-    failed = [name for name, result in zip(names, results, strict=True) if result.get("ok") is not True]
-    if failed or proof.get("ok") is not True or proof.get("device") != run.result.get("device"):
-        raise EvidenceError(
-            f"doctor.json: the device is not proven{': ' * bool(failed)}{', '.join(failed)}",
+    """Names of what was proven on the device before training: all there is to prove, on this device, in this type."""
+    proof = run.need("doctor.json", "proof", dict)
+    results = run.need("doctor.json", "proof.results", list)
+    names = [require(f"{run.where}doctor.json: proof.results", result, "name", str) for result in results]
+    faults = [name for name, result in zip(names, results, strict=True) if result.get("ok") is not True]
+    faults += [f"no {name}" for name in PROOF_NAMES if name not in names]
+    faults += [f"{name} beyond what there is to prove" for name in names if names.count(name) > (name in PROOF_NAMES)]
+    training = {name: run.need("config.yaml", f"training.{name}", str) for name in ("dtype", "backend")}
+    for name, wanted in {"device": run.result.get("device"), **training}.items():
+        if proof.get(name) != wanted:
+            faults.append(f"{name} {shown(proof.get(name))}, the run's is {shown(wanted)}")
+    if faults or proof.get("ok") is not True:
+        raise run.fault(
+            f"doctor.json: the device is not proven{': ' * bool(faults)}{', '.join(faults)}",
             fix="`tunix-rt doctor --prove` says why; then run again",
         )
     return names
@@ -223,28 +312,54 @@ def _proof(run: RunFiles) -> list[str]:
 # --- what the files must hold -----------------------------------------------------------------------------------------
 
 
-def require_content(run: RunFiles) -> None:
-    """Refuse a run whose evidence files are missing, empty, or lack what they are there to show; all of it at once."""
-    lacking = list(_lacking_cuda(run) if run.result.get("device") == "cuda" else _lacking_cpu(run))
+def require_whole(run: RunFiles) -> None:
+    """Refuse a run that is not complete, or whose evidence files are missing, empty, or lack what they are there to show;
+    of the files all at once."""
+    if run.result.get("status") != "completed":
+        raise run.fault(
+            f"result.json: the run is {shown(run.result.get('status'))}, not completed",
+            fix="finish it with --resume, or run it again",
+        )
+    if run.need("result.json", "device", str) not in KINDS:
+        raise run.fault(
+            f"result.json: it ran on {shown(run.result['device'])}; bundles are made of runs on {' and '.join(KINDS)}",
+            fix="collect a run on one of these",
+        )
+    if (engine := run.need("config.yaml", "training.backend", str)) != ENGINE:
+        raise run.fault(
+            f"config.yaml: training.backend is {engine}; bundles are made of runs of {ENGINE}",
+            fix="collect one of those",
+        )
+    lacking = [*_faults_of_inputs(run), *(_lacking_cuda(run) if run.result["device"] == "cuda" else _lacking_cpu(run))]
     if lacking:
         raise EvidenceError(
-            "the run's evidence is not whole\n" + "\n".join(f"  {line}" for line in lacking),
-            fix="run again with this version of tunix-rt",
+            "the run's evidence is not whole\n" + "\n".join(f"  {run.where}{line}" for line in lacking), fix=AGAIN
         )
 
 
-def _lacking_cpu(run: RunFiles) -> Iterator[str]:
-    facts = run.doctor
-    yield from _lacks(run, "env_info.txt", {"the host's memory": r"(?im)^.*\b(ram|memory)\b.*[1-9].*$"})
-    yield from _lacks(
-        run, "torch_version.txt", {"torch's version": _word(require("doctor.json", facts, "facts.torch.version", str))}
+def _faults_of_inputs(run: RunFiles) -> Iterator[str]:
+    """The source against the files it is made of; the checks that a run can only have passed."""
+    files = run.need("precommit.json", "source_files", dict)
+    hashed = all(
+        not _UNPRINTED.search(name) and type(digest) is str and digest.isalnum() for name, digest in files.items()
     )
-    yield from _lacks(run, "training_log.txt", _device_lines("cpu"))
+    if not hashed or combined_hash(files) != run.need("precommit.json", "source_sha256", str):
+        yield "precommit.json: source_sha256 is not the hash of source_files"
+    for check in run.need("doctor.json", "checks", list):
+        if value_at(check, "verdict") not in ("pass", "warn", "skip"):
+            yield f"doctor.json: the check {shown(value_at(check, 'cause'))} says {shown(value_at(check, 'verdict'))}"
+
+
+def _lacking_cpu(run: RunFiles) -> Iterator[str]:
+    version = run.need("doctor.json", "facts.torch.version", str)
+    yield from _lacks(run, "env_info.txt", {"the host's memory": r"(?im)^.*\b(ram|memory)\b.*[1-9].*$"})
+    yield from _lacks(run, "torch_version.txt", {"torch's version": _word(version)})
+    yield from _lacks(run, "training_log.txt", {}, _device_lines("cpu"))
 
 
 def _lacking_cuda(run: RunFiles) -> Iterator[str]:
-    gpu, torch = _gpu(run), require("doctor.json", run.doctor, "facts.torch.version", str)
-    cuda = require("doctor.json", run.doctor, "facts.torch.cuda_build", str)
+    gpu, torch = _gpu(run), run.need("doctor.json", "facts.torch.version", str)
+    cuda = run.need("doctor.json", "facts.torch.cuda_build", str)
     major, minor = gpu["compute_capability"].split(".")
     driver = {"the driver's version": _word(gpu["driver"])}
     yield from _lacks(run, "env_info.txt", driver | {"the CUDA version the driver reports": _word(gpu["driver_cuda"])})
@@ -256,13 +371,16 @@ def _lacking_cuda(run: RunFiles) -> Iterator[str]:
         "cuda_check.txt",
         {
             "torch's version": _word(torch),
-            "is_available True": r"(?m)^.*\bis_available\b.*\bTrue\b.*$",
             "the device's name": _word(gpu["name"]),
+            "the device's uuid": _word(gpu["uuid"]),
             "the compute capability": rf"\({major}, *{minor}\)|{_word(f'{major}.{minor}')}|\bsm_{major}{minor}\b",
             f"the line `{COMPUTED}`": rf"(?m)^\s*{COMPUTED}\s*$",
         },
+        {"is_available": ("torch.cuda.is_available(): True", r"torch\.cuda\.is_available\(\): True")},
     )
-    yield from _lacks(run, "training_log.txt", _device_lines("cuda"))
+    yield from _lacks(run, "training_log.txt", {}, _device_lines("cuda"))
+    yield from _misfit_warnings(run, "training_log.txt")
+    yield from _misfit_warnings(run, "cuda_check.txt")
     wanted = dict(driver)
     if gpu_memory(run)["by"] == "nvml":  # elsewhere process ids are hidden, from nvidia-smi as well
         pids = sorted({sample["pid"] for sample in _samples(run, "nvml")})
@@ -272,10 +390,11 @@ def _lacking_cuda(run: RunFiles) -> Iterator[str]:
     yield from _lacks(run, "nvidia_smi.txt", wanted)
 
 
-def _device_lines(device: str) -> dict[str, str]:
+def _device_lines(device: str) -> dict[str, tuple[str, str]]:
+    """A continued run says them again; none may say another device."""
     return {
-        f"the line `Using device: {device}`": rf"(?m)^(?:.* )?Using device: {device}\s*$",
-        f"a line with `device={device}`": rf"(?<!\w)device={device}(?!\S)",
+        "Using device:": (f"Using device: {device}", rf"(?:.* )?Using device: {device}\s*"),
+        "Preflight:": (f"device={device}", rf".*(?<!\w)device={device}(?!\S).*"),
     }
 
 
@@ -284,55 +403,32 @@ def _word(text: str) -> str:
     return rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)"
 
 
-def _lacks(run: RunFiles, name: str, wanted: Mapping[str, str]) -> Iterator[str]:
+def _lacks(
+    run: RunFiles, name: str, wanted: Mapping[str, str], lines: Mapping[str, tuple[str, str]] | None = None
+) -> Iterator[str]:
+    """What the file does not show: a pattern under its name in `wanted`; in `lines`, a sign and what each line with it
+    must be, in words and as a pattern."""
     data, unread = read_bytes(run.folder / name)
+    shows = ", ".join([*wanted, *(f"`{words}`" for words, _ in (lines or {}).values())])
     if data is None:
-        yield f"{unread}: it shows {', '.join(wanted)}"
-    elif not data.strip():
-        yield f"{name} is empty: it shows {', '.join(wanted)}"
-    else:
-        text = data.decode("utf-8", "replace")
-        yield from (f"{name} lacks {what}" for what, pattern in wanted.items() if not re.search(pattern, text))
+        yield f"{unread}: it shows {shows}"
+        return
+    if not data.strip():
+        yield f"{name} is empty: it shows {shows}"
+        return
+    text = data.decode("utf-8", "replace")
+    yield from (f"{name} lacks {what}" for what, pattern in wanted.items() if not re.search(pattern, text))
+    for sign, (words, pattern) in (lines or {}).items():
+        signed = [line for line in text.splitlines() if sign in line]
+        others = [line for line in signed if not re.fullmatch(pattern, line)]
+        if len(others) == len(signed):
+            yield f"{name} lacks a line with `{words}`"
+        yield from (f"{name} says otherwise than `{words}`: {shown(line)}" for line in others[:1])
 
 
-# --- two runs of one configuration ------------------------------------------------------------------------------------
-
-SAME = (
-    "source_sha256", "dataset.sha256", "dataset.merkle_root", "base_model.files", "base_model.weights",
-    "tokenizer_sha256", "seeds",
-)  # fmt: skip
-
-
-def refuse_another_setup(run: RunFiles, cpu: RunFiles) -> None:
-    """The run on the CPU must be this run on another device: same settings, source, data and model."""
-    if cpu.result.get("device") != "cpu":
-        raise EvidenceError(
-            f"the run to compare with ran on {cpu.result.get('device')}, not on the CPU", fix="give a run on the CPU"
-        )
-    differ = [*different_settings(run.config, cpu.config), *_different_inputs(run.precommit, cpu.precommit)]
-    if differ:
-        raise EvidenceError(
-            f"the run on the CPU is another run: {', '.join(differ)} differ(s)",
-            fix="run the same configuration, of the same source, with --device cpu",
-        )
-
-
-def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the settings in which two configurations differ, but for the device."""
-    ours, theirs = dict(_settings(one)), dict(_settings(other))
-    names = sorted((ours.keys() | theirs.keys()) - {"training.device"})
-    return [name for name in names if name not in ours or name not in theirs or ours[name] != theirs[name]]
-
-
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for section, settings in config.items():
-        if isinstance(settings, Mapping):
-            yield from ((f"{section}.{name}", value) for name, value in settings.items())
-        else:
-            yield section, settings
-
-
-def _different_inputs(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name in SAME:
-        if _at(one, name) is None or _at(one, name) != _at(other, name):
-            yield f"precommit.json: {name}"
+def _misfit_warnings(run: RunFiles, name: str) -> Iterator[str]:
+    """The first of the warnings by which torch says that it has no code for this GPU."""
+    text = (read_bytes(run.folder / name)[0] or b"").decode("utf-8", "replace")
+    flowing = " ".join(text.split()).casefold()
+    found = [warning for warning in (*CAPABILITY_WARNINGS, *MISFIT_WORDS) if warning.casefold() in flowing]
+    yield from (f"{name} warns of an unsupported compute capability: `{warning}`" for warning in found[:1])

@@ -104,6 +104,16 @@ def _is_staged_or_own(name: str) -> bool:
     )
 
 
+def list_uncovered(root: Path) -> list[str]:
+    """What lies in `root` and no hash covers: the lock, and what a crash left half-staged. Only a run may have such."""
+    found: list[str] = []
+    for folder, folders, files in os.walk(root):
+        names = {name: (Path(folder) / name).relative_to(root).as_posix() for name in [*folders, *files]}
+        found += [shown(name) for name in names.values() if name != "SHA256SUMS" and _is_staged_or_own(name)]
+        folders[:] = [name for name in folders if not _is_staged_or_own(names[name])]
+    return sorted(found)
+
+
 def _name_fault(name: str) -> str | None:
     """Why `name` cannot stand in SHA256SUMS. `sha256sum` escapes backslashes and newlines; we refuse them."""
     if "\\" in name or any(ord(letter) < 32 or ord(letter) == 127 for letter in name):

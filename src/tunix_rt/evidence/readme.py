@@ -122,6 +122,10 @@ def _checklist(says: Mapping[str, Any]) -> Iterator[str]:
         f"({expected}): `doctor.json`, `cuda_check.txt`, `env_info.txt`."
     )
     yield "- [x] Training ran on `device=cuda`: `training_log.txt`, the lines with `Using device: cuda` and `device=cuda`."
+    yield (
+        "- [x] No warnings about unsupported compute capability: PyTorch gave none of those it has, in `training_log.txt` "
+        "or `cuda_check.txt`."
+    )
     yield f"- [x] {_memory_words(memory)}"
     yield "- [x] The evidence is saved: the files in this folder, hashed in `SHA256SUMS`."
     yield f"- [x] No silent CPU fallback. {_fallback_words(says)}"
@@ -144,13 +148,11 @@ def _memory_words(memory: Mapping[str, Any]) -> str:
 
 def _fallback_words(says: Mapping[str, Any]) -> str:
     names = ", ".join(says["proof"])
-    proven = f"Before training, {len(says['proof'])} proofs ran on the device and passed: {names} (`doctor.json`)."
-    if says["backend"] != "torch":
-        return proven
     return (
         "After its first step the engine asserts that parameters, optimizer state and loss live on the device, and ends "
         "the run if one does not (`_assert_on_device` in `src/tunix_rt/backends/torch_backend.py` at this commit); this "
-        f"run completed (`result.json`). {proven}"
+        f"run completed (`result.json`). Before training, {len(says['proof'])} proofs ran on the device and passed: "
+        f"{names} (`doctor.json`)."
     )
 
 
@@ -187,11 +189,13 @@ def _again(says: Mapping[str, Any]) -> str:
 
 def _check(says: Mapping[str, Any]) -> str:
     return (
-        "```bash\ntunix-rt evidence verify .      # hashes, chain of the steps, and bundle.json computed again\n"
-        "sha256sum -c SHA256SUMS         # the hashes alone, without tunix-rt\n```\n\n"
+        "```bash\ntunix-rt evidence verify . --repository CLONE   # hashes, steps, bundle.json and this page computed again\n"
+        "sha256sum -c SHA256SUMS                         # the hashes alone, without tunix-rt\n```\n\n"
+        "`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not.\n\n"
         "The source of the run, by hand, at the commit above:\n\n"
         "```bash\ncd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum\n"
         f"# {says['source_sha256']}\n```\n\n"
-        "`verify` shows that the bundle agrees with itself; nothing is replayed. It holds this page to its hash only: the "
-        "figures it computes again are those in `bundle.json`."
+        "`verify` shows that the bundle agrees with itself; nothing is replayed. Copied files are as the run wrote them: "
+        "what it could not find out is null in `doctor.json`, and so is a setting left open in `config.yaml`. "
+        "`bundle.json` and this page hold no null."
     )

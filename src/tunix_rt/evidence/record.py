@@ -7,6 +7,7 @@ as it was, and the run still verifies.
 import logging
 import logging.handlers
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,11 @@ from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.rundir import RunDir, json_text, storage, sync_folder, write_text
 
 logger = logging.getLogger(__name__)
+
+
+def _log_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """A warning of a library is a line of the log: one about the GPU must not pass unnoticed. Without its place on disk."""
+    logger.warning("%s: %s", category.__name__, " ".join(str(message).split()))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,9 +80,12 @@ class Record:
         self._when_accepted(open_file)
         package = logging.getLogger("tunix_rt")
         package.addHandler(gate)
+        show = warnings.showwarning
+        warnings.showwarning = _log_warning
         try:
             yield
         finally:
+            warnings.showwarning = show
             package.removeHandler(gate)
             for handler in (gate, *opened):
                 handler.close()

@@ -28,10 +28,11 @@ def source_hash(package_root: Path) -> tuple[str, dict[str, str]]:
         for path in package_root.rglob("*.py")
         if path.is_file() and not path.is_symlink()
     }
-    return _combined(files), dict(sorted(files.items()))
+    return combined_hash(files), dict(sorted(files.items()))
 
 
-def _combined(files: Mapping[str, str]) -> str:
+def combined_hash(files: Mapping[str, str]) -> str:
+    """One hash over the hash of each file by its path."""
     return sha256_text("".join(f"{digest}  {path}\n" for path, digest in sorted(files.items())))
 
 
@@ -69,7 +70,7 @@ def _hash_of_tree(repo: Path, tree: str, objects: "_Objects", by_blob: dict[str,
                 raise EvidenceError(f"{repo}: object {blob} is missing", fix="fetch the whole history, then try again")
             by_blob[blob] = hashlib.sha256(content.data).hexdigest()
         files[path.decode("utf-8", "surrogateescape")] = by_blob[blob]
-    return _combined(files)
+    return combined_hash(files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tunix_rt.doctor import nvidia, probe
+from tunix_rt.doctor import child, nvidia, probe
 from tunix_rt.doctor.facts import DeviceNode, GpuProcess, GpuSlice, Jax, Nvidia, PciDevice, Torch, facts_from_json
-from tunix_rt.doctor.nvidia import ask_nvml, cached_libraries, nvidia_facts, shows_gpu
+from tunix_rt.doctor.nvidia import ask_nvml, cached_libraries, nvidia_facts
 from tunix_rt.doctor.packages import NoAnswer, ask_child, ask_jax, ask_torch, installed_jax, installed_torch
 from tunix_rt.doctor.probe import gather_facts, host_facts, jax_platform, tpu_facts
+from tunix_rt.doctor.signs import gpu_signs
 from tunix_rt.rundir import to_plain
 
 GIB = 2**30
@@ -68,8 +69,8 @@ def test_gathering_imports_no_engine_and_no_driver() -> None:
         "import sys; from tunix_rt.doctor.probe import gather_facts; gather_facts()\n"
         "print(sorted({'torch', 'jax', 'transformers', 'pynvml', 'pydantic'} & set(sys.modules)))"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_lower_limit_of_the_control_group_counts_as_the_memory(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_gpu_without_a_driver_shows_on_the_bus(tmp_path: Path) -> None:
     assert facts.pci == (PciDevice(address="0000:01:00.0", vendor="0x10de", device="0x2b85"),)
     assert facts.nouveau
     assert (facts.module_version, facts.module_flavour, facts.nodes) == (None, None, ())
-    assert shows_gpu(facts)
+    assert gpu_signs(host_facts(), facts) == ["PCI device 0000:01:00.0"]
 
 
 @pytest.mark.parametrize(
@@ -320,14 +321,14 @@ def test_every_nvml_error_is_named_and_costs_no_other_fact(stand_in: Path) -> No
         "import json, os, sys; from tunix_rt.doctor.nvidia import read_nvml\n"
         "for order in sys.argv[1:]: os.environ['NVML_STAND_IN'] = order; print(json.dumps(read_nvml()))"
     )
-    child = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code, *orders],
         env={**os.environ, "LD_LIBRARY_PATH": str(stand_in)},
         capture_output=True,
         text=True,
         check=True,
     )
-    answers = dict(zip(orders, map(json.loads, child.stdout.splitlines()), strict=True))
+    answers = dict(zip(orders, map(json.loads, done.stdout.splitlines()), strict=True))
     for number, error in {
         **{code: f"NVMLError_{name}" for code, name in NVML_ERRORS.items()},
         4242: "NVMLError",
@@ -422,8 +423,9 @@ def test_torch_is_started_where_a_gpu_shows_and_says_what_its_metadata_said(
 
 def test_jax_is_asked_for_one_platform_whatever_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    monkeypatch.setenv("JAX_PLATFORM_NAME", "cpu")
     script = (
-        "import json, os; asked = os.environ['JAX_PLATFORMS']\n"
+        "import json, os; asked = os.environ['JAX_PLATFORMS'] + os.environ.get('JAX_PLATFORM_NAME', '')\n"
         "print(json.dumps({'platform': asked, 'devices': [os.environ['XLA_PYTHON_CLIENT_PREALLOCATE']], 'said': ['a', 'a']}))"
     )
     asked = ask_jax(Jax(version="0.10.2"), "tpu", script=script)
@@ -436,6 +438,16 @@ def test_jax_is_asked_for_one_platform_whatever_the_variable_says(monkeypatch: p
     assert jax_platform("tpu", gpu=True, tpu=False) is None
     assert jax_platform("cuda", gpu=False, tpu=True) is None
     assert jax_platform("auto", gpu=False, tpu=True) == "tpu"
+
+
+def test_torch_is_not_told_to_ask_the_driver_instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    script = (
+        "import json, os; plain = dict.fromkeys(['cuda_build', 'hip_build', 'cudnn'])\n"
+        "told = 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ\n"
+        "print(json.dumps({**plain, 'arch_list': [], 'cuda_available': told, 'cuda_devices': 0, 'said': []}))"
+    )
+    assert ask_torch(Torch(version="2.13.0"), script=script).cuda_available is False
 
 
 def test_an_assertion_without_words_becomes_a_sentence() -> None:
@@ -482,7 +494,9 @@ def test_a_child_that_hangs_crashes_or_babbles_becomes_a_reason(script: str, wor
 
 
 def test_a_child_without_a_program_is_a_reason(tmp_path: Path) -> None:
-    assert ask_nvml([str(tmp_path / "absent")])[3] == "no process could be started for NVML: No such file or directory"
+    assert ask_nvml([str(tmp_path / "absent")])[3] == (
+        f"NVML could not be started: {tmp_path / 'absent'}: No such file or directory"
+    )
 
 
 def test_the_words_of_a_child_do_not_carry_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,15 +505,41 @@ def test_the_words_of_a_child_do_not_carry_the_home_folder(monkeypatch: pytest.M
     assert asked.problem == "torch ended with code 1: ~/lib/x.so: undefined symbol"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="process groups are of POSIX")
+def test_a_child_that_prints_without_end_is_ended_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The growth of this process is measured; the limit is lowered for the time of the test alone."""
+    monkeypatch.setattr(child, "MOST_PRINTED", 32 << 20)
+    process, flood = psutil.Process(), "while True: print('x' * 65536)"
+    before, started = process.memory_info().rss, time.monotonic()
+    with pytest.raises(NoAnswer, match="torch printed more than 32 MiB"):
+        ask_child([sys.executable, "-S", "-c", flood], who="torch", seconds=20.0)
+    assert time.monotonic() - started < 10
+    assert process.memory_info().rss - before < 16 << 20
+
+
+def test_the_answer_at_the_end_of_many_words_is_found() -> None:
+    talk = "print('x' * 3_000_000)\nprint('{\"a\": 1}')"
+    assert ask_child([sys.executable, "-S", "-c", talk], who="torch", seconds=20.0) == {"a": 1}
+
+
+def test_without_a_place_for_files_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(child.tempfile, "TemporaryFile", full)
+    with pytest.raises(NoAnswer, match="torch could not be started: true: No space left on device"):
+        ask_child(["true"], who="torch", seconds=1.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="where a child is not seen ending before it is reaped")
 def test_the_children_of_a_child_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = (
         f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(p.pid))"
     )
-    # The child itself ends at once; what it left behind holds its output open.
-    with pytest.raises(NoAnswer, match="gave no answer within 1 s"):
-        ask_child([sys.executable, "-c", script], who="torch", seconds=1.0)
+    started = time.monotonic()
+    with pytest.raises(NoAnswer, match="torch said nothing"):  # what it left behind holds its output open
+        ask_child([sys.executable, "-c", script], who="torch", seconds=20.0)
+    assert time.monotonic() - started < 10
     grandchild = int(note.read_text())
     for _ in range(50):
         if not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE:

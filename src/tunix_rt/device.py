@@ -1,0 +1,109 @@
+"""The device contract of one run: the device asked for is the device used, proven before and watched during training."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tunix_rt.accelerators import find_accelerator, peaks
+from tunix_rt.config import RunConfig
+from tunix_rt.doctor.checks import Ask, judge
+from tunix_rt.doctor.choose import DeviceChoice, choose_device, set_environment
+from tunix_rt.doctor.facts import Facts
+from tunix_rt.doctor.gpu_memory import gpu_memory, nvidia_smi_text
+from tunix_rt.doctor.probe import gather_facts
+from tunix_rt.doctor.prove import cuda_check_text, proof_lines, proof_problem, prove
+from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
+from tunix_rt.errors import HardwareError
+from tunix_rt.evidence.record import Record
+from tunix_rt.models import ModelSource
+from tunix_rt.plan.shape import ModelShape
+from tunix_rt.rundir import to_plain, write_json, write_text
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+def settle_device(report: Record, config: RunConfig) -> tuple[Facts, DeviceChoice]:
+    """Facts, verdict, device. A refusal leaves its whole report in `doctor.json`."""
+    run, training = report.run, config.training
+    ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
+    facts = gather_facts(run.root, backend=training.backend, device=training.device)
+    report.write(write_text, run.env_info, env_info_text(facts))
+    report.write(write_text, run.torch_version, torch_version_text(facts))
+    judged = {"facts": facts, "checks": judge(facts, ask)}
+    report.write(write_json, run.doctor, judged)
+    try:
+        choice = choose_device(ask, facts)
+    except HardwareError as error:
+        raise _with_report(error, report, judged) from error
+    report.write(write_json, run.doctor, judged | {"choice": choice})
+    set_environment(choice.device, training.backend)
+    for line in device_lines(choice, facts):
+        logger.info("%s", line)
+    return facts, choice
+
+
+def prove_device(
+    report: Record, config: RunConfig, model: ModelSource, shape: ModelShape, facts: Facts, choice: DeviceChoice
+) -> frozenset[str]:
+    """Run the kernels of this run on its accelerator, in a child process, before anything else does. The uuid of its GPU."""
+    run, training = report.run, config.training
+    ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
+    proof = prove(
+        backend=training.backend, device=choice.device, dtype=training.dtype, **kernels_of(model.config, shape)
+    )
+    judged = {"facts": facts, "checks": judge(facts, ask), "choice": choice, "proof": proof}
+    report.write(write_json, run.doctor, judged)
+    if choice.device == "cuda":
+        report.write(write_text, run.cuda_check, cuda_check_text(proof))
+    known = find_accelerator(choice.kind, choice.memory_bytes)
+    for line in proof_lines(proof, peaks(known, training.dtype) if known else (None, None)):
+        logger.info("%s", line)
+    if problem := proof_problem(proof):
+        raise _with_report(HardwareError(problem[0], fix=problem[1], cause="not-proven"), report, judged)
+    return frozenset({str(proof.about["uuid"])}) if choice.device == "cuda" else frozenset()
+
+
+def kernels_of(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """What of a model decides its kernels, as `prove` takes it."""
+    inner = config.get("text_config", config)
+    scalar = inner.get("query_pre_attn_scalar")
+    return {
+        "head_size": shape.head_dim,
+        "query_heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "softcap": inner.get("final_logit_softcapping", 30.0) if shape.capped_logits else None,
+        "attention": "eager" if shape.capped_scores else None,
+        "scaling": scalar**-0.5 if isinstance(scalar, int | float) and scalar > 0 else None,
+    }
+
+
+def _with_report(error: HardwareError, report: Record, judged: Mapping[str, Any]) -> HardwareError:
+    """`error` with the path of the report. A refused continuation leaves its folder as it was, so that one lies beside."""
+    where = report.run.doctor
+    if report.continued and not report.accepted:
+        where = report.run.root.with_name(f"{report.run.root.name}.refused-doctor.json")
+        write_json(where, judged)
+    return HardwareError(error.problem, fix=f"{error.fix}; the whole report: {where}", cause=error.cause)
+
+
+def note_step(report: Record, uuids: frozenset[str], sampled: tuple[int, int], said: dict[str, Any]) -> None:
+    """Keep what the loop says of a step; on a GPU, also what NVML and nvidia-smi say after the first and the last."""
+    report.facts.update(said)
+    if uuids and said["steps_completed"] in sampled:
+        sample_gpu(report, uuids, said["steps_completed"])
+
+
+def sample_gpu(report: Record, uuids: frozenset[str], step: int) -> None:
+    """What this process holds on its GPU, told by NVML; the first time also by nvidia-smi."""
+    sample = gpu_memory(step, uuids)
+    if "gpu_memory" not in report.facts:
+        report.write(write_text, report.run.nvidia_smi, nvidia_smi_text(sample, step))
+        report.facts["gpu_memory"] = []
+    if sample is not None:
+        report.facts["gpu_memory"].append(to_plain(sample))
+        whose = "under our process id" if sample.by == "nvml" else "in use on the device; NVML hides process ids here:"
+        logger.info(
+            "GPU memory: %.3f GiB %s %d (NVML, after step %d)", sample.used_bytes / GIB, whose, sample.pid, step
+        )
