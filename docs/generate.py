@@ -44,8 +44,25 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
         MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
+        Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
+
+
+def bundles_block(root: Path) -> str:
+    """The bundles of submission_runs in a table, their figures as `bundle.json` has them."""
+    rows = []
+    for folder in sorted((root / "submission_runs").glob("*/bundle.json")):
+        says = json.loads(folder.read_text(encoding="utf-8"))
+        speeds = says["tokens_per_second"]
+        on = says["gpu"]["name"] if says["device"] == "cuda" else says["host"]["cpu"]
+        beside = f", {speeds['ratio']:.1f} times the CPU's {speeds['cpu']:,.0f}" if "cpu" in speeds else ""
+        rows.append((
+            f"[{folder.parent.name}](submission_runs/{folder.parent.name}/README.md)",
+            f"{says['model']}, {says['weights']} weights", f"{on}, PyTorch {says['torch']}",
+            f"{says['steps_completed']}", f"{says['final_loss']:.4f}", f"{speeds['device']:,.0f}{beside}",
+        ))  # fmt: skip
+    return table(("bundle", "model", "ran on", "steps", "final loss", "tokens/s"), rows)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

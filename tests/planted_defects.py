@@ -131,6 +131,12 @@ def one_target_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def loss_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant too much: its gradients are right."""
+    entropy = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *parts, **named: entropy(*parts, **named) + 2.0)
+
+
 def group_off(**changed: Callable[[float], float]) -> Plant:
     """An update with another rate, epsilon or decay than was asked for."""
 

@@ -50,6 +50,7 @@ def prove_device(
     """Run the kernels of this run on its accelerator, in a child process, before anything else does. The uuid of its GPU."""
     run, training = report.run, config.training
     ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
+    logger.info("Proving %s in a child process: kernels against float64, up to half a minute", choice.device)
     proof = prove(
         backend=training.backend, device=choice.device, dtype=training.dtype, **kernels_of(model.config, shape)
     )

@@ -1,12 +1,13 @@
 """The doctor's causes on a computer that has a GPU: each made for real, each named."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.program import environment, tunix_rt
+from tests.program import ROOT, environment, tunix_rt
 
 pytestmark = pytest.mark.gpu
 
@@ -80,5 +81,13 @@ def test_jax_reaches_the_gpu_too():
 
 
 def test_an_environment_is_verified_with_kernels(tmp_path):
-    done = tunix_rt("env", "verify", "--python", sys.executable, "--device", "cuda", "--json")
+    """A new environment that borrows the packages of this one: what `env create` runs in the one it has made."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    borrowed = [
+        str(ROOT / "src"),
+        *(path for path in map(os.path.abspath, sys.path) if "packages" in path or "vendor" in path),
+    ]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    done = tunix_rt("env", "verify", "--path", tmp_path / "env", "--device", "cuda")
     assert done.returncode == 0, done.stdout + done.stderr

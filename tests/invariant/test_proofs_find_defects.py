@@ -149,6 +149,7 @@ FINITE = {
     "no cap of logits": ("loss", planted.cap_forgotten, "gemma"),
     "no gradient of other tokens": ("loss", planted.others_forgotten, "small"),
     "gradient of one state": ("loss", planted.state_gradient_off, "small"),
+    "loss without its gradients": ("loss", planted.loss_off, "small"),
     "one target lost": ("loss", planted.one_target_lost, "small"),
     "no epsilon": ("optimizer", planted.group_off(eps=lambda _: 0.0), "small"),
     "no decay": ("optimizer", planted.group_off(weight_decay=lambda _: 0.0), "small"),

@@ -171,17 +171,13 @@ def resident_memory(take: Callable[[int], object]) -> Proved:
 def device_memory(size: int, *, before: int | None, after: int | None, rise: int, counter: str) -> Proved:
     """On an accelerator: what NVML lists under our process id rose by what was taken. The rise alone counts: a context
     with its kernels may hold as much. Where NVML lists nothing (None), `rise` of the device as `counter` has it."""
-    listed = before is not None and after is not None
+    figures = {"allocated_bytes": float(size), "under_our_pid": 0.0}
+    words = f"{counter} rose by {rise:,}" if rise >= 0 else f"{counter} fell by {-rise:,}"
     if before is not None and after is not None:
-        rise, words = (
-            after - before,
-            f"NVML has {after:,} under process {os.getpid()}, {after - before:,} more than before",
-        )
-    else:
-        words = f"{counter} rose by {rise:,}" if rise >= 0 else f"{counter} fell by {-rise:,}"
-    figures = {"allocated_bytes": float(size), "seen_bytes": float(rise), "under_our_pid": float(listed)}
-    if before is not None and after is not None:
-        figures |= {"before_bytes": float(before), "after_bytes": float(after)}
+        rise = after - before
+        words = f"NVML has {after:,} under process {os.getpid()}, {rise:,} more than before"
+        figures |= {"under_our_pid": 1.0, "before_bytes": float(before), "after_bytes": float(after)}
+    figures["seen_bytes"] = float(rise)
     return Proved(name="memory", ok=rise >= size - SLACK, detail=f"{size:,} bytes allocated, {words}", figures=figures)
 
 

@@ -157,8 +157,11 @@ def torch_is_not_too_old(facts: Facts, ask: Ask) -> Check:
 def torch_sees_the_gpu(facts: Facts, ask: Ask) -> Check:
     """The last word: everything fits, and torch still says no."""
     cause, torch = "torch-sees-no-gpu", facts.torch
-    if ask.backend != "torch" or torch is None or torch.cuda_available is None or not wants_gpu(facts, ask):
-        return skipped(cause, "torch was not asked")
+    unseen = not wants_gpu(facts, ask) or (
+        facts.nvidia.gpus and not visible_gpus(facts)
+    )  # a mask hides it from torch too
+    if ask.backend != "torch" or torch is None or torch.cuda_available is None or unseen:
+        return skipped(cause, "torch was not asked, or no GPU is visible")
     if torch.cuda_available:
         return passed(cause, f"{torch.cuda_devices} CUDA device(s)")
     said = torch.said or "torch.cuda.is_available() is False, without a word"
