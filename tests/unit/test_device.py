@@ -129,9 +129,7 @@ def test_a_warning_of_a_library_is_a_line_of_the_log(tmp_path: Path) -> None:
     try:
         with report.logged(), warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = report_warning = warnings.showwarning
             warnings.warn("a GPU with CUDA capability sm_120 is not compatible", UserWarning, stacklevel=1)
-            assert report_warning is not before
     finally:
         package.setLevel(level)
     assert (

@@ -25,7 +25,7 @@ from tunix_rt.doctor.facts import (
     Tpu,
     facts_from_json,
 )
-from tunix_rt.doctor.gpu_checks import visible_gpus
+from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.wheels import WHEELS, fits, fitting_wheels, number, why_no_wheel
 from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
 from tunix_rt.errors import ConfigError, HardwareError, InputError

@@ -45,13 +45,18 @@ def accelerators() -> tuple[Accelerator, ...]:
     return tuple(_accelerator(row) for row in rows if row["vendor"] not in _ENVIRONMENTS)
 
 
+def accelerators_named(name: str) -> list[Accelerator]:
+    """Every device that NVML, torch or jax calls so; several where siblings share a name, none for an unknown one."""
+    return [device for device in accelerators() if _plain(name) in map(_plain, device.names)]
+
+
 def find_accelerator(name: str, memory_bytes: int | None) -> Accelerator | None:
     """The device that NVML, torch or jax calls `name` and that has this memory; None when the table has no such one.
 
     None also when the name is known and the memory is not within 8 % of any: an RTX 3060 of 8 GB is not that of 12 GB, a
     slice of a GPU is not the GPU. Without memory (unified memory tells none) only a name that a single device bears.
     """
-    named = [device for device in accelerators() if _plain(name) in map(_plain, device.names)]
+    named = accelerators_named(name)
     if memory_bytes is None:
         alone = len(named) == 1 and not re.search(r"\d ?GB", named[0].name)  # a size in the name: there are siblings
         return named[0] if alone else None

@@ -18,19 +18,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from tunix_rt.doctor.prove import HEAD_SIZE, Proved
+from tunix_rt.doctor.wheels import MISFIT_WORDS
 
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: the largest relative error of rounding one number."""
 SUM_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
 """Of the type in which products add up: the half types are summed in float32."""
-CAPABILITY_WARNINGS = (
-    "not compatible with the current PyTorch installation",
-    "which is of compute capability",
-    "which is of cuda capability",
-    "cuda capability supported by this library",
-    "no longer supports this GPU",
-    "compiled with an unknown compute capability",
-)
 BLOCK = 1 << 21
 """Elements compared at a time; a product has 16 million."""
 
@@ -263,7 +256,7 @@ def _run_one(proof: ProofFunction, bench: Bench) -> Proved:
     said = [" ".join(str(warning.message).split()) for warning in heard]
     if said:
         bench.about["said"] = [*bench.about.get("said", ()), *said]
-    unfit = [text for text in said if any(sign in text for sign in CAPABILITY_WARNINGS)]
+    unfit = [text for text in said if any(sign in text for sign in MISFIT_WORDS)]
     if unfit:
         found = replace(found, ok=False, detail=unfit[0][:300] if found.ok else f"{found.detail}; {unfit[0][:300]}")
     figures = {key: value for key, value in found.figures.items() if math.isfinite(value)}  # JSON knows no NaN

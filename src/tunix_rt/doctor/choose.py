@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tunix_rt.accelerators import accelerators
 from tunix_rt.doctor.checks import first_failure, judge
 from tunix_rt.doctor.facts import Facts, Gpu
-from tunix_rt.doctor.gpu_checks import visible_gpus
 from tunix_rt.doctor.jax_checks import TPU_DEVICES, target, tpu_kinds
 from tunix_rt.doctor.verdict import Ask
+from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.errors import ConfigError, HardwareError
 
 GIB = 2**30

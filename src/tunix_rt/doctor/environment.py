@@ -18,7 +18,7 @@ import tunix_rt
 from tunix_rt.doctor.causes import CAUSES
 from tunix_rt.doctor.checks import Ask, first_failure, judge
 from tunix_rt.doctor.facts import Facts, Torch
-from tunix_rt.doctor.gpu_checks import visible_gpus
+from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.wheels import INDEX_BASE, TESTED_TORCH, Wheel, fitting_wheels, pip_arguments, why_no_wheel
 
 NEEDED_GIB = {"cuda": 12, "cpu": 4}

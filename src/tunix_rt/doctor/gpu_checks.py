@@ -4,12 +4,12 @@ One function per cause, in the order of `GPU_CHECKS`: a cause that hides later o
 """
 
 import re
-from dataclasses import replace
 
 from tunix_rt.doctor import signs
 from tunix_rt.doctor.facts import Facts, Gpu
 from tunix_rt.doctor.signs import WSL_LIBRARIES
 from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped, warned
+from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.wheels import (
     BLACKWELL,
     BLACKWELL_DRIVER,
@@ -43,56 +43,9 @@ def wants_gpu(facts: Facts, ask: Ask) -> bool:
     return ask.device == "cuda" or (ask.device == "auto" and bool(gpu_signs(facts)))
 
 
-def visible_gpus(facts: Facts) -> tuple[Gpu, ...]:
-    """The GPUs CUDA shows under CUDA_VISIBLE_DEVICES: a list ends at the first entry that names none, a repeat empties it.
-
-    A GPU in MIG mode shows as one of its slices, with the slice's memory; CUDA gives a process one slice only.
-    """
-    gpus = facts.nvidia.gpus
-    mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if mask is None:
-        shown = [_as_cuda_sees(gpu) for gpu in gpus]
-        whole = tuple(gpu for gpu in shown if gpu is not None)
-        sliced = tuple(gpu for gpu in whole if gpu.mig)
-        return (
-            whole if not sliced else sliced[:1] if len(sliced) == len(whole) else tuple(g for g in whole if not g.mig)
-        )
-    named: list[Gpu] = []
-    for entry in mask.split(","):
-        gpu = _named_by(entry.strip(), gpus)
-        if gpu is None:
-            break
-        if any(gpu.uuid == other.uuid and gpu.index == other.index for other in named):
-            return ()
-        named.append(gpu)
-    return tuple(named)
-
-
-def _as_cuda_sees(gpu: Gpu) -> Gpu | None:
-    if not gpu.mig:
-        return gpu
-    return _slice_of(gpu, gpu.slices[0].uuid) if gpu.slices else None
-
-
-def _slice_of(gpu: Gpu, uuid: str) -> Gpu | None:
-    for part in gpu.slices:
-        if part.uuid == uuid:
-            return replace(
-                gpu, name=part.name, uuid=part.uuid, total_bytes=part.total_bytes, free_bytes=part.free_bytes
-            )
-    return None
-
-
-def _named_by(entry: str, gpus: tuple[Gpu, ...]) -> Gpu | None:
-    if entry.startswith("MIG-"):
-        return next((found for gpu in gpus if (found := _slice_of(gpu, entry)) is not None), None)
-    if entry.startswith("GPU-"):
-        matching = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
-        return _as_cuda_sees(matching[0]) if len(matching) == 1 else None
-    digits = re.match(r"\+?\d+", entry)
-    if not digits:
-        return None
-    return next((_as_cuda_sees(gpu) for gpu in gpus if gpu.index == int(digits[0])), None)
+def cuda_starts(facts: Facts) -> bool:
+    """Whether torch was asked and CUDA started: worth more than any table of what should stop it."""
+    return facts.torch is not None and bool(facts.torch.cuda_available)
 
 
 def _driver(facts: Facts) -> str | None:
@@ -117,11 +70,11 @@ def _device_numbers(facts: Facts) -> list[int]:
 
 def _is_old(facts: Facts) -> bool:
     """Older than Turing: dropped by driver branch 590, and never driven by the open kernel modules."""
-    return any(number < FIRST_TURING_ID for number in _device_numbers(facts))
+    return any(device < FIRST_TURING_ID for device in _device_numbers(facts))
 
 
 def _has_blackwell(facts: Facts) -> bool:
-    on_bus = any(number >= FIRST_BLACKWELL_ID for number in _device_numbers(facts))
+    on_bus = any(device >= FIRST_BLACKWELL_ID for device in _device_numbers(facts))
     return on_bus or any(gpu.capability is not None and gpu.capability >= BLACKWELL for gpu in facts.nvidia.gpus)
 
 
@@ -210,7 +163,7 @@ def nodes_may_be_opened(facts: Facts, ask: Ask) -> Check:
     if not closed and _nvml_error(facts) != "NVMLError_NoPermission":
         return passed(cause, "every node may be opened") if facts.nvidia.nodes else skipped(cause, "no nodes")
     nodes = closed or _gpu_nodes(facts) or ["/dev/nvidiactl"]
-    answer = warned if facts.torch is not None and facts.torch.cuda_available else failed
+    answer = warned if cuda_starts(facts) else failed
     return answer(
         cause, f"{', '.join(nodes)}: no read and write" if closed else facts.nvidia.nvml_problem or "",
         "this user may not open the GPU's device nodes",
@@ -224,7 +177,7 @@ def wsl_stub_comes_first(facts: Facts, ask: Ask) -> Check:
     cause, found = "wsl-stub-shadowed", facts.nvidia.libcuda
     if not facts.host.wsl or facts.host.container or not wants_gpu(facts, ask) or not found:
         return skipped(cause, "not WSL, or in a container, where the runtime puts the library elsewhere")
-    if found[0].startswith(WSL_LIBRARIES) or (facts.torch is not None and facts.torch.cuda_available):
+    if found[0].startswith(WSL_LIBRARIES) or cuda_starts(facts):
         return passed(cause, found[0])
     return failed(
         cause, f"libcuda.so.1 is taken from {found[0]}", f"a library of a Linux driver shadows WSL's own in {WSL_LIBRARIES}",
@@ -357,7 +310,7 @@ def uvm_is_there(facts: Facts, ask: Ask) -> Check:
         return skipped(cause)
     if "/dev/nvidia-uvm" in nodes:
         return passed(cause, "/dev/nvidia-uvm")
-    if "tegra" in facts.host.release or (facts.torch is not None and facts.torch.cuda_available):
+    if "tegra" in facts.host.release or cuda_starts(facts):
         return passed(cause, "CUDA starts without it here")  # a Jetson has none
     fix = "sudo modprobe nvidia-uvm && sudo nvidia-modprobe -u -c=0"
     if facts.host.container:

@@ -3,8 +3,9 @@
 import re
 
 from tunix_rt.doctor.facts import Facts
-from tunix_rt.doctor.gpu_checks import GIB, holders, visible_gpus, wants_gpu
+from tunix_rt.doctor.gpu_checks import GIB, holders, wants_gpu
 from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped, warned
+from tunix_rt.doctor.visible import visible_gpus
 
 LOW_DISK_BYTES = 2 * GIB
 """Below this a warning: two checkpoints of a 60 M-parameter model. What a run really needs, `plan` says."""

@@ -3,10 +3,12 @@
 import re
 
 from tunix_rt.doctor.facts import Facts
-from tunix_rt.doctor.gpu_checks import visible_gpus, wants_gpu
+from tunix_rt.doctor.gpu_checks import wants_gpu
 from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped
+from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.wheels import (
     INSTALL,
+    MISFIT_WORDS,
     OLDEST_TORCH,
     Capability,
     driver_floor,
@@ -17,8 +19,6 @@ from tunix_rt.doctor.wheels import (
     why_no_wheel,
 )
 
-MISFIT_WORDS = ("is not compatible with the current PyTorch installation", "does not include kernels for this GPU")
-"""What torch warns of, and goes on."""
 CUDA_WORDS = (
     (r"\b802\b", "the GPUs of this board wait for the fabric manager", "sudo systemctl start nvidia-fabricmanager"),
     (r"\b803\b", "driver library and kernel module are of different versions", "restart the computer"),

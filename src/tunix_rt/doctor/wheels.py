@@ -16,6 +16,16 @@ OLDEST_TORCH = "2.10"
 TESTED_TORCH = "2.13.0"
 INSTALL = {"torch": 'pip install -e ".[torch]"', "jax": 'pip install -e ".[jax]"'}
 """What brings an engine, in the clone of tunix-rt: that is where it is installed from."""
+MISFIT_WORDS = (
+    "not compatible with the current PyTorch installation",
+    "does not include kernels for this GPU",
+    "which is of compute capability",
+    "which is of cuda capability",
+    "cuda capability supported by this library",
+    "no longer supports this GPU",
+    "compiled with an unknown compute capability",
+)
+"""What torch warns of, in its versions from 2.4 on, when a wheel has no code for the GPU; then it goes on."""
 
 Capability = tuple[int, int]
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunix_rt.accelerators import accelerators
-from tunix_rt.backends.proving import CAPABILITY_WARNINGS
+from tunix_rt.accelerators import accelerators_named
 from tunix_rt.doctor.prove import COMPUTED, PROOF_NAMES
-from tunix_rt.doctor.wheel_checks import MISFIT_WORDS
+from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.hashes import parse_object, read_bytes, shown
 from tunix_rt.evidence.source import combined_hash
@@ -214,12 +213,12 @@ def _gpu(run: RunFiles) -> dict[str, Any]:
     capability = require(f"{run.where}doctor.json: the GPU", gpu, "capability", list)
     if [type(number) for number in capability] != [int, int] or not all(map(_is_count, capability)):
         raise run.fault("doctor.json: the GPU's capability is not two numbers")
-    known = _published_capabilities(str(gpu.get("name")))
+    published = {device.capability for device in accelerators_named(str(gpu.get("name")))} - {None}
     for what, told, wanted in (
         ("proof.about.name", name, [part.get("name")]),
         ("proof.about.name", name, run.need("doctor.json", "choice.kind", str).split(", ")),
         ("proof.about.capability", value_at(run.doctor, "proof.about.capability"), [capability]),
-        (f"the compute capability of {shown(gpu.get('name'))}", tuple(capability), known or [tuple(capability)]),
+        (f"the compute capability of {shown(gpu.get('name'))}", tuple(capability), published or {tuple(capability)}),
     ):
         if told not in wanted:
             raise run.fault(f"doctor.json: {what} is {ascii(told)[:80]}, elsewhere {ascii(wanted)[:80]}", AGAIN)
@@ -246,16 +245,6 @@ def _listed(run: RunFiles, uuid: str) -> tuple[Mapping[str, Any], Mapping[str, A
 def _bare(uuid: Any) -> str:
     """CUDA does not tell whether a uuid is that of a GPU or of a slice."""
     return str(uuid).removeprefix("GPU-").removeprefix("MIG-")
-
-
-def _published_capabilities(name: str) -> list[tuple[int, int]]:
-    """Of the GPUs that bear that name; none where the catalogue does not know it."""
-    found = [device for device in accelerators() if _plain(name) in map(_plain, device.names)]
-    return sorted({device.capability for device in found if device.capability is not None})
-
-
-def _plain(name: str) -> str:
-    return name.casefold().removeprefix("nvidia ")
 
 
 def gpu_memory(run: RunFiles) -> dict[str, Any]:
@@ -430,5 +419,5 @@ def _misfit_warnings(run: RunFiles, name: str) -> Iterator[str]:
     """The first of the warnings by which torch says that it has no code for this GPU."""
     text = (read_bytes(run.folder / name)[0] or b"").decode("utf-8", "replace")
     flowing = " ".join(text.split()).casefold()
-    found = [warning for warning in (*CAPABILITY_WARNINGS, *MISFIT_WORDS) if warning.casefold() in flowing]
+    found = [warning for warning in MISFIT_WORDS if warning.casefold() in flowing]
     yield from (f"{name} warns of an unsupported compute capability: `{warning}`" for warning in found[:1])
