@@ -11,9 +11,10 @@ from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.bundle import different_settings, refuse_another_setup
-from tunix_rt.evidence.claims import RunFiles, claims_of, gpu_memory, require_whole, tokens_per_second
+from tunix_rt.evidence.claims import RunFiles, claims_of, gpu_memory, tokens_per_second
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import combined_hash
+from tunix_rt.evidence.whole import require_whole
 
 HOST = {"cpu": "AMD EPYC", "cpu_cores": 16, "ram_total_bytes": 135_000_000_000, "machine": "x86_64"}
 TRAINING = {"backend": "torch", "device": "cuda", "dtype": "float32", "seed": 0}

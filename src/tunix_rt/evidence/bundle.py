@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
-from tunix_rt.evidence.claims import RunFiles, claims_of, read_object, read_run, require, require_whole, value_at
+from tunix_rt.evidence.claims import RunFiles, claims_of, read_object, read_run, require, value_at
 from tunix_rt.evidence.hashes import (
     list_problems,
     list_uncovered,
@@ -24,6 +24,7 @@ from tunix_rt.evidence.hashes import (
 )
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
+from tunix_rt.evidence.whole import require_whole
 from tunix_rt.rundir import RunDir, settle_files, storage, sync_folder, write_json, write_text
 
 SAYS = "bundle.json"

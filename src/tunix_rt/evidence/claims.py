@@ -1,31 +1,28 @@
-"""What a bundle says of a run, computed from the run's files alone, so that a reader can compute it again; and what those
-files must hold before it may be said."""
+"""What a bundle says of a run, computed from the run's files alone, so that a reader can compute it again. What those
+files must hold before it may be said is in `whole.py`."""
 
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tunix_rt.accelerators import accelerators_named
-from tunix_rt.doctor.prove import COMPUTED, PROOF_NAMES
-from tunix_rt.doctor.wheels import MISFIT_WORDS
+from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.hashes import parse_object, read_bytes, shown
-from tunix_rt.evidence.source import combined_hash
 from tunix_rt.rundir import RunDir
 from tunix_rt.strict_yaml import read_yaml
 
 SCHEMA = "tunix-rt/bundle/1"
 KINDS = {"cuda": "gpu", "cpu": "cpu"}
-ENGINE = "torch"
 COUNTS_END = 2**63
 UNTOUCHED = "ask for an untouched copy of the run"
 AGAIN = "run again with this version of tunix-rt"
 
-_UNPRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+UNPRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Value = TypeVar("Value")
 
@@ -102,7 +99,7 @@ def require(file: str, values: Mapping[str, Any], name: str, kind: type[Value]) 
     found = value_at(values, name)
     if type(found) is not kind or found in ("", "unknown", "TODO", [], {}):
         raise EvidenceError(f"{file} does not tell {name}", fix=AGAIN)
-    if isinstance(found, str) and _UNPRINTED.search(found):
+    if isinstance(found, str) and UNPRINTED.search(found):
         raise EvidenceError(f"{file}: {name} is {shown(found)}, not a line of text", fix=UNTOUCHED)
     if isinstance(found, int | float) and not (math.isfinite(found) if isinstance(found, float) else _is_count(found)):
         raise EvidenceError(f"{file}: {name} is {shown(found)}, which no run can have", fix=UNTOUCHED)
@@ -145,7 +142,7 @@ def claims_of(run: RunFiles, cpu: RunFiles | None) -> dict[str, Any]:
     }
     if device == "cuda":
         said |= {
-            "gpu": _gpu(run),
+            "gpu": gpu_of(run),
             "cuda": run.need("doctor.json", "facts.torch.cuda_build", str),
             "gpu_memory": gpu_memory(run),
             "proof": _proof(run),
@@ -206,19 +203,21 @@ def _host(run: RunFiles) -> dict[str, Any]:
 # --- the GPU ----------------------------------------------------------------------------------------------------------
 
 
-def _gpu(run: RunFiles) -> dict[str, Any]:
+def gpu_of(run: RunFiles) -> dict[str, Any]:
     """The GPU of the proof: among those NVML listed, the one chosen, and what the catalogue knows under its name."""
     name, uuid = (run.need("doctor.json", f"proof.about.{key}", str) for key in ("name", "uuid"))
     gpu, part = _listed(run, uuid)
     capability = require(f"{run.where}doctor.json: the GPU", gpu, "capability", list)
     if [type(number) for number in capability] != [int, int] or not all(map(_is_count, capability)):
         raise run.fault("doctor.json: the GPU's capability is not two numbers")
-    published = {device.capability for device in accelerators_named(str(gpu.get("name")))} - {None}
+    published = sorted(
+        {one.capability for one in accelerators_named(str(gpu.get("name"))) if one.capability is not None}
+    )
     for what, told, wanted in (
         ("proof.about.name", name, [part.get("name")]),
         ("proof.about.name", name, run.need("doctor.json", "choice.kind", str).split(", ")),
         ("proof.about.capability", value_at(run.doctor, "proof.about.capability"), [capability]),
-        (f"the compute capability of {shown(gpu.get('name'))}", tuple(capability), published or {tuple(capability)}),
+        (f"the compute capability of {shown(gpu.get('name'))}", tuple(capability), published or [tuple(capability)]),
     ):
         if told not in wanted:
             raise run.fault(f"doctor.json: {what} is {ascii(told)[:80]}, elsewhere {ascii(wanted)[:80]}", AGAIN)
@@ -253,7 +252,7 @@ def gpu_memory(run: RunFiles) -> dict[str, Any]:
     Each sample must hold what the allocator held at most up to its step, which `metrics.jsonl` tells: NVML's figure
     contains it. The peak of the whole run will not do, for what comes after training is sampled by nobody.
     """
-    ours, device = _samples(run, "nvml"), _samples(run, "device")
+    ours, device = memory_samples(run, "nvml"), memory_samples(run, "device")
     for sample in [*ours, *device]:
         step, used = sample["step"], sample["used_bytes"]
         if not run.need("result.json", "resumed_from", int) < step <= len(run.metrics):
@@ -272,7 +271,7 @@ def gpu_memory(run: RunFiles) -> dict[str, Any]:
     return {"by": "nvml" if ours else "device", "samples": len(ours or device), **largest}
 
 
-def _samples(run: RunFiles, by: str) -> list[dict[str, int]]:
+def memory_samples(run: RunFiles, by: str) -> list[dict[str, int]]:
     where, names = f"{run.where}result.json: gpu_memory", ("step", "pid", "used_bytes")
     listed = run.need("result.json", "gpu_memory", list)
     return [{name: require(where, one, name, int) for name in names} for one in listed if value_at(one, "by") == by]
@@ -296,128 +295,3 @@ def _proof(run: RunFiles) -> list[str]:
             fix="`tunix-rt doctor --prove` says why; then run again",
         )
     return names
-
-
-# --- what the files must hold -----------------------------------------------------------------------------------------
-
-
-def require_whole(run: RunFiles) -> None:
-    """Refuse a run that is not complete, or whose evidence files are missing, empty, or lack what they are there to show;
-    of the files all at once."""
-    if run.result.get("status") != "completed":
-        raise run.fault(
-            f"result.json: the run is {shown(run.result.get('status'))}, not completed",
-            fix="finish it with --resume, or run it again",
-        )
-    if run.need("result.json", "device", str) not in KINDS:
-        raise run.fault(
-            f"result.json: it ran on {shown(run.result['device'])}; bundles are made of runs on {' and '.join(KINDS)}",
-            fix="collect a run on one of these",
-        )
-    if (engine := run.need("config.yaml", "training.backend", str)) != ENGINE:
-        raise run.fault(
-            f"config.yaml: training.backend is {engine}; bundles are made of runs of {ENGINE}",
-            fix="collect one of those",
-        )
-    lacking = [*_faults_of_inputs(run), *(_lacking_cuda(run) if run.result["device"] == "cuda" else _lacking_cpu(run))]
-    if lacking:
-        raise EvidenceError(
-            "the run's evidence is not whole\n" + "\n".join(f"  {run.where}{line}" for line in lacking), fix=AGAIN
-        )
-
-
-def _faults_of_inputs(run: RunFiles) -> Iterator[str]:
-    """The source against the files it is made of; the checks that a run can only have passed."""
-    files = run.need("precommit.json", "source_files", dict)
-    hashed = all(
-        not _UNPRINTED.search(name) and type(digest) is str and digest.isalnum() for name, digest in files.items()
-    )
-    if not hashed or combined_hash(files) != run.need("precommit.json", "source_sha256", str):
-        yield "precommit.json: source_sha256 is not the hash of source_files"
-    for check in run.need("doctor.json", "checks", list):
-        if value_at(check, "verdict") not in ("pass", "warn", "skip"):
-            yield f"doctor.json: the check {shown(value_at(check, 'cause'))} says {shown(value_at(check, 'verdict'))}"
-
-
-def _lacking_cpu(run: RunFiles) -> Iterator[str]:
-    version = run.need("doctor.json", "facts.torch.version", str)
-    yield from _lacks(run, "env_info.txt", {"the host's memory": r"(?im)^.*\b(ram|memory)\b.*[1-9].*$"})
-    yield from _lacks(run, "torch_version.txt", {"torch's version": _word(version)})
-    yield from _lacks(run, "training_log.txt", {}, _device_lines("cpu"))
-
-
-def _lacking_cuda(run: RunFiles) -> Iterator[str]:
-    gpu, torch = _gpu(run), run.need("doctor.json", "facts.torch.version", str)
-    cuda = run.need("doctor.json", "facts.torch.cuda_build", str)
-    major, minor = gpu["compute_capability"].split(".")
-    driver = {"the driver's version": _word(gpu["driver"])}
-    yield from _lacks(run, "env_info.txt", driver | {"the CUDA version the driver reports": _word(gpu["driver_cuda"])})
-    yield from _lacks(
-        run, "torch_version.txt", {"torch's version": _word(torch), "the CUDA version of the wheel": _word(cuda)}
-    )
-    yield from _lacks(
-        run,
-        "cuda_check.txt",
-        {
-            "torch's version": _word(torch),
-            "the device's name": _word(gpu["name"]),
-            "the device's uuid": _word(gpu["uuid"]),
-            "the compute capability": rf"\({major}, *{minor}\)|{_word(f'{major}.{minor}')}|\bsm_{major}{minor}\b",
-            f"the line `{COMPUTED}`": rf"(?m)^\s*{COMPUTED}\s*$",
-        },
-        {"is_available": ("torch.cuda.is_available(): True", r"torch\.cuda\.is_available\(\): True")},
-    )
-    yield from _lacks(run, "training_log.txt", {}, _device_lines("cuda"))
-    yield from _misfit_warnings(run, "training_log.txt")
-    yield from _misfit_warnings(run, "cuda_check.txt")
-    wanted = dict(driver)
-    if gpu_memory(run)["by"] == "nvml":  # elsewhere process ids are hidden, from nvidia-smi as well
-        pids = sorted({sample["pid"] for sample in _samples(run, "nvml")})
-        any_of = "|".join(_word(str(pid)) for pid in pids)
-        # Not the line above the output in which we say which process is ours: nvidia-smi itself must list it.
-        wanted[f"our process ({' or '.join(map(str, pids))})"] = rf"(?m)^(?!.*our process id).*(?:{any_of})"
-    yield from _lacks(run, "nvidia_smi.txt", wanted)
-
-
-def _device_lines(device: str) -> dict[str, tuple[str, str]]:
-    """A continued run says them again; none may say another device."""
-    return {
-        "Using device:": (f"Using device: {device}", rf"(?:.* )?Using device: {device}\s*"),
-        "Preflight:": (f"device={device}", rf".*(?<!\w)device={device}(?!\S).*"),
-    }
-
-
-def _word(text: str) -> str:
-    """A pattern for `text` that is not a piece of a longer number or name: 13.0 is not in 13.05."""
-    return rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)"
-
-
-def _lacks(
-    run: RunFiles, name: str, wanted: Mapping[str, str], lines: Mapping[str, tuple[str, str]] | None = None
-) -> Iterator[str]:
-    """What the file does not show: a pattern under its name in `wanted`; in `lines`, a sign and what each line with it
-    must be, in words and as a pattern."""
-    data, unread = read_bytes(run.folder / name)
-    shows = ", ".join([*wanted, *(f"`{words}`" for words, _ in (lines or {}).values())])
-    if data is None:
-        yield f"{unread}: it shows {shows}"
-        return
-    if not data.strip():
-        yield f"{name} is empty: it shows {shows}"
-        return
-    text = data.decode("utf-8", "replace")
-    yield from (f"{name} lacks {what}" for what, pattern in wanted.items() if not re.search(pattern, text))
-    for sign, (words, pattern) in (lines or {}).items():
-        signed = [line for line in text.splitlines() if sign in line]
-        others = [line for line in signed if not re.fullmatch(pattern, line)]
-        if len(others) == len(signed):
-            yield f"{name} lacks a line with `{words}`"
-        yield from (f"{name} says otherwise than `{words}`: {shown(line)}" for line in others[:1])
-
-
-def _misfit_warnings(run: RunFiles, name: str) -> Iterator[str]:
-    """The first of the warnings by which torch says that it has no code for this GPU."""
-    text = (read_bytes(run.folder / name)[0] or b"").decode("utf-8", "replace")
-    flowing = " ".join(text.split()).casefold()
-    found = [warning for warning in MISFIT_WORDS if warning.casefold() in flowing]
-    yield from (f"{name} warns of an unsupported compute capability: `{warning}`" for warning in found[:1])
