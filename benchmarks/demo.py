@@ -34,6 +34,7 @@ def told_before() -> dict[str, int]:
     from recipes.base_model.corpus import _SENTENCE_END
     from recipes.dev_reasoning.generate import generate_rows
     from tunix_rt.backends import load_backend
+    from tunix_rt.config import Training
     from tunix_rt.data.tokenizer import load_tokenizer
     from tunix_rt.models import resolve_model
 
@@ -49,7 +50,7 @@ def told_before() -> dict[str, int]:
             conclusion = problem.steps[-1][1].removeprefix("So ")
             wanted.append(conclusion[0].upper() + conclusion[1:])
     backend = load_backend("torch")
-    engine = backend.load(source, device="cpu", dtype="float32", seed=0)
+    engine = backend.load(source, device="cpu", training=Training())
     told_on = backend.generate(
         engine, prompts, max_new_tokens=64, batch_size=50, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id
     )

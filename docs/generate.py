@@ -1,7 +1,7 @@
 """Write the parts of the pages that code or measurements decide: `python -m docs.generate`, or `--check` to compare only.
 
 Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
-the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale}.md, the causes in
+the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints}.md, the causes in
 docs/index.md. Everything else is written by hand and held by tests/contract/test_docs.py.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from docs import data_pages, doctor_pages
+from benchmarks import kills
+from docs import data_pages, doctor_pages, engine_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
@@ -27,6 +28,7 @@ DEMO_COMMAND = "python -m benchmarks.demo"
 MEMORY = Path("benchmarks/results/memory_cpu.json")
 MEMORY_PAGE = Path("docs/concepts/memory-model.md")
 DATA_PAGE = Path("docs/concepts/data-at-scale.md")
+CHECKPOINTS_PAGE = Path("docs/concepts/checkpoints.md")
 INDEX_PAGE = Path("docs/index.md")
 CARD = Path("models/tiny-gemma3")
 
@@ -39,11 +41,13 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("docs/reference/exit-codes.md"): exit_codes_page(),
         Path("docs/reference/data-formats.md"): data_pages.formats_page(),
         Path("docs/reference/data-rules.md"): data_pages.rules_page(),
+        Path("docs/reference/torch-engine.md"): engine_pages.page(root),
         **doctor_pages.pages(),
         INDEX_PAGE: with_block(root, INDEX_PAGE, "causes", doctor_pages.index_block()),
         Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
         MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
+        CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
@@ -106,17 +110,24 @@ def config_page() -> str:
 def allowed(setting: Any) -> str:
     """What a setting takes, in words, with the other words for its values."""
     kind, bounds, optional = _unwrapped(setting.annotation, setting.metadata)
-    if get_origin(kind) is Literal:
+    if bool in (either := get_args(kind)) and len(either) == 2:  # yes, no, or how much
+        other, limits, _ = _unwrapped(either[1] | None, setting.metadata)
+        words = f"`true`, `false`, or a {_number(other, limits)}"
+    elif get_origin(kind) is Literal:
         words = ", ".join(f"`{value}`" for value in get_args(kind))
     elif kind is bool:
         words = "`true`, `false`"
     elif kind is str:
         words = "text"
     else:
-        words = {int: "whole number", float: "number"}[kind]
-        words += "".join(f", {sign} {limit:,}" for sign, limit in _limits(bounds))
+        words = _number(kind, bounds)
     extra = "".join(f"; {said}" for said in _other_words(setting.metadata))
     return words + ("; or left out" if optional else "") + extra
+
+
+def _number(kind: Any, bounds: list[Any]) -> str:
+    words = {int: "whole number", float: "number"}[kind]
+    return words + "".join(f", {sign} {limit:,}" for sign, limit in _limits(bounds))
 
 
 def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any], bool]:
@@ -256,7 +267,10 @@ def exit_codes_page() -> str:
                     [
                         ("`completed`", "all steps taken; exit code 0"),
                         ("`refused`", "codes 2, 3, 4 and 5 before training began"),
-                        ("`preempted`", "code 7: SIGTERM or SIGINT; the step under way was finished and saved first"),
+                        (
+                            "`preempted`",
+                            "code 7: SIGTERM, SIGINT or the time budget; the step under way was finished and saved first",
+                        ),
                         ("`failed`", "everything else, also codes 2 to 5 once training has begun"),
                     ],
                 ),

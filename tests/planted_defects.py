@@ -1,19 +1,24 @@
-"""Defects for proofs to find: small and finite ones planted into torch here, and all kinds at once into a proof child.
+"""Defects for proofs to find: small and finite ones planted into torch and into the engine here, and all kinds at once into
+a proof child.
 
 The child gets them by a `sitecustomize.py`, which Python runs before the child's code.
 """
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import masking_utils
+
+from tunix_rt.backends import torch_attention, torch_head, torch_model, torch_optim, torch_rounding
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
-# --- in this process --------------------------------------------------------------------------------------------------
+# --- in this process: product and attention ---------------------------------------------------------------------------
 
 
 def cut_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,89 +93,211 @@ def gradient_off(which: int) -> Plant:
 
 
 def cap_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of scores and of logits alike: tanh is the identity."""
+    """Of the scores: tanh is the identity."""
     monkeypatch.setattr(torch, "tanh", lambda numbers: numbers)
 
 
-class _HeadGradient(torch.autograd.Function):
-    """A product whose gradient of the head is zero where no target is."""
+def window_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' mask shows one token more."""
+    overlay = masking_utils.sliding_window_overlay
+    monkeypatch.setattr(masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1))
 
-    @staticmethod
-    def forward(ctx, states, head):
-        ctx.save_for_backward(states, head)
-        return states @ head.T
 
-    @staticmethod
-    def backward(ctx, upstream):
-        states, head = ctx.saved_tensors
-        only_targets = torch.where(upstream < 0, upstream, torch.zeros_like(upstream))
-        return upstream @ head, only_targets.T @ states
+def kernel_off(**changed: Callable) -> Plant:
+    """The attention of varlen is asked for something else: `scale`, `before` or `begins`."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel = torch_attention.varlen_kernel
+
+        def wrong(*parts, **named):
+            return kernel(*parts, **named | {name: change(named[name]) for name, change in changed.items()})
+
+        monkeypatch.setattr(torch_attention, "varlen_kernel", wrong)
+
+    return plant
+
+
+def flex_window_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = torch_attention.PackedRows.block_mask
+    monkeypatch.setattr(
+        torch_attention.PackedRows,
+        "block_mask",
+        lambda rows, window: make(rows, None if window is None else window + 1),
+    )
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def logit_cap_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "tanh_", lambda numbers: numbers)
 
 
 def others_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the head is zero for tokens that are no target."""
-    monkeypatch.setattr(F, "linear", lambda states, head, bias=None: _HeadGradient.apply(states, head))
+    add = torch_head._add_product
+    monkeypatch.setattr(
+        torch_head, "_add_product", lambda table, slopes, states: add(table, slopes.clamp(max=0), states)
+    )
+
+
+def chunk_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the head lacks all targets but those of the first chunk."""
+    add = torch_head._add_product
+
+    def wrong(table, slopes, states):
+        if table.grad is None:
+            add(table, slopes, states)
+
+    monkeypatch.setattr(torch_head, "_add_product", wrong)
 
 
 def state_gradient_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one target, by a fifth."""
-    linear = F.linear
+    backward = torch_head._HeadLoss.backward
 
-    def wrong(states, head, bias=None):
-        passed = states * 1
-        passed.register_hook(lambda gradient: torch.cat([gradient[:-1], 1.2 * gradient[-1:]]))
-        return linear(passed, head, bias)
+    def wrong(ctx, upstream):
+        ctx.gradient[-1] *= 1.2
+        return backward(ctx, upstream)
 
-    monkeypatch.setattr(F, "linear", wrong)
+    monkeypatch.setattr(torch_head._HeadLoss, "backward", staticmethod(wrong))
 
 
 def one_target_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    entropy = F.cross_entropy
+    whole = torch_model.head_loss
     monkeypatch.setattr(
-        F, "cross_entropy", lambda logits, targets, **named: entropy(logits[:-1], targets[:-1], **named)
+        torch_model,
+        "head_loss",
+        lambda states, table, targets, **named: whole(states[:-1], table, targets[:-1], **named),
     )
 
 
 def loss_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constant too much: its gradients are right."""
-    entropy = F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda *parts, **named: entropy(*parts, **named) + 2.0)
+    """0.05 too much in the sum: its gradients are right."""
+    whole = torch_model.head_loss
+    monkeypatch.setattr(
+        torch_model, "head_loss", lambda *parts, **named: whole(*parts, **named) + 0.05 * named["scale"]
+    )
 
 
-def group_off(**changed: Callable[[float], float]) -> Plant:
-    """An update with another rate, epsilon or decay than was asked for."""
+# --- the optimizers ---------------------------------------------------------------------------------------------------
+
+
+def adamw_off(**changed: Callable[[float], float]) -> Plant:
+    """An update with another rate, epsilon, decay or number than was asked for."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        step = torch.optim.AdamW.step
+        kernel = torch_optim._fused_kernel
 
-        def wrong(self, closure=None):
-            asked = [dict(group) for group in self.param_groups]
-            for group in self.param_groups:
-                group.update({name: change(group[name]) for name, change in changed.items()})
-            step(self, closure)
-            for group, before in zip(self.param_groups, asked, strict=True):
-                group.update({name: before[name] for name in changed})
+        def wrong(*lists, now, decay, count, unsound=None):
+            now = replace(
+                now, **{name: change(getattr(now, name)) for name, change in changed.items() if hasattr(now, name)}
+            )
+            decay = changed["decay"](decay) if "decay" in changed else decay
+            count = changed["count"](count) if "count" in changed else count
+            kernel(*lists, now=now, decay=decay, count=count, unsound=unsound)
 
-        monkeypatch.setattr(torch.optim.AdamW, "step", wrong)
+        monkeypatch.setattr(torch_optim, "_fused_kernel", wrong)
 
     return plant
 
 
-def moment_off(name: str) -> Plant:
-    """By 3 %, after the update: the parameters are right."""
+def moment_off(which: int) -> Plant:
+    """By 3 %, after the second update: the parameters are right."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        step = torch.optim.AdamW.step
+        kernel = torch_optim._fused_kernel
 
-        def wrong(self, closure=None):
-            step(self, closure)
-            for state in self.state.values():
-                if state["step"].item() == 2:
-                    state[name] *= 1.03
+        def wrong(*lists, now, **named):
+            kernel(*lists, now=now, **named)
+            for moment in lists[2 + which] if now.step == 2 else ():
+                moment *= 1.03
 
-        monkeypatch.setattr(torch.optim.AdamW, "step", wrong)
+        monkeypatch.setattr(torch_optim, "_fused_kernel", wrong)
 
     return plant
+
+
+def adafactor_off(**changed: Callable) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        rule = torch_optim.RULES["adafactor"]
+
+        def wrong(update):
+            rule(replace(update, **{name: change(getattr(update, name)) for name, change in changed.items()}))
+
+        monkeypatch.setitem(torch_optim.RULES, "adafactor", wrong)
+
+    return plant
+
+
+def never_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adafactor divides by an RMS of 1, whatever it is."""
+    clamp = torch.Tensor.clamp_
+    monkeypatch.setattr(
+        torch.Tensor, "clamp_", lambda numbers, min: numbers.fill_(1.0) if min == 1.0 else clamp(numbers, min=min)
+    )
+
+
+def step_share_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adafactor's second moment moves by another share than it should in the second step."""
+    moved = torch_optim._moved
+
+    def wrong(update, mean, towards):
+        return moved(replace(update, now=replace(update.now, step=update.now.step**1.01)), mean, towards)
+
+    monkeypatch.setattr(torch_optim, "_moved", wrong)
+
+
+def _one_up(codes: torch.Tensor, levels: int) -> torch.Tensor:
+    wide = codes.int()
+    return torch.where(wide % levels < levels - 1, wide + 1, wide).to(codes.dtype)
+
+
+def code_off(name: str, levels: int) -> Plant:
+    """The codes of one moment are all one too high, where there is a higher one."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        encode = getattr(torch_rounding, name)
+
+        def wrong(values, generator):
+            codes, absmax = encode(values, generator)
+            return _one_up(codes, levels), absmax
+
+        monkeypatch.setattr(torch_rounding, name, wrong)
+
+    return plant
+
+
+def code_misread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are right, and are taken for their neighbours in the next update."""
+    decode = torch_rounding.decode
+    monkeypatch.setattr(
+        torch_rounding, "decode", lambda codes, absmax, table: decode(_one_up(codes, 128), absmax, table)
+    )
+
+
+def moments_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments are always rounded down."""
+
+    def wrong(shares, levels, generator):
+        return (shares.view(torch.int32) - torch_rounding._lowest(levels)) >> torch_rounding._CUT
+
+    monkeypatch.setattr(torch_rounding, "_cut", wrong)
+
+
+def rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is random in the rounding of weights."""
+    monkeypatch.setattr(torch_rounding, "round_to_bfloat16_", lambda target, values, generator: target.copy_(values))
+
+
+def rounded_too_often_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 2 % of a step."""
+    rounding = torch_rounding.round_to_bfloat16_
+    monkeypatch.setattr(
+        torch_rounding,
+        "round_to_bfloat16_",
+        lambda target, values, generator: rounding(target, values + 0.02 * 2.0**-7, generator),
+    )
 
 
 # --- in a child -------------------------------------------------------------------------------------------------------
@@ -182,6 +309,7 @@ if "tunix_rt.backends.torch_proofs" in sys.orig_argv:
     import warnings
     import torch
     import torch.nn.functional as F
+    from tunix_rt.backends import torch_attention, torch_model, torch_optim
 
     planted = os.environ["PLANTED"].split(",")
     on_cuda = "cuda" in sys.orig_argv
@@ -201,57 +329,50 @@ if "tunix_rt.backends.torch_proofs" in sys.orig_argv:
 
         torch.matmul = wrong_matmul
 
-    if "attention" in planted:  # one NaN in one element of one gradient
-        attend = F.scaled_dot_product_attention
+    if "attention" in planted:  # one NaN in one element of one gradient, whichever attention is taken
 
-        def wrong_attend(query, *others, **named):
-            passed = query * 1
+        def spoilt(attend, place):
+            def wrong_attend(query, *others, **named):
+                passed = query * 1
 
-            def spoil(gradient):
-                gradient = gradient.clone()
-                gradient[1, 0, 7, 3] = float("nan")
-                return gradient
+                def spoil(gradient):
+                    gradient = gradient.clone()
+                    gradient[place] = float("nan")
+                    return gradient
 
-            passed.register_hook(spoil)
-            return attend(passed, *others, **named)
+                if query.shape[0] in (2, 600):  # a trial of a few tokens before is left alone
+                    passed.register_hook(spoil)
+                return attend(passed, *others, **named)
 
-        F.scaled_dot_product_attention = wrong_attend
+            return wrong_attend
 
-    if "loss" in planted:  # the last token is left out
-        entropy = F.cross_entropy
-        F.cross_entropy = lambda logits, targets, **named: entropy(logits[:-1], targets[:-1], **named)
+        F.scaled_dot_product_attention = spoilt(F.scaled_dot_product_attention, (1, 0, 7, 3))
+        torch_attention.varlen_attn = spoilt(torch_attention.varlen_attn, (300 + 7, 0, 3))
 
-    if "optimizer" in planted:  # no bias correction
+    if "loss" in planted:  # the last target is left out
+        whole = torch_model.head_loss
+        torch_model.head_loss = lambda states, table, targets, **named: whole(
+            states[:-1], table, targets[:-1], **named
+        )
 
-        @torch.no_grad()
-        def uncorrected_step(self, closure=None):
-            for group in self.param_groups:
-                beta1, beta2 = group["betas"]
-                for parameter in group["params"]:
-                    state = self.state[parameter]
-                    if not state:
-                        state["step"] = torch.zeros((), device=parameter.device)
-                        state["exp_avg"] = torch.zeros_like(parameter)
-                        state["exp_avg_sq"] = torch.zeros_like(parameter)
-                    state["step"] += 1
-                    state["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
-                    state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    root = state["exp_avg_sq"].sqrt().add_(group["eps"])
-                    parameter.addcdiv_(state["exp_avg"], root, value=-group["lr"])
+    if "optimizer" in planted:  # no bias correction: as if a billion steps had gone before
+        kernel = torch_optim._fused_kernel
 
-        torch.optim.AdamW.step = uncorrected_step
+        def uncorrected(*lists, count, **named):
+            kernel(*lists, count=torch.full_like(count, 1e9), **named)
+
+        torch_optim._fused_kernel = uncorrected
 
     if "placement" in planted:  # after the last update one tensor of the state is somewhere else
-        step = torch.optim.AdamW.step
+        state_of = torch_optim.Optimizer.state_of
 
-        def stray_step(self, closure=None):
-            step(self, closure)
-            last = list(self.state.values())[-1]
-            if last["step"].item() == 2:
-                last["step"] = last["step"].to("cpu" if on_cuda else "meta")
+        def stray_state(self, parameter):
+            state = dict(state_of(self, parameter))
+            if self._now.step == 2 and parameter.dim() == 1:
+                state["step"] = torch.zeros((), device="cpu" if on_cuda else "meta")
+            return state
 
-        torch.optim.AdamW.step = stray_step
+        torch_optim.Optimizer.state_of = stray_state
 
     if "device" in planted:  # what torch says of a GPU it has no code for
         ones = torch.ones

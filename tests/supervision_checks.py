@@ -156,11 +156,12 @@ def check_a_step_trains_on_the_mean_over_all_its_targets(engine_of: ModuleType, 
     parts = [micro.targets for micro in batches(1).micro_batches]
     assert len(set(parts)) > 1, "the micro-batches are equal, so this check could not fail"
 
-    load = partial(engine_of.load, resolve_model(str(folder), weights="random"), device="cpu", dtype="float64", seed=3)
+    source = resolve_model(str(folder), weights="random")
+    load = partial(engine_of.load, source, device="cpu", training=Training(dtype="float64", seed=3))
     reference = load()
     reference.model.train()
     whole = collate(rows, pad_id=0)
-    loss = engine_of.summed_loss(reference.model, *engine_of._on_device(whole, reference.device)) / whole.targets
+    loss = engine_of.summed_loss(reference, whole, scale=1 / whole.targets)
     loss.backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reference.model.parameters()])).item()
 

@@ -111,12 +111,13 @@ def main() -> None:
     print(f"{len(rows):,} rows of {ROW_TOKENS} tokens after {time.perf_counter() - started:.0f} s", flush=True)
 
     source = ModelSource(name="tiny-gemma3", folder=folder, revision="new", weights="random", config=CONFIG)
-    engine = engine_of.load(source, device=options.device, dtype="float32", seed=options.seed)
-    torch.set_float32_matmul_precision("high")  # TF32 on a GPU that has it; the checks at load are made without
     training = Training(
         device=options.device, learning_rate=options.learning_rate, lr_scheduler_type="cosine", warmup_steps=200,
         weight_decay=0.1, adam_beta2=0.95, seed=options.seed, max_steps=options.steps,
     )  # fmt: skip
+
+    engine = engine_of.load(source, device=options.device, training=training)
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU that has it; the checks at load are made without
 
     def batch_of(step: int) -> StepBatch:
         return batch_of_step(

@@ -5,6 +5,7 @@ Canonical names are the ones Hugging Face users type. A setting is honoured or r
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,9 +31,27 @@ def _same_as(table: Mapping[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: table.get(value.lower(), value.lower()) if isinstance(value, str) else value)
 
 
+def _seconds(value: object) -> object:
+    """A length of time as people write it, `2h30m`, `90m` or `45s`, in seconds; anything else as it is."""
+    if not isinstance(value, str) or not (found := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value.strip())):
+        return value
+    parts = [int(part or 0) for part in found.groups()]
+    return parts[0] * 3600 + parts[1] * 60 + parts[2] if value.strip() else value
+
+
+def _not_an_end(value: object) -> object:
+    """1 would be read as true, which keeps nothing, where 0.99 keeps nearly all."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value in (0, 1):
+        raise ValueError("write true to compute every layer again, false to keep all, or a share between 0 and 1")
+    return value
+
+
 _TAKES_YES_OR_NO = frozenset(
-    {"packing", "completion_only_loss", "gradient_checkpointing", "resume_from_checkpoint", "enabled"}
-)
+    {
+        "packing", "completion_only_loss", "gradient_checkpointing", "resume_from_checkpoint", "enabled",
+        "stochastic_rounding", "optim_in_backward", "deterministic",
+    }
+)  # fmt: skip
 
 
 class Section(BaseModel):
@@ -96,11 +115,20 @@ class Training(Section):
         Literal["float32", "float64", "bfloat16", "float16"],
         _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
     ] = "float32"
-    """Type of weights and arithmetic."""
+    """Type of the arithmetic. The 16-bit ones keep their weights in `master_dtype`."""
+    master_dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, _same_as({"bf16": "bfloat16", "fp32": "float32"})
+    ] = None
+    """Type in which weights are kept and updated: float32 unless said, and float64 in a float64 run."""
+    stochastic_rounding: bool = True
+    """Round updates of bfloat16 weights up or down at random, so that small ones are not lost."""
     optim: Annotated[
-        Literal["adamw", "adafactor"], _same_as({"adamw_torch": "adamw", "adamw_torch_fused": "adamw"})
+        Literal["adamw", "adamw_8bit", "adafactor"],
+        _same_as({"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"}),
     ] = "adamw"
-    """The optimizer."""
+    """The optimizer; `adamw_8bit` keeps its moments in 8 bits, `adafactor` keeps rows and columns of the second alone."""
+    optim_in_backward: bool = False
+    """Update each tensor as soon as its gradient is there and drop it; clips each tensor by itself, not all together."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
     """Highest learning rate of the schedule."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -116,7 +144,7 @@ class Training(Section):
     adam_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: Annotated[float, Field(ge=0, le=10**6)] = 1.0
-    """Gradients are scaled down to this global norm; 0 leaves them alone."""
+    """Gradients are scaled down to this global norm (each tensor's own when updated in backward); 0 leaves them alone."""
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
     """Passes over the rows; fractions allowed."""
     max_steps: Annotated[Count | None, _none_for(-1)] = None
@@ -125,8 +153,12 @@ class Training(Section):
     """Rows in one forward pass."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Forward passes in one optimizer step; does not change the loss."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: Annotated[bool | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_not_an_end)] = False
+    """Recompute activations in the backward pass instead of keeping them: `true` all, a number the share that is kept."""
+    lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Train adapters of this rank (LoRA) instead of every parameter: a remedy when those do not fit, never chosen for you."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time; costs some speed on a GPU."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: dropout, random weights, and the order of the rows unless `data_seed` is set."""
     data_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
@@ -136,7 +168,11 @@ class Training(Section):
     save_steps: Count | None = None
     """Checkpoint every so many steps (and at the end)."""
     save_total_limit: Annotated[int, Field(ge=2, le=10**6)] = 2
-    """Checkpoints kept; at least two, because the newest may turn out damaged."""
+    """Checkpoints kept besides the one with the lowest held-out loss; at least two, because the newest may be damaged."""
+    time_budget: Annotated[Annotated[float, Field(gt=0, le=10**9)] | None, BeforeValidator(_seconds)] = None
+    """Stop and save by itself before so much time has passed since the program began: seconds, or as `2h30m`."""
+    grace_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
+    """Time to save and end after SIGTERM or SIGINT; what is not done by then is given up, and the last checkpoint named."""
     logging_steps: Count = 10
     """A line in the text log every so many steps; `metrics.jsonl` has every step."""
     resume_from_checkpoint: Annotated[
@@ -226,7 +262,9 @@ INSTEAD = {
     "load_in_4bit": "every parameter is trained; leave the key out",
     "eval_strategy": "training.eval_steps: N",
     "save_strategy": "training.save_steps: N",
-    "use_peft": "every parameter is trained; leave the key out",
+    "use_peft": "training.lora_rank: N, where training every parameter does not fit",
+    "lora_r": "training.lora_rank: N",
+    "optimizer_in_bwd": "training.optim_in_backward: true",
 }
 
 _HOME = {name: section for section, field in RunConfig.model_fields.items() for name in field.annotation.model_fields}  # type: ignore[union-attr]
@@ -384,12 +422,61 @@ def require_runnable(config: RunConfig) -> None:
         )
     if training.backend == "jax":
         raise ConfigError("training.backend: this version has no jax engine", fix="set training.backend: torch")
-    if training.optim != "adamw":
-        raise ConfigError(
-            f"training.optim: the torch engine has no {training.optim} yet", fix="set training.optim: adamw"
-        )
-    if training.dtype in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"training.dtype: the torch engine does not train in {training.dtype} yet",
-            fix="set training.dtype: float32",
-        )
+    for refused, problem, fix in _unfit(training):
+        if refused:
+            raise ConfigError(problem, fix=fix)
+
+
+def _default_of(name: str) -> Any:
+    return Training.model_fields[name].default
+
+
+def _unfit(training: Training) -> Iterator[tuple[bool, str, str]]:
+    """Settings that are good by themselves and not together: (whether it is so, what, the way out)."""
+    master, dtype = training.master_dtype, training.dtype
+    yield (
+        master == "bfloat16" and dtype != "bfloat16",
+        f"training.master_dtype: weights in bfloat16 are of no use to arithmetic in {dtype}",
+        "set training.dtype: bfloat16, or leave training.master_dtype out",
+    )
+    yield (
+        master == "float32" and dtype == "float64",
+        "training.master_dtype: a float64 run keeps its weights in float64",
+        "leave training.master_dtype out",
+    )
+    yield (
+        training.optim_in_backward and training.gradient_accumulation_steps > 1,
+        "training.optim_in_backward: the gradients of several micro-batches have to be kept until the last",
+        "set training.gradient_accumulation_steps: 1, or training.optim_in_backward: false",
+    )
+    yield (
+        training.optim_in_backward and dtype == "float16",
+        "training.optim_in_backward: a float16 step that overflows is computed again, which half an update forbids",
+        "set training.dtype: bfloat16, or training.optim_in_backward: false",
+    )
+    yield (
+        training.optim_in_backward and training.lora_rank is not None,
+        "training.optim_in_backward: the gradients of adapters are small, there is nothing to save",
+        "set training.optim_in_backward: false",
+    )
+    yield (
+        training.lora_rank is not None and dtype == "float64",
+        "training.lora_rank: adapters are trained in float32, which a float64 run is not",
+        "set training.dtype: float32, or leave training.lora_rank out",
+    )
+    yield (
+        master != "bfloat16" and not training.stochastic_rounding,
+        "training.stochastic_rounding: only weights in bfloat16 are rounded, and these are not",
+        "set training.master_dtype: bfloat16, or leave training.stochastic_rounding out",
+    )
+    unused = [n for n in ("adam_beta1", "adam_beta2", "adam_epsilon") if getattr(training, n) != _default_of(n)]
+    yield (
+        training.optim == "adafactor" and bool(unused),
+        f"{', '.join(f'training.{name}' for name in unused)}: Adafactor has no such part",
+        "leave it out, or set training.optim: adamw",
+    )
+    yield (
+        training.lora_rank is not None and master == "bfloat16",
+        "training.master_dtype: adapters are trained in float32; the frozen weights are kept in training.dtype anyway",
+        "leave training.master_dtype out",
+    )

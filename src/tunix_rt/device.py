@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix_rt.accelerators import find_accelerator, peaks
-from tunix_rt.config import RunConfig
+from tunix_rt.config import RunConfig, Training
 from tunix_rt.doctor.checks import Ask, judge
 from tunix_rt.doctor.choose import DeviceChoice, choose_device, set_environment
 from tunix_rt.doctor.facts import Facts
@@ -51,9 +51,8 @@ def prove_device(
     run, training = report.run, config.training
     ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
     logger.info("Proving %s in a child process: kernels against float64, up to half a minute", choice.device)
-    proof = prove(
-        backend=training.backend, device=choice.device, dtype=training.dtype, **kernels_of(model.config, shape)
-    )
+    asked: dict[str, Any] = {"backend": training.backend, "device": choice.device, "dtype": training.dtype}
+    proof = prove(**asked, **step_of(training), **kernels_of(model.config, shape))
     judged = {"facts": facts, "checks": judge(facts, ask), "choice": choice, "proof": proof}
     report.write(write_json, run.doctor, judged)
     if choice.device == "cuda":
@@ -75,8 +74,30 @@ def kernels_of(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
         "query_heads": shape.heads,
         "kv_heads": shape.kv_heads,
         "softcap": inner.get("final_logit_softcapping", 30.0) if shape.capped_logits else None,
-        "attention": "eager" if shape.capped_scores else None,
+        "capped_scores": shape.capped_scores,
         "scaling": scalar**-0.5 if isinstance(scalar, int | float) and scalar > 0 else None,
+        "window": _window(inner),
+        "dropout": shape.attention_dropout > 0,
+    }
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """The sliding window of some layers, or None. What is left out is as in the classes of transformers 5.22."""
+    has_one = {"gemma2": True, "gemma3_text": True, "qwen2": False, "qwen3": False}.get(str(config.get("model_type")))
+    if has_one is None or not config.get("use_sliding_window", has_one):
+        return None
+    if "sliding_attention" not in (config.get("layer_types") or ["sliding_attention"]):
+        return None
+    window = config.get("sliding_window", 4096)
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def step_of(training: Training) -> dict[str, Any]:
+    """What of the settings decides how a step is computed, beside its type, as `prove` takes it."""
+    return {
+        "master_dtype": training.master_dtype,
+        "optim": training.optim,
+        "deterministic": training.deterministic,
     }
 
 

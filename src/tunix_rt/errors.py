@@ -6,7 +6,7 @@
     ├── HardwareError     4   the device that was asked for is not the device that is there
     ├── DoesNotFitError   5   the predicted memory is above what the device has
     ├── EvidenceError     6   a run folder or bundle does not verify
-    ├── Preempted         7   stopped by a signal; the work up to the last committed step is kept
+    ├── Preempted         7   stopped by a signal or its time budget; the work up to the last committed step is kept
     └── StorageError      8   the disk is full, read-only or failing
 
 An error has two parts: what is wrong, with names and numbers, and the way out. They are printed in one place, `cli/main.py`.

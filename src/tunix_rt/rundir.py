@@ -18,6 +18,8 @@ from filelock import FileLock, Timeout
 from tunix_rt.errors import StorageError, TunixError
 
 RESULT_STATUS = ("completed", "refused", "failed", "preempted")
+_UMASK = os.umask(0o077)  # there is no way to ask that does not set; asked once, before there are threads
+os.umask(_UMASK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +224,36 @@ def sync_folder(folder: Path) -> None:
 
 def settle_files(folder: Path) -> None:
     """Make all files below `folder` durable, readable by whom the umask lets read (safetensors writes them 0600)."""
-    umask = os.umask(0o077)  # there is no way to ask that does not set
-    os.umask(umask)
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
             continue
-        path.chmod(0o666 & ~umask)
+        path.chmod(0o666 & ~_UMASK)
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def require_space(folder: Path, needed_bytes: int, *, what: str, keep: int = 2) -> None:
+    """Refuse with the numbers when the volume of `folder`, which need not exist yet, has less room than `what` takes.
+
+    `keep` is how many checkpoints are kept: only above two, the least, can it be lowered.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    with storage(existing):
+        free = shutil.disk_usage(existing).free  # what this user may take, not what is reserved for others
+    if free < needed_bytes:
+        fewer = f"lower training.save_total_limit (now {keep}), " if keep > 2 else ""
+        raise StorageError(
+            f"{existing}: {what} needs {needed_bytes / 2**20:,.0f} MiB on disk, {free / 2**20:,.0f} MiB are free",
+            fix=f"free space on that volume, {fewer}or choose another --output",
+        )
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes of all files below `folder`; 0 when it does not exist."""
+    with storage(folder):
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # --- checkpoints: stage, fsync, manifest, fsync, rename, fsync parent; a reader accepts only what verifies -----------
@@ -243,73 +265,108 @@ def checkpoint_name(step: int) -> str:
 
 def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a staging folder, then make it `folder/step-NNNNNN` in one move. Returns that path."""
-    final = folder / checkpoint_name(step)
+    return publish_checkpoint(stage_checkpoint(folder, step, write))
+
+
+def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """The whole checkpoint, durable, under a name that no reader looks at. One that fails is removed: it holds space."""
     staged = folder / f".staged-{checkpoint_name(step)}"
     with storage(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".staged-*"):
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)  # without its name there the first checkpoint would not outlive a power cut
+        for leftover in (*folder.glob(".staged-*"), *folder.glob(".*.staged")):
             shutil.rmtree(leftover)
         staged.mkdir()
-        write(staged)
-        settle_files(staged)
-        files = {
-            path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in sorted(staged.iterdir())
-        }
-        write_json(staged / "MANIFEST.json", {"schema": "tunix-rt/checkpoint/1", "step": step, "files": files})
+        try:
+            write(staged)
+            settle_files(staged)
+            hashes = {path.name: sha256_file(path) for path in staged.iterdir()}
+            write_text(staged / "MANIFEST.json", _manifest_text(staged, step, hashes))
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+    return staged
+
+
+def publish_checkpoint(staged: Path) -> Path:
+    """Give a staged checkpoint its name. This is the commit."""
+    final = staged.with_name(staged.name.removeprefix(".staged-"))
+    with storage(staged.parent):
         if final.exists():  # a damaged one of the same step, passed over at resume
             shutil.rmtree(final)
         staged.rename(final)
-        sync_folder(folder)
+        sync_folder(staged.parent)
     return final
 
 
+def _manifest_text(checkpoint: Path, step: int, hashes: Mapping[str, str]) -> str:
+    """What MANIFEST.json of a checkpoint with files of these hashes says, to the byte."""
+    files = {name: {"sha256": digest, "bytes": (checkpoint / name).stat().st_size} for name, digest in hashes.items()}
+    return json_text({"schema": "tunix-rt/checkpoint/1", "step": step, "files": files})
+
+
 def checkpoint_problems(checkpoint: Path) -> list[str]:
-    """Every way a checkpoint differs from its manifest; an empty list means it verifies."""
+    """Every way a checkpoint differs from its manifest; an empty list means it verifies.
+
+    A file that cannot be read is a StorageError: a disk that fails, or permissions, say nothing about what is on it.
+    """
     manifest = checkpoint / "MANIFEST.json"
-    if not manifest.is_file():
-        return ["MANIFEST.json is missing"]
+    with storage(manifest):
+        if not manifest.is_file():
+            return ["MANIFEST.json is missing"]
+        text, present = manifest.read_bytes(), {path.name for path in checkpoint.iterdir()} - {"MANIFEST.json"}
     try:
-        claimed = json.loads(manifest.read_text(encoding="utf-8"))
+        claimed = json.loads(text)
         step, files = (
             int(claimed["step"]),
             {str(name): str(facts["sha256"]) for name, facts in claimed["files"].items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return [f"MANIFEST.json cannot be read: {error!r}"]
     problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest speaks of step {step}"]
-    present = {path.name for path in checkpoint.iterdir()} - {"MANIFEST.json"}
     problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
     problems += [f"not in the manifest: {name}" for name in sorted(present - files.keys())]
-    return problems + [
+    problems += [
         f"changed: {name}" for name in sorted(files.keys() & present) if not _has(checkpoint / name, files[name])
     ]
+    if not problems and text != _manifest_text(checkpoint, step, files).encode():
+        return ["MANIFEST.json is not as it was written"]
+    return problems
 
 
 def _has(path: Path, sha256: str) -> bool:
-    """Whether `path` is a file of that content; what cannot be read has none."""
-    try:
-        return sha256_file(path) == sha256
-    except StorageError:
-        return False
+    """Whether `path` is a file of that content."""
+    with storage(path):
+        return path.is_file() and sha256_file(path) == sha256
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Committed checkpoints, newest step first. Ordered by the step in their name, never by time."""
     if not folder.is_dir():
         return []
-    steps = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()}
+    with storage(folder):
+        steps = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()}
     return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True)
 
 
-def prune_checkpoints(folder: Path, keep: int, *, newest: int, previous: int) -> None:
-    """Delete all but the newest `keep` up to step `newest`, which was just made durable.
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint that `list_checkpoints` gave."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def prune_checkpoints(folder: Path, keep: int, *, newest: int, previous: int, best: int | None = None) -> None:
+    """Delete all but `best` and the newest `keep` up to step `newest`, which was just made durable.
 
     What lies after `previous`, the checkpoint before it, was passed over as damaged or belongs to steps that will be
     taken again. It must not count: the highest number is not the newest then.
     """
-    steps = {checkpoint: int(checkpoint.name.removeprefix("step-")) for checkpoint in list_checkpoints(folder)}
+    steps = {checkpoint: checkpoint_step(checkpoint) for checkpoint in list_checkpoints(folder)}
     ours = [checkpoint for checkpoint, step in steps.items() if step <= previous or step == newest]
+    kept = {*ours[:keep], *(checkpoint for checkpoint in ours if steps[checkpoint] == best)}
     with storage(folder):
-        for checkpoint in steps.keys() - ours[:keep]:
-            shutil.rmtree(checkpoint)
+        for checkpoint in sorted(steps.keys() - kept):
+            going = folder / f".{checkpoint.name}.staged"  # gone in one move: half of it is nobody's checkpoint
+            checkpoint.rename(going)
+            shutil.rmtree(going)
         sync_folder(folder)

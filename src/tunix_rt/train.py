@@ -9,62 +9,34 @@ import importlib.util
 import json
 import logging
 import os
-import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tunix_rt.backends import Progress, Step
-from tunix_rt.config import RunConfig
-from tunix_rt.data.pack import batch_of_step
+from tunix_rt.config import RunConfig, Training
+from tunix_rt.data.pack import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.rundir import (
     RunDir,
     checkpoint_problems,
-    commit_checkpoint,
+    checkpoint_step,
     json_line,
     list_checkpoints,
-    prune_checkpoints,
     read_json,
     sha256_file,
     storage,
-    write_json,
+    sync_folder,
     write_text,
 )
+from tunix_rt.saving import Saver
+from tunix_rt.stopping import RESUME, StopRequest
 
 logger = logging.getLogger(__name__)
-
-
-class StopRequest:
-    """Set by SIGTERM or SIGINT; looked at between steps, so that a step is finished and kept."""
-
-    def __init__(self) -> None:
-        self.signal_name = ""
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator["StopRequest"]:
-        def note(number: int, frame: FrameType | None) -> None:
-            if self.signal_name:  # asked twice: the person means now
-                raise Preempted(
-                    f"stopped at once by a second {signal.Signals(number).name}; what was saved before is kept",
-                    fix="run the same command with --resume to continue from the newest checkpoint",
-                )
-            self.signal_name = signal.Signals(number).name
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def raise_if_asked(self, kept: str, *, fix: str = "run the same command with --resume to continue") -> None:
-        if self.signal_name:
-            raise Preempted(f"stopped by {self.signal_name}; {kept}", fix=fix)
 
 
 class MetricsLog:
@@ -94,9 +66,12 @@ class MetricsLog:
         return cls(run.metrics, head)
 
     def sync(self) -> None:
-        """Make the lines durable. A checkpoint that outlived its lines in a power cut could not be continued from."""
-        with storage(self._path), self._path.open("ab") as file:
-            os.fsync(file.fileno())
+        """Make the lines durable, and the name of their file. A checkpoint that outlived its lines in a power cut could not
+        be continued from."""
+        with storage(self._path):
+            with self._path.open("ab") as file:
+                os.fsync(file.fileno())
+            sync_folder(self._path.parent)
 
     def append(self, step: Step) -> None:
         line = json_line(
@@ -142,16 +117,17 @@ def chain_heads(first: str, lines: list[bytes]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Training goes on after `step`, from `checkpoint`, with the metrics cut to that step. Step 0 has no checkpoint."""
+    """Training goes on after `step`, from `checkpoint`. Step 0 has no checkpoint."""
 
     step: int
     checkpoint: Path | None
-    metrics: MetricsLog
     facts: dict[str, Any]
     """What `result.json` says of the steps that are kept."""
     seconds: float
     peak_bytes: int
     heldout_steps: frozenset[int]
+    sound: set[Path]
+    """Checkpoints whose files this process has hashed: the one it goes on from, then those it commits."""
 
     @property
     def kept(self) -> str:
@@ -159,35 +135,69 @@ class Start:
 
 
 def find_start(run: RunDir, *, resume: bool) -> Start:
-    """Where to begin: at step 0, or after the newest good checkpoint when `resume`. Cuts what will be taken again."""
-    checkpoint, done = newest_checkpoint(run) if resume else (None, 0)
-    metrics = MetricsLog.open(run, keep_steps=done)
-    steps = [json.loads(line) for line in run.metrics.read_bytes().splitlines()] if done else []
+    """Where to begin: at step 0, or after the newest good checkpoint when `resume`. Only reads; see `cut_back`."""
+    passed_over: dict[str, list[str]] = {}
+    checkpoint, done = newest_checkpoint(run, passed_over) if resume else (None, 0)
+    lines = _metrics_lines(run)[:done]
+    steps = [json.loads(line) for line in lines]
+    head = chain_heads(sha256_file(run.precommit), lines)[-1]
+    facts = _facts(done, float.fromhex(steps[-1]["loss_hex"]), head) if steps else {}
+    if passed_over:
+        facts["skipped_checkpoints"] = [{"name": name, "problems": found} for name, found in passed_over.items()]
     return Start(
         step=done,
         checkpoint=checkpoint,
-        metrics=metrics,
-        facts=_facts(done, float.fromhex(steps[-1]["loss_hex"]), metrics.head) if steps else {},
+        facts=facts,
         seconds=sum(step["seconds"] for step in steps),
         peak_bytes=max((step["peak_bytes"] for step in steps), default=0),
-        heldout_steps=_keep_heldout_lines(run, done),
+        heldout_steps=frozenset(_heldout_lines(run, done)),
+        sound=set() if checkpoint is None else {checkpoint},
     )
 
 
-def newest_checkpoint(run: RunDir) -> tuple[Path | None, int]:
-    """The newest checkpoint that verifies and whose steps are all in the metrics; others are passed over aloud."""
-    lines = []
-    if run.metrics.exists():
-        with storage(run.metrics):
-            lines = run.metrics.read_bytes().splitlines(keepends=True)
+def cut_back(run: RunDir, start: Start) -> MetricsLog:
+    """Drop what was measured after `start`, which will be taken again; the log that goes on there."""
+    metrics = MetricsLog.open(run, keep_steps=start.step)
+    if run.heldout.exists():
+        kept = _heldout_lines(run, start.step).values()
+        write_text(run.heldout, b"".join(line + b"\n" for line in kept).decode("utf-8"))
+    return metrics
+
+
+def _metrics_lines(run: RunDir) -> list[bytes]:
+    if not run.metrics.exists():
+        return []
+    with storage(run.metrics):
+        return run.metrics.read_bytes().splitlines(keepends=True)
+
+
+def newest_checkpoint(run: RunDir, passed_over: dict[str, list[str]] | None = None) -> tuple[Path | None, int]:
+    """The newest checkpoint that verifies and whose steps are all in the metrics; others are passed over aloud, and into
+    `passed_over` with their problems. A sound one is not given up for a line that is wrong in the middle of the metrics: a
+    crash tears only the last."""
+    lines = _metrics_lines(run)
     heads = chain_heads(sha256_file(run.precommit), lines)
     for checkpoint in list_checkpoints(run.checkpoints):
-        if problems := checkpoint_problems(checkpoint) or _metrics_problems(checkpoint, heads):
+        problems = checkpoint_problems(checkpoint)
+        if not problems and len(heads) <= checkpoint_step(checkpoint) and _broken_inside(heads, lines):
+            raise TunixError(
+                f"{run.metrics}:{len(heads)} does not continue the line before it; {checkpoint.name}, which is sound, needs it",
+                fix="restore metrics.jsonl from a copy, or start a new run with another --output",
+            )
+        if problems := problems or _metrics_problems(checkpoint, heads):
             logger.warning("checkpoint %s is damaged and passed over: %s", checkpoint.name, "; ".join(problems))
+            if passed_over is not None:
+                passed_over[checkpoint.name] = problems
             continue
         return checkpoint, int(read_json(checkpoint / "MANIFEST.json")["step"])
     logger.warning("there is no checkpoint to continue from: starting at step 0")
     return None, 0
+
+
+def _broken_inside(heads: list[str], lines: list[bytes]) -> bool:
+    """Whether the chain ends before the lines do, and not because the last of them is torn."""
+    wrong = lines[len(heads) - 1 :]
+    return len(wrong) > 1 or (len(wrong) == 1 and wrong[0].endswith(b"\n") and _step_and_prev(wrong[0]) != (None, None))
 
 
 def _metrics_problems(checkpoint: Path, heads: list[str]) -> list[str]:
@@ -215,6 +225,7 @@ def train_run(
     pad_id: int,
     total: int,
     start: Start,
+    metrics: MetricsLog,
     stop: StopRequest,
     progress: Progress,
     note: Callable[[dict[str, Any]], None],
@@ -223,15 +234,60 @@ def train_run(
 
     Every step is in `metrics.jsonl`, and what `result.json` will say of it is told to `note`, before the next begins.
     """
-    training = config.training
+    training, done = config.training, start.step
     optimizer = backend.make_optimizer(engine, training)
-    done, metrics = start.step, start.metrics
+    measure = partial(_measure_heldout, backend, engine, run, config, data, pad_id)
     if start.checkpoint is not None:
         backend.restore_state(engine, optimizer, start.checkpoint, step=done)
         logger.info("Resumed from %s", start.checkpoint.name)
-    if done and done not in start.heldout_steps and data.heldout_rows and _due(done, training.eval_steps, total):
-        _measure_heldout(backend, engine, run, config, data, done, pad_id)  # stopped between the step and its measure
-    batch_of = partial(
+    stop.raise_if_asked(start.kept, starting=True)
+    if done not in start.heldout_steps and (not done or _due(done, training.eval_steps, total)):
+        measure(done)  # before the first step; or a run that was stopped between a step and its measure
+        stop.raise_if_asked(start.kept)
+    steps = backend.optimizer_steps(
+        engine, optimizer, _batches(training, data, pad_id), training, first=done + 1, total=total
+    )
+    saver = Saver(
+        backend,
+        engine,
+        optimizer,
+        run=run,
+        keep=training.save_total_limit,
+        start=done,
+        sync_metrics=metrics.sync,
+        sound=start.sound,
+        stop=stop,
+    )
+    tokens, seconds, slowest, measuring = 0, 0.0, 0.0, 0.0
+    with saver, _tensorboard(config, run) as chart:
+        for step in steps:
+            with stop.unbroken():  # the result must not know another last step than the metrics
+                metrics.append(step)
+                note(_facts(step.step, step.loss, metrics.head))
+            chart(step)
+            tokens, seconds, slowest = tokens + step.tokens, seconds + step.seconds, max(slowest, step.seconds)
+            progress("train", step.step, total, f"loss {step.loss:.4f}, {tokens / seconds:,.0f} tokens/s")
+            if step.step % training.logging_steps == 0 or step.step in (1, total):
+                _log_step(step, total)
+            saver.raise_if_failed()
+            state = _state(step, metrics.head, engine.attention.name)
+            if _due(step.step, training.save_steps, total):
+                saver.save(step.step, state)
+            next_step = slowest + saver.longest_seconds if step.step < total else 0.0
+            measured = _due(step.step, training.eval_steps, total)
+            _stop_if_asked(stop, saver, state, needed_seconds=next_step + measured * measuring)
+            if measured:
+                measuring = max(measuring, measure(step.step))
+                _stop_if_asked(stop, saver, state, needed_seconds=next_step)
+        saver.finish()
+    if saver.committed != total:
+        raise TunixError(f"no step was taken: {done} of {total} are done", fix="set training.max_steps above that")
+    return tokens / seconds if seconds else 0.0
+
+
+def _batches(training: Training, data: Prepared, pad_id: int) -> Callable[[int], StepBatch]:
+    """The batch of a step, a function of the seed and the step."""
+    return partial(
         batch_of_step,
         data.rows,
         micro_batch_size=training.per_device_train_batch_size,
@@ -239,31 +295,48 @@ def train_run(
         seed=training.seed if training.data_seed is None else training.data_seed,
         pad_id=pad_id,
     )
-    committed, tokens, seconds = done, 0, 0.0
-    with _tensorboard(config, run) as chart:
-        for step in backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total):
-            metrics.append(step)
-            note(_facts(step.step, step.loss, metrics.head))
-            chart(step)
-            tokens, seconds = tokens + step.tokens, seconds + step.seconds
-            progress("train", step.step, total, f"loss {step.loss:.4f}, {tokens / seconds:,.0f} tokens/s")
-            if step.step % training.logging_steps == 0 or step.step in (1, total):
-                logger.info(
-                    "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  peak %.2f GiB",
-                    step.step, total, step.loss, step.lr, step.grad_norm,
-                    f"{step.tokens / step.seconds:,.0f}", step.peak_bytes / 2**30,
-                )  # fmt: skip
-            if _due(step.step, training.save_steps, total) or stop.signal_name:
-                metrics.sync()
-                _checkpoint(backend, engine, optimizer, run, step, metrics.head)
-                prune_checkpoints(run.checkpoints, training.save_total_limit, newest=step.step, previous=committed)
-                committed = step.step
-            stop.raise_if_asked(f"step {committed} is saved")
-            if data.heldout_rows and _due(step.step, training.eval_steps, total):
-                _measure_heldout(backend, engine, run, config, data, step.step, pad_id)
-    if committed != total:
-        raise TunixError(f"no step was taken: {done} of {total} are done", fix="set training.max_steps above that")
-    return tokens / seconds if seconds else 0.0
+
+
+def _log_step(step: Step, total: int) -> None:
+    logger.info(
+        "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  peak %.2f GiB",
+        step.step, total, step.loss, step.lr, step.grad_norm,
+        f"{step.tokens / step.seconds:,.0f}", step.peak_bytes / 2**30,
+    )  # fmt: skip
+
+
+def _stop_if_asked(stop: StopRequest, saver: Saver, state: dict[str, Any], *, needed_seconds: float) -> None:
+    """Keep the step that was taken and end, when a signal came or the time left is shorter than what comes next."""
+    if why := stop.why(needed_seconds=needed_seconds):
+        if saver.asked != state["step"]:
+            saver.save(state["step"], state)
+        saver.wait()
+        raise Preempted(f"{why}; {saver.kept()}", fix=RESUME)
+
+
+def refuse_other_kernels(engine: Any, checkpoint: Path | None) -> None:
+    """A compiler that is missing now, or was then, changes the attention, and with it the bits of every step."""
+    if checkpoint is None:
+        return
+    then, now = read_json(checkpoint / "state.json").get("attention", engine.attention.name), engine.attention.name
+    if then != now:
+        raise ConfigError(
+            f"{checkpoint.name} was trained with {then} attention, here it would be {now}: {engine.attention.why}",
+            fix="continue where the run began, or choose another --output",
+        )
+
+
+def _state(step: Step, metrics_head: str, attention: str) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return {
+        "schema": "tunix-rt/state/1",
+        "attention": attention,
+        "step": step.step,
+        "loss_hex": step.loss.hex(),
+        "metrics_head": metrics_head,
+        "random": "a function of (training.seed, step)",
+        "data": "a function of (data seed, step)",
+    }
 
 
 def _facts(step: int, loss: float, head: str) -> dict[str, Any]:
@@ -274,38 +347,26 @@ def _due(step: int, every: int | None, total: int) -> bool:
     return step == total or (every is not None and step % every == 0)
 
 
-def _checkpoint(backend: Any, engine: Any, optimizer: Any, run: RunDir, step: Step, metrics_head: str) -> None:
-    def write(folder: Path) -> None:
-        backend.save_state(engine, optimizer, folder)
-        state = {
-            "schema": "tunix-rt/state/1",
-            "step": step.step,
-            "loss_hex": step.loss.hex(),
-            "metrics_head": metrics_head,
-            "random": "a function of (training.seed, step)",
-            "data": "a function of (data seed, step)",
-        }
-        write_json(folder / "state.json", state)
-
-    commit_checkpoint(run.checkpoints, step.step, write)
-
-
 def _measure_heldout(
-    backend: Any, engine: Any, run: RunDir, config: RunConfig, data: Prepared, step: int, pad_id: int
-) -> None:
-    batch_size = config.evaluation.per_device_eval_batch_size
+    backend: Any, engine: Any, run: RunDir, config: RunConfig, data: Prepared, pad_id: int, step: int
+) -> float:
+    """Write the held-out loss down, when anything was held out; the seconds it took."""
+    if not data.heldout_rows:
+        return 0.0
+    began, batch_size = time.monotonic(), config.evaluation.per_device_eval_batch_size
     loss, targets = backend.heldout_loss(engine, data.heldout_rows, batch_size=batch_size, pad_id=pad_id)
     logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
     with storage(run.heldout):
         run.heldout.parent.mkdir(parents=True, exist_ok=True)
         with run.heldout.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json_line({"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}))
+    return time.monotonic() - began
 
 
-def _keep_heldout_lines(run: RunDir, done: int) -> frozenset[int]:
-    """Drop held-out losses of steps that will be taken again, and torn lines; the steps of those that are kept."""
+def _heldout_lines(run: RunDir, done: int) -> dict[int, bytes]:
+    """Step -> line of the held-out losses, without torn ones and those of steps that will be taken again."""
     if not run.heldout.exists():
-        return frozenset()
+        return {}
     kept: dict[int, bytes] = {}
     with storage(run.heldout):
         for line in run.heldout.read_bytes().splitlines():
@@ -315,8 +376,7 @@ def _keep_heldout_lines(run: RunDir, done: int) -> frozenset[int]:
                 continue
             if isinstance(step, int) and step <= done:
                 kept[step] = line
-        write_text(run.heldout, b"".join(line + b"\n" for line in kept.values()).decode("utf-8"))
-    return frozenset(kept)
+    return kept
 
 
 def require_charts(config: RunConfig) -> None:

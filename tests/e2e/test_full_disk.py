@@ -1,13 +1,21 @@
 """A disk that fills up while a run writes ends it with exit code 8 and words, and what was kept before stays whole."""
 
 import json
+import os
+import re
 import resource
 import subprocess
 
 import pytest
 
-from tests.program import ROOT, command, environment, refused
-from tunix_rt.rundir import RunDir, checkpoint_problems, list_checkpoints
+from tests.conftest import write_small_model
+from tests.program import ROOT, command, environment, refused, tunix_rt
+from tunix_rt import saving
+from tunix_rt.config import find_config, load_config
+from tunix_rt.errors import StorageError
+from tunix_rt.evidence.hashes import list_problems
+from tunix_rt.pipeline import run_pipeline
+from tunix_rt.rundir import RunDir, checkpoint_problems, list_checkpoints, read_json
 
 SMALL = [
     "smoke_tiny", "--device", "cpu", "--set", "training.max_steps=2", "--set", "training.save_steps=1",
@@ -31,8 +39,108 @@ def test_a_disk_that_fills_up_at_a_checkpoint_is_a_storage_error(tmp_path, file_
         timeout=300,
     )
     said = refused(ended, 8)
-    assert str(run.checkpoints) in said or where in said
+    assert where in said and "File too large" in said
     result = json.loads(run.result.read_text(encoding="utf-8"))
     assert (result["status"], result["exit_code"]) == ("failed", 8)
-    assert len(run.metrics.read_bytes().splitlines()) == 1, "the step that was taken stays written"
+    assert len(run.metrics.read_bytes().splitlines()) in (1, 2), "the steps taken meanwhile stay written"
+    assert list(run.checkpoints.iterdir()) == [], "nothing half-made counts, nor holds space"
+
+
+# --- a real file system that is full ---------------------------------------------------------------------------------
+
+MIB = 2**20
+DISK_BYTES = 80 * MIB
+"""Room for the run of a model of 66 thousand parameters with the 64 MiB that a run leaves for its words."""
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of its own. To mount one takes rights that a test may lack."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount program here")
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk, *, leave: int) -> None:
+    """Another program takes all room but `leave` bytes."""
+    left = os.statvfs(disk)
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize - leave)
+
+
+def configured(tmp_path, *, resume: bool = False):
+    model = tmp_path / "model"
+    if not model.exists():
+        write_small_model("gpt2", model)
+    overrides = [
+        f"model.model_name_or_path={model}", "model.weights=random", "training.device=cpu", "training.max_steps=5",
+        "training.save_steps=2", "data.max_length=128", "training.per_device_train_batch_size=1",
+        "evaluation.enabled=false", "data.on_overflow=drop",
+    ]  # fmt: skip
+    flags = {"training.resume_from_checkpoint": "auto" if resume else None}
+    return load_config(find_config("smoke_tiny"), overrides=overrides, flags=flags)
+
+
+def quiet(what: str, done: int, total: int, note: str) -> None:
+    """Nobody watches."""
+
+
+def test_a_volume_too_small_for_the_run_is_refused_before_weights_are_loaded(disk):
+    said = refused(tunix_rt("train", *SMALL, "--output", disk / "run"), 8)
+    assert int(re.search(r"the run needs (\d+) MiB on disk, 80 MiB are free", said)[1]) > 80
+    run = RunDir(disk / "run")
+    assert read_json(run.result)["exit_code"] == 8
+    assert not run.precommit.exists() and not run.metrics.exists()
+
+
+FAULTS = {
+    "too little for the next": (saving.SPARE_BYTES, r"the checkpoint of step 4, with some to spare, needs 65 MiB"),
+    "half a checkpoint": (400_000, "No space left on device"),
+    "nothing": (0, "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("left", FAULTS)
+def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_once_there_is_room(
+    disk, tmp_path, monkeypatch, left
+):
+    """Filled before the check, which then refuses; or right after it said yes, so that the writing meets the end."""
+    whole = RunDir(tmp_path / "whole")
+    run_pipeline(configured(tmp_path), whole.root, progress=quiet)
+    run, (leave, words), check = RunDir(disk / "run"), FAULTS[left], saving.require_space
+
+    def check_and_fill(folder, needed_bytes, *, what, **named):
+        early = leave == saving.SPARE_BYTES
+        if "step 4" in what and early:
+            fill(disk, leave=leave)
+        check(folder, needed_bytes, what=what, **named)
+        if "step 4" in what:
+            fill(disk, leave=leave)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "require_space", check_and_fill)
+        with pytest.raises(StorageError, match=words) as caught:
+            run_pipeline(configured(tmp_path), run.root, progress=quiet)
+    assert caught.value.exit_code == 8
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000002"]
+    assert checkpoint_problems(run.checkpoints / "step-000002") == []
+    if left != "nothing":  # with no byte left there is no room to say so
+        assert (read_json(run.result)["status"], read_json(run.result)["exit_code"]) == ("failed", 8)
+        assert list_problems(run.root) == []
+    (disk / "ballast").unlink()
+    run_pipeline(configured(tmp_path, resume=True), run.root, progress=quiet)
+    assert read_json(run.result)["resumed_from"] == 2
+    weights = [(one.final_model / "model.safetensors").read_bytes() for one in (run, whole)]
+    assert weights[0] == weights[1]
+    assert list_problems(run.root) == []
     assert not any(checkpoint_problems(path) for path in list_checkpoints(run.checkpoints))

@@ -7,16 +7,18 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import write_small_model
-from tunix_rt import pipeline
+from tunix_rt import pipeline, stopping, train
 from tunix_rt.backends import load_backend
 from tunix_rt.cli.train import run_and_show
 from tunix_rt.config import find_config, load_config
-from tunix_rt.errors import ConfigError, InputError, Preempted
+from tunix_rt.errors import ConfigError, DoesNotFitError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.evidence import record
 from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.rundir import RunDir, list_checkpoints, read_json
@@ -54,6 +56,16 @@ def losses(run: RunDir) -> list[str]:
 
 def content(run: RunDir) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.fixture(autouse=True)
+def signals_are_heard_again():
+    """A program that was asked to stop hears none while it exits; this one goes on."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +138,42 @@ def test_a_continued_run_accounts_for_all_its_processes(tmp_path, uninterrupted,
     assert "Completed" in said and "tokens/s" not in said, "no step was taken, so there is no speed to tell"
 
 
+def test_no_signal_halves_the_ending_and_none_is_heard_after_it(tmp_path, uninterrupted, monkeypatch):
+    """The first two come while a complete run is written down."""
+    run = RunDir(shutil.copytree(uninterrupted[0].root, tmp_path / "run"))
+    run.result.unlink()
+    write = record.write_hashes
+    monkeypatch.setattr(
+        record, "write_hashes", lambda *told, **named: (terminate(), terminate(), write(*told, **named))
+    )
+    run_pipeline(configured(resume=True), run.root, progress=quiet)
+    terminate()
+    assert read_json(run.result)["status"] == "completed" and list_problems(run.root) == []
+
+
+def test_a_third_signal_does_not_keep_a_stopped_run_from_being_written_down(tmp_path, monkeypatch):
+    run, write = RunDir(tmp_path / "run"), record.write_hashes
+    monkeypatch.setattr(record, "write_hashes", lambda *told, **named: (terminate(), write(*told, **named)))
+    with pytest.raises(Preempted, match="second SIGTERM"):
+        run_pipeline(configured(), run.root, progress=at(("train", 3), lambda: (terminate(), terminate())))
+    terminate()
+    assert read_json(run.result)["status"] == "preempted" and list_problems(run.root) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk here that is always full")
+def test_a_disk_that_is_full_under_the_log_ends_the_run_with_one_line(tmp_path, capsys, caplog):
+    """The ending cannot be written either, for the log is a link; what is raised is what happened first."""
+    caplog.set_level(logging.INFO, logger="tunix_rt")
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.log.symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"training_log\.txt: No space left on device") as caught:
+        run_pipeline(configured(), run.root, progress=quiet)
+    assert caught.value.exit_code == 8
+    assert "Logging error" not in capsys.readouterr().err
+    assert not run.result.exists() and "how the run ended could not be written down" in caplog.text
+
+
 # --- continuing -------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +191,48 @@ def test_a_signal_while_a_continued_run_loads_loses_nothing_that_is_known(crashe
     run_pipeline(configured(resume=True), crashed.root, progress=quiet)
     assert losses(crashed) == losses(uninterrupted[0])
     assert list_problems(crashed.root) == []
+
+
+def test_a_damaged_checkpoint_that_is_passed_over_does_not_keep_the_run_from_verifying(crashed, uninterrupted):
+    """Stopped before the next save would have replaced it: what its manifest says of its files is not believed."""
+    run = RunDir(shutil.copytree(uninterrupted[0].root, crashed.root.with_name("passed-over")))
+    run.result.unlink()
+    damaged = list_checkpoints(run.checkpoints)[0] / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(configured("training.max_steps=5", resume=True), run.root, progress=at(("train", 5), crash))
+    assert read_json(run.result)["skipped_checkpoints"][0]["problems"] == ["changed: model.safetensors"]
+    assert damaged.exists() and list_problems(run.root) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails when it is read")
+def test_a_checkpoint_that_cannot_be_read_is_not_given_up(crashed):
+    """The memory of this process is a regular file whose first byte is an input/output error."""
+    unreadable = crashed.checkpoints / "step-000002" / "model.safetensors"
+    unreadable.unlink()
+    before = content(crashed)
+    unreadable.symlink_to("/proc/self/mem")
+    with pytest.raises(StorageError, match=r"model\.safetensors: Input/output error") as caught:
+        run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    assert caught.value.exit_code == 8
+    unreadable.unlink()
+    assert content(crashed) == before
+
+
+def test_a_continuation_refused_for_its_kernels_touches_nothing(crashed, monkeypatch):
+    def refuse(*told):
+        raise ConfigError("another attention", fix="continue where the run began")
+
+    before = content(crashed)
+    monkeypatch.setattr(pipeline, "refuse_other_kernels", refuse)
+    with pytest.raises(ConfigError, match="another attention"):
+        run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    assert content(crashed) == before and list_problems(crashed.root) == []
+
+
+def test_to_continue_where_there_is_no_run_starts_one_aloud(tmp_path, caplog):
+    run_pipeline(configured("training.max_steps=1", resume=True), tmp_path / "run", progress=quiet)
+    assert f"there is no run in {tmp_path / 'run'} to continue: starting at step 0" in caplog.text
 
 
 def test_a_continuation_that_is_killed_leaves_no_ending_of_the_process_before(crashed, monkeypatch):
@@ -207,6 +297,44 @@ def test_a_signal_during_an_evaluation_stops_it_and_the_run_continues_with_it(tm
     assert set(read_json(run.result)["scores"]) == {"before", "after"} and list_problems(run.root) == []
 
 
+# --- the time budget --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_same_end(
+    tmp_path, uninterrupted, monkeypatch
+):
+    """Steps of half a second and 3 s for each process: several are needed, and none takes longer than it may."""
+    batch_of_step = train.batch_of_step
+    monkeypatch.setattr(
+        train, "batch_of_step", lambda *told, **named: (time.sleep(0.7), batch_of_step(*told, **named))[1]
+    )
+    monkeypatch.setattr(stopping, "program_began", time.monotonic)
+    run, budget, kept = RunDir(tmp_path / "run"), stopping.ENDING_SECONDS + 3, []
+    while not kept or kept[-1] < STEPS:
+        assert len(kept) < 10
+        began = time.monotonic()
+        config = configured(f"training.time_budget={budget}", resume=bool(kept))
+        try:
+            run_pipeline(config, run.root, progress=quiet)
+        except Preempted as stopped:
+            assert f"stopped by itself: of the time budget of {budget:g} s" in stopped.problem
+            assert (read_json(run.result)["status"], stopped.exit_code) == ("preempted", 7)
+        assert time.monotonic() - began < budget
+        kept.append(read_json(run.result).get("steps_completed", 0))
+        assert list_problems(run.root) == []
+    assert len(kept) > 1, "the budget was never used up"
+    assert losses(run) == losses(uninterrupted[0])
+    weights = [(one.final_model / "model.safetensors").read_bytes() for one in (run, uninterrupted[0])]
+    assert weights[0] == weights[1]
+
+
+def test_a_budget_that_is_used_up_before_the_first_step_says_so(tmp_path):
+    with pytest.raises(Preempted, match="the time budget of 1 s is shorter than the start") as caught:
+        run_pipeline(configured("training.time_budget=1"), tmp_path / "run", progress=quiet)
+    assert caught.value.fix == "raise training.time_budget"
+    assert read_json(RunDir(tmp_path / "run").result)["status"] == "preempted"
+
+
 # --- after a refusal --------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +362,26 @@ def test_the_same_command_can_be_given_again_after_a_refusal(tmp_path, monkeypat
     assert str(run.root) in said and "samples.md" not in said, "nothing was asked, so there are no answers"
 
 
+@pytest.mark.parametrize("written", ["[]", '"text"', "3"])
+def test_a_precommitment_that_is_no_object_is_told_and_nothing_is_touched(crashed, written):
+    crashed.precommit.write_text(written)
+    before = content(crashed)
+    with pytest.raises(TunixError, match=r"precommit\.json is damaged: a (list|str|int), not an object"):
+        run_pipeline(configured(resume=True), crashed.root, progress=quiet)
+    assert content(crashed) == before
+
+
+def test_another_configuration_is_refused_by_the_names_that_differ_also_without_its_file(crashed):
+    """A config.yaml from before a setting existed lacks it; without any there is nothing to name."""
+    kept = [line for line in crashed.config.read_text().splitlines() if "grad" not in line]
+    crashed.config.write_text("\n".join(kept) + "\n")
+    with pytest.raises(ConfigError, match=r"another run: training\.seed differ\(s\)"):
+        run_pipeline(configured("training.seed=7", resume=True), crashed.root, progress=quiet)
+    crashed.config.unlink()
+    with pytest.raises(TunixError, match=r"without its config\.yaml"):
+        run_pipeline(configured("training.seed=7", resume=True), crashed.root, progress=quiet)
+
+
 def test_steps_without_their_precommitment_are_not_written_over(crashed):
     crashed.precommit.unlink()
     before = content(crashed)
@@ -251,3 +399,23 @@ def test_charts_without_tensorboard_are_refused_before_anything_runs(tmp_path, m
     result = read_json(run.result)
     assert (result["status"], result["exit_code"]) == ("refused", 2)
     assert not run.doctor.exists() and not run.precommit.exists()
+
+
+def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path, monkeypatch):
+    """As torch says it on a CPU, in the second step: never tried again in silence."""
+    backend = load_backend("torch")
+    real, tried = backend.summed_loss, []
+
+    def exhausted(*given, **named):
+        tried.append(named)
+        if len(tried) == 3:  # the first is the held-out loss
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        return real(*given, **named)
+
+    monkeypatch.setattr(backend, "summed_loss", exhausted)
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(DoesNotFitError, match=r"(?s)out of memory in step 2.*GiB were taken.*weights 0\.") as caught:
+        run_pipeline(configured("training.per_device_train_batch_size=4"), run.root, progress=quiet)
+    assert "--set " in caught.value.fix and len(tried) == 3
+    result = read_json(run.result)
+    assert (result["status"], result["exit_code"], result["steps_completed"]) == ("failed", 5, 1)

@@ -6,56 +6,81 @@ import pytest
 import torch
 
 from tunix_rt.backends.process_memory import RiseMeter
+from tunix_rt.backends.torch_attention import Attention
 from tunix_rt.backends.torch_backend import _assert_on_device, make_optimizer
 from tunix_rt.backends.torch_model import Engine
 from tunix_rt.config import Training
 from tunix_rt.errors import HardwareError
 from tunix_rt.models import ModelSource
+from tunix_rt.plan.recipe import recipe_of
 
 
-@pytest.fixture
-def stepped():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    source = ModelSource(name="test", folder=Path(), revision="local", weights="random", config={})
-    engine = Engine(model=model, source=source, device=torch.device("cpu"), parameters=28, meter=RiseMeter())
-    optimizer = make_optimizer(engine, Training())
-    loss = model(torch.randn(8, 4)).square().mean()
-    loss.backward()
+def stepped(optim: str = "adamw"):
+    """An engine and its optimizer after one step. The first matrix is large enough for moments in 8 bits."""
+    training = Training(optim=optim)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    engine = Engine(
+        model=model,
+        source=ModelSource(name="test", folder=Path(), revision="local", weights="random", config={}),
+        device=torch.device("cpu"),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        meter=RiseMeter(),
+        recipe=recipe_of(training),
+        attention=Attention(name="sdpa", training="sdpa", generating="sdpa", why="on the CPU"),
+    )
+    optimizer = make_optimizer(engine, training)
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.begin(1, 1e-3)
     optimizer.step()
-    return engine, optimizer, loss.detach()
+    return engine, optimizer
 
 
 def elsewhere(tensor):
     return torch.empty_like(tensor, device="meta")
 
 
-def test_a_step_on_its_device_passes(stepped):
-    _assert_on_device(*stepped)
+SLOTS = {
+    "adamw": ["exp_avg", "exp_avg_sq"],
+    "adamw_8bit": ["exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax"],
+    "adafactor": ["exp_avg_sq_row", "exp_avg_sq_col"],
+}
 
 
-@pytest.mark.parametrize("slot", ["step", "exp_avg", "exp_avg_sq"])
-def test_state_of_the_optimizer_elsewhere_is_found(stepped, slot):
-    engine, optimizer, loss = stepped
-    weight = engine.model[0].weight
-    optimizer.state[weight][slot] = elsewhere(optimizer.state[weight][slot])
-    with pytest.raises(HardwareError, match=rf"{slot} of 0\.weight on meta"):
-        _assert_on_device(engine, optimizer, loss)
+@pytest.mark.parametrize("optim", SLOTS)
+def test_a_step_on_its_device_passes(optim):
+    engine, optimizer = stepped(optim)
+    assert sorted(optimizer.state_of(engine.model[0].weight)) == sorted(SLOTS[optim])
+    _assert_on_device(engine, optimizer)
 
 
-def test_a_parameter_a_buffer_or_the_loss_elsewhere_is_found(stepped):
-    engine, optimizer, loss = stepped
-    with pytest.raises(HardwareError, match="the loss on meta"):
-        _assert_on_device(engine, optimizer, elsewhere(loss))
+@pytest.mark.parametrize(("optim", "slot"), [(optim, slot) for optim, slots in SLOTS.items() for slot in slots])
+def test_state_of_the_optimizer_elsewhere_is_found(optim, slot):
+    engine, optimizer = stepped(optim)
+    state = optimizer.state_of(engine.model[0].weight)
+    state[slot] = elsewhere(state[slot])
+    with pytest.raises(HardwareError, match=rf"1 of .* tensors live elsewhere: {slot} of 0\.weight on meta"):
+        _assert_on_device(engine, optimizer)
+
+
+def test_a_buffer_or_a_parameter_elsewhere_is_found():
+    engine, optimizer = stepped()
     engine.model[1].running_mean = elsewhere(engine.model[1].running_mean)
-    with pytest.raises(HardwareError, match=r"1\.running_mean on meta"):
-        _assert_on_device(engine, optimizer, loss)
+    with pytest.raises(HardwareError, match=r"1 of .* tensors live elsewhere: 1\.running_mean on meta"):
+        _assert_on_device(engine, optimizer)
     engine.model[0].weight = torch.nn.Parameter(elsewhere(engine.model[0].weight), requires_grad=False)
     with pytest.raises(HardwareError, match=r"2 of .* tensors live elsewhere: 0\.weight on meta"):
-        _assert_on_device(engine, optimizer, loss)
+        _assert_on_device(engine, optimizer)
 
 
-def test_a_parameter_that_was_not_trained_is_found(stepped):
-    engine, optimizer, loss = stepped
-    del optimizer.state[engine.model[0].bias]
+def test_a_parameter_that_was_not_trained_is_found():
+    engine, optimizer = stepped()
+    optimizer.state_of(engine.model[0].bias).clear()
     with pytest.raises(HardwareError, match=r"no state of 0\.bias"):
-        _assert_on_device(engine, optimizer, loss)
+        _assert_on_device(engine, optimizer)
+
+
+def test_a_frozen_parameter_needs_no_state():
+    engine, optimizer = stepped()
+    engine.model[0].bias.requires_grad_(False)
+    optimizer.state_of(engine.model[0].bias).clear()
+    _assert_on_device(engine, optimizer)

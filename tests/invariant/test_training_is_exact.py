@@ -11,6 +11,7 @@ import torch
 
 from tests.supervision_checks import shipped_samples, style
 from tunix_rt.backends import torch_backend as engine_of
+from tunix_rt.backends.torch_model import hidden_states
 from tunix_rt.config import Training
 from tunix_rt.data.pack import batch_of_step, collate, make_rows
 from tunix_rt.data.render import Example, prompt_ids, render_batch
@@ -21,8 +22,10 @@ FAMILIES = ["gemma3", "llama", "gpt2"]
 TRAINING = Training(learning_rate=1e-3, warmup_steps=2, max_grad_norm=1.0, weight_decay=0.01)
 
 
-def load(folder, dtype="float64", weights="random"):
-    return engine_of.load(resolve_model(str(folder), weights=weights), device="cpu", dtype=dtype, seed=3)
+def load(folder, dtype="float64", weights="random", **settings):
+    return engine_of.load(
+        resolve_model(str(folder), weights=weights), device="cpu", training=Training(dtype=dtype, seed=3, **settings)
+    )
 
 
 def examples_for(folder, count=24):
@@ -83,7 +86,7 @@ def test_gradients_of_packed_rows_equal_those_of_the_examples_alone(small_model,
     for packing in (False, True):
         engine = load(folder)
         micro = collate(make_rows(examples, max_length=200, packing=packing), pad_id=0)
-        engine_of.summed_loss(engine.model, *engine_of._on_device(micro, engine.device)).backward()
+        engine_of.summed_loss(engine, micro).backward()
         gradients.append({name: p.grad.clone() for name, p in engine.model.named_parameters()})
     for name, alone in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], alone, rtol=1e-9, atol=1e-12, msg=name)
@@ -99,14 +102,8 @@ def test_a_packed_example_does_not_notice_its_neighbour(small_model, family):
     changed[1:boundary] = (changed[1:boundary] * 7 + 11) % 1024
     states = []
     for ids in (row.ids, changed):
-        micro = collate([replace(row, ids=ids)], pad_id=0)
-        tensors = engine_of._on_device(micro, engine.device)
         with torch.no_grad():
-            states.append(
-                engine.model.base_model(
-                    input_ids=tensors[0], position_ids=tensors[2], use_cache=False
-                ).last_hidden_state[0]
-            )
+            states.append(hidden_states(engine, collate([replace(row, ids=ids)], pad_id=0))[0])
     assert not torch.allclose(states[0][1:boundary], states[1][1:boundary])
     torch.testing.assert_close(states[1][boundary:], states[0][boundary:], rtol=0, atol=1e-12)
 
@@ -168,25 +165,26 @@ def test_interrupted_and_resumed_runs_end_in_identical_weights(small_model, tmp_
             seen.append(step.loss)
             if step.step == stop:
                 break
-        engine_of.save_state(engine, optimizer, tmp_path)
+        engine_of.write_direct(engine, optimizer, tmp_path)
         done = stop
     assert seen == uninterrupted
     assert digest(engine) == digest(whole)
 
 
-def test_gradient_checkpointing_changes_nothing(small_model):
+@pytest.mark.parametrize("share", [True, 0.5])
+def test_gradient_checkpointing_changes_nothing(small_model, share):
     folder = small_model("gemma3")
     rows = make_rows(examples_for(folder), max_length=128, packing=True)
-    saving = TRAINING.model_copy(update={"gradient_checkpointing": True})
     plain = losses(load(folder), rows, micro=2, accumulation=1)
-    np.testing.assert_allclose(losses(load(folder), rows, micro=2, accumulation=1, training=saving), plain, rtol=1e-12)
+    saving = losses(load(folder, gradient_checkpointing=share), rows, micro=2, accumulation=1)
+    np.testing.assert_allclose(saving, plain, rtol=1e-12)
 
 
 def test_the_shipped_model_loses_nothing_through_save_and_plain_transformers(tmp_path):
     import transformers
 
     source = resolve_model("tiny-gemma3")
-    engine = engine_of.load(source, device="cpu", dtype="float32", seed=0)
+    engine = engine_of.load(source, device="cpu", training=Training())
     engine_of.save(engine, tmp_path / "final_model", tokenizer_folder=source.folder, stop_ids=[1])
     settings = json.loads((tmp_path / "final_model" / "generation_config.json").read_text())
     assert settings["eos_token_id"] == 1 and not (tmp_path / "final_model" / "chat_template.jinja").exists()

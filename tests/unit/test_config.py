@@ -377,8 +377,35 @@ def test_parse_yaml_gives_plain_values():
 RUNNABLE = {"model_name_or_path": "tiny-gemma3", "dataset": "dev-reasoning-v2"}
 
 
-def test_a_plain_configuration_is_runnable():
-    require_runnable(build_config(RUNNABLE, "x"))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "bf16", "master_dtype": "bf16", "optimizer": "adafactor", "optim_in_backward": True},
+        {"dtype": "fp16", "optim": "adamw_bnb_8bit", "gradient_accumulation_steps": 4},
+        {"dtype": "bfloat16", "lora_rank": 8, "gradient_checkpointing": 0.5},
+    ],
+)
+def test_configurations_that_fit_together_are_runnable(settings):
+    require_runnable(build_config(RUNNABLE | settings, "x"))
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("2h30m", 9000), ("90m", 5400), ("45s", 45), (12.5, 12.5), ("600", 600), (None, None)]
+)
+def test_a_length_of_time_is_read_as_people_write_it(written, seconds):
+    assert build_config({"time_budget": written}, "x").training.time_budget == seconds
+
+
+@pytest.mark.parametrize("written", ["", "soon", "1d", "-5", 0, "0m", True])
+def test_a_length_of_time_that_is_none_is_refused(written):
+    assert "training.time_budget" in refusal(build_config, {"time_budget": written}, "x")
+
+
+@pytest.mark.parametrize(("written", "kept"), [(True, True), (False, False), (0.25, 0.25)])
+def test_recomputation_is_all_nothing_or_a_share(written, kept):
+    got = build_config({"gradient_checkpointing": written}, "x").training.gradient_checkpointing
+    assert got == kept and type(got) is type(kept)
 
 
 @pytest.mark.parametrize(
@@ -390,9 +417,13 @@ def test_a_plain_configuration_is_runnable():
         ({"dataset": ""}, "no dataset is named"),
         ({"revision": "flax"}, "model.revision: `flax`"),
         ({"backend": "jax"}, "training.backend"),
-        ({"optim": "adafactor"}, "training.optim"),
-        ({"dtype": "bfloat16"}, "training.dtype"),
-        ({"dtype": "float16"}, "training.dtype"),
+        ({"master_dtype": "bfloat16"}, "training.master_dtype: weights in bfloat16"),
+        ({"master_dtype": "bfloat16", "dtype": "float16"}, "training.master_dtype: weights in bfloat16"),
+        ({"master_dtype": "float32", "dtype": "float64"}, "training.master_dtype: a float64 run"),
+        ({"optim_in_backward": True, "gradient_accumulation_steps": 2}, "training.optim_in_backward"),
+        ({"optim_in_backward": True, "dtype": "float16"}, "training.optim_in_backward"),
+        ({"optim_in_backward": True, "lora_rank": 8}, "training.optim_in_backward"),
+        ({"lora_rank": 8, "dtype": "bfloat16", "master_dtype": "bfloat16"}, "training.master_dtype: adapters"),
         ({"eval_steps": 5, "validation_fraction": 0}, "training.eval_steps"),
     ],
 )

@@ -126,6 +126,19 @@ def test_lock_and_staged_leftovers_are_not_part_of_the_run(run):
     assert run.hashes.read_bytes() == before
 
 
+@pytest.mark.parametrize("claimed", ["0" * 64, "not a hash", "A" * 64, 7])
+def test_a_manifest_is_believed_only_of_a_checkpoint_that_was_hashed_and_only_a_hash(run, claimed):
+    """So that a process that is told to end need not read tens of gigabytes again; and a damaged one is hashed as it is."""
+    checkpoint = run.checkpoints / "step-000003"
+    files = {"model.safetensors": {"sha256": claimed, "bytes": 7}, "nul\0": {"sha256": claimed, "bytes": 7}}
+    write_json(checkpoint / "MANIFEST.json", {"schema": "tunix-rt/checkpoint/1", "step": 3, "files": files})
+    write_hashes(run)
+    assert list_problems(run.root) == []
+    write_hashes(run, sound={checkpoint})
+    believed = ["changed: checkpoints/step-000003/model.safetensors"] if claimed == "0" * 64 else []
+    assert list_problems(run.root) == believed
+
+
 def test_a_missing_an_extra_and_a_changed_file_are_all_listed(run):
     run.config.unlink()
     (run.root / "extra.txt").write_text("x")

@@ -317,6 +317,27 @@ def test_beginning_twice_is_seen_by_the_ids(tmp_path):
     assert [(finding.rule, finding.seen) for finding in findings] == [("bos_twice", "<bos> stands in it 2 times")]
 
 
+TURNS_OPEN_WITH_BOS = (
+    "{% for m in messages %}{{ '<bos>' + m.role + '\n' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bos>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "template", "rules"),
+    [
+        (chat("Hello?", "Yes."), TURNS_OPEN_WITH_BOS, []),
+        (chat("Hello?", "Yes."), "{{ bos_token }}" + TURNS_OPEN_WITH_BOS, ["bos_twice"]),
+        (chat("Hello <bos>?", "Yes."), TURNS_OPEN_WITH_BOS, ["control_token"]),
+    ],
+    ids=["as the model has it", "twice at the beginning", "spelled out in the data"],
+)
+def test_a_token_that_begins_sequence_and_turn_may_stand_before_each_turn(tmp_path, turns, template, rules):
+    """SmolLM2's does."""
+    findings = found_in([turns], Case(bad=[], good=[]), template, TINY, tmp_path)
+    assert [finding.rule for finding in findings] == rules
+
+
 def test_a_tagged_completion_that_is_cut_open_is_cut_inside(tmp_path):
     cut = completion(f"<reasoning>{LONG}</reasoning><answer>7</answer>")
     findings = found_in([FIRST_COMPLETION, cut], Case(bad=[], good=[], settings=SMALL), None, TINY, tmp_path)

@@ -1,33 +1,25 @@
-"""The plan: exact parameters, an honest count of what a step keeps, a verdict with a way out."""
+"""The plan: exact parameters, an honest count of what a step keeps, a prediction that is the sum of its parts."""
 
-import contextlib
 import json
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from tunix_rt.cli.main import cli
-from tunix_rt.config import RunConfig, load_config
-from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.errors import DoesNotFitError, InputError
-from tunix_rt.plan.fit import (
-    SAFETY_SHARE,
-    disk_needed_bytes,
-    estimate_time,
-    judge,
-    measure_rate,
-    refuse_if_too_big,
-    training_flops_per_token,
-)
-from tunix_rt.plan.memory import kept_by_layer, predict
+from tunix_rt.config import RunConfig, Training
+from tunix_rt.errors import InputError
+from tunix_rt.plan.activations import Batch, kept_by_layer, widths_of
+from tunix_rt.plan.fit import SAFETY_SHARE, training_flops_per_token
+from tunix_rt.plan.footprint import footprint_of
+from tunix_rt.plan.memory import MemoryPlan, predict
+from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.tensors import elements, tensors_of
 from tunix_rt.rundir import to_plain
 
 GIB = 2**30
@@ -81,12 +73,6 @@ def transformers_config(config: dict[str, Any]) -> Any:
     return transformers.AutoConfig.for_model(**{**config, "bos_token_id": None, "eos_token_id": None})
 
 
-def chosen(free_bytes: int, device: str = "cpu") -> DeviceChoice:
-    return DeviceChoice(
-        device=device, kind="a", count=1, memory_bytes=free_bytes, free_bytes=free_bytes, reason="for the test"
-    )
-
-
 def settings_of(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(sections)
 
@@ -134,54 +120,90 @@ def test_a_config_that_cannot_be_counted_is_refused_by_name(config: dict[str, An
         shape_of(config)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config['model_type']}-{len(config)}")
+def test_the_tensors_of_a_model_are_those_of_transformers(config: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(config))
+    shape = shape_of(config)
+    found = tensors_of(shape)
+    all_of_them = [*found.tables, *found.layer * shape.layers, *found.others]
+    assert sorted(all_of_them) == sorted(tuple(parameter.shape) for parameter in model.parameters())
+    assert elements(all_of_them) == shape.parameters
+
+
 # --- what a step keeps -----------------------------------------------------------------------------------------------
 
 
-def saved_elements(config: dict[str, Any], *, layers: int, rows: int, length: int, packed: bool) -> int:
-    """Elements of the distinct tensors that autograd keeps over the body of the model, parameters left out."""
+def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batch: Batch) -> int:
+    """Bytes of the distinct tensors that autograd keeps over the body of the model; parameters and their casts left out."""
     torch.manual_seed(0)
-    shape = shape_of(config)
+    shape, recipe = shape_of(config), recipe_of(training)
     full = transformers_config({**config, "n_layer" if shape.learned_positions else "num_hidden_layers": layers})
     attention = "eager" if shape.capped_scores else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(full, attn_implementation=attention).train()
+    kept_in = getattr(torch, recipe.frozen or recipe.weights)
+    model = transformers.AutoModelForCausalLM.from_config(full, attn_implementation=attention, dtype=kept_in).train()
+    if training.lora_rank is not None:
+        from tunix_rt.backends.torch_lora import add_adapters
+
+        model = add_adapters(model, rank=training.lora_rank, source=None)  # type: ignore[arg-type]
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes = {tuple(sorted(parameter.shape)) for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # holding the tensor keeps its address from being used again
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
+        if tensor.untyped_storage().data_ptr() not in weights and tuple(sorted(tensor.shape)) not in sizes:
             kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    positions = torch.arange(length).repeat(rows, 1)
-    if packed:
-        positions[:, length // 2 :] -= length // 2
-    ids = torch.randint(shape.vocab, (rows, length))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    positions = torch.arange(batch.length).repeat(batch.rows, 1)
+    if batch.packed:
+        positions[:, batch.length // 2 :] -= batch.length // 2
+    ids = torch.randint(shape.vocab, (batch.rows, batch.length))
+    casting = torch.autocast("cpu", dtype=getattr(torch, recipe.compute), enabled=recipe.casts)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casting:
         model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 GPT2_SMALL = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 99}
+SMALL_MODELS = [
+    *({"model_type": kind, **SMALL} for kind in ("llama", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3")),
+    GPT2_SMALL,
+    {**GPT2_SMALL, **NO_DROPOUT},
+    {**GPT2_SMALL, **NO_DROPOUT, "activation_function": "gelu_pytorch_tanh"},
+]
+each_small_model = pytest.mark.parametrize(
+    "config", SMALL_MODELS, ids=lambda config: f"{config['model_type']}-{len(config)}"
+)
+
+
+def assert_kept_is_counted(config: dict[str, Any], training: Training, *, packed: bool) -> None:
+    batch = Batch(rows=2, length=40, packed=packed, device="cpu")
+    one, three = (saved_bytes(config, training, layers=layers, batch=batch) for layers in (1, 3))
+    widths = widths_of(recipe_of(training), training.lora_rank)
+    counted = sum(kept_by_layer(shape_of(config), widths, batch).all)
+    assert counted == pytest.approx((three - one) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(
-    "config",
-    [
-        *({"model_type": kind, **SMALL} for kind in ("llama", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3")),
-        GPT2_SMALL,
-        {**GPT2_SMALL, **NO_DROPOUT},
-        {**GPT2_SMALL, **NO_DROPOUT, "activation_function": "gelu_pytorch_tanh"},
-    ],
-    ids=lambda config: f"{config['model_type']}-{len(config)}",
-)
+@each_small_model
 def test_what_a_layer_keeps_is_counted_as_autograd_counts_it(config: dict[str, Any], packed: bool) -> None:
-    rows, length = 2, 40
-    one = saved_elements(config, layers=1, rows=rows, length=length, packed=packed)
-    three = saved_elements(config, layers=3, rows=rows, length=length, packed=packed)
-    counted = sum(kept_by_layer(shape_of(config), rows=rows, length=length, packed=packed, device="cpu"))
-    assert counted == pytest.approx((three - one) / 2, rel=0.01)
+    assert_kept_is_counted(config, Training(), packed=packed)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16 weights", "bfloat16 products", "LoRA", "LoRA in bfloat16"])
+@each_small_model
+def test_what_a_layer_keeps_is_counted_in_the_types_of_the_recipe(config: dict[str, Any], kind: str) -> None:
+    if "LoRA" in kind:
+        pytest.importorskip("peft")
+    training = {
+        "bfloat16 weights": Training(dtype="bfloat16", master_dtype="bfloat16"),
+        "bfloat16 products": Training(dtype="bfloat16"),
+        "LoRA": Training(lora_rank=8),
+        "LoRA in bfloat16": Training(dtype="bfloat16", lora_rank=8),
+    }[kind]
+    assert_kept_is_counted(config, training, packed=True)
 
 
 # --- the prediction --------------------------------------------------------------------------------------------------
@@ -189,22 +211,46 @@ def test_what_a_layer_keeps_is_counted_as_autograd_counts_it(config: dict[str, A
 shapes = st.sampled_from([shape_of(config) for config in CONFIGS])
 
 
+BFLOAT16 = {"dtype": "bfloat16", "master_dtype": "bfloat16"}
+SMALLEST = {**BFLOAT16, "optim": "adafactor", "optim_in_backward": True, "gradient_checkpointing": True}
+recipes = st.sampled_from(
+    [
+        {},
+        {"dtype": "float64"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16", "optim": "adamw_8bit"},
+        {"optim": "adafactor"},
+        BFLOAT16,
+        {**BFLOAT16, "optim": "adamw_8bit", "optim_in_backward": True},
+        {"dtype": "bfloat16", "optim_in_backward": True},
+        SMALLEST,
+        {"lora_rank": 16},
+        {"dtype": "bfloat16", "lora_rank": 16},
+    ]
+)
+
+
 @st.composite
 def run_settings(draw: st.DrawFn) -> RunConfig:
+    recipe = draw(recipes)
+    training = {
+        "per_device_train_batch_size": draw(st.integers(1, 512)),
+        "gradient_accumulation_steps": draw(st.integers(1, 8)) if "optim_in_backward" not in recipe else 1,
+        "gradient_checkpointing": draw(st.sampled_from([False, 0.3, 0.5, True])),
+        "save_steps": draw(st.sampled_from([None, 10])),
+    }
     return settings_of(
         model={"weights": draw(st.sampled_from(["random", "pretrained"]))},
         data={"max_length": draw(st.integers(8, 8192)), "packing": draw(st.booleans())},
-        training={
-            "per_device_train_batch_size": draw(st.integers(1, 512)),
-            "gradient_accumulation_steps": draw(st.integers(1, 8)),
-            "gradient_checkpointing": draw(st.booleans()),
-            "dtype": draw(st.sampled_from(["float32", "float64"])),
-        },
+        training=training | recipe,
         evaluation={
             "per_device_eval_batch_size": draw(st.integers(1, 512)),
             "max_new_tokens": draw(st.integers(1, 2048)),
         },
     )
+
+
+devices = st.sampled_from(["cpu", "cuda"])
 
 
 def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
@@ -214,18 +260,22 @@ def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 @settings(deadline=None)
-@given(shape=shapes, config=run_settings(), device=st.sampled_from(["cpu", "cuda"]))
+@given(shape=shapes, config=run_settings(), device=devices)
 def test_no_part_is_negative_and_the_parts_are_the_whole(shape: ModelShape, config: RunConfig, device: str) -> None:
     plan = predict(shape, config, device=device)
     assert all(size >= 0 for phase in plan.phases for size in phase.parts.values())
     assert all(sum(phase.parts.values()) == phase.total_bytes for phase in plan.phases)
     assert plan.peak_bytes == plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
-    assert plan.peak_bytes > 4 * shape.parameters * 4, "weights, gradients and two moments are always there"
+    assert plan.least_bytes == plan.least.total_bytes <= plan.peak_bytes
+    run = footprint_of(shape, config.training, device)
+    assert plan.least_bytes > run.weights + run.optimizer + run.head_gradient
+    if not config.training.optim_in_backward:
+        assert plan.least_bytes > run.weights + run.optimizer + run.gradients
     assert json.loads(json.dumps(to_plain(plan), allow_nan=False))["peak_bytes"] == plan.peak_bytes
 
 
 @settings(deadline=None)
-@given(shape=shapes, config=run_settings(), device=st.sampled_from(["cpu", "cuda"]), more=st.integers(1, 600))
+@given(shape=shapes, config=run_settings(), device=devices, more=st.integers(1, 600))
 def test_more_rows_longer_rows_and_longer_answers_never_need_less(
     shape: ModelShape, config: RunConfig, device: str, more: int
 ) -> None:
@@ -243,17 +293,96 @@ def test_more_rows_longer_rows_and_longer_answers_never_need_less(
 @settings(deadline=None)
 @given(shape=shapes, config=run_settings())
 def test_double_precision_needs_more_and_shorter_rows_less(shape: ModelShape, config: RunConfig) -> None:
+    assume(config.training.master_dtype is None and config.training.lora_rank is None)
     single = predict(shape, changed(config, "training", dtype="float32"), device="cpu")
     double = predict(shape, changed(config, "training", dtype="float64"), device="cpu")
-    assert 1.0 < double.peak_bytes / single.peak_bytes <= 2.0
+    # Soft-capped scores are kept once more, because their softmax is in float32.
+    assert 1.0 < double.peak_bytes / single.peak_bytes <= (2.5 if shape.capped_scores else 2.0)
     assert predict(shape, config, device="cpu", row_tokens=8, target_share=0.5).peak_bytes <= double.peak_bytes
+
+
+@settings(deadline=None)
+@given(shape=shapes, config=run_settings(), device=devices)
+def test_an_optimizer_with_smaller_states_never_holds_more(shape: ModelShape, config: RunConfig, device: str) -> None:
+    plans = [predict(shape, changed(config, "training", optim=kind), device=device) for kind in OPTIMIZERS]
+    states = [part_of(plan, "save", "optimizer") for plan in plans]
+    assert states == sorted(states)
+    if shape.parameters > 10**8:  # a small model is smaller than the temporaries of its update
+        peaks = [plan.least_bytes for plan in plans]
+        assert peaks == sorted(peaks)
+
+
+OPTIMIZERS = ("adafactor", "adamw_8bit", "adamw")
+
+
+def part_of(plan: MemoryPlan, phase: str, part: str) -> int:
+    return next(one.parts[part] for one in plan.phases if one.name == phase)
+
+
+def counted(plan: MemoryPlan) -> int:
+    """The largest phase without what the heap of a CPU loses between blocks, which is more where blocks come and go."""
+    return max(phase.total_bytes - phase.parts.get("allocator_slack", 0) for phase in plan.phases)
+
+
+@settings(deadline=None)
+@given(shape=shapes, config=run_settings(), device=devices)
+def test_updates_in_the_backward_pass_never_need_more(shape: ModelShape, config: RunConfig, device: str) -> None:
+    assume(config.training.lora_rank is None and config.training.dtype != "float16")
+    alone = changed(config, "training", gradient_accumulation_steps=1, optim_in_backward=False)
+    whole = predict(shape, alone, device=device)
+    in_backward = changed(alone, "training", optim_in_backward=True)
+    run = footprint_of(shape, in_backward.training, device)
+    assert counted(predict(shape, in_backward, device=device)) <= counted(whole) + run.update_of(run.trained_kinds)
+
+
+@settings(deadline=None)
+@given(shape=shapes, config=run_settings(), device=devices)
+def test_a_budget_for_activations_lies_between_all_and_none(shape: ModelShape, config: RunConfig, device: str) -> None:
+    plans = [
+        predict(shape, changed(config, "training", gradient_checkpointing=kept), device=device)
+        for kept in (True, 0.2, 0.5, 0.8, False)
+    ]
+    # Beside all that the last layer keeps, one that is computed again needs what it was given.
+    given_to_it = plans[0].rows * plans[0].row_tokens * shape.hidden * 4
+    for fewer, more in pairwise(map(counted, plans)):
+        assert fewer <= more + given_to_it
+
+
+@settings(deadline=None)
+@given(shape=shapes, config=run_settings(), device=devices)
+def test_adapters_never_need_more_than_every_parameter(shape: ModelShape, config: RunConfig, device: str) -> None:
+    plain = changed(config, "training", lora_rank=None, master_dtype=None, optim_in_backward=False)
+    assume(plain.training.optim == "adamw" and shape.parameters > 10**8)
+    adapted = changed(plain, "training", lora_rank=16)
+    held = [
+        sum(part_of(predict(shape, one, device=device), "update", name) for name in STATE) for one in (adapted, plain)
+    ]
+    assert held[0] < held[1]
+
+
+STATE = ("weights", "optimizer", "gradients")
+
+
+def test_gemma_2b_trains_every_parameter_in_little_more_than_its_weights_and_the_gradient_of_its_table() -> None:
+    """1 x 1024 in bfloat16 on a GPU: weights 4.67 GiB, the table's gradient 0.98, a chunk of logits 0.37."""
+    config = settings_of(
+        data={"max_length": 1024},
+        training={**SMALLEST, "per_device_train_batch_size": 1},
+        evaluation={"per_device_eval_batch_size": 1},
+    )
+    plan = predict(shape_of(GEMMA_2B), config, device="cuda")
+    assert 6.0 < plan.peak_bytes / GIB < 6.4
+    assert plan.peak_phase == "loss"
+    parts = {name: round(size / GIB, 2) for name, size in plan.peak.parts.items()}
+    assert (parts["weights"], parts["gradients"], parts["loss_head"]) == (4.67, 0.98, 0.37)
+    assert parts["optimizer"] <= 0.01
 
 
 def test_checkpointing_saves_most_of_the_activations_of_a_deep_model() -> None:
     config = settings_of(data={"max_length": 1024}, training={"per_device_train_batch_size": 4})
     plain = predict(shape_of(SMOLLM2_135M), config, device="cpu")
     saving = predict(shape_of(SMOLLM2_135M), changed(config, "training", gradient_checkpointing=True), device="cpu")
-    assert saving.peak.parts["activations"] < 0.2 * plain.peak.parts["activations"]
+    assert part_of(saving, "loss", "activations") < 0.2 * part_of(plain, "loss", "activations")
     assert saving.peak_bytes < plain.peak_bytes
 
 
@@ -272,125 +401,10 @@ def test_questions_are_never_longer_than_the_positions_of_the_model() -> None:
     shape, config = shape_of({"model_type": "gpt2"}), settings_of(data={"max_length": 1024})
     longer = changed(config, "data", max_length=4096)
     short, long = (predict(shape, each, device="cpu").phases for each in (config, longer))
-    assert {a.name for a, b in zip(short, long, strict=True) if a != b} == {"loss", "backward"}
+    assert {a.name for a, b in zip(short, long, strict=True) if a != b} == {"forward", "loss", "backward", "update"}
 
 
 def test_the_safety_share_covers_every_case_that_was_measured() -> None:
     cases = json.loads((ROOT / "benchmarks" / "results" / "memory_cpu.json").read_text())["cases"]
     assert len(cases) >= 20
     assert max(case["measured_bytes"] / case["predicted_bytes"] - 1 for case in cases) < SAFETY_SHARE
-
-
-# --- the verdict -----------------------------------------------------------------------------------------------------
-
-
-def test_a_2b_model_in_float32_is_refused_on_16_gib_with_parts_and_a_way_out() -> None:
-    shape = shape_of(GEMMA_2B)
-    config = settings_of(data={"max_length": 1024}, training={"per_device_train_batch_size": 8})
-    plan = predict(shape, config, device="cpu")
-    with pytest.raises(DoesNotFitError) as refused:
-        refuse_if_too_big(plan, chosen(16 * GIB), shape, config)
-    assert refused.value.exit_code == 5
-    assert f"{plan.peak_bytes / GIB:.2f} GiB predicted" in refused.value.problem
-    assert "16.00 GiB free on cpu" in refused.value.problem
-    assert "weights 9.34" in refused.value.problem
-    assert "2,506,172,416 parameters alone are 37.34 GiB" in refused.value.fix
-
-
-@pytest.mark.parametrize(
-    ("free_gib", "expected"),
-    [(60, "batch_size=8 "), (30, "batch_size=4 "), (5, "checkpointing=true"), (4, "max_length=")],
-)
-def test_the_advised_line_is_as_small_a_change_as_fits(free_gib: int, expected: str) -> None:
-    shape, free = shape_of(SMOLLM2_135M), chosen(free_gib * GIB)
-    asked = ["data.max_length=2048", "training.per_device_train_batch_size=24", "evaluation.max_new_tokens=512"]
-    config = load_config(None, overrides=asked)
-    fit = judge(predict(shape, config, device="cpu"), free, shape, config)
-    assert not fit.fits
-    assert fit.margin_bytes < 0
-    (line,) = fit.advice
-    assert expected in line
-    overrides = [word for word in line.partition("  (")[0].split() if word != "--set"]
-    advised = load_config(None, overrides=asked + overrides)
-    assert judge(predict(shape, advised, device="cpu"), free).fits
-    assert advised.training.per_device_train_batch_size * advised.training.gradient_accumulation_steps == 24
-
-
-@settings(deadline=None)
-@given(shape=shapes, config=run_settings(), free=st.integers(0, 2**40))
-def test_what_is_judged_to_fit_is_never_refused_and_the_other_way_round(
-    shape: ModelShape, config: RunConfig, free: int
-) -> None:
-    plan = predict(shape, config, device="cpu")
-    fit = judge(plan, chosen(free))
-    assert fit.fits == (plan.peak_bytes + fit.safety_bytes <= free)
-    with contextlib.nullcontext() if fit.fits else pytest.raises(DoesNotFitError):
-        refuse_if_too_big(plan, chosen(free), shape, config)
-
-
-# --- time and disk ---------------------------------------------------------------------------------------------------
-
-
-def test_time_grows_with_steps_tokens_and_questions() -> None:
-    shape, config = shape_of(GEMMA3_270M), settings_of()
-
-    def of(tokens: int, steps: int, items: int) -> float:
-        return estimate_time(
-            shape, config, tokens_per_step=tokens, steps=steps, eval_items=items, flops_per_second=1e11
-        ).seconds_high
-
-    assert of(1024, 10, 0) < of(2048, 10, 0) < of(2048, 20, 0) < of(2048, 20, 100)
-    estimate = estimate_time(shape, config, tokens_per_step=1024, steps=10, flops_per_second=1e11)
-    assert 0 < estimate.seconds_low < estimate.seconds_high
-
-
-def test_the_rate_of_this_cpu_is_measured_in_a_moment() -> None:
-    assert 1e8 < measure_rate() < 1e14
-
-
-def test_disk_holds_the_kept_checkpoints_one_more_and_the_final_model() -> None:
-    shape = shape_of({"model_type": "gpt2"})
-    weights = 4 * shape.parameters
-    small = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 2}))
-    large = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5}))
-    assert small > 3 * 3 * weights + weights
-    assert large - small == 3 * 3 * weights
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def model_folder(path: Path, config: dict[str, Any]) -> str:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
-
-
-def test_the_command_says_that_a_small_model_fits_from_its_config_alone(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", {"model_type": "llama", **SMALL})
-    asked = ["plan", "--model", folder, "--device", "cpu", "--set", "data.max_length=64"]
-    said = CliRunner().invoke(cli, asked)
-    assert said.exit_code == 0, said.stderr
-    assert said.stdout.startswith("fits: ")
-    assert "activations" in said.stdout
-    assert "disk: up to" in said.stdout
-    plan = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
-    assert plan["fit"]["fits"] is True
-    assert plan["memory"]["peak_bytes"] == plan["fit"]["predicted_bytes"]
-
-
-def test_the_command_refuses_a_model_that_cannot_fit_with_exit_5(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", {**GEMMA_2B, "num_hidden_layers": 2000})
-    asked = ["plan", "--model", folder, "--device", "cpu", "--set", "training.per_device_train_batch_size=512"]
-    said = CliRunner().invoke(cli, asked)
-    assert said.exit_code == 5
-    assert said.stdout.startswith("does not fit: ")
-    assert "--set training.per_device_train_batch_size=1 --set training.gradient_accumulation_steps=512" in said.stderr
-    assert json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)["fit"]["fits"] is False
-
-
-def test_the_command_names_a_model_it_does_not_know(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", {"model_type": "mamba"})
-    said = CliRunner().invoke(cli, ["plan", "--model", folder, "--device", "cpu"])
-    assert (said.exit_code, "'mamba'" in said.stderr) == (3, True)
-    assert CliRunner().invoke(cli, ["plan", "--device", "cpu"]).exit_code == 2

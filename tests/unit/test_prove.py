@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from tunix_rt.backends.proof_samples import rounded
-from tunix_rt.backends.proving import ALLOCATION, compare, device_memory, resident_memory
+from tunix_rt.backends.proving import ALLOCATION, Setting, compare, device_memory, read_setting, resident_memory
+from tunix_rt.config import Training, build_config
+from tunix_rt.device import kernels_of, step_of
+from tunix_rt.doctor import prove as proving_child
 from tunix_rt.doctor.prove import (
     COMPUTED,
     PROOF_NAMES,
@@ -18,9 +21,12 @@ from tunix_rt.doctor.prove import (
     cuda_check_text,
     proof_lines,
     proof_problem,
+    prove,
     read_answer,
     run_child,
 )
+from tunix_rt.models import resolve_model
+from tunix_rt.plan.shape import shape_of
 from tunix_rt.rundir import to_plain
 
 HELD = {"name": "product", "ok": True, "detail": "fine", "seconds": 0.5, "figures": {"largest error": 0.25}}
@@ -129,6 +135,72 @@ def test_a_held_answer_with_a_bad_end_is_no_proof():
     done = printing(BEGIN, HELD_LINE, json.dumps({"done": ["product"]}))
     assert "ended with code 9" in child(done + "raise SystemExit(9)").problem
     assert "SIGABRT" in child(done + "import os; os.abort()").problem
+
+
+def asked_of_the_child(monkeypatch, **given) -> list[str]:
+    """The arguments with which the child would be started."""
+    asked: list[str] = []
+    answer = {"results": (), "about": {}, "pid": 1, "seconds": 0.0, "problem": None}
+    monkeypatch.setattr(proving_child, "run_child", lambda command, seconds: asked.extend(command) or answer)
+    prove(backend="torch", device="cpu", **given)
+    return asked[asked.index("tunix_rt.backends.torch_proofs") + 1 :]
+
+
+def test_the_child_is_told_all_that_decides_the_kernels_and_nothing_that_is_as_usual(monkeypatch):
+    plain = asked_of_the_child(monkeypatch, dtype="float32")
+    assert plain == ["--device", "cpu", "--dtype", "float32", "--head-size", "64"]
+    everything = {
+        "dtype": "bfloat16", "master_dtype": "bfloat16", "optim": "adafactor", "deterministic": True, "head_size": 256,
+        "query_heads": 4, "kv_heads": 1, "softcap": 30.0, "capped_scores": True, "scaling": 0.0625, "window": 512,
+        "dropout": True,
+    }  # fmt: skip
+    assert everything.keys() == {name for name in Setting.__dataclass_fields__ if name != "device"}
+    assert read_setting(asked_of_the_child(monkeypatch, **everything)) == Setting(device="cpu", **everything)
+    for name, value in everything.items():
+        one = {"dtype": "float32", name: value}
+        assert read_setting(asked_of_the_child(monkeypatch, **one)) == Setting(device="cpu", **one)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("tiny-gemma3", {"window": 256, "dropout": False, "capped_scores": False, "softcap": None}),
+        ("gemma-2-2b", {"window": 4096, "capped_scores": True, "softcap": 30.0, "scaling": 256**-0.5}),
+        ("qwen-3-0.6b", {"window": None, "head_size": 128, "scaling": None}),
+    ],
+)
+def test_a_model_says_which_kernels_it_needs(model, expected):
+    config = resolve_model(model, weights="random").config
+    assert expected.items() <= kernels_of(config, shape_of(config)).items()
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "dropout"),
+    [
+        ({"model_type": "gemma3_text"}, 4096, False),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, None, False),
+        ({"model_type": "gemma2", "sliding_window": None}, None, False),
+        ({"model_type": "qwen2", "sliding_window": 77}, None, False),
+        ({"model_type": "qwen2", "sliding_window": 77, "use_sliding_window": True}, 77, False),
+        ({"model_type": "llama", "sliding_window": 77, "attention_dropout": 0.1}, None, True),
+        ({"model_type": "gpt2"}, None, True),
+        ({"model_type": "gpt2", "attn_pdrop": 0.0}, None, False),
+    ],
+)
+def test_what_a_configuration_leaves_out_of_windows_and_dropout_is_as_in_transformers(config, window, dropout):
+    found = kernels_of(config, shape_of(config))
+    assert (found["window"], found["dropout"]) == (window, dropout)
+
+
+def test_settings_say_which_step_is_proven():
+    training = build_config(
+        {"training": {"dtype": "bf16", "master_dtype": "bf16", "optim": "adamw_bnb_8bit", "deterministic": True}},
+        "test",
+    ).training
+    assert step_of(training) == {"master_dtype": "bfloat16", "optim": "adamw_8bit", "deterministic": True}
+    assert Setting(device="cpu", dtype="bfloat16", **step_of(training)).weights == "bfloat16"
+    assert Setting(device="cpu", dtype="float16", **step_of(Training())).weights == "float32"
+    assert Setting(device="cpu", dtype="float64").weights == "float64"
 
 
 def test_a_python_that_is_not_there_is_a_problem_not_a_crash(tmp_path):

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,12 +18,15 @@ import pytest
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.rundir import (
     RunDir,
+    bytes_below,
     checkpoint_name,
     checkpoint_problems,
+    checkpoint_step,
     commit_checkpoint,
     list_checkpoints,
     prune_checkpoints,
     read_json,
+    require_space,
     sha256_file,
     to_plain,
     write_json,
@@ -179,6 +184,35 @@ def test_only_a_folder_with_traces_of_a_run_holds_one(tmp_path):
     assert run.holds_a_run()
 
 
+# --- room on the disk -------------------------------------------------------------------------------------------------
+
+
+def test_a_volume_without_room_is_a_storage_error_with_both_numbers(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    require_space(tmp_path / "not" / "yet", free // 2, what="the run")
+    with pytest.raises(StorageError) as caught:
+        require_space(tmp_path / "not" / "yet", 2 * free, what="the run")
+    assert caught.value.exit_code == 8
+    said = re.search(r"^(.*): the run needs ([\d,]+) MiB on disk, ([\d,]+) MiB are free$", caught.value.problem)
+    assert said[1] == str(tmp_path), "the volume of the nearest folder there is"
+    assert int(said[2].replace(",", "")) == pytest.approx(2 * free / 2**20, rel=0.01)
+    assert int(said[3].replace(",", "")) == pytest.approx(free / 2**20, rel=0.05)
+
+
+def test_the_advice_names_the_number_of_checkpoints_only_where_it_can_be_lowered(tmp_path):
+    for keep, named in ((2, False), (3, True)):
+        with pytest.raises(StorageError) as caught:
+            require_space(tmp_path, 2 * shutil.disk_usage(tmp_path).free, what="the run", keep=keep)
+        assert ("training.save_total_limit" in caught.value.fix) == named
+
+
+def test_the_bytes_of_a_folder_are_those_of_all_its_files(tmp_path):
+    assert bytes_below(tmp_path / "missing") == 0
+    for name in ("a", "b/c"):
+        write_text(tmp_path / name, "x" * 1000)
+    assert bytes_below(tmp_path) == 2000
+
+
 # --- the lock --------------------------------------------------------------------------------------------------------
 
 HOLD = """
@@ -311,6 +345,17 @@ def test_a_manifest_whose_step_is_no_count_is_found(checkpoint, step):
     assert checkpoint_problems(checkpoint)
 
 
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_anywhere_in_the_manifest_is_found(checkpoint, bit):
+    path = checkpoint / "MANIFEST.json"
+    written = path.read_bytes()
+    for place in range(len(written)):
+        path.write_bytes(written[:place] + bytes([written[place] ^ 1 << bit]) + written[place + 1 :])
+        assert checkpoint_problems(checkpoint), f"byte {place}"
+    path.write_bytes(written)
+    assert checkpoint_problems(checkpoint) == []
+
+
 def test_a_missing_manifest_is_found(checkpoint):
     (checkpoint / "MANIFEST.json").unlink()
     assert checkpoint_problems(checkpoint) == ["MANIFEST.json is missing"]
@@ -321,6 +366,23 @@ def test_a_folder_in_the_place_of_a_file_is_found(checkpoint, name):
     (checkpoint / name).unlink()
     (checkpoint / name).mkdir()
     assert any(name in problem for problem in checkpoint_problems(checkpoint))
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails when it is read")
+@pytest.mark.parametrize("name", ["MANIFEST.json", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_no_damage_but_a_storage_error(checkpoint, name):
+    """The memory of this process is a regular file whose first byte is an input/output error."""
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to("/proc/self/mem")
+    with pytest.raises(StorageError, match=f"{name}: Input/output error"):
+        checkpoint_problems(checkpoint)
+
+
+def test_the_first_checkpoint_makes_the_folder_it_lies_in_durable(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    commit_checkpoint(tmp_path / "checkpoints", 1, fill)
+    assert synced[0] == str(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["writing", "syncing", "renaming"])
@@ -337,6 +399,8 @@ def test_a_commit_that_fails_leaves_only_what_was_committed_before(tmp_path, che
     assert caught.value.exit_code == 8
     assert list_checkpoints(tmp_path) == [checkpoint]
     assert checkpoint_problems(checkpoint) == []
+    if moment != "renaming":
+        assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name], "what is half-made holds no space"
     monkeypatch.undo()
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     later = commit_checkpoint(tmp_path, 52, fill)
@@ -417,6 +481,28 @@ def test_a_checkpoint_that_was_passed_over_does_not_count_whatever_its_number(tm
     make_empty(tmp_path, 100, 150, 200, 250, 270, 300, 350)
     prune_checkpoints(tmp_path, keep=keep, newest=270, previous=200)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000270", "step-000200", "step-000150"][:keep]
+
+
+@pytest.mark.parametrize(
+    ("best", "kept"), [(None, [200, 150]), (200, [200, 150]), (50, [200, 150, 50]), (120, [200, 150])]
+)
+def test_the_best_is_kept_besides_the_newest_and_one_that_is_not_there_does_not_matter(tmp_path, best, kept):
+    make_empty(tmp_path, 50, 100, 150, 200)
+    prune_checkpoints(tmp_path, keep=2, newest=200, previous=150, best=best)
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == kept
+
+
+def test_a_checkpoint_goes_in_one_move_and_what_a_crash_leaves_of_it_goes_with_the_next(tmp_path, monkeypatch):
+    """Half a folder under the name of a checkpoint would have to be told from one that is damaged."""
+    make_empty(tmp_path, 50, 100, 150)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoints(tmp_path, keep=2, newest=150, previous=100)
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [150, 100]
+    assert (tmp_path / ".step-000050.staged").is_dir()
+    commit_checkpoint(tmp_path, 200, fill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000100", "step-000150", "step-000200"]
 
 
 def test_a_folder_that_a_person_put_beside_the_checkpoints_is_neither_counted_nor_pruned(tmp_path):

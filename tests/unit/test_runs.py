@@ -175,6 +175,31 @@ def test_show_speaks_json_with_the_same_facts(tmp_path):
     assert "reason" not in told
 
 
+def test_show_tells_where_a_run_went_on_what_it_passed_over_and_which_checkpoint_is_best(tmp_path):
+    skipped = [{"name": "step-000003", "problems": ["changed: model.safetensors", "missing: state.json"]}]
+    told = {"resumed_from": 2, "best_step": 2, "best_heldout_loss": 1.25, "skipped_checkpoints": skipped}
+    make_finished(tmp_path / "a", **told)
+    shown = invoke("show", tmp_path / "a").stdout
+    for fact in (
+        "after step 2",
+        "step-000003: changed: model.safetensors, missing: state.json",
+        "step 2, held-out loss 1.2500",
+    ):
+        assert fact in shown
+    as_json = json.loads(invoke("show", tmp_path / "a", "--json").stdout)
+    assert (as_json["resumed_from"], as_json["best_step"], as_json["best_heldout_loss"]) == (2, 2, 1.25)
+    assert as_json["skipped_checkpoints"] == ["step-000003: changed: model.safetensors, missing: state.json"]
+    make_finished(tmp_path / "b", resumed_from=0)
+    shown = invoke("show", tmp_path / "b").stdout
+    assert not any(word in shown for word in ("continued", "passed over", "best checkpoint"))
+
+
+@pytest.mark.parametrize("odd", [5, "x", {"name": 1}, [None, 3, {"problems": 4}, {"name": "s", "problems": {}}], -1.5])
+def test_odd_words_about_checkpoints_in_a_result_stop_nothing(tmp_path, odd):
+    make_finished(tmp_path / "a", resumed_from=odd, best_step=odd, best_heldout_loss=odd, skipped_checkpoints=odd)
+    assert invoke("show", tmp_path / "a").exit_code == 0
+
+
 def test_show_finds_a_run_by_its_name_below_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_finished(tmp_path / "runs" / "first")

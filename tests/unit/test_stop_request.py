@@ -1,12 +1,17 @@
-"""The first signal lets the step finish; the second ends the run at once, in words and with its own exit code."""
+"""A stop lets the step finish; a second signal, or the end of the grace, ends the run at once, in words and with exit 7."""
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
+import time
 
 import pytest
 
+from tunix_rt import stopping
 from tunix_rt.errors import Preempted
-from tunix_rt.train import StopRequest
+from tunix_rt.stopping import ENDING_SECONDS, StopRequest, program_began
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -15,8 +20,164 @@ def test_the_first_signal_is_noted_and_the_second_stops_at_once(number):
     with StopRequest().listening() as stop:
         os.kill(os.getpid(), number)
         assert stop.signal_name == signal.Signals(number).name
+        assert not stop.now
         with pytest.raises(Preempted, match="second") as caught:
             os.kill(os.getpid(), number)
             signal.raise_signal(number)  # delivered at once, whatever the operating system did with the one above
         assert caught.value.exit_code == 7 and "--resume" in caught.value.fix
+        assert stop.now
     assert signal.getsignal(number) == before
+
+
+def test_what_does_not_end_within_the_grace_is_interrupted_and_names_what_is_kept():
+    stop = StopRequest(grace_seconds=600)
+    stop.kept = lambda: "step 7 is saved"
+    with pytest.raises(Preempted, match="the grace of 600 s after SIGTERM is over; step 7 is saved"), stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        assert 410 < signal.getitimer(signal.ITIMER_REAL)[0] <= 420, "the rest is kept for the ending"
+        signal.raise_signal(signal.SIGALRM)
+    assert stop.now
+
+
+def test_what_ends_within_the_grace_is_left_alone():
+    with StopRequest(grace_seconds=1).listening() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    time.sleep(1.1)
+    assert stop.signal_name == "SIGTERM"
+
+
+def test_a_block_that_belongs_together_is_finished_before_the_grace_interrupts():
+    stop, done = StopRequest(), []
+    with pytest.raises(Preempted, match="grace"), stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        with stop.unbroken():
+            signal.raise_signal(signal.SIGALRM)
+            done.append("the whole block")
+        done.append("more")
+    assert done == ["the whole block"]
+
+
+def test_nothing_of_it_is_left_behind_and_it_can_listen_again():
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)]
+    stop = StopRequest()
+    for _ in range(2):
+        with stop.listening():
+            pass
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    with pytest.raises(Preempted, match="second"), stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+
+GOES_ON = """
+    import hashlib, sys, time
+    from pathlib import Path
+    from tunix_rt.errors import Preempted
+    from tunix_rt.stopping import StopRequest
+    stop = StopRequest(grace_seconds=2)
+    stop.kept = lambda: "step 7 is saved"
+    def last(error):
+        Path(sys.argv[1]).write_text(error.problem)
+        if sys.argv[2] == "hangs at the end":
+            time.sleep(60)
+    stop.last_acts.append(last)
+    try:
+        with stop.listening():
+            print("ready", flush=True)
+            if sys.argv[2] == "in Python":
+                time.sleep(60)
+            while sys.argv[2] == "swallows it":
+                try:
+                    time.sleep(60)
+                except Exception:
+                    continue
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # a minute and more in one call, which no signal breaks
+    except Preempted as error:
+        Path(sys.argv[1]).write_text(error.problem)
+        raise SystemExit(error.exit_code)
+    """
+
+
+@pytest.mark.parametrize("how", ["in Python", "swallows it", "in one call", "hangs at the end"])
+def test_whatever_goes_on_cannot_hold_the_exit(tmp_path, how):
+    """In Python the alarm ends it. Where that is swallowed, or waits for Python, a thread does, whatever its last acts do."""
+    said = tmp_path / "said"
+    command = [sys.executable, "-c", textwrap.dedent(GOES_ON), str(said), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout.readline() == "ready\n"
+            began = time.monotonic()
+            program.terminate()
+            assert program.wait(timeout=20) == 7
+            assert 1.3 < time.monotonic() - began < 2.2
+        finally:
+            program.kill()
+    stuck = "" if how == "in Python" else ", and what was being done does not end"
+    assert said.read_text() == f"the grace of 2 s after SIGTERM is over{stuck}; step 7 is saved"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_ending_is_not_interrupted_and_cannot_hold_the_exit_either(tmp_path, ends):
+    """A first signal, a second, the alarm: none breaks it. Only after the grace the thread exits, and nothing else writes."""
+    script = """
+        import os, signal, sys, time
+        from tunix_rt.stopping import StopRequest
+        stop = StopRequest(grace_seconds=2)
+        stop.last_acts.append(lambda error: print("a second ending", flush=True))
+        with stop.listening(), stop.ending():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGALRM)
+            time.sleep(float(sys.argv[1]))
+            print("written", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("nothing is heard any more")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(script), "0.1" if ends else "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.stdout == ("written\nnothing is heard any more\n" if ends else ""), done.stderr
+    assert done.returncode == (0 if ends else 7)
+
+
+# --- the time budget -------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_stops_when_what_comes_next_would_not_fit_with_its_ending(monkeypatch):
+    monkeypatch.setattr(stopping, "program_began", time.monotonic)
+    stop = StopRequest(time_budget=60)
+    assert stop.why(needed_seconds=60 - ENDING_SECONDS - 1) == ""
+    assert stop.why(needed_seconds=60 - ENDING_SECONDS) == "stopped by itself: of the time budget of 60 s 60 s are left"
+    stop.raise_if_asked("nothing was trained yet")
+    with pytest.raises(Preempted, match="time budget of 3 s 3 s are left; step 2 is saved") as caught:
+        StopRequest(time_budget=3).raise_if_asked("step 2 is saved")
+    assert caught.value.exit_code == 7 and "--resume" in caught.value.fix
+
+
+def test_a_budget_shorter_than_the_start_says_to_raise_it_and_not_to_continue(monkeypatch):
+    monkeypatch.setattr(stopping, "program_began", lambda: time.monotonic() - 11)
+    for budget, said in ((8, r"\(11 s\); nothing"), (14, r"\(11 s\) and the 5 s kept for the ending; nothing")):
+        with pytest.raises(
+            Preempted, match=f"the time budget of {budget} s is shorter than the start {said}"
+        ) as caught:
+            StopRequest(time_budget=budget).raise_if_asked("nothing was trained yet", starting=True)
+        assert caught.value.fix == "raise training.time_budget"
+
+
+def test_without_a_budget_there_is_always_time():
+    assert StopRequest().why(needed_seconds=1e12) == ""
+
+
+def test_the_budget_is_counted_from_the_start_of_the_process():
+    script = """
+        import time
+        time.sleep(2)  # imports, say
+        from tunix_rt.stopping import program_began
+        print(time.monotonic() - program_began())
+        """
+    began = time.monotonic()
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    known_to = 1.0  # seconds: Linux tells the time it was booted at in whole ones
+    assert 2 - known_to <= float(told.stdout) <= time.monotonic() - began + known_to
+    assert program_began() < time.monotonic()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +17,12 @@ from tunix_rt.backends import Step
 from tunix_rt.config import build_config
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.registry import Dataset
-from tunix_rt.errors import Preempted, TunixError
+from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.rundir import RunDir, checkpoint_problems, commit_checkpoint, list_checkpoints, read_json, write_json
-from tunix_rt.train import MetricsLog, StopRequest, find_start, newest_checkpoint, train_run
+from tunix_rt.saving import best_checkpoint
+from tunix_rt.stopping import StopRequest
+from tunix_rt.train import MetricsLog, cut_back, find_start, newest_checkpoint, refuse_other_kernels, train_run
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -242,6 +245,16 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(run, commit, caplog):
     assert "step-000100 is damaged and passed over: changed: state.json" in caplog.text
 
 
+def test_what_was_passed_over_is_known_at_the_start_with_its_problems(run, commit):
+    commit(50)
+    (commit(100) / "state.json").write_text("other\n")
+    (commit(150) / "MANIFEST.json").unlink()
+    assert find_start(run, resume=True).facts["skipped_checkpoints"] == [
+        {"name": "step-000150", "problems": ["MANIFEST.json is missing"]},
+        {"name": "step-000100", "problems": ["changed: state.json"]},
+    ]
+
+
 @pytest.mark.parametrize("torn", ["lost", "half a line", "another line"])
 def test_a_checkpoint_without_its_lines_is_passed_over_aloud(run, commit, caplog, torn):
     commit(50)
@@ -252,8 +265,26 @@ def test_a_checkpoint_without_its_lines_is_passed_over_aloud(run, commit, caplog
     with caplog.at_level(logging.WARNING, logger="tunix_rt"):
         assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
     assert "step-000100 is damaged and passed over: metrics.jsonl" in caplog.text
-    assert find_start(run, resume=True).step == 50
+    start = find_start(run, resume=True)
+    assert start.step == 50 and lines(run) == [*content[:99], *filter(None, [rest])], "to look changes nothing"
+    cut_back(run, start)
     assert lines(run) == content[:50]
+
+
+@pytest.mark.parametrize(("broken", "said"), [(1, 2), (60, 60), (99, 100)])
+def test_a_sound_checkpoint_is_not_given_up_for_a_line_in_the_middle_of_the_metrics(run, commit, broken, said):
+    """A line that still reads is found by the one after it."""
+    commit(50)
+    commit(100)
+    content = lines(run)
+    content[broken - 1] = content[broken - 1].replace(b"160", b"161" if said > broken else b"{")
+    run.metrics.write_bytes(b"".join(content))
+    with pytest.raises(
+        TunixError, match=rf"metrics\.jsonl:{said} does not continue the line before it; step-000100"
+    ) as caught:
+        find_start(run, resume=True)
+    assert "from a copy" in caught.value.fix
+    assert run.metrics.read_bytes() == b"".join(content)
 
 
 @pytest.mark.parametrize("state", [None, "not JSON", "[]", "{}"])
@@ -302,6 +333,8 @@ def test_a_checkpoint_with_a_manifest_of_nonsense_is_passed_over(run, commit):
 class SummingEngine:
     """An engine small enough to see through: its one weight is the sum of the steps it took."""
 
+    attention = SimpleNamespace(name="none", why="it has nothing to look at")
+
     def __init__(self):
         self.weight = 0
 
@@ -311,8 +344,14 @@ class SummingEngine:
     def restore_state(self, engine, optimizer, folder, *, step):
         self.weight = int((folder / "model.safetensors").read_text())
 
-    def save_state(self, engine, optimizer, folder):
-        (folder / "model.safetensors").write_text(str(self.weight))
+    def snapshot_bytes(self, engine, optimizer):
+        return len(str(self.weight))
+
+    def host_has_room(self, needed_bytes):
+        return True
+
+    def snapshot(self, engine, optimizer):
+        return Copied(str(self.weight))
 
     def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total):
         for number in range(first, total + 1):
@@ -320,7 +359,15 @@ class SummingEngine:
             yield step(number, loss=1.0 / self.weight)
 
     def heldout_loss(self, engine, rows, *, batch_size, pad_id):
-        return 1.0 / self.weight, 10
+        return 1.0 / max(1.0, self.weight), 10
+
+
+class Copied:
+    def __init__(self, text):
+        self.text = text
+
+    def write(self, folder):
+        (folder / "model.safetensors").write_text(self.text)
 
 
 def nothing_prepared(tmp_path, heldout=()):
@@ -340,11 +387,13 @@ def train(run, *, total, resume=False, stop_after=None, **training):
 
     config = build_config({"training": {"save_steps": 2, "eval_steps": 2, **training}}, "test")
     start = find_start(run, resume=resume)
+    refuse_other_kernels(engine, start.checkpoint)
+    metrics = cut_back(run, start)
     notes.update(start.facts)
     try:
         train_run(
             engine, engine, run=run, config=config, data=nothing_prepared(run.root, heldout=("a row",)), pad_id=0,
-            total=total, start=start, stop=stop, progress=progress, note=notes.update,
+            total=total, start=start, metrics=metrics, stop=stop, progress=progress, note=notes.update,
         )  # fmt: skip
     finally:
         notes["weight"] = engine.weight
@@ -354,11 +403,12 @@ def train(run, *, total, resume=False, stop_after=None, **training):
 def test_a_run_keeps_its_newest_checkpoints_and_a_line_for_every_step(run):
     notes = train(run, total=7)
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000007", "step-000006"]
+    assert best_checkpoint(run) == {"best_step": 7, "best_heldout_loss": 1 / 28}
     assert not any(checkpoint_problems(path) for path in list_checkpoints(run.checkpoints))
     assert_chain(run, 7, notes["metrics_head"])
     assert notes["steps_completed"] == 7
     assert notes["final_loss"] == 1 / 28
-    assert [json.loads(line)["step"] for line in run.heldout.read_text().splitlines()] == [2, 4, 6, 7]
+    assert [json.loads(line)["step"] for line in run.heldout.read_text().splitlines()] == [0, 2, 4, 6, 7]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 6, 7])
@@ -381,20 +431,20 @@ def test_a_continued_run_falls_back_over_a_damaged_checkpoint_to_the_same_end(ru
     with pytest.raises(Preempted):
         train(run, total=7, stop_after=5)
     (run.checkpoints / "step-000005" / "model.safetensors").write_text("999")
-    assert train(run, total=7, resume=True) == whole
+    skipped = [{"name": "step-000005", "problems": ["changed: model.safetensors"]}]
+    assert train(run, total=7, resume=True) == {**whole, "skipped_checkpoints": skipped}
     assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
 
 
-@pytest.mark.parametrize("changed", range(4))
-def test_a_changed_line_is_taken_again_when_a_run_is_continued(run, tmp_path, changed):
-    """Also the last: no line follows it, but the checkpoint has kept its hash."""
+def test_a_changed_last_line_is_taken_again_when_a_run_is_continued(run, tmp_path):
+    """No line follows it, but the checkpoint has kept its hash."""
     uninterrupted = RunDir(tmp_path / "whole")
     write_json(uninterrupted.precommit, read_json(run.precommit))
     train(uninterrupted, total=7)
     with pytest.raises(Preempted):
         train(run, total=7, stop_after=4)
     content = lines(run)
-    content[changed] = content[changed].replace(b'"tokens": 160', b'"tokens": 161')
+    content[-1] = content[-1].replace(b'"tokens": 160', b'"tokens": 161')
     run.metrics.write_bytes(b"".join(content))
     train(run, total=7, resume=True)
     assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
@@ -409,7 +459,7 @@ def test_a_torn_line_of_heldout_losses_is_dropped_when_a_run_is_continued(run, t
     with run.heldout.open("ab") as file:
         file.write(torn)
     train(run, total=7, resume=True)
-    assert [json.loads(line)["step"] for line in run.heldout.read_bytes().splitlines()] == [2, 4, 6, 7]
+    assert [json.loads(line)["step"] for line in run.heldout.read_bytes().splitlines()] == [0, 2, 4, 6, 7]
 
 
 def test_a_retaken_checkpoint_survives_a_damaged_one_of_a_higher_step(run):
@@ -439,3 +489,16 @@ def test_a_stop_before_the_first_step_takes_no_step(run):
     stop.signal_name = "SIGINT"
     with pytest.raises(Preempted, match="stopped by SIGINT; nothing was trained yet"):
         stop.raise_if_asked("nothing was trained yet")
+
+
+def test_a_run_is_not_continued_with_another_attention(run, monkeypatch):
+    """Its steps would have other bits; which kernel works depends on what is installed."""
+    with pytest.raises(Preempted):
+        train(run, total=7, stop_after=5)
+    with run.metrics.open("ab") as file:
+        file.write(b"a line that will be taken again\n")
+    before = run.metrics.read_bytes()
+    monkeypatch.setattr(SummingEngine, "attention", SimpleNamespace(name="eager", why="there is no compiler"))
+    with pytest.raises(ConfigError, match="was trained with none attention, here it would be eager"):
+        train(run, total=7, resume=True)
+    assert run.metrics.read_bytes() == before

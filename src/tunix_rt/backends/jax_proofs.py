@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_rt.backends import proof_samples, proving
+from tunix_rt.backends import optimizer_samples, proof_samples, proving, references
 from tunix_rt.backends.proving import Bench, Setting, together
 from tunix_rt.data.pack import IGNORED
 from tunix_rt.doctor.prove import Proved
@@ -122,16 +122,15 @@ def attention(bench: Bench) -> Proved:
         parts = {
             name: _put(bench, f"{sample.name} {name}", getattr(sample, name)) for name in ("q", "k", "v", "upstream")
         }
-        tokens = sample.q.shape[2]
-        examples = np.zeros(tokens, dtype=np.int32) if sample.examples is None else sample.examples.astype(np.int32)
-        seen = _put(bench, f"{sample.name} mask", np.tril(examples[:, None] == examples[None, :]))
+        mask = references.seen(sample.q.shape[2], examples=sample.examples, window=sample.window)
+        seen = _put(bench, f"{sample.name} mask", mask)
         results = graded(parts["q"], parts["k"], parts["v"], parts["upstream"], seen)
         names = ("out", "dq", "dk", "dv")
         got = {
             name: _numbers(bench, f"{sample.name} {name}", array) for name, array in zip(names, results, strict=True)
         }
-        found += sample.judge(setting, got)
-    return together("attention", found, words=proof_samples.attention_words(setting, samples))
+        found += sample.judge(setting, got, spelled_out=setting.capped_scores)
+    return together("attention", found, words=proof_samples.attention_words(setting, samples, "written out"))
 
 
 def _attention_and_gradients(q: Any, k: Any, v: Any, upstream: Any, seen: Any, **how: Any) -> tuple[Any, ...]:
@@ -203,34 +202,38 @@ def optimizer(bench: Bench) -> Proved:
     except ModuleNotFoundError:
         return Proved(name="optimizer", ok=False, detail="optax is not installed: pip install 'tunix-rt[jax]'")
     dtype = "float64" if bench.setting.dtype == "float64" else "float32"
-    sample = proof_samples.optimizer_sample(replace(bench.setting, dtype=dtype))
+    setting = replace(bench.setting, master_dtype=None, optim="adamw")
+    sample = optimizer_samples.optimizer_sample(setting)
     adamw = optax.adamw(
-        proof_samples.RATE, b1=proof_samples.BETA1, b2=proof_samples.BETA2, eps=proof_samples.EPSILON,
-        weight_decay=proof_samples.DECAY, mask={"matrix": True, "vector": False},
+        optimizer_samples.RATE, b1=optimizer_samples.BETA1, b2=optimizer_samples.BETA2,
+        eps=optimizer_samples.EPSILON, weight_decay=optimizer_samples.DECAY, mask={"matrix": True, "vector": False},
     )  # fmt: skip
     kept = {name: _put(bench, f"optimizer {name}", values, dtype) for name, values in sample.parameters.items()}
     state = adamw.init(kept)
 
-    def update(kept: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-        updates, state = adamw.update(gradients, state, kept)
+    def update(kept: Any, state: Any, gradients: Any, scale: float) -> tuple[Any, Any]:
+        updates, state = adamw.update(jax.tree.map(lambda one: scale * one, gradients), state, kept)
         return optax.apply_updates(kept, updates), state
 
+    got = []
     for number, gradients in enumerate(sample.gradients):
         put = {
             name: _put(bench, f"optimizer gradient {number} of {name}", one, dtype) for name, one in gradients.items()
         }
-        kept, state = jax.jit(update)(kept, state, put)
-    moments = next(part for part in jax.tree.leaves(state, is_leaf=_has_moments) if _has_moments(part))
-    _seen(bench, "optimizer count", moments.count)
-    got = {
-        name: {
-            "parameter": _numbers(bench, f"optimizer {name}", kept[name]),
-            "first": _numbers(bench, f"optimizer first moment of {name}", moments.mu[name]),
-            "second": _numbers(bench, f"optimizer second moment of {name}", moments.nu[name]),
-        }
-        for name in sample.parameters
-    }
-    found = sample.judge(replace(bench.setting, dtype=dtype), got)
+        kept, state = jax.jit(update)(kept, state, put, optimizer_samples.SCALES[number])
+        moments = next(part for part in jax.tree.leaves(state, is_leaf=_has_moments) if _has_moments(part))
+        _seen(bench, "optimizer count", moments.count)
+        got.append(
+            {
+                name: {
+                    "parameter": _numbers(bench, f"optimizer {name}", kept[name]),
+                    "exp_avg": _numbers(bench, f"optimizer first moment of {name}", moments.mu[name]),
+                    "exp_avg_sq": _numbers(bench, f"optimizer second moment of {name}", moments.nu[name]),
+                }
+                for name in sample.parameters
+            }
+        )
+    found = sample.judge(setting, got)
     return together("optimizer", found, words=f"two updates of optax {optax.__version__} AdamW in {dtype}")
 
 

@@ -17,8 +17,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from tunix_rt.config import Training
 from tunix_rt.doctor.prove import HEAD_SIZE, Proved
 from tunix_rt.doctor.wheels import MISFIT_WORDS
+from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.plan.state_bytes import OPTIMIZERS
 
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: the largest relative error of rounding one number."""
@@ -30,19 +33,39 @@ BLOCK = 1 << 21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is about to do: where, in which type, with which heads."""
+    """What a run is about to do: where, in which types, with which heads and which optimizer."""
 
     device: str
     dtype: str
+    master_dtype: str | None = None
+    """Type of the weights where the run names one."""
+    optim: str = "adamw"
+    deterministic: bool = False
     head_size: int = HEAD_SIZE
     query_heads: int | None = None
     kv_heads: int | None = None
     softcap: float | None = None
     """Of the logits (`final_logit_softcapping`)."""
-    attention: str = "sdpa"
-    """The function a run would call: `eager` where the model caps its scores, since sdpa cannot."""
+    capped_scores: bool = False
+    """The model caps the scores of its attention."""
     scaling: float | None = None
     """Of the scores; None is one over the root of the head size."""
+    window: int | None = None
+    """Tokens that some layers see, the token itself among them; None where every layer sees its whole example."""
+    dropout: bool = False
+    """The model drops attention weights at random, which not every kernel does."""
+
+    @property
+    def training(self) -> Training:
+        """The settings of such a run, as the engine takes them."""
+        return Training.model_validate(
+            {name: getattr(self, name) for name in ("dtype", "master_dtype", "optim", "deterministic")}
+        )
+
+    @property
+    def weights(self) -> str:
+        """Type in which weights are kept and updated."""
+        return recipe_of(self.training).weights
 
     @property
     def unit(self) -> float:
@@ -213,12 +236,17 @@ def read_setting(arguments: Sequence[str] | None = None) -> Setting:
     parser = argparse.ArgumentParser(description="Run kernels, compare them with float64, print a JSON line for each.")
     parser.add_argument("--device", required=True, choices=["cpu", "cuda", "tpu"])
     parser.add_argument("--dtype", required=True, choices=sorted(UNIT))
+    parser.add_argument("--master-dtype", choices=["float32", "bfloat16"])
+    parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--head-size", type=int, default=HEAD_SIZE)
     parser.add_argument("--query-heads", type=int)
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--softcap", type=float)
-    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
+    parser.add_argument("--capped-scores", action="store_true")
     parser.add_argument("--scaling", type=float)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--dropout", action="store_true")
     return Setting(**vars(parser.parse_args(arguments)))
 
 

@@ -27,31 +27,43 @@ class Attention:
     """The same of the weights with which a key is seen [rows, kv_heads, tokens, 1]: the size of its row of `dv`."""
 
 
+def seen(
+    tokens: int, *, examples: np.ndarray[Any, Any] | None = None, window: int | None = None
+) -> np.ndarray[Any, Any]:
+    """Which key (column) a query (row) of a row of `tokens` sees: no later one, none of another of the packed `examples`
+    [tokens], and of its own the last `window`, itself among them."""
+    query, key = np.arange(tokens)[:, None], np.arange(tokens)[None, :]
+    visible = key <= query
+    if examples is not None:
+        visible &= examples[:, None] == examples[None, :]
+    if window is not None:
+        visible &= query - key < window
+    return visible
+
+
 def attention(
     q: Array,
     k: Array,
     v: Array,
     upstream: Array,
     *,
-    examples: Array | None = None,
+    examples: np.ndarray[Any, Any] | None = None,
+    window: int | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Attention:
     """Causal attention, scores times `scaling` (one over the root of the head size), bent by `softcap` where given.
 
     q is [rows, heads, tokens, size]; k and v may have fewer heads, each shared by a group of neighbouring query heads.
-    `examples` [tokens] numbers the packed examples of a row: a token then sees only its own."""
+    `examples` and `window` as in `seen`."""
     rows, heads, tokens, size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     scale = size**-0.5 if scaling is None else scaling
     k_all, v_all = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    seen = np.tril(np.ones((tokens, tokens), dtype=bool))
-    if examples is not None:
-        seen &= examples[:, None] == examples[None, :]
     raw = (q @ k_all.swapaxes(-1, -2)) * scale
     bent = np.tanh(raw / softcap) if softcap else raw
-    scores = np.where(seen, bent * softcap if softcap else raw, -np.inf)
+    scores = np.where(seen(tokens, examples=examples, window=window), bent * softcap if softcap else raw, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     # out = weights @ v, weights = softmax(scores), scores = cap(scale * q @ k^T)
@@ -75,7 +87,7 @@ def attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Summed cross entropy, its gradients, and the largest logit that was met."""
+    """Summed cross entropy and its gradients."""
 
     loss: float
     d_states: Array
@@ -85,7 +97,6 @@ class Loss:
     where the head is standard normal."""
     of_token: Array
     """The same for a token of the vocabulary [vocabulary, 1], and its row of `d_head`."""
-    largest_logit: float
 
 
 def cross_entropy(states: Array, head: Array, targets: np.ndarray[Any, Any], *, softcap: float | None = None) -> Loss:
@@ -105,7 +116,6 @@ def cross_entropy(states: Array, head: Array, targets: np.ndarray[Any, Any], *, 
         d_head=d_raw.T @ states,
         of_target=np.sqrt((d_raw**2).sum(axis=1))[:, None],
         of_token=np.sqrt((d_raw**2).sum(axis=0))[:, None],
-        largest_logit=float(np.abs(raw).max()),
     )
 
 
@@ -135,3 +145,36 @@ def adamw_step(
         second=second,
         step=step,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adafactor:
+    """A parameter and its second moment after `step` updates: of a matrix the means of rows and columns, else the whole."""
+
+    parameter: Array
+    rows: Array | None = None
+    columns: Array | None = None
+    whole: Array | None = None
+    step: int = 0
+
+
+def adafactor_step(before: Adafactor, gradient: Array, *, rate: float, decay: float) -> Adafactor:
+    """One update as docs/concepts/optimizers.md defines it. A moment that is not there yet is 0."""
+    step = before.step + 1
+    new = step**-0.8  # the share of this step in the second moment: all of it at first
+    square = gradient**2 + 1e-30
+    rows = columns = whole = None
+    if gradient.ndim == 2:
+        rows = _moved(before.rows, square.mean(axis=1), new)
+        columns = _moved(before.columns, square.mean(axis=0), new)
+        second = np.outer(rows, columns) / rows.mean()
+    else:
+        second = whole = _moved(before.whole, square, new)
+    update = gradient / np.sqrt(second)
+    update /= max(1.0, float(np.sqrt((update**2).mean())))
+    parameter = before.parameter * (1.0 - rate * decay) - rate * update
+    return Adafactor(parameter=parameter, rows=rows, columns=columns, whole=whole, step=step)
+
+
+def _moved(mean: Array | None, towards: Array, share: float) -> Array:
+    return share * towards if mean is None else (1.0 - share) * mean + share * towards

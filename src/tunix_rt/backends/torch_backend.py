@@ -1,32 +1,47 @@
-"""The PyTorch engine: the loop, save, generate; `load` and the loss are in `torch_model.py`.
+"""The PyTorch engine: the loop, save, generate.
 
-The loop yields one `Step` per optimizer update and knows no files.
+`load` and the loss are in `torch_model.py`, the update rules in `torch_optim.py`, checkpoints in `torch_state.py`. The loop
+yields one `Step` per optimizer update and knows no files.
 """
 
 import contextlib
 import copy
 import hashlib
+import json
+import logging
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from tunix_rt.backends import Step
 from tunix_rt.backends.schedule import learning_rate
-from tunix_rt.backends.torch_model import Engine, is_out_of_memory, load, one_line, summed_loss
+from tunix_rt.backends.torch_model import Engine, load, memory_is_named, one_line, summed_loss
+from tunix_rt.backends.torch_optim import Optimizer
+from tunix_rt.backends.torch_state import (
+    await_copy,
+    host_has_room,
+    restore_state,
+    snapshot,
+    snapshot_bytes,
+    write_direct,
+)
 from tunix_rt.config import Training
-from tunix_rt.data.pack import MicroBatch, Row, StepBatch, collate
-from tunix_rt.errors import DoesNotFitError, HardwareError, InputError, TunixError
+from tunix_rt.data.pack import Row, StepBatch, collate
+from tunix_rt.errors import HardwareError, InputError, TunixError
 from tunix_rt.rundir import settle_files, storage, sync_folder
 
-__all__ = ["generate", "heldout_loss", "load", "make_optimizer", "optimizer_steps", "save", "summed_loss"]
+__all__ = [
+    "generate", "heldout_loss", "host_has_room", "load", "make_optimizer", "optimizer_steps", "restore_state", "save", "snapshot",
+    "snapshot_bytes", "summed_loss", "write_direct",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -34,20 +49,23 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(engine: Engine, training: Training) -> torch.optim.AdamW:
-    """AdamW over every parameter; matrices are decayed, vectors (norms, biases) are not."""
-    parameters = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (training.adam_beta1, training.adam_beta2)
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.adam_epsilon, fused=True)
+def make_optimizer(engine: Engine, training: Training) -> Optimizer:
+    """The optimizer over every trained parameter; matrices are decayed, vectors (norms, biases) are not."""
+    return Optimizer(
+        {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad},
+        kind=training.optim,
+        beta1=training.adam_beta1,
+        beta2=training.adam_beta2,
+        epsilon=training.adam_epsilon,
+        weight_decay=training.weight_decay,
+        seed=training.seed,
+        stochastic_rounding=engine.recipe.rounding == "stochastic",
+    )
 
 
 def optimizer_steps(
     engine: Engine,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     batch_of: Callable[[int], StepBatch],
     training: Training,
     *,
@@ -55,31 +73,18 @@ def optimizer_steps(
     total: int,
 ) -> Iterator[Step]:
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
-    model = engine.model
-    if training.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_layers(engine)
+    take_step = _step_in_backward if engine.recipe.in_backward else _whole_step
     for step in range(first, total + 1):
         started = time.perf_counter()
         batch = batch_of(step)
         rate = learning_rate(step, total=total, training=training)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        model.train()
-        torch.manual_seed(_seed_of(training.seed, step))
-        loss_sum = torch.zeros((), device=engine.device, dtype=torch.float64)
-        with _memory_is_named(f"step {step}"):
-            for micro in batch.micro_batches:
-                loss = summed_loss(model, *_on_device(micro, engine.device))
-                # The mean over all targets of the step, not of the micro-batch: accumulation must not change the loss.
-                (loss / batch.target_tokens).backward()
-                loss_sum += loss.detach().double()
-            norm = _clip(model, training.max_grad_norm)
-            mean_loss = loss_sum.item() / batch.target_tokens
-            _refuse_nonfinite(step, mean_loss, norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        engine.model.train()
+        optimizer.begin(step, rate)
+        with memory_is_named(f"step {step}"), engine.kernels():
+            mean_loss, norm = take_step(engine, optimizer, batch, training, step)
         if step == first:
-            _assert_on_device(engine, optimizer, loss)
+            _assert_on_device(engine, optimizer)
         yield Step(
             step=step,
             loss=mean_loss,
@@ -93,37 +98,141 @@ def optimizer_steps(
         )
 
 
+def recompute_layers(engine: Engine) -> None:
+    """Let the first layers be computed again in the backward pass; the last `kept_layers` keep their activations."""
+    layers = [
+        module for module in engine.model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)
+    ]
+    kept = engine.recipe.kept_layers(len(layers))
+    if engine.recipe.kept_share == 1.0:
+        return
+    if not layers:
+        raise InputError(
+            f"{engine.source.name}: its layers cannot be computed again in the backward pass",
+            fix="set training.gradient_checkpointing: false",
+        )
+    engine.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers[len(layers) - kept :]:
+        layer.gradient_checkpointing = False
+    logger.info(
+        "Recomputation: %d of %d layers are computed again in the backward pass", len(layers) - kept, len(layers)
+    )
+
+
+def _whole_step(
+    engine: Engine, optimizer: Optimizer, batch: StepBatch, training: Training, step: int
+) -> tuple[float, float]:
+    """All gradients, their global norm, then the update. Returns the mean loss and the norm before clipping."""
+    while True:
+        multiplied = engine.loss_scale.value if engine.loss_scale else 1.0
+        total = _gradients(engine, batch, training, step, multiplied)
+        norms = [_norm(p) for p in engine.model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / multiplied
+        mean_loss, found = torch.stack([total / multiplied, norm]).tolist()
+        if engine.loss_scale is None or not math.isfinite(mean_loss) or math.isfinite(found) or multiplied <= 1:
+            break
+        engine.loss_scale.overflowed()
+        engine.model.zero_grad(set_to_none=True)
+        logger.info(
+            "step %d: float16 gradients overflowed; computed again with the loss multiplied by %g instead of %g",
+            step, engine.loss_scale.value, multiplied,
+        )  # fmt: skip
+    _refuse_nonfinite(step, mean_loss, found)
+    await_copy(engine)
+    limit = training.max_grad_norm
+    factor = (min(1.0, limit / (found + 1e-6)) if limit else 1.0) / multiplied
+    scale = torch.tensor(factor, device=engine.device, dtype=torch.float64) if factor != 1.0 else None
+    optimizer.step(scale=scale)
+    engine.model.zero_grad(set_to_none=True)
+    if engine.loss_scale is not None:
+        engine.loss_scale.held()
+    return mean_loss, found
+
+
+def _gradients(engine: Engine, batch: StepBatch, training: Training, step: int, multiplied: float) -> torch.Tensor:
+    """Backward passes of every micro-batch; the mean loss over all targets of the step, times `multiplied`."""
+    torch.manual_seed(_seed_of(training.seed, step))
+    total = torch.zeros((), device=engine.device, dtype=torch.float64)
+    for micro in batch.micro_batches:
+        # The mean over all targets of the step, not of the micro-batch: accumulation must not change the loss.
+        loss = summed_loss(engine, micro, scale=multiplied / batch.target_tokens)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _step_in_backward(
+    engine: Engine, optimizer: Optimizer, batch: StepBatch, training: Training, step: int
+) -> tuple[float, float]:
+    """Each tensor is updated as soon as its gradient is complete, clipped by its own norm, and the gradient dropped.
+
+    The first tensors have been updated when a later gradient turns out not to be finite: nothing after it is, and the run
+    stops without keeping any of it.
+    """
+    await_copy(engine)
+    torch.manual_seed(_seed_of(training.seed, step))
+    (micro,) = batch.micro_batches
+    loss = summed_loss(engine, micro, scale=1 / batch.target_tokens)
+    norms: list[torch.Tensor] = []
+    sounds: list[torch.Tensor] = []
+    sound = torch.isfinite(loss.detach())
+
+    def update(parameter: torch.nn.Parameter) -> None:
+        nonlocal sound
+        norm = _norm(parameter)
+        sound = sound & torch.isfinite(norm)
+        norms.append(norm)
+        sounds.append(sound)
+        limit = training.max_grad_norm
+        optimizer.update(parameter, scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, sound=sound)
+        parameter.grad = None
+
+    tables = engine.tables
+    others = [p for p in engine.model.parameters() if p.requires_grad and not any(p is table for table in tables)]
+    hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in others]
+    try:
+        loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for table in tables:
+        update(table)
+    total = torch.stack(norms).square().sum().sqrt()
+    mean_loss, norm, updated = torch.stack([loss.detach(), total, torch.stack(sounds).sum().double()]).tolist()
+    done = f"; {updated:.0f} of {len(norms)} tensors have been updated in this process, none of it is kept"
+    _refuse_nonfinite(step, mean_loss, norm, done=done if updated else "")
+    return mean_loss, norm
+
+
+def _norm(parameter: torch.Tensor) -> torch.Tensor:
+    """Of its gradient, summed in at least float32: that of bfloat16 gradients would be a bfloat16 number."""
+    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(parameter.grad, dtype=kind).double()
+
+
 def _seed_of(seed: int, step: int) -> int:
     """A seed for one step. Mixed down to 32 bits, because torch's CPU generator ignores the higher ones."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:4], "big")
 
 
-def _on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tuple(torch.from_numpy(part).to(device) for part in (micro.ids, micro.labels, micro.positions))
-
-
-def _clip(model: Any, max_norm: float) -> float:
-    """Global gradient norm before clipping; `max_norm` 0 only measures."""
-    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
-
-
-def _refuse_nonfinite(step: int, loss: float, norm: float) -> None:
+def _refuse_nonfinite(step: int, loss: float, norm: float, *, done: str = "") -> None:
+    """Stop before the update; `done` says what of it was done in the backward pass already."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TunixError(
-            f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update",
+            f"step {step}: loss {loss}, gradient norm {norm}; stopped {'within' if done else 'before'} the update{done}",
             fix="lower training.learning_rate, or look at the rows of this step; the last checkpoint is intact",
         )
 
 
-def _assert_on_device(engine: Engine, optimizer: torch.optim.AdamW, loss: torch.Tensor) -> None:
-    """After the first step: parameters, buffers, optimizer state and loss live where the log says they do.
+def _assert_on_device(engine: Engine, optimizer: Optimizer) -> None:
+    """After the first step: parameters, buffers and optimizer state live where the log says they do.
 
     A parameter that the optimizer keeps nothing for was not trained, and is named as well.
     """
     named = dict(engine.model.named_parameters())
-    found = {**named, **dict(engine.model.named_buffers()), "the loss": loss}
+    found = {**named, **dict(engine.model.named_buffers())}
     for name, parameter in named.items():
-        kept = optimizer.state.get(parameter, {})
+        kept = optimizer.state_of(parameter) if parameter.requires_grad else {}
         if parameter.requires_grad and not kept:
             raise HardwareError(f"the optimizer keeps no state of {name} after the first step", fix=_DEFECT)
         found |= {f"{slot} of {name}": value for slot, value in kept.items()}
@@ -144,44 +253,15 @@ def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id
     """Mean loss over the target tokens of `rows`, and their number. Nothing is trained."""
     engine.model.eval()
     total, targets = 0.0, 0
-    with torch.no_grad(), _memory_is_named("the held-out loss"):
+    with torch.no_grad(), memory_is_named("the held-out loss"), engine.kernels():
         for start in range(0, len(rows), batch_size):
             micro = collate(rows[start : start + batch_size], pad_id=pad_id)
-            total += summed_loss(engine.model, *_on_device(micro, engine.device)).item()
+            total += summed_loss(engine, micro).item()
             targets += micro.targets
     return total / targets, targets
 
 
-# --- save and restore ------------------------------------------------------------------------------------------------
-
-
-def save_state(engine: Engine, optimizer: torch.optim.AdamW, folder: Path) -> None:
-    """Weights and optimizer moments as safetensors in `folder`. RNG needs no file: it is a function of (seed, step)."""
-    named = dict(engine.model.named_parameters())
-    moments = {
-        f"{kind}.{name}": optimizer.state[parameter][kind].contiguous()
-        for name, parameter in named.items()
-        for kind in ("exp_avg", "exp_avg_sq")
-    }
-    weights = {name: parameter.detach().contiguous() for name, parameter in named.items()}
-    with _disk_is_named(folder):
-        save_file(weights, folder / "model.safetensors")
-        save_file(moments, folder / "optimizer.safetensors")
-
-
-def restore_state(engine: Engine, optimizer: torch.optim.AdamW, folder: Path, *, step: int) -> None:
-    """Put weights and moments of a verified checkpoint back, bit for bit."""
-    weights = load_file(folder / "model.safetensors")
-    moments = load_file(folder / "optimizer.safetensors")
-    with torch.no_grad():
-        for name, parameter in engine.model.named_parameters():
-            parameter.copy_(weights[name])
-            optimizer.state[parameter] = {
-                # fused AdamW keeps its step count on the device of the parameter
-                "step": torch.tensor(float(step), device=engine.device),
-                "exp_avg": moments[f"exp_avg.{name}"].to(engine.device),
-                "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(engine.device),
-            }
+# --- save ------------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -189,8 +269,8 @@ def save(
 ) -> None:
     """The model in Hugging Face layout, with its tokenizer, as plain transformers loads it. Replaces `folder` whole.
 
-    What it generates ends at `stop_ids`, whatever the base model says. `chat_template` takes the place of the
-    tokenizer's own; None leaves that.
+    Adapters are added to the weights they stand beside. What it generates ends at `stop_ids`, whatever the base model
+    says. `chat_template` takes the place of the tokenizer's own; None leaves that.
     """
     settings = copy.deepcopy(engine.model.generation_config)
     settings.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
@@ -199,7 +279,10 @@ def save(
         if leftover.exists():
             shutil.rmtree(leftover)
     with _disk_is_named(folder):
-        engine.model.save_pretrained(staged)
+        engine.model.save_pretrained(staged, state_dict=_whole_weights(engine))
+        if engine.recipe.frozen is not None:  # what is loaded later is rounded to the type that the configuration names
+            config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
+            (staged / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
         settings.save_pretrained(staged)
         for name in TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
@@ -209,6 +292,15 @@ def save(
         settle_files(staged)  # `result.json` will say completed: the model must outlive a power cut by then
         staged.rename(folder)
         sync_folder(folder.parent)
+
+
+def _whole_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
+    """With LoRA, weights to which the adapters are added; None leaves the model's own."""
+    if engine.recipe.frozen is None:
+        return None
+    from tunix_rt.backends.torch_lora import merged_weights
+
+    return merged_weights(engine.model)
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
@@ -247,7 +339,8 @@ def generate(
         for place, index in enumerate(chosen):  # padded on the left, so that every answer starts in the same column
             ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             mask[place, width - len(prompts[index]) :] = 1
-        with torch.no_grad(), _memory_is_named("generation"):
+        attending = engine.attending(engine.attention.generating)
+        with torch.no_grad(), memory_is_named("generation"), attending, engine.kernels(), engine.computing():
             output = engine.model.generate(
                 input_ids=ids.to(engine.device), attention_mask=mask.to(engine.device), generation_config=settings
             )
@@ -271,17 +364,3 @@ def _disk_is_named(folder: Path) -> Iterator[None]:
             yield
         except SafetensorError as error:
             raise OSError(None, one_line(error), str(folder)) from error
-
-
-@contextlib.contextmanager
-def _memory_is_named(where: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain RuntimeError on the CPU
-        if not is_out_of_memory(error):
-            raise
-        raise DoesNotFitError(
-            f"out of memory in {where}: {one_line(error)}",
-            fix="halve training.per_device_train_batch_size and double training.gradient_accumulation_steps, "
-            "or set training.gradient_checkpointing=true",
-        ) from error

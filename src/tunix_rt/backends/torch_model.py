@@ -1,6 +1,8 @@
 """A model of the PyTorch engine: loaded, proven to be what the loop assumes, and its loss."""
 
 import contextlib
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,26 +13,73 @@ from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 
 from tunix_rt.backends.process_memory import RiseMeter
-from tunix_rt.data.pack import IGNORED
+from tunix_rt.backends.torch_attention import (
+    Attention,
+    boundaries,
+    choose_attention,
+    fitting,
+    kernels,
+    refuse_unpackable,
+    register,
+    works,
+)
+from tunix_rt.backends.torch_head import head_loss, lean_lookup
+from tunix_rt.config import Training
+from tunix_rt.data.pack import IGNORED, MicroBatch
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.models import ModelSource
+from tunix_rt.plan.recipe import Recipe, recipe_of
+
+logger = logging.getLogger(__name__)
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-LOSS_ROWS = 1024
-"""Target tokens projected to the vocabulary at a time when no gradient is needed."""
+HIGHEST_LOSS_SCALE = 2.0**24
+STEPS_TO_GROW = 1000
+"""Steps without an overflow after which float16's loss scale is doubled."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """What a float16 loss is multiplied by. Part of a checkpoint: the next step depends on it."""
+
+    value: float = 2.0**15
+    steps: int = 0
+    """Steps since it last changed."""
+
+    def overflowed(self) -> None:
+        self.value, self.steps = self.value / 2, 0
+
+    def held(self) -> None:
+        self.steps += 1
+        if self.steps >= STEPS_TO_GROW and self.value < HIGHEST_LOSS_SCALE:
+            self.value, self.steps = self.value * 2, 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"loss_scale": torch.tensor([self.value, self.steps], dtype=torch.float64)}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        value, steps = tensors["loss_scale"].tolist()
+        self.value, self.steps = value, int(steps)
 
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """A loaded model on its device, and the meter that was started before it was loaded."""
+    """A loaded model on its device, how it computes, and the meter that was started before it was loaded."""
 
     model: Any
     source: ModelSource
     device: torch.device
     parameters: int
+    """Of the model; with LoRA, adapters are not counted."""
     meter: RiseMeter
+    recipe: Recipe
+    attention: Attention
+    deterministic: bool = False
+    loss_scale: LossScale | None = None
+    pending_copy: Any = None
+    """A copy of the weights that is still being made for a checkpoint; awaited before the next update."""
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the CUDA allocator, or on a CPU the rise of resident memory since before the load."""
@@ -38,44 +87,137 @@ class Engine:
             return int(torch.cuda.max_memory_allocated(self.device))
         return self.meter.peak_bytes()
 
+    @property
+    def compute(self) -> torch.dtype:
+        return getattr(torch, self.recipe.compute)
 
-def load(source: ModelSource, *, device: str, dtype: str, seed: int) -> Engine:
+    def computing(self) -> torch.autocast:
+        """Products in the type of the recipe, whatever the type of the weights."""
+        return torch.autocast(self.device.type, dtype=self.compute, enabled=self.recipe.casts)
+
+    def kernels(self) -> contextlib.AbstractContextManager[None]:
+        """The kernels of attention that may be taken; around the backward pass too, where layers are computed again."""
+        return kernels(self.attention, deterministic=self.deterministic)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        window = getattr(self.model.config, "sliding_window", None)
+        return (window,) if isinstance(window, int) else ()
+
+    @contextlib.contextmanager
+    def attending(self, implementation: str) -> Iterator[None]:
+        """The model with another attention for a while: generation keeps a cache, which packed rows do not."""
+        before = self.model.config._attn_implementation
+        self.model.config._attn_implementation = implementation
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = before
+
+    @property
+    def tables(self) -> list[torch.nn.Parameter]:
+        """Trained tables of the vocabulary, whose gradients are complete only when the backward pass is."""
+        ends = (self.model.get_output_embeddings(), self.model.get_input_embeddings())
+        return list({id(end.weight): end.weight for end in ends if end.weight.requires_grad}.values())
+
+
+def load(source: ModelSource, *, device: str, training: Training) -> Engine:
     """The model on its device, proven to be what the loop assumes. Refuses weights that are missing or left over."""
     config = _config_of(source)
+    be_deterministic(device, training.deterministic)
     meter = RiseMeter()
-    torch.manual_seed(seed)
-    wanted = getattr(torch, dtype)
-    # SDPA has no soft-capped scores (Gemma 2); with it they would be left out without a word.
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    recipe = recipe_of(training)
+    attention = attention_for(config, device, training)
+    torch.manual_seed(training.seed)
     try:
-        if source.weights == "random":
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attention)
-        else:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                source.folder, config=config, dtype=wanted, attn_implementation=attention, use_safetensors=True,
-                local_files_only=True, trust_remote_code=False, output_loading_info=True,
-            )  # fmt: skip
-            _refuse_partial_weights(source, info)
+        model = _read_model(
+            source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=device
+        )
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if training.lora_rank is not None:
+            from tunix_rt.backends.torch_lora import add_adapters
+
+            model = add_adapters(model, rank=training.lora_rank, source=source)
         model = model.to(torch.device(device))
-        if wanted == torch.float64:
+        if recipe.compute == "float64":
             _keep_float64(model)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise DoesNotFitError(
-                f"{source.name}: no memory to load it on {device}", fix="use a smaller model"
+                f"{source.name}: no memory to load it on {device}",
+                fix="free memory there, or ask `tunix-rt plan` what to change",
             ) from error
         raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
     engine = Engine(
         model=model,
         source=source,
         device=torch.device(device),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         meter=meter,
+        recipe=recipe,
+        attention=attention,
+        deterministic=training.deterministic,
+        loss_scale=LossScale() if recipe.loss_scaled else None,
     )
-    _refuse_wrong_loss(engine)
+    _refuse_unknown_head(engine)
+    lean_lookup(model.get_input_embeddings())
+    refuse_unpackable(model, source.name)
+    engine.attention = fitting(model, attention)
+    model.config._attn_implementation = engine.attention.training
+    logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
+    with memory_is_named("the first look at the model"):
+        _refuse_wrong_loss(engine)
     return engine
+
+
+def be_deterministic(device: str, asked: bool) -> None:
+    """For the whole process: only kernels that give the same bits every time, or any. cuBLAS reads its variable at its start.
+
+    Memory that nobody has written to is left as it is: filling it costs time, and no result depends on it.
+    """
+    if asked and device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.backends.cudnn.deterministic = asked
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(asked)
+
+
+def attention_for(config: Any, device: str, training: Training) -> Attention:
+    register()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    softcap = bool(getattr(config, "attn_logit_softcapping", None))
+    attention = choose_attention(
+        device=device,
+        dtype=training.dtype,
+        capability=torch.cuda.get_device_capability() if device == "cuda" else None,
+        softcap=softcap,
+        dropout=any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop")),
+        head_dim=head_dim,
+        deterministic=training.deterministic,
+    )
+    if attention.name not in ("varlen", "flex"):
+        return attention
+    if reason := works(attention, head_dim=head_dim, dtype=training.dtype):
+        name = "eager" if softcap else "sdpa"
+        why = f"{attention.name} does not work here ({reason}); transformers makes a mask of tokens x tokens"
+        return Attention(name=name, training=name, generating=name, why=why)
+    return attention
+
+
+def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype: torch.dtype, device: str) -> Any:
+    """The model with pretrained weights, or with random ones that are drawn on the device itself."""
+    kinds = {"dtype": dtype, "attn_implementation": attention.training}
+    if source.weights == "random":
+        with torch.device(device):
+            return transformers.AutoModelForCausalLM.from_config(config, **kinds)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        source.folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+        output_loading_info=True, **kinds,
+    )  # fmt: skip
+    _refuse_partial_weights(source, info)
+    return model
 
 
 def _config_of(source: ModelSource) -> Any:
@@ -126,59 +268,83 @@ def _refuse_partial_weights(source: ModelSource, info: Mapping[str, Any]) -> Non
             )
 
 
+def _refuse_unknown_head(engine: Engine) -> None:
+    head = engine.model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise InputError(
+            f"{engine.source.name}: its head is a {type(head).__name__}{' with a bias' if getattr(head, 'bias', None) is not None else ''}",
+            fix="only plain projections to the vocabulary can be trained",
+        )
+
+
 def _refuse_wrong_loss(engine: Engine) -> None:
     """Compare our loss and our packing with the model's own logits on a few tokens: a model that differs is refused."""
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     first, second, other = (torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3))
     positions = torch.cat([torch.arange(8), torch.arange(8)]).unsqueeze(0)
+    ids, beside_other = (torch.cat([one, second], dim=1) for one in (first, other))
+    labels = ids.clone()
+    labels[:, [0, 8]] = IGNORED
     engine.model.eval()
-    with torch.no_grad(), _full_precision():
-        ids = torch.cat([first, second], dim=1).to(engine.device)
-        beside_other = torch.cat([other, second], dim=1).to(engine.device)
-        labels = ids.clone()
-        labels[:, [0, 8]] = IGNORED
-        ours = summed_loss(engine.model, ids, labels, positions.to(engine.device))
-        theirs = torch.zeros((), device=engine.device, dtype=ours.dtype)
-        for half in (ids[:, :8], ids[:, 8:]):  # each alone, through the model's own head
-            logits = engine.model(input_ids=half, use_cache=False).logits[:, :-1].to(ours.dtype)
+    with torch.no_grad(), _full_precision(), engine.kernels():
+        packed = _micro(ids, labels, positions)
+        ours = summed_loss(engine, packed)
+        theirs = torch.zeros((), device=engine.device, dtype=torch.float64)
+        for half in (
+            ids[:, :8].to(engine.device),
+            ids[:, 8:].to(engine.device),
+        ):  # each alone, through the model's head
+            with engine.attending(engine.attention.generating), engine.computing():
+                logits = engine.model(input_ids=half, use_cache=False).logits[:, :-1].double()
             theirs += torch.nn.functional.cross_entropy(logits.flatten(0, 1), half[:, 1:].flatten(), reduction="sum")
-        only_second = labels.clone()
-        only_second[:, :8] = IGNORED
-        alone = summed_loss(engine.model, ids, only_second, positions.to(engine.device))
-        beside = summed_loss(engine.model, beside_other, only_second, positions.to(engine.device))
+        states = hidden_states(engine, packed)[:, 8:]
+        beside = hidden_states(engine, _micro(beside_other, labels, positions))[:, 8:]
     if not torch.isfinite(theirs):
         raise InputError(f"{engine.source.name}: gives {theirs.item()} on plain tokens", fix="the weights are damaged")
-    if not torch.allclose(ours, theirs, rtol=1e-4):
+    if not torch.allclose(ours, theirs, rtol=1e-4 if engine.compute.itemsize >= 4 else 1e-2):
         raise InputError(
             f"{engine.source.name}: two packed examples give loss {ours.item():.6f}, alone they give {theirs.item():.6f}",
             fix="this architecture keeps no boundary between packed examples, or has a head we do not know",
         )
-    if not torch.allclose(alone, beside, rtol=1e-5):
+    if not torch.allclose(states, beside, rtol=0, atol=1e-5 * float(states.abs().max())):
         raise InputError(
             f"{engine.source.name}: a packed example notices when its neighbour changes",
             fix="this architecture cannot be trained on packed rows",
         )
 
 
-def summed_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the targets. Only the hidden states that predict a target meet the vocabulary."""
-    hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-    is_target = labels[:, 1:] != IGNORED  # [rows, tokens - 1]: token t is predicted by the state at t - 1
-    states = hidden[:, :-1][is_target]
-    targets = labels[:, 1:][is_target]
-    if not torch.is_grad_enabled():
-        chunks = zip(states.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
-        return torch.stack([_head_loss(model, s, t) for s, t in chunks]).sum()
-    return _head_loss(model, states, targets)
+def _micro(ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> MicroBatch:
+    return MicroBatch(ids=ids.numpy(), labels=labels.numpy(), positions=positions.numpy())
 
 
-def _head_loss(model: Any, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = model.get_output_embeddings()(states)
-    if cap := getattr(model.config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(wide, targets, reduction="sum")
+def hidden_states(engine: Engine, micro: MicroBatch) -> torch.Tensor:
+    """What the last layer makes of packed rows, [rows, tokens, hidden]; no token has seen another example."""
+    ids, positions = (torch.from_numpy(part).to(engine.device) for part in (micro.ids, micro.positions))
+    packed = boundaries(micro.positions, engine.device, engine.attention, windows=engine.windows)
+    with engine.computing():
+        return engine.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, **packed
+        ).last_hidden_state
+
+
+def summed_loss(engine: Engine, micro: MicroBatch, *, scale: float = 1.0) -> torch.Tensor:
+    """Cross entropy summed over the targets, times `scale`, in float64. Call `backward()` on this very value.
+
+    Only the hidden states that predict a target meet the vocabulary.
+    """
+    hidden = hidden_states(engine, micro)
+    rows, tokens = (micro.labels[:, 1:] != IGNORED).nonzero()  # token t + 1 is predicted by the state at t
+    places = torch.from_numpy(rows * hidden.shape[1] + tokens).to(engine.device)
+    targets = torch.from_numpy(micro.labels[:, 1:][rows, tokens]).to(engine.device)
+    return head_loss(
+        hidden.flatten(0, 1).index_select(0, places),
+        engine.model.get_output_embeddings().weight,
+        targets,
+        scale=scale,
+        softcap=getattr(engine.model.config, "final_logit_softcapping", None),
+        compute=engine.compute,
+    )
 
 
 @contextlib.contextmanager
@@ -193,7 +359,22 @@ def _full_precision() -> Iterator[None]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """torch has a class of its own for it, and words of the libraries below, which say it in theirs."""
+    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+@contextlib.contextmanager
+def memory_is_named(where: str) -> Iterator[None]:
+    """Say where memory ran out; the planner adds what was in it and what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"out of memory in {where}: {one_line(error)}", fix="ask `tunix-rt plan` what to change"
+        ) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -12,17 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 
-from tunix_rt.backends import proof_samples, proving
+from tunix_rt.backends import optimizer_samples, proof_samples, proving
 from tunix_rt.backends.process_memory import RiseMeter
-from tunix_rt.backends.proving import Bench, together
+from tunix_rt.backends.proving import Bench, Setting, together
+from tunix_rt.backends.torch_attention import FLEX, Attention, boundaries
 from tunix_rt.backends.torch_backend import make_optimizer
-from tunix_rt.backends.torch_model import Engine, summed_loss
-from tunix_rt.config import Training
+from tunix_rt.backends.torch_model import Engine, LossScale, attention_for, be_deterministic, summed_loss
+from tunix_rt.backends.torch_optim import Optimizer
+from tunix_rt.data.pack import MicroBatch
 from tunix_rt.doctor.prove import Proved
 from tunix_rt.models import ModelSource
+from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.plan.state_bytes import state_tensors
 
 PRODUCT_SIZE = 4096
 
@@ -31,11 +36,12 @@ def _type(bench: Bench) -> torch.dtype:
     return getattr(torch, bench.setting.dtype)
 
 
-def _put(bench: Bench, name: str, values: Any, *, grad: bool = False) -> torch.Tensor:
-    """`values` on the device. Floats take the run's type, in which they are exact."""
-    tensor = torch.from_numpy(values).to(bench.setting.device)
+def _put(bench: Bench, name: str, values: Any, *, dtype: str | None = None, grad: bool = False) -> torch.Tensor:
+    """`values` on the device, never the array itself: updates are in place. Floats take the run's type, in which they are
+    exact, or a wider one."""
+    tensor = torch.from_numpy(values.copy()).to(bench.setting.device)
     if tensor.is_floating_point():
-        tensor = tensor.to(_type(bench))
+        tensor = tensor.to(getattr(torch, dtype or bench.setting.dtype))
     return _seen(bench, name, tensor.requires_grad_(grad))
 
 
@@ -57,6 +63,40 @@ def _wait(bench: Bench) -> None:
         torch.cuda.synchronize()
 
 
+# --- the engine of such a run -----------------------------------------------------------------------------------------
+
+
+def _attention_of(setting: Setting) -> Attention:
+    """The attention that a run of such a model takes here, tried as `load` tries it."""
+    said = SimpleNamespace(
+        head_dim=setting.head_size,
+        attn_logit_softcapping=proof_samples.score_cap(setting),
+        attention_dropout=0.5 if setting.dropout else 0.0,
+    )
+    chosen = attention_for(said, setting.device, setting.training)
+    if chosen.training == FLEX:
+        torch.compiler.reset()  # the trial had another cap: the compiler would take ours for a number that varies
+    return chosen
+
+
+_NO_LAYERS = Attention(name="none", training="none", generating="none", why="there are no layers")
+
+
+def _engine(bench: Bench, model: Any, attention: Attention = _NO_LAYERS) -> Engine:
+    """The recipe of the run around `model`."""
+    setting = bench.setting
+    return Engine(
+        model=model,
+        source=ModelSource(name="proof", folder=Path(), revision="local", weights="random", config={}),
+        device=torch.device(setting.device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        meter=RiseMeter(),
+        recipe=recipe_of(setting.training),
+        attention=attention,
+        deterministic=setting.deterministic,
+    )
+
+
 # --- the proofs -------------------------------------------------------------------------------------------------------
 
 
@@ -64,6 +104,8 @@ def device(bench: Bench) -> Proved:
     """The device is there and wakes up. Warnings of torch that it cannot use it are made a failure by the runner."""
     about = {"torch": torch.__version__, "cuda_build": torch.version.cuda, "threads": torch.get_num_threads()}
     bench.about.update(about)
+    if bench.setting.deterministic:
+        be_deterministic(bench.setting.device, True)
     if bench.setting.device == "cuda":
         bench.about.update(is_available=torch.cuda.is_available(), arch_list=torch.cuda.get_arch_list())
         torch.cuda.init()  # refuses with its reason where CUDA cannot be used
@@ -101,40 +143,62 @@ def product(bench: Bench) -> Proved:
 
 
 def attention(bench: Bench) -> Proved:
-    """Forward and backward through the function the models call, with the model's head size and scaling.
+    """Forward and backward through the function the layers of the run call, with the model's head size and scaling.
 
     Eager is Gemma 2's own: it alone knows of soft-capped scores, and a run takes eager for nothing else."""
     setting = bench.setting
-    eager = setting.attention == "eager"
-    function = modeling_gemma2.eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
-    more = {"softcap": proof_samples.score_cap(setting)} if eager else {}
+    chosen = _attention_of(setting)
+    engine = _engine(bench, torch.nn.Module(), chosen)
+    bench.about["attention"] = f"{chosen.name}, {chosen.why}"
+    eager = chosen.training == "eager"
+    function = modeling_gemma2.eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[chosen.training]
+    samples = proof_samples.attention_samples(setting)
+    if chosen.training == FLEX:  # each shape is compiled, for seconds; a packed row has all that the others have
+        samples = [sample for sample in samples if sample.examples is not None]
     found = []
-    samples = proof_samples.attention_samples(bench.setting)
     for sample in samples:
-        names = ("q", "k", "v")
-        inputs = [_put(bench, f"{sample.name} {name}", getattr(sample, name), grad=True) for name in names]
-        layer = torch.nn.Module()
-        layer.num_key_value_groups = sample.q.shape[1] // sample.k.shape[1]
-        layer.is_causal, layer.head_dim = True, setting.head_size
-        mask = None if sample.examples is None and not eager else _mask(bench, sample)
-        out, _ = function(layer, *inputs, mask, scaling=setting.scaling, **more)
+        got = _attend(bench, engine, sample, function)
+        found += sample.judge(setting, got, spelled_out=eager)
+    return together("attention", found, words=proof_samples.attention_words(setting, samples, chosen.name))
+
+
+def _attend(bench: Bench, engine: Engine, sample: proof_samples.AttentionSample, function: Any) -> dict[str, Any]:
+    """Output and gradients. Where weights are wider than products, queries and keys come from their rotation as wide."""
+    setting = bench.setting
+    types = {"q": engine.recipe.weights, "k": engine.recipe.weights, "v": engine.recipe.compute}
+    inputs = [
+        _put(bench, f"{sample.name} {name}", getattr(sample, name), dtype=dtype, grad=True)
+        for name, dtype in types.items()
+    ]
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = sample.q.shape[1] // sample.k.shape[1]
+    layer.is_causal, layer.head_dim = True, setting.head_size
+    mask = _mask(bench, engine, sample)
+    windows = () if sample.window is None else (sample.window,)
+    more = boundaries(sample.positions, engine.device, engine.attention, windows=windows)
+    if cap := proof_samples.score_cap(setting):
+        more["softcap"] = cap
+    with engine.kernels():
+        with engine.computing():
+            out, _ = function(layer, *inputs, mask, scaling=setting.scaling, sliding_window=sample.window, **more)
         out = out.transpose(1, 2)  # comes back as [rows, tokens, heads, size]
-        gradients = torch.autograd.grad(out, inputs, _put(bench, f"{sample.name} upstream", sample.upstream))
-        _wait(bench)
-        parts = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
-        got = {part: _numbers(bench, f"{sample.name} {part}", tensor) for part, tensor in parts.items()}
-        found += sample.judge(setting, got)
-    return together("attention", found, words=proof_samples.attention_words(setting, samples))
+        upstream = _put(bench, f"{sample.name} upstream", sample.upstream).to(out.dtype)
+        gradients = torch.autograd.grad(out, inputs, upstream)
+    _wait(bench)
+    parts = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+    return {part: _numbers(bench, f"{sample.name} {part}", tensor) for part, tensor in parts.items()}
 
 
-def _mask(bench: Bench, sample: proof_samples.AttentionSample) -> torch.Tensor:
-    """As transformers makes it: true where a token may look; for eager a number that is added to the scores."""
-    examples = np.zeros(sample.q.shape[2]) if sample.examples is None else sample.examples
-    seen = _put(bench, f"{sample.name} mask", np.tril(examples[:, None] == examples[None, :])[None, None])
-    if bench.setting.attention == "sdpa":
-        return seen
-    unseen = torch.full_like(seen, torch.finfo(_type(bench)).min, dtype=_type(bench))
-    return unseen.masked_fill(seen, 0.0)
+def _mask(bench: Bench, engine: Engine, sample: proof_samples.AttentionSample) -> torch.Tensor | None:
+    """As transformers makes it for a layer of the run, from positions: none where attention is told the borders."""
+    positions = _put(bench, f"{sample.name} positions", sample.positions)
+    said = SimpleNamespace(_attn_implementation=engine.attention.training, sliding_window=sample.window)
+    make = (
+        masking_utils.create_causal_mask if sample.window is None else masking_utils.create_sliding_window_causal_mask
+    )
+    states = torch.empty(*positions.shape, 1, dtype=getattr(torch, engine.recipe.weights), device=engine.device)
+    mask = make(config=said, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=positions)
+    return None if mask is None else _seen(bench, f"{sample.name} mask", mask)
 
 
 class _Head(torch.nn.Module):
@@ -155,57 +219,98 @@ class _Head(torch.nn.Module):
 
 
 def loss(bench: Bench) -> Proved:
-    """The loss of the engine itself, from hidden states and labels to gradients of states and head."""
-    sample = proof_samples.loss_sample(bench.setting)
-    states = _put(bench, "loss states", sample.states, grad=True)
-    model = _Head(states, _put(bench, "loss head", sample.head), bench.setting.softcap)
-    labels = _put(bench, "loss labels", sample.labels)
-    summed = summed_loss(model, labels, labels, labels)
+    """The loss of the engine itself, from hidden states and labels to gradients of states and head.
+
+    Its scale is that of a run's first step, and is divided out again."""
+    setting = bench.setting
+    sample = proof_samples.loss_sample(setting)
+    states = _put(bench, "loss states", sample.states, dtype=setting.weights, grad=True)
+    model = _Head(states, _put(bench, "loss head", sample.head, dtype=setting.weights), setting.softcap)
+    engine = _engine(bench, model)
+    micro = MicroBatch(
+        ids=np.zeros_like(sample.labels),
+        labels=sample.labels,
+        positions=np.tile(np.arange(sample.labels.shape[1]), (len(sample.labels), 1)),
+    )
+    scale = (LossScale().value if engine.recipe.loss_scaled else 1.0) / micro.targets
+    summed = summed_loss(engine, micro, scale=scale)
     summed.backward()
     _wait(bench)
+    results = {"loss": summed, "d_states": states.grad, "d_head": model.head.weight.grad}
     got = {
-        "loss": _numbers(bench, "loss", summed),
-        "d_states": _numbers(bench, "loss d_states", states.grad),
-        "d_head": _numbers(bench, "loss d_head", model.head.weight.grad),
+        name: _numbers(bench, f"computed {name}", tensor).astype(np.float64) / scale for name, tensor in results.items()
     }
-    capped = f", soft-capped at {bench.setting.softcap:g}" if bench.setting.softcap else ""
-    words = f"cross entropy of {sample.targets} targets with backward{capped}"
-    return together("loss", sample.judge(bench.setting, got), words=words)
+    capped = f", soft-capped at {setting.softcap:g}" if setting.softcap else ""
+    words = f"cross entropy of {sample.targets} targets with backward{capped}, weights in {setting.weights}"
+    return together("loss", sample.judge(setting, got), words=words)
 
 
 def optimizer(bench: Bench) -> Proved:
-    """Two updates by the engine's own optimizer."""
-    sample = proof_samples.optimizer_sample(bench.setting)
-    model = torch.nn.Module()
-    for name, values in sample.parameters.items():
-        model.register_parameter(name, torch.nn.Parameter(_put(bench, f"optimizer {name}", values)))
-    engine = Engine(
-        model=model,
-        source=ModelSource(name="proof", folder=Path(), revision="local", weights="random", config={}),
-        device=torch.device(bench.setting.device),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        meter=RiseMeter(),
-    )
-    training = Training(
-        learning_rate=proof_samples.RATE, weight_decay=proof_samples.DECAY, adam_epsilon=proof_samples.EPSILON,
-        adam_beta1=proof_samples.BETA1, adam_beta2=proof_samples.BETA2,
-    )  # fmt: skip
-    adamw = make_optimizer(engine, training)
-    for gradients in sample.gradients:
+    """Two updates by the engine's own optimizer: of all parameters together, then of each by itself, as in backward.
+
+    They round to nearest, which has a bound. Rounding at random is tried by itself, where the run does it."""
+    setting = bench.setting
+    sample = optimizer_samples.optimizer_sample(setting)
+    model, rule = _optimizer(bench, sample.parameters, stochastic_rounding=False)
+    got = []
+    for step, gradients in enumerate(sample.gradients, 1):
+        rule.begin(step, optimizer_samples.RATE)
         for name, parameter in model.named_parameters():
-            parameter.grad = _put(bench, f"optimizer gradient of {name}", gradients[name])
-        adamw.step()
-    _wait(bench)
-    got = {}
-    for name, parameter in model.named_parameters():
-        state = adamw.state[parameter]
-        _seen(bench, f"optimizer step of {name}", state["step"])
-        got[name] = {
-            "parameter": _numbers(bench, f"optimizer {name}", parameter),
-            "first": _numbers(bench, f"optimizer exp_avg of {name}", state["exp_avg"]),
-            "second": _numbers(bench, f"optimizer exp_avg_sq of {name}", state["exp_avg_sq"]),
+            parameter.grad = _put(bench, f"gradient of {name}", gradients[name], dtype=setting.weights)
+        scale = torch.tensor(optimizer_samples.SCALES[step - 1], device=setting.device)
+        if step == 1:
+            rule.step(scale=scale)
+        else:
+            for parameter in model.parameters():
+                rule.update(parameter, scale=scale, sound=torch.ones((), dtype=torch.bool, device=setting.device))
+        _wait(bench)
+        got.append({name: _state(bench, rule, name, parameter) for name, parameter in model.named_parameters()})
+    found = sample.judge(setting, got)
+    words = f"two updates of {setting.optim}, weights in {setting.weights}"
+    if setting.weights == "bfloat16":
+        found += _rounding(bench)
+        words += ", rounded to nearest and at random"
+    return together("optimizer", found, words=words)
+
+
+def _optimizer(bench: Bench, parameters: Any, *, stochastic_rounding: bool) -> tuple[torch.nn.Module, Optimizer]:
+    model = torch.nn.Module()
+    for name, values in parameters.items():
+        tensor = _put(bench, f"optimizer {name}", values, dtype=bench.setting.weights)
+        model.register_parameter(name, torch.nn.Parameter(tensor))
+    training = bench.setting.training.model_copy(
+        update={
+            "stochastic_rounding": stochastic_rounding,
+            "weight_decay": optimizer_samples.DECAY,
+            "adam_epsilon": optimizer_samples.EPSILON,
+            "adam_beta1": optimizer_samples.BETA1,
+            "adam_beta2": optimizer_samples.BETA2,
         }
-    return together("optimizer", sample.judge(bench.setting, got), words="two updates of fused AdamW")
+    )
+    engine = _engine(bench, model)
+    engine.recipe = recipe_of(training)
+    return model, make_optimizer(engine, training)
+
+
+def _state(bench: Bench, rule: Optimizer, name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """The parameter and what is kept of it, each by a copy: the next update is in place."""
+    kept = rule.state_of(parameter)
+    for slot, tensor in kept.items():
+        _seen(bench, f"optimizer {slot} of {name}", tensor)
+    found = {"parameter": _numbers(bench, f"optimizer {name}", parameter)}
+    for slot in state_tensors(tuple(parameter.shape), bench.setting.optim, bench.setting.weights):
+        found[slot] = _numbers(bench, f"optimizer {slot} of {name}", kept[slot])
+    return {slot: values.copy() for slot, values in found.items()}
+
+
+def _rounding(bench: Bench) -> list[Proved]:
+    sample = optimizer_samples.rounding_sample(bench.setting)
+    model, rule = _optimizer(bench, {"rounded": sample.parameter}, stochastic_rounding=True)
+    rule.begin(1, optimizer_samples.ROUNDING_RATE)
+    model.rounded.grad = _put(bench, "gradient of rounded", sample.gradient, dtype=bench.setting.weights)
+    rule.step()
+    _wait(bench)
+    return sample.judge(_numbers(bench, "optimizer rounded", model.rounded))
 
 
 def memory(bench: Bench) -> Proved:

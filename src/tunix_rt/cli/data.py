@@ -151,7 +151,7 @@ def _watching() -> Iterator[Any]:
     """Progress on the terminal; an interrupt ends the work at its next step, with exit code 7 and nothing half-made."""
     from tunix_rt.cli.watch import watching
     from tunix_rt.pipeline import stoppable
-    from tunix_rt.train import StopRequest
+    from tunix_rt.stopping import StopRequest
 
     with StopRequest().listening() as stop, watching() as progress:
         yield stoppable(progress, stop)

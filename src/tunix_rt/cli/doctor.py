@@ -37,6 +37,7 @@ def doctor(
     """Say whether a run would work on this computer; exit 4 and the cause when not.
 
     With CONFIG (a YAML file or the name of a shipped one) device, engine, type and model are taken from it; options win.
+    Settings that no run takes together are refused with exit 2.
     Facts written on one computer (--facts-only) are judged on another with --facts.
     """
     from tunix_rt.errors import ConfigError, HardwareError, TunixError
@@ -57,8 +58,11 @@ def doctor(
     proof: Proof | None = None
     refusal: TunixError | None = None
     try:
+        from tunix_rt.cli.plan import refuse_what_no_run_takes
         from tunix_rt.doctor.choose import choose_device
 
+        if settings is not None:
+            refuse_what_no_run_takes(settings)
         choice = choose_device(ask, facts)
         if prove:
             click.echo(f"proving {choice.device} in a child process, some seconds", err=True)
@@ -92,8 +96,8 @@ def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
 
 
 def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "Proof":
-    """The proof of the device, with the heads of the configured model: only its small files are needed."""
-    from tunix_rt.device import kernels_of
+    """The proof of the device, with the step and the heads of the configured run: of its model only small files are needed."""
+    from tunix_rt.device import kernels_of, step_of
     from tunix_rt.doctor.choose import set_environment
     from tunix_rt.doctor.prove import prove
     from tunix_rt.models import resolve_model
@@ -101,11 +105,16 @@ def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> 
 
     backend = ask.backend or "torch"
     set_environment(choice.device, backend)
-    if settings is None or not settings.model.model_name_or_path:
-        return prove(backend=backend, device=choice.device, dtype=ask.dtype)
+    asked: dict[str, Any] = {"backend": backend, "device": choice.device, "dtype": ask.dtype}
+    if settings is None:
+        return prove(**asked)
+    asked |= step_of(settings.training)
+    if ask.dtype != settings.training.dtype:  # weights for another type of arithmetic
+        asked["master_dtype"] = None
+    if not settings.model.model_name_or_path:
+        return prove(**asked)
     model = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
-    kernels = kernels_of(model.config, shape_of(model.config))
-    return prove(backend=backend, device=choice.device, dtype=ask.dtype, **kernels)
+    return prove(**asked, **kernels_of(model.config, shape_of(model.config)))
 
 
 def _show(
@@ -124,6 +133,7 @@ def _show(
     from tunix_rt.doctor.checks import judge
     from tunix_rt.doctor.prove import proof_lines, proof_problem
     from tunix_rt.doctor.words import not_ready, verdict_lines
+    from tunix_rt.models import redacted
     from tunix_rt.rundir import to_plain
 
     checks = judge(facts, ask)
@@ -138,8 +148,8 @@ def _show(
             "verdict": "ready" if ready else "refused",
             "cause": cause or ("not-proven" if disproved else None),
             "kind": CAUSES[cause].kind if cause in CAUSES else "hardware" if disproved else None,
-            "problem": problem[0] if problem else None,
-            "fix": problem[1] if problem else None,
+            "problem": redacted(problem[0]) if problem else None,
+            "fix": redacted(problem[1]) if problem else None,
             "asked": ask,
             "choice": choice,
             "proof": proof,

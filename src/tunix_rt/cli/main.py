@@ -48,8 +48,10 @@ class Verbs(click.Group):
 
 
 def report(error: TunixError) -> None:
-    """The only place that prints an error."""
-    click.echo(f"error: {error.problem}\n  fix: {error.fix}", err=True)
+    """The only place that prints an error. A token in it, of whatever setting or path it was part, is struck out."""
+    from tunix_rt.models.secrets import redacted
+
+    click.echo(redacted(f"error: {error.problem}\n  fix: {error.fix}"), err=True)
 
 
 @click.group(cls=Verbs, context_settings={"max_content_width": 100})

@@ -5,19 +5,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from tunix_rt.config import RunConfig
     from tunix_rt.plan.fit import Fit
     from tunix_rt.plan.memory import MemoryPlan
 
 
 @click.command()
 @click.argument("config", required=False)
-@click.option("--model", help="Hub id, local folder, or a shipped model.")
+@click.option("--model", help="Local folder, GGUF file, shipped model, hub id, or a preset.")
 @click.option("--weights", help="pretrained or random.")
 @click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named: Any) -> None:
-    """Predict the peak memory of a run of CONFIG and whether it fits. Exit 5 when it does not."""
+    """Predict the peak memory of a run of CONFIG and whether it fits. Exit 5 when it does not.
+
+    The disk is judged too, in words alone: a run that finds too little room on it ends with exit code 8.
+    """
     from tunix_rt.cli import text
     from tunix_rt.config import find_config, load_config
     from tunix_rt.doctor.choose import choose_device
@@ -38,42 +42,76 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     settings = load_config(find_config(config) if config else None, overrides=overrides, flags=flags)
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
+    refuse_what_no_run_takes(settings)
     facts = gather_facts()
     choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
     # Only config.json is read, so a model without its weights can be planned.
     source = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
     shape = shape_of(source.config)
-    predicted = predict(shape, settings, device=choice.device)
+    predicted = predict(shape, settings, device=choice.device, capability=choice.capability)
     fit = judge(predicted, choice, shape, settings)
-    disk = disk_needed_bytes(shape, settings)
+    disk, disk_free = disk_needed_bytes(shape, settings), facts.host.disk_free_bytes
     if as_json:
         value = {"model": source.name, "shape": shape, "memory": predicted, "fit": fit, "device": choice}
-        text.show_json(to_plain(value | {"disk_bytes": disk, "disk_free_bytes": facts.host.disk_free_bytes}))
+        value |= {"disk_bytes": disk, "disk_free_bytes": disk_free, "disk_fits": disk <= disk_free}
+        text.show_json(to_plain(value))
     else:
-        _show(predicted, fit, choice.device, disk, facts.host.disk_free_bytes)
+        _show_memory(predicted, fit, choice.device)
+        text.show_lines([_disk_line(disk, disk_free)])
     refuse_if_too_big(predicted, choice, shape, settings)
 
 
-def _show(predicted: "MemoryPlan", fit: "Fit", device: str, disk: int, disk_free: int) -> None:
+def refuse_what_no_run_takes(settings: "RunConfig") -> None:
+    """Refuse settings that `train` would refuse together, or as addresses.
+
+    Neither a dataset nor a model nor the engine is asked for: there may be none yet."""
+    from tunix_rt.config import require_runnable
+    from tunix_rt.models import refuse_addresses
+
+    refuse_addresses(settings.model_dump())
+    model = settings.model.model_copy(update={"model_name_or_path": settings.model.model_name_or_path or "any"})
+    data = settings.data.model_copy(update={"dataset": settings.data.dataset or "any"})
+    training = settings.training.model_copy(update={"backend": "torch"})
+    require_runnable(settings.model_copy(update={"model": model, "data": data, "training": training}))
+
+
+def _show_memory(predicted: "MemoryPlan", fit: "Fit", device: str) -> None:
+    """The verdict, then the parts of every phase; under them the totals, the one that was judged said to be so."""
     from tunix_rt.cli import text
+    from tunix_rt.plan.memory import SPARE
 
     verdict = "fits" if fit.fits else "does not fit"
+    gives_up = fit.predicted_bytes < predicted.peak_bytes  # judged without what a run can do without
+    peak = predicted.least if gives_up else predicted.peak
+    phases = predicted.phases
+    names = list(dict.fromkeys(name for phase in phases for name in phase.parts if phase.parts[name]))
+    spare = [name for name in names if name in SPARE]
+    without = f" without {' and '.join(spare)}" if gives_up else ""
     text.show_lines([
-        f"{verdict}: {text.gib(fit.predicted_bytes)} predicted (+ {text.gib(fit.safety_bytes)} margin) "
+        f"{verdict}: {text.gib(fit.predicted_bytes)} predicted{without} (+ {text.gib(fit.safety_bytes)} margin) "
         f"of {text.gib(fit.available_bytes)} free on {device}",
         f"{predicted.parameters:,} parameters, {predicted.dtype}, {predicted.rows} rows of {predicted.row_tokens} tokens; "
-        f"peak in phase: {predicted.peak_phase}",
+        f"peak in phase: {peak.name}",
     ])  # fmt: skip
-    names = list(dict.fromkeys(name for phase in predicted.phases for name in phase.parts))
     rows = [
-        (name, *(_mib(phase.parts.get(name, 0)) for phase in predicted.phases))
-        for name in names
-        if any(phase.parts.get(name) for phase in predicted.phases)
+        (f"{name} *" if name in spare else name, *(_mib(phase.parts.get(name, 0)) for phase in phases))
+        for name in (*(name for name in names if name not in spare), *spare)
     ]
-    phases = [phase.name for phase in predicted.phases]
-    total = ("total", *(_mib(phase.total_bytes) for phase in predicted.phases))
-    text.show_table(("MiB", *phases), [*rows, total], numbers=phases)
-    text.show_lines([f"disk: up to {text.gib(disk)} of {text.gib(disk_free)} free"])
+    judged = " (judged)"
+    rows.append((f"total{'' if gives_up else judged}", *(_mib(phase.total_bytes) for phase in phases)))
+    if spare:
+        least = (phase.total_bytes - sum(phase.parts.get(name, 0) for name in spare) for phase in phases)
+        rows.append((f"total without *{judged if gives_up else ''}", *map(_mib, least)))
+    text.show_table(("MiB", *(phase.name for phase in phases)), rows, numbers=[phase.name for phase in phases])
+    if spare:
+        text.show_lines([f"* given up when memory is short{', as it is here' if gives_up else ''}"])
+
+
+def _disk_line(needed: int, free: int) -> str:
+    from tunix_rt.cli import text
+
+    verdict = "fits" if needed <= free else "does not fit: a run would be refused with exit code 8"
+    return f"disk: up to {text.gib(needed)} needed, {text.gib(free)} free; {verdict}"
 
 
 def _mib(size: int) -> str:

@@ -59,6 +59,12 @@ class RunDetail:
     heldout: list[tuple[int, float]]
     predicted_bytes: int | None
     measured_bytes: int | None
+    best_step: int | None = None
+    best_heldout_loss: float | None = None
+    resumed_from: int | None = None
+    """The step this run went on after; None for one that was never interrupted."""
+    skipped_checkpoints: tuple[str, ...] = ()
+    """Damaged ones that were passed over when it went on, each with what was wrong."""
     table: "list[Row]" = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -146,6 +152,10 @@ def read_run(root: Path) -> RunDetail:
         heldout=heldout,
         predicted_bytes=_count(memory.get("predicted_bytes")),
         measured_bytes=_count(memory.get("measured_bytes")),
+        best_step=_count(result.get("best_step")),
+        best_heldout_loss=_finite(result.get("best_heldout_loss")),
+        resumed_from=_count(result.get("resumed_from")) or None,
+        skipped_checkpoints=tuple(_skipped(result.get("skipped_checkpoints"))),
         table=rows,
         paths=_paths(reader.run),
         notes=(*reader.notes.values(), *dict.fromkeys(reader.half_written)),
@@ -271,6 +281,15 @@ def _point(line: bytes) -> tuple[int, float] | None:
         return None
     step, loss = _count(value.get("step")), _finite(value.get("loss"))
     return None if step is None or loss is None else (step, loss)
+
+
+def _skipped(value: object) -> Iterator[str]:
+    """`step-000050: changed: model.safetensors` of every entry that names a checkpoint."""
+    for entry in value if isinstance(value, list) else ():
+        if name := _words(_mapping(entry).get("name")):
+            problems = _mapping(entry).get("problems")
+            said = [word for word in problems if isinstance(word, str)] if isinstance(problems, list) else []
+            yield f"{name}: {', '.join(said)}" if said else name
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -109,10 +109,13 @@ def show_run(run: "RunDetail") -> None:
         ("data", run.dataset),
         ("device", summary.device),
         ("steps", _of(summary.steps_completed, summary.steps_planned)),
+        ("continued", None if run.resumed_from is None else f"after step {run.resumed_from}"),
+        ("passed over", "\n".join(run.skipped_checkpoints)),
         ("time", None if run.seconds is None else duration(run.seconds)),
         ("when", summary.when),
         ("loss", _curve_text(run.losses)),
         ("held-out loss", _curve_text(run.heldout)),
+        ("best checkpoint", _best_text(run.best_step, run.best_heldout_loss)),
         ("memory", _memory_text(run.predicted_bytes, run.measured_bytes)),
     ]
     show_facts(facts)
@@ -147,6 +150,12 @@ def _curve_text(points: Sequence[tuple[int, float]]) -> str | None:
         f"{curve}\n{first:.4f} at step {first_step}, {last:.4f} at step {last_step}, "
         f"lowest {lowest:.4f} at step {lowest_step}"
     )
+
+
+def _best_text(step: int | None, loss: float | None) -> str | None:
+    if step is None:
+        return None
+    return f"step {step}" if loss is None else f"step {step}, held-out loss {loss:.4f}"
 
 
 def _memory_text(predicted: int | None, measured: int | None) -> str | None:

@@ -9,7 +9,7 @@ import click
 @click.command()
 @click.argument("config", required=False)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
-@click.option("--model", help="Hub id, local folder, or a shipped model.")
+@click.option("--model", help="Local folder, GGUF file, shipped model, hub id; or a preset, with --weights random.")
 @click.option("--data", "--dataset", "dataset", help="Dataset key, file, folder, or hub dataset in the local cache.")
 @click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
 @click.option("--backend", help="torch or jax.")
@@ -42,9 +42,11 @@ def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
     from tunix_rt.cli import text
     from tunix_rt.cli.watch import watching
     from tunix_rt.evaluate.report import table
+    from tunix_rt.models import refuse_addresses
     from tunix_rt.pipeline import run_pipeline
     from tunix_rt.rundir import RunDir, read_json
 
+    refuse_addresses(config.model_dump())  # before anything is written down
     with watching() as progress:
         report = run_pipeline(config, output, progress=progress)
     run = RunDir(output)

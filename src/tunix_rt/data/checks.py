@@ -45,11 +45,16 @@ def _bos_twice(seen: Seen) -> str | None:
     if bos is None:
         return None
     ids = seen.rendered.ids
-    # GPT-2 has one token for beginning and end: there, only two at the beginning are a mistake.
-    later = ids[1:2] if bos == seen.tokenizer.eos_id else ids[1:]
+    # GPT-2 has one token for beginning and end, SmolLM2 one for the beginning of sequence and turn: there, only two at
+    # the beginning are a mistake.
+    later = ids[1:2] if _serves_twice(seen.tokenizer, seen.style) else ids[1:]
     if ids[0] == bos and (later == bos).any():
         return f"{seen.tokenizer.bos_token} stands in it {1 + int((later == bos).sum())} times"
     return None
+
+
+def _serves_twice(tokenizer: Tokenizer, style: Style) -> bool:
+    return tokenizer.bos_id == tokenizer.eos_id or style.template.opens_turns_with_bos
 
 
 def _bos_missing(seen: Seen) -> str | None:
@@ -188,7 +193,7 @@ def check_text(sample: Sample, tokenizer: Tokenizer, style: Style) -> Iterator[t
     token = spelled_control_token(sample, tokenizer)
     if token is not None and style.template.name == PLAIN:
         yield "control_text", f"{token} is spelled out"
-    elif token is not None and (token != tokenizer.bos_token or tokenizer.bos_id == tokenizer.eos_id):
+    elif token is not None and (token != tokenizer.bos_token or _serves_twice(tokenizer, style)):
         # elsewhere the beginning of sequence has a rule of its own
         yield "control_token", f"{token} is spelled out"
 

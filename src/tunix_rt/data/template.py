@@ -59,6 +59,8 @@ class Template:
     end_id: int = -1
     """The control token that ends what the assistant says; -1 when the template puts none."""
     end_token: str = ""
+    opens_turns_with_bos: bool = False
+    """The token that begins a sequence also begins each turn (SmolLM2 takes ChatML's `<|im_start|>` for both)."""
     today: date | None = None
     """What the template is told when it asks for the date; None when it does not ask."""
 
@@ -87,14 +89,27 @@ def choose_template(wanted: str, tokenizer: Tokenizer, *, today: date | None = N
         if tokenizer.chat_template is None:
             raise InputError(f"the tokenizer in {tokenizer.folder} has no chat template", fix=OTHER_WAYS)
         name, jinja, source = "tokenizer", tokenizer.chat_template, str(tokenizer.chat_template_file)
+        spelled = jinja  # a template that means the beginning of the sequence says `bos_token`
     else:
         name, (jinja, markers), source = wanted, OURS[wanted], f"the template {wanted!r}"
         _require_markers(wanted, markers, tokenizer)
+        spelled = "".join(markers)
         if tokenizer.bos_token and (wanted == "gemma" or tokenizer.adds_bos):
             jinja = f"{{{{ {json.dumps(tokenizer.bos_token)} }}}}{jinja}"
     told = (today or date.today()) if "strftime_now" in jinja else None
     template = Template(name=name, jinja=jinja, source=source, today=told)
+    if tokenizer.bos_token and tokenizer.bos_token in spelled:
+        template = replace(template, opens_turns_with_bos=_begins_often(template, tokenizer))
     return _ending_in(template, _find_end(template, tokenizer), tokenizer)
+
+
+def _begins_often(template: Template, tokenizer: Tokenizer) -> bool:
+    """Whether a conversation of two turns holds the beginning of sequence more than once."""
+    turns = [Turn(role="user", text="a"), Turn(role="assistant", text="b")]
+    try:
+        return conversation_text(template, tokenizer, turns).count(str(tokenizer.bos_token)) > 1
+    except TemplateRefusal:
+        return False
 
 
 def _ending_in(template: Template, end_id: int, tokenizer: Tokenizer) -> Template:

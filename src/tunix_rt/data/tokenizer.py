@@ -84,7 +84,9 @@ def load_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputError(
-            f"no tokenizer.json in {folder}", fix="set model.tokenizer_name_or_path to a folder that has one"
+            f"no tokenizer.json in {folder}",
+            fix="set model.tokenizer_name_or_path: a folder with tokenizer.json, a hub id, or tiny-gemma3, "
+            "which comes with tunix-rt",
         )
     content, inner = _parse(path)
     inner.no_truncation()

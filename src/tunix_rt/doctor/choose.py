@@ -27,6 +27,8 @@ class DeviceChoice:
     memory_bytes: int
     free_bytes: int
     reason: str
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, the lowest of the visible GPUs; None where there is none or NVML does not tell."""
 
 
 def choose_device(ask: Ask, facts: Facts) -> DeviceChoice:
@@ -79,6 +81,7 @@ def _cuda(facts: Facts, ask: Ask) -> DeviceChoice:
         memory_bytes=min(_total(gpu, facts) for gpu in gpus),
         free_bytes=min(_free(gpu, facts) for gpu in gpus),
         reason="asked for" if ask.device == "cuda" else f"the best device here: {_why_fit(facts, ask)}",
+        capability=min((gpu.capability for gpu in gpus if gpu.capability is not None), default=None),
     )
 
 

@@ -63,28 +63,36 @@ def prove(
     backend: str,
     device: str,
     dtype: str,
+    master_dtype: str | None = None,
+    optim: str | None = None,
+    deterministic: bool = False,
     head_size: int = HEAD_SIZE,
     query_heads: int | None = None,
     kv_heads: int | None = None,
     softcap: float | None = None,
-    attention: str | None = None,
+    capped_scores: bool = False,
     scaling: float | None = None,
+    window: int | None = None,
+    dropout: bool = False,
     python: str = sys.executable,
     seconds: float = SECONDS,
 ) -> Proof:
     """Prove that `device` computes rightly in `dtype`, in a child process that is ended after `seconds`.
 
-    What is left out is as in most models: no soft cap of the logits, attention by `sdpa`, scores over the root of the
-    head size. `attention="eager"` is for models that cap their scores."""
+    What is left out is as in most runs and models: weights in float32, AdamW; no cap of logits or scores, scores over the
+    root of the head size, no sliding window and no dropout in attention. Which attention serves that is the child's to
+    find out."""
     # -P: as for the installed program, a file torch.py in the current folder is not torch.
     command = [python, "-P", "-m", f"tunix_rt.backends.{backend}_proofs", "--device", device, "--dtype", dtype]
     command += ["--head-size", str(head_size)]
     options = {
-        "--query-heads": query_heads, "--kv-heads": kv_heads, "--softcap": softcap,
-        "--attention": attention, "--scaling": scaling,
+        "--master-dtype": master_dtype, "--optim": optim, "--query-heads": query_heads, "--kv-heads": kv_heads,
+        "--softcap": softcap, "--scaling": scaling, "--window": window,
     }  # fmt: skip
     for option, value in options.items():
         command += [] if value is None else [option, str(value)]
+    flags = {"--deterministic": deterministic, "--capped-scores": capped_scores, "--dropout": dropout}
+    command += [flag for flag, asked in flags.items() if asked]
     answer = run_child(command, seconds=seconds)
     return Proof(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
 
@@ -225,6 +233,7 @@ def cuda_check_text(proof: Proof) -> str:
         "memory jax may take (bytes)": "bytes_limit",
         "cuDNN": "cudnn",
         "architectures of the wheel": "arch_list",
+        "attention": "attention",
         "warnings": "said",
     }
     lines = [f"{label}: {_plain_words(about[key])}" for label, key in names.items() if key in about]

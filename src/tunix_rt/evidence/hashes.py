@@ -10,12 +10,20 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tunix_rt.errors import EvidenceError, StorageError
-from tunix_rt.rundir import RESULT_STATUS, RunDir, sha256_file, sha256_text, write_text
+from tunix_rt.errors import EvidenceError, StorageError, TunixError
+from tunix_rt.rundir import (
+    RESULT_STATUS,
+    RunDir,
+    list_checkpoints,
+    read_json,
+    sha256_file,
+    sha256_text,
+    write_text,
+)
 
 MEANING = "consistent with itself; not replayed"
 RESULT_SCHEMA = "tunix-rt/result/1"
@@ -24,10 +32,11 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _REQUIRED_IN_METRICS = ("step", "loss", "loss_hex", "prev")
 
 
-def write_hashes(run: RunDir, *, to_come: Mapping[Path, str] | None = None) -> Path:
+def write_hashes(run: RunDir, *, to_come: Mapping[Path, str] | None = None, sound: Collection[Path] = ()) -> Path:
     """Write `SHA256SUMS`, readable by `sha256sum -c`. A link, a special file or an odd name is an EvidenceError.
 
-    `to_come` are files whose text is settled but which are written only after their hash is.
+    `to_come` are files whose text is settled but which are written only after their hash is. `sound` are checkpoints that
+    the caller has hashed itself, so that their manifests can be believed; all other files are read.
     """
     names, problems = _list_files(run.root)
     if problems:
@@ -36,9 +45,28 @@ def write_hashes(run: RunDir, *, to_come: Mapping[Path, str] | None = None) -> P
             fix="a run folder holds plain files with plain names; remove what is listed",
         )
     coming = {path.relative_to(run.root).as_posix(): sha256_text(text) for path, text in (to_come or {}).items()}
-    digests = {name: sha256_file(run.root / name) for name in names if name not in coming} | coming
+    known = _hashes_at_commit(run, sound) | coming
+    digests = {name: known.get(name) or sha256_file(run.root / name) for name in names} | coming
     write_text(run.hashes, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
     return run.hashes
+
+
+def _hashes_at_commit(run: RunDir, sound: Collection[Path]) -> dict[str, str]:
+    """What the manifests of `sound` checkpoints say of their files: tens of gigabytes, hashed when they were committed.
+
+    A process that was told to end has no time to read them again; whoever verifies does.
+    """
+    found: dict[str, str] = {}
+    for checkpoint in (path for path in list_checkpoints(run.checkpoints) if path in sound):
+        try:
+            claimed = read_json(checkpoint / "MANIFEST.json")["files"]
+            for name, facts in claimed.items():
+                fits = (checkpoint / name).stat().st_size == facts["bytes"]
+                if fits and re.fullmatch("[0-9a-f]{64}", facts["sha256"]):
+                    found[(checkpoint / name).relative_to(run.root).as_posix()] = facts["sha256"]
+        except (TunixError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # damaged: its files are read
+    return found
 
 
 def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:

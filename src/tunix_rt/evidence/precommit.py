@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.config import RunConfig, dump_yaml
+from tunix_rt.config import RunConfig, Training, dump_yaml
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.errors import ConfigError
+from tunix_rt.errors import ConfigError, TunixError
 from tunix_rt.evidence.source import source_hash
 from tunix_rt.models import ModelSource
-from tunix_rt.rundir import RunDir, sha256_file, sha256_text
+from tunix_rt.rundir import RunDir, read_json, sha256_file, sha256_text
 from tunix_rt.strict_yaml import read_yaml
 
 SCHEMA = "tunix-rt/precommit/1"
 
 
 def settled_config(config: RunConfig) -> RunConfig:
-    """The configuration without `resume_from_checkpoint`: a run and its continuation are one run."""
-    training = config.training.model_copy(update={"resume_from_checkpoint": None})
+    """The configuration without what may differ between the processes of one run: whether it is a continuation, how long
+    a process may take, and how long it may take to end."""
+    free = ("resume_from_checkpoint", "time_budget", "grace_seconds")
+    training = config.training.model_copy(update={name: Training.model_fields[name].default for name in free})
     return config.model_copy(update={"training": training})
 
 
@@ -59,6 +61,8 @@ def build_precommit(
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
     }
+    if model.converted_from is not None:
+        committed["base_model"]["converted_from"] = model.converted_from
     if data.style.template.today is not None:
         committed["dataset"]["today"] = data.style.template.today.isoformat()
     if data.evalset is not None:
@@ -66,10 +70,25 @@ def build_precommit(
     return committed
 
 
+def read_precommit(run: RunDir) -> dict[str, Any]:
+    """What the run in that folder committed to."""
+    committed = read_json(run.precommit)
+    if not isinstance(committed, dict):
+        raise TunixError(
+            f"{run.precommit} is damaged: a {type(committed).__name__}, not an object",
+            fix="restore it from a copy, or choose another --output",
+        )
+    return committed
+
+
 def began_on(committed: dict[str, Any]) -> date | None:
     """The day a run tells its chat template, when that asks; a continued run goes on telling it the first."""
-    written = committed.get("dataset", {}).get("today")
-    return date.fromisoformat(written) if isinstance(written, str) else None
+    dataset = committed.get("dataset")
+    written = dataset.get("today") if isinstance(dataset, dict) else None
+    try:
+        return date.fromisoformat(written) if isinstance(written, str) else None
+    except ValueError:
+        return None  # then the dataset is not the one committed to, and the run is refused for that
 
 
 def config_hash(config: RunConfig) -> str:
@@ -77,12 +96,26 @@ def config_hash(config: RunConfig) -> str:
 
 
 def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Path) -> None:
-    """The cheap half of `refuse_another_run`, before anything in the folder is touched."""
+    """The cheap half of `refuse_another_run`, before anything in the folder is touched.
+
+    A setting that an older config.yaml does not know is named only where it is not left at its default.
+    """
     if before.get("config_sha256") == config_hash(config):
         return
-    now = settled_config(config).model_dump(mode="json")
-    then = read_yaml(RunDir(folder).config)
-    names = [f"{s}.{n}" for s, settings in now.items() for n, v in settings.items() if (then.get(s) or {}).get(n) != v]
+    path = RunDir(folder).config
+    if not path.exists():
+        raise TunixError(
+            f"{folder} holds another run, or one without its config.yaml: the configuration differs from its precommit.json",
+            fix="restore config.yaml from a copy, or choose another --output",
+        )
+    now, defaults = (one.model_dump(mode="json") for one in (settled_config(config), RunConfig()))
+    then = {name: section for name, section in read_yaml(path).items() if isinstance(section, dict)}
+    names = [
+        f"{section}.{name}"
+        for section, settings in now.items()
+        for name, value in settings.items()
+        if then.get(section, {}).get(name, defaults[section][name]) != value
+    ]
     raise ConfigError(
         f"{folder} holds another run: {', '.join(names) or 'the configuration'} differ(s) from its config.yaml",
         fix="continue it with the settings it began with, or choose another --output",

@@ -6,16 +6,17 @@ as it was, and the run still verifies.
 
 import logging
 import logging.handlers
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.errors import TunixError
+from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.rundir import RunDir, json_text, storage, sync_folder, write_text
 
@@ -25,6 +26,40 @@ logger = logging.getLogger(__name__)
 def _log_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """A warning of a library is a line of the log: one about the GPU must not pass unnoticed. Without its place on disk."""
     logger.warning("%s: %s", category.__name__, " ".join(str(message).split()))
+
+
+class LogFile(logging.Handler):
+    """`training_log.txt`, unbuffered: what a full disk refused must not arrive after the file was hashed.
+
+    The first line that cannot be written ends the run with a StorageError, once; `failure` keeps it where it must not be
+    raised, in another thread or while the run ends.
+    """
+
+    failure: StorageError | None
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self.failure, self.raises = path, None, True
+        with storage(path):
+            self._file = path.open("ab", buffering=0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.failure is not None:
+            return
+        left = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+        try:
+            with storage(self._path):
+                while left:
+                    left = left[self._file.write(left) :]
+        except StorageError as error:
+            self.failure = error
+            if self.raises and threading.current_thread() is threading.main_thread():
+                raise
+
+    def close(self) -> None:
+        super().close()
+        with storage(self._path):
+            self._file.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +72,11 @@ class Record:
     training_began: bool = False
     seconds_before: float = 0.0
     """Of the steps that earlier processes took and this one does not take again."""
+    sound: set[Path] = field(default_factory=set)
+    """Checkpoints that this process verified or committed; the files of others are read when the run ends."""
+    ending: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Surrounds the writing of the ending, so that no signal halves it."""
+    log: LogFile | None = None
     held_back: list[Callable[[], None]] = field(default_factory=list)
     accepted: bool = False
 
@@ -68,13 +108,11 @@ class Record:
         formatter.converter = time.gmtime
         # Passes each record on at once when it has a target, and keeps them all while it has none.
         gate = logging.handlers.MemoryHandler(capacity=1, flushOnClose=False)
-        opened: list[logging.Handler] = []
 
         def open_file() -> None:
-            with storage(self.run.log):
-                opened.append(logging.FileHandler(self.run.log, encoding="utf-8"))
-            opened[0].setFormatter(formatter)
-            gate.setTarget(opened[0])
+            self.log = LogFile(self.run.log)
+            self.log.setFormatter(formatter)
+            gate.setTarget(self.log)
             gate.flush()
 
         self._when_accepted(open_file)
@@ -87,8 +125,9 @@ class Record:
         finally:
             warnings.showwarning = show
             package.removeHandler(gate)
-            for handler in (gate, *opened):
-                handler.close()
+            gate.close()
+            if self.log is not None:
+                self.log.close()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -96,18 +135,36 @@ class Record:
         started, clock = datetime.now(UTC), time.monotonic()
         try:
             yield
+            logger.info("Completed")
+            if self.log is not None and self.log.failure is not None:
+                raise self.log.failure
         except TunixError as error:
-            refused = error.exit_code in (2, 3, 4, 5) and not self.training_began
-            status = "preempted" if error.exit_code == 7 else "refused" if refused else "failed"
-            logger.error("%s: %s", status, error.problem)
-            self._end(status, error.exit_code, error.problem, started, clock)
+            with self.ending():
+                refused = error.exit_code in (2, 3, 4, 5) and not self.training_began
+                status = "preempted" if error.exit_code == 7 else "refused" if refused else "failed"
+                self._end_after(error, status, error.exit_code, error.problem, started, clock)
             raise
         except BaseException as error:  # our own defects: recorded, then raised on
-            logger.exception("failed")
-            self._end("failed", 1, f"{type(error).__name__}: {error}", started, clock)
+            with self.ending():
+                self._end_after(error, "failed", 1, f"{type(error).__name__}: {error}", started, clock)
             raise
-        logger.info("Completed")
-        self._end("completed", 0, "all steps taken", started, clock)
+        with self.ending():
+            self._end("completed", 0, "all steps taken", started, clock)
+
+    def _end_after(
+        self, error: BaseException, status: str, exit_code: int, reason: str, started: datetime, clock: float
+    ) -> None:
+        """Write the ending after `error`, which stays the one that is raised, whatever happens to the disk meanwhile."""
+        if self.log is not None:
+            self.log.raises = False
+        if isinstance(error, TunixError):
+            logger.error("%s: %s", status, error.problem)
+        else:
+            logger.exception("failed")
+        try:
+            self._end(status, exit_code, reason, started, clock)
+        except TunixError as another:
+            logger.error("how the run ended could not be written down: %s", another.problem)
 
     def _end(self, status: str, exit_code: int, reason: str, started: datetime, clock: float) -> None:
         if self.continued and not self.accepted:
@@ -125,5 +182,5 @@ class Record:
         # The hashes first, with that of the result to come: a crash in between leaves a run without a result, which is
         # unfinished and can be continued. The other way round it would be complete and never verify.
         text = json_text(result)
-        write_hashes(self.run, to_come={self.run.result: text})
+        write_hashes(self.run, to_come={self.run.result: text}, sound=self.sound)
         write_text(self.run.result, text)

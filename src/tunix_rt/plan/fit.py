@@ -8,15 +8,27 @@ from typing import Protocol
 
 from tunix_rt.config import RunConfig
 from tunix_rt.errors import DoesNotFitError
-from tunix_rt.plan.memory import DTYPE_BYTES, MemoryPlan, longest_row, predict
+from tunix_rt.plan.activations import DTYPE_BYTES
+from tunix_rt.plan.footprint import footprint_of
+from tunix_rt.plan.memory import MemoryPlan, Phase, longest_row, predict
+from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape
 
 GIB = 2**30
 SAFETY_SHARE = 0.20
-"""Asked for on top of the prediction. A choice: above the largest shortfall in benchmarks/results/memory_cpu.json (a test
-holds it there), with room for what that file does not cover."""
+"""Asked for on top of the prediction on a CPU. A choice: above the largest shortfall in benchmarks/results/memory_cpu.json (a
+test holds it there), with room for what that file does not cover."""
+CUDA_SAFETY_SHARE = 0.10
+"""The same on a GPU, where the allocator gives out what was counted. Covers what it holds and cannot give out because it lies
+in pieces: 8.5 % of what it had given out in benchmarks/results/engine_memory.json."""
 SHORTEST_ADVISED_ROW = 128
 """Rows are not advised to be shorter than this: most traces would no longer fit into one."""
+ADVISED_RANK = 16
+"""Of adapters, where nothing else fits."""
+BFLOAT16_CAPABILITY = (8, 0)
+"""CUDA compute capability from which on a GPU computes in bfloat16."""
+
+Settings = dict[str, object]
 
 
 class Device(Protocol):
@@ -26,6 +38,8 @@ class Device(Protocol):
     def device(self) -> str: ...
     @property
     def free_bytes(self) -> int: ...
+    @property
+    def capability(self) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +55,19 @@ class Fit:
 
 
 def judge(plan: MemoryPlan, choice: Device, shape: ModelShape | None = None, config: RunConfig | None = None) -> Fit:
-    """Hold the prediction against what is free. With `shape` and `config`, a run that does not fit comes with advice."""
-    safety = math.ceil(plan.peak_bytes * SAFETY_SHARE)
-    margin = choice.free_bytes - plan.context_bytes - plan.peak_bytes - safety
+    """Hold the prediction against what is free. With `shape` and `config`, a run that does not fit comes with advice.
+
+    Where there is no room for a copy of the state, checkpoints are written without one: the verdict is then over the rest.
+    """
+    room = choice.free_bytes - plan.context_bytes
+    share = SAFETY_SHARE if plan.device == "cpu" else CUDA_SAFETY_SHARE
+    predicted = plan.peak_bytes if plan.peak_bytes + math.ceil(plan.peak_bytes * share) <= room else plan.least_bytes
+    safety = math.ceil(predicted * share)
+    margin = room - predicted - safety
     advice = list(_advice(plan, choice, shape, config)) if margin < 0 and shape and config else []
     return Fit(
         fits=margin >= 0,
-        predicted_bytes=plan.peak_bytes,
+        predicted_bytes=predicted,
         safety_bytes=safety,
         available_bytes=choice.free_bytes,
         margin_bytes=margin,
@@ -60,13 +80,47 @@ def refuse_if_too_big(plan: MemoryPlan, choice: Device, shape: ModelShape, confi
     fit = judge(plan, choice, shape, config)
     if fit.fits:
         return
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.peak.parts.items() if size >= GIB / 200)
+    context = f" + {plan.context_bytes / GIB:.2f} GiB for CUDA itself" if plan.context_bytes else ""
     raise DoesNotFitError(
-        f"does not fit: {fit.predicted_bytes / GIB:.2f} GiB predicted + {fit.safety_bytes / GIB:.2f} GiB margin, "
+        f"does not fit: {fit.predicted_bytes / GIB:.2f} GiB predicted + {fit.safety_bytes / GIB:.2f} GiB margin{context}, "
         f"{fit.available_bytes / GIB:.2f} GiB free on {choice.device}\n"
-        f"  in GiB at the peak ({plan.peak_phase}): {parts}",
-        fix="\n       ".join(fit.advice),
+        f"  {_parts(plan.least)}",
+        fix=_lines(fit.advice),
     )
+
+
+def explain_out_of_memory(
+    plan: MemoryPlan, measured_bytes: int, choice: Device, shape: ModelShape, config: RunConfig
+) -> tuple[str, str]:
+    """What to say, and what to advise, when memory ran out although `plan` was judged to fit.
+
+    `measured_bytes` is the peak up to then, as the engine measures it. More could not be had, whatever was thought to be
+    free, so the advice is what would fit into that; or into less than was predicted, where even that was not enough.
+    """
+    usable = min(measured_bytes, plan.least_bytes)
+    known = _Known(device=choice.device, free_bytes=usable + plan.context_bytes, capability=choice.capability)
+    problem = (
+        f"out of memory: {measured_bytes / GIB:.2f} GiB were taken when no more could be had; "
+        f"{plan.peak_bytes / GIB:.2f} GiB had been predicted, and {choice.free_bytes / GIB:.2f} GiB were free on "
+        f"{choice.device} before\n  {_parts(plan.least)}"
+    )
+    return problem, _lines(list(_advice(plan, known, shape, config)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    device: str
+    free_bytes: int
+    capability: tuple[int, int] | None
+
+
+def _parts(phase: Phase) -> str:
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in phase.parts.items() if size >= GIB / 200)
+    return f"in GiB at the peak ({phase.name}): {parts}"
+
+
+def _lines(advice: list[str]) -> str:
+    return "\n       ".join(advice)
 
 
 # --- what to change --------------------------------------------------------------------------------------------------
@@ -75,63 +129,149 @@ def refuse_if_too_big(plan: MemoryPlan, choice: Device, shape: ModelShape, confi
 def _advice(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig) -> Iterator[str]:
     """As few changes as fit, as a line of `--set`; where none do, how far they lead and what is left to do."""
 
-    def peak_with(changes: dict[str, dict[str, object]]) -> MemoryPlan:
+    def planned(changes: dict[str, Settings]) -> MemoryPlan:
         settings = {name: value for change in changes.values() for name, value in change.items()}
-        return predict(shape, _with(config, settings), device=plan.device)
+        return predict(shape, _with(config, settings), device=plan.device, capability=choice.capability)
 
-    changes: dict[str, dict[str, object]] = {}
+    changes: dict[str, Settings] = {}
     tried = plan
-    for kind, change in _changes(config):
-        changes[kind] = change
-        tried = peak_with(changes)
+    for rung in _changes(config, choice):
+        changes |= rung
+        tried = planned(changes)
         if judge(tried, choice).fits:
             break
-    fits, reached = judge(tried, choice).fits, tried.peak_bytes
+    fits, reached = judge(tried, choice).fits, tried
     for kind in list(changes):  # leave out what turned out not to be needed
         fewer = {name: change for name, change in changes.items() if name != kind}
-        without = peak_with(fewer)
-        if judge(without, choice).fits if fits else without.peak_bytes <= reached:
-            changes, reached = fewer, without.peak_bytes
-    if changes:
-        line = " ".join(f"--set {name}={_yaml(value)}" for change in changes.values() for name, value in change.items())
-        yield f"{line}  ({reached / GIB:.2f} GiB: {'fits' if fits else 'still not enough'})"
+        without = planned(fewer)
+        if judge(without, choice).fits if fits else without.least_bytes <= reached.least_bytes:
+            changes, reached = fewer, without
+    settings = {name: value for change in changes.values() for name, value in change.items()}
+    if settings:
+        line = " ".join(f"--set {name}={_yaml(value)}" for name, value in settings.items())
+        verdict = "; ".join(["fits" if fits else "still not enough", *_costs(settings)])
+        yield f"{line}  ({reached.least_bytes / GIB:.2f} GiB: {verdict})"
     if not fits:
-        state = 4 * shape.parameters * DTYPE_BYTES[config.training.dtype]
+        state = sum(reached.least.parts.get(name, 0) for name in ("weights", "optimizer", "gradients"))
         yield (
-            f"use a smaller model or a device with more memory: weights, gradients and two moments of "
+            f"use a smaller model or a device with more memory: weights, gradients and optimizer states of "
             f"{shape.parameters:,} parameters alone are {state / GIB:.2f} GiB"
         )
+        yield from _adapters(plan, choice, shape, config)
 
 
-def _changes(config: RunConfig) -> Iterator[tuple[str, dict[str, object]]]:
-    """Settings that lower memory, as (kind, settings), those that change the result least first."""
+def _changes(config: RunConfig, choice: Device) -> Iterator[dict[str, Settings]]:
+    """Settings that lower memory, as {kind: settings}, those that change the result least first.
+
+    A kind that comes again replaces what it said before; without settings it takes them back.
+    """
     training, evaluation = config.training, config.evaluation
+    rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     questions = evaluation.per_device_eval_batch_size
     while questions > 1:
         questions //= 2
-        yield "questions", {"evaluation.per_device_eval_batch_size": questions}
-    for rows in range(training.per_device_train_batch_size - 1, 0, -1):
-        times, rest = divmod(training.per_device_train_batch_size, rows)
-        if rest == 0:  # the step keeps its rows: fewer at a time, more often
-            accumulation = training.gradient_accumulation_steps * times
-            yield (
-                "rows",
-                {
-                    "training.per_device_train_batch_size": rows,
-                    "training.gradient_accumulation_steps": accumulation,
-                },
-            )
-    if not training.gradient_checkpointing:
-        yield "checkpointing", {"training.gradient_checkpointing": True}
+        yield {"questions": {"evaluation.per_device_eval_batch_size": questions}}
+    if not training.optim_in_backward:
+        for fewer in _divisors_below(rows):  # the step keeps its rows: fewer at a time, more often
+            yield {"rows": _rows(fewer, accumulation * rows // fewer)}
+    kept = recipe_of(training).kept_share
+    for share, value in ((0.5, 0.5), (0.0, True)):
+        if kept > share:
+            yield {"recomputation": {"training.gradient_checkpointing": value}}
     if training.dtype == "float64":
-        yield "dtype", {"training.dtype": "float32"}
+        yield {"precision": {"training.dtype": "float32"}}
+    narrow = _narrow_type(choice)
+    if narrow and training.dtype in ("float32", "float64"):
+        yield {"precision": {"training.dtype": narrow}}
+    if training.lora_rank is None:
+        yield from _changes_of_state(config, narrow)
     length = config.data.max_length
     while length // 2 >= SHORTEST_ADVISED_ROW:
         length //= 2
-        yield "length", {"data.max_length": length}
+        yield {"length": {"data.max_length": length}}
 
 
-def _with(config: RunConfig, settings: dict[str, object]) -> RunConfig:
+def _changes_of_state(config: RunConfig, narrow: str | None) -> Iterator[dict[str, Settings]]:
+    """Smaller weights, gradients and optimizer states, where every parameter is trained."""
+    training = config.training
+    rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    if training.optim == "adamw":
+        yield {"optimizer": {"training.optim": "adamw_8bit"}}
+    if narrow == "bfloat16" and training.master_dtype != "bfloat16":
+        yield {"precision": {"training.dtype": "bfloat16", "training.master_dtype": "bfloat16"}}
+    # Gradients of several micro-batches have to be kept, and a float16 step may have to be computed again.
+    updates: Settings = {"training.optim_in_backward": True}
+    at_once: dict[str, Settings] = {"updates": updates, "rows": {}}
+    if narrow == "float16":
+        at_once["precision"] = {}
+    if training.dtype == "float16":
+        updates["training.dtype"] = "float32"
+    if not training.optim_in_backward and accumulation == 1:
+        yield at_once
+    if training.optim != "adafactor":
+        yield {"optimizer": {"training.optim": "adafactor"}}
+    for fewer in _divisors_below(rows + 1 if accumulation > 1 else rows, of=rows):
+        smaller = updates | _rows(fewer, 1)
+        yield {**at_once, "updates": smaller}
+
+
+def _divisors_below(limit: int, of: int | None = None) -> Iterator[int]:
+    """Divisors of `of` (of `limit` itself unless said) below `limit`, falling."""
+    return (rows for rows in range(limit - 1, 0, -1) if (of or limit) % rows == 0)
+
+
+def _rows(rows: int, accumulation: int) -> Settings:
+    return {"training.per_device_train_batch_size": rows, "training.gradient_accumulation_steps": accumulation}
+
+
+def _narrow_type(choice: Device) -> str | None:
+    """The 16-bit type that a device computes in faster than in float32; None for a CPU, which seldom has one."""
+    if choice.device != "cuda":
+        return None
+    known = choice.capability
+    return "bfloat16" if known is not None and known >= BFLOAT16_CAPABILITY else "float16"
+
+
+_COSTS = {
+    "training.dtype=bfloat16": "products in bfloat16",
+    "training.dtype=float16": "products in float16",
+    "training.master_dtype=bfloat16": "weights kept in bfloat16",
+    "training.optim=adamw_8bit": "AdamW with moments of 8 bits",
+    "training.optim=adafactor": "Adafactor instead of AdamW",
+    "training.optim_in_backward=true": "gradients clipped tensor by tensor",
+}
+"""What a setting changes in the result, beyond the order of additions."""
+
+
+def _costs(settings: Settings) -> Iterator[str]:
+    for name, value in settings.items():
+        if cost := _COSTS.get(f"{name}={_yaml(value)}"):
+            yield cost
+    if settings.get("training.gradient_accumulation_steps") == 1:
+        yield "fewer rows in a step"
+    if "data.max_length" in settings:
+        yield "longer traces are left out"
+
+
+def _adapters(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig) -> Iterator[str]:
+    """The last remedy, in words: it is another kind of training and never mixed into the other advice."""
+    if config.training.lora_rank is not None:
+        return
+    changes: dict[str, Settings] = {"adapters": {"training.lora_rank": ADVISED_RANK}}
+    changes["whole"] = {"training.master_dtype": None, "training.optim_in_backward": False}
+    for rung in _changes(_with(config, changes["adapters"] | changes["whole"]), choice):
+        if "length" not in rung:
+            changes |= rung
+    settings = {name: value for change in changes.values() for name, value in change.items()}
+    least = predict(shape, _with(config, settings), device=plan.device, capability=choice.capability)
+    if judge(least, choice).fits:
+        yield (
+            f"or, only then, training.lora_rank={ADVISED_RANK}: trains adapters instead of every parameter "
+            f"(from {least.least_bytes / GIB:.2f} GiB)"
+        )
+
+
+def _with(config: RunConfig, settings: Settings) -> RunConfig:
     plain = config.model_dump()
     for name, value in settings.items():
         section, key = name.split(".")
@@ -201,12 +341,17 @@ def estimate_time(
 
 
 def training_flops_per_token(shape: ModelShape, config: RunConfig) -> float:
-    """Forward and backward: six operations per matrix parameter (the head counted once), plus causal attention."""
+    """Forward and backward: six operations per matrix parameter (the head counted once), plus causal attention.
+
+    Frozen matrices need four, and a layer that is computed again its forward pass twice.
+    """
     length = longest_row(shape, config, config.data.max_length)
-    matrices = shape.layers * shape.layer_matrix_parameters + shape.embedding_parameters
+    recipe = recipe_of(config.training)
+    each = 6 if recipe.frozen is None else 4
+    layers = shape.layers * shape.layer_matrix_parameters
     attention = shape.layers * shape.query_size * length  # 2 products x 2 operations x half of the square
-    recomputed = 4 / 3 if config.training.gradient_checkpointing else 1.0
-    return recomputed * (6 * matrices + 6 * attention)
+    recomputed = 1 - recipe.kept_layers(shape.layers) / shape.layers
+    return each * (layers + shape.embedding_parameters) + 6 * attention + recomputed * 2 * (layers + attention)
 
 
 def measure_rate() -> float:
@@ -231,7 +376,6 @@ EVAL_BYTES = 64 * 2**20
 
 
 def disk_needed_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Highest use of disk: the checkpoints kept, one more being staged, the final model, answers and logs."""
-    weights = shape.parameters * DTYPE_BYTES[config.training.dtype]
-    checkpoint = 3 * weights
-    return (config.training.save_total_limit + 1) * checkpoint + weights + EVAL_BYTES
+    """Highest use of disk: the newest checkpoints, the best, one more being staged, the final model, answers and logs."""
+    run = footprint_of(shape, config.training, "cpu")
+    return (config.training.save_total_limit + 2) * run.checkpoint + run.final_model + EVAL_BYTES

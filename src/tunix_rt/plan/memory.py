@@ -1,37 +1,52 @@
 """Peak memory of a run, predicted as a sum of named parts, from `config.json` and settings alone. Loads no weights.
 
-What a step keeps is counted tensor by tensor (a test holds the count against autograd's own saved tensors). On a CPU the
+What a step keeps is counted tensor by tensor (`activations.py`), what it holds parameter by parameter (`footprint.py`); here
+they are put together into the moments at which a run can peak. On CUDA the allocator gives out what is counted. On a CPU the
 prediction is the rise of resident memory over the moment before the load, so it also has to follow the C allocator: glibc
-serves blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and larger ones as mappings that it returns at once.
+serves blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and what one moment leaves behind seldom suits the
+next.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from tunix_rt.config import RunConfig
+from tunix_rt.plan.activations import (
+    Batch,
+    Moment,
+    backward_moments,
+    forward_of_one_layer,
+    kept_by_last_norm,
+    kept_by_layer,
+    kept_once,
+)
+from tunix_rt.plan.footprint import Footprint, footprint_of
 from tunix_rt.plan.shape import ModelShape
-
-DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+from tunix_rt.plan.tensors import elements
 
 MIB = 2**20
 HEAP_BLOCK_BYTES = 32 * MIB
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: freed blocks up to this size stay in the heap of the process (mallopt(3))."""
-HEAP_SLACK = 0.25
-"""Share of the heap lost between blocks after some steps. Fitted to the cases marked so in
-benchmarks/results/memory_cpu.json."""
 CPU_OVERHEAD_BYTES = 27 * MIB
-"""Thread pools, code loaded by the first step, library buffers. Fitted like the slack; mostly to case `tiny 1x8`, where
+"""Thread pools, code loaded by the first step, library buffers. Fitted like what follows; mostly to case `tiny 1x8`, where
 little else is counted."""
-CUDA_OVERHEAD_BYTES = 32 * MIB
-"""Room for workspaces of the CUDA libraries inside the allocator. An allowance, not measured."""
-CUDA_CONTEXT_BYTES = 768 * MIB
-"""Room for the CUDA context and allocator rounding, outside what the allocator counts. An allowance, not measured."""
-LOGIT_COPIES = 3
-"""Full-vocabulary tensors alive at once as the loss turns back: log-probabilities, their gradient, the logits' gradient."""
-EVAL_LOGIT_COPIES = 2
-"""The same without gradients: logits and log-probabilities."""
-EVAL_LOSS_ROWS = 1024
-"""Target tokens projected at a time when no gradient is needed (the engine's chunk)."""
+EVALUATION_SLACK = 0.25
+KEPT_SLACK, ACCUMULATED_SLACK, ADAPTED_SLACK = 0.08, 0.6, 0.7
+RECOMPUTED_SLACK = 1.6
+UPDATED_SLACK, UPDATED_SLACK_BYTES = 0.4, 384 * MIB
+"""Shares of the heap that are lost between blocks, as `_lost` uses them. Fitted to the cases marked so in
+benchmarks/results/memory_cpu.json; two runs of one case differ by up to a fifth where updates are in the backward pass."""
+CUDA_OVERHEAD_BYTES = 64 * MIB
+"""Workspaces of cuBLAS, which torch takes from its allocator: 32 MiB on Hopper, less elsewhere, for each of the two threads
+that compute (forward and backward)."""
+PUBLISHED_BYTES = 2
+"""Of an element of the file that pretrained weights are read from."""
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""Room for the CUDA context, outside what the allocator counts. An allowance, not measured."""
+
+
+SPARE = ("snapshot", "mapped_file")
+"""Parts that a run can do without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +71,9 @@ class MemoryPlan:
     peak_phase: str
     peak_bytes: int
     """On a CPU the rise of resident memory; on CUDA what the allocator will have given out."""
+    least_bytes: int
+    """The same without what a run can do without: a copy of the state for checkpoints, which is only made where there is
+    room for it, and pages of a file that the system takes back when it needs them."""
     context_bytes: int
     """Taken on the device besides, by the CUDA context; 0 on a CPU."""
 
@@ -63,34 +81,53 @@ class MemoryPlan:
     def peak(self) -> Phase:
         return next(phase for phase in self.phases if phase.name == self.peak_phase)
 
+    @property
+    def least(self) -> Phase:
+        """The phase that needs `least_bytes`."""
+        return max(map(_without_spare, self.phases), key=lambda phase: phase.total_bytes)
+
 
 def predict(
-    shape: ModelShape, config: RunConfig, *, device: str, row_tokens: int | None = None, target_share: float = 1.0
+    shape: ModelShape,
+    config: RunConfig,
+    *,
+    device: str,
+    row_tokens: int | None = None,
+    target_share: float = 1.0,
+    capability: tuple[int, int] | None = None,
 ) -> MemoryPlan:
     """What training `shape` under `config` needs on `device` (`cpu` or `cuda`).
 
     Before the data is read the rows are taken to be as long as `data.max_length` and every token to be a target, the
     worst case. Give the longest row as `row_tokens` and the share of targets to predict a run whose rows are known.
-    Held-out rows and questions are single examples, which are never longer than the positions of the model.
+    Held-out rows and questions are single examples, which are never longer than the positions of the model. A GPU of
+    unknown CUDA `capability` is taken to be a modern one; below 8.0, attention over packed rows needs a mask.
     """
     training, evaluation = config.training, config.evaluation
+    run = footprint_of(shape, training, device)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
-    single = min(length, shape.max_positions)
-    step = _Batch(rows=training.per_device_train_batch_size, length=length, packed=config.data.packing, device=device)
-    asked = _Batch(rows=evaluation.per_device_eval_batch_size, length=single, packed=config.data.packing, device=device)
-    width = DTYPE_BYTES[training.dtype]
-    weights = shape.parameters * width
-    state = {"weights": weights, "optimizer": 2 * weights}
-    overhead = {"overhead": CPU_OVERHEAD_BYTES if device == "cpu" else CUDA_OVERHEAD_BYTES}
-    # Between steps the gradients are freed; on a CPU their place in the heap is not, and seldom suits what comes next.
-    between = state | overhead | {"gradients": weights if device == "cpu" else 0}
-    phases = (
-        _phase("load", weights=weights, loading=_loading(shape, config, width), **overhead),
-        *_step_phases(shape, config, step, state | overhead, target_share),
-        _heldout_phase(shape, asked, width, between),
-        _generation_phase(shape, asked, width, evaluation.max_new_tokens, between),
-        _phase("save", **between),
+    step = Batch(
+        rows=training.per_device_train_batch_size,
+        length=length,
+        packed=config.data.packing,
+        device=device,
+        modern=capability is None or capability >= (8, 0),
+        deterministic=training.deterministic,
     )
+    single = replace(step, rows=evaluation.per_device_eval_batch_size, length=min(length, shape.max_positions))
+    accumulating = training.gradient_accumulation_steps > 1
+    # A checkpoint is written while training goes on, by copies in the memory of the host.
+    copied = run.checkpoint if device == "cpu" else 0
+    during = {"snapshot": copied if training.save_steps is not None else 0}
+    phases = [
+        _load(run, pretrained=config.model.weights == "pretrained"),
+        *_step(run, step, max(1, int(step.tokens * target_share)), accumulating, _state(run) | during),
+        _save(run, copied),
+    ]
+    if config.data.validation_fraction:
+        phases.append(_heldout(run, single, _between_steps(run) | {"snapshot": copied}))
+    if evaluation.enabled:
+        phases.append(_generation(run, single, evaluation.max_new_tokens))
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
@@ -98,9 +135,10 @@ def predict(
         parameters=shape.parameters,
         rows=step.rows,
         row_tokens=length,
-        phases=phases,
+        phases=tuple(phases),
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
+        least_bytes=max(_without_spare(phase).total_bytes for phase in phases),
         context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES,
     )
 
@@ -114,163 +152,187 @@ def _phase(name: str, **parts: int) -> Phase:
     return Phase(name=name, parts=parts, total_bytes=sum(parts.values()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """Rows of one forward pass."""
-
-    rows: int
-    length: int
-    packed: bool
-    device: str
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
+def _without_spare(phase: Phase) -> Phase:
+    return _phase(phase.name, **{name: size for name, size in phase.parts.items() if name not in SPARE})
 
 
-# --- what a step keeps -----------------------------------------------------------------------------------------------
+def _state(run: Footprint) -> dict[str, int]:
+    """What is there from the first step on."""
+    overhead = CPU_OVERHEAD_BYTES if run.device == "cpu" else CUDA_OVERHEAD_BYTES
+    return {"weights": run.weights, "optimizer": run.optimizer, "overhead": overhead}
 
 
-def kept_by_layer(shape: ModelShape, *, rows: int, length: int, packed: bool, device: str) -> list[int]:
-    """Sizes, in elements, of the tensors that one layer keeps for its backward pass."""
-    tokens, hidden = rows * length, shape.hidden
-    query, kv = tokens * shape.query_size, tokens * shape.kv_size
-    kept = [tokens * hidden] * 2  # the inputs of the two blocks' first products
-    if shape.norm_has_bias:  # LayerNorm: its input, mean and deviation
-        kept += [tokens * hidden, tokens, tokens] * shape.norms_per_layer
-    else:  # RMSNorm, spelled out: its input, the normalised input and the root
-        kept += [tokens * hidden, tokens * hidden, tokens] * shape.norms_per_layer
-    if shape.head_norms:
-        kept += [query, query, tokens * shape.heads, kv, kv, tokens * shape.kv_heads]
-    kept += _kept_by_attention(shape, rows=rows, length=length, packed=packed, device=device)
-    if shape.hidden_dropout:
-        kept += [tokens * hidden] * 2
-    # Gate, activated gate, up and their product; or the five operands of a spelled-out GELU; or input and output.
-    inner = 4 if shape.gated_mlp else 5 if shape.composite_activation else 2
-    return kept + [tokens * shape.ffn] * inner
+def _between_steps(run: Footprint) -> dict[str, int]:
+    """Between steps gradients are freed; on a CPU their place in the heap is not, and seldom suits what comes next."""
+    kept = run.table_gradients if run.recipe.in_backward else run.gradients
+    return _state(run) | {"gradients": kept if run.device == "cpu" else 0}
 
 
-def _kept_by_attention(shape: ModelShape, *, rows: int, length: int, packed: bool, device: str) -> list[int]:
-    """Query, key, value and result, and either the scores or what the fused kernel needs to find them again.
-
-    The fused kernel of torch (SDPA) keeps one number per head and token. With a packed mask it also keeps the mask as
-    numbers, once per layer, and repeats shared key-value heads. It steps aside for dropout on a CPU and for soft caps.
-    """
-    tokens = rows * length
-    query, kv = tokens * shape.query_size, tokens * shape.kv_size
-    scores = tokens * shape.heads * length
-    if shape.capped_scores:  # the capped scores and their softmax
-        return [query] * 4 + [scores] * 2
-    if shape.attention_dropout and device == "cpu":  # the softmax, what dropout leaves of it, and which it leaves
-        return [query] * 4 + [scores] * 3
-    if packed:
-        return [query] * 4 + [tokens * shape.heads, tokens * length]
-    return [query, query, kv, kv, tokens * shape.heads]
-
-
-def _step_phases(
-    shape: ModelShape, config: RunConfig, batch: _Batch, state: dict[str, int], target_share: float
-) -> tuple[Phase, Phase]:
-    """The two moments at which a step can peak: everything kept and the loss turning back, or all gradients there."""
-    training = config.training
-    width = DTYPE_BYTES[training.dtype]
-    layer = [
-        size * width
-        for size in kept_by_layer(shape, rows=batch.rows, length=batch.length, packed=batch.packed, device=batch.device)
-    ]
-    block_input = batch.tokens * shape.hidden * width
-    # Checkpointing keeps the input of every layer, and one layer in full while it is computed again.
-    kept = [block_input] * shape.layers + layer if training.gradient_checkpointing else layer * shape.layers
-    kept += [block_input] * 3  # embedded tokens, the last norm and its result
-    targets = int(batch.tokens * target_share)
-    logits = [targets * shape.vocab * max(width, 4)] * (LOGIT_COPIES + 2 * shape.capped_logits)
-    table = shape.embedding_parameters * width
-    gradients = shape.parameters * width
-    accumulating = training.gradient_accumulation_steps > 1
-    in_flight = sum(layer)  # gradients of what one layer kept, while its backward pass runs
-    slack = _slack(kept + logits, batch.device)
-    forward = _phase(
-        "loss",
-        **state,
-        # From the second micro-batch on, the gradients of the first are there.
-        gradients=gradients if accumulating else table,
-        activations=sum(kept),
-        loss_head=sum(logits),
-        in_flight=in_flight,
-        allocator_slack=slack,
-    )
-    returned = batch.device != "cpu"
-    backward = _phase(
-        "backward",
-        **state,
-        gradients=gradients,
-        # A table used twice gets two gradients, then their sum; so does every parameter when accumulating.
-        gradient_sums=2 * table if shape.tied_head or accumulating else 0,
-        activations=0 if returned else _heap(kept),
-        loss_head=0 if returned else _heap(logits),
-        in_flight=in_flight,
-        allocator_slack=slack,
-    )
-    return forward, backward
-
-
-def _heap(blocks: Iterable[int]) -> int:
-    """Bytes of freed `blocks` that stay with the process. A larger block counts as the largest that does."""
+def _in_heap(blocks: Iterable[int]) -> int:
+    """Bytes of `blocks` in the heap of the C library. A larger block counts as the largest that is served from it."""
     return sum(min(block, HEAP_BLOCK_BYTES) for block in blocks)
 
 
-def _slack(blocks: list[int], device: str) -> int:
-    return int(HEAP_SLACK * _heap(blocks)) if device == "cpu" else 0
+# --- load ------------------------------------------------------------------------------------------------------------
 
 
-# --- load and evaluation ---------------------------------------------------------------------------------------------
+def _load(run: Footprint, *, pretrained: bool) -> Phase:
+    """Beside the weights: the file they are read from, or the head that random weights draw before it is tied.
 
-
-def _loading(shape: ModelShape, config: RunConfig, width: int) -> int:
-    """Beside the weights: the file they are read from, or the head that random weights draw before it is tied."""
-    if config.model.weights == "pretrained":
-        return shape.parameters * width
-    return shape.embedding_parameters * width if shape.tied_head else 0
-
-
-def _heldout_phase(shape: ModelShape, batch: _Batch, width: int, state: dict[str, int]) -> Phase:
-    """Forward passes without gradients: one layer at a time, the head in chunks."""
-    layer = _forward_of_one_layer(shape, batch, width)
-    logits = [min(EVAL_LOSS_ROWS, batch.tokens) * shape.vocab * max(width, 4)] * EVAL_LOGIT_COPIES
+    Weights of the file's own type are the file itself, mapped into memory, until they are updated; it is taken to be of a
+    16-bit type, as models are published. Then a few tokens are tried, with casts of all weights.
+    """
+    other_type = pretrained and run.device == "cpu" and run.widths.stream != PUBLISHED_BYTES
+    drawn = elements(run.tensors.tables[:1]) * run.widths.stream if run.shape.tied_head and not pretrained else 0
+    parts = {name: size for name, size in _state(run).items() if name != "optimizer"}
     return _phase(
-        "held-out loss",
-        **state,
-        activations=sum(layer),
-        loss_head=sum(logits),
-        allocator_slack=_slack(layer + logits, batch.device),
+        "load",
+        **parts,
+        loading=max(drawn, run.casts + run.operand),
+        mapped_file=run.shape.parameters * PUBLISHED_BYTES if other_type else 0,
     )
 
 
-def _generation_phase(
-    shape: ModelShape, batch: _Batch, width: int, max_new_tokens: int, state: dict[str, int]
-) -> Phase:
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def _step(run: Footprint, batch: Batch, targets: int, accumulating: bool, state: dict[str, int]) -> tuple[Phase, ...]:
+    """The moments at which a step can peak. From the second micro-batch on, the gradients of the first are there."""
+    kept_layers = run.recipe.kept_layers(run.shape.layers)
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    layer = sum(kept_by_layer(run.shape, run.widths, batch).all)
+    # A layer that is computed again keeps what it was given.
+    kept = (run.shape.layers - kept_layers) * passed_on + kept_layers * layer
+    kept += sum(kept_once(run.shape, run.widths, batch))
+    behind = sum(kept_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    passing = 2 * passed_on if kept_layers else sum(forward_of_one_layer(run.shape, run.widths, batch))
+    gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+    forward = _phase(
+        "forward",
+        **state,
+        gradients=gradients if accumulating else 0,
+        casts=run.casts,
+        activations=kept,
+        in_flight=passing,
+    )
+    loss = _phase(
+        "loss",
+        **state,
+        gradients=gradients if accumulating else run.head_gradient,
+        casts=kept_layers * run.casts_of_layer,
+        activations=kept + behind,
+        loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
+    )
+    backward = max(_backward(run, batch, accumulating, state), key=lambda phase: phase.total_bytes)
+    update = _phase("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
+    phases = (forward, loss, backward, update)
+    slack = _lost(run, batch, phases, accumulating) if run.device == "cpu" else 0
+    return tuple(_phase(phase.name, **phase.parts, allocator_slack=slack) for phase in phases)
+
+
+def _lost(run: Footprint, batch: Batch, phases: Iterable[Phase], accumulating: bool) -> int:
+    """On a CPU: places in the heap that a moment of the step left behind and no other uses, after a few steps.
+
+    None uses another's, so a part counts as it is at its largest. Where blocks that come and go lie between others that
+    stay, more is lost: gradients while layers are computed again or the next micro-batch is, temporaries of adapters and
+    of updates in the backward pass.
+    """
+    layers = run.shape.layers
+    kept_layers = run.recipe.kept_layers(layers)
+    live = max(phase.total_bytes for phase in phases)
+    largest = {name: max(phase.parts.get(name, 0) for phase in phases) for phase in phases for name in phase.parts}
+    layer = _in_heap(kept_by_layer(run.shape, run.widths, batch).all)
+    passing = _in_heap(forward_of_one_layer(run.shape, run.widths, batch))
+    kept = kept_layers * layer
+    cut = kept * (KEPT_SLACK + ACCUMULATED_SLACK * accumulating + ADAPTED_SLACK * bool(run.adapters))
+    cut += (1 - kept_layers / layers) * (RECOMPUTED_SLACK * layer + passing)
+    if run.recipe.in_backward:
+        cut += UPDATED_SLACK * min(run.updates, UPDATED_SLACK_BYTES)
+    return max(0, sum(largest.values()) - live) + int(cut)
+
+
+def _backward(run: Footprint, batch: Batch, accumulating: bool, state: dict[str, int]) -> Iterator[Phase]:
+    """Moments of the backward pass, from the last layer to the lookup of the input tokens."""
+    layers = run.shape.layers
+    recomputed = layers - run.recipe.kept_layers(layers)
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    layer = sum(kept_by_layer(run.shape, run.widths, batch).all)
+    once = sum(kept_once(run.shape, run.widths, batch))
+    trained = run.width * elements(run.trained_of_layer)
+    matrices = elements(run.tensors.matrices)
+
+    def at(below: int, moment: Moment) -> Phase:
+        """In the layer that has `below` layers before it."""
+        kept_below = max(0, below - recomputed)
+        held = min(below, recomputed) * passed_on + kept_below * layer + once
+        # What the layer was given is kept as it is only where its norm computes in the same type.
+        own = passed_on if below < recomputed and run.widths.stream != run.widths.norm else 0
+        done = 0 if run.recipe.in_backward else int((layers - 1 - below + moment.done / matrices) * trained)
+        return _phase(
+            "backward",
+            **state,
+            gradients=run.gradients if accumulating else run.head_gradient + done,
+            casts=kept_below * run.casts_of_layer + moment.casts * run.widths.compute * run.widths.casts,
+            activations=held + own + moment.kept,
+            in_flight=moment.in_flight + moment.updating * run.update_of(run.tensors.matrices[-1:]),
+        )
+
+    # All that is held rises or falls evenly from one to the next of these.
+    for below in {0, recomputed - 1, recomputed, layers - 1} & set(range(layers)):
+        for moment in backward_moments(run.shape, run.widths, batch):
+            if run.recipe.in_backward or not moment.updating:
+                yield at(below, moment)
+    if not run.adapters:
+        gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+        yield _phase("backward", **state, gradients=gradients, casts=0, activations=0, in_flight=_lookup(run, batch))
+
+
+def _lookup(run: Footprint, batch: Batch) -> int:
+    """The gradient of the input tokens: as it comes, in order, summed by token in at least float32, and rounded."""
+    wide, narrow = max(4, run.width), run.widths.stream
+    copies = 2 * narrow + wide + (wide + narrow if wide != run.width else 0)
+    return batch.tokens * run.shape.hidden * copies
+
+
+# --- evaluation and save ---------------------------------------------------------------------------------------------
+
+
+def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
+    """Forward passes without gradients: one layer at a time, then the head in chunks."""
+    layer = forward_of_one_layer(run.shape, run.widths, batch)
+    head = run.loss_head_without_gradients(batch.tokens)
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    slack = int(EVALUATION_SLACK * _in_heap(layer + head)) if run.device == "cpu" else 0
+    in_layers = {"casts": run.casts, "activations": sum(layer), "loss_head": 0}
+    in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
+    both = [_phase("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)]
+    return max(both, key=lambda phase: phase.total_bytes)
+
+
+def _generation(run: Footprint, batch: Batch, max_new_tokens: int) -> Phase:
     """Prompts up to a whole row, then `max_new_tokens` more: keys and values of all, one layer of them copied to grow."""
+    shape, width = run.shape, run.widths.compute
     tokens = batch.rows * (batch.length + max_new_tokens)
-    layer = _forward_of_one_layer(shape, batch, width)
-    logits = [batch.rows * shape.vocab * max(width, 4)] * EVAL_LOGIT_COPIES
+    layer = forward_of_one_layer(shape, run.widths, batch)
+    logits = [batch.rows * shape.vocab * max(width, 4)] * 2
     cache = [tokens * shape.kv_size * width] * (2 * shape.layers + 2)
     repeated = [tokens * shape.query_size * width] * 2  # key-value heads repeated for each query head, in one layer
+    head = elements(run.tensors.tables[:1]) * width if run.widths.casts else 0
     return _phase(
         "generation",
-        **state,
+        **_between_steps(run),
+        casts=run.casts + head,
         kv_cache=sum(cache) + sum(repeated),
         activations=sum(layer),
         loss_head=sum(logits),
-        allocator_slack=_slack(layer + logits, batch.device),
+        allocator_slack=int(EVALUATION_SLACK * _in_heap(layer + logits)) if run.device == "cpu" else 0,
     )
 
 
-def _forward_of_one_layer(shape: ModelShape, batch: _Batch, width: int) -> list[int]:
-    """Bytes of the tensors alive at once in a forward pass without gradients, at the widest point of a layer."""
-    tokens = batch.tokens * width
-    stream = [tokens * shape.hidden] * 3  # the residual, its norm and the block's result
-    mask = [tokens * batch.length] * (2 if batch.packed else 0)  # as truth values and as numbers
-    mlp = [tokens * shape.ffn] * (3 if shape.gated_mlp else 4)
-    scores = [tokens * shape.heads * batch.length] * (3 if shape.capped_scores else 0)
-    attention = [tokens * shape.query_size] * 6 + scores  # query, key, value, and the halves of their rotation
-    return stream + mask + max(mlp, attention, key=sum)
+def _save(run: Footprint, copied: int) -> Phase:
+    """A checkpoint; or the model in the end, with adapters added to it in float32 on the host, tensor by tensor."""
+    merged = 0
+    if run.adapters:
+        table, matrix = elements(run.tensors.tables[:1]), max(elements([one]) for one in run.tensors.matrices)
+        merged = run.final_model if run.device == "cpu" else 4 * max(table * (run.widths.stream != 4), 3 * matrix)
+    return _phase("save", **_between_steps(run), snapshot=copied, merged=merged)

@@ -1,0 +1,188 @@
+"""The two ends of a model at the vocabulary: the loss head, in chunks, and the lookup of the input tokens.
+
+Both add their gradient into the `.grad` of the table themselves. A tied table so has one gradient, never two and their sum,
+and the logits of all tokens never exist.
+"""
+
+from typing import Any
+
+import torch
+
+from tunix_rt.plan.recipe import loss_rows
+
+TABLE_SLICE_ROWS = 32_768
+"""Rows of the table whose gradient is computed at a time where it is wider than the products (float32 from bfloat16)."""
+
+
+def head_loss(
+    states: torch.Tensor,
+    table: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    compute: torch.dtype,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Cross entropy of `targets` [n] from hidden `states` [n, hidden] and the head's `table` [vocabulary, hidden].
+
+    The sum over the targets times `scale`, in float64. Call `backward()` on this very value: the gradient of the table is
+    computed on the way forward and is already in `table.grad` by then.
+    """
+    rows = rows or loss_rows(len(targets))
+    if torch.is_grad_enabled() and (states.requires_grad or table.requires_grad):
+        return _HeadLoss.apply(states, table, targets, scale, softcap, compute, rows)
+    operand = _as_operand(table, compute)
+    losses = [
+        _chunk(part.to(operand.dtype), operand, target, softcap, None)[0].sum()
+        for part, target in zip(states.split(rows), targets.split(rows), strict=True)
+    ]
+    return scale * torch.stack(losses).sum() if losses else states.new_zeros((), dtype=torch.float64)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None,
+        compute: torch.dtype, rows: int,
+    ) -> torch.Tensor:  # fmt: skip
+        wide = _as_operand(table, compute)
+        gradient = torch.empty_like(states) if states.requires_grad else None
+        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        for start in range(0, len(targets), rows):
+            part = states[start : start + rows].to(wide.dtype)
+            losses, slopes = _chunk(part, wide, targets[start : start + rows], softcap, scale)
+            total += losses.sum()
+            if gradient is not None:
+                gradient[start : start + rows] = slopes @ wide
+            if table.requires_grad:
+                _add_product(table, slopes, part)
+            del slopes  # before the next chunk's logits are there
+        ctx.gradient = gradient
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The gradient of the table cannot be scaled afterwards. Does not wait for a GPU.
+        torch._assert_async(upstream == 1, "backward() of something made of the loss, not of the loss itself")
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient, None, None, None, None, None, None
+
+
+def _product_type(compute: torch.dtype, device: torch.device) -> torch.dtype:
+    """A CPU has no product of 16-bit numbers with a float32 result, so there the head computes in float32."""
+    return torch.float32 if device.type == "cpu" and compute.itemsize == 2 else compute
+
+
+def _as_operand(table: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    return table.detach().to(_product_type(compute, table.device))
+
+
+def _logits(states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Their product in float32 (float64 for float64): 16-bit logits would lose the digits that the loss is made of."""
+    if states.dtype.itemsize == 2:
+        return torch.mm(states, table.t(), out_dtype=torch.float32)
+    return torch.mm(states, table.t())
+
+
+def _chunk(
+    states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of a few targets in float64 and, where `scale` is given, `scale` times the gradient of their logits.
+
+    One tensor of logits is turned in place into exponentials, probabilities and the gradient."""
+    logits = _logits(states, table)
+    slope = None
+    if softcap:
+        logits.div_(softcap).tanh_()
+        slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1) if scale is not None else None
+        logits.mul_(softcap)
+    column = targets.unsqueeze(1)
+    at_target = logits.gather(1, column)
+    top = logits.amax(1, keepdim=True)
+    total = logits.sub_(top).exp_().sum(1, keepdim=True)
+    losses = (total.log() + (top - at_target)).double()
+    if scale is None:
+        return losses, logits
+    logits.mul_(scale / total)
+    flat = torch.arange(len(targets), device=targets.device) * logits.shape[1] + targets
+    logits.view(-1)[flat] -= scale  # one element of each row
+    if slope is not None:
+        logits.mul_(slope)
+    return losses, logits.to(states.dtype)
+
+
+def _add_product(table: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor) -> None:
+    """`table.grad += slopes.T @ states`, summed in at least float32 and rounded once."""
+    fresh = table.grad is None
+    if table.grad is None:
+        table.grad = torch.empty_like(table)
+    if table.dtype == slopes.dtype:
+        if fresh:
+            torch.mm(slopes.t(), states, out=table.grad)
+        else:
+            table.grad.addmm_(slopes.t(), states)
+        return
+    for start in range(0, len(table), TABLE_SLICE_ROWS):
+        part = table.grad[start : start + TABLE_SLICE_ROWS]
+        columns = slopes[:, start : start + TABLE_SLICE_ROWS].t()
+        wide = torch.mm(columns, states, out_dtype=part.dtype) if part.dtype.itemsize > columns.dtype.itemsize else None
+        product = torch.mm(columns, states) if wide is None else wide
+        if fresh:
+            part.copy_(product)
+        else:
+            part.add_(product)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, table: torch.Tensor, ignored: int | None) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table, ctx.ignored = table, ignored
+        return torch.nn.functional.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[None, None, None]:
+        (ids,), table = ctx.saved_tensors, ctx.table
+        ctx.table = None
+        order = ids.flatten().argsort(stable=True)
+        sorted_ids = ids.flatten()[order]
+        # Tokens that occur often are summed in float32 first: their rows would swallow small gradients one by one.
+        first = torch.ones_like(sorted_ids)
+        first[1:] = sorted_ids[1:] != sorted_ids[:-1]
+        place = first.cumsum(0) - 1
+        gradients = upstream.flatten(0, -2)[order]
+        sums = torch.zeros(gradients.shape, dtype=_sum_type(table), device=table.device)
+        sums.index_add_(0, place, gradients.to(sums.dtype))
+        rows = torch.zeros_like(sorted_ids).index_copy_(0, place, sorted_ids)  # places left over add nothing to row 0
+        if ctx.ignored is not None:
+            sums.masked_fill_((rows == ctx.ignored).unsqueeze(1), 0)
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        table.grad.index_add_(0, rows, sums.to(table.dtype))
+        return None, None, None
+
+
+def _sum_type(table: torch.Tensor) -> torch.dtype:
+    return torch.float64 if table.dtype == torch.float64 else torch.float32
+
+
+def lean_lookup(embedding: torch.nn.Embedding) -> bool:
+    """Let `embedding` add its gradient to its table's own. False where its forward pass is not one we know."""
+    factor = getattr(embedding, "embed_scale", None)
+    known = type(embedding) is torch.nn.Embedding or (
+        factor is not None and type(embedding).__name__.endswith("ScaledWordEmbedding")
+    )
+    if not known or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        return False
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        table = embedding.weight
+        if torch.is_grad_enabled() and table.requires_grad:
+            found = _Lookup.apply(input_ids, table, embedding.padding_idx)
+        else:
+            found = torch.nn.functional.embedding(input_ids, table)
+        return found if factor is None else found * embedding.embed_scale.to(table.dtype)
+
+    embedding.forward = forward
+    return True

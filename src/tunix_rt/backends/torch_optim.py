@@ -1,0 +1,403 @@
+"""The optimizers of the PyTorch engine. docs/concepts/optimizers.md has their definitions and what they cost.
+
+The three update rules stand below each other. What they share: bfloat16 weights are updated in float32 and rounded
+afterwards, a large tensor is walked through in slices so that no temporary is larger than one, and nothing waits for the
+device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from tunix_rt.backends import torch_rounding as rounding
+from tunix_rt.errors import TunixError
+from tunix_rt.plan.state_bytes import BLOCK, state_tensors
+
+SLICE_ELEMENTS = 8 * 2**20
+"""Elements updated at a time, a multiple of the 8-bit block: 32 MiB for a temporary in float32. A slice has at least one row
+of a matrix of Adafactor. Random bits are drawn slice by slice, so this number is part of what a seed means."""
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Now:
+    """What holds for every parameter in a step."""
+
+    step: int
+    rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    stochastic: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """One update of one parameter."""
+
+    weights: torch.Tensor
+    """The parameter itself, [rows, columns] where Adafactor factors it, else [elements, 1]."""
+    gradient: torch.Tensor
+    """In the same shape, not yet multiplied by `scale`."""
+    state: State
+    decay: float
+    scale: torch.Tensor | None
+    sound: torch.Tensor | None
+    count: torch.Tensor
+    """Number of the step on the device, as torch's fused kernel wants it."""
+    generator: torch.Generator
+    now: _Now
+
+    @property
+    def work(self) -> torch.dtype:
+        """The type in which the update is computed."""
+        return torch.float64 if self.weights.dtype == torch.float64 else torch.float32
+
+    def slices(self) -> Iterator[slice]:
+        rows = max(1, SLICE_ELEMENTS // max(1, self.weights.shape[1]))
+        for start in range(0, len(self.weights), rows):
+            yield slice(start, min(start + rows, len(self.weights)))
+
+    def scaled_gradient(self, at: slice) -> torch.Tensor:
+        """The gradient in the type of the work; not to be written to. A scale of shape [1] makes cast and product one pass."""
+        if self.scale is None:
+            return self.gradient[at].to(self.work)
+        return self.gradient[at] * self.scale.to(self.work).view(1)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A moment that is kept of every element, in the shape of `weights`."""
+        return _column(self.state[name])
+
+    def take(self, at: slice) -> torch.Tensor:
+        """Weights to be changed in place: the parameter's own, or a copy where they are bfloat16."""
+        return self.weights[at].to(self.work)
+
+    def put(self, at: slice, changed: torch.Tensor) -> None:
+        """Round what `take` gave, where that was a copy."""
+        if self.weights.dtype != torch.bfloat16:
+            return
+        if self.now.stochastic:
+            rounding.round_to_bfloat16_(self.weights[at].view(-1), changed.view(-1), self.generator)
+        else:
+            self.weights[at].copy_(changed)
+
+    def keep(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Put `new` into the state, unless the update is not sound."""
+        old.copy_(new if self.sound is None else torch.where(self.sound, new, old))
+
+
+# --- the three rules -------------------------------------------------------------------------------------------------
+
+
+def _adamw(update: _Update) -> None:
+    """w <- w - rate decay w - rate m' / (sqrt(v') + epsilon): m is the mean of g and v that of g^2, m' and v' what they
+    come to without their start at 0. Torch's fused kernel computes it."""
+    first, second = update.whole("exp_avg"), update.whole("exp_avg_sq")
+    for at in update.slices():
+        weights = update.take(at)
+        _fused_adamw(update, weights, update.scaled_gradient(at), first[at], second[at])
+        update.put(at, weights)
+
+
+def _adamw_8bit(update: _Update) -> None:
+    """The same, with m and v unpacked from 8 bits and packed again. A small tensor has them whole."""
+    if update.state["exp_avg"].dtype != torch.uint8:
+        _adamw(update)
+        return
+    state, (signed, unsigned) = update.state, rounding.tables(update.weights.device)
+    for at in update.slices():
+        blocks, elements = slice(at.start // BLOCK, -(-at.stop // BLOCK)), at.stop - at.start
+        first = rounding.decode(state["exp_avg"][blocks], state["exp_avg_absmax"][blocks], signed)
+        second = rounding.decode(state["exp_avg_sq"][blocks], state["exp_avg_sq_absmax"][blocks], unsigned)
+        weights, first, second = update.take(at), first.to(update.work), second.to(update.work)
+        moments = (moment.view(-1, 1)[:elements] for moment in (first, second))  # the last block may go beyond the end
+        _fused_adamw(update, weights, update.scaled_gradient(at), *moments)
+        update.put(at, weights)
+        for name, moment, encode in (
+            ("exp_avg", first, rounding.encode_signed),
+            ("exp_avg_sq", second, rounding.encode_unsigned),
+        ):
+            codes, absmax = encode(moment.float(), update.generator)
+            update.keep(state[name][blocks], codes)
+            update.keep(state[f"{name}_absmax"][blocks], absmax)
+
+
+def _adafactor(update: _Update) -> None:
+    """w <- w - rate decay w - rate u / max(1, RMS(u)): u = g / sqrt(v), v the mean of g^2, of a matrix in rows and columns
+    only. `across` and `down` are what g is multiplied with to be u: element by element, and row by row."""
+    across, down = (_factored if "exp_avg_sq_row" in update.state else _unfactored)(update)
+    squares = torch.zeros((), dtype=update.work, device=update.weights.device)
+    for at in update.slices():
+        of_rows = torch.linalg.vector_norm(update.gradient[at] * across(at), dim=1, keepdim=True)
+        squares += of_rows.mul_(down(at)).square_().sum()
+    pace = -update.now.rate / (squares / update.weights.numel()).sqrt_().clamp_(min=1.0)
+    kept = torch.full_like(pace, 1.0 - update.now.rate * update.decay)
+    if update.sound is not None:
+        kept = torch.where(update.sound, kept, 1.0)
+    for at in update.slices():
+        weights, moved, speed = update.take(at), update.gradient[at] * across(at), down(at) * pace
+        if update.sound is not None:  # both: NaN times 0 would be NaN
+            moved, speed = (torch.where(update.sound, values, 0.0) for values in (moved, speed))
+        if update.decay:
+            weights.mul_(kept)
+        update.put(at, weights.addcmul_(moved, speed))
+
+
+RULES = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+
+
+# --- what the rules are made of --------------------------------------------------------------------------------------
+
+
+def _fused_adamw(
+    update: _Update, weights: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> None:
+    unsound = None if update.sound is None else update.sound.logical_not().float()
+    lists = [weights], [gradient], [first], [second]
+    _fused_kernel(*lists, now=update.now, decay=update.decay, count=update.count, unsound=unsound)
+
+
+def _fused_kernel(
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
+    *,
+    now: _Now,
+    decay: float,
+    count: torch.Tensor,
+    unsound: torch.Tensor | None = None,
+) -> None:
+    """What `torch.optim.AdamW(fused=True)` calls. It reads memory in order, whatever the strides say."""
+    torch._fused_adamw_(
+        weights, gradients, first, second, [], [count] * len(weights), lr=now.rate, beta1=now.beta1, beta2=now.beta2,
+        weight_decay=decay, eps=now.epsilon, amsgrad=False, maximize=False, found_inf=unsound,
+    )  # fmt: skip
+
+
+def _column(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements below each other as they lie in memory; copied first where they do not lie in order."""
+    return tensor.contiguous().as_strided((tensor.numel(), 1), (1, 1))
+
+
+_Factor = Callable[[slice], torch.Tensor]
+
+
+def _factored(update: _Update) -> tuple[_Factor, _Factor]:
+    """Move the means of rows and columns of g^2. v is their outer product over the mean of the rows."""
+    height, width = update.weights.shape
+    rows = torch.empty(height, dtype=update.work, device=update.weights.device)
+    columns = torch.zeros(width, dtype=update.work, device=update.weights.device)
+    for at in update.slices():
+        rows[at] = torch.linalg.vector_norm(update.gradient[at], dim=1, dtype=update.work)
+        columns += torch.linalg.vector_norm(update.gradient[at], dim=0, dtype=update.work).square_()
+    scale = _scale(update)
+    rows = _moved(update, update.state["exp_avg_sq_row"], rows.mul_(scale).square_().div_(width))
+    columns = _moved(update, update.state["exp_avg_sq_col"], columns.mul_(scale).mul_(scale).div_(height)).rsqrt_()
+    down = (rows.mean().sqrt() * rows.rsqrt() * scale).view(-1, 1)  # the mean over a row could be too large for float32
+    return lambda _: columns, lambda at: down[at]
+
+
+def _unfactored(update: _Update) -> tuple[_Factor, _Factor]:
+    """Move the mean of g^2 of every element."""
+    second, scale = update.whole("exp_avg_sq"), _scale(update)
+    for at in update.slices():
+        _moved(update, second[at], update.scaled_gradient(at).square())
+    return lambda at: second[at].rsqrt(), lambda _: scale
+
+
+def _moved(update: _Update, mean: torch.Tensor, towards: torch.Tensor) -> torch.Tensor:
+    """`mean` moved `towards` (spoilt by it) by the share of this step: all of the way at the first. Kept, where sound."""
+    moved = mean.lerp(towards.add_(1e-30), update.now.step**-0.8)
+    update.keep(mean, moved)
+    return moved
+
+
+def _scale(update: _Update) -> torch.Tensor:
+    if update.scale is None:
+        return torch.ones((), dtype=update.work, device=update.weights.device)
+    return update.scale.to(update.work)
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    """Updates parameters in place: all together (`step`), or each as soon as its gradient is there (`update`).
+
+    The place of a parameter in `named` is its number for everything random. Matrices are decayed, vectors are not. The step
+    is counted by the caller, once for all parameters; one without a gradient is left alone, and so is its state."""
+
+    def __init__(
+        self,
+        named: Mapping[str, torch.nn.Parameter],
+        *,
+        kind: str,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        weight_decay: float,
+        seed: int,
+        stochastic_rounding: bool,
+    ) -> None:
+        for name, parameter in named.items():
+            _refuse_unfit(name, parameter)
+        self._kind = kind
+        self._rule = RULES[kind]
+        self._named = dict(named)
+        self._index = {parameter: index for index, parameter in enumerate(named.values())}
+        self._weight_decay = weight_decay
+        self._seed = seed
+        self._now = _Now(step=0, rate=0.0, beta1=beta1, beta2=beta2, epsilon=epsilon, stochastic=stochastic_rounding)
+        self._restored = 0
+        self._states: dict[torch.nn.Parameter, State] = {}
+        self._counts: dict[torch.device, torch.Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    # --- updating
+
+    def begin(self, step: int, rate: float) -> None:
+        """What is updated from now on belongs to step `step`, counted from 1, and has learning rate `rate`."""
+        if step <= self._restored:
+            raise ValueError(f"step {step} was begun, but the first after what was restored is {self._restored + 1}")
+        self._now = replace(self._now, step=step, rate=rate)
+        self._counts.clear()
+
+    def update(
+        self, parameter: torch.nn.Parameter, *, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None
+    ) -> None:
+        """Update one parameter by its gradient times `scale`. Where `sound` is false nothing changes, state included.
+
+        Both are of shape [] and on the device, and are not waited for."""
+        if parameter.grad is None:
+            return
+        state = self._state(parameter)
+        weights, gradient = parameter.detach(), parameter.grad.detach()
+        if "exp_avg_sq_row" not in state:
+            weights, gradient = _column(weights), _column(gradient)
+        update = _Update(
+            weights=weights,
+            gradient=gradient,
+            state=state,
+            decay=self._decay(parameter),
+            scale=scale,
+            sound=sound,
+            count=self._count(parameter.device),
+            generator=self._generator(parameter),
+            now=self._now,
+        )
+        with torch.no_grad():
+            self._rule(update)
+
+    def step(self, *, scale: torch.Tensor | None = None) -> None:
+        """Update every parameter that has a gradient, to the bits that `update` gives.
+
+        AdamW in float32 or float64 takes one call of the fused kernel for all, and leaves the gradients scaled."""
+        together: dict[tuple[torch.device, torch.dtype, float], list[torch.nn.Parameter]] = {}
+        for parameter in self._named.values():
+            if parameter.grad is None:
+                continue
+            if self._kind == "adamw" and parameter.dtype != torch.bfloat16:
+                alike = (parameter.device, parameter.dtype, self._decay(parameter))
+                together.setdefault(alike, []).append(parameter)
+            else:
+                self.update(parameter, scale=scale)
+        for (device, dtype, decay), parameters in together.items():
+            states = [self._state(parameter) for parameter in parameters]
+            gradients = [_column(parameter.grad.detach()) for parameter in parameters]
+            if scale is not None:
+                torch._foreach_mul_(gradients, scale.to(dtype))
+            moments = ([_column(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            weights = [_column(parameter.detach()) for parameter in parameters]
+            _fused_kernel(weights, gradients, *moments, now=self._now, decay=decay, count=self._count(device))
+
+    def _decay(self, parameter: torch.nn.Parameter) -> float:
+        return self._weight_decay if parameter.dim() >= 2 else 0.0
+
+    def _count(self, device: torch.device) -> torch.Tensor:
+        if self._now.step < 1:
+            raise ValueError("an update needs its step: call begin first")
+        if device not in self._counts:
+            self._counts[device] = torch.full((), float(self._now.step), dtype=torch.float32, device=device)
+        return self._counts[device]
+
+    def _generator(self, parameter: torch.nn.Parameter) -> torch.Generator:
+        """The device's generator, seeded for this parameter in this step."""
+        device = parameter.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        seed = rounding.seed_of(self._seed, self._now.step, self._index[parameter], device.type)
+        return self._generators[device].manual_seed(seed)
+
+    # --- the state
+
+    def state_of(self, parameter: torch.nn.Parameter) -> State:
+        """What is kept of `parameter`; empty before its first update."""
+        return self._states.get(parameter, {})
+
+    def tensors(self) -> State:
+        """All that a checkpoint has to hold beside the step: `exp_avg.NAME` and the like.
+
+        A parameter that was never updated has its zeros there, so that nothing can be missing unnoticed."""
+        found: State = {}
+        for name, parameter in self._named.items():
+            state = self._states.get(parameter) or self._fresh(parameter)
+            found |= {f"{slot}.{name}": tensor for slot, tensor in state.items()}
+        return found
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
+        """Put back what `tensors` gave after `step` steps, bit for bit, on each parameter's device."""
+        states = {parameter: self._fresh(parameter) for parameter in self._named.values()}
+        expected = {
+            f"{slot}.{name}": tensor
+            for name, parameter in self._named.items()
+            for slot, tensor in states[parameter].items()
+        }
+        _refuse_others(expected, tensors, self._kind)
+        for name, tensor in expected.items():
+            tensor.copy_(tensors[name])
+        self._states = states
+        self._restored = step
+
+    def _state(self, parameter: torch.nn.Parameter) -> State:
+        if parameter not in self._states:
+            self._states[parameter] = self._fresh(parameter)
+        return self._states[parameter]
+
+    def _fresh(self, parameter: torch.nn.Parameter) -> State:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return {
+            slot: torch.zeros(shape, dtype=getattr(torch, stored), device=parameter.device)
+            for slot, (shape, stored) in state_tensors(tuple(parameter.shape), self._kind, dtype).items()
+        }
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refuse_unfit(name: str, parameter: torch.nn.Parameter) -> None:
+    if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise TunixError(
+            f"{name}: weights of type {parameter.dtype} are not updated, small changes would be lost in them",
+            fix="keep the weights in float32 and cast them for the forward pass",
+        )
+    if not parameter.is_contiguous():
+        raise TunixError(
+            f"{name}: its {parameter.numel():,} weights do not lie in order", fix="call .contiguous() on it"
+        )
+
+
+def _refuse_others(expected: State, found: Mapping[str, torch.Tensor], kind: str) -> None:
+    """Name the first tensor that is missing, foreign or of another shape or type."""
+    fix = "continue with the model and the optimizer that wrote this checkpoint, or start anew in another folder"
+    for name, tensor in expected.items():
+        if name not in found:
+            raise TunixError(f"the optimizer state has no {name}, which {kind} keeps", fix=fix)
+        other = found[name]
+        if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+            said = [f"{list(one.shape)} in {str(one.dtype).removeprefix('torch.')}" for one in (other, tensor)]
+            raise TunixError(f"the optimizer state has {name} as {said[0]}; {kind} keeps {said[1]}", fix=fix)
+    if strange := sorted(set(found) - set(expected)):
+        raise TunixError(f"the optimizer state has {strange[0]}, which {kind} of this model does not keep", fix=fix)

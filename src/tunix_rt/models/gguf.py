@@ -1,0 +1,178 @@
+"""A GGUF file as a model folder: converted once by a child process, found again by the hash of its bytes.
+
+The weights come out as float32: the exact values that the quantised blocks stand for, which are not those of the model
+the file was made from.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunix_rt.errors import InputError, StorageError
+from tunix_rt.models.secrets import redacted
+from tunix_rt.models.weight_files import LFS_POINTER, readable
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"GGUF"
+SCHEMA = "tunix-rt/gguf/1"
+MANIFEST = "gguf.json"
+CONVERSION = "tunix_rt.backends.gguf_conversion"
+CHILD = "tunix_rt.models.child"
+NEEDED = {"gguf": "gguf", "accelerate": "gguf", "torch": "torch", "transformers": "torch"}
+"""Package -> the extra of tunix-rt that brings it."""
+BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a GGUF file that win over what is in it. The tokenizer's count when tokenizer.json is there."""
+OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """The folder a GGUF file became, and the file by name and hash."""
+
+    folder: Path
+    origin: str
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no safetensors. Two are an InputError that lists them."""
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".gguf", ".safetensors"))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read: {error.strerror or error}", fix="check the path") from error
+    if not files or any(path.suffix.lower() == ".safetensors" for path in files):
+        return None
+    if len(files) > 1:
+        named = ", ".join(path.name for path in files)
+        raise InputError(f"{folder} has {len(files)} GGUF files: {named}", fix="give the path of one of them")
+    return files[0]
+
+
+def converted(file: Path, *, with_weights: bool) -> Converted:
+    """The model folder of a GGUF file, from the cache or made now. Without weights: configuration and tokenizer only."""
+    _refuse_foreign(file)
+    with readable(file.name, file):
+        about = file.stat()
+        sha256 = _sha256(file, about.st_size, about.st_mtime_ns)
+        key = "-".join([sha256, *_hash_of_what_lies_beside(file)])
+    whole, small = _cache_folder() / key, _cache_folder() / f"{key}-without-weights"
+    for place in (whole,) if with_weights else (whole, small):
+        if (known := read_manifest(place)) is not None:
+            break
+    else:
+        place = whole if with_weights else small
+        _require_packages(file)
+        logger.info("Converting %s (sha256 %s) into %s; this is done once", file.name, sha256, place)
+        _convert(file, place, with_weights=with_weights)
+        if (known := read_manifest(place)) is None:
+            raise StorageError(f"{place} is not what was written there", fix=OTHER_CACHE)
+    logger.info("%s holds %s; weights: %s; kept in %s", file.name, known["quantisation"], known["weights"], place)
+    return Converted(folder=place, origin=f"{file.name} sha256:{sha256}")
+
+
+def _refuse_foreign(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(LFS_POINTER))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}", fix="check the path") from error
+    if start == LFS_POINTER:
+        raise InputError(f"{file} is incomplete: a Git LFS pointer instead of the model", fix="fetch the file again")
+    if start[: len(MAGIC)] != MAGIC:
+        raise InputError(
+            f"{file} is a file, and no GGUF file by its first bytes", fix="give a model folder, or a .gguf file"
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(file: Path, _size: int, _changed: int) -> str:
+    """Of the file while its size and time stay as they are: a large one takes a while, and is asked for again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _hash_of_what_lies_beside(file: Path) -> list[str]:
+    found = [path for path in (file.parent / name for name in BESIDE) if path.is_file()]
+    if not found:
+        return []
+    digest = hashlib.sha256()
+    for path in found:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return [digest.hexdigest()[:16]]
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root).absolute() / "tunix-rt" / "gguf"
+
+
+def read_manifest(place: Path) -> Mapping[str, Any] | None:
+    """What the conversion wrote down, or None when the folder is not there or lacks a file of the size it had."""
+    try:
+        known = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+        whole = all((place / name).stat().st_size == size for name, size in known["files"].items())
+        return known if whole and known["schema"] == SCHEMA else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _require_packages(file: Path) -> None:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        extras = ",".join(sorted({NEEDED[name] for name in missing}))
+        raise InputError(
+            f"{file.name} is a GGUF file, and converting it needs {', '.join(missing)}",
+            fix=f'pip install "tunix-rt[{extras}]"',
+        )
+
+
+def _convert(file: Path, place: Path, *, with_weights: bool) -> None:
+    """Run the conversion in a child: it takes memory, and a file from elsewhere may bring its reader down.
+
+    The child holds one end of a pipe whose other end is ours alone: when we are killed it is closed, and the child ends."""
+    command = [sys.executable, "-P", "-m", CHILD, CONVERSION, str(file), str(place)]
+    # Nothing is fetched, and no GPU is woken for it.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    watched, held = os.pipe()
+    try:
+        ended = subprocess.run(
+            command if with_weights else [*command, "--without-weights"],
+            env=environment,
+            stdin=watched,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C asks us to stop; half a conversion is of no use to anyone
+        )
+    finally:
+        os.close(watched)
+        os.close(held)
+    if ended.returncode == 0:
+        return
+    said = _last_line(ended.stdout)
+    kind = {InputError.exit_code: InputError, StorageError.exit_code: StorageError}.get(ended.returncode)
+    if kind is not None and said.startswith("{"):
+        raise kind(**json.loads(said))
+    if ended.returncode == -signal.SIGKILL:
+        raise InputError(
+            f"{file} was not converted: the process was killed, probably for want of memory",
+            fix="convert it on a computer with more memory (about 10 bytes per parameter), or use a model with safetensors",
+        )
+    raise InputError(
+        f"{file} cannot be converted: {redacted(_last_line(ended.stderr))[:300] or f'exit code {ended.returncode}'}",
+        fix="fetch the file again; if it is whole, transformers cannot read this kind: use the model's safetensors",
+    )
+
+
+def _last_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()[-1:]), "")

@@ -1,0 +1,208 @@
+"""A model of the hub: from the local cache when it is whole there, else fetched. Every refusal of the hub in words."""
+
+import errno
+import fnmatch
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunix_rt.errors import InputError, StorageError, TunixError
+from tunix_rt.models.secrets import redacted
+from tunix_rt.models.weight_files import NOT_READ, missing_weights, no_safetensors
+
+logger = logging.getLogger(__name__)
+
+# What a run reads of a model: safetensors and JSON only. No pickle, no code.
+WEIGHTS = "*.safetensors"
+SMALL_FILES = ("*.json", "*.jinja")
+GIB = 2**30
+OTHER_CACHE = "free space or permissions there, or set HF_HOME to a folder on another volume"
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What is asked of the hub, and what an answer that is no model has to say about it."""
+
+    name: str
+    revision: str
+    cached: str
+    """`not in the local cache`, or what is lacking there."""
+    ways_on: str
+
+
+def from_hub(name: str, revision: str, *, with_weights: bool, ways_on: str) -> tuple[Path, str]:
+    """Folder and commit of a hub model: the local cache first, then the hub.
+
+    A branch that is in the cache is taken as it was when it was fetched; the commit says which one that is."""
+    patterns = [WEIGHTS, *SMALL_FILES] if with_weights else list(SMALL_FILES)
+    folder, lacking = _from_cache(name, revision, patterns, with_weights)
+    if folder is None or lacking:
+        asking = Asking(name=name, revision=revision, ways_on=ways_on, cached=lacking or "not in the local cache")
+        folder = _fetch(asking, patterns, with_weights=with_weights)
+    return folder, folder.name
+
+
+def _from_cache(name: str, revision: str, patterns: list[str], with_weights: bool) -> tuple[Path | None, str]:
+    """The snapshot in the cache, or None; and what it lacks, in words."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns, local_files_only=True
+        )
+    except errors.LocalEntryNotFoundError as error:
+        found = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files its listing names
+        if found is None:
+            return None, ""
+    except (errors.HFValidationError, OSError, ValueError):
+        return None, ""
+    folder = Path(found)
+    lacks = [] if (folder / "config.json").is_file() else ["config.json"]
+    if with_weights:
+        lacks += missing_weights(folder)
+        others = [path.name for path in folder.iterdir() if path.suffix in NOT_READ]
+        if not lacks and not any(folder.glob(WEIGHTS)):
+            lacks = [f"any {WEIGHTS} (it has {others[0]})" if others else f"any {WEIGHTS}"]
+    return folder, f"only partly in the local cache (without {lacks[0]})" if lacks else ""
+
+
+def _fetch(asking: Asking, patterns: list[str], *, with_weights: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    if not constants.HF_HUB_OFFLINE:
+        logger.info("Asking the hub for %s", redacted(asking.name))
+    try:
+        _never_wait_for_ever()
+        about = huggingface_hub.HfApi().model_info(asking.name, revision=asking.revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in about.siblings or () if "/" not in file.rfilename}
+        wanted = [file for file in sizes if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
+        if with_weights and not fnmatch.filter(sizes, WEIGHTS):
+            where = f"on the hub at revision {asking.revision}"
+            raise no_safetensors(f"model {asking.name!r}", where, sizes, fix=asking.ways_on)
+        _refuse_full_disk(asking.name, sum(sizes[file] for file in wanted))
+        # By the name of the revision, not by its commit: the cache then remembers what that name stood for.
+        return Path(huggingface_hub.snapshot_download(asking.name, revision=asking.revision, allow_patterns=wanted))
+    except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError, OSError, RuntimeError) as error:
+        raise _refusal(error, asking) from None
+
+
+def _never_wait_for_ever() -> None:
+    """Let no request of the hub's client wait longer than HF_HUB_ETAG_TIMEOUT (10 s) for a server that says nothing.
+
+    The client keeps that time when it looks for a file, and has none where it asks about a model and lists its files."""
+    from huggingface_hub import constants, utils
+
+    def limit(request: Any) -> None:
+        asked = request.extensions.get("timeout", {})
+        kinds = ("connect", "read", "write", "pool")
+        request.extensions["timeout"] = {kind: asked.get(kind) or constants.HF_HUB_ETAG_TIMEOUT for kind in kinds}
+
+    session = utils.get_session()
+    hooks = session.event_hooks
+    if not any(hook.__qualname__ == limit.__qualname__ for hook in hooks["request"]):
+        session.event_hooks = {**hooks, "request": [*hooks["request"], limit]}
+
+
+def _refuse_full_disk(name: str, needed_bytes: int) -> None:
+    """Before the first byte: what the hub's client only warns of."""
+    from huggingface_hub import constants
+
+    place = Path(constants.HF_HUB_CACHE)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed_bytes > free:
+        raise StorageError(
+            f"model {name!r} needs up to {needed_bytes / GIB:.2f} GiB, and {place} has {free / GIB:.2f} GiB free",
+            fix=OTHER_CACHE,
+        )
+
+
+def _refusal(error: BaseException, asking: Asking) -> TunixError:
+    """What the hub, its client or the disk said, as one problem and a way out."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # the client has looked into the cache once more, and says that
+    name, ways_on = asking.name, asking.ways_on
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.HFValidationError):
+        return InputError(f"no model named {name!r} on the hub, in the cache or shipped", fix=ways_on)
+    if isinstance(error, errors.GatedRepoError):
+        return _gated(name, status, ways_on)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return InputError(f"model {name!r} has no revision {asking.revision!r}", fix="set model.revision: main")
+    if isinstance(error, errors.DisabledRepoError):
+        return InputError(f"the hub has disabled access to model {name!r}", fix=ways_on)
+    refuses_token = "Invalid credentials" in _header(error, "X-Error-Message")
+    if isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and not refuses_token):
+        unseen = " that can be seen without a token (401)" if status == 401 else ""
+        log_in = "; if it is private or gated, log in with `hf auth login`" if status == 401 else ""
+        return InputError(
+            f"no model named {name!r} on the hub{unseen}, in the cache or shipped",
+            fix=f"check the spelling{log_in}; or {ways_on}",
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return InputError(
+            f"model {name!r} is {asking.cached}, and HF_HUB_OFFLINE forbids asking the hub",
+            fix=f"unset HF_HUB_OFFLINE; or {ways_on}",
+        )
+    if status is not None:
+        return _refused_status(int(status), name, ways_on)
+    if _is_full_disk(error):
+        return StorageError(f"model {name!r} cannot be written to the hub's cache: {one_line(error)}", fix=OTHER_CACHE)
+    return InputError(
+        f"model {name!r} is {asking.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
+        fix=ways_on,
+    )
+
+
+def _header(error: BaseException, name: str) -> str:
+    """A header of the hub's answer; the hub says there what a status alone does not."""
+    return str(getattr(getattr(error, "response", None), "headers", {}).get(name, ""))
+
+
+def _gated(name: str, status: Any, ways_on: str) -> InputError:
+    """401: the hub does not know who asks. 403: it does, and that account was not let in."""
+    if status == 403:
+        return InputError(
+            f"model {name!r} is gated, and this account has not been given access (403)",
+            fix=f"open the model's page on the hub, accept its licence and wait until access is granted; or {ways_on}",
+        )
+    return InputError(
+        f"model {name!r} is gated, and no valid token came with the request",
+        fix=f"accept its licence on the hub and log in with `hf auth login` (or set HF_TOKEN); or {ways_on}",
+    )
+
+
+def _refused_status(status: int, name: str, ways_on: str) -> InputError:
+    token = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the token of `hf auth login`"
+    if status == 401:
+        problem, way = (
+            f"refuses {token} for model {name!r} (401)",
+            "log in again with `hf auth login`, or unset HF_TOKEN",
+        )
+    elif status == 403:
+        problem, way = f"forbids model {name!r} to {token} (403)", "use a token that may read this model"
+    elif status == 429:
+        problem, way = f"has had too many requests (429), model {name!r} among them", "wait some minutes, or log in"
+    else:
+        problem, way = f"answers {status} for model {name!r}", "try again later"
+    return InputError(f"the hub {problem}", fix=f"{way}; or {ways_on}")
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """By its number; the client's own downloader only says it in words."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return True
+    return any(words in str(error) for words in ("No space left", "Disk quota exceeded"))
+
+
+def one_line(error: BaseException) -> str:
+    return redacted(" ".join(str(error).split()))[:300]

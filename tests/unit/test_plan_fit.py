@@ -1,0 +1,329 @@
+"""The verdict: what fits is admitted, what does not comes with a way out that works; how long, how much disk."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_plan import (
+    GEMMA3_270M,
+    GEMMA_2B,
+    GIB,
+    SMALL,
+    SMALLEST,
+    SMOLLM2_135M,
+    changed,
+    run_settings,
+    settings_of,
+    shapes,
+)
+from tunix_rt.cli.main import cli
+from tunix_rt.config import RunConfig, load_config, require_runnable
+from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.errors import DoesNotFitError
+from tunix_rt.plan.fit import (
+    CUDA_SAFETY_SHARE,
+    disk_needed_bytes,
+    estimate_time,
+    explain_out_of_memory,
+    judge,
+    measure_rate,
+    refuse_if_too_big,
+    training_flops_per_token,
+)
+from tunix_rt.plan.memory import predict
+from tunix_rt.plan.shape import ModelShape, shape_of
+
+
+def chosen(free_bytes: float, device: str = "cpu", capability: tuple[int, int] | None = None) -> DeviceChoice:
+    free = int(free_bytes)
+    return DeviceChoice(
+        device=device,
+        kind="a",
+        count=1,
+        memory_bytes=free,
+        free_bytes=free,
+        reason="for the test",
+        capability=capability,
+    )
+
+
+MODERN, OLD = (8, 9), (7, 5)
+
+
+def named(config: RunConfig) -> RunConfig:
+    """With a model and a dataset, so that it could be run."""
+    return changed(changed(config, "model", model_name_or_path="a-model"), "data", dataset="some-traces")
+
+
+def advised(line: str, asked: list[str]) -> RunConfig:
+    """The configuration that the `--set` of an advised line make of `asked`."""
+    overrides = [word for word in line.partition("  (")[0].split() if word != "--set"]
+    config = load_config(None, overrides=asked + overrides)
+    require_runnable(named(config))
+    return config
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_a_2b_model_in_float32_is_refused_on_8_gib_with_parts_and_a_way_out() -> None:
+    shape = shape_of(GEMMA_2B)
+    config = settings_of(data={"max_length": 1024}, training={"per_device_train_batch_size": 8})
+    plan = predict(shape, config, device="cpu")
+    with pytest.raises(DoesNotFitError) as refused:
+        refuse_if_too_big(plan, chosen(8 * GIB), shape, config)
+    assert refused.value.exit_code == 5
+    assert f"{plan.least_bytes / GIB:.2f} GiB predicted" in refused.value.problem
+    assert "8.00 GiB free on cpu" in refused.value.problem
+    assert "weights 9.34" in refused.value.problem
+    assert "optimizer states of 2,506,172,416 parameters alone are 11." in refused.value.fix
+
+
+def test_gemma_2b_fits_an_8_gb_card_with_every_parameter_trained() -> None:
+    shape = shape_of(GEMMA_2B)
+    config = settings_of(
+        data={"max_length": 1024},
+        training={**SMALLEST, "per_device_train_batch_size": 1},
+        evaluation={"per_device_eval_batch_size": 8},
+    )
+    fit = judge(predict(shape, config, device="cuda"), chosen(7.5 * GIB, "cuda", MODERN))
+    assert fit.fits
+    assert fit.safety_bytes == pytest.approx(CUDA_SAFETY_SHARE * fit.predicted_bytes, abs=1)
+
+
+def test_the_way_to_an_8_gb_card_is_found_from_plain_settings() -> None:
+    shape, asked = shape_of(GEMMA_2B), ["data.max_length=1024", "training.per_device_train_batch_size=4"]
+    config, card = load_config(None, overrides=asked), chosen(7.6 * GIB, "cuda", MODERN)
+    (line,) = judge(predict(shape, config, device="cuda"), card, shape, config).advice
+    for words in ("master_dtype=bfloat16", "optim_in_backward=true", "optim=adafactor", "Adafactor instead of AdamW"):
+        assert words in line
+    assert "lora" not in line
+    assert judge(predict(shape, advised(line, asked), device="cuda"), card).fits
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected"),
+    [(60, "batch_size=8 "), (32, "batch_size=4 "), (5, "checkpointing=true"), (2.5, "optim=adamw_8bit")],
+)
+def test_the_advised_line_is_as_small_a_change_as_fits(free_gib: float, expected: str) -> None:
+    shape, free = shape_of(SMOLLM2_135M), chosen(free_gib * GIB)
+    asked = ["data.max_length=2048", "training.per_device_train_batch_size=24", "evaluation.max_new_tokens=512"]
+    config = load_config(None, overrides=asked)
+    fit = judge(predict(shape, config, device="cpu"), free, shape, config)
+    assert not fit.fits
+    assert fit.margin_bytes < 0
+    (line,) = fit.advice
+    assert expected in line
+    better = advised(line, asked)
+    assert judge(predict(shape, better, device="cpu"), free).fits
+    assert better.training.per_device_train_batch_size * better.training.gradient_accumulation_steps == 24
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=shapes,
+    config=run_settings(),
+    free=st.integers(2**28, 2**36),
+    where=st.sampled_from([("cpu", None), ("cuda", MODERN), ("cuda", OLD), ("cuda", None)]),
+)
+def test_what_is_advised_can_be_run_and_does_fit(
+    shape: ModelShape, config: RunConfig, free: int, where: tuple[str, tuple[int, int] | None]
+) -> None:
+    device, capability = where
+    choice = chosen(free, device, capability)
+    fit = judge(predict(shape, config, device=device, capability=capability), choice, shape, config)
+    for line in fit.advice:
+        if not line.startswith("--set"):
+            continue
+        plain = config.model_dump()
+        for word in line.partition("  (")[0].split()[1::2]:
+            section, _, rest = word.partition(".")
+            key, _, value = rest.partition("=")
+            plain[section][key] = json.loads(value) if value[0].isdigit() or value in ("true", "false") else value
+        better = RunConfig.model_validate(plain)
+        require_runnable(named(better))
+        assert (
+            capability == MODERN
+            or better.training.dtype == config.training.dtype
+            or better.training.dtype != "bfloat16"
+        )
+        assert better.training.lora_rank == config.training.lora_rank
+        assert judge(predict(shape, better, device=device, capability=capability), choice).fits == (": fits" in line)
+
+
+def test_bfloat16_is_advised_to_a_gpu_that_computes_it_and_to_no_other() -> None:
+    shape = shape_of({"model_type": "gpt2", "attn_pdrop": 0.0})
+    config = settings_of(
+        data={"max_length": 1024},
+        training={"per_device_train_batch_size": 1, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        evaluation={"per_device_eval_batch_size": 1},
+    )
+
+    def first_advice(device: str, capability: tuple[int, int] | None) -> str:
+        plan = predict(shape, config, device=device, capability=capability)
+        free = chosen(plan.context_bytes + 0.5 * plan.least_bytes, device, capability)
+        return judge(plan, free, shape, config).advice[0]
+
+    assert "--set training.dtype=bfloat16 --set training.master_dtype=bfloat16" in first_advice("cuda", MODERN)
+    assert "bfloat16" not in first_advice("cuda", OLD) + first_advice("cuda", None) + first_advice("cpu", None)
+
+
+@pytest.mark.parametrize(("capability", "narrow"), [(MODERN, "bfloat16"), (OLD, "float16")])
+def test_a_16_bit_type_is_advised_where_activations_are_what_does_not_fit(
+    capability: tuple[int, int], narrow: str
+) -> None:
+    shape = shape_of(SMOLLM2_135M)
+    config = settings_of(
+        data={"max_length": 8192},
+        training={"per_device_train_batch_size": 1, "gradient_checkpointing": True, "optim": "adamw_8bit"},
+        evaluation={"per_device_eval_batch_size": 1},
+    )
+    plan = predict(shape, config, device="cuda", capability=capability)
+    free = chosen(plan.context_bytes + plan.peak_bytes, "cuda", capability)
+    (line,) = judge(plan, free, shape, config).advice
+    assert line.startswith(f"--set training.dtype={narrow}  (")
+    assert f"products in {narrow}" in line
+
+
+def test_adapters_are_spoken_of_only_where_nothing_else_fits_and_never_mixed_in() -> None:
+    shape, config = shape_of(GEMMA_2B), settings_of(data={"max_length": 512})
+    plan = predict(shape, config, device="cuda", capability=OLD)
+
+    def advice(free_gib: float) -> list[str]:
+        return judge(plan, chosen(free_gib * GIB, "cuda", OLD), shape, config).advice
+
+    assert [("lora" in line, line.startswith("or, only then, training.lora_rank=16: ")) for line in advice(12)] == [
+        (False, False), (False, False), (True, True),
+    ]  # fmt: skip
+    assert not any("lora" in line for line in advice(16)), "other advice fits"
+    assert not any("lora" in line for line in advice(4)), "adapters do not fit either"
+
+
+@settings(deadline=None)
+@given(shape=shapes, config=run_settings(), free=st.integers(0, 2**40))
+def test_what_is_judged_to_fit_is_never_refused_and_the_other_way_round(
+    shape: ModelShape, config: RunConfig, free: int
+) -> None:
+    plan = predict(shape, config, device="cpu")
+    fit = judge(plan, chosen(free))
+    assert fit.fits == (fit.predicted_bytes + fit.safety_bytes <= free)
+    assert plan.least_bytes <= fit.predicted_bytes <= plan.peak_bytes
+    with contextlib.nullcontext() if fit.fits else pytest.raises(DoesNotFitError):
+        refuse_if_too_big(plan, chosen(free), shape, config)
+
+
+def test_a_checkpoint_is_not_what_a_run_is_refused_for() -> None:
+    """Where there is no room for a copy of the state, it is written without one."""
+    shape, config = shape_of({"model_type": "gpt2"}), settings_of(training={"save_steps": 10}, data={"max_length": 64})
+    plan = predict(shape, config, device="cpu")
+    assert plan.peak_bytes - plan.least_bytes > 12 * shape.parameters * 0.5
+    assert judge(plan, chosen(1.21 * plan.least_bytes)).fits
+    assert not judge(plan, chosen(1.19 * plan.least_bytes)).fits
+
+
+# --- out of memory all the same ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measured_gib", [5.0, 30.0])
+def test_running_out_of_memory_is_explained_by_the_parts_and_answered_by_less(measured_gib: float) -> None:
+    shape, asked = shape_of(SMOLLM2_135M), ["data.max_length=2048", "training.per_device_train_batch_size=32"]
+    config = load_config(None, overrides=asked)
+    choice = chosen(80 * GIB, "cuda", MODERN)
+    plan = predict(shape, config, device="cuda")
+    problem, fix = explain_out_of_memory(plan, int(measured_gib * GIB), choice, shape, config)
+    assert f"{measured_gib:.2f} GiB were taken" in problem
+    assert f"{plan.peak_bytes / GIB:.2f} GiB had been predicted" in problem
+    assert "activations" in problem
+    assert fix.startswith("--set ")
+    reached = predict(shape, advised(fix.splitlines()[0], asked), device="cuda").peak_bytes
+    assert reached * (1 + CUDA_SAFETY_SHARE) <= min(measured_gib * GIB, plan.peak_bytes)
+
+
+# --- time and disk ---------------------------------------------------------------------------------------------------
+
+
+def test_time_grows_with_steps_tokens_and_questions() -> None:
+    shape, config = shape_of(GEMMA3_270M), settings_of()
+
+    def of(tokens: int, steps: int, items: int) -> float:
+        return estimate_time(
+            shape, config, tokens_per_step=tokens, steps=steps, eval_items=items, flops_per_second=1e11
+        ).seconds_high
+
+    assert of(1024, 10, 0) < of(2048, 10, 0) < of(2048, 20, 0) < of(2048, 20, 100)
+    estimate = estimate_time(shape, config, tokens_per_step=1024, steps=10, flops_per_second=1e11)
+    assert 0 < estimate.seconds_low < estimate.seconds_high
+
+
+def test_recomputation_costs_a_forward_pass_of_the_layers_it_covers() -> None:
+    shape, config = shape_of(GEMMA_2B), settings_of(data={"max_length": 1024})
+    none, half, every = (
+        training_flops_per_token(shape, changed(config, "training", gradient_checkpointing=kept))
+        for kept in (False, 0.5, True)
+    )
+    assert none == pytest.approx(15.3e9, rel=0.01), "forward and backward, the vocabulary included"
+    assert half - none == pytest.approx((every - none) / 2)
+    assert every - none == pytest.approx(2 * 18 * (shape.layer_matrix_parameters + 2048 * 1024))
+
+
+def test_the_rate_of_this_cpu_is_measured_in_a_moment() -> None:
+    assert 1e8 < measure_rate() < 1e14
+
+
+def test_disk_holds_the_kept_checkpoints_the_best_one_more_and_the_final_model() -> None:
+    shape = shape_of({"model_type": "gpt2"})
+    weights = 4 * shape.parameters
+    small = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 2}))
+    large = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5}))
+    assert small > 4 * 3 * weights + weights
+    assert large - small == 3 * 3 * weights
+    halved = disk_needed_bytes(shape, settings_of(training={**SMALLEST, "save_total_limit": 2}))
+    assert halved < 5.1 * weights / 2 + 2**27
+    adapters = disk_needed_bytes(shape, settings_of(training={"lora_rank": 16, "save_total_limit": 2}))
+    assert weights < adapters < 1.5 * weights
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def model_folder(path: Path, config: dict[str, Any]) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_the_command_says_that_a_small_model_fits_from_its_config_alone(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", {"model_type": "llama", **SMALL})
+    asked = ["plan", "--model", folder, "--device", "cpu", "--set", "data.max_length=64"]
+    said = CliRunner().invoke(cli, asked)
+    assert said.exit_code == 0, said.stderr
+    assert said.stdout.startswith("fits: ")
+    assert "activations" in said.stdout
+    assert "disk: up to" in said.stdout
+    plan = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
+    assert plan["fit"]["fits"] is True
+    assert plan["memory"]["peak_bytes"] == plan["fit"]["predicted_bytes"]
+
+
+def test_the_command_refuses_a_model_that_cannot_fit_with_exit_5(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", {**GEMMA_2B, "num_hidden_layers": 2000})
+    asked = ["plan", "--model", folder, "--device", "cpu", "--set", "training.per_device_train_batch_size=512"]
+    said = CliRunner().invoke(cli, asked)
+    assert said.exit_code == 5
+    assert said.stdout.startswith("does not fit: ")
+    assert "--set training.per_device_train_batch_size=1 --set training.gradient_accumulation_steps=1 " in said.stderr
+    assert "use a smaller model" in said.stderr
+    assert json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)["fit"]["fits"] is False
+
+
+def test_the_command_names_a_model_it_does_not_know(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", {"model_type": "mamba"})
+    said = CliRunner().invoke(cli, ["plan", "--model", folder, "--device", "cpu"])
+    assert (said.exit_code, "'mamba'" in said.stderr) == (3, True)
+    assert CliRunner().invoke(cli, ["plan", "--device", "cpu"]).exit_code == 2
