@@ -109,7 +109,12 @@ def measure(spec: dict[str, Any], device: str) -> dict[str, Any]:
     engine_of.heldout_loss(engine, [row() for _ in range(rows)], batch_size=rows, pad_id=0)
     found["held-out"] = peak()
     prompts = [row().ids.tolist() for _ in range(rows)]
-    asked = {"max_new_tokens": config.evaluation.max_new_tokens, "batch_size": rows, "stop_ids": [0], "pad_id": 0}
+    asked: dict[str, Any] = {
+        "max_new_tokens": config.evaluation.max_new_tokens,
+        "batch_size": rows,
+        "stop_ids": [0],
+        "pad_id": 0,
+    }
     for _ in engine_of.generate(engine, prompts, **asked):
         pass
     found["answers"] = peak()

@@ -33,7 +33,7 @@ from tunix_rt.evidence.precommit import (
     settled_config,
 )
 from tunix_rt.evidence.record import Record
-from tunix_rt.models import ModelSource, resolve_model, resolve_tokenizer
+from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
 from tunix_rt.plan.fit import disk_needed_bytes, estimate_time, explain_out_of_memory, judge, refuse_if_too_big
 from tunix_rt.plan.memory import MemoryPlan, predict
 from tunix_rt.plan.recipe import recipe_of
@@ -86,6 +86,7 @@ class Report(Record):
 def run_pipeline(config: RunConfig, output: Path, *, progress: Progress) -> Report:
     """Run everything into the folder `output`. Raises what went wrong after writing it into `result.json`."""
     require_runnable(config)
+    refuse_addresses(config.model_dump())
     run = RunDir(output)
     with run.locked():
         stop = StopRequest(grace_seconds=config.training.grace_seconds, time_budget=config.training.time_budget)
@@ -416,7 +417,7 @@ def _evaluate(
 def _account_for_memory(run: RunDir, report: Report, plan: MemoryPlan) -> None:
     """Hold the prediction against the measurement, per run, in the open."""
     measured = max(report.phases.values())
-    error = plan.peak_bytes / measured - 1
+    error = plan.peak_bytes / max(1, measured) - 1  # in a process that had room from before, nothing rises
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes, "measured_bytes": measured}
     write_json(
         run.memory,

@@ -270,9 +270,10 @@ def _refuse_partial_weights(source: ModelSource, info: Mapping[str, Any]) -> Non
 
 def _refuse_unknown_head(engine: Engine) -> None:
     head = engine.model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+    biased = getattr(head, "bias", None) is not None
+    if not isinstance(head, torch.nn.Linear) or biased:
         raise InputError(
-            f"{engine.source.name}: its head is a {type(head).__name__}{' with a bias' if getattr(head, 'bias', None) is not None else ''}",
+            f"{engine.source.name}: its head is a {type(head).__name__}{' with a bias' if biased else ''}",
             fix="only plain projections to the vocabulary can be trained",
         )
 
