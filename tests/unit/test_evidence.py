@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ from click.testing import CliRunner
 
 import tunix_rt
 from tunix_rt.cli.evidence import evidence
-from tunix_rt.errors import EvidenceError
+from tunix_rt.errors import EvidenceError, TunixError
 from tunix_rt.evaluate.score import judge, score_predictions
 from tunix_rt.evidence.hashes import list_problems, write_hashes
+from tunix_rt.evidence.record import Record
 from tunix_rt.evidence.source import find_commit, source_hash
 from tunix_rt.rundir import RunDir, json_line, sha256_text, write_json, write_jsonl, write_text
 
@@ -515,3 +517,14 @@ def test_the_hash_of_this_package_is_the_one_the_shell_computes():
     shell = "find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum"
     by_hand = subprocess.run(["sh", "-c", shell], cwd=package, check=True, capture_output=True, text=True).stdout
     assert source_hash(package)[0] == by_hand.split()[0]
+
+
+def test_a_token_that_a_library_says_reaches_neither_the_log_nor_the_result(tmp_path):
+    secret = "hf_" + "a1B2c3D4e5" * 4
+    (tmp_path / "run").mkdir()
+    record = Record(run=RunDir(tmp_path / "run"), continued=False)
+    with pytest.raises(TunixError), record.logged(), record.ended():
+        logging.getLogger("tunix_rt").warning("asked with %s", secret)
+        raise TunixError(f"the hub refused {secret}", fix="log in again")
+    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert "asked with" in written and "the hub refused" in written and secret not in written

@@ -18,6 +18,7 @@ from typing import Any
 
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.evidence.hashes import write_hashes
+from tunix_rt.models import redacted
 from tunix_rt.rundir import RunDir, json_text, storage, sync_folder, write_text
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,13 @@ class LogFile(logging.Handler):
             self._file.close()
 
 
+class WithoutSecrets(logging.Formatter):
+    """Strikes tokens of the hub from what libraries say."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
     """What is known of the run so far; `result.json` is written from it whatever happens."""
@@ -104,7 +112,7 @@ class Record:
     @contextmanager
     def logged(self) -> Iterator[None]:
         """Everything said also goes to `training_log.txt`; a continued run appends."""
-        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ")
+        formatter = WithoutSecrets("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ")
         formatter.converter = time.gmtime
         # Passes each record on at once when it has a target, and keeps them all while it has none.
         gate = logging.handlers.MemoryHandler(capacity=1, flushOnClose=False)
@@ -173,7 +181,7 @@ class Record:
             "schema": "tunix-rt/result/1",
             "status": status,
             "exit_code": exit_code,
-            "reason": reason,
+            "reason": redacted(reason),
             "started": started.isoformat(timespec="seconds"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(self.seconds_before + time.monotonic() - clock, 3),
