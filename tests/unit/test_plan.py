@@ -378,6 +378,20 @@ def test_gemma_2b_trains_every_parameter_in_little_more_than_its_weights_and_the
     assert parts["optimizer"] <= 0.01
 
 
+@pytest.mark.parametrize(("file", "which"), [("engine_memory.json", 0), ("engine_curves.json", "float32 AdamW")])
+def test_the_prediction_for_a_gpu_is_what_a_gpu_measured(file: str, which: Any) -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    case = recorded["cases"][which] if which == 0 else recorded["runs"][which]
+    config = settings_of(
+        model={"weights": "random"},
+        data={"max_length": 1024},
+        training=case["settings"],
+        evaluation={"per_device_eval_batch_size": 1},
+    )
+    plan = predict(shape_of(GEMMA_2B), config, device="cuda", capability=(9, 0))
+    assert plan.peak_bytes == pytest.approx(case.get("peak_allocated_bytes") or case["peak_bytes"], rel=0.01)
+
+
 def test_checkpointing_saves_most_of_the_activations_of_a_deep_model() -> None:
     config = settings_of(data={"max_length": 1024}, training={"per_device_train_batch_size": 4})
     plain = predict(shape_of(SMOLLM2_135M), config, device="cpu")
