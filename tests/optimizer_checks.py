@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.device_waits import nothing_waits
 from tunix_rt.backends import references
 from tunix_rt.backends.torch_optim import Optimizer
 from tunix_rt.plan.state_bytes import OPTIMIZERS
@@ -186,14 +187,8 @@ def check_unsound(kind, dtype, first, device="cpu"):
     for parameter in named.values():
         parameter.grad.view(-1)[0] = torch.nan
     scale, sound = torch.tensor(torch.nan, device=device), torch.tensor(False, device=device)
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits(device):
         optimizer.begin(first, 1e-2)
         for parameter in named.values():
             optimizer.update(parameter, scale=scale, sound=sound)
-    finally:
-        if device != "cpu":
-            torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(everything(optimizer, named), before)

@@ -15,6 +15,7 @@ from tests.attention_checks import (
     states_alone,
     summed_loss,
 )
+from tests.device_waits import nothing_waits
 from tunix_rt.backends import torch_attention
 from tunix_rt.backends.torch_attention import FLEX, VARLEN, Attention, boundaries, choose_attention, works
 
@@ -198,12 +199,8 @@ def test_nobody_waits_for_the_device(attention):
         torch.autograd.grad(attend(*leaves), leaves, upstream)
 
     step()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- through the models ----------------------------------------------------------------------------------------------
