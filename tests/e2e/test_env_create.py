@@ -136,7 +136,9 @@ def test_an_index_that_cannot_be_reached_is_told_from_a_wheel_that_is_not_there(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_child_and_removes_what_was_half_made(place, number):
     script = (
-        "import json, sys; from pathlib import Path\n"
+        "import json, signal, sys; from pathlib import Path\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # tests in the background are told to ignore it
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # `nohup` too
         "from tunix_rt.doctor.facts import facts_from_json\n"
         "from tunix_rt.doctor.installing import create_environment\n"
         "facts = facts_from_json(json.loads(sys.argv[1]))\n"
