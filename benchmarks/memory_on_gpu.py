@@ -14,13 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.engine_gpu import start_afresh
+from benchmarks.memory_prediction import random_data
 from tunix_rt.backends import torch_backend as engine_of
 from tunix_rt.config import RunConfig
-from tunix_rt.data.pack import Row, StepBatch, collate
 from tunix_rt.models import resolve_model
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of
@@ -76,24 +75,11 @@ def cases() -> list[dict[str, Any]]:
 def measure(spec: dict[str, Any], device: str) -> dict[str, Any]:
     """Peak bytes of the parts of a run; on a CPU, which only tries the code, the peak so far."""
     config = RunConfig.model_validate(spec["settings"])
-    training, length, rows = config.training, config.data.max_length, config.evaluation.per_device_eval_batch_size
-    source, random = resolve_model(spec["preset"], weights="random"), np.random.default_rng(0)
-    shape = shape_of(source.config)
+    training, rows = config.training, config.evaluation.per_device_eval_batch_size
+    source = resolve_model(spec["preset"], weights="random")
+    row, batch_of = random_data(config, shape_of(source.config).vocab)
     start_afresh()
     engine = engine_of.load(source, device=device, training=training)
-
-    def row(tokens: int = length) -> Row:
-        positions = np.concatenate([np.arange(tokens // 2), np.arange(tokens - tokens // 2)]).astype(np.int32)
-        ids = random.integers(1, shape.vocab, tokens).astype(np.int32)
-        return Row(ids=ids, trained=np.ones(tokens, dtype=bool), positions=positions)
-
-    def batch_of(step: int) -> StepBatch:
-        size = training.per_device_train_batch_size
-        micro = tuple(
-            collate([row() for _ in range(size)], pad_id=0) for _ in range(training.gradient_accumulation_steps)
-        )
-        targets = sum(batch.targets for batch in micro)
-        return StepBatch(micro_batches=micro, target_tokens=targets, tokens=targets, sha256=str(step))
 
     def peak() -> int:
         found = engine.peak_bytes()

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -28,6 +29,9 @@ from tunix_rt.config import RunConfig  # noqa: E402
 from tunix_rt.plan.fit import measure_rate, training_flops_per_token  # noqa: E402
 from tunix_rt.plan.memory import predict  # noqa: E402
 from tunix_rt.plan.shape import shape_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from tunix_rt.data.pack import Row, StepBatch
 
 CHILD_SECONDS = 300
 
@@ -124,18 +128,13 @@ CASES = [
 # --- in the child ----------------------------------------------------------------------------------------------------
 
 
-def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Peak bytes after training and after everything, from a real run of the engine."""
+def random_data(config: RunConfig, vocabulary: int) -> tuple[Callable[[], "Row"], Callable[[int], "StepBatch"]]:
+    """What makes a row of random tokens, all of them targets, two examples where rows are packed; and a step of such."""
     import numpy as np
 
-    from tunix_rt.backends import torch_backend as engine_of
     from tunix_rt.data.pack import Row, StepBatch, collate
-    from tunix_rt.models import ModelSource
 
-    config = RunConfig.model_validate(spec["settings"])
-    training, length = config.training, config.data.max_length
-    random = np.random.default_rng(0)
-    vocabulary = spec["model"]["vocab_size"]
+    training, length, random = config.training, config.data.max_length, np.random.default_rng(0)
 
     def row() -> Row:
         half = length // 2 if config.data.packing else length
@@ -153,6 +152,17 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             micro_batches=micro, target_tokens=targets, tokens=rows * length * len(micro), sha256=str(step)
         )
 
+    return row, batch_of
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Peak bytes after training and after everything, from a real run of the engine."""
+    from tunix_rt.backends import torch_backend as engine_of
+    from tunix_rt.models import ModelSource
+
+    config = RunConfig.model_validate(spec["settings"])
+    training = config.training
+    row, batch_of = random_data(config, spec["model"]["vocab_size"])
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(spec["model"]))
         source = ModelSource(

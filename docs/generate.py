@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from benchmarks import kills
+from benchmarks import accumulation_error, kills
 from docs import data_pages, doctor_pages, engine_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
@@ -29,6 +29,7 @@ MEMORY = Path("benchmarks/results/memory_cpu.json")
 MEMORY_PAGE = Path("docs/concepts/memory-model.md")
 DATA_PAGE = Path("docs/concepts/data-at-scale.md")
 CHECKPOINTS_PAGE = Path("docs/concepts/checkpoints.md")
+OPTIMIZERS_PAGE = Path("docs/concepts/optimizers.md")
 INDEX_PAGE = Path("docs/index.md")
 CARD = Path("models/tiny-gemma3")
 
@@ -47,6 +48,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
         MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
+        OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),

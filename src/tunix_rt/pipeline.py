@@ -1,6 +1,7 @@
 """doctor, plan, data, train, evaluate, evidence: one run from configuration to hashed folder, in this order."""
 
 import contextlib
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,7 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     if config.training.time_budget is not None:
         logger.info("Time budget: %s, counted from the start of the program", _minutes(config.training.time_budget))
     require_charts(config)
+    _require_peft(config)
     if not report.continued:
         if config.training.resume_from_checkpoint is not None:
             logger.warning("there is no run in %s to continue: starting at step 0", run.root)
@@ -142,6 +144,15 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
             metrics=metrics, stop=stop, progress=progress, uuids=uuids,
         )  # fmt: skip
     _account_for_memory(run, report, plan)
+
+
+def _require_peft(config: RunConfig) -> None:
+    """Refuse adapters where peft is not installed; called before anything that takes time."""
+    if config.training.lora_rank is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "training.lora_rank: peft is not installed",
+            fix="pip install 'tunix-rt[lora]', or leave the setting out to train every parameter",
+        )
 
 
 @contextlib.contextmanager

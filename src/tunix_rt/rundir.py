@@ -263,13 +263,11 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a staging folder, then make it `folder/step-NNNNNN` in one move. Returns that path."""
-    return publish_checkpoint(stage_checkpoint(folder, step, write))
-
-
 def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """The whole checkpoint, durable, under a name that no reader looks at. One that fails is removed: it holds space."""
+    """Let `write` fill a staging folder, which is durable then, under a name that no reader looks at. Returns its path.
+
+    One that fails is removed: it holds space.
+    """
     staged = folder / f".staged-{checkpoint_name(step)}"
     with storage(folder):
         if not folder.is_dir():

@@ -201,6 +201,8 @@ class Saver:
         finally:
             self.give_up()
             self._stop.last_acts.remove(self.give_up)
+            # Whoever asks later what is kept asks the folder: the last answers need the memory of the optimizer.
+            self._engine = self._optimizer = None
         if error is None:
             self.raise_if_failed()
         elif self._failure is not None and self._failure is not error:

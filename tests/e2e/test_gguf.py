@@ -3,22 +3,26 @@
 import hashlib
 import json
 import logging
+import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 from filelock import FileLock
 
 from tests.conftest import SHIPPED
 from tests.materials import gemma3_270m_gguf, real_tokenizer, smollm2_gguf
-from tests.program import environment, refused, tunix_rt
+from tests.program import environment
+from tunix_rt.cli.main import cli
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, StorageError
 from tunix_rt.models import ModelSource, resolve_model, resolve_tokenizer
@@ -89,14 +93,15 @@ def write_gguf(path: Path, model, *, quantised: bool = False, more: dict | None 
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", data, raw_dtype=kind)
     if rotation:
         writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    _write_out(writer)
     return path
+
+
+def _write_out(writer) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _as_llama_cpp_has_them(model, arch: str):
@@ -284,16 +289,16 @@ def test_a_conversion_ends_with_the_program_that_asked_for_it(tmp_path, llama_fi
 def test_a_file_that_is_cut_off_anywhere_is_refused_with_its_bytes(tmp_path, llama_file):
     from tunix_rt.backends.gguf_conversion import read_header
 
-    whole = llama_file.read_bytes()
-    lengths = sorted({*range(4, 64), *range(64, len(whole), 997), len(whole) - 1})
-    for length in lengths:
-        (tmp_path / "torn.gguf").write_bytes(whole[:length])
+    torn = Path(shutil.copy(llama_file, tmp_path / "torn.gguf"))
+    whole = torn.stat().st_size
+    for length in sorted({*range(4, 64), *range(64, whole, 997), whole - 1}, reverse=True):
+        os.truncate(torn, length)
         with pytest.raises(InputError, match=r"torn\.gguf is incomplete"):
-            read_header(tmp_path / "torn.gguf")
+            read_header(torn)
     assert len(read_header(llama_file).tensors) == 21
-    (tmp_path / "torn.gguf").write_bytes(b"GGUF" + bytes(40))
+    torn.write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(InputError, match="GGUF version 0 is not known"):
-        read_header(tmp_path / "torn.gguf")
+        read_header(torn)
 
 
 def test_a_damaged_header_is_refused_or_read_and_nothing_else(tmp_path, llama_file):
@@ -328,11 +333,13 @@ def test_a_foreign_file_is_refused_by_its_first_bytes(tmp_path, content, words):
         resolve_model(str(tmp_path / "foreign.gguf"))
 
 
-def test_a_torn_file_ends_a_run_with_exit_code_3_and_two_lines(tmp_path, llama_file):
+def test_a_torn_file_ends_a_run_with_exit_code_3_and_two_lines(tmp_path, llama_file, monkeypatch):
     (tmp_path / "torn.gguf").write_bytes(llama_file.read_bytes()[:-1])
     size = llama_file.stat().st_size
-    done = tunix_rt("plan", "smoke_tiny", "--model", tmp_path / "torn.gguf", XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert f"torn.gguf is incomplete: {size - 1:,} of {size:,} bytes" in refused(done, 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said = CliRunner().invoke(cli, ["plan", "smoke_tiny", "--model", str(tmp_path / "torn.gguf")])
+    assert said.exit_code == 3 and said.stderr.count("\n") == 2, said.stderr
+    assert f"torn.gguf is incomplete: {size - 1:,} of {size:,} bytes" in said.stderr and "\n  fix: " in said.stderr
 
 
 def test_a_file_that_its_reader_cannot_convert_is_refused_without_a_traceback(tmp_path, monkeypatch):
@@ -340,13 +347,7 @@ def test_a_file_that_its_reader_cannot_convert_is_refused_without_a_traceback(tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "rwkv-of-the-moon")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    _write_out(writer)
     with pytest.raises(InputError, match=r"odd\.gguf cannot be converted: ValueError: .*rwkv-of-the-moon") as caught:
         resolve_model(str(tmp_path / "odd.gguf"))
     assert "Traceback" not in caught.value.problem
@@ -399,16 +400,24 @@ def test_a_tensor_the_model_has_no_place_for_is_not_dropped_in_silence(tmp_path)
         converted(file, tmp_path / "made")
 
 
-def test_a_full_disk_is_a_storage_error(tmp_path, llama_file):
+@pytest.fixture
+def short_files() -> Iterator[None]:
+    """No file can grow beyond 100,000 bytes. Python ignores the signal, so the write that would do it fails."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path, llama_file, short_files, capsys):
     """The limit is on the length of a file: the weights are the first to meet it."""
+    from tunix_rt.backends.gguf_conversion import main
+
     place = tmp_path / "cache" / "made"
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tunix_rt.backends.gguf_conversion", str(llama_file), str(place)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-        env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == StorageError.exit_code, done.stderr
-    assert str(place.parent) in json.loads(done.stdout.splitlines()[-1])["problem"]
+    assert main([str(llama_file), str(place)]) == StorageError.exit_code
+    assert str(place.parent) in json.loads(capsys.readouterr().out.splitlines()[-1])["problem"]
     assert not place.exists() and not list(place.parent.glob(".building-*"))
 
 

@@ -401,6 +401,17 @@ def test_charts_without_tensorboard_are_refused_before_anything_runs(tmp_path, m
     assert not run.doctor.exists() and not run.precommit.exists()
 
 
+def test_adapters_without_peft_are_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"training\.lora_rank: peft is not installed") as caught:
+        run_pipeline(configured("training.lora_rank=4"), run.root, progress=quiet)
+    assert "pip install 'tunix-rt[lora]'" in caught.value.fix
+    result = read_json(run.result)
+    assert (result["status"], result["exit_code"]) == ("refused", 2)
+    assert not run.doctor.exists() and not run.precommit.exists()
+
+
 def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path, monkeypatch):
     """As torch says it on a CPU, in the second step: never tried again in silence."""
     backend = load_backend("torch")

@@ -24,7 +24,7 @@ from tests.attention_checks import (
     states_alone,
     summed_loss,
 )  # fmt: skip
-from tunix_rt.backends import torch_attention
+from tunix_rt.backends import torch_attention, torch_borders
 from tunix_rt.backends.torch_attention import (
     FLEX,
     VARLEN,
@@ -161,7 +161,7 @@ class Kernel:
 
 
 def without_border(keep):
-    begins = torch_attention._begins
+    begins = torch_borders._begins
 
     def fewer(positions):
         found = begins(positions)
@@ -193,7 +193,7 @@ PLANTED = {
 @pytest.mark.parametrize("defect", PLANTED)
 def test_a_defect_planted_into_varlen_is_found(defect, written_out, monkeypatch):
     family, name, wrong = PLANTED[defect]
-    monkeypatch.setattr(torch_attention, name, wrong)
+    monkeypatch.setattr(torch_borders if name == "_begins" else torch_attention, name, wrong)
     assert largest_difference(family, VARLEN_ATTENTION, 4) > 1e-6
 
 
@@ -225,11 +225,11 @@ def test_a_defect_planted_into_the_masks_of_transformers_is_found(family, name, 
 )
 def test_a_defect_planted_into_flex_is_found(family, defect, uncompiled, monkeypatch):
     """A window that is one too long, a border that is lost, a cap that is forgotten."""
-    make, attend = torch_attention.PackedRows._make, torch_attention.flex_attention
+    make, attend = torch_borders.PackedRows._make, torch_attention.flex_attention
     if defect == "window":
-        monkeypatch.setattr(torch_attention.PackedRows, "_make", lambda rows, w: make(rows, w and w + 1))
+        monkeypatch.setattr(torch_borders.PackedRows, "_make", lambda rows, w: make(rows, w and w + 1))
     elif defect == "border":
-        monkeypatch.setattr(torch_attention, "_begins", without_border(second_border))
+        monkeypatch.setattr(torch_borders, "_begins", without_border(second_border))
     else:
         monkeypatch.setattr(torch_attention, "flex_attention", lambda *parts, score_mod, **how: attend(*parts, **how))
     assert flex_difference(family, 4) > 1e-6
@@ -267,8 +267,8 @@ def test_the_borders_cut_the_tokens_into_examples_that_stay_in_their_row(positio
 def test_the_blocks_of_flex_are_those_that_torch_finds_by_asking_for_every_pair(positions, window, block):
     """The same function asked for every pair, and the pairs against the borders themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_attention, "BLOCK", block)
-        ours = torch_attention.PackedRows(positions, torch.device("cpu")).block_mask(window)
+        patch.setattr(torch_borders, "BLOCK", block)
+        ours = torch_borders.PackedRows(positions, torch.device("cpu")).block_mask(window)
     rows, tokens = positions.shape
     theirs = flex_of_torch.create_block_mask(ours.mask_mod, rows, 1, tokens, tokens, device="cpu", BLOCK_SIZE=block)
     for counts, indices in [
@@ -287,7 +287,7 @@ def test_the_blocks_of_flex_are_those_that_torch_finds_by_asking_for_every_pair(
         ):
             assert found.dtype == torch.int32 and found[:count].tolist() == right[:count].tolist()
     place = np.arange(tokens)
-    example = np.cumsum(torch_attention._begins(positions), axis=1)
+    example = np.cumsum(torch_borders._begins(positions), axis=1)
     sees = (example[:, :, None] == example[:, None, :]) & (place[None, :] <= place[:, None])
     if window is not None:
         sees &= place[None, :] > place[:, None] - window
@@ -319,16 +319,12 @@ def test_the_attention_of_transformers_is_told_nothing_but_positions(name):
         ({}, "varlen", "no mask is made"),
         ({"dtype": "float16", "capability": (8, 0), "head_dim": 256}, "varlen", "by itself"),
         ({"capability": (12, 0), "head_dim": 256}, "varlen", "by itself"),
-        (
-            {"capability": (8, 9), "head_dim": 208},
-            "sdpa",
-            "no backward pass for heads of 208 on compute capability 8.9",
-        ),
+        ({"capability": (8, 9), "head_dim": 208}, "sdpa", "for heads of 208 where the compute capability is 8.9"),
         ({"capability": (9, 0), "head_dim": 208}, "varlen", "by itself"),
         ({"head_dim": 288}, "sdpa", "not of 288"),
         ({"head_dim": 60}, "sdpa", "not of 60"),
-        ({"capability": (7, 5), "dtype": "float16"}, "sdpa", "capability 7.5 is below 8.0"),
-        ({"capability": None}, "sdpa", "capability unknown is below 8.0"),
+        ({"capability": (7, 5), "dtype": "float16"}, "sdpa", "compute capability is 7.5, and our kernels need 8.0"),
+        ({"capability": None}, "sdpa", "compute capability is not known"),
         ({"dtype": "float32"}, "sdpa", "knows no float32"),
         ({"dtype": "float64"}, "sdpa", "knows no float64"),
         ({"dropout": True}, "sdpa", "drops attention weights at random"),
@@ -336,9 +332,12 @@ def test_the_attention_of_transformers_is_told_nothing_but_positions(name):
         ({"softcap": True}, "flex", "soft-capped"),
         ({"softcap": True, "dtype": "float32"}, "flex", "soft-capped"),
         ({"softcap": True, "dtype": "float64"}, "eager", "knows no float64"),
-        ({"softcap": True, "head_dim": 8}, "eager", "with heads of 8"),
+        ({"softcap": True, "head_dim": 8}, "eager", "heads of 16 and more, not of 8"),
         ({"softcap": True, "dropout": True}, "eager", "drops attention weights"),
-        ({"softcap": True, "capability": (7, 5)}, "eager", "below 8.0"),
+        ({"softcap": True, "capability": (7, 5)}, "eager", "need 8.0"),
+        ({"softcap": True, "sdpa": False}, "flex", "soft-capped"),
+        ({"sdpa": False}, "eager", "with its eager attention alone"),
+        ({"device": "cpu", "capability": None, "sdpa": False}, "eager", "with its eager attention alone"),
         ({"device": "cpu", "capability": None}, "sdpa", "on the CPU"),
         ({"device": "cpu", "capability": None, "softcap": True}, "eager", "on the CPU"),
     ],
@@ -346,7 +345,7 @@ def test_the_attention_of_transformers_is_told_nothing_but_positions(name):
 def test_the_choice_follows_device_type_and_what_the_model_needs(changed, name, words):
     chosen = choose_attention(**{**GPU, "deterministic": False, **changed})
     assert chosen.name == name and words in chosen.why
-    assert chosen.generating == ("eager" if changed.get("softcap") else "sdpa")
+    assert chosen.generating == ("eager" if changed.get("softcap") or name == "eager" else "sdpa")
     assert chosen.training == {"varlen": VARLEN, "flex": FLEX}.get(name, name)
 
 
@@ -378,8 +377,9 @@ def test_a_deterministic_run_allows_only_kernels_that_add_in_order():
 @pytest.mark.parametrize("attention", [VARLEN_ATTENTION, FLEX_ATTENTION], ids=lambda attention: attention.name)
 def test_without_borders_nothing_is_computed(attention):
     model = small_model("llama", attention=attention.training)
-    with pytest.raises(InputError, match="was not told where examples begin"):
+    with pytest.raises(InputError, match="was not told where examples begin") as caught:
         model(torch.ones(1, 6, dtype=torch.long), use_cache=False)
+    assert "pass what `boundaries` gives" in caught.value.fix, "another model would not help"
 
 
 @pytest.mark.parametrize("attention", [VARLEN_ATTENTION, FLEX_ATTENTION], ids=lambda attention: attention.name)
@@ -415,10 +415,12 @@ def test_what_our_kernels_do_not_do_is_refused_by_name(attention, asked, words):
 def test_varlen_refuses_soft_capped_scores_and_wide_types():
     parts = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
     told = boundaries(np.arange(4)[None], torch.device("cpu"), VARLEN_ATTENTION)
-    with pytest.raises(InputError, match="soft-capped"):
+    with pytest.raises(InputError, match="soft-capped") as caught:
         torch_attention._varlen(None, *parts, None, softcap=CAP, **told)
-    with pytest.raises(InputError, match=r"its values are torch\.float32"):
+    assert "soft-capped" not in caught.value.fix, "that is what it cannot do"
+    with pytest.raises(InputError, match=r"its values are torch\.float32") as caught:
         torch_attention._varlen(None, *parts, None, **told)
+    assert caught.value.fix == "set training.dtype: bfloat16 or float16"
 
 
 def test_under_autocast_the_kernel_gets_one_narrow_type(monkeypatch):
@@ -477,7 +479,7 @@ def test_a_layer_that_asks_for_more_gets_the_attention_of_transformers_and_the_r
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     state = torch.get_rng_state()
     found = fitting(model, VARLEN_ATTENTION)
-    assert found.name == ("eager" if kind == "gemma2" else "sdpa") and words in found.why
+    assert found.name == ("eager" if kind in ("gemma2", "gpt_oss") else "sdpa") and words in found.why
     assert torch.equal(torch.get_rng_state(), state) and model.config._attn_implementation == "eager"
 
 

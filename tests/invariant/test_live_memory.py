@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.unit.test_plan import BFLOAT16, SMALLEST
 from tunix_rt.backends import torch_backend
+from tunix_rt.backends.torch_model import Engine, hidden_states
 from tunix_rt.config import RunConfig
 from tunix_rt.data.pack import Row, StepBatch, collate
 from tunix_rt.models import ModelSource
+from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of
 
@@ -39,6 +41,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "half recomputed": {"gradient_checkpointing": 0.5},
     "accumulation": {"gradient_accumulation_steps": 2},
     "products in bfloat16": {"dtype": "bfloat16"},
+    "products in bfloat16, recomputed": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    "products in bfloat16, half recomputed": {"dtype": "bfloat16", "gradient_checkpointing": 0.5},
     "bfloat16, 8-bit moments": {**BFLOAT16, "optim": "adamw_8bit"},
     "in backward": {"optim_in_backward": True},
     "smallest": SMALLEST,
@@ -82,11 +86,20 @@ def random_row(random: np.random.Generator, vocabulary: int) -> Row:
     return Row(ids=ids, trained=np.ones(LENGTH, dtype=bool), positions=positions)
 
 
+def loaded(model: dict[str, Any], config: RunConfig, folder: Path) -> tuple[Engine, LiveBytes]:
+    """The model with random weights, and what is alive of it."""
+    (folder / "config.json").write_text(json.dumps(model))
+    source = ModelSource(name="test", folder=folder, revision="local", weights="random", config=model)
+    engine = torch_backend.load(source, device="cpu", training=config.training)
+    live = LiveBytes()
+    for tensor in engine.model.state_dict().values():
+        live.note(tensor)
+    return engine, live
+
+
 def live_peak(model: dict[str, Any], config: RunConfig, folder: Path) -> int:
     """Of two steps of the real engine, so that the states of the optimizer are there in the second."""
     training, random = config.training, np.random.default_rng(0)
-    (folder / "config.json").write_text(json.dumps(model))
-    source = ModelSource(name="test", folder=folder, revision="local", weights="random", config=model)
 
     def batch_of(step: int) -> StepBatch:
         micro = tuple(
@@ -96,10 +109,7 @@ def live_peak(model: dict[str, Any], config: RunConfig, folder: Path) -> int:
         targets = sum(batch.targets for batch in micro)
         return StepBatch(micro_batches=micro, target_tokens=targets, tokens=targets, sha256=str(step))
 
-    engine = torch_backend.load(source, device="cpu", training=training)
-    live = LiveBytes()
-    for tensor in engine.model.state_dict().values():
-        live.note(tensor)
+    engine, live = loaded(model, config, folder)
     optimizer = torch_backend.make_optimizer(engine, training)
     with live:
         for _ in torch_backend.optimizer_steps(engine, optimizer, batch_of, training, first=1, total=STEPS):
@@ -129,3 +139,44 @@ def test_what_is_counted_is_what_is_alive_at_once(kind: str, recipe: str, tmp_pa
         if phase.name in ("forward", "loss", "backward", "update")
     )
     assert counted == pytest.approx(live_peak(MODELS[kind], config, tmp_path), rel=ALLOWED_ERROR)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma"])
+@pytest.mark.parametrize("training", [True, False], ids=["recomputed", "held-out"])
+def test_casts_of_weights_do_not_outlive_their_product_where_no_backward_pass_needs_them(
+    kind: str, training: bool, tmp_path: Path
+) -> None:
+    settings = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    config = RunConfig.model_validate({"training": settings})
+    engine, live = loaded(MODELS[kind], config, tmp_path)
+    torch_backend.recompute_layers(engine)
+    engine.model.train(training)
+    micro = collate([random_row(np.random.default_rng(0), 3000)], pad_id=0)
+    before = live.now
+    with live, torch.set_grad_enabled(training):
+        states = hidden_states(engine, micro)
+    assert torch.isfinite(states).all()
+    run = footprint_of(shape_of(MODELS[kind]), config.training, "cpu")
+    activations = (5 if training else 0) * LENGTH * 256 * 4 + 4 * LENGTH * 1024 * 4
+    assert run.largest_cast < live.peak - before < run.largest_cast + activations < run.casts
+
+
+@pytest.mark.parametrize("recipe", [{}, {"dtype": "bfloat16"}, BFLOAT16], ids=["float32", "products", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])
+def test_what_is_counted_for_answers_is_enough_and_not_far_above(
+    kind: str, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """Soft-capped scores exist then, whatever attention trains them."""
+    model, rows, answer = {"model_type": kind, **SIZES}, 4, 8
+    evaluation = {"per_device_eval_batch_size": rows, "max_new_tokens": answer}
+    settings = {"data": {"max_length": LENGTH}, "training": recipe, "evaluation": evaluation}
+    config = RunConfig.model_validate(settings)
+    engine, live = loaded(model, config, tmp_path)
+    prompts, before = [[5] * (LENGTH - place) for place in range(rows)], live.now
+    with live:
+        list(torch_backend.generate(engine, prompts, max_new_tokens=answer, batch_size=rows, stop_ids=[1], pad_id=0))
+    parts = next(
+        phase.parts for phase in predict(shape_of(model), config, device="cpu").phases if phase.name == "generation"
+    )
+    counted = sum(parts[name] for name in ("casts", "kv_cache", "activations", "loss_head"))
+    assert live.peak - before <= counted <= 1.35 * (live.peak - before)

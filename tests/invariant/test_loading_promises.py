@@ -11,7 +11,7 @@ from transformers import masking_utils
 
 from tests.attention_checks import FAMILIES, small_model
 from tests.conftest import SHIPPED
-from tunix_rt.backends import torch_attention, torch_model
+from tunix_rt.backends import torch_attention, torch_borders, torch_model
 from tunix_rt.backends.torch_attention import FLEX, Attention
 from tunix_rt.config import Training
 from tunix_rt.errors import InputError
@@ -171,14 +171,14 @@ def test_borders_that_our_own_masks_lose_are_found(model_folder, precision, monk
     monkeypatch.setattr(torch_model, "attention_for", lambda *_: torch_attention.register() or flex)
     folder = model_folder("gemma2", head_dim=16)
     assert loaded(folder, precision).attention == flex
-    real = torch_attention._begins
+    real = torch_borders._begins
 
     def no_begin(positions):
         begins = real(positions)
         begins[:, 1:] = False
         return begins
 
-    monkeypatch.setattr(torch_attention, "_begins", no_begin)
+    monkeypatch.setattr(torch_borders, "_begins", no_begin)
     assert re.search(f"{LOSS}|{NEIGHBOUR}", refusal(folder, precision).problem)
 
 
@@ -200,3 +200,25 @@ def test_one_damaged_weight_is_enough_to_refuse_a_model(model_folder, where, val
     folder = model_folder("llama", spoil=lambda model: where(model)[3, 5].fill_(value), tie_word_embeddings=False)
     error = refusal(folder, precision)
     assert re.search(r"gives (nan|-?inf) on plain tokens", error.problem) and error.fix == "the weights are damaged"
+
+
+ARCHITECTURES = {
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, "its head is a Linear with a bias"),
+    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, "bloom takes no positions"),
+    "mamba": ({"hidden_size": 32, "num_hidden_layers": 2}, "mamba carries a state along the row"),
+}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_an_architecture_is_refused_for_what_it_lacks_not_for_the_attention_transformers_has_for_it(written, kind):
+    settings, words = ARCHITECTURES[kind]
+    config = transformers.AutoConfig.for_model(kind, vocab_size=64, **settings)
+    folder = written(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    assert words in refusal(folder, "float32").problem
+
+
+def test_a_model_with_eager_attention_alone_is_trained_with_it(written):
+    settings = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 64}
+    config = transformers.AutoConfig.for_model("gpt_neo", attention_types=[[["global"], 2]], **settings)
+    folder = written(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    assert loaded(folder, "float32").attention.name == "eager"

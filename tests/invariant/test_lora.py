@@ -9,14 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.invariant.test_live_memory import LiveBytes
 from tests.supervision_checks import shipped_samples, style
 from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import Training
+from tunix_rt.config import RunConfig, Training
 from tunix_rt.data.pack import batch_of_step, make_rows
 from tunix_rt.data.render import render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError
 from tunix_rt.models import resolve_model
+from tunix_rt.plan.memory import predict
+from tunix_rt.plan.shape import shape_of
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 FAMILIES = ["gemma3", "llama", "gpt2"]
@@ -66,6 +69,28 @@ def test_the_saved_model_has_the_adapters_in_its_weights(small_model, tmp_path, 
     engine.model.eval()
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, engine.model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@needs_peft
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adding_the_adapters_takes_what_is_planned_for_it(small_model, family, dtype):
+    """The sums, and one adapter's part beside them; a tied table is one tensor still."""
+    from tunix_rt.backends.torch_lora import merged_weights
+
+    engine, _, training = start(small_model(family), dtype=dtype)
+    live = LiveBytes()
+    for tensor in engine.model.state_dict().values():
+        live.note(tensor)
+    before = live.now
+    with live:
+        merged = merged_weights(engine.model)
+    assert all(tensor.dtype == torch.float32 and not tensor.requires_grad for tensor in merged.values())
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in merged.values()}
+    assert sum(sizes.values()) == engine.parameters
+    plan = predict(shape_of(engine.source.config), RunConfig(training=training), device="cpu")
+    (planned,) = [phase.parts["merged"] for phase in plan.phases if phase.name == "save"]
+    assert planned == pytest.approx(live.peak - before, rel=0.03)
 
 
 @needs_peft

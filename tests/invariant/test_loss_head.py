@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.head_checks import UNIT, head_errors
+from tests.invariant.test_live_memory import LiveBytes
+from tunix_rt.backends import torch_head
 from tunix_rt.backends.torch_head import head_loss, lean_lookup
 from tunix_rt.plan.recipe import FEWEST_LOSS_ROWS, MOST_LOSS_CHUNKS, loss_rows
 
@@ -96,6 +98,21 @@ def test_the_logits_of_all_targets_never_exist(monkeypatch):
     states, table = torch.randn(2048, 8, requires_grad=True), torch.nn.Parameter(torch.randn(3000, 8))
     head_loss(states, table, torch.randint(3000, (2048,)), scale=1.0, compute=torch.float32).backward()
     assert max(product.numel() for product in made) == FEWEST_LOSS_ROWS * 3000
+
+
+def test_the_gradient_of_a_table_of_another_type_is_there_one_slice_at_a_time(monkeypatch):
+    """Beside the table in the type of the products, its gradient, and chunks of logits, which are small here."""
+    monkeypatch.setattr(torch_head, "TABLE_SLICE_ROWS", 512)
+    states = torch.randn(8, 256, dtype=torch.bfloat16, requires_grad=True)
+    table = torch.nn.Parameter(torch.randn(2048, 256, dtype=torch.bfloat16))
+    live = LiveBytes()
+    live.note(table)
+    before = live.now
+    with live:
+        head_loss(states, table, torch.arange(8), scale=1.0, compute=torch.bfloat16, rows=4).backward()
+    operand, gradient, one_slice, logits = 2048 * 256 * 4, 2048 * 256 * 2, 512 * 256 * 4, 4 * 2048 * 4
+    assert 3 * logits < one_slice
+    assert operand + gradient + one_slice < live.peak - before < operand + gradient + one_slice + 3 * logits
 
 
 @pytest.mark.parametrize("targets", [1, 100, 256, 257, 1024, 8192, 16384])

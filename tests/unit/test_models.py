@@ -290,6 +290,24 @@ def test_an_address_for_a_name_is_refused_before_anything_is_written(tmp_path, n
     assert "not an address" in said.stderr and TOKEN not in said.output
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["import", ADDRESS, "--as", "mine"],
+        ["check", ADDRESS],
+        ["show", ADDRESS],
+        ["check", "dev-reasoning", "--model", ADDRESS],
+        ["show", "dev-reasoning", "--set", f"model.tokenizer_name_or_path={ADDRESS}"],
+    ],
+    ids=["import", "check", "show", "model", "tokenizer"],
+)
+def test_a_verb_of_data_refuses_an_address_and_repeats_nothing_of_it(tmp_path, monkeypatch, asked):
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(cli, ["data", *asked])
+    assert said.exit_code == 2 and "takes a name or a path, not an address (https://...)" in said.stderr
+    assert TOKEN not in said.output and not list(tmp_path.iterdir())
+
+
 def test_a_token_anywhere_in_an_error_does_not_reach_the_screen(tmp_path):
     said = CliRunner().invoke(cli, ["plan", "--model", "tiny-gemma3", "--set", f"training.seed={TOKEN}"])
     assert said.exit_code == 2 and TOKEN not in said.output and "hf_***" in said.stderr

@@ -245,6 +245,21 @@ def test_running_out_of_memory_is_explained_by_the_parts_and_answered_by_less(me
     assert reached * (1 + CUDA_SAFETY_SHARE) <= min(measured_gib * GIB, plan.peak_bytes)
 
 
+def test_advice_after_running_out_of_memory_is_for_the_rows_there_were() -> None:
+    """Of 512 tokens with a quarter of them targets, where `data.max_length` allows 8,192."""
+    shape, asked = shape_of(SMOLLM2_135M), ["data.max_length=8192", "training.per_device_train_batch_size=32"]
+    config = load_config(None, overrides=[*asked, "data.packing=false"])
+    rows: dict[str, Any] = {"row_tokens": 512, "target_share": 0.25}
+    plan = predict(shape, config, device="cuda", **rows)
+    _, fix = explain_out_of_memory(plan, int(0.6 * plan.least_bytes), chosen(80 * GIB, "cuda", MODERN), shape, config)
+    (line,) = fix.splitlines()
+    assert ": fits" in line and "max_length" not in line and "optim" not in line
+    better = advised(line, [*asked, "data.packing=false"])
+    reached = predict(shape, better, device="cuda", **rows).least_bytes
+    assert f"({reached / GIB:.2f} GiB: fits" in line
+    assert 0.3 * plan.least_bytes < reached < 0.6 * plan.least_bytes
+
+
 # --- time and disk ---------------------------------------------------------------------------------------------------
 
 

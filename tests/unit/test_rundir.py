@@ -22,12 +22,13 @@ from tunix_rt.rundir import (
     checkpoint_name,
     checkpoint_problems,
     checkpoint_step,
-    commit_checkpoint,
     list_checkpoints,
     prune_checkpoints,
+    publish_checkpoint,
     read_json,
     require_space,
     sha256_file,
+    stage_checkpoint,
     to_plain,
     write_json,
     write_jsonl,
@@ -269,7 +270,7 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path, no_waiting_for_the_disk):
-    return commit_checkpoint(tmp_path, 50, fill)
+    return publish_checkpoint(stage_checkpoint(tmp_path, 50, fill))
 
 
 def rewrite_manifest(checkpoint: Path, **changed: object) -> None:
@@ -322,7 +323,7 @@ def test_swapped_names_are_found(checkpoint):
 
 
 def test_the_manifest_of_another_step_is_found(tmp_path, checkpoint):
-    later = commit_checkpoint(tmp_path, 51, fill)
+    later = publish_checkpoint(stage_checkpoint(tmp_path, 51, fill))
     (checkpoint / "MANIFEST.json").write_bytes((later / "MANIFEST.json").read_bytes())
     assert checkpoint_problems(checkpoint) == ["the manifest speaks of step 51"]
 
@@ -381,7 +382,7 @@ def test_a_file_that_cannot_be_read_is_no_damage_but_a_storage_error(checkpoint,
 def test_the_first_checkpoint_makes_the_folder_it_lies_in_durable(tmp_path, monkeypatch):
     synced, real = [], os.fsync
     monkeypatch.setattr("os.fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
-    commit_checkpoint(tmp_path / "checkpoints", 1, fill)
+    publish_checkpoint(stage_checkpoint(tmp_path / "checkpoints", 1, fill))
     assert synced[0] == str(tmp_path)
 
 
@@ -395,7 +396,7 @@ def test_a_commit_that_fails_leaves_only_what_was_committed_before(tmp_path, che
     if moment == "renaming":
         monkeypatch.setattr("pathlib.Path.rename", fail)
     with pytest.raises(StorageError, match="No space left on device") as caught:
-        commit_checkpoint(tmp_path, 51, fail if moment == "writing" else fill)
+        publish_checkpoint(stage_checkpoint(tmp_path, 51, fail if moment == "writing" else fill))
     assert caught.value.exit_code == 8
     assert list_checkpoints(tmp_path) == [checkpoint]
     assert checkpoint_problems(checkpoint) == []
@@ -403,7 +404,7 @@ def test_a_commit_that_fails_leaves_only_what_was_committed_before(tmp_path, che
         assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name], "what is half-made holds no space"
     monkeypatch.undo()
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    later = commit_checkpoint(tmp_path, 52, fill)
+    later = publish_checkpoint(stage_checkpoint(tmp_path, 52, fill))
     assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, later.name], "the leftover is gone"
 
 
@@ -411,17 +412,17 @@ def test_a_process_killed_while_staging_leaves_nothing_that_counts(tmp_path, che
     script = """
         import os, signal, sys
         from pathlib import Path
-        from tunix_rt.rundir import commit_checkpoint
+        from tunix_rt.rundir import publish_checkpoint, stage_checkpoint
         def write(folder):
             (folder / "model.safetensors").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        commit_checkpoint(Path(sys.argv[1]), 51, write)
+        publish_checkpoint(stage_checkpoint(Path(sys.argv[1]), 51, write))
         """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=60)
     assert ended.returncode == -9
     assert (tmp_path / ".staged-step-000051").is_dir()
     assert list_checkpoints(tmp_path) == [checkpoint]
-    commit_checkpoint(tmp_path, 52, fill)
+    publish_checkpoint(stage_checkpoint(tmp_path, 52, fill))
     assert not list(tmp_path.glob(".staged-*"))
 
 
@@ -430,9 +431,11 @@ def test_a_full_disk_while_committing_ends_with_exit_8_and_keeps_the_checkpoint_
         import sys
         from pathlib import Path
         from tunix_rt.errors import TunixError
-        from tunix_rt.rundir import commit_checkpoint
+        from tunix_rt.rundir import publish_checkpoint, stage_checkpoint
+        def write(folder):
+            (folder / "x").write_bytes(bytes(50_000))
         try:
-            commit_checkpoint(Path(sys.argv[1]), 51, lambda folder: (folder / "x").write_bytes(bytes(50_000)))
+            publish_checkpoint(stage_checkpoint(Path(sys.argv[1]), 51, write))
         except TunixError as error:
             raise SystemExit(error.exit_code)
         """
@@ -442,14 +445,14 @@ def test_a_full_disk_while_committing_ends_with_exit_8_and_keeps_the_checkpoint_
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path, checkpoint):
     (checkpoint / "model.safetensors").write_bytes(b"")
-    commit_checkpoint(tmp_path, 50, fill)
+    publish_checkpoint(stage_checkpoint(tmp_path, 50, fill))
     assert checkpoint_problems(checkpoint) == []
 
 
 def test_the_files_of_a_checkpoint_are_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced, real = [], os.fsync
     monkeypatch.setattr("os.fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
-    commit_checkpoint(tmp_path, 7, fill)
+    publish_checkpoint(stage_checkpoint(tmp_path, 7, fill))
     staged = str(tmp_path / ".staged-step-000007")
     assert {f"{staged}/{name}" for name in FILES} <= set(synced[:3])
     assert synced[-1] == str(tmp_path), "the folder that holds the new name comes last"
@@ -501,7 +504,7 @@ def test_a_checkpoint_goes_in_one_move_and_what_a_crash_leaves_of_it_goes_with_t
             prune_checkpoints(tmp_path, keep=2, newest=150, previous=100)
     assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [150, 100]
     assert (tmp_path / ".step-000050.staged").is_dir()
-    commit_checkpoint(tmp_path, 200, fill)
+    publish_checkpoint(stage_checkpoint(tmp_path, 200, fill))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000100", "step-000150", "step-000200"]
 
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -251,6 +252,17 @@ def test_training_goes_on_while_a_step_is_saved_and_only_what_is_there_counts(ru
     assert (run.checkpoints / "step-000001" / "model.safetensors").read_text() == "1"
     assert json.loads((run.checkpoints / "step-000001" / "state.json").read_text()) == {"step": 1}
     assert checkpoint_problems(run.checkpoints / "step-000001") == []
+
+
+def test_the_optimizer_is_let_go_when_training_ends_and_what_is_kept_can_still_be_told(run, backend, stop):
+    """The answers after training need its memory, and may be interrupted."""
+    engine, optimizer = torch.zeros(1), torch.zeros(1)
+    held = [weakref.ref(one) for one in (engine, optimizer)]
+    with Saver(backend, engine, optimizer, run=run, stop=stop, keep=2, start=0, sync_metrics=lambda: None) as saver:
+        saver.save(1, {})
+    del engine, optimizer, saver
+    assert [one() for one in held] == [None, None]
+    assert stop.kept() == "step 1 is saved"
 
 
 def test_a_second_save_waits_for_the_first_and_says_so_when_that_took_long(run, backend, make, caplog):

@@ -19,7 +19,15 @@ from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.registry import Dataset
 from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.evidence.hashes import list_problems
-from tunix_rt.rundir import RunDir, checkpoint_problems, commit_checkpoint, list_checkpoints, read_json, write_json
+from tunix_rt.rundir import (
+    RunDir,
+    checkpoint_problems,
+    list_checkpoints,
+    publish_checkpoint,
+    read_json,
+    stage_checkpoint,
+    write_json,
+)
 from tunix_rt.saving import best_checkpoint
 from tunix_rt.stopping import StopRequest
 from tunix_rt.train import MetricsLog, cut_back, find_start, newest_checkpoint, refuse_other_kernels, train_run
@@ -220,7 +228,9 @@ def commit(run, heads):
 
     def commit(number):
         state = {"metrics_head": heads[number]}
-        return commit_checkpoint(run.checkpoints, number, lambda folder: write_json(folder / "state.json", state))
+        return publish_checkpoint(
+            stage_checkpoint(run.checkpoints, number, lambda folder: write_json(folder / "state.json", state))
+        )
 
     return commit
 
@@ -290,8 +300,10 @@ def test_a_sound_checkpoint_is_not_given_up_for_a_line_in_the_middle_of_the_metr
 @pytest.mark.parametrize("state", [None, "not JSON", "[]", "{}"])
 def test_a_checkpoint_with_a_manifest_but_no_sound_state_is_passed_over(run, commit, state):
     commit(50)
-    commit_checkpoint(
-        run.checkpoints, 100, lambda folder: None if state is None else (folder / "state.json").write_text(state)
+    publish_checkpoint(
+        stage_checkpoint(
+            run.checkpoints, 100, lambda folder: None if state is None else (folder / "state.json").write_text(state)
+        )
     )
     assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
 

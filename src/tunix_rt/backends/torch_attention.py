@@ -24,29 +24,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from tunix_rt.backends.torch_borders import BLOCK, PackedRows, varlen_borders
 from tunix_rt.errors import InputError
 
 VARLEN, FLEX, ASKING = "tunix_rt_varlen", "tunix_rt_flex", "tunix_rt_asking"
 """Names under which transformers knows our functions. They must not hold `flash`, `sdpa` or `flex_attention`, by which it
 knows its own."""
 
-BLOCK = 128
-"""Tokens of a block of FlexAttention's mask, along queries and along keys."""
-
-LEAST_LENGTH = 128
-
 _NARROW = ("bfloat16", "float16")
 _MASKED = "transformers makes a mask of tokens x tokens from positions that restart"
 _VARLEN_TAKES = frozenset(inspect.signature(varlen_attn).parameters)
+_TAKES_NOT = sorted({"scale", "window_size"} - _VARLEN_TAKES)
 VARLEN_LACKS = (
-    None
-    if {"scale", "window_size"} <= _VARLEN_TAKES
-    else f"varlen_attn of torch {torch.__version__} takes no scale and no window, that of torch 2.11 does"
+    f"varlen_attn of torch {torch.__version__} takes no {' and no '.join(_TAKES_NOT)}, that of torch 2.11 does"
+    if _TAKES_NOT
+    else None
 )
 """What the installed torch's varlen_attn cannot do; None where it can."""
 
@@ -76,23 +73,29 @@ def choose_attention(
     dropout: bool,
     head_dim: int,
     deterministic: bool,
+    sdpa: bool = True,
     varlen_lacks: str | None = VARLEN_LACKS,
 ) -> Attention:
     """The fastest attention that is exact for packed rows of such a model. `dtype` is that of the products.
 
-    `flex` still has to be tried (`flex_works`), and a layer may ask for more than its configuration says (`fitting`).
+    `sdpa` says whether transformers' class of the model knows that attention (`_supports_sdpa`). `flex` still has to be
+    tried (`flex_works`), and a layer may ask for more than its configuration says (`fitting`).
     """
-    modern = device == "cuda" and capability is not None and capability >= (8, 0)
-    if not modern:
-        where = "on the CPU" if device != "cuda" else f"compute capability {_dotted(capability)} is below 8.0"
+    if not sdpa and not softcap:
+        why = f"transformers knows this architecture with its eager attention alone: {_MASKED}"
+        return _masked(softcap, why, sdpa=False)
+    if device != "cuda" or capability is None or capability < (8, 0):
+        where = "on the CPU" if device != "cuda" else f"{_capability(capability)}, and our kernels need 8.0"
         return _masked(softcap, f"{where}: {_MASKED}")
     if dropout:
         return _masked(
             softcap, f"the model drops attention weights at random, which needs the plain kernels: {_MASKED}"
         )
     if softcap:
-        if dtype not in (*_NARROW, "float32") or head_dim < 16:
-            return _masked(softcap, f"FlexAttention knows no {dtype} with heads of {head_dim}: {_MASKED}")
+        if dtype not in (*_NARROW, "float32"):
+            return _masked(softcap, f"FlexAttention knows no {dtype}: {_MASKED}")
+        if head_dim < 16:
+            return _masked(softcap, f"FlexAttention knows heads of 16 and more, not of {head_dim}: {_MASKED}")
         words = (
             "scores are soft-capped, which FlexAttention compiles into its kernel; blocks nobody looks at are left out"
         )
@@ -107,9 +110,9 @@ def choose_attention(
     return Attention(name="varlen", training=VARLEN, generating="sdpa", why=words)
 
 
-def _masked(softcap: bool, why: str) -> Attention:
-    """transformers' own; soft-capped scores are known to its eager attention alone."""
-    name = "eager" if softcap else "sdpa"
+def _masked(softcap: bool, why: str, *, sdpa: bool = True) -> Attention:
+    """transformers' own; soft-capped scores, and models without `sdpa`, are known to its eager attention alone."""
+    name = "sdpa" if sdpa and not softcap else "eager"
     return Attention(name=name, training=name, generating=name, why=why)
 
 
@@ -119,14 +122,12 @@ def _without_flash(head_dim: int, capability: tuple[int, int] | None) -> str | N
         return f"flash attention knows heads of 8 to 256 in steps of 8, not of {head_dim}"
     small = capability is not None and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
     if small and 192 < head_dim <= 224:  # the same rule as in torch's own dispatch (sdp_utils.cpp)
-        return (
-            f"flash attention has no backward pass for heads of {head_dim} on compute capability {_dotted(capability)}"
-        )
+        return f"flash attention has no backward pass for heads of {head_dim} where the {_capability(capability)}"
     return None
 
 
-def _dotted(capability: tuple[int, int] | None) -> str:
-    return "unknown" if capability is None else "{}.{}".format(*capability)
+def _capability(capability: tuple[int, int] | None) -> str:
+    return f"compute capability is {'not known' if capability is None else '{}.{}'.format(*capability)}"
 
 
 def register() -> None:
@@ -169,14 +170,7 @@ def boundaries(
     the masks for them now; one that is not named is made in the first layer that has it, outside of any compiled code.
     """
     if attention.training == VARLEN:
-        begins = np.flatnonzero(_begins(positions))
-        ends = np.append(begins[1:], positions.size)
-        cumulative = _on(device, np.append(begins, positions.size).astype(np.int32))
-        # As many examples as there are: compiled code must not be made again for another number.
-        torch._dynamo.maybe_mark_dynamic(cumulative, 0)
-        # The kernel wants a bound. A power of two, at least 128: few values for compiled code, and never 1, for which the
-        # kernel takes another path.
-        longest = max(LEAST_LENGTH, 1 << int((ends - begins).max() - 1).bit_length())
+        cumulative, longest = varlen_borders(positions, device)
         return {"cu_seq_lens_q": cumulative, "max_length_q": longest}
     if attention.training == FLEX:
         packed = PackedRows(positions, device)
@@ -184,75 +178,6 @@ def boundaries(
             packed.block_mask(window)
         return {"packed_rows": packed}
     return {}
-
-
-def _begins(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """True where a row or an example begins: where a position does not follow the one before."""
-    begins = np.ones(positions.shape, dtype=np.bool_)
-    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    return begins
-
-
-def _on(device: torch.device, values: npt.NDArray[Any]) -> torch.Tensor:
-    """`values` on the device. From pinned memory, for a copy from any other waits for the device."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-class PackedRows:
-    """The block masks of one micro-batch, one for each window, shared by the layers."""
-
-    def __init__(self, positions: npt.NDArray[np.int64], device: torch.device) -> None:
-        self._device = device
-        self._places = np.arange(positions.shape[1])
-        # [rows, tokens]: the first token of each one's example, as a place in the row
-        self._firsts = np.maximum.accumulate(np.where(_begins(positions), self._places, 0), axis=1)
-        self.made: dict[int | None, BlockMask] = {}
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        return self.made[window] if window in self.made else self._make(window)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _make(self, window: int | None) -> BlockMask:
-        seen = self._firsts if window is None else np.maximum(self._firsts, self._places - (window - 1))
-        self.made[window] = _block_mask(seen, self._device)
-        return self.made[window]
-
-
-def _block_mask(firsts: npt.NDArray[np.int64], device: torch.device) -> BlockMask:
-    """A mask by which token t of a row sees `firsts[row, t]` up to itself. `firsts` never falls along a row.
-
-    Which blocks of tokens are seen in part and which whole is worked out here: torch would lay out rows x tokens x tokens.
-    """
-    tokens = firsts.shape[1]
-    lows = np.arange(0, tokens, BLOCK)
-    highs = np.minimum(lows + BLOCK, tokens) - 1
-    touched = (lows[None, None, :] <= highs[None, :, None]) & (highs[None, None, :] >= firsts[:, lows, None])
-    whole = (highs[None, None, :] <= lows[None, :, None]) & (lows[None, None, :] >= firsts[:, highs, None])
-    whole &= (lows + BLOCK <= tokens)[None, :, None]  # the last block may be cut short
-    part = touched & ~whole
-    starts = _on(device, firsts.astype(np.int32))
-
-    def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (key >= starts[row, query])
-
-    (parts, part_indices), (wholes, whole_indices) = (_in_order(blocks, device) for blocks in (part, whole))
-    (parts_q, part_indices_q), (wholes_q, whole_indices_q) = (
-        _in_order(blocks.swapaxes(1, 2), device) for blocks in (part, whole)
-    )
-    return BlockMask(
-        seq_lengths=(tokens, tokens), kv_num_blocks=parts, kv_indices=part_indices, full_kv_num_blocks=wholes,
-        full_kv_indices=whole_indices, q_num_blocks=parts_q, q_indices=part_indices_q, full_q_num_blocks=wholes_q,
-        full_q_indices=whole_indices_q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees,
-    )  # fmt: skip
-
-
-def _in_order(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of each line are set, and their indices before all others; both for one head that stands for all."""
-    counts = blocks.sum(axis=2, dtype=np.int32)[:, None]
-    indices = np.argsort(~blocks, axis=2, kind="stable").astype(np.int32)[:, None]
-    # Compiled kernels find the row by the stride of the head, which numpy leaves at 0 for a single one.
-    return tuple(_on(device, part.ravel()).view(part.shape) for part in (counts, indices))
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
@@ -264,12 +189,12 @@ def _varlen(
     cu_seq_lens_q: torch.Tensor | None = None, max_length_q: int | None = None, **more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """As transformers calls it: [rows, heads, tokens, size] in, [rows, tokens, heads, size] out."""
-    if softcap is not None:
-        raise _refusal("varlen", "its scores are soft-capped")
-    if missing := _missing(module, query, key, value, dropout, more):
-        raise _refusal("varlen", missing)
-    if attention_mask is not None or cu_seq_lens_q is None or max_length_q is None:
-        raise _refusal("varlen", "it was not told where examples begin" if attention_mask is None else "it has a mask")
+    missing = (
+        "its scores are soft-capped" if softcap is not None else _missing(module, query, key, value, dropout, more)
+    )
+    _refuse_unfit("varlen", missing, attention_mask, VARLEN_FIX)
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise _untold("varlen")
     rows, heads, tokens, size = query.shape
     flat = [part.transpose(1, 2).reshape(rows * tokens, -1, size) for part in (query, key, value)]
     out = varlen_kernel(
@@ -289,10 +214,11 @@ def varlen_kernel(
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention over [tokens, heads, size], by torch. A token sees at most `before` tokens before it."""
     if VARLEN_LACKS is not None:
-        raise _refusal("varlen", VARLEN_LACKS)
+        raise _refusal("varlen", VARLEN_LACKS, fix="install torch 2.11 or newer")
     narrow = _computed_in(value)
     if narrow not in (torch.bfloat16, torch.float16):
-        raise _refusal("varlen", f"its values are {narrow}, and flash attention knows float16 and bfloat16")
+        known = "flash attention knows float16 and bfloat16"
+        raise _refusal("varlen", f"its values are {narrow}, and {known}", fix="set training.dtype: bfloat16 or float16")
     # Up to torch 2.11 the kernel takes fewer key heads unasked.
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in _VARLEN_TAKES else {}
     window = (-1 if before is None else before, 0)
@@ -306,10 +232,9 @@ def _flex(
     packed_rows: PackedRows | None = None, **more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """As transformers calls it: [rows, heads, tokens, size] in, [rows, tokens, heads, size] out."""
-    if missing := _missing(module, query, key, value, dropout, more):
-        raise _refusal("flex", missing)
-    if attention_mask is not None or packed_rows is None:
-        raise _refusal("flex", "it was not told where examples begin" if attention_mask is None else "it has a mask")
+    _refuse_unfit("flex", _missing(module, query, key, value, dropout, more), attention_mask, FLEX_FIX)
+    if packed_rows is None:
+        raise _untold("flex")
     kind = _computed_in(value)
 
     def capped(score: torch.Tensor, row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
@@ -359,11 +284,26 @@ def _missing(
     return None
 
 
-def _refusal(name: str, reason: str) -> InputError:
-    return InputError(
-        f"a layer cannot use {name} attention: {reason}",
-        fix="use a model whose layers ask for causal attention with at most a sliding window and soft-capped scores",
-    )
+VARLEN_FIX = (
+    "use a model whose layers ask for causal attention with at most a sliding window; or set training.dtype: float32, "
+    "with which transformers' own attention serves"
+)
+FLEX_FIX = "use a model whose layers ask for causal attention with at most a sliding window and soft-capped scores"
+
+
+def _refuse_unfit(name: str, missing: str | None, mask: torch.Tensor | None, fix: str) -> None:
+    """Refuse a layer that asks for what the kernel lacks, or comes with a mask, which the kernel would not look at."""
+    if reason := missing or ("it has a mask" if mask is not None else None):
+        raise _refusal(name, reason, fix=fix)
+
+
+def _untold(name: str) -> InputError:
+    fix = "pass what `boundaries` gives to the model's forward pass; `generate` takes sdpa or eager attention"
+    return _refusal(name, "it was not told where examples begin", fix=fix)
+
+
+def _refusal(name: str, reason: str, *, fix: str) -> InputError:
+    return InputError(f"a layer cannot use {name} attention: {reason}", fix=fix)
 
 
 # --- what is tried ---------------------------------------------------------------------------------------------------
@@ -414,7 +354,7 @@ def refuse_unpackable(model: Any, name: str) -> None:
         problem = f"{name}: {kind} takes no positions, so it cannot be told where the next example in a row begins"
     else:
         return
-    fix = "use a model with attention and positions in every layer"
+    fix = "use a model whose layers are all attention and which takes positions, as Gemma, Llama, Qwen and GPT-2 do"
     raise InputError(problem, fix=fix)
 
 
@@ -434,7 +374,11 @@ def fitting(model: Any, attention: Attention) -> Attention:
     softcap = any(capped for _, capped in calls)
     if softcap and attention.training == VARLEN:
         reasons.append("its scores are soft-capped")
-    return _masked(softcap, f"{attention.name} cannot serve it: {reasons[0]}; {_MASKED}") if reasons else attention
+    if not reasons:
+        return attention
+    why = f"{attention.name} cannot serve it: {reasons[0]}; {_MASKED}"
+    # sdpa takes no heed of what a class without it asks for, as of the sinks of gpt-oss
+    return _masked(softcap, why, sdpa=model._supports_sdpa)
 
 
 def _arguments(model: Any) -> Any:

@@ -126,12 +126,13 @@ def _add_product(table: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor
     for start in range(0, len(table), TABLE_SLICE_ROWS):
         part = table.grad[start : start + TABLE_SLICE_ROWS]
         columns = slopes[:, start : start + TABLE_SLICE_ROWS].t()
-        wide = torch.mm(columns, states, out_dtype=part.dtype) if part.dtype.itemsize > columns.dtype.itemsize else None
-        product = torch.mm(columns, states) if wide is None else wide
+        widens = part.dtype.itemsize > columns.dtype.itemsize
+        product = torch.mm(columns, states, out_dtype=part.dtype) if widens else torch.mm(columns, states)
         if fresh:
             part.copy_(product)
         else:
             part.add_(product)
+        del product  # before the next slice's is there
 
 
 class _Lookup(torch.autograd.Function):
@@ -182,7 +183,10 @@ def lean_lookup(embedding: torch.nn.Embedding) -> bool:
             found = _Lookup.apply(input_ids, table, embedding.padding_idx)
         else:
             found = torch.nn.functional.embedding(input_ids, table)
-        return found if factor is None else found * embedding.embed_scale.to(table.dtype)
+        if factor is None:
+            return found
+        scale = embedding.embed_scale  # a tensor, or in some models a plain number
+        return found * (scale.to(table.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     embedding.forward = forward
     return True

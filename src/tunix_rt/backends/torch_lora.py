@@ -49,19 +49,23 @@ def _projections(model: Any) -> list[tuple[str, torch.nn.Module]]:
 def merged_weights(model: Any) -> dict[str, torch.Tensor]:
     """The weights of the model alone, each adapter added to its projection, under the names they had without adapters.
 
-    On the host and in float32: rounded to 16 bits, most of what an adapter has learnt would be lost. The model itself is
-    left as it is."""
+    On the host and in float32: rounded to 16 bits, most of what an adapter has learnt would be lost. Widened there as
+    well, so that a GPU holds what one adapter adds and nothing else. Names of one tensor, as of a tied table, stay names of
+    one. The model itself is left as it is."""
     from peft.tuners.lora import LoraLayer
 
     merged: dict[str, torch.Tensor] = {}
+    widened: dict[tuple[int, torch.Size], torch.Tensor] = {}
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in model.state_dict().items():
         if "lora_" in name:
             continue
-        owner = name.split(".base_layer.")[0]
-        plain = name.replace(".base_layer.", ".")
         if ".base_layer." in name and name.endswith(".weight"):
-            delta = adapted[owner].get_delta_weight("default")
-            tensor = tensor.float() + delta.float()
-        merged[plain] = tensor.float().cpu()
+            with torch.no_grad():
+                delta = adapted[name.split(".base_layer.")[0]].get_delta_weight("default")
+            whole = (tensor.cpu() + delta.cpu()).float()
+            del delta  # before the next one is there
+        elif (whole := widened.get((tensor.data_ptr(), tensor.shape))) is None:
+            whole = widened[tensor.data_ptr(), tensor.shape] = tensor.cpu().float()
+        merged[name.replace(".base_layer.", ".")] = whole
     return merged

@@ -28,6 +28,7 @@ from tunix_rt.config import Training
 from tunix_rt.data.pack import IGNORED, MicroBatch
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.models import ModelSource
+from tunix_rt.models.secrets import one_line as one_line  # the backend takes it from here
 from tunix_rt.plan.recipe import Recipe, recipe_of
 
 logger = logging.getLogger(__name__)
@@ -91,9 +92,12 @@ class Engine:
     def compute(self) -> torch.dtype:
         return getattr(torch, self.recipe.compute)
 
-    def computing(self) -> torch.autocast:
-        """Products in the type of the recipe, whatever the type of the weights."""
-        return torch.autocast(self.device.type, dtype=self.compute, enabled=self.recipe.casts)
+    def computing(self, *, once: bool = False) -> torch.autocast:
+        """Products in the type of the recipe, whatever the type of the weights.
+
+        Casts of weights are kept until the end of the block; where every weight is used `once` in it, as in one forward
+        pass, only as long as a product or its backward pass needs them."""
+        return torch.autocast(self.device.type, dtype=self.compute, enabled=self.recipe.casts, cache_enabled=not once)
 
     def kernels(self) -> contextlib.AbstractContextManager[None]:
         """The kernels of attention that may be taken; around the backward pass too, where layers are computed again."""
@@ -186,7 +190,9 @@ def be_deterministic(device: str, asked: bool) -> None:
 
 def attention_for(config: Any, device: str, training: Training) -> Attention:
     register()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    heads = getattr(config, "num_attention_heads", None) or 1  # a model without attention is refused once it is loaded
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     attention = choose_attention(
         device=device,
@@ -196,6 +202,7 @@ def attention_for(config: Any, device: str, training: Training) -> Attention:
         dropout=any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop")),
         head_dim=head_dim,
         deterministic=training.deterministic,
+        sdpa=getattr(kind, "_supports_sdpa", True),
     )
     if attention.name not in ("varlen", "flex"):
         return attention
@@ -296,7 +303,7 @@ def _refuse_wrong_loss(engine: Engine) -> None:
             ids[:, :8].to(engine.device),
             ids[:, 8:].to(engine.device),
         ):  # each alone, through the model's head
-            with engine.attending(engine.attention.generating), engine.computing():
+            with engine.attending(engine.attention.generating), engine.computing(once=True):
                 logits = engine.model(input_ids=half, use_cache=False).logits[:, :-1].double()
             theirs += torch.nn.functional.cross_entropy(logits.flatten(0, 1), half[:, 1:].flatten(), reduction="sum")
         states = hidden_states(engine, packed)[:, 8:]
@@ -323,7 +330,7 @@ def hidden_states(engine: Engine, micro: MicroBatch) -> torch.Tensor:
     """What the last layer makes of packed rows, [rows, tokens, hidden]; no token has seen another example."""
     ids, positions = (torch.from_numpy(part).to(engine.device) for part in (micro.ids, micro.positions))
     packed = boundaries(micro.positions, engine.device, engine.attention, windows=engine.windows)
-    with engine.computing():
+    with engine.computing(once=True):
         return engine.model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, **packed
         ).last_hidden_state
@@ -376,7 +383,3 @@ def memory_is_named(where: str) -> Iterator[None]:
         raise DoesNotFitError(
             f"out of memory in {where}: {one_line(error)}", fix="ask `tunix-rt plan` what to change"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

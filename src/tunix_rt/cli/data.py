@@ -63,8 +63,10 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
     from tunix_rt.data.importing import import_dataset
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.render import style_of
+    from tunix_rt.models import refuse_address
     from tunix_rt.rundir import read_json, to_plain, write_json
 
+    refuse_address("FILE", source)
     look = _look(asked, **{"data.format": reading})
     style_of(look.config.data, look.tokenizer)  # a template that cannot be used is refused before anything is written
     with _watching() as progress:
@@ -173,6 +175,7 @@ class Look:
 def _look(asked: Mapping[str, Any], **settings: str) -> Look:
     """Settings as in a run; where no model is named, the shipped one. Needs no weights."""
     from tunix_rt.config import find_config, load_config
+    from tunix_rt.models import refuse_addresses
     from tunix_rt.pipeline import find_tokenizer
 
     path = find_config(asked["config"]) if asked["config"] else None
@@ -183,6 +186,7 @@ def _look(asked: Mapping[str, Any], **settings: str) -> Look:
         flags["model.model_name_or_path"] = SHIPPED_MODEL
         config = load_config(path, overrides=asked["overrides"], flags=flags)
         hint = " (the shipped model: name yours with --model or --config)"
+    refuse_addresses(config.model_dump())  # one may hold a password, and its words would reach the terminal
     whose = f"tokenizer of {config.model.tokenizer_name_or_path or config.model.model_name_or_path}{hint}"
     tokenizer, model = find_tokenizer(config)
     return Look(config=config, tokenizer=tokenizer, model=model, whose=whose)

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from tunix_rt.errors import InputError
+from tunix_rt.models import A_TOKENIZER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +84,7 @@ def load_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
     """The tokenizer in `folder` for a model of `model_type`, or an InputError that says which file or token is missing."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise InputError(
-            f"no tokenizer.json in {folder}",
-            fix="set model.tokenizer_name_or_path: a folder with tokenizer.json, a hub id, or tiny-gemma3, "
-            "which comes with tunix-rt",
-        )
+        raise InputError(f"no tokenizer.json in {folder}", fix=A_TOKENIZER)
     content, inner = _parse(path)
     inner.no_truncation()
     inner.no_padding()

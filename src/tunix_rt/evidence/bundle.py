@@ -12,16 +12,8 @@ from typing import Any
 
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
 from tunix_rt.evidence.claims import RunFiles, claims_of, read_object, read_run, require, value_at
-from tunix_rt.evidence.hashes import (
-    list_problems,
-    list_uncovered,
-    nulls,
-    parse_hashes,
-    read_bytes,
-    shown,
-    step_problems,
-    write_hashes,
-)
+from tunix_rt.evidence.doubtful import nulls, read_bytes, shown
+from tunix_rt.evidence.hashes import list_problems, list_uncovered, parse_hashes, step_problems, write_hashes
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
 from tunix_rt.evidence.whole import require_whole

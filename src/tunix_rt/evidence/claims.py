@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tunix_rt.accelerators import accelerators_named
 from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.hashes import parse_object, read_bytes, shown
+from tunix_rt.evidence.doubtful import parse_object, read_bytes, shown
 from tunix_rt.rundir import RunDir
 from tunix_rt.strict_yaml import read_yaml
 

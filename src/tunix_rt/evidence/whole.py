@@ -7,7 +7,7 @@ from tunix_rt.doctor.prove import COMPUTED
 from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.claims import AGAIN, KINDS, UNPRINTED, RunFiles, gpu_memory, gpu_of, memory_samples, value_at
-from tunix_rt.evidence.hashes import read_bytes, shown
+from tunix_rt.evidence.doubtful import read_bytes, shown
 from tunix_rt.evidence.source import combined_hash
 
 ENGINE = "torch"

@@ -20,7 +20,8 @@ from tunix_rt.models.secrets import redacted, refuse_address, refuse_addresses
 from tunix_rt.models.weight_files import no_safetensors, refuse_incomplete
 
 __all__ = [
-    "TWO_WAYS_ON", "ModelSource", "preset_names", "redacted", "refuse_addresses", "resolve_model", "resolve_tokenizer",
+    "A_TOKENIZER", "TWO_WAYS_ON", "ModelSource", "preset_names", "redacted", "refuse_address", "refuse_addresses",
+    "resolve_model", "resolve_tokenizer",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

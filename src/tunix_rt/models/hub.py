@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import InputError, StorageError, TunixError
-from tunix_rt.models.secrets import redacted
+from tunix_rt.models.secrets import one_line, redacted
 from tunix_rt.models.weight_files import NOT_READ, missing_weights, no_safetensors
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,3 @@ def _is_full_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return True
     return any(words in str(error) for words in ("No space left", "Disk quota exceeded"))
-
-
-def one_line(error: BaseException) -> str:
-    return redacted(" ".join(str(error).split()))[:300]

@@ -39,6 +39,11 @@ def redacted(text: str) -> str:
     return text
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, without secrets, in one line of at most 300 characters."""
+    return redacted(" ".join(str(error).split()))[:300]
+
+
 def refuse_addresses(settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise a ConfigError for the first setting, as `section.name`, that is an address where a name belongs.
 

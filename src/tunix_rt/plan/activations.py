@@ -100,11 +100,11 @@ def kept_by_last_norm(shape: ModelShape, widths: Widths, batch: Batch) -> list[i
     return _norms(shape, widths, batch.tokens)[0]
 
 
-def kept_once(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
+def kept_once(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
     """For all layers together: sine and cosine of the positions, and the mask. Gemma 3 has two kinds of each."""
     kinds = 2 if shape.model_type.startswith("gemma3") else 1
     rotation = [] if shape.learned_positions else [batch.tokens * shape.head_dim * widths.stream] * 2
-    kernel = attention_kernel(shape, widths, batch)
+    kernel = kernel or attention_kernel(shape, widths, batch)
     width = widths.stream if kernel == "eager" else 1 if kernel == "masked" else 0
     return (rotation + [batch.tokens * batch.length * width] * (width > 0)) * kinds
 
@@ -167,6 +167,15 @@ def attention_kernel(shape: ModelShape, widths: Widths, batch: Batch) -> str:
     if batch.packed:
         return "masked"
     return "fused" if shape.heads == shape.kv_heads else "math"  # nor heads that share keys and values
+
+
+def generating_kernel(shape: ModelShape, widths: Widths, batch: Batch) -> str:
+    """The same for answers, which keep a cache, mask the padding of shorter questions and drop nothing at random: never one
+    without a mask."""
+    if shape.capped_scores:
+        return "eager"
+    cannot = widths.compute == 8 or batch.deterministic
+    return "math" if batch.device != "cpu" and cannot else "masked"
 
 
 def _kept_by_mlp(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
@@ -249,12 +258,12 @@ def _through_attention(shape: ModelShape, widths: Widths, batch: Batch) -> int:
     return 4 * query + (scores if kernel in ("math", "eager") else 0)
 
 
-def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
-    """Bytes of the tensors alive at once where nothing is kept, at the widest point of a layer."""
+def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
+    """Bytes of the tensors alive at once where nothing is kept, at the widest point of a layer; beside `kept_once`."""
     tokens, width = batch.tokens, widths.compute
     stream = [tokens * shape.hidden * widths.stream] * 3  # the residual, its norm and the block's result
-    kernel = attention_kernel(shape, widths, batch)
-    mask = [tokens * batch.length, tokens * batch.length * width] if kernel == "masked" else []
+    kernel = kernel or attention_kernel(shape, widths, batch)
+    mask = [tokens * batch.length * width] if kernel == "masked" else []  # as numbers
     mlp = [tokens * shape.ffn * width] * (3 if shape.gated_mlp else 4)
     scores = [tokens * shape.heads * batch.length * widths.norm] * (3 if kernel in ("math", "eager") else 0)
     attention = [tokens * shape.query_size * width] * 6 + scores  # query, key, value, and the halves of their rotation

@@ -131,7 +131,7 @@ def _advice(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConf
 
     def planned(changes: dict[str, Settings]) -> MemoryPlan:
         settings = {name: value for change in changes.values() for name, value in change.items()}
-        return predict(shape, _with(config, settings), device=plan.device, capability=choice.capability)
+        return _planned_again(plan, choice, shape, _with(config, settings))
 
     changes: dict[str, Settings] = {}
     tried = plan
@@ -158,6 +158,18 @@ def _advice(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConf
             f"{shape.parameters:,} parameters alone are {state / GIB:.2f} GiB"
         )
         yield from _adapters(plan, choice, shape, config)
+
+
+def _planned_again(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig) -> MemoryPlan:
+    """The prediction for the rows that `plan` was made for, which may be known to be shorter than `data.max_length`."""
+    return predict(
+        shape,
+        config,
+        device=plan.device,
+        row_tokens=min(plan.row_tokens, config.data.max_length),
+        target_share=plan.target_share,
+        capability=choice.capability,
+    )
 
 
 def _changes(config: RunConfig, choice: Device) -> Iterator[dict[str, Settings]]:
@@ -263,7 +275,7 @@ def _adapters(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunCo
         if "length" not in rung:
             changes |= rung
     settings = {name: value for change in changes.values() for name, value in change.items()}
-    least = predict(shape, _with(config, settings), device=plan.device, capability=choice.capability)
+    least = _planned_again(plan, choice, shape, _with(config, settings))
     if judge(least, choice).fits:
         yield (
             f"or, only then, training.lora_rank={ADVISED_RANK}: trains adapters instead of every parameter "

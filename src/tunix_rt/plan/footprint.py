@@ -87,6 +87,16 @@ class Footprint:
         return self.shape.layers * self.casts_of_layer
 
     @property
+    def largest_cast(self) -> int:
+        """Of its casts one at a time, where none outlives its product."""
+        return max(elements([one]) for one in self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
+
+    @property
+    def head_cast(self) -> int:
+        """The head's table, where the model's own head computes: when it is tried after loading, and in generation."""
+        return elements(self.tensors.tables[:1]) * self.widths.compute if self.widths.casts else 0
+
+    @property
     def _copies_updating(self) -> float:
         """Bytes of temporaries for one element that is updated."""
         if self.recipe.optimizer == "adamw" and not self.recipe.in_backward and self.width != 2:
@@ -124,8 +134,7 @@ class Footprint:
         turning = [logits * max(4, width)] * (2 if shape.capped_logits else 1) + [logits * width] * (width == 2)
         adding = [logits * width]
         if self.head_gradient and self.width != width:
-            slices = min(2 * TABLE_SLICE_ROWS, shape.vocab)  # one is dropped when the next is there
-            adding.append(slices * shape.hidden * max(self.width, width))
+            adding.append(min(TABLE_SLICE_ROWS, shape.vocab) * shape.hidden * max(self.width, width))
         if (
             targets <= rows and not gradients_there
         ):  # that of the table is made behind the first chunk: not both at once

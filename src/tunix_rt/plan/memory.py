@@ -16,6 +16,7 @@ from tunix_rt.plan.activations import (
     Moment,
     backward_moments,
     forward_of_one_layer,
+    generating_kernel,
     kept_by_last_norm,
     kept_by_layer,
     kept_once,
@@ -67,6 +68,8 @@ class MemoryPlan:
     parameters: int
     rows: int
     row_tokens: int
+    target_share: float
+    """Of the tokens, how many are taken to be targets."""
     phases: tuple[Phase, ...]
     peak_phase: str
     peak_bytes: int
@@ -135,6 +138,7 @@ def predict(
         parameters=shape.parameters,
         rows=step.rows,
         row_tokens=length,
+        target_share=target_share,
         phases=tuple(phases),
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
@@ -180,7 +184,7 @@ def _load(run: Footprint, *, pretrained: bool) -> Phase:
     """Beside the weights: the file they are read from, or the head that random weights draw before it is tied.
 
     Weights of the file's own type are the file itself, mapped into memory, until they are updated; it is taken to be of a
-    16-bit type, as models are published. Then a few tokens are tried, with casts of all weights.
+    16-bit type, as models are published. Then a few tokens are tried, with casts of one matrix after the other.
     """
     other_type = pretrained and run.device == "cpu" and run.widths.stream != PUBLISHED_BYTES
     drawn = elements(run.tensors.tables[:1]) * run.widths.stream if run.shape.tied_head and not pretrained else 0
@@ -188,7 +192,7 @@ def _load(run: Footprint, *, pretrained: bool) -> Phase:
     return _phase(
         "load",
         **parts,
-        loading=max(drawn, run.casts + run.operand),
+        loading=max(drawn, run.largest_cast, run.head_cast, run.operand),
         mapped_file=run.shape.parameters * PUBLISHED_BYTES if other_type else 0,
     )
 
@@ -211,7 +215,7 @@ def _step(run: Footprint, batch: Batch, targets: int, accumulating: bool, state:
         "forward",
         **state,
         gradients=gradients if accumulating else 0,
-        casts=run.casts,
+        casts=kept_layers * run.casts_of_layer or run.largest_cast,
         activations=kept,
         in_flight=passing,
     )
@@ -299,29 +303,32 @@ def _lookup(run: Footprint, batch: Batch) -> int:
 
 def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
     """Forward passes without gradients: one layer at a time, then the head in chunks."""
-    layer = forward_of_one_layer(run.shape, run.widths, batch)
+    layer = forward_of_one_layer(run.shape, run.widths, batch) + kept_once(run.shape, run.widths, batch)
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     slack = int(EVALUATION_SLACK * _in_heap(layer + head)) if run.device == "cpu" else 0
-    in_layers = {"casts": run.casts, "activations": sum(layer), "loss_head": 0}
+    in_layers = {"casts": run.largest_cast, "activations": sum(layer), "loss_head": 0}
     in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
     both = [_phase("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)]
     return max(both, key=lambda phase: phase.total_bytes)
 
 
 def _generation(run: Footprint, batch: Batch, max_new_tokens: int) -> Phase:
-    """Prompts up to a whole row, then `max_new_tokens` more: keys and values of all, one layer of them copied to grow."""
+    """Prompts up to a whole row, then `max_new_tokens` more: keys and values of all, one layer of them copied to grow.
+
+    Before the optimizer is made and after it is gone; on a CPU its place in the heap is taken to be still there.
+    """
     shape, width = run.shape, run.widths.compute
     tokens = batch.rows * (batch.length + max_new_tokens)
-    layer = forward_of_one_layer(shape, run.widths, batch)
+    kernel = generating_kernel(shape, run.widths, batch)
+    layer = forward_of_one_layer(shape, run.widths, batch, kernel) + kept_once(shape, run.widths, batch, kernel)
     logits = [batch.rows * shape.vocab * max(width, 4)] * 2
     cache = [tokens * shape.kv_size * width] * (2 * shape.layers + 2)
     repeated = [tokens * shape.query_size * width] * 2  # key-value heads repeated for each query head, in one layer
-    head = elements(run.tensors.tables[:1]) * width if run.widths.casts else 0
     return _phase(
         "generation",
-        **_between_steps(run),
-        casts=run.casts + head,
+        **_between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0},
+        casts=run.casts + run.head_cast,
         kv_cache=sum(cache) + sum(repeated),
         activations=sum(layer),
         loss_head=sum(logits),
@@ -330,9 +337,15 @@ def _generation(run: Footprint, batch: Batch, max_new_tokens: int) -> Phase:
 
 
 def _save(run: Footprint, copied: int) -> Phase:
-    """A checkpoint; or the model in the end, with adapters added to it in float32 on the host, tensor by tensor."""
+    """A checkpoint; or the model in the end, with adapters added to it in float32 on the host, tensor by tensor.
+
+    What an adapter adds is there twice, as it is and scaled; then beside the sum. Weights in float32 without an adapter are
+    not copied on a CPU.
+    """
     merged = 0
     if run.adapters:
-        table, matrix = elements(run.tensors.tables[:1]), max(elements([one]) for one in run.tensors.matrices)
-        merged = run.final_model if run.device == "cpu" else 4 * max(table * (run.widths.stream != 4), 3 * matrix)
+        largest = 4 * max(elements([one]) for one in run.tensors.matrices)
+        summed = run.shape.layers * elements(run.tensors.matrices)
+        on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
+        merged = on_host + largest if run.device == "cpu" else 2 * largest
     return _phase("save", **_between_steps(run), snapshot=copied, merged=merged)
