@@ -34,6 +34,7 @@ def told_before() -> dict[str, int]:
     from recipes.base_model.corpus import _SENTENCE_END
     from recipes.dev_reasoning.generate import generate_rows
     from tunix_rt.backends import load_backend
+    from tunix_rt.backends.decoding import Decoding
     from tunix_rt.config import Training
     from tunix_rt.data.tokenizer import load_tokenizer
     from tunix_rt.models import resolve_model
@@ -52,9 +53,10 @@ def told_before() -> dict[str, int]:
     backend = load_backend("torch")
     engine = backend.load(source, device="cpu", training=Training())
     told_on = backend.generate(
-        engine, prompts, max_new_tokens=64, batch_size=50, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id
-    )
-    right = sum(wanted[index] in tokenizer.decode(ids) for index, ids in told_on)
+        engine, prompts, decoding=Decoding(max_new_tokens=64), stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id,
+        decode=tokenizer.decode, rows_at=lambda length: 50,
+    )  # fmt: skip
+    right = sum(wanted[index] in tokenizer.decode(answer.ids) for index, answer in told_on)
     return {"situations": len(prompts), "worked_out": right}
 
 

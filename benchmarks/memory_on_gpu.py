@@ -19,6 +19,7 @@ import torch
 from benchmarks.engine_gpu import start_afresh
 from benchmarks.memory_prediction import random_data
 from tunix_rt.backends import torch_backend as engine_of
+from tunix_rt.backends.decoding import Decoding
 from tunix_rt.config import RunConfig
 from tunix_rt.models import resolve_model
 from tunix_rt.plan.memory import predict
@@ -96,8 +97,9 @@ def measure(spec: dict[str, Any], device: str) -> dict[str, Any]:
     found["held-out"] = peak()
     prompts = [row().ids.tolist() for _ in range(rows)]
     asked: dict[str, Any] = {
-        "max_new_tokens": config.evaluation.max_new_tokens,
-        "batch_size": rows,
+        "decoding": Decoding(max_new_tokens=config.evaluation.max_new_tokens),
+        "rows_at": lambda length: rows,
+        "decode": str,
         "stop_ids": [0],
         "pad_id": 0,
     }

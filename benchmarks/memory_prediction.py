@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from tunix_rt.backends.decoding import Decoding  # noqa: E402
 from tunix_rt.config import RunConfig  # noqa: E402
 from tunix_rt.plan.fit import measure_rate, training_flops_per_token  # noqa: E402
 from tunix_rt.plan.memory import predict  # noqa: E402
@@ -184,8 +185,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             engine_of.write_direct(engine, optimizer, Path(folder))
         prompts = [list(map(int, row().ids)) for _ in range(rows)]
         answers = engine_of.generate(
-            engine, prompts, max_new_tokens=config.evaluation.max_new_tokens, batch_size=rows, stop_ids=[0], pad_id=0
-        )
+            engine, prompts, decoding=Decoding(max_new_tokens=config.evaluation.max_new_tokens), stop_ids=[0], pad_id=0,
+            decode=str, rows_at=lambda length: rows,
+        )  # fmt: skip
         started = time.perf_counter()
         _ = list(answers)
         answering = time.perf_counter() - started

@@ -114,7 +114,8 @@ def allowed(setting: Any) -> str:
     kind, bounds, optional = _unwrapped(setting.annotation, setting.metadata)
     if bool in (either := get_args(kind)) and len(either) == 2:  # yes, no, or how much
         other, limits, _ = _unwrapped(either[1] | None, setting.metadata)
-        words = f"`true`, `false`, or a {_number(other, limits)}"
+        named = [f"`{value}`" for value in get_args(other)] if get_origin(other) is Literal else []
+        words = f"`true`, `false`, or {' or '.join(named) or f'a {_number(other, limits)}'}"
     elif get_origin(kind) is Literal:
         words = ", ".join(f"`{value}`" for value in get_args(kind))
     elif kind is bool:

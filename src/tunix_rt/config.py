@@ -192,14 +192,21 @@ class Training(Section):
 
 
 class Evaluation(Section):
-    enabled: bool = True
-    """Generate answers before and after training and score them."""
+    enabled: bool | Literal["along"] = True
+    """Generate answers before and after training and score them; `along` answers the first three questions every
+    `training.eval_steps` too, into `eval/samples.jsonl`."""
     evalset: str | None = None
     """Key of an eval set (`evalsets/<key>.jsonl`) or its path; without one, the held-out traces are asked."""
     max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 128
     """Longest answer."""
-    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
-    """Questions answered at once; rows of one forward pass of the held-out loss."""
+    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Questions answered at once; rows of one forward pass of the held-out loss. Unset: up to 64, as many as need no more
+    memory than a training step."""
+
+    @property
+    def asked_along(self) -> int:
+        """Questions that are answered while training goes on."""
+        return 3 if self.enabled == "along" else 0
 
 
 class RunConfig(Section):

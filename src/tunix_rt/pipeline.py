@@ -4,27 +4,28 @@ import contextlib
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tunix_rt
+from tunix_rt.admission import account_for_memory, memory_explained, minutes, plan_for_data, plan_worst, say_how_long
 from tunix_rt.backends import Progress, load_backend
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.limits import ModelFacts
-from tunix_rt.data.pack import total_steps
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.device import note_step, prove_device, sample_gpu, settle_device
 from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.errors import ConfigError, DoesNotFitError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.errors import ConfigError, EvidenceError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.evaluate.reloading import prove_reload
 from tunix_rt.evaluate.report import Comparison, compare, read_predictions, read_scores, samples_markdown
-from tunix_rt.evaluate.run import evaluate_model, stop_ids
+from tunix_rt.evaluate.run import Questions, decoding_of, evaluate_model, read_along, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores
+from tunix_rt.evaluate.summary import summary_of
 from tunix_rt.evidence.precommit import (
     began_on,
     build_precommit,
@@ -35,19 +36,14 @@ from tunix_rt.evidence.precommit import (
 )
 from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
-from tunix_rt.plan.fit import disk_needed_bytes, estimate_time, explain_out_of_memory, judge, refuse_if_too_big
-from tunix_rt.plan.memory import MemoryPlan, predict
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.rundir import RunDir, bytes_below, read_json, require_space, sha256_file, storage, write_json, write_text
+from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, to_plain, write_json, write_text
 from tunix_rt.saving import best_checkpoint
 from tunix_rt.stopping import StopRequest
 from tunix_rt.train import MetricsLog, Start, cut_back, find_start, refuse_other_kernels, require_charts, train_run
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
-LOUD_PARAMETERS = 1_000_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +97,7 @@ def run_pipeline(config: RunConfig, output: Path, *, progress: Progress) -> Repo
 def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopRequest, progress: Progress) -> None:
     logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
     if config.training.time_budget is not None:
-        logger.info("Time budget: %s, counted from the start of the program", _minutes(config.training.time_budget))
+        logger.info("Time budget: %s, counted from the start of the program", minutes(config.training.time_budget))
     require_charts(config)
     _require_peft(config)
     if not report.continued:
@@ -114,16 +110,16 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     stop.raise_if_asked(stop.kept(), starting=True)
     model, shape = _find_model(config, choice)
     report.facts["parameters"] = shape.parameters
-    upper = _plan(config, shape, choice)
+    upper = plan_worst(config, shape, choice)
     uuids = prove_device(report, config, model, shape, seen, choice) if choice.device != "cpu" else frozenset()
     stop.raise_if_asked(stop.kept(), starting=True)
     tokenizer, facts = _tokenizer_of(config, model, shape)
     today = began_on(read_precommit(run)) if report.continued else None
     data = prepare(config, tokenizer, facts, stoppable(progress, stop, starting=True), today=today)
     logger.info("Data: %s", data.sentence)
-    plan = _plan_for_data(report, config, shape, choice, data, upper)
+    plan = plan_for_data(report, config, shape, choice, data, upper)
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes}
-    total = _say_how_long(config, shape, data, choice)
+    total = say_how_long(config, shape, data, choice, plan.eval_rows)
     report.facts["steps_planned"] = total
     _commit(run, build_precommit(config, model, tokenizer, data, device=choice.device), report)
     start = find_start(run, resume=report.continued)
@@ -138,12 +134,12 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
         _go_on(report, start)
         raise
     metrics = _go_on(report, start)
-    with _memory_explained(engine, plan, choice, shape, config):
+    with memory_explained(engine, plan, choice, shape, config):
         _train_and_ask(
             backend, engine, report, config=config, data=data, tokenizer=tokenizer, total=total, start=start,
-            metrics=metrics, stop=stop, progress=progress, uuids=uuids,
+            metrics=metrics, stop=stop, progress=progress, uuids=uuids, eval_rows=plan.eval_rows,
         )  # fmt: skip
-    _account_for_memory(run, report, plan)
+    account_for_memory(report, plan, report.phases)
 
 
 def _require_peft(config: RunConfig) -> None:
@@ -153,18 +149,6 @@ def _require_peft(config: RunConfig) -> None:
             "training.lora_rank: peft is not installed",
             fix="pip install 'tunix-rt[lora]', or leave the setting out to train every parameter",
         )
-
-
-@contextlib.contextmanager
-def _memory_explained(
-    engine: Any, plan: MemoryPlan, choice: DeviceChoice, shape: ModelShape, config: RunConfig
-) -> Iterator[None]:
-    """Let an engine that runs out of memory end with the planner's words: what was in memory, and what to change."""
-    try:
-        yield
-    except DoesNotFitError as error:
-        problem, fix = explain_out_of_memory(plan, engine.peak_bytes(), choice, shape, config)
-        raise DoesNotFitError(f"{error.problem}\n  {problem}", fix=fix) from error
 
 
 def _train_and_ask(
@@ -181,23 +165,27 @@ def _train_and_ask(
     stop: StopRequest,
     progress: Progress,
     uuids: frozenset[str],
+    eval_rows: int,
 ) -> None:
-    """Everything that needs the loaded model: answers before, the steps, the final model, answers after."""
+    """Everything that needs the loaded model: answers before, the steps, the final model, answers after, its proof."""
     run = report.run
     before = _earlier_answers(report) if report.continued and data.items else []
     report.note_peak("load", engine.peak_bytes())
     stop.raise_if_asked(start.kept, starting=True)
-    asking = {"items": data.items, "tokenizer": tokenizer, "style": data.style, "config": config, "run": run}
-    asking["progress"] = progress
+    decoding = decoding_of(data.style, max_new_tokens=config.evaluation.max_new_tokens)
+    questions = Questions(items=data.items, tokenizer=tokenizer, style=data.style, decoding=decoding)
+    asking: dict[str, Any] = {"rows_at": lambda length: eval_rows, "progress": progress}
     if data.items and not before:
         look = partial(stop.raise_if_asked, start.kept, starting=True)
-        before = _evaluate(backend, engine, report, "before", look, asking)
+        before = _evaluate(backend, engine, report, questions, "before", stop=look, **asking)
         stop.raise_if_asked(start.kept)  # the answers are kept, so that a continuation gets further
     report.training_began = True
+    few = replace(questions, items=data.items[: config.evaluation.asked_along])
     try:
         speed = train_run(
             backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total, start=start,
             metrics=metrics, stop=stop, progress=progress, note=partial(note_step, report, uuids, (start.step + 1, total)),
+            eval_rows=eval_rows, read_along=partial(read_along, backend, engine, few, run, eval_rows) if few.items else None,
         )  # fmt: skip
     finally:
         report.note_best()
@@ -213,10 +201,47 @@ def _train_and_ask(
     )  # fmt: skip
     report.note_peak("save", engine.peak_bytes())
     if data.items:
-        kept = f"all {total} steps are saved"
-        after = _evaluate(backend, engine, report, "after", partial(stop.raise_if_asked, kept), asking)
+        kept = partial(stop.raise_if_asked, f"all {total} steps are saved")
+        after = _evaluate(backend, engine, report, questions, "after", stop=kept, **asking)
         report.comparison = compare(before, after)
         write_text(run.samples, samples_markdown(before, after, report.comparison))
+        _write_summary(report, config, data, questions)
+    stop.raise_if_asked(f"all {total} steps are saved")
+    _prove_final_model(backend, engine, report, questions)
+
+
+def _prove_final_model(backend: Any, engine: Any, report: Report, questions: Questions) -> None:
+    """Have a fresh process load what was saved. A model that is another there is put aside, and the run has failed."""
+    final, tokenizer, style = report.run.final_model, questions.tokenizer, questions.style
+    try:
+        proof = prove_reload(
+            backend, engine, final, tokenizer=tokenizer, style=style, stop_ids=stop_ids(tokenizer, style)
+        )
+    except EvidenceError:
+        with storage(final):
+            final.rename(final.with_name("final_model-refused"))
+        raise
+    if proof is None:
+        report.facts["final_model"] = {"proven": False}
+        return
+    said = {name: value for name, value in to_plain(proof).items() if value is not None}
+    report.facts["final_model"] = {"proven": True, **said}
+    logger.info("Final model: %s", proof.sentence)
+
+
+def _write_summary(report: Report, config: RunConfig, data: Prepared, questions: Questions) -> None:
+    named = (
+        {"evalset": data.evalset.key, "evalset_sha256": data.evalset.sha256}
+        if data.evalset
+        else {"evalset": "held out"}
+    )
+    facts = {
+        "models": [config.model.model_name_or_path], "weights": config.model.weights, **named,
+        "questions": len(data.items), "device": report.facts["device"], "dtype": config.training.dtype,
+        "decoding": questions.settings(),
+    }  # fmt: skip
+    before, after = report.scores["before"], report.scores["after"]
+    write_json(report.run.eval_summary, summary_of(before, after, report.comparison, **facts))
 
 
 def _refuse_occupied(run: RunDir, config: RunConfig) -> bool:
@@ -299,78 +324,6 @@ def stoppable(progress: Progress, stop: StopRequest, *, fix: str = "run it again
     return tell
 
 
-def _plan(config: RunConfig, shape: ModelShape, choice: DeviceChoice) -> MemoryPlan:
-    """The prediction for rows of `max_length`, made before any data is read; refuses what cannot fit."""
-    plan = predict(shape, config, device=choice.device, capability=choice.capability)
-    if choice.device == "cuda" and shape.parameters > LOUD_PARAMETERS:
-        logger.warning(
-            "OVER 1B PARAMETERS ON A GPU: %s parameters, %.1f GiB predicted; the TPU configuration is submission_tpu.yaml",
-            f"{shape.parameters:,}", plan.peak_bytes / GIB,
-        )  # fmt: skip
-    refuse_if_too_big(plan, choice, shape, config)
-    return plan
-
-
-def _plan_for_data(
-    report: Report, config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, upper: MemoryPlan
-) -> MemoryPlan:
-    """The prediction for the longest row there really is: the one that is held against the measurement."""
-    share = data.trained_tokens / data.tokens
-    plan = predict(
-        shape,
-        config,
-        device=choice.device,
-        row_tokens=data.longest_row,
-        target_share=share,
-        capability=choice.capability,
-    )
-    fit = judge(plan, choice)
-    disk = disk_needed_bytes(shape, config)
-    held = bytes_below(report.run.checkpoints) + bytes_below(report.run.final_model)
-    require_space(report.run.root, disk - held, what="the run", keep=config.training.save_total_limit)
-    report.write(
-        write_json,
-        report.run.plan,
-        {
-            "schema": "tunix-rt/plan/1",
-            "peak_bytes": plan.peak_bytes,
-            "peak_bytes_at_max_length": upper.peak_bytes,
-            "longest_row_tokens": data.longest_row,
-            "memory": plan,
-            "fit": fit,
-            "disk_bytes": disk,
-        },
-    )
-    logger.info(
-        "Fits: %.2f GiB predicted for rows of up to %d tokens, %.1f GiB free; up to %.2f GiB on disk",
-        plan.peak_bytes / GIB, data.longest_row, fit.available_bytes / GIB, disk / GIB,
-    )  # fmt: skip
-    return plan
-
-
-def _say_how_long(config: RunConfig, shape: ModelShape, data: Prepared, choice: DeviceChoice) -> int:
-    training = config.training
-    rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    total = total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
-    tokens = round(data.tokens / len(data.rows) * min(rows_per_step, len(data.rows)))
-    said = f"Steps: {total:,} of {min(rows_per_step, len(data.rows)):,} rows (about {tokens:,} tokens a step)"
-    if choice.device == "cpu":
-        time_needed = estimate_time(shape, config, tokens_per_step=tokens, steps=total, eval_items=len(data.items))
-        said += f"; it will take about {_minutes(time_needed.seconds_low)} to {_minutes(time_needed.seconds_high)}"
-    logger.info("%s", said)
-    if rows_per_step > len(data.rows):
-        logger.warning(
-            "A step was asked to take %d rows; the data has %d, so each step takes all of them",
-            rows_per_step,
-            len(data.rows),
-        )
-    return total
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-
 def _commit(run: RunDir, committed: dict[str, Any], report: Report) -> None:
     """Write `precommit.json` before the first step, or hold a continued run to the one it wrote."""
     if run.precommit.exists():
@@ -417,31 +370,9 @@ def _earlier_answers(report: Report) -> list[Prediction]:
 
 
 def _evaluate(
-    backend: Any, engine: Any, report: Report, when: str, stop: Callable[[], None], asking: dict[str, Any]
+    backend: Any, engine: Any, report: Report, questions: Questions, when: str, **asking: Any
 ) -> list[Prediction]:
-    predictions, scores = evaluate_model(backend, engine, when=when, stop=stop, **asking)
+    predictions, scores = evaluate_model(backend, engine, questions, when=when, run=report.run, **asking)
     report.note_scores(when, scores)
     report.note_peak(when, engine.peak_bytes())
     return predictions
-
-
-def _account_for_memory(run: RunDir, report: Report, plan: MemoryPlan) -> None:
-    """Hold the prediction against the measurement, per run, in the open."""
-    measured = max(report.phases.values())
-    error = plan.peak_bytes / max(1, measured) - 1  # in a process that had room from before, nothing rises
-    report.facts["memory"] = {"predicted_bytes": plan.peak_bytes, "measured_bytes": measured}
-    write_json(
-        run.memory,
-        {
-            "schema": "tunix-rt/memory/1",
-            "predicted_bytes": plan.peak_bytes,
-            "predicted_parts": plan,
-            "measured_bytes": measured,
-            "measured_peak_after_phase": report.phases,
-            "error": error,
-        },
-    )
-    logger.info(
-        "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %+.0f %%)",
-        plan.peak_bytes / GIB, measured / GIB, 100 * error,
-    )  # fmt: skip

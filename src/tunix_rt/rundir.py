@@ -93,6 +93,15 @@ class RunDir:
         return self.root / "samples.md"
 
     @property
+    def samples_along(self) -> Path:
+        """Answers given while training went on."""
+        return self.root / "eval" / "samples.jsonl"
+
+    @property
+    def eval_summary(self) -> Path:
+        return self.root / "eval_summary.json"
+
+    @property
     def memory(self) -> Path:
         return self.root / "memory.json"
 
@@ -186,6 +195,13 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_jsonl(path: Path, values: list[Any]) -> None:
     write_text(path, "".join(json_line(value) for value in values))
+
+
+def append_jsonl(path: Path, values: list[Any]) -> None:
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write("".join(json_line(to_plain(value)) for value in values))
 
 
 def json_line(value: Any) -> str:

@@ -23,6 +23,7 @@ from tunix_rt.data.prepare import Prepared
 from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.rundir import (
     RunDir,
+    append_jsonl,
     checkpoint_problems,
     checkpoint_step,
     json_line,
@@ -150,7 +151,7 @@ def find_start(run: RunDir, *, resume: bool) -> Start:
         facts=facts,
         seconds=sum(step["seconds"] for step in steps),
         peak_bytes=max((step["peak_bytes"] for step in steps), default=0),
-        heldout_steps=frozenset(_heldout_lines(run, done)),
+        heldout_steps=frozenset(step for step, _ in _lines_up_to(run.heldout, done)),
         sound=set() if checkpoint is None else {checkpoint},
     )
 
@@ -158,9 +159,11 @@ def find_start(run: RunDir, *, resume: bool) -> Start:
 def cut_back(run: RunDir, start: Start) -> MetricsLog:
     """Drop what was measured after `start`, which will be taken again; the log that goes on there."""
     metrics = MetricsLog.open(run, keep_steps=start.step)
-    if run.heldout.exists():
-        kept = _heldout_lines(run, start.step).values()
-        write_text(run.heldout, b"".join(line + b"\n" for line in kept).decode("utf-8"))
+    again = start.step not in start.heldout_steps  # what belongs to this step is asked again, before training goes on
+    for path, last in ((run.heldout, start.step), (run.samples_along, start.step - again)):
+        if path.exists():
+            kept = [line for _, line in _lines_up_to(path, last)]
+            write_text(path, b"".join(line + b"\n" for line in kept).decode("utf-8"))
     return metrics
 
 
@@ -229,14 +232,26 @@ def train_run(
     stop: StopRequest,
     progress: Progress,
     note: Callable[[dict[str, Any]], None],
+    eval_rows: int,
+    read_along: Callable[[int], None] | None = None,
 ) -> float:
     """Train to step `total` from `start`; the tokens per second, 0 when no step was left to take.
 
     Every step is in `metrics.jsonl`, and what `result.json` will say of it is told to `note`, before the next begins.
+    `read_along` is called where the held-out loss is measured, and a checkpoint is written before either.
     """
     training, done = config.training, start.step
     optimizer = backend.make_optimizer(engine, training)
-    measure = partial(_measure_heldout, backend, engine, run, config, data, pad_id)
+
+    def measure(step: int) -> float:
+        began = time.monotonic()
+        if read_along is not None:
+            read_along(step)
+        _measure_heldout(
+            backend, engine, run, data, pad_id, eval_rows, step
+        )  # last: its line says that all was measured
+        return time.monotonic() - began
+
     if start.checkpoint is not None:
         backend.restore_state(engine, optimizer, start.checkpoint, step=done)
         logger.info("Resumed from %s", start.checkpoint.name)
@@ -271,12 +286,14 @@ def train_run(
                 _log_step(step, total)
             saver.raise_if_failed()
             state = _state(step, metrics.head, engine.attention.name)
-            if _due(step.step, training.save_steps, total):
+            measured = _due(step.step, training.eval_steps, total)
+            # Before an evaluation too: nothing that goes wrong in it costs a step.
+            if _due(step.step, training.save_steps, total) or (measured and training.save_steps is not None):
                 saver.save(step.step, state)
             next_step = slowest + saver.longest_seconds if step.step < total else 0.0
-            measured = _due(step.step, training.eval_steps, total)
             _stop_if_asked(stop, saver, state, needed_seconds=next_step + measured * measuring)
             if measured:
+                saver.wait()
                 measuring = max(measuring, measure(step.step))
                 _stop_if_asked(stop, saver, state, needed_seconds=next_step)
         saver.finish()
@@ -348,34 +365,29 @@ def _due(step: int, every: int | None, total: int) -> bool:
 
 
 def _measure_heldout(
-    backend: Any, engine: Any, run: RunDir, config: RunConfig, data: Prepared, pad_id: int, step: int
-) -> float:
-    """Write the held-out loss down, when anything was held out; the seconds it took."""
+    backend: Any, engine: Any, run: RunDir, data: Prepared, pad_id: int, batch_size: int, step: int
+) -> None:
+    """Write the held-out loss down, when anything was held out."""
     if not data.heldout_rows:
-        return 0.0
-    began, batch_size = time.monotonic(), config.evaluation.per_device_eval_batch_size
+        return
     loss, targets = backend.heldout_loss(engine, data.heldout_rows, batch_size=batch_size, pad_id=pad_id)
     logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
-    with storage(run.heldout):
-        run.heldout.parent.mkdir(parents=True, exist_ok=True)
-        with run.heldout.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(json_line({"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}))
-    return time.monotonic() - began
+    append_jsonl(run.heldout, [{"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}])
 
 
-def _heldout_lines(run: RunDir, done: int) -> dict[int, bytes]:
-    """Step -> line of the held-out losses, without torn ones and those of steps that will be taken again."""
-    if not run.heldout.exists():
-        return {}
-    kept: dict[int, bytes] = {}
-    with storage(run.heldout):
-        for line in run.heldout.read_bytes().splitlines():
+def _lines_up_to(path: Path, last: int) -> list[tuple[int, bytes]]:
+    """(step, line) of what was measured up to step `last`, without torn lines."""
+    if not path.exists():
+        return []
+    kept: list[tuple[int, bytes]] = []
+    with storage(path):
+        for line in path.read_bytes().splitlines():
             try:
                 step = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            if isinstance(step, int) and step <= done:
-                kept[step] = line
+            if isinstance(step, int) and step <= last:
+                kept.append((step, line))
     return kept
 
 

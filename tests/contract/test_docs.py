@@ -269,14 +269,14 @@ def test_every_file_of_a_run_is_in_the_table_and_no_other():
 
 def documented_and_real() -> dict[str, set[str]]:
     """Heading in run-folder.md -> the keys the code writes under it."""
-    train, pipeline = module(SOURCE / "train.py"), module(SOURCE / "pipeline.py")
+    train, admission = module(SOURCE / "train.py"), module(SOURCE / "admission.py")
     record = module(SOURCE / "evidence" / "record.py")
     result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
-    for file in ("pipeline.py", "device.py"):
+    for file in ("pipeline.py", "admission.py", "device.py"):
         result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / file)))
     return {
         "doctor.json": keys_of_dict(module(SOURCE / "device.py"), "proof"),
-        "plan.json": keys_of_dict(pipeline, "tunix-rt/plan/1"),
+        "plan.json": keys_of_dict(admission, "tunix-rt/plan/1"),
         "precommit.json": keys_of_dict(module(SOURCE / "evidence" / "precommit.py"), "schema") | {"evalset"},
         "metrics.jsonl": keys_of_dict(train, "prev"),
         "eval/before.json and eval/after.json": names(Scores),
@@ -284,7 +284,7 @@ def documented_and_real() -> dict[str, set[str]]:
         "eval/heldout.jsonl": keys_of_dict(function_in(SOURCE / "train.py", "_measure_heldout"), "loss_hex"),
         "state.json": keys_of_dict(train, "tunix-rt/state/1"),
         "MANIFEST.json": keys_of_dict(module(SOURCE / "rundir.py"), "tunix-rt/checkpoint/1"),
-        "memory.json": keys_of_dict(pipeline, "tunix-rt/memory/1"),
+        "memory.json": keys_of_dict(admission, "tunix-rt/memory/1"),
         "result.json": result,
     }
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.unit.test_plan import BFLOAT16, SMALLEST
 from tunix_rt.backends import torch_backend
+from tunix_rt.backends.decoding import Decoding
 from tunix_rt.backends.torch_model import Engine, hidden_states
 from tunix_rt.config import RunConfig
 from tunix_rt.data.pack import Row, StepBatch, collate
@@ -174,7 +175,17 @@ def test_what_is_counted_for_answers_is_enough_and_not_far_above(
     engine, live = loaded(model, config, tmp_path)
     prompts, before = [[5] * (LENGTH - place) for place in range(rows)], live.now
     with live:
-        list(torch_backend.generate(engine, prompts, max_new_tokens=answer, batch_size=rows, stop_ids=[1], pad_id=0))
+        list(
+            torch_backend.generate(
+                engine,
+                prompts,
+                decoding=Decoding(max_new_tokens=answer),
+                stop_ids=[],
+                pad_id=0,
+                decode=str,
+                rows_at=lambda length: rows,
+            )
+        )
     parts = next(
         phase.parts for phase in predict(shape_of(model), config, device="cpu").phases if phase.name == "generation"
     )

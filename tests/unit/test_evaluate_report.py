@@ -2,13 +2,27 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tunix_rt.errors import EvidenceError, InputError
-from tunix_rt.evaluate.report import compare, read_predictions, read_scores, samples_markdown, table
+from tunix_rt.evaluate.report import (
+    Row,
+    Side,
+    compare,
+    compare_runs,
+    comparison_markdown,
+    read_predictions,
+    read_scores,
+    rows_text,
+    samples_markdown,
+    table,
+)
 from tunix_rt.evaluate.score import judge, score_predictions
 from tunix_rt.rundir import write_json, write_jsonl
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "did-it-help.md"
 
 RIGHT = "<reasoning>add</reasoning><answer>37</answer>"
 WRONG = "<reasoning>add</reasoning><answer>38</answer>"
@@ -40,10 +54,157 @@ def test_the_two_gains_differ_when_only_the_format_was_learned():
     assert (comparison.gain_points, comparison.gain_points_lenient) == (100.0, 0.0)
 
 
-def test_the_sentence_tells_gains_and_losses():
-    comparison = compare(answers([WRONG, WRONG, RIGHT]), answers([RIGHT, RIGHT, WRONG]))
-    assert comparison.sentence.startswith("2 of 3 more answers right; 1 got worse")
-    assert "+33.3 points by the tags" in comparison.sentence
+def sides(gained, lost, right, wrong):
+    before = [WRONG] * gained + [RIGHT] * lost + [RIGHT] * right + [WRONG] * wrong
+    after = [RIGHT] * gained + [WRONG] * lost + [RIGHT] * right + [WRONG] * wrong
+    return answers(before), answers(after)
+
+
+@pytest.mark.parametrize(
+    ("table_of_four", "sentence"),
+    [
+        ((40, 2, 20, 38), "38 of 100 more answers right, between 28 and 48; 2 got worse"),
+        ((2, 14, 60, 24), "12 of 100 fewer answers right, between 5 and 20; 14 got worse"),
+        ((8, 5, 40, 47), "3 of 100 more answers right, which could be chance: between 4 fewer and 10 more; 5 got worse"),
+        ((5, 8, 40, 47), "3 of 100 fewer answers right, which could be chance: between 10 fewer and 4 more; 8 got worse"),
+        ((3, 3, 50, 44), "as many answers right as before, 53 of 100, any change lies between 5 fewer and 5 more; "
+                         "3 got worse"),
+        ((0, 0, 60, 40), "as many answers right as before, 60 of 100, any change lies between 4 fewer and 4 more; "
+                         "none got worse"),
+        ((1, 0, 0, 36), "1 of 37 more answers right, which could be chance: between 0 and 3 more; none got worse"),
+        ((5, 0, 50, 45), "5 of 100 more answers right, between 1 and 10, but it could still be chance: p = 0.062; "
+                         "none got worse"),
+        ((100, 0, 0, 0), "100 of 100 more answers right, between 96 and 100; none got worse"),
+        ((6, 0, 0, 0), "6 of 6 more answers right, between 3 and 6; none got worse"),
+        ((5, 0, 0, 0), "5 of 5 more answers right; none got worse; 5 questions are too few to say whether that is chance"),
+        ((2, 1, 0, 0), "1 of 3 more answers right; 1 got worse; 3 questions are too few to say whether that is chance"),
+        ((0, 0, 1, 0), "as many answers right as before, 1 of 1; none got worse; 1 question is too few to say whether that "
+                       "is chance"),
+    ],
+)  # fmt: skip
+def test_the_sentence_is_one_a_manager_can_read(table_of_four, sentence):
+    assert compare(*sides(*table_of_four)).sentence == f"{sentence} (tags apart: the same)"
+
+
+@pytest.mark.parametrize("gained", range(0, 25, 4))
+@pytest.mark.parametrize("lost", range(0, 25, 6))
+def test_no_sentence_claims_a_difference_that_chance_explains(gained, lost):
+    comparison = compare(*sides(gained, lost, 40, 60 - gained - lost))
+    low, high = comparison.strict.ends
+    beyond_chance = not low <= 0 <= high and comparison.mcnemar.p_value < 0.05
+    claimed = "could" not in comparison.sentence and "any change lies between" not in comparison.sentence
+    assert claimed is beyond_chance
+    assert low <= gained - lost <= high
+
+
+def test_the_lenient_reading_stands_beside_the_strict_one():
+    before, after = answers([BARE] * 40 + [WRONG] * 60), answers([RIGHT] * 70 + [WRONG] * 30)
+    assert compare(before, after).sentence == (
+        "70 of 100 more answers right, between 61 and 79; none got worse (tags apart: 30 more, between 21 and 39)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("right_after", "apart"),
+    [
+        (40, "as many answers right as before, 40 of 100, any change lies between 4 fewer and 4 more"),
+        (43, "3 of 100 more answers right, which could be chance: between 0 and 7 more"),
+        (20, "20 of 100 fewer answers right, between 12 and 28"),
+    ],
+)
+def test_a_gain_of_form_alone_is_called_that(right_after, apart):
+    before = answers([BARE] * 40 + [WRONG] * 60)
+    comparison = compare(before, answers([RIGHT] * right_after + [WRONG] * (100 - right_after)))
+    first, second = comparison.sentence.split(". ")
+    assert first.startswith(f"{right_after} of 100 more answers right, between ")
+    assert second.startswith(f"The gain may be one of form alone; tags apart: {apart}; ")
+
+
+def test_a_gain_by_both_readings_is_not_called_one_of_form():
+    assert "form" not in compare(*sides(40, 2, 20, 38)).sentence
+
+
+def test_the_paragraph_tells_how_the_sentence_was_found():
+    assert compare(*sides(40, 2, 20, 38)).paragraph.endswith(
+        "By the tags 40 gained and 2 lost, McNemar's exact test p < 0.0001; 95 % interval by the paired bootstrap over the "
+        "questions."
+    )
+    form = compare(answers([BARE] * 10), answers([RIGHT] * 10)).paragraph
+    assert "McNemar's exact test p = 0.002 (p = 1 tags apart); 95 % interval by Wilson's formula." in form
+
+
+# --- run against run -------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_are_compared_under_their_names():
+    before, after = sides(40, 2, 20, 38)
+    decoding = {"max_new_tokens": 128, "do_sample": False}
+    comparison = compare_runs(
+        Side(name="base", predictions=before, decoding=decoding),
+        Side(name="tuned", predictions=after, decoding=dict(decoding)),
+    )
+    assert comparison.sentence.startswith("tuned against base: 38 of 100 more answers right, between 28 and 48")
+    assert replace(comparison, names=("before", "after")) == compare(before, after)
+    level = compare_runs(Side(name="base", predictions=before), Side(name="tuned", predictions=before))
+    assert level.sentence.startswith("tuned against base: as many answers right as base, 22 of 100")
+
+
+def test_other_decoding_is_refused_and_every_setting_that_differs_is_named():
+    before, after = sides(1, 0, 0, 0)
+    with pytest.raises(EvidenceError) as caught:
+        compare_runs(
+            Side(name="base", predictions=before, decoding={"max_new_tokens": 64, "do_sample": False, "top_p": 0.9}),
+            Side(name="tuned", predictions=after, decoding={"max_new_tokens": 256, "do_sample": False}),
+        )
+    assert caught.value.problem == (
+        "base and tuned were not asked in the same way: max_new_tokens is 64 in base, 256 in tuned; "
+        "top_p is 0.9 in base, not set in tuned"
+    )
+
+
+def test_other_questions_are_refused_under_the_names_of_the_runs():
+    with pytest.raises(EvidenceError, match="base and tuned were asked different questions: 1 id"):
+        compare_runs(
+            Side(name="base", predictions=answers([RIGHT])), Side(name="tuned", predictions=answers([RIGHT] * 2))
+        )
+
+
+def test_the_page_of_a_comparison_has_the_paragraph_the_table_and_every_id_that_changed():
+    before, after = sides(7, 2, 3, 8)
+    comparison = compare_runs(Side(name="a_b|c", predictions=before), Side(name="<tuned>", predictions=after))
+    rows = table(score_predictions(before, "before"), score_predictions(after, "after"))
+    text = comparison_markdown(comparison, rows)
+    assert text.startswith("# \\<tuned\\> against a\\_b\\|c\n\n\\<tuned\\> against a\\_b\\|c: 5 of 20 more")
+    assert "| measure | questions | a\\_b\\|c | \\<tuned\\> | gain |\n| --- | ---: | ---: | ---: | ---: |\n" in text
+    assert "| accuracy, by the tags | 20 | 25.0 % | 50.0 % | +25.0 points |" in text
+    assert "## Gained: 7 of 20\n\n` q0 `, ` q1 `, ` q2 `, ` q3 `, ` q4 `, ` q5 `, ` q6 `\n\n" in text
+    assert text.endswith("## Lost: 2 of 20\n\n` q7 `, ` q8 `\n")
+    assert "## Lost: 0 of 20\n\nNone.\n" in comparison_markdown(compare(before, before), rows)
+
+
+def test_the_table_for_a_terminal_is_in_columns():
+    rows = [
+        Row(measure="accuracy", items=1319, before=0.25, after=0.5, gain_points=25.0),
+        Row(measure="reasoning", items=1319, before=9.0, after=41.25, unit="words"),
+        Row(measure="well-formed", items=1319, before=0.0),
+    ]
+    assert rows_text(rows, ("base", "tuned")) == (
+        "measure      questions       base       tuned          gain\n"
+        "accuracy         1,319     25.0 %      50.0 %  +25.0 points\n"
+        "reasoning        1,319  9.0 words  41.2 words         +32.2\n"
+        "well-formed      1,319      0.0 %"
+    )
+
+
+def test_samples_of_two_runs_go_by_their_names():
+    before, after = sides(1, 0, 0, 0)
+    comparison = compare_runs(Side(name="base", predictions=before), Side(name="tuned", predictions=after))
+    text = samples_markdown(before, after, comparison)
+    assert text.startswith("# Samples of base and tuned\n\ntuned against base: 1 of 1 more")
+    assert "base (wrong):" in text and "tuned (right):" in text
+
+
+# --- pairing ---------------------------------------------------------------------------------------------------------
 
 
 def test_pairing_goes_by_id_and_not_by_order():
@@ -82,6 +243,8 @@ def test_the_table_has_both_accuracies_the_format_and_every_section():
         ("accuracy, by the tags", 3, third, 1.0, pytest.approx(200 / 3)),
         ("accuracy, tags apart", 3, pytest.approx(2 / 3), 1.0, pytest.approx(100 / 3)),
         ("well-formed", 3, pytest.approx(2 / 3), 1.0, pytest.approx(100 / 3)),
+        ("reasoning", 3, pytest.approx(5 / 3), 1.0, None),
+        ("equations stated, per answer", 3, 0.0, 0.0, None),
         ("core, by the tags", 2, 0.0, 1.0, 100.0),
         ("core, tags apart", 2, 0.5, 1.0, 50.0),
         ("edge, by the tags", 1, 1.0, 1.0, 0.0),
@@ -91,10 +254,69 @@ def test_the_table_has_both_accuracies_the_format_and_every_section():
 
 def test_the_table_of_an_unfinished_run_has_no_after():
     rows = table(score_predictions(answers([WRONG, RIGHT]), "before"))
-    assert [row.before for row in rows] == [0.5, 0.5, 1.0], (
-        "one section adds no rows: they would repeat the first three"
+    assert [row.before for row in rows] == [0.5, 0.5, 1.0, 1.0, 0.0], (
+        "one section adds no rows: they would repeat these"
     )
     assert all(row.after is None and row.gain_points is None for row in rows)
+
+
+def sums(outputs, ended):
+    return [
+        judge(
+            id=f"q{number}",
+            prompt="?",
+            expected="7",
+            output=f"<reasoning>{text}</reasoning><answer>7</answer>",
+            ended=end,
+        )
+        for number, (text, end) in enumerate(zip(outputs, ended, strict=True))
+    ]
+
+
+def test_the_table_tells_length_arithmetic_and_how_outputs_ended():
+    before = score_predictions(sums(["3 + 4 = 7", "3 + 4 = 8", "seven"], ["stop", "length", "tag"]), "before")
+    after = score_predictions(sums(["3 + 4 = 7, 1 + 1 = 2", "3 + 4 = 7", "7"], ["stop", "stop", "unknown"]), "after")
+    cells = {row.measure: row.cells[1:] for row in table(before, after)}
+    assert cells["reasoning"] == ("3", "3.7 words", "5.3 words", "+1.7")
+    assert cells["equations stated, per answer"] == ("3", "0.7", "1.0", "+0.3")
+    assert cells["equations right"] == ("3", "50.0 %", "100.0 %", "+50.0 points")
+    assert cells["ended by itself"] == ("3", "66.7 %", "100.0 %", "+33.3 points"), "of those of which it is known"
+
+
+def test_what_one_side_did_not_count_has_no_row():
+    counted = score_predictions(sums(["3 + 4 = 7"], ["stop"]), "after")
+    none_stated = score_predictions(sums(["seven"], ["unknown"]), "before")
+    assert [row.measure for row in table(none_stated, counted)][3:] == ["reasoning", "equations stated, per answer"]
+    earlier = replace(counted, ended={}, by_category={}, by_difficulty={}, mean_reasoning_words=0.0, equations=0)
+    assert [row.measure for row in table(earlier, counted)][3:] == []
+
+
+def test_the_table_has_every_category_and_difficulty_where_there_are_several():
+    def side(outputs):
+        kinds = [("sums", "easy"), ("sums", "hard"), ("letters", "hard")]
+        return [
+            judge(id=str(number), prompt="?", expected="37", output=output, category=category, difficulty=difficulty)
+            for number, (output, (category, difficulty)) in enumerate(zip(outputs, kinds, strict=True))
+        ]
+
+    rows = table(
+        score_predictions(side([WRONG, WRONG, RIGHT]), "before"),
+        score_predictions(side([RIGHT, WRONG, RIGHT]), "after"),
+    )
+    assert [row.cells for row in rows[5:]] == [
+        ("category letters, by the tags", "1", "100.0 %", "100.0 %", "+0.0 points"),
+        ("category sums, by the tags", "2", "0.0 %", "50.0 %", "+50.0 points"),
+        ("difficulty easy, by the tags", "1", "0.0 %", "100.0 %", "+100.0 points"),
+        ("difficulty hard, by the tags", "2", "50.0 %", "50.0 %", "+0.0 points"),
+    ]
+
+
+def test_other_sections_after_than_before_are_refused():
+    before, after = (
+        score_predictions(answers([RIGHT], section), when) for section, when in (("a", "old"), ("b", "new"))
+    )
+    with pytest.raises(EvidenceError, match="old and new differ in section"):
+        table(before, after)
 
 
 def test_an_accuracy_of_zero_after_training_is_shown_as_a_loss():
@@ -105,7 +327,9 @@ def test_an_accuracy_of_zero_after_training_is_shown_as_a_loss():
 def test_samples_show_three_of_each_kind_and_say_how_many_there_are():
     before = answers([WRONG] * 5 + [RIGHT] + [RIGHT, WRONG])
     after = answers([RIGHT] * 5 + [WRONG] + [RIGHT, WRONG])
-    text = samples_markdown(before, after, compare(before, after))
+    comparison = compare(before, after)
+    text = samples_markdown(before, after, comparison)
+    assert text.startswith(f"# Samples before and after training\n\n{comparison.paragraph}\n\n## Gained")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Gained: 5 of 8", "Lost: 1 of 8", "Unchanged: 2 of 8"]
     assert re.findall(r"^### ` (q\d) `$", text, re.MULTILINE) == ["q0", "q1", "q2", "q5", "q6", "q7"]
     assert text.count("After (right):") == 4  # three gained, one unchanged
@@ -165,3 +389,61 @@ def test_scores_that_are_no_scores_are_refused(tmp_path, text):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InputError, match=r"before\.json"):
         read_scores(path)
+
+
+# --- the guide -------------------------------------------------------------------------------------------------------
+
+
+def example_sides():
+    """100 questions: 17 right on both sides, 24 gained, 6 lost. What is wrong is so in one of three ways."""
+
+    def side(right, wrong):
+        outputs = [
+            f"<reasoning>{number} + 1 = {number + 1}, which is one more.</reasoning><answer>{number + 1}</answer>"
+            if number in right
+            else wrong[number % len(wrong)].format(number=number, right=number + 1)
+            for number in range(100)
+        ]
+        return [
+            judge(
+                id=f"q{number}",
+                prompt=f"What is {number} + 1?",
+                expected=f"{number + 1}",
+                output=output,
+                ended="length" if output.endswith("then") else "stop",
+            )
+            for number, output in enumerate(outputs)
+        ]
+
+    off = "<reasoning>{number} + 1 = {number}</reasoning><answer>{number}</answer>"
+    rambling = "Let us see. We take {number}, and {number}, and then"
+    bare = "It is {right}"
+    return side({*range(17), *range(41, 47)}, [off, rambling] * 10 + [bare]), side({*range(41)}, [off, off, rambling])
+
+
+def example_block():
+    base, tuned = example_sides()
+    comparison = compare_runs(Side(name="base", predictions=base), Side(name="tuned", predictions=tuned))
+    rows = table(score_predictions(base, "base"), score_predictions(tuned, "tuned"))
+    return f"```text\n{rows_text(rows, comparison.names)}\n\n{comparison.sentence}\n```"
+
+
+def test_the_guide_shows_what_the_functions_give():
+    (written,) = re.findall(
+        r"<!-- example:begin -->\n\n(.*?)\n\n<!-- example:end -->", GUIDE.read_text("utf-8"), re.DOTALL
+    )
+    assert written == example_block()
+
+
+def test_every_form_of_words_in_the_guide_is_one_that_can_be_said():
+    said = {
+        "between 8 and 28": compare(*example_sides()).sentence,
+        "which could be chance": compare(*sides(8, 5, 40, 47)).sentence,
+        "any change lies between": compare(*sides(3, 3, 50, 44)).sentence,
+        "but it could still be chance": compare(*sides(5, 0, 50, 45)).sentence,
+        "too few to say": compare(*sides(5, 0, 0, 0)).sentence,
+        "the gain may be one of form alone": compare(answers([BARE] * 9), answers([RIGHT] * 9)).sentence,
+    }
+    for words, sentence in said.items():
+        assert words in sentence.lower()
+        assert f"| {words} |" in GUIDE.read_text("utf-8")

@@ -1,8 +1,11 @@
 """The scorer is the judge of every claim about learning: each row here was written and decided by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from tunix_rt.errors import InputError
+from tunix_rt.evaluate.report import read_predictions, read_scores
 from tunix_rt.evaluate.score import (
     Tags,
     is_well_formed,
@@ -11,9 +14,12 @@ from tunix_rt.evaluate.score import (
     matches_lenient,
     matches_strict,
     read_answer,
+    reasoning_of,
     score_predictions,
 )
 from tunix_rt.rundir import to_plain
+
+OLD = Path(__file__).parents[2] / "submission_runs" / "m40_v1" / "eval"
 
 
 def tagged(answer: str, reasoning: str = "12 + 25 = 37") -> str:
@@ -227,18 +233,32 @@ def test_a_long_output_of_open_tags_is_judged_in_reasonable_time():
 
 def predictions():
     return [
-        judge(id="a", prompt="?", expected="37", output=tagged("37"), section="core", category="addition"),
+        judge(
+            id="a",
+            prompt="?",
+            expected="37",
+            output=tagged("37"),
+            section="core",
+            category="addition",
+            difficulty="easy",
+            ended="tag",
+        ),
         judge(id="b", prompt="?", expected="5", output="it is 5", section="core", category="addition"),
-        judge(id="c", prompt="?", expected="5", output=tagged("6"), section="core", category="addition"),
+        judge(
+            id="c", prompt="?", expected="5", output=tagged("6"), section="core", category="addition", ended="length"
+        ),
         judge(id="d", prompt="?", expected="5", output="", section="edge", category="zero"),
     ]
 
 
 def test_scores_count_what_the_verdicts_say():
+    nothing = {"items": 1, "correct": 0, "accuracy": 0.0, "accuracy_lenient": 0.0, "format_rate": 0.0}
+    easy = {"items": 1, "correct": 1, "accuracy": 1.0, "accuracy_lenient": 1.0, "format_rate": 1.0}
+    addition = {"items": 3, "correct": 1, "accuracy": 1 / 3, "accuracy_lenient": 2 / 3, "format_rate": 2 / 3}
     scores = to_plain(score_predictions(predictions(), "before"))
     length = len(tagged("37")) + len("it is 5") + len(tagged("6"))
     assert scores == {
-        "schema": "tunix-rt/scores/1",
+        "schema": "tunix-rt/scores/2",
         "when": "before",
         "items": 4,
         "accuracy": 0.25,
@@ -248,17 +268,56 @@ def test_scores_count_what_the_verdicts_say():
         "correct_lenient": 2,
         "well_formed": 2,
         "by_section": {
-            "core": {
-                "items": 3,
-                "correct": 1,
-                "accuracy": 1 / 3,
-                "accuracy_lenient": 2 / 3,
-                "format_rate": 2 / 3,
-            },
-            "edge": {"items": 1, "correct": 0, "accuracy": 0.0, "accuracy_lenient": 0.0, "format_rate": 0.0},
+            "core": addition,
+            "edge": nothing,
         },
         "mean_output_chars": length / 4,
+        "by_category": {"addition": addition, "zero": nothing},
+        "by_difficulty": {
+            "easy": easy,
+            "none": nothing | {"items": 3, "accuracy_lenient": 1 / 3, "format_rate": 1 / 3},
+        },
+        "ended": {"length": 1, "tag": 1, "unknown": 2},
+        "mean_reasoning_words": (5 + 3 + 5 + 0) / 4,
+        "equations": 2,
+        "equations_right": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("output", "reasoning"),
+    [
+        (tagged("37"), "12 + 25 = 37"),
+        ("<reasoning>a b</reasoning><reasoning>c d</reasoning><answer>1</answer>", "c d"),
+        ("We add. <answer>37</answer>", "We add."),
+        ("We add.<b>So</b> <answer>37", "We add.\nSo"),
+        ("<reasoning>cut of", "cut of"),
+        ("it is 37", "it is 37"),
+        ("", ""),
+    ],
+)
+def test_the_reasoning_is_the_block_or_what_stands_before_the_answer(output, reasoning):
+    assert reasoning_of(output) == reasoning
+    assert judge(id="a", prompt="?", expected="1", output=output).reasoning_words == len(reasoning.split())
+
+
+def test_equations_are_counted_in_the_reasoning_and_not_in_the_answer():
+    item = judge(id="a", prompt="?", expected="37", output=tagged("1 + 1 = 3", reasoning="12 + 25 = 37, 37 - 5 = 31"))
+    assert (item.equations, item.equations_right) == (2, 1)
+
+
+def test_files_of_the_first_schema_are_read_and_judged_again_with_the_same_verdicts():
+    for when in ("before", "after"):
+        then = read_predictions(OLD / f"predictions-{when}.jsonl")
+        assert {(item.ended, item.difficulty, item.equations) for item in then} == {("unknown", "none", 0)}
+        fields = ("id", "prompt", "expected", "output", "section", "category")
+        now = [judge(**{name: getattr(item, name) for name in fields}) for item in then]
+        for one, other in zip(then, now, strict=True):
+            assert (one.strict, one.lenient, one.well_formed) == (other.strict, other.lenient, other.well_formed)
+        old, new = read_scores(OLD / f"{when}.json"), score_predictions(then, when)
+        assert old.schema == "tunix-rt/scores/1" and old.by_category == {} and old.ended == {}
+        same = ("items", "correct", "correct_lenient", "well_formed", "accuracy", "by_section", "mean_output_chars")
+        assert [getattr(old, name) for name in same] == [getattr(new, name) for name in same]
 
 
 def test_an_empty_eval_set_is_refused():

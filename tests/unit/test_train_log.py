@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.rundir import (
     RunDir,
+    append_jsonl,
     checkpoint_problems,
+    checkpoint_step,
     list_checkpoints,
     publish_checkpoint,
     read_json,
@@ -390,7 +393,7 @@ def nothing_prepared(tmp_path, heldout=()):
     )  # fmt: skip
 
 
-def train(run, *, total, resume=False, stop_after=None, **training):
+def train(run, *, total, resume=False, stop_after=None, read_along=None, **training):
     engine, stop, notes = SummingEngine(), StopRequest(), {}
 
     def progress(what, done, of, note):
@@ -405,7 +408,8 @@ def train(run, *, total, resume=False, stop_after=None, **training):
     try:
         train_run(
             engine, engine, run=run, config=config, data=nothing_prepared(run.root, heldout=("a row",)), pad_id=0,
-            total=total, start=start, metrics=metrics, stop=stop, progress=progress, note=notes.update,
+            total=total, start=start, metrics=metrics, stop=stop, progress=progress, note=notes.update, eval_rows=4,
+            read_along=read_along,
         )  # fmt: skip
     finally:
         notes["weight"] = engine.weight
@@ -472,6 +476,39 @@ def test_a_torn_line_of_heldout_losses_is_dropped_when_a_run_is_continued(run, t
         file.write(torn)
     train(run, total=7, resume=True)
     assert [json.loads(line)["step"] for line in run.heldout.read_bytes().splitlines()] == [0, 2, 4, 6, 7]
+
+
+def test_a_checkpoint_lies_on_the_disk_before_an_evaluation_starts(run):
+    """Also at steps that no checkpoint was asked for: what goes wrong in an evaluation costs no step."""
+    found = {}
+    train(
+        run,
+        total=7,
+        save_steps=5,
+        eval_steps=2,
+        read_along=lambda at: found.update({at: list_checkpoints(run.checkpoints)}),
+    )
+    newest = {at: checkpoint_step(paths[0]) if paths else 0 for at, paths in found.items()}
+    assert newest == {0: 0, 2: 2, 4: 4, 6: 6, 7: 7}
+    assert not any(checkpoint_problems(path) for path in list_checkpoints(run.checkpoints))
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 4])
+def test_samples_of_a_continued_run_are_those_of_one_that_was_not_stopped(run, tmp_path, stop_after):
+    whole = RunDir(tmp_path / "whole")
+    write_json(whole.precommit, read_json(run.precommit))
+    kept = {}
+    for each in (run, whole):
+        say = partial(append_jsonl, each.samples_along)
+        if each is run:
+            with pytest.raises(Preempted):
+                train(
+                    each, total=7, stop_after=stop_after, read_along=lambda at, say=say: say([{"step": at, "id": "a"}])
+                )
+            say([{"step": stop_after + 1, "id": "of a step that is taken again"}])
+        train(each, total=7, resume=each is run, read_along=lambda at, say=say: say([{"step": at, "id": "a"}]))
+        kept[each] = each.samples_along.read_bytes()
+    assert kept[run] == kept[whole]
 
 
 def test_a_retaken_checkpoint_survives_a_damaged_one_of_a_higher_step(run):

@@ -1,7 +1,7 @@
-"""The PyTorch engine: the loop, save, generate.
+"""The PyTorch engine: the loop and save.
 
-`load` and the loss are in `torch_model.py`, the update rules in `torch_optim.py`, checkpoints in `torch_state.py`. The loop
-yields one `Step` per optimizer update and knows no files.
+`load` and the loss are in `torch_model.py`, the update rules in `torch_optim.py`, checkpoints in `torch_state.py`, answers in
+`torch_generate.py`. The loop yields one `Step` per optimizer update and knows no files.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ from safetensors import SafetensorError
 
 from tunix_rt.backends import Step
 from tunix_rt.backends.schedule import learning_rate
-from tunix_rt.backends.torch_model import Engine, load, memory_is_named, one_line, summed_loss
+from tunix_rt.backends.torch_generate import generate
+from tunix_rt.backends.torch_logits import last_logits, release, room_beside, tensor_hashes
+from tunix_rt.backends.torch_model import Engine, free_bytes, load, load_to_ask, memory_is_named, one_line, summed_loss
 from tunix_rt.backends.torch_optim import Optimizer
 from tunix_rt.backends.torch_state import (
     await_copy,
@@ -37,8 +39,9 @@ from tunix_rt.errors import HardwareError, InputError, TunixError
 from tunix_rt.rundir import settle_files, storage, sync_folder
 
 __all__ = [
-    "generate", "heldout_loss", "host_has_room", "load", "make_optimizer", "optimizer_steps", "restore_state", "save", "snapshot",
-    "snapshot_bytes", "summed_loss", "write_direct",
+    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
+    "optimizer_steps", "release", "restore_state", "room_beside", "save", "snapshot", "snapshot_bytes", "summed_loss",
+    "tensor_hashes", "write_direct",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -301,52 +304,6 @@ def _whole_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     from tunix_rt.backends.torch_lora import merged_weights
 
     return merged_weights(engine.model)
-
-
-# --- generate --------------------------------------------------------------------------------------------------------
-
-
-def generate(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    stop_ids: Sequence[int],
-    pad_id: int,
-) -> Iterator[tuple[int, list[int]]]:
-    """Greedy continuations as (index of the prompt, new ids), batch by batch, shortest first.
-
-    An answer ends before the first of `stop_ids`: end-of-sequence, or the end of a turn.
-    """
-    engine.model.eval()
-    settings = transformers.GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(stop_ids), pad_token_id=pad_id, use_cache=True
-    )
-    stops = frozenset(stop_ids)
-    limit = getattr(engine.model.config, "max_position_embeddings", None)
-    order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        width = max(len(prompts[index]) for index in chosen)
-        if limit is not None and width + max_new_tokens > limit:
-            raise InputError(
-                f"a prompt of {width} tokens and {max_new_tokens} new ones are over the model's {limit} positions",
-                fix="lower evaluation.max_new_tokens",
-            )
-        ids = torch.full((len(chosen), width), pad_id)
-        mask = torch.zeros((len(chosen), width), dtype=torch.long)
-        for place, index in enumerate(chosen):  # padded on the left, so that every answer starts in the same column
-            ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
-            mask[place, width - len(prompts[index]) :] = 1
-        attending = engine.attending(engine.attention.generating)
-        with torch.no_grad(), memory_is_named("generation"), attending, engine.kernels(), engine.computing():
-            output = engine.model.generate(
-                input_ids=ids.to(engine.device), attention_mask=mask.to(engine.device), generation_config=settings
-            )
-        for place, index in enumerate(chosen):
-            fresh = output[place, width:].tolist()
-            yield index, fresh[: next((at for at, token in enumerate(fresh) if token in stops), len(fresh))]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

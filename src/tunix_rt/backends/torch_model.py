@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ from tunix_rt.data.pack import IGNORED, MicroBatch
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.models import ModelSource
 from tunix_rt.models.secrets import one_line as one_line  # the backend takes it from here
-from tunix_rt.plan.recipe import Recipe, recipe_of
+from tunix_rt.plan.recipe import Recipe, recipe_of, recipe_to_ask
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
     recipe = recipe_of(training)
     attention = attention_for(config, device, training)
     torch.manual_seed(training.seed)
-    try:
+    with _loading(source, device):
         model = _read_model(
             source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=device
         )
@@ -145,15 +146,6 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
         model = model.to(torch.device(device))
         if recipe.compute == "float64":
             _keep_float64(model)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise DoesNotFitError(
-                f"{source.name}: no memory to load it on {device}",
-                fix="free memory there, or ask `tunix-rt plan` what to change",
-            ) from error
-        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
     engine = Engine(
         model=model,
         source=source,
@@ -174,6 +166,55 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
     with memory_is_named("the first look at the model"):
         _refuse_wrong_loss(engine)
     return engine
+
+
+def load_to_ask(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
+    """The model on its device with weights of type `dtype`, to generate and nothing else: any causal model will do."""
+    config = _config_of(source)
+    be_deterministic(device, False)
+    meter = RiseMeter()
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    capped = bool(getattr(config, "attn_logit_softcapping", None))
+    name = "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
+    attention = Attention(name=name, training=name, generating=name, why="answers keep a cache")
+    torch.manual_seed(seed)
+    with _loading(source, device):
+        model = _read_model(source, config, attention, dtype=getattr(torch, dtype), device=device).to(
+            torch.device(device)
+        )
+    return Engine(
+        model=model,
+        source=source,
+        device=torch.device(device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        meter=meter,
+        recipe=recipe_to_ask(dtype),
+        attention=attention,
+    )
+
+
+@contextlib.contextmanager
+def _loading(source: ModelSource, device: str) -> Iterator[None]:
+    """Errors of a load as the words of ours."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise DoesNotFitError(
+                f"{source.name}: no memory to load it on {device}",
+                fix="free memory there, or ask `tunix-rt plan` what to change",
+            ) from error
+        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
+
+
+def free_bytes(engine: Engine) -> int:
+    """Memory at hand on the engine's device. On a GPU that of the allocator which nobody uses counts too."""
+    if engine.device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.cuda.mem_get_info(engine.device)
+    return int(free + torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device))
 
 
 def be_deterministic(device: str, asked: bool) -> None:

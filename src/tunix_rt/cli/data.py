@@ -97,6 +97,31 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
 
 
 @data.command()
+@click.argument("name")
+@click.option("--data", "--dataset", "dataset", help="Training data that must not hold these questions.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def evalset(name: str, dataset: str | None, as_json: bool) -> None:
+    """Check the eval set NAME: every question has an answer that can be scored, none is asked twice. Exit 3 when not."""
+    from tunix_rt.errors import InputError
+    from tunix_rt.evaluate.evalsets import validate_evalset
+    from tunix_rt.models import refuse_address
+    from tunix_rt.rundir import to_plain
+
+    refuse_address("NAME", name)
+    found = validate_evalset(name, dataset=dataset)
+    if as_json:
+        text.show_json({"schema": "tunix-rt/evalset-check/1", "good": found.good, **to_plain(found)})
+    else:
+        kinds = (("section", found.sections), ("category", found.categories), ("difficulty", found.difficulties))
+        counts = [(kind, ", ".join(f"{one} {count:,}" for one, count in of.items())) for kind, of in kinds]
+        text.show_facts([("eval set", found.key), ("questions", f"{found.items:,}"), *counts])
+        text.show_lines(finding.sentence for finding in found.findings)
+    if not found.good:
+        wrong = [finding for finding in found.findings if finding.refuses]
+        raise InputError(f"{name}: {wrong[0].sentence}", fix=f"mend the {len(wrong)} kind(s) of error above")
+
+
+@data.command()
 @click.argument("key")
 @_settings
 def check(key: str, as_json: bool, **asked: Any) -> None:

@@ -17,6 +17,14 @@ VERBS = {
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
     "data": ("data", "Bring a dataset in, check it, and see token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
+    "export": ("export", "Write a model for transformers, proven to be the one it was made from."),
+    "evaluate": ("evaluate", "Ask a model the questions of an eval set, and score its answers."),
+    "compare": (
+        "evaluate",
+        "Two runs, question by question: what was gained, what was lost, and whether it is chance.",
+    ),
+    "generate": ("generate", "Ask a model one question, and see its reasoning and its answer."),
+    "chat": ("generate", "Talk with a model."),
     "runs": ("runs", "List the runs in a folder, or show one."),
     "evidence": ("evidence", "Collect what a run left behind into a bundle, and check either."),
 }

@@ -3,13 +3,16 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
     from tunix_rt.cli.runs import RunDetail, RunSummary
+    from tunix_rt.cli.speaking import Parts
     from tunix_rt.evaluate.report import Row
 
 CURVE_COLUMNS = 60
@@ -75,8 +78,26 @@ def show_facts(facts: Iterable[tuple[str, object]]) -> None:
     _show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
 
 
-def show_before_after(rows: "Sequence[Row]") -> None:
-    _show(_before_after(rows))
+def show_before_after(rows: "Sequence[Row]", names: Sequence[str] = ("before", "after")) -> None:
+    """Scores of one side, or of both side by side."""
+    _show(_before_after(rows, names))
+
+
+def show_side_by_side(answers: "Sequence[tuple[str, str]]", parts: "Parts") -> None:
+    """Answers of several models in columns, each cut into its parts as they are shown while they come."""
+    from rich.text import Text
+
+    from tunix_rt.cli.speaking import STYLES, shown
+
+    cells = []
+    for _, said in answers:
+        pieces = list(replace(parts).more(said, whole=True))
+        cells.append(
+            Text.assemble(*((f"{shown(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces if piece.strip()))
+        )
+    drawn = _table([name for name, _ in answers], [])
+    drawn.add_row(*cells)
+    _show(drawn)
 
 
 def show_runs(runs: "Sequence[RunSummary]") -> None:
@@ -179,24 +200,17 @@ def _from_to(before: float | None, after: float | None) -> str:
     return " -> ".join("?" if rate is None else percent(rate) for rate in (before, after))
 
 
-def _before_after(rows: "Sequence[Row]") -> "RenderableType":
-    columns = ("measure", "questions", "before", "after", "gain")
-    cells = [
-        (
-            row.measure,
-            row.items,
-            percent(row.before),
-            "" if row.after is None else percent(row.after),
-            "" if row.gain_points is None else f"{row.gain_points:+.1f} points",
-        )
-        for row in rows
-    ]
-    return _table(columns, cells, columns[1:])
+def _before_after(rows: "Sequence[Row]", names: Sequence[str]) -> "RenderableType":
+    columns = ("measure", "questions", *names, "gain")
+    both = any(row.after is not None for row in rows)
+    cells = [row.cells if both else row.cells[:3] for row in rows]
+    shown = columns if both else columns[:3]
+    return _table(shown, cells, shown[1:])
 
 
 def _table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = (), *, header: bool = True
-) -> "RenderableType":
+) -> "Table":
     from rich import box
     from rich.table import Table
 

@@ -107,7 +107,12 @@ def _answer_text(sample: Sample, style: Style) -> str:
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer, style: Style) -> list[int]:
     """What generation is given: the tokens that stand before the completion of this prompt in training."""
-    turns = _with_instruction((Turn(role="user", text=prompt),), style)
+    return conversation_ids((Turn(role="user", text=prompt),), tokenizer, style)
+
+
+def conversation_ids(said: tuple[Turn, ...], tokenizer: Tokenizer, style: Style) -> list[int]:
+    """The same for a conversation whose next turn is the assistant's."""
+    turns = _with_instruction(said, style)
     if style.template.name == PLAIN:
         return [*tokenizer.prefix, *tokenizer.encode(_lines(turns))]
     try:

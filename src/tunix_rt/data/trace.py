@@ -75,7 +75,7 @@ class EvalItem(Record):
     id: CleanText
     prompt: CleanText
     answer: CleanText
-    section: CleanText
+    section: CleanText = "all"
     category: CleanText = "none"
     template: CleanText = "none"
     difficulty: CleanText = "none"

@@ -1,21 +1,26 @@
-"""Before against after, question by question: what was gained, what was lost, and samples a person can read."""
+"""Before against after, or one run against another, question by question: what was gained, what was lost, what it means."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import EvidenceError, InputError
-from tunix_rt.evaluate.score import Prediction, Scores, require_distinct_ids
+from tunix_rt.evaluate.score import Prediction, Scores, SectionScores, require_distinct_ids
+from tunix_rt.evaluate.statistics import Change, Interval, McNemar, change_of, p_words
 
 SAMPLES_OF_EACH = 3
+NAMES = ("before", "after")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Ids by what became of them (by the tags), in the order of the eval set, and the gain in points of 100."""
+    """Ids by what became of them (by the tags), in the order of the eval set, and what the change amounts to.
+
+    `names` are those of the two sides; the gains are in points of 100.
+    """
 
     gained: tuple[str, ...]
     lost: tuple[str, ...]
@@ -23,92 +28,245 @@ class Comparison:
     both_wrong: tuple[str, ...]
     gain_points: float
     gain_points_lenient: float
+    strict: Change
+    lenient: Change
+    names: tuple[str, str] = NAMES
 
     @property
     def items(self) -> int:
         return len(self.gained) + len(self.lost) + len(self.both_right) + len(self.both_wrong)
 
     @property
+    def interval(self) -> Interval:
+        """Of the gain by the tags, as a share of all questions."""
+        return self.strict.interval
+
+    @property
+    def mcnemar(self) -> McNemar:
+        return self.strict.mcnemar
+
+    @property
+    def of_form_alone(self) -> bool:
+        """More answers are right by the tags, beyond chance, and tags apart that cannot be said."""
+        return self.strict.clear and self.strict.net > 0 and not (self.lenient.clear and self.lenient.net > 0)
+
+    @property
     def sentence(self) -> str:
-        """One line for a person."""
+        """One line for a person, without a full stop: by the tags, and tags apart. It claims no more than chance allows."""
+        first, second = self.names
+        against = "" if self.names == NAMES else f"{second} against {first}: "
+        said = f"{against}{self.strict.words(first)}"
+        if self.of_form_alone:
+            return f"{said}. The gain may be one of form alone; tags apart: {self.lenient.words(first)}"
+        beside = "the same" if self.lenient.mcnemar == self.strict.mcnemar else self.lenient.short_words
+        return f"{said} (tags apart: {beside})"
+
+    @property
+    def paragraph(self) -> str:
+        """The sentence, and how it was found."""
+        test, apart = self.mcnemar, self.lenient.mcnemar
+        p_apart = "" if test == apart else f" ({p_words(apart.p_value)} tags apart)"
+        how = "the paired bootstrap over the questions" if self.interval.method == "bootstrap" else "Wilson's formula"
         return (
-            f"{len(self.gained)} of {self.items} more answers right; {len(self.lost)} got worse "
-            f"({self.gain_points:+.1f} points by the tags, {self.gain_points_lenient:+.1f} tags apart)"
+            f"{self.sentence}. By the tags {test.gained} gained and {test.lost} lost, McNemar's exact test "
+            f"{p_words(test.p_value)}{p_apart}; {100 * self.interval.level:g} % interval by {how}."
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a comparison: its name, what it answered, and how it was asked (`max_new_tokens` and the like)."""
+
+    name: str
+    predictions: Sequence[Prediction]
+    decoding: Mapping[str, object] = field(default_factory=dict)
+
+
 def compare(before: Sequence[Prediction], after: Sequence[Prediction]) -> Comparison:
-    """Both sets paired by id. EvidenceError unless they ask the same questions with the same expected answers."""
-    later = _paired(before, after)
+    """Before against after training, asked in the same way. See `compare_runs`."""
+    return compare_runs(Side(name=NAMES[0], predictions=before), Side(name=NAMES[1], predictions=after))
+
+
+def compare_runs(first: Side, second: Side) -> Comparison:
+    """Both sides paired by id. EvidenceError unless they were asked the same questions, with the same expected answers,
+    in the same way."""
+    _refuse_other_decoding(first, second)
+    later = _paired(first, second)
+    before = first.predictions
     if not before:
         raise InputError("there are no predictions to compare", fix="name an eval set with at least one question")
+    after = [later[item.id] for item in before]
     fates: dict[tuple[bool, bool], list[str]] = {}
-    for item in before:
-        fates.setdefault((item.strict, later[item.id].strict), []).append(item.id)
+    for old, new in zip(before, after, strict=True):
+        fates.setdefault((old.strict, new.strict), []).append(old.id)
+    by_tags = change_of([item.strict for item in before], [item.strict for item in after])
+    tags_apart = change_of([item.lenient for item in before], [item.lenient for item in after])
     return Comparison(
         gained=tuple(fates.get((False, True), ())),
         lost=tuple(fates.get((True, False), ())),
         both_right=tuple(fates.get((True, True), ())),
         both_wrong=tuple(fates.get((False, False), ())),
-        gain_points=_points(item.strict for item in after) - _points(item.strict for item in before),
-        gain_points_lenient=_points(item.lenient for item in after) - _points(item.lenient for item in before),
+        gain_points=100 * by_tags.net / len(before),
+        gain_points_lenient=100 * tags_apart.net / len(before),
+        strict=by_tags,
+        lenient=tags_apart,
+        names=(first.name, second.name),
     )
 
 
-def _paired(before: Sequence[Prediction], after: Sequence[Prediction]) -> dict[str, Prediction]:
-    """`after` by id."""
-    require_distinct_ids(before)
-    require_distinct_ids(after)
-    earlier, later = {item.id: item for item in before}, {item.id: item for item in after}
+def _refuse_other_decoding(first: Side, second: Side) -> None:
+    keys = sorted({*first.decoding, *second.decoding})
+    differing = [key for key in keys if first.decoding.get(key) != second.decoding.get(key)]
+    if differing:
+        told = "; ".join(
+            f"{key} is {first.decoding.get(key, 'not set')!s} in {first.name}, "
+            f"{second.decoding.get(key, 'not set')!s} in {second.name}"
+            for key in differing
+        )
+        raise EvidenceError(
+            f"{first.name} and {second.name} were not asked in the same way: {told}",
+            fix="evaluate both with the same settings",
+        )
+
+
+def _paired(first: Side, second: Side) -> dict[str, Prediction]:
+    """The second side by id."""
+    require_distinct_ids(first.predictions)
+    require_distinct_ids(second.predictions)
+    earlier = {item.id: item for item in first.predictions}
+    later = {item.id: item for item in second.predictions}
     if alone := sorted(earlier.keys() ^ later.keys()):
         raise EvidenceError(
-            f"before and after were asked different questions: {len(alone)} id(s) on one side only, first {alone[0]!r}",
+            f"{first.name} and {second.name} were asked different questions: {len(alone)} id(s) on one side only, "
+            f"first {alone[0]!r}",
             fix="evaluate both with the same eval set",
         )
     for key, item in earlier.items():
         if (item.prompt, item.expected) != (later[key].prompt, later[key].expected):
             raise EvidenceError(
-                f"question {key!r} has another prompt or expected answer after than before",
+                f"question {key!r} has another prompt or expected answer in {second.name} than in {first.name}",
                 fix="evaluate both with the same eval set",
             )
     return later
 
 
-def _points(verdicts: Iterable[bool]) -> float:
-    judged = list(verdicts)
-    return 100 * sum(judged) / len(judged)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the before/after table. Rates are 0..1; without an `after`, neither it nor the gain is there."""
+    """One line of the before/after table. Without a `unit` (it may be empty), values are rates 0..1 and the gain is in
+    points of 100."""
 
     measure: str
     items: int
     before: float
     after: float | None = None
     gain_points: float | None = None
+    unit: str | None = None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Measure, questions, both values and the gain, as they are shown; what is not there is empty."""
+        gain = "" if self.gain_points is None else f"{self.gain_points:+.1f} points"
+        if self.unit is not None and self.after is not None:
+            gain = f"{round(self.after - self.before, 1) + 0.0:+.1f}"  # never -0.0
+        return self.measure, f"{self.items:,}", self._shown(self.before), self._shown(self.after), gain
+
+    def _shown(self, value: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{100 * value:.1f} %" if self.unit is None else f"{value:.1f} {self.unit}".rstrip()
 
 
 def table(before: Scores, after: Scores | None = None) -> list[Row]:
-    """Accuracy by the tags, tags apart, format rate; then both accuracies of every section, if there are several."""
+    """Accuracy by the tags, tags apart, format rate; what was counted in the outputs; then the accuracy of every section,
+    category and difficulty, where there are several. What one side did not count has no row."""
+    sides = [before] if after is None else [before, after]
     rows = [
-        _row("accuracy, by the tags", before.items, before.accuracy, after.accuracy if after else None),
-        _row("accuracy, tags apart", before.items, before.accuracy_lenient, after.accuracy_lenient if after else None),
-        _row("well-formed", before.items, before.format_rate, after.format_rate if after else None),
+        _row("accuracy, by the tags", before.items, [side.accuracy for side in sides]),
+        _row("accuracy, tags apart", before.items, [side.accuracy_lenient for side in sides]),
+        _row("well-formed", before.items, [side.format_rate for side in sides]),
+        *_counted(sides),
     ]
-    if after is not None and before.by_section.keys() != after.by_section.keys():
-        raise EvidenceError("before and after have different sections", fix="evaluate both with the same eval set")
-    for name, old in before.by_section.items() if len(before.by_section) > 1 else ():
-        new = after.by_section[name] if after is not None else None
-        rows.append(_row(f"{name}, by the tags", old.items, old.accuracy, new.accuracy if new else None))
-        rows.append(_row(f"{name}, tags apart", old.items, old.accuracy_lenient, new.accuracy_lenient if new else None))
+    for name, groups in _groups(sides, "section", [side.by_section for side in sides]):
+        rows.append(_row(f"{name}, by the tags", groups[0].items, [group.accuracy for group in groups]))
+        rows.append(_row(f"{name}, tags apart", groups[0].items, [group.accuracy_lenient for group in groups]))
+    for kind, by_name in (
+        ("category", [side.by_category for side in sides]),
+        ("difficulty", [side.by_difficulty for side in sides]),
+    ):
+        for name, groups in _groups(sides, kind, by_name):
+            rows.append(_row(f"{kind} {name}, by the tags", groups[0].items, [group.accuracy for group in groups]))
     return rows
 
 
-def _row(measure: str, items: int, before: float, after: float | None) -> Row:
-    gain = None if after is None else 100 * (after - before)
-    return Row(measure=measure, items=items, before=before, after=after, gain_points=gain)
+def _counted(sides: Sequence[Scores]) -> Iterator[Row]:
+    """What the outputs were like. Scores written before this was counted have no `ended`."""
+    if not all(side.ended for side in sides):
+        return
+    items = sides[0].items
+    yield _row("reasoning", items, [side.mean_reasoning_words for side in sides], unit="words")
+    yield _row("equations stated, per answer", items, [side.equations / side.items for side in sides], unit="")
+    if all(side.equations for side in sides):
+        yield _row("equations right", items, [side.equations_right / side.equations for side in sides])
+    known = [side.items - side.ended.get("unknown", 0) for side in sides]
+    if all(known):
+        by_itself = [side.ended.get("stop", 0) + side.ended.get("tag", 0) for side in sides]
+        yield _row("ended by itself", items, [count / of for count, of in zip(by_itself, known, strict=True)])
+
+
+def _groups(
+    sides: Sequence[Scores], kind: str, by_name: Sequence[Mapping[str, SectionScores]]
+) -> Iterator[tuple[str, list[SectionScores]]]:
+    """Each name with its scores on every side. None where there is one name only: it would repeat the first rows."""
+    if not all(by_name):
+        return
+    if any(groups.keys() != by_name[0].keys() for groups in by_name):
+        names = " and ".join(side.when for side in sides)
+        raise EvidenceError(f"{names} differ in {kind}", fix="evaluate both with the same eval set")
+    for name in by_name[0] if len(by_name[0]) > 1 else ():
+        yield name, [groups[name] for groups in by_name]
+
+
+def _row(measure: str, items: int, values: Sequence[float], *, unit: str | None = None) -> Row:
+    """`values` is before, or before and after."""
+    before, after = values[0], values[1] if len(values) > 1 else None
+    gain = None if after is None or unit is not None else 100 * (after - before)
+    return Row(measure=measure, items=items, before=before, after=after, gain_points=gain, unit=unit)
+
+
+def rows_text(rows: Sequence[Row], names: tuple[str, str] = NAMES) -> str:
+    """The table for a terminal: columns of equal width, no newline at the end."""
+    cells = [_heading(names), *(row.cells for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def rows_markdown(rows: Sequence[Row], names: tuple[str, str] = NAMES) -> str:
+    """The same table for a Markdown file."""
+    cells = [_heading(names), ("---", *["---:"] * 4), *(row.cells for row in rows)]
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in cells)
+
+
+def _cell(text: str) -> str:
+    """Without a bar that would end the cell; one that is escaped already stays so."""
+    return re.sub(r"(?<!\\)\|", r"\|", " ".join(text.split()))
+
+
+def _heading(names: tuple[str, str]) -> tuple[str, str, str, str, str]:
+    return "measure", "questions", *names, "gain"
+
+
+def comparison_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """A page of its own: the paragraph, the table, and every id that was gained or lost."""
+    comparison = _in_markdown(comparison)
+    first, second = comparison.names
+    parts = [f"# {second} against {first}", comparison.paragraph, rows_markdown(rows, comparison.names)]
+    for title, ids in (("Gained", comparison.gained), ("Lost", comparison.lost)):
+        parts += [f"## {title}: {len(ids)} of {comparison.items}", ", ".join(map(_code, ids)) or "None."]
+    return "\n\n".join(parts) + "\n"
 
 
 def samples_markdown(before: Sequence[Prediction], after: Sequence[Prediction], comparison: Comparison) -> str:
@@ -120,25 +278,34 @@ def samples_markdown(before: Sequence[Prediction], after: Sequence[Prediction], 
         "Lost": comparison.lost,
         "Unchanged": tuple(item.id for item in before if item.id not in changed),
     }
-    parts = ["# Samples before and after training", f"{comparison.sentence}."]
-    for title, ids in kinds.items():
-        parts.append(f"## {title}: {len(ids)} of {comparison.items}")
-        parts += [_sample(earlier[key], later[key]) for key in ids[:SAMPLES_OF_EACH]] or ["None."]
+    comparison = _in_markdown(comparison)
+    title = "before and after training" if comparison.names == NAMES else f"of {' and '.join(comparison.names)}"
+    parts = [f"# Samples {title}", comparison.paragraph]
+    for kind, ids in kinds.items():
+        parts.append(f"## {kind}: {len(ids)} of {comparison.items}")
+        parts += [_sample(earlier[key], later[key], comparison.names) for key in ids[:SAMPLES_OF_EACH]] or ["None."]
     return "\n\n".join(parts) + "\n"
 
 
-def _sample(before: Prediction, after: Prediction) -> str:
+def _sample(before: Prediction, after: Prediction, names: tuple[str, str]) -> str:
+    first, second = (name.capitalize() if names == NAMES else name for name in names)
     return "\n\n".join(
         [
             f"### {_code(before.id)}",
             _fenced(before.prompt),
             f"Expected: {_code(before.expected)}",
-            f"Before ({_verdict(before)}):",
+            f"{first} ({_verdict(before)}):",
             _fenced(before.output),
-            f"After ({_verdict(after)}):",
+            f"{second} ({_verdict(after)}):",
             _fenced(after.output),
         ]
     )
+
+
+def _in_markdown(comparison: Comparison) -> Comparison:
+    """With names on one line, in which nothing is taken for Markdown."""
+    first, second = (re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", " ".join(name.split())) for name in comparison.names)
+    return replace(comparison, names=(first, second))
 
 
 def _verdict(item: Prediction) -> str:

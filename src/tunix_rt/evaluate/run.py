@@ -1,64 +1,123 @@
 """Ask the model every question of an eval set and write down what it said and how it scored."""
 
+import hashlib
+import json
+import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tunix_rt.backends import Progress
-from tunix_rt.config import RunConfig
+from tunix_rt.backends.decoding import Decoding
 from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.data.trace import EvalItem
 from tunix_rt.evaluate.score import Prediction, Scores, Tags, judge, score_predictions
-from tunix_rt.rundir import RunDir, write_json, write_jsonl
+from tunix_rt.rundir import RunDir, append_jsonl, to_plain, write_json, write_jsonl
+
+logger = logging.getLogger(__name__)
 
 
-def evaluate_model(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What is asked and how: the same for base and tuned, or their answers cannot be compared."""
+
+    items: Sequence[EvalItem]
+    tokenizer: Tokenizer
+    style: Style
+    decoding: Decoding
+
+    @property
+    def tags(self) -> Tags:
+        return Tags(reasoning=self.style.reasoning_tag, answer=self.style.answer_tag)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the tokens that are given and how the next are chosen."""
+        said = (self.style.template.sha256, self.style.system_instruction, *self.tags)
+        style = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        return self.decoding.settings() | {"style": style, "tokenizer": self.tokenizer.sha256}
+
+
+def decoding_of(style: Style, *, max_new_tokens: int, **more: Any) -> Decoding:
+    """Greedy unless said otherwise, and over at the closing tag of the answer."""
+    return Decoding(max_new_tokens=max_new_tokens, closing=f"</{style.answer_tag}>", **more)
+
+
+def ask(
     backend: Any,
     engine: Any,
+    questions: Questions,
     *,
-    when: str,
-    items: Sequence[EvalItem],
-    tokenizer: Tokenizer,
-    style: Style,
-    config: RunConfig,
-    run: RunDir,
+    what: str,
+    rows_at: Callable[[int], int],
     progress: Progress,
     stop: Callable[[], None],
-) -> tuple[list[Prediction], Scores]:
-    """Greedy answers to `items`, in their order, scored; `eval/<when>.json` and the predictions are written.
+) -> list[Prediction]:
+    """An answer to every item, judged, in the order of the items.
 
-    `stop` is called as answers come, so that it may raise: a long evaluation can be interrupted, and then leaves no file.
+    `stop` is called as answers come, so that it may raise: a long evaluation can be interrupted.
     """
-    prompts = [prompt_ids(item.prompt, tokenizer, style) for item in items]
-    tags = Tags(reasoning=style.reasoning_tag, answer=style.answer_tag)
-    outputs: dict[int, str] = {}
-    for index, ids in backend.generate(
+    tokenizer, items, began = questions.tokenizer, questions.items, time.monotonic()
+    prompts = [prompt_ids(item.prompt, tokenizer, questions.style) for item in items]
+    answers = {}
+    for index, answer in backend.generate(
         engine,
         prompts,
-        max_new_tokens=config.evaluation.max_new_tokens,
-        batch_size=config.evaluation.per_device_eval_batch_size,
-        stop_ids=stop_ids(tokenizer, style),
+        decoding=questions.decoding,
+        stop_ids=stop_ids(tokenizer, questions.style),
         pad_id=tokenizer.pad_id,
+        decode=tokenizer.decode,
+        rows_at=rows_at,
     ):
-        outputs[index] = tokenizer.decode(ids)
-        progress(f"evaluate {when}", len(outputs), len(items), "")
+        answers[index] = answer
+        progress(what, len(answers), len(items), _pace(len(answers), len(items), time.monotonic() - began))
         stop()
-    predictions = [
+    return [
         judge(
             id=item.id,
             prompt=item.prompt,
             expected=item.answer,
-            output=outputs[index],
+            output=tokenizer.decode(answers[index].ids),
             section=item.section,
             category=item.category,
-            tags=tags,
+            difficulty=item.difficulty,
+            ended=answers[index].ended,
+            tags=questions.tags,
         )
         for index, item in enumerate(items)
     ]
+
+
+def _pace(done: int, total: int, seconds: float) -> str:
+    """Questions per second and the time that is left at this pace. The longest prompts come first: seldom too short."""
+    left = seconds / done * (total - done)
+    return (
+        f"{done / max(seconds, 1e-9):,.1f}/s, {left:,.0f} s left"
+        if total > done
+        else f"{done / max(seconds, 1e-9):,.1f}/s"
+    )
+
+
+def evaluate_model(
+    backend: Any, engine: Any, questions: Questions, *, when: str, run: RunDir, **asking: Any
+) -> tuple[list[Prediction], Scores]:
+    """`ask`, scored; `eval/<when>.json` and the predictions are written. Interrupted, it leaves no file."""
+    predictions = ask(backend, engine, questions, what=f"evaluate {when}", **asking)
     scores = score_predictions(predictions, when=when)
     write_jsonl(run.predictions(when), list(predictions))
     write_json(run.scores(when), scores)
     return predictions, scores
+
+
+def read_along(backend: Any, engine: Any, questions: Questions, run: RunDir, rows: int, step: int) -> None:
+    """Answers to a few questions while training goes on: appended to `eval/samples.jsonl`, the first one said."""
+    silent: dict[str, Any] = {"progress": lambda *_: None, "stop": lambda: None}
+    answers = ask(backend, engine, questions, what="samples", rows_at=lambda length: rows, **silent)
+    append_jsonl(run.samples_along, [{"step": step, **to_plain(answer)} for answer in answers])
+    right = sum(answer.lenient for answer in answers)
+    said = " / ".join(part for part in answers[0].output.splitlines() if part.strip())
+    logger.info("step %d  samples: %d of %d right; %r", step, right, len(answers), said[:120])
 
 
 def stop_ids(tokenizer: Tokenizer, style: Style) -> list[int]:

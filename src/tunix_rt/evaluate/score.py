@@ -3,32 +3,28 @@
 Two readings of the same output, always reported side by side:
 
     strict    `<reasoning>…</reasoning><answer>37</answer>` and nothing else; the answer block holds the expected value
-    lenient   tags apart: the last value of the last answer block, or of the whole text when there is no block
+    lenient   tags apart: the last value of the last answer block; without one, of the last box, `####` line or
+              `answer is` sentence, else of the whole text
 
 The names of the tags are settings; what is said here of `reasoning` and `answer` holds for the names a run gives them.
 The strict one also rewards the format, so it rises for a model that only learned the tags. The lenient one does not.
 """
 
 import re
-import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import NamedTuple
 
 from tunix_rt.errors import InputError
+from tunix_rt.evaluate.answers import Found, lenient_same, lenient_value, same_value
+from tunix_rt.evaluate.arithmetic import check_arithmetic
 
-SCORES_SCHEMA = "tunix-rt/scores/1"
+# 2 judges by the rules of `answers.py` and counts equations, words and endings. Files of 1 are read: what they lack is
+# left at its default.
+SCORES_SCHEMA = "tunix-rt/scores/2"
 
 _ANY_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
-
-# Marks that carry no value at the edge of an answer. Not `+ - < > = / #`: `C` is not `C++`, 5 is not -5.
-_AROUND = " .,;:!?…\"'`*_()[]{}“”‘’«»"
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+"
-_WHOLE_NUMBER = re.compile(rf"(?:\$ ?)?[-+]?(?:\$ ?)?(?:{_DIGITS}) ?[%$]?")
-# In running text: `5-3` ends in 3, not in -3; the 3 of `v3` and the last 3 of `1.2.3` are no numbers.
-_NUMBER_IN_TEXT = re.compile(rf"(?<![A-Za-z0-9_])(?<![0-9]\.)[-+]?\$?(?:{_DIGITS})")
-_SENTENCE_END = re.compile(r"[.;:!?…]+(?=\s|$)|\n+")
 
 
 class Tags(NamedTuple):
@@ -72,58 +68,21 @@ def matches_strict(text: str, expected: str, tags: Tags = TAGS) -> bool:
 
 def matches_lenient(text: str, expected: str, tags: Tags = TAGS) -> bool:
     """The last value of the text is the expected one. Whatever `matches_strict` accepts, this accepts too."""
-    found = lenient_answer(text, expected, tags)
-    if found is None:
-        return False
-    if same_value(found, expected):
-        return True
-    return _number(expected) is None and _folded(found) == _folded(expected) != []
+    found = _lenient_found(text, expected, tags)
+    return found is not None and lenient_same(found, expected)
 
 
 def lenient_answer(text: str, expected: str, tags: Tags = TAGS) -> str | None:
-    """The last value in `text` of the kind of `expected`, right or wrong; None when there is none.
+    """The last value in `text` of the kind of `expected`, right or wrong; None when there is none."""
+    found = _lenient_found(text, expected, tags)
+    return None if found is None else found.text
 
-    A number when a number is expected. For single letters or digits (`s t a c`) the last run of them, which must be as
-    long as the expected one. Otherwise as many words as expected, from the end of the last sentence. `expected` decides
-    kind and length only, so a right value in the middle of the text is never picked out.
-    """
+
+def _lenient_found(text: str, expected: str, tags: Tags) -> Found | None:
     block = _last_block(text, tags.answer)
     if block is not None and same_value(block, expected):
-        return block.strip()
-    searched = _ANY_TAG.sub("\n", text if block is None else block).replace("−", "-")
-    if _number(expected) is not None:
-        numbers = [match.group() for match in _NUMBER_IN_TEXT.finditer(searched)]
-        return numbers[-1] if numbers else None
-    return _last_words(searched, _tokens(expected))
-
-
-def same_value(found: str, expected: str) -> bool:
-    """Equal as numbers when a number is expected, else as words. A blank expectation equals nothing."""
-    if (wanted := _number(expected)) is not None:
-        return _number(found) == wanted
-    return _plain_words(found) == _plain_words(expected) != ""
-
-
-def _number(text: str) -> Decimal | None:
-    """`$1,600.00`, `+5`, `-3.`, `12 %` as Decimal; None for anything that is not one number."""
-    bare = " ".join(text.replace("−", "-").split()).rstrip(_AROUND).lstrip(_AROUND.replace(".", ""))
-    if not _WHOLE_NUMBER.fullmatch(bare):
-        return None
-    return Decimal(bare.translate(str.maketrans("", "", "$%, ")))
-
-
-def _plain_words(text: str) -> str:
-    """Lower case, single spaces, no marks around; marks alone stay, for they are the answer then."""
-    collapsed = " ".join(unicodedata.normalize("NFC", text).split()).casefold()
-    return collapsed.strip(_AROUND) or collapsed
-
-
-def _tokens(text: str) -> list[str]:
-    return [bare for word in text.split() if (bare := word.strip(_AROUND))]
-
-
-def _folded(text: str) -> list[str]:
-    return [_plain_words(token) for token in _tokens(text)]
+        return Found(text=block.strip())
+    return lenient_value(_ANY_TAG.sub("\n", text if block is None else block), expected)
 
 
 def _last_block(text: str, name: str) -> str | None:
@@ -136,28 +95,12 @@ def _last_block(text: str, name: str) -> str | None:
     return text[start : text.index(closing, start)]
 
 
-def _last_words(text: str, wanted: Sequence[str]) -> str | None:
-    sentences = [tokens for part in _SENTENCE_END.split(text) if (tokens := _tokens(part))]
-    if not sentences or not wanted:
-        return None
-    if all(len(token) == 1 and token.isalnum() for token in wanted):
-        runs = [run for tokens in sentences for run in _single_character_runs(tokens)]
-        # `a` and `I` are English words too: alone they are no list of letters, unless one letter is expected.
-        runs = [run for run in runs if len(run) > 1 or len(wanted) == 1]
-        found = runs[-1] if runs else []
-    else:
-        found = sentences[-1][-len(wanted) :]
-    return " ".join(found) if len(found) == len(wanted) else None
-
-
-def _single_character_runs(tokens: Sequence[str]) -> list[list[str]]:
-    runs: list[list[str]] = [[]]
-    for token in tokens:
-        if len(token) == 1 and token.isalnum():
-            runs[-1].append(token)
-        else:
-            runs.append([])
-    return [run for run in runs if run]
+def reasoning_of(text: str, tags: Tags = TAGS) -> str:
+    """The last reasoning block that is closed, else what stands before the last answer block, else the whole text."""
+    block = _last_block(text, tags.reasoning)
+    if block is None:
+        block = text[:start] if (start := text.rfind(f"<{tags.answer}>")) >= 0 else text
+    return _ANY_TAG.sub("\n", block).strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +116,11 @@ class Prediction:
     well_formed: bool
     section: str = "all"
     category: str = "all"
+    difficulty: str = "none"
+    ended: str = "unknown"  # stop, tag, length, time or context: what ended the output
+    reasoning_words: int = 0
+    equations: int = 0  # stated in the reasoning
+    equations_right: int = 0
 
 
 def judge(
@@ -183,9 +131,13 @@ def judge(
     output: str,
     section: str = "all",
     category: str = "all",
+    difficulty: str = "none",
+    ended: str = "unknown",
     tags: Tags = TAGS,
 ) -> Prediction:
-    """`output` with its three verdicts."""
+    """`output` with its three verdicts, and what can be counted in its reasoning."""
+    reasoning = reasoning_of(output, tags)
+    arithmetic = check_arithmetic(reasoning)
     return Prediction(
         id=id,
         prompt=prompt,
@@ -196,11 +148,18 @@ def judge(
         well_formed=is_well_formed(output, tags),
         section=section,
         category=category,
+        difficulty=difficulty,
+        ended=ended,
+        reasoning_words=len(reasoning.split()),
+        equations=arithmetic.stated,
+        equations_right=arithmetic.right,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionScores:
+    """Of the questions of one section, category or difficulty."""
+
     items: int
     correct: int
     accuracy: float
@@ -222,11 +181,17 @@ class Scores:
     well_formed: int
     by_section: dict[str, SectionScores]
     mean_output_chars: float
+    by_category: dict[str, SectionScores] = field(default_factory=dict)
+    by_difficulty: dict[str, SectionScores] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    mean_reasoning_words: float = 0.0
+    equations: int = 0
+    equations_right: int = 0
     schema: str = field(default=SCORES_SCHEMA)
 
 
 def score_predictions(predictions: Sequence[Prediction], when: str) -> Scores:
-    """Scores over all predictions and by section. An empty set or an id given twice is an InputError."""
+    """Scores over all, and by section, category and difficulty. An empty set or an id given twice is an InputError."""
     if not predictions:
         raise InputError("the eval set is empty", fix="name an eval set with at least one question")
     require_distinct_ids(predictions)
@@ -234,7 +199,6 @@ def score_predictions(predictions: Sequence[Prediction], when: str) -> Scores:
     correct = sum(item.strict for item in predictions)
     lenient = sum(item.lenient for item in predictions)
     well_formed = sum(item.well_formed for item in predictions)
-    sections = sorted({item.section for item in predictions})
     return Scores(
         when=when,
         items=items,
@@ -244,8 +208,14 @@ def score_predictions(predictions: Sequence[Prediction], when: str) -> Scores:
         correct=correct,
         correct_lenient=lenient,
         well_formed=well_formed,
-        by_section={name: _section([item for item in predictions if item.section == name]) for name in sections},
+        by_section=_grouped(predictions, [item.section for item in predictions]),
         mean_output_chars=sum(len(item.output) for item in predictions) / items,
+        by_category=_grouped(predictions, [item.category for item in predictions]),
+        by_difficulty=_grouped(predictions, [item.difficulty for item in predictions]),
+        ended=dict(sorted(Counter(item.ended for item in predictions).items())),
+        mean_reasoning_words=sum(item.reasoning_words for item in predictions) / items,
+        equations=sum(item.equations for item in predictions),
+        equations_right=sum(item.equations_right for item in predictions),
     )
 
 
@@ -255,6 +225,14 @@ def require_distinct_ids(predictions: Sequence[Prediction]) -> None:
         if item.id in seen:
             raise InputError(f"the eval set has the id {item.id!r} twice", fix="give every question an id of its own")
         seen.add(item.id)
+
+
+def _grouped(predictions: Sequence[Prediction], names: Sequence[str]) -> dict[str, SectionScores]:
+    """Scores by name, names sorted."""
+    groups: dict[str, list[Prediction]] = {name: [] for name in sorted(set(names))}
+    for item, name in zip(predictions, names, strict=True):
+        groups[name].append(item)
+    return {name: _section(items) for name, items in groups.items()}
 
 
 def _section(predictions: Sequence[Prediction]) -> SectionScores:

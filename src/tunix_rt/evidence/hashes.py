@@ -323,7 +323,33 @@ def _score_problems(run: RunDir) -> list[str]:
             for key, value in counted.items()
             if isinstance(of_result, dict) and key in of_result and of_result[key] != value
         ]
+        problems += _summary_problems(run, when, scores)
     return problems
+
+
+def _summary_problems(run: RunDir, when: str, scores: dict[str, Any]) -> Iterator[str]:
+    """`eval_summary.json`, where there is one: the scores once more, and which answers were gained and lost."""
+    if not os.path.exists(run.eval_summary):
+        return
+    summary = parse_object(read_bytes(run.eval_summary)[0] or b"")
+    if isinstance(summary, str):
+        yield f"eval_summary.json: {summary}"
+        return
+    if summary.get(when) != scores:
+        yield f"eval_summary.json: {when} is not what eval/{when}.json says"
+    told = summary.get("comparison")
+    if when == "after" and isinstance(told, dict):
+        verdicts = [_strict_by_id(read_bytes(run.predictions(side))[0] or b"") for side in ("before", "after")]
+        for name, wanted in (("gained", (False, True)), ("lost", (True, False))):
+            found = sorted(key for key in verdicts[0] if (verdicts[0][key], verdicts[1].get(key)) == wanted)
+            listed = told.get(name)
+            if not isinstance(listed, list) or sorted(map(str, listed)) != found:
+                yield f"eval_summary.json: comparison.{name} is not what the predictions give"
+
+
+def _strict_by_id(data: bytes) -> dict[str, bool]:
+    lines = (parse_object(line) for line in data.removesuffix(b"\n").split(b"\n"))
+    return {str(line.get("id")): line.get("strict") is True for line in lines if isinstance(line, dict)}
 
 
 def _count_verdicts(data: bytes) -> dict[str, float] | None:

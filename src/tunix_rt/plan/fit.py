@@ -179,7 +179,7 @@ def _changes(config: RunConfig, choice: Device) -> Iterator[dict[str, Settings]]
     """
     training, evaluation = config.training, config.evaluation
     rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    questions = evaluation.per_device_eval_batch_size
+    questions = evaluation.per_device_eval_batch_size or 1  # unset, there are never more than training leaves room for
     while questions > 1:
         questions //= 2
         yield {"questions": {"evaluation.per_device_eval_batch_size": questions}}
@@ -331,13 +331,14 @@ def estimate_time(
     tokens_per_step: int,
     steps: int,
     eval_items: int = 0,
+    eval_rows: int = 32,
     flops_per_second: float | None = None,
 ) -> TimeEstimate:
     """How long training and both evaluations take on this CPU. Times a matrix product unless given its rate."""
     rate = (flops_per_second or measure_rate()) * 4 / max(4, DTYPE_BYTES[config.training.dtype])
     step_flops = tokens_per_step * training_flops_per_token(shape, config)
     calls = 3 * config.training.gradient_accumulation_steps * shape.layers  # forward, and backward at twice its price
-    asked = min(eval_items, config.evaluation.per_device_eval_batch_size) if config.evaluation.enabled else 0
+    asked = min(eval_items, eval_rows) if config.evaluation.enabled else 0
     new_tokens = config.evaluation.max_new_tokens
     answer_calls = 2 * math.ceil(eval_items / asked) * new_tokens * shape.layers if asked else 0  # before and after
     cache = asked * new_tokens * 4 * (shape.kv_size + shape.query_size) * DTYPE_BYTES[config.training.dtype]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tunix_rt.config import Training
 from tunix_rt.plan.activations import DTYPE_BYTES, Widths, widths_of
-from tunix_rt.plan.recipe import Recipe, loss_rows, recipe_of
+from tunix_rt.plan.recipe import Recipe, loss_rows, recipe_of, recipe_to_ask
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.state_bytes import state_bytes
 from tunix_rt.plan.tensors import Dimensions, Tensors, adapters_of, elements, tensors_of
@@ -164,4 +164,19 @@ def footprint_of(shape: ModelShape, training: Training, device: str) -> Footprin
         adapters=adapters,
         optimizer=states(besides) + shape.layers * states(layer),
         trained_elements=elements(besides) + shape.layers * elements(layer),
+    )
+
+
+def footprint_to_ask(shape: ModelShape, dtype: str, device: str) -> Footprint:
+    """Of a model that is not trained."""
+    recipe = recipe_to_ask(dtype)
+    return Footprint(
+        shape=shape,
+        recipe=recipe,
+        widths=widths_of(recipe, None),
+        device=device,
+        tensors=tensors_of(shape),
+        adapters=[],
+        optimizer=0,
+        trained_elements=0,
     )

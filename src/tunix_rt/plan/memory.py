@@ -46,6 +46,8 @@ CUDA_CONTEXT_BYTES = 512 * MIB
 """Room for the CUDA context, outside what the allocator counts. An allowance, not measured."""
 
 
+EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
+"""Questions answered at once where no number is asked for: the first of these that needs no more memory than training."""
 SPARE = ("snapshot", "mapped_file")
 """Parts that a run can do without."""
 
@@ -79,6 +81,8 @@ class MemoryPlan:
     room for it, and pages of a file that the system takes back when it needs them."""
     context_bytes: int
     """Taken on the device besides, by the CUDA context; 0 on a CPU."""
+    eval_rows: int
+    """Questions that are answered at once, and rows of a forward pass of the held-out loss."""
 
     @property
     def peak(self) -> Phase:
@@ -117,7 +121,6 @@ def predict(
         modern=capability is None or capability >= (8, 0),
         deterministic=training.deterministic,
     )
-    single = replace(step, rows=evaluation.per_device_eval_batch_size, length=min(length, shape.max_positions))
     accumulating = training.gradient_accumulation_steps > 1
     # A checkpoint is written while training goes on, by copies in the memory of the host.
     copied = run.checkpoint if device == "cpu" else 0
@@ -127,10 +130,15 @@ def predict(
         *_step(run, step, max(1, int(step.tokens * target_share)), accumulating, _state(run) | during),
         _save(run, copied),
     ]
-    if config.data.validation_fraction:
-        phases.append(_heldout(run, single, _between_steps(run) | {"snapshot": copied}))
-    if evaluation.enabled:
-        phases.append(_generation(run, single, evaluation.max_new_tokens))
+    asking = {
+        rows: list(_asking(run, replace(step, rows=rows, length=min(length, shape.max_positions)), config, copied))
+        for rows in ([evaluation.per_device_eval_batch_size] if evaluation.per_device_eval_batch_size else EVAL_ROWS)
+    }
+    room = max(phase.total_bytes for phase in phases)
+    eval_rows = next(
+        (rows for rows, among in asking.items() if all(phase.total_bytes <= room for phase in among)), min(asking)
+    )
+    phases += asking[eval_rows]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
@@ -144,6 +152,7 @@ def predict(
         peak_bytes=peak.total_bytes,
         least_bytes=max(_without_spare(phase).total_bytes for phase in phases),
         context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES,
+        eval_rows=eval_rows,
     )
 
 
@@ -301,6 +310,21 @@ def _lookup(run: Footprint, batch: Batch) -> int:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
+def _asking(run: Footprint, batch: Batch, config: RunConfig, copied: int) -> Iterator[Phase]:
+    """What is measured and asked beside training, with the rows of `batch`."""
+    new_tokens = config.evaluation.max_new_tokens
+    if config.data.validation_fraction:
+        yield _heldout(run, batch, _between_steps(run) | {"snapshot": copied})
+    if config.evaluation.enabled:
+        # Before the optimizer is made and after it is gone; on a CPU its place in the heap is taken to be still there.
+        there = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
+        yield _phase("generation", **there, **answering_parts(run, batch, new_tokens))
+    if config.evaluation.asked_along:
+        rows = min(batch.rows, config.evaluation.asked_along)
+        parts = answering_parts(run, replace(batch, rows=rows), new_tokens)
+        yield _phase("samples", **_between_steps(run), snapshot=copied, **parts)
+
+
 def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
     """Forward passes without gradients: one layer at a time, then the head in chunks."""
     layer = forward_of_one_layer(run.shape, run.widths, batch) + kept_once(run.shape, run.widths, batch)
@@ -313,11 +337,8 @@ def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
     return max(both, key=lambda phase: phase.total_bytes)
 
 
-def _generation(run: Footprint, batch: Batch, max_new_tokens: int) -> Phase:
-    """Prompts up to a whole row, then `max_new_tokens` more: keys and values of all, one layer of them copied to grow.
-
-    Before the optimizer is made and after it is gone; on a CPU its place in the heap is taken to be still there.
-    """
+def answering_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
+    """Prompts up to a whole row, then `max_new_tokens` more: keys and values of all, one layer of them copied to grow."""
     shape, width = run.shape, run.widths.compute
     tokens = batch.rows * (batch.length + max_new_tokens)
     kernel = generating_kernel(shape, run.widths, batch)
@@ -325,15 +346,13 @@ def _generation(run: Footprint, batch: Batch, max_new_tokens: int) -> Phase:
     logits = [batch.rows * shape.vocab * max(width, 4)] * 2
     cache = [tokens * shape.kv_size * width] * (2 * shape.layers + 2)
     repeated = [tokens * shape.query_size * width] * 2  # key-value heads repeated for each query head, in one layer
-    return _phase(
-        "generation",
-        **_between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0},
-        casts=run.casts + run.head_cast,
-        kv_cache=sum(cache) + sum(repeated),
-        activations=sum(layer),
-        loss_head=sum(logits),
-        allocator_slack=int(EVALUATION_SLACK * _in_heap(layer + logits)) if run.device == "cpu" else 0,
-    )
+    return {
+        "casts": run.casts + run.head_cast,
+        "kv_cache": sum(cache) + sum(repeated),
+        "activations": sum(layer),
+        "loss_head": sum(logits),
+        "allocator_slack": int(EVALUATION_SLACK * _in_heap(layer + logits)) if run.device == "cpu" else 0,
+    }
 
 
 def _save(run: Footprint, copied: int) -> Phase:

@@ -72,6 +72,20 @@ def recipe_of(training: Training) -> Recipe:
     )
 
 
+def recipe_to_ask(dtype: str) -> Recipe:
+    """A model that is only asked: weights of the type of the products, nothing is trained."""
+    return Recipe(
+        weights=dtype,
+        compute=dtype,
+        frozen=None,
+        optimizer="adamw",
+        in_backward=False,
+        rounding="nearest",
+        loss_scaled=False,
+        kept_share=1.0,
+    )
+
+
 def loss_rows(targets: int) -> int:
     """How many of `targets` meet the vocabulary at once: an eighth, in steps of 128, and not fewer than 256."""
     share = math.ceil(targets / MOST_LOSS_CHUNKS / 128) * 128

@@ -1,0 +1,102 @@
+"""`tunix-rt evaluate` and `tunix-rt compare`: is it right, and did it help."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+ASKING = (
+    click.option("--device", default="auto", help="auto, cpu, cuda (gpu) or tpu."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Unset: the best for the device."),
+    click.option("--weights", type=click.Choice(["pretrained", "random"]), default="pretrained", help="Of MODEL."),
+    click.option("--max-new-tokens", type=click.IntRange(1, 65_536), default=256, show_default=True, help="Longest answer."),
+    click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, help="0, the default: the likeliest token."),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Draw from this share alone."),
+    click.option("--seed", type=int, default=0, help="Of drawn tokens, and of a subset."),
+    click.option("--max-seconds", type=click.FloatRange(0, min_open=True), help="Time for answers that are given together."),
+    click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="How prompts are written (data.*)."),
+)  # fmt: skip
+
+
+def asking(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that decide an answer, the same for every verb that asks."""
+    for option in reversed(ASKING):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("model")
+@click.option("--evalset", required=True, help="Key, JSONL file, dataset key, or GSM8K as published.")
+@click.option("--against", help="Another model, asked the same: the paired comparison of both.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for answers and scores.")
+@click.option("--limit", type=click.IntRange(1), help="A random but fixed subset of this many questions.")
+@click.option("--batch-size", type=click.IntRange(1), help="Questions at once. Unset: what the memory at hand allows.")
+@click.option("--json", "as_json", is_flag=True, help="Print eval_summary.json to standard output.")
+@asking
+def evaluate(
+    model: str, evalset: str, against: str | None, output: Path | None, limit: int | None, as_json: bool, **how: Any
+) -> None:
+    """Ask MODEL (a run folder, model folder, GGUF file, shipped model or hub id) every question and score the answers."""
+    from tunix_rt.asking import evaluate_models, name_model
+    from tunix_rt.cli import text
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.errors import ConfigError
+    from tunix_rt.evaluate.evalsets import load_evalset
+    from tunix_rt.evaluate.report import table
+
+    if output is not None and output.exists() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty", fix="choose another --output")
+    overrides = how.pop("overrides")
+    named, other = name_model(model, overrides), None if against is None else name_model(against, overrides)
+    chosen = load_evalset(evalset, limit=limit, seed=how["seed"])
+    with watching() as progress:
+        found = evaluate_models(named, other, chosen, progress=progress, **how)
+    if output is not None:
+        found.write(output)
+    if as_json:
+        text.show_json(found.summary)
+        return
+    text.show_lines([chosen.sentence])
+    text.show_before_after(table(*found.scores), found.names)
+    text.show_lines([found.comparison.paragraph] if found.comparison else [])
+    text.show_lines([f"Answers: {output}"] if output else [])
+
+
+@click.command()
+@click.argument("first", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("second", type=click.Path(file_okay=False, path_type=Path), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def compare(first: Path, second: Path | None, as_json: bool) -> None:
+    """Set the answers of two runs side by side, question by question: FIRST against SECOND.
+
+    Each is the folder of `tunix-rt train` (its answers after training) or the --output of `tunix-rt evaluate`. With one run
+    alone, its answers before training are compared with those after it."""
+    from tunix_rt.cli import text
+    from tunix_rt.evaluate.report import compare_runs, table
+    from tunix_rt.evaluate.score import score_predictions
+    from tunix_rt.evaluate.summary import read_before, read_side, summary_of
+
+    sides = (read_before(first), read_side(first)) if second is None else (read_side(first), read_side(second))
+    if second is not None and sides[0].name == sides[1].name:
+        sides = (replace(sides[0], name=str(first)), replace(sides[1], name=str(second)))
+    comparison = compare_runs(*sides)
+    old, new = (score_predictions(side.predictions, when=when) for side, when in zip(sides, SIDES, strict=True))
+    if as_json:
+        text.show_json(summary_of(old, new, comparison, names=list(comparison.names)))
+        return
+    text.show_before_after(table(old, new), comparison.names)
+    text.show_lines(
+        [comparison.paragraph, f"gained: {_listed(comparison.gained)}", f"lost: {_listed(comparison.lost)}"]
+    )
+
+
+SIDES = ("first", "second")
+LISTED = 20
+
+
+def _listed(ids: tuple[str, ...]) -> str:
+    more = f" and {len(ids) - LISTED:,} more (--json has all)" if len(ids) > LISTED else ""
+    return (", ".join(ids[:LISTED]) or "none") + more

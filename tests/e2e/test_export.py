@@ -1,0 +1,324 @@
+"""An exported model is the model: a fresh process with plain transformers finds the same, and every defect is named."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import SHIPPED, write_small_model
+from tests.program import refused, tunix_rt
+from tests.supervision_checks import write_chat_tokenizer
+from tunix_rt.backends import load_backend
+from tunix_rt.cli.main import cli
+from tunix_rt.config import Data, Training
+from tunix_rt.data.render import style_of
+from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.errors import EvidenceError
+from tunix_rt.evaluate import reloading
+from tunix_rt.evaluate.reloading import Place, ask_fresh_process, differences, prove_folder, prove_reload, remember
+from tunix_rt.evaluate.run import stop_ids
+from tunix_rt.models import ModelSource, resolve_model
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+RIGHT = {
+    "gemma3": {"dtype": "float32"},
+    "llama": {"dtype": "float32"},
+    "gpt2": {"dtype": "float32"},
+    "gemma3 in bfloat16": {"dtype": "bfloat16"},
+    "llama with adapters": {"lora_rank": 2},
+    "gemma3 trained in bfloat16": {"lora_rank": None},
+}
+
+
+# --- ways in which exports go wrong ----------------------------------------------------------------------------------
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_json(folder, name, **values):
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def one_percent(folder):
+    def change(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] *= 1.01
+
+    change_weights(folder, change)
+
+
+def swap_layers(folder):
+    def change(tensors):
+        for name in [name for name in tensors if ".layers.0." in name]:
+            other = name.replace(".layers.0.", ".layers.1.")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    change_weights(folder, change)
+
+
+def untie_the_head(folder):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+
+    change_weights(folder, change)
+    change_json(folder, "config.json", tie_word_embeddings=False)
+
+
+def lose_a_tensor(folder):
+    change_weights(folder, lambda tensors: tensors.pop("model.layers.0.self_attn.k_proj.weight"))
+
+
+def round_the_weights(folder):
+    change_json(folder, "config.json", dtype="bfloat16")
+
+
+def rotate_otherwise(folder):
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change_json(folder, "config.json", rope_parameters={kind: of | {"rope_theta": 77.0} for kind, of in rope.items()})
+
+
+def edit_the_template(folder):
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<start_of_turn>", "<start_of_turn> ", 1))
+
+
+def swap_two_ids(folder):
+    path = folder / "tokenizer.json"
+    inner = json.loads(path.read_text())
+    vocabulary = inner["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    path.write_text(json.dumps(inner))
+
+
+def never_stop(folder):
+    change_json(folder, "generation_config.json", eos_token_id=1)
+
+
+def cut_off(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+DEFECTS = {
+    one_percent: r"1 of \d+ tensors differ, first model\.layers\.1\.mlp\.up_proj\.weight \(other values\)",
+    swap_layers: r"tensors differ, first model\.layers\.0\..*logits differ by up to .* first after the prompt 'What is 17",
+    untie_the_head: r"1 of \d+ tensors differ, first lm_head\.weight.*greedy text after",
+    lose_a_tensor: r"1 missing keys, first model\.layers\.0\.self_attn\.k_proj\.weight",
+    round_the_weights: r"tensors differ, first .* \(bfloat16 \[1024, 32\] instead of float32 \[1024, 32\]\)",
+    rotate_otherwise: r"^logits differ by up to",
+    edit_the_template: r"^its chat template is another: sha256 \w{12} instead of sha256 \w{12}$",
+    swap_two_ids: r"2 of \d+ tokens under another id, first '7': \d+ instead of \d+; its tokenizer reads 'What is 17",
+    never_stop: r"^its text ends at the tokens \[1\] \(generation_config\.json, eos_token_id\), it should at \[1, 7\d\d\]$",
+    cut_off: r"^it cannot be loaded: .*(incomplete|SafetensorError|header)",
+}
+
+
+# --- one fresh process for all of them -------------------------------------------------------------------------------
+
+
+def engine_of(name: str, folder: Path, settings: dict):
+    """A model with drawn weights, with adapters that have learnt something where there are any."""
+    model = write_chat_tokenizer(write_small_model(name.split()[0], folder))
+    config = json.loads((model / "config.json").read_text())
+    source = ModelSource(name=name, folder=model, revision="local", weights="random", config=config)
+    backend = load_backend("torch")
+    if "lora_rank" not in settings:
+        return backend.load_to_ask(source, device="cpu", seed=3, **settings)
+    mixed = {"dtype": "bfloat16"} if settings["lora_rank"] is None else {}
+    engine = backend.load(source, device="cpu", training=Training(seed=3, **settings, **mixed))
+    torch.manual_seed(4)
+    for parameter_name, parameter in engine.model.named_parameters():
+        if "lora_" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Name of each model and defect -> what is remembered and what a fresh process saw in its folder."""
+    root, backend = tmp_path_factory.mktemp("exports"), load_backend("torch")
+    remembered, folders = {}, {}
+    for name, settings in RIGHT.items():
+        engine = engine_of(name, root / f"{name} source", settings)
+        tokenizer = load_tokenizer(engine.source.folder, str(engine.source.config["model_type"]))
+        style = style_of(Data(chat_template="gemma"), tokenizer)
+        ends = stop_ids(tokenizer, style)
+        folders[name] = root / name
+        backend.save(
+            engine, folders[name], tokenizer_folder=tokenizer.folder, stop_ids=ends, chat_template=style.template.jinja
+        )
+        remembered[name] = remember(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
+    for defect in DEFECTS:
+        name = defect.__name__
+        remembered[name] = remembered["gemma3"]
+        folders[name] = Path(shutil.copytree(folders["gemma3"], root / name))
+        defect(folders[name])
+    plain = {name: folder for name, folder in folders.items() if not remembered[name].autocast}
+    seen = {}
+    for number, (these, cast) in enumerate([(plain, None), (folders.keys() - plain.keys(), "bfloat16")]):
+        scratch = root / f"answers-{number}"
+        scratch.mkdir()
+        place = Place(device="cpu", autocast=cast, share=1.0)
+        found = ask_fresh_process(remembered["gemma3"], [folders[name] for name in these], place, scratch)
+        seen |= dict(zip(these, found, strict=True))
+    return {name: (remembered[name], seen[name]) for name in folders}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_was_saved_is_what_plain_transformers_loads(exports, name):
+    remembered, seen = exports[name]
+    share = reloading._places(remembered)[0].share
+    assert differences(remembered, seen, share=share) == []
+    apart = abs(seen["logits"] - remembered.logits).max() / abs(remembered.logits).max()
+    equal = sum(reloading._compared(remembered, seen))
+    assert apart <= share and equal >= 4
+    assert remembered.conversation is not None and seen["conversation"] == remembered.conversation
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+def test_a_defect_of_an_export_is_found_and_named(exports, defect):
+    remembered, seen = exports[defect.__name__]
+    found = "; ".join(differences(remembered, seen, share=reloading.EXACT))
+    assert re.search(DEFECTS[defect], found), found
+
+
+# --- the verb --------------------------------------------------------------------------------------------------------
+
+
+def test_a_shipped_model_is_exported_with_its_proof(tmp_path):
+    done = tunix_rt(
+        "export", "tiny-gemma3", "--output", tmp_path / "out", "--dtype", "bfloat16", "--device", "cpu", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    said, proof = json.loads(done.stdout), json.loads((tmp_path / "out" / "export_proof.json").read_text())
+    assert proof["schema"] == "tunix-rt/export-proof/1" and proof["dtype"] == "bfloat16" == said["dtype"]
+    assert proof["proof"]["greedy_tokens"] == 64 and proof["proof"]["tensors"] == said["proof"]["tensors"] > 60
+    assert set(proof["files"]) == {path.name for path in (tmp_path / "out").iterdir()} - {"export_proof.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing lies beside it"
+    again = tunix_rt("export", "tiny-gemma3", "--output", tmp_path / "out", "--device", "cpu")
+    assert "already holds something" in refused(again, 2)
+
+
+def test_a_gguf_file_is_exported_with_the_name_of_the_file_in_its_proof(tmp_path):
+    pytest.importorskip("gguf", reason="needs the extra `gguf` (scripts/setup --dev installs it)")
+    from tests.e2e.test_gguf import small_model, write_gguf
+
+    file = write_gguf(tmp_path / "small.gguf", small_model("llama"), quantised=True)
+    done = CliRunner().invoke(cli, ["export", str(file), "--output", str(tmp_path / "out"), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "(float32), reloaded by transformers in a fresh process on cpu" in done.output
+    proof = json.loads((tmp_path / "out" / "export_proof.json").read_text())
+    assert proof["converted_from"].startswith("small.gguf sha256:") and proof["proof"]["prompts"] == 4
+
+
+def run_of(folder: Path, *, base: Path, **more) -> Path:
+    settings = {
+        "model.model_name_or_path": base, "data.max_length": 128, "evaluation.enabled": "false", "training.max_steps": 4,
+        "training.save_steps": 2, "training.eval_steps": 2, **{f"training.{name}": value for name, value in more.items()},
+    }  # fmt: skip
+    chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    done = CliRunner().invoke(cli, ["train", "smoke_tiny", "--output", str(folder), "--device", "cpu", *chosen])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def exported(run: Path, out: Path, *flags: str) -> dict:
+    done = CliRunner().invoke(cli, ["export", str(run), "--output", str(out), "--device", "cpu", *flags])
+    assert done.exit_code == 0, done.output
+    return load_file(out / "model.safetensors")
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapters(tmp_path):
+    model = write_small_model("llama", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    source = ModelSource(name="small", folder=model, revision="local", weights="random", config=config)
+    backend, base = load_backend("torch"), tmp_path / "base"
+    engine = backend.load_to_ask(source, device="cpu", dtype="float32")
+    backend.save(engine, base, tokenizer_folder=model, stop_ids=[1])
+    whole = run_of(tmp_path / "whole", base=base)
+    final = load_file(whole / "final_model" / "model.safetensors")
+    assert same(exported(whole, tmp_path / "final"), final)
+    second = exported(whole, tmp_path / "second", "--step", "2")
+    assert same(second, load_file(whole / "checkpoints" / "step-000002" / "model.safetensors")) and not same(
+        second, final
+    )
+    missing = CliRunner().invoke(cli, ["export", str(whole), "--step", "3", "--output", str(tmp_path / "x")])
+    assert missing.exit_code == 3 and "has no checkpoint of step 3\n  fix: there are: 2, 4" in missing.output
+
+    adapted = run_of(tmp_path / "adapted", base=base, lora_rank=2)
+    merged = exported(adapted, tmp_path / "merged", "--best")
+    assert same(merged, load_file(adapted / "final_model" / "model.safetensors")) and not same(
+        merged, load_file(base / "model.safetensors")
+    )
+    rounded = ["export", str(adapted), "--step", "4", "--dtype", "bfloat16", "--output", str(tmp_path / "x")]
+    refusal = CliRunner().invoke(cli, rounded)
+    assert refusal.exit_code == 2 and "adapters are added to their weights in float32" in refusal.output
+
+
+def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, monkeypatch):
+    """The disk is made to lie: what arrives in the folder is not what was written."""
+    from tunix_rt.backends import torch_backend
+
+    kept = torch_backend.settle_files
+
+    def lying(folder):
+        swap = load_file(folder / "model.safetensors")
+        swap["model.norm.weight"] = -swap["model.norm.weight"]
+        save_file(swap, folder / "model.safetensors", metadata={"format": "pt"})
+        kept(folder)
+
+    monkeypatch.setattr(torch_backend, "settle_files", lying)
+    done = CliRunner().invoke(
+        cli, ["export", "tiny-gemma3", "--output", str(tmp_path / "out"), "--device", "cpu", "--dtype", "float32"]
+    )
+    assert done.exit_code == EvidenceError.exit_code, done.output
+    assert "tensors differ, first model.norm.weight (other values); logits differ by up to" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_saved_model_whose_texts_lost_their_beginning_is_refused_while_the_engine_stays_as_it_was(tmp_path):
+    backend, source = load_backend("torch"), resolve_model("tiny-gemma3")
+    engine = backend.load_to_ask(source, device="cpu", dtype="bfloat16")
+    tokenizer = load_tokenizer(source.folder, "gemma3_text")
+    style = style_of(Data(), tokenizer)
+    backend.save(engine, tmp_path / "saved", tokenizer_folder=source.folder, stop_ids=[1])
+    inner = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
+    (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps({**inner, "post_processor": None}))
+    change_json(tmp_path / "saved", "tokenizer_config.json", add_bos_token=False)
+    with pytest.raises(EvidenceError) as caught:
+        prove_reload(backend, engine, tmp_path / "saved", tokenizer=tokenizer, style=style, stop_ids=[1])
+    assert "not the model in memory: its tokenizer begins a text with [" in caught.value.problem
+    assert "(add_bos_token in tokenizer_config.json)" in caught.value.problem
+    assert backend.last_logits(engine, [[2, 5, 6]]).shape == (1, 1024)
+
+
+def test_a_proof_without_memory_is_no_proof_and_says_so(tmp_path, monkeypatch, exports, caplog):
+    remembered, _ = exports["gemma3"]
+    monkeypatch.setattr(reloading, "SPARE_BYTES", 2**60)
+    assert prove_folder(replace(remembered, device="cuda"), SHIPPED, device_room=2**40) is None
+    assert (
+        "is not proven, since it could not be loaded once more: the host has" in caplog.text
+        and "GiB free" in caplog.text
+    )
+
+
+def test_checkpoints_are_asked_of_runs_only(tmp_path):
+    for flags, words in ((["--step", "3"], "tiny-gemma3 is no run"), (["--best"], "tiny-gemma3 is no run")):
+        done = CliRunner().invoke(cli, ["export", "tiny-gemma3", "--output", str(tmp_path / "out"), *flags])
+        assert done.exit_code == 2 and words in done.output

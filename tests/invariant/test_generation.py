@@ -1,0 +1,166 @@
+"""A prompt is answered the same whatever it is asked together with: greedy or drawn, short or past a sliding window."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tunix_rt.backends import torch_backend, torch_generate
+from tunix_rt.backends.decoding import Answer, Decoding
+from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.errors import DoesNotFitError, InputError
+from tunix_rt.models import resolve_model
+
+PROMPTS = 200
+STORY = "Once upon a time there was a little girl named Lily who liked to play in the park with her big dog"
+
+
+def opened(folder: Path, weights: str):
+    source = resolve_model(str(folder), weights=weights)
+    return torch_backend.load_to_ask(source, device="cpu", dtype="float32"), load_tokenizer(
+        folder, str(source.config["model_type"])
+    )
+
+
+def drawn_prompts(vocabulary: int, *, count: int = PROMPTS, lengths=(1, 3, 5, 9, 17, 30, 47)):
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(3, vocabulary - 1, (lengths[place % len(lengths)],), generator=generator).tolist()
+        for place in range(count)
+    ]
+
+
+def asked(engine, prompts, rows, *, stop_ids=(1,), decode=str, **decoding) -> dict[int, Answer]:
+    settings = Decoding(**{"max_new_tokens": 12, **decoding})
+    return dict(
+        torch_backend.generate(
+            engine, prompts, decoding=settings, stop_ids=stop_ids, pad_id=0, decode=decode, rows_at=lambda length: rows
+        )
+    )
+
+
+@pytest.fixture(scope="module", params=["gemma3", "llama", "gpt2", "gemma2", "qwen3"])
+def small(request, tmp_path_factory):
+    """Two layers; the Gemmas have a window of 6 tokens, which most prompts are beyond."""
+    sizes = {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.4,
+        "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    kinds = {
+        "gemma3": {"model_type": "gemma3_text", "sliding_window": 6, "query_pre_attn_scalar": 16,
+                   "layer_types": ["sliding_attention", "full_attention"]},
+        "gemma2": {"model_type": "gemma2", "sliding_window": 6, "query_pre_attn_scalar": 16},
+        "gpt2": {"model_type": "gpt2", "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        "llama": {"model_type": "llama"}, "qwen3": {"model_type": "qwen3"},
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp(request.param)
+    of_gpt2 = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+    settings = {key: sizes[key] for key in of_gpt2} if request.param == "gpt2" else sizes
+    (folder / "config.json").write_text(json.dumps(settings | kinds[request.param]))
+    source = resolve_model(str(folder), weights="random")
+    return torch_backend.load_to_ask(source, device="cpu", dtype="float32")
+
+
+def test_200_prompts_of_mixed_lengths_are_answered_together_as_one_by_one(small):
+    """Those that others are the like of are asked fewer."""
+    prompts = drawn_prompts(512, count=PROMPTS if small.model.config.model_type in ("gemma3_text", "llama") else 50)
+    alone = asked(small, prompts, 1)
+    assert alone == asked(small, prompts, 64) == asked(small, prompts, 7)
+    assert len({tuple(answer.ids) for answer in alone.values()}) > len(prompts) / 2, (
+        "a model that says one thing shows nothing"
+    )
+
+
+def test_drawn_answers_are_a_function_of_seed_and_prompt_alone(small):
+    prompts = drawn_prompts(512, count=60)
+    how = {"temperature": 1.0, "top_p": 0.9, "seed": 5}
+    alone = asked(small, prompts, 1, **how)
+    assert alone == asked(small, prompts, 32, **how)
+    other = asked(small, prompts, 32, **how | {"seed": 6})
+    assert sum(alone[index] != other[index] for index in alone) > 30
+
+
+def test_greedy_answers_are_those_of_transformers_own_generate(small):
+    prompts = drawn_prompts(512, count=40)
+    ours = asked(small, prompts, 16)
+    settings = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+    for index, prompt in enumerate(prompts):
+        with torch.no_grad():
+            theirs = small.model.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
+        assert ours[index].ids == [token for token in theirs if token != 1]
+
+
+@pytest.mark.reference
+def test_a_real_pretrained_llama_answers_200_prompts_together_as_one_by_one(reference_model):
+    engine, tokenizer = opened(reference_model, "pretrained")
+    words = STORY.split()
+    prompts = [
+        [*tokenizer.prefix, *tokenizer.encode(" ".join(words[place % 5 : place % 5 + 1 + place % 13]))]
+        for place in range(PROMPTS)
+    ]
+    assert asked(engine, prompts, 1, max_new_tokens=20) == asked(engine, prompts, 64, max_new_tokens=20)
+
+
+def test_how_often_answers_are_looked_at_changes_nothing(small, monkeypatch):
+    """A GPU's answers are looked at every few tokens; what came after an end is dropped."""
+    prompts = drawn_prompts(512, count=50)
+    often = asked(small, prompts, 16, stop_ids=range(1, 60))
+    assert {answer.ended for answer in often.values()} == {"stop", "length"}
+    monkeypatch.setitem(torch_generate.LOOK_EVERY, "cpu", 5)
+    assert asked(small, prompts, 16, stop_ids=range(1, 60)) == often
+
+
+def test_a_full_context_ends_an_answer_and_no_position_is_beyond_it(small):
+    prompts = drawn_prompts(512, count=4, lengths=(250, 255, 256, 300))
+    found = asked(small, prompts, 4)
+    assert [len(found[index].ids) for index in range(4)] == [6, 1, 0, 0]
+    assert {answer.ended for answer in found.values()} == {"context"}
+
+
+def test_an_answer_is_over_at_the_closing_tag_and_says_whether_the_model_stopped_there(small):
+    def decode(ids):
+        return "".join("</answer>" if token % 7 == 3 else "." for token in ids)
+
+    for answer in asked(small, drawn_prompts(512, count=40), 8, closing="</answer>", decode=decode).values():
+        text = decode(answer.ids)
+        assert text.count("</answer>") <= 1 and ("</answer>" not in text or text.endswith("</answer>"))
+        assert answer.ended in (("tag", "stop") if "</answer>" in text else ("length", "stop"))
+
+
+def test_where_memory_runs_out_half_as_many_are_asked_and_it_is_said(small, monkeypatch, caplog):
+    real, prompts = torch_generate._more_tokens, drawn_prompts(512, count=21)
+    expected = asked(small, prompts, 1)
+
+    def scarce(engine, batch, *args):
+        if len(batch.ids) > 3:
+            raise DoesNotFitError("out of memory in generation", fix="none")
+        return real(engine, batch, *args)
+
+    monkeypatch.setattr(torch_generate, "_more_tokens", scarce)
+    assert asked(small, prompts, 16) == expected
+    assert "No memory for 16 answers at once: going on with 8" in caplog.text
+
+
+def test_a_model_of_nan_is_named_not_listened_to(small):
+    head = small.model.get_output_embeddings().weight
+    before = head.detach().clone()
+    with torch.no_grad():
+        head[5] = torch.nan
+    try:
+        with pytest.raises(InputError, match="gives NaN instead of a next token"):
+            asked(small, [[3, 4, 5]], 1)
+    finally:
+        with torch.no_grad():
+            head.copy_(before)
+
+
+def test_answers_leave_torch_as_it_was_between_two_of_them(small):
+    for _ in torch_backend.generate(
+        small, drawn_prompts(512, count=3), decoding=Decoding(max_new_tokens=2), stop_ids=[1], pad_id=0, decode=str,
+        rows_at=lambda length: 1,
+    ):  # fmt: skip
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        assert small.model.config._attn_implementation == small.attention.training

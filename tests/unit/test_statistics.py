@@ -1,0 +1,322 @@
+"""Intervals and p values against scipy and statsmodels, and what they say where there is little to say anything of."""
+
+import importlib.util
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from tunix_rt.errors import InputError
+from tunix_rt.evaluate.statistics import change_of, mcnemar, p_words, paired_bootstrap, wilson
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "did-it-help.md"
+
+MONTE_CARLO = 5 * math.sqrt(2) * math.sqrt(0.025 * 0.975 / 10_000) / 0.0584
+"""Five standard errors between two ends, each found with 10,000 resamples, in standard deviations of the mean: the error
+of a quantile is sqrt(q (1 - q) / resamples) over the density there, which for a normal mean is 0.0584 at 2.5 %."""
+
+
+def random_tables(seed, *, most, count=200):
+    """(gained, lost, same) of random sets of questions; few, many, even and lopsided ones."""
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        shares = generator.dirichlet((0.7, 0.7, 1.0))
+        gained, lost, same = generator.multinomial(generator.integers(2, most), shares).tolist()
+        yield gained, lost, same
+
+
+def verdicts(gained, lost, same):
+    before = [False] * gained + [True] * lost + [True] * same
+    after = [True] * gained + [False] * lost + [True] * same
+    return before, after
+
+
+# --- McNemar ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_exact_p_value_is_that_of_a_binomial_test():
+    for gained, lost, _ in random_tables(1, most=3_000):
+        expected = scipy.stats.binomtest(gained, gained + lost, 0.5).pvalue if gained + lost else 1.0
+        assert mcnemar(gained, lost).p_value == pytest.approx(expected, rel=1e-10, abs=1e-300), (gained, lost)
+
+
+def test_the_exact_p_value_is_the_exact_fraction_rounded_once():
+    for gained, lost, _ in random_tables(2, most=400):
+        fewer, changed = min(gained, lost), gained + lost
+        tail = Fraction(sum(math.comb(changed, heads) for heads in range(fewer + 1)), 2**changed)
+        assert mcnemar(gained, lost).p_value == float(min(Fraction(1), 2 * tail)), (gained, lost)
+
+
+def test_the_chi_square_has_its_p_value():
+    for gained, lost, _ in random_tables(3, most=3_000):
+        found = mcnemar(gained, lost)
+        expected = scipy.stats.chi2.sf(found.chi_square, 1)
+        assert found.chi_square_p_value == pytest.approx(expected, rel=1e-11, abs=1e-300), (gained, lost)
+
+
+def test_mcnemar_is_that_of_statsmodels():
+    if importlib.util.find_spec("statsmodels") is None:
+        pytest.skip("statsmodels is not installed; it is in the dev extra")
+    from statsmodels.stats import contingency_tables
+
+    for gained, lost, same in random_tables(4, most=3_000):
+        found, square = mcnemar(gained, lost), [[same, gained], [lost, 0]]
+        assert gained != lost
+        exact = contingency_tables.mcnemar(square, exact=True)
+        corrected = contingency_tables.mcnemar(square, exact=False, correction=True)
+        assert found.p_value == pytest.approx(exact.pvalue, rel=1e-12, abs=1e-12)
+        assert found.chi_square == pytest.approx(corrected.statistic, rel=1e-12)
+        assert found.chi_square_p_value == pytest.approx(corrected.pvalue, rel=1e-12, abs=1e-12)
+    # The one difference: at an even split its correction goes past zero.
+    even = contingency_tables.mcnemar([[9, 4], [4, 9]], exact=False, correction=True)
+    assert (even.statistic, mcnemar(4, 4).chi_square) == (pytest.approx(1 / 8), 0.0)
+
+
+def test_mcnemar_does_not_care_which_side_is_called_before():
+    for gained, lost, _ in random_tables(5, most=1_000, count=50):
+        assert mcnemar(gained, lost).p_value == mcnemar(lost, gained).p_value
+
+
+@pytest.mark.parametrize("gained, lost", [(0, 0), (1, 0), (0, 1), (7, 7), (8, 7)])
+def test_an_even_split_of_the_changed_answers_is_no_evidence(gained, lost):
+    found = mcnemar(gained, lost)
+    assert (found.p_value, found.chi_square, found.chi_square_p_value) == (1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("gained", "p_value"), [(4, 0.125), (5, 0.0625), (6, 0.03125), (10, 2**-9)])
+def test_a_clean_sweep_halves_the_p_value_with_every_answer(gained, p_value):
+    assert mcnemar(gained, 0).p_value == p_value
+
+
+def test_a_hundred_thousand_changed_answers_neither_overflow_nor_vanish():
+    assert mcnemar(50_000, 50_000).p_value == 1.0
+    close = mcnemar(50_300, 49_700)
+    assert close.p_value == pytest.approx(scipy.stats.binomtest(49_700, 100_000).pvalue, rel=1e-9)
+    assert close.chi_square_p_value == pytest.approx(close.p_value, rel=1e-3)
+    assert mcnemar(100_000, 0).p_value == 0.0
+    assert 0 < mcnemar(1_000, 0).p_value < 1e-300
+
+
+def test_counts_below_zero_are_refused():
+    with pytest.raises(InputError, match="-1 gained and 3 lost"):
+        mcnemar(-1, 3)
+
+
+# --- the paired bootstrap --------------------------------------------------------------------------------------------
+
+
+def test_the_interval_of_verdicts_is_that_of_scipy_within_the_monte_carlo_error():
+    compared = 0
+    for number, table in enumerate(random_tables(6, most=80)):
+        before, after = (np.array(side, dtype=float) for side in verdicts(*table))
+        if len({*(after - before)}) == 1:
+            continue
+        found = paired_bootstrap(before, after, seed=number)
+        theirs = scipy.stats.bootstrap(
+            (before, after),
+            lambda b, a, axis: (a - b).mean(axis=axis),
+            paired=True,
+            method="percentile",
+            n_resamples=10_000,
+            rng=np.random.default_rng(number + 1_000),
+        ).confidence_interval
+        # the mean of a resample is a whole number of answers over their count: an end may fall on the next one
+        tolerance = MONTE_CARLO * (after - before).std() / math.sqrt(len(before)) + 1 / len(before)
+        assert found.low == pytest.approx(theirs.low, abs=tolerance), table
+        assert found.high == pytest.approx(theirs.high, abs=tolerance), table
+        compared += 1
+    assert compared > 150
+
+
+@pytest.mark.parametrize("items", [30, 300, 1_000])
+def test_the_interval_of_measurements_is_that_of_scipy_within_the_monte_carlo_error(items):
+    generator = np.random.default_rng(items)
+    before = generator.normal(80, 20, items)
+    after = before + generator.normal(3, 10, items)
+    found = paired_bootstrap(before.tolist(), after.tolist(), seed=1)
+    theirs = scipy.stats.bootstrap(
+        (before, after),
+        lambda b, a, axis: (a - b).mean(axis=axis),
+        paired=True,
+        method="percentile",
+        n_resamples=10_000,
+        batch=1_000,
+        rng=generator,
+    ).confidence_interval
+    tolerance = MONTE_CARLO * (after - before).std() / math.sqrt(items)
+    assert found.low == pytest.approx(theirs.low, abs=tolerance)
+    assert found.high == pytest.approx(theirs.high, abs=tolerance)
+
+
+def test_counts_that_are_drawn_and_items_that_are_drawn_give_the_same_interval():
+    """The same differences twice; in one of them every value is its own, so that items are drawn."""
+    before, after = verdicts(90, 30, 380)
+    apart = np.array(after, dtype=float) - np.array(before, dtype=float)
+    smeared = apart + np.linspace(-1e-9, 1e-9, len(apart))
+    by_counts = paired_bootstrap(before, after, seed=3)
+    by_items = paired_bootstrap(np.zeros(len(apart)), smeared, seed=4)
+    tolerance = MONTE_CARLO * apart.std() / math.sqrt(len(apart)) + 1 / len(apart)
+    assert by_counts.low == pytest.approx(by_items.low, abs=tolerance)
+    assert by_counts.high == pytest.approx(by_items.high, abs=tolerance)
+
+
+def test_nineteen_of_twenty_intervals_hold_the_true_gain():
+    generator = np.random.default_rng(8)
+    shares, items, sets = np.array([0.25, 0.10, 0.65]), 200, 1_000
+    held = 0
+    for number in range(sets):
+        interval = paired_bootstrap(*verdicts(*generator.multinomial(items, shares)), seed=number, resamples=2_000)
+        held += interval.low <= 0.15 <= interval.high
+    # 0.95 less the little that a percentile interval of 200 questions falls short, and 3 standard errors of 1,000 sets
+    assert 0.92 <= held / sets <= 0.97
+
+
+def test_the_seed_decides_the_interval_and_the_order_of_the_questions_does_not():
+    before, after = verdicts(40, 12, 148)
+    first = paired_bootstrap(before, after, seed=7)
+    assert paired_bootstrap(before, after, seed=7) == first
+    assert paired_bootstrap(before[::-1], after[::-1], seed=7) == first
+    measured = np.random.default_rng(0).normal(size=(2, 500)).tolist()
+    assert paired_bootstrap(*measured, seed=1) == paired_bootstrap(*measured, seed=1)
+    assert paired_bootstrap(*measured, seed=1) != paired_bootstrap(*measured, seed=2)
+
+
+def test_a_hundred_thousand_verdicts_take_the_memory_and_time_of_a_hundred():
+    import time
+    import tracemalloc
+
+    generator = np.random.default_rng(0)
+    before, after = generator.random(100_000) < 0.4, generator.random(100_000) < 0.41
+    tracemalloc.start()
+    began = time.process_time()
+    interval = paired_bootstrap(before, after, seed=0)
+    took, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    assert took < 5  # drawing the items would be a billion draws
+    normal = 1.96 * (after.astype(float) - before).std() / math.sqrt(100_000)
+    assert interval.high - interval.low == pytest.approx(2 * normal, rel=0.06)
+
+
+def test_measurements_are_drawn_in_parts_of_bounded_size():
+    import tracemalloc
+
+    generator = np.random.default_rng(0)
+    before, after = generator.normal(size=(2, 20_000))
+    tracemalloc.start()
+    paired_bootstrap(before, after, seed=0, resamples=300)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60_000_000  # 300 x 20,000 indices and values at once would be 72 MB
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [
+        ((0, 0, 100), -0.037, 0.037),
+        ((100, 0, 0), 0.963, 1.0),
+        ((0, 100, 0), -1.0, -0.963),
+        ((1, 0, 0), 0.207, 1.0),
+        ((0, 0, 1), -0.793, 0.793),
+    ],
+    ids=["nothing changed", "all gained", "all lost", "one gained", "one unchanged"],
+)
+def test_verdicts_that_all_changed_alike_still_have_a_width(table, low, high):
+    interval = paired_bootstrap(*verdicts(*table), seed=0)
+    assert (interval.low, interval.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+    assert interval.method == "wilson"
+
+
+def test_measurements_that_all_changed_alike_have_none():
+    interval = paired_bootstrap([10.0, 20.0], [11.0, 21.0], seed=0)
+    assert (interval.low, interval.high, interval.method) == (1.0, 1.0, "bootstrap")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "settings", "problem"),
+    [
+        ([], [], {}, "no pairs"),
+        ([1], [1, 0], {}, "1 values before and 2 after"),
+        ([1.0, math.nan], [1.0, 2.0], {}, "not a finite number"),
+        ([1.0, 2.0], [1.0, math.inf], {}, "not a finite number"),
+        ([True], [False], {"resamples": 0}, "0 resamples"),
+        ([True], [False], {"level": 95}, "level of 95"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(before, after, settings, problem):
+    with pytest.raises(InputError, match=problem):
+        paired_bootstrap(before, after, seed=0, **settings)
+
+
+# --- Wilson ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_wilson_interval_is_that_of_scipy():
+    generator = np.random.default_rng(9)
+    for _ in range(200):
+        items = int(generator.integers(1, 3_000))
+        right, level = int(generator.integers(0, items + 1)), float(generator.uniform(0.5, 0.999))
+        theirs = scipy.stats.binomtest(right, items).proportion_ci(level, method="wilson")
+        found = wilson(right, items, level=level)
+        assert found.low == pytest.approx(theirs.low, abs=1e-12)
+        assert found.high == pytest.approx(theirs.high, abs=1e-12)
+
+
+def test_the_rate_of_nothing_may_be_anything():
+    assert (wilson(0, 0).low, wilson(0, 0).high) == (0.0, 1.0)
+    assert wilson(0, 10).low == 0.0 and 0.2 < wilson(0, 10).high < 0.3
+    assert wilson(10, 10).high == 1.0
+
+
+@pytest.mark.parametrize(("right", "items"), [(-1, 5), (6, 5)])
+def test_a_rate_that_is_none_is_refused(right, items):
+    with pytest.raises(InputError, match=f"{right} right of {items}"):
+        wilson(right, items)
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+
+def test_fewer_than_six_questions_can_never_be_beyond_chance():
+    for items in range(1, 12):
+        assert change_of(*verdicts(items, 0, 0)).clear is (items >= 6)
+
+
+def test_an_end_in_answers_is_never_nearer_to_the_middle_than_the_interval():
+    for gained, lost, same in random_tables(10, most=300, count=60):
+        change = change_of(*verdicts(gained, lost, same))
+        low, high = change.ends
+        assert low <= change.interval.low * change.items + 1e-6 and change.interval.high * change.items - 1e-6 <= high
+        assert low <= change.net <= high
+
+
+def test_small_p_values_are_not_spelled_out():
+    assert [p_words(value) for value in (1.0, 0.0625, 0.0001, 0.00009, 0.0)] == [
+        "p = 1", "p = 0.062", "p = 0.0001", "p < 0.0001", "p < 0.0001",
+    ]  # fmt: skip
+
+
+def sizes_block():
+    lines = [
+        "| questions | gained | lost | net | 95 % interval, in points | p value | verdict |",
+        "|" + "---:|" * 6 + "---|",
+    ]
+    for items in (20, 100, 500, 1_319):
+        gained, lost = round(0.2 * items), round(0.1 * items)
+        change = change_of(*verdicts(gained, lost, items - gained - lost))
+        ends = " to ".join(f"{100 * end:+.1f}" for end in (change.interval.low, change.interval.high))
+        verdict = "clear" if change.clear else "could be chance"
+        p_value = p_words(change.mcnemar.p_value).removeprefix("p = ").removeprefix("p ")
+        lines.append(f"| {items:,} | {gained} | {lost} | {change.net:+d} | {ends} | {p_value} | {verdict} |")
+    return "\n".join(lines)
+
+
+def test_the_guide_has_the_widths_that_the_functions_give():
+    (written,) = re.findall(
+        r"<!-- sizes:begin -->\n\n(.*?)\n\n<!-- sizes:end -->", GUIDE.read_text(encoding="utf-8"), re.S
+    )
+    assert written == sizes_block()

@@ -1,0 +1,93 @@
+"""`eval_summary.json`, and the sides of a comparison read back from folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunix_rt.errors import InputError, TunixError
+from tunix_rt.evaluate.report import compare
+from tunix_rt.evaluate.score import judge, score_predictions
+from tunix_rt.evaluate.summary import SUMMARY_SCHEMA, read_before, read_side, summary_of
+from tunix_rt.rundir import RunDir, write_json, write_jsonl
+
+RIGHT, WRONG = (f"<reasoning>so</reasoning><answer>{answer}</answer>" for answer in (4, 5))
+
+
+def answers(*outputs: str):
+    return [
+        judge(id=f"q-{number}", prompt=f"question {number}", expected="4", output=output, ended="stop")
+        for number, output in enumerate(outputs)
+    ]
+
+
+BEFORE, AFTER = answers(WRONG, RIGHT, ""), answers(RIGHT, WRONG, RIGHT)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """What a run leaves: answers of both sides, and how they were asked for."""
+    run = RunDir(tmp_path / "mine")
+    write_jsonl(run.predictions("before"), BEFORE)
+    write_jsonl(run.predictions("after"), AFTER)
+    write_json(run.eval_summary, {"decoding": {"max_new_tokens": 32}})
+    return run.root
+
+
+def test_a_summary_of_one_side_has_its_scores_under_its_name_and_the_facts_beside_them():
+    scores = score_predictions(BEFORE, when="answers")
+    said = summary_of(scores, models=["a"], dtype="float32")
+    assert set(said) == {"schema", "models", "dtype", "answers"}
+    assert said["schema"] == SUMMARY_SCHEMA and said["answers"]["correct"] == 1 and said["answers"]["items"] == 3
+    assert json.loads(json.dumps(said, allow_nan=False)) == said
+
+
+def test_a_summary_of_both_sides_says_what_became_of_the_answers():
+    comparison = compare(BEFORE, AFTER)
+    scores = [score_predictions(found, when=when) for found, when in ((BEFORE, "before"), (AFTER, "after"))]
+    said = summary_of(*scores, comparison)
+    assert said["before"]["correct"] == 1 and said["after"]["correct"] == 2
+    changed = said["comparison"]
+    assert changed["gained"] == ["q-0", "q-2"] and changed["lost"] == ["q-1"] and changed["items"] == 3
+    assert changed["gain_points"] == pytest.approx(100 / 3)
+    assert (changed["mcnemar"]["gained"], changed["mcnemar"]["lost"]) == (2, 1)
+    assert changed["interval"]["low"] <= 1 / 3 <= changed["interval"]["high"]
+    assert changed["sentence"] == comparison.sentence
+    assert json.loads(json.dumps(said, allow_nan=False)) == said
+
+
+def test_a_run_gives_its_answers_after_training_under_its_own_name(folder):
+    side = read_side(folder)
+    assert side.name == "mine" and list(side.predictions) == AFTER and side.decoding == {"max_new_tokens": 32}
+
+
+def test_a_run_gives_its_answers_before_training_too(folder):
+    side = read_before(folder)
+    assert side.name == "before" and list(side.predictions) == BEFORE and side.decoding == {"max_new_tokens": 32}
+
+
+def test_an_evaluation_gives_its_answers_and_those_of_the_model_it_was_compared_with(tmp_path):
+    run = RunDir(tmp_path)
+    write_jsonl(run.predictions("answers"), AFTER)
+    write_jsonl(run.predictions("base"), BEFORE)
+    assert list(read_side(tmp_path).predictions) == AFTER and list(read_before(tmp_path).predictions) == BEFORE
+
+
+def test_a_folder_from_before_settings_were_written_down_has_none(folder):
+    RunDir(folder).eval_summary.unlink()
+    assert read_side(folder).decoding == {}
+
+
+def test_a_folder_without_answers_is_named_with_the_files_that_it_lacks(tmp_path):
+    with pytest.raises(InputError, match=r"predictions-after\.jsonl or predictions-answers\.jsonl") as caught:
+        read_side(tmp_path)
+    assert str(tmp_path) in caught.value.problem and "--output" in caught.value.fix
+    with pytest.raises(InputError, match=r"predictions-before\.jsonl or predictions-base\.jsonl"):
+        read_before(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"decoding": 1}', '{"decoding": ["a"]}'])
+def test_a_summary_that_is_damaged_is_refused_not_taken_for_an_empty_one(folder, content):
+    RunDir(folder).eval_summary.write_text(content)
+    with pytest.raises(TunixError, match="eval_summary"):
+        read_side(folder)
