@@ -47,7 +47,9 @@ def test_a_shipped_key_is_the_shipped_file():
 
 
 def test_a_file_of_items_keeps_their_sections_and_kinds(tmp_path):
-    path = write(tmp_path / "own.jsonl", item(1, section="easy", category="sums", difficulty="low"), item(2, section=None))
+    path = write(
+        tmp_path / "own.jsonl", item(1, section="easy", category="sums", difficulty="low"), item(2, section=None)
+    )
     first, second = load_evalset(path).items
     assert (first.section, first.category, first.difficulty) == ("easy", "sums", "low")
     assert (second.section, second.category, second.difficulty) == ("all", "none", "none")
@@ -139,7 +141,7 @@ def test_every_row_is_as_likely_to_be_drawn(tmp_path):
         ([gsm8k(1), gsm8k(2, "Two pens.")], 2, "does not end in a line `#### N`"),
         ([{"prompt": "Hello?", "completion": "Hello."}], 1, "not one question with one final answer"),
         ([item(1), item(2), item(3, id="q1")], 3, "'q1' is used twice"),
-        ([item(1, prompt=None)], 1, "prompt: Field required"),
+        ([item(1), item(2, prompt=None)], 2, "prompt: Field required"),
     ],
 )
 def test_a_record_that_cannot_be_asked_is_named_with_its_line(tmp_path, records, line, problem):

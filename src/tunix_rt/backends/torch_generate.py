@@ -176,29 +176,35 @@ def _begin(engine: Engine, rows: Sequence[_Row], decoding: Decoding, pad_id: int
 
 def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, count: int) -> list[list[int]]:
     """The next `count` tokens of every row. Rows that ended among them got some in vain."""
-    named = inspect.signature(engine.model.forward).parameters
-    last = (_positions(engine) or 2**31) - 1
     attending = engine.attending(engine.attention.generating)
-    found = []
     with torch.no_grad(), memory_is_named("generation"), attending, engine.kernels(), engine.computing():
-        for number in range(taken, taken + count):
-            given = {"position_ids": batch.positions, "logits_to_keep": 1}
-            logits = engine.model(
-                input_ids=batch.ids,
-                attention_mask=batch.mask,
-                past_key_values=batch.cache,
-                use_cache=True,
-                **{name: value for name, value in given.items() if name in named},
-            ).logits[:, -1]
-            chosen = _choose(logits, decoding, None if batch.keys is None else batch.keys[:, number])
-            found.append(chosen)
-            batch.ids = chosen.unsqueeze(1)
-            # A row that ended is carried on until the next look, and has no position beyond the last.
-            batch.positions = (batch.positions[:, -1:] + 1).clamp(max=last)
-            batch.mask = torch.cat([batch.mask, batch.mask.new_ones((len(chosen), 1))], dim=1)
-    if torch.isnan(logits).any():
+        found = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
+        tokens = torch.stack(found, dim=1).tolist()
+    if any(_NOT_A_TOKEN in row for row in tokens):
         raise InputError(f"{engine.source.name}: gives NaN instead of a next token", fix="the weights are damaged")
-    return torch.stack(found, dim=1).tolist()
+    return tokens
+
+
+_NOT_A_TOKEN = -1
+
+
+def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> torch.Tensor:
+    """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing."""
+    named = inspect.signature(engine.model.forward).parameters
+    given = {"position_ids": batch.positions, "logits_to_keep": 1}
+    logits = engine.model(
+        input_ids=batch.ids,
+        attention_mask=batch.mask,
+        past_key_values=batch.cache,
+        use_cache=True,
+        **{name: value for name, value in given.items() if name in named},
+    ).logits[:, -1]
+    chosen = _choose(logits, decoding, None if batch.keys is None else batch.keys[:, number])
+    batch.ids = chosen.unsqueeze(1)
+    # A row that ended is carried on until the next look, and has no position beyond the last.
+    batch.positions = (batch.positions[:, -1:] + 1).clamp(max=(_positions(engine) or 2**31) - 1)
+    batch.mask = torch.cat([batch.mask, batch.mask.new_ones((len(chosen), 1))], dim=1)
+    return torch.where(logits.isnan().any(dim=-1), _NOT_A_TOKEN, chosen)
 
 
 def _choose(logits: torch.Tensor, decoding: Decoding, keys: torch.Tensor | None) -> torch.Tensor:
