@@ -31,7 +31,7 @@ def main() -> None:
     verdicts: Counter[str] = Counter()
     as_the_person = 0
     differ = []
-    for answer, expected, strict, lenient, reason in IN_BLOCK:
+    for answer, expected, strict, lenient, reason, _ in IN_BLOCK:
         output = tagged(answer)
         ours = (matches_strict(output, expected), matches_lenient(output, expected))
         said = "right" if ours[0] else "value only" if ours[1] else "wrong"

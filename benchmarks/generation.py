@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from tunix_rt.asking import OpenModel, name_model, open_model, settle_device
+from tunix_rt.asking import OpenModel, find_model, load_found, name_model, settle_device
 from tunix_rt.backends.decoding import Decoding
 from tunix_rt.data.render import prompt_ids
 from tunix_rt.evaluate.evalsets import load_evalset
@@ -130,7 +130,7 @@ def main() -> None:
     runs = []
     for dtype in asked.dtypes:
         choice, kind = settle_device(asked.device, dtype)
-        model = open_model(name_model(asked.model), choice, kind)
+        model = load_found(find_model(name_model(asked.model), choice, kind))
         prompts = [prompt_ids(item.prompt, model.tokenizer, model.style) for item in chosen.items]
         room = model.shape.max_positions - asked.new_tokens  # beyond it ours ends an answer, and theirs goes on
         prompts = [prompt for prompt in prompts if len(prompt) <= room]

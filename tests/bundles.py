@@ -73,6 +73,8 @@ def dress_as_cuda(source: Path, folder: Path) -> Path:
     edit_json(run.precommit, device="cuda")
     faster = re.compile(r'"seconds": ([^,]+)')
     write_text(run.metrics, faster.sub(lambda took: f'"seconds": {float(took[1]) / 10!r}', run.metrics.read_text()))
+    if run.eval_summary.exists():
+        edit_json(run.eval_summary, device="cuda")
     edit_json(run.result, device="cuda", gpu_memory=memory_samples(3))
     chain(run)
     write_hashes(run)

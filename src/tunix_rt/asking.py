@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from tunix_rt.evaluate.report import Comparison, Side, compare_runs, comparison_
 from tunix_rt.evaluate.run import Questions, ask, decoding_of, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores, score_predictions
 from tunix_rt.evaluate.summary import summary_of
+from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.models import ModelSource, refuse_address, resolve_model, resolve_tokenizer
 from tunix_rt.plan.answering import rows_that_fit
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.rundir import RunDir, write_json, write_jsonl, write_text
+from tunix_rt.rundir import RunDir, storage, write_json, write_jsonl, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -85,18 +86,32 @@ def settle_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenModel:
-    """A model on its device, and how it is spoken to."""
+class Found:
+    """A model that exists and would fit, before a weight of it is read."""
 
     name: str
     source: ModelSource
     shape: ModelShape
     choice: DeviceChoice
     dtype: str
-    backend: Any
-    engine: Any
     tokenizer: Tokenizer
     style: Style
+
+    def refuse_unknown(self, ids: Sequence[int]) -> None:
+        """InputError for a prompt with a token that the model has no embedding for."""
+        if (highest := max(ids, default=0)) >= self.shape.vocab:
+            raise InputError(
+                f"{self.name}: its vocabulary has {self.shape.vocab:,} words, and a prompt has the token {highest:,}",
+                fix=OTHER_TOKENIZER,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenModel(Found):
+    """The same with its weights, on its device."""
+
+    backend: Any
+    engine: Any
 
     def rows_at(self, max_new_tokens: int, asked: int | None = None) -> Callable[[int], int]:
         """How many prompts of a length are answered at once: `asked`, or what the memory at hand allows."""
@@ -134,14 +149,6 @@ class OpenModel:
         self.refuse_unknown(ids)
         return ids
 
-    def refuse_unknown(self, ids: Sequence[int]) -> None:
-        """InputError for a prompt with a token that the model has no embedding for."""
-        if (highest := max(ids, default=0)) >= self.shape.vocab:
-            raise InputError(
-                f"{self.name}: its vocabulary has {self.shape.vocab:,} words, and a prompt has the token {highest:,}",
-                fix=OTHER_TOKENIZER,
-            )
-
     def answer(
         self, prompt: Sequence[int], decoding: Decoding, heard: Callable[[str], None] | None = None
     ) -> tuple[str, Answer]:
@@ -165,52 +172,74 @@ class OpenModel:
         return self.tokenizer.decode(answer.ids), answer
 
 
-def open_model(
-    named: Named, choice: DeviceChoice, dtype: str, *, weights: str = "pretrained", like: OpenModel | None = None
-) -> OpenModel:
-    """Load the model. With `like` it is given the prompts of that one, token for token."""
+def find_model(
+    named: Named,
+    choice: DeviceChoice,
+    dtype: str,
+    *,
+    weights: str = "pretrained",
+    like: Found | None = None,
+    beside: bool = False,
+) -> Found:
+    """Everything about the model but its weights. With `like` it will be given the prompts of that one, token for token,
+    and `beside` it in memory, or after it."""
     source = resolve_model(named.model, weights=weights)
     shape = shape_of(source.config)
-    _refuse_too_big(named, shape, choice, dtype)
-    if like is None:
-        folder = resolve_tokenizer(named.tokenizer) if named.tokenizer else source.folder
-        tokenizer = load_tokenizer(folder, str(source.config["model_type"]))
-        style = style_of(named.data, tokenizer)
-    else:
-        tokenizer, style = like.tokenizer, like.style
+    _refuse_too_big(named, shape.parameters + (like.shape.parameters if like and beside else 0), choice, dtype)
+    tokenizer = _tokenizer_of(named, source, like)
+    style = style_of(named.data, tokenizer) if like is None else like.style
     # Not every control token counts: Gemma 3's tokenizer has one for images, beyond the table of its models of text.
     if (end := min(stop_ids(tokenizer, style))) >= shape.vocab:
         raise InputError(
             f"{named.name}: its vocabulary has {shape.vocab:,} words, and an answer ends with the token {end:,}",
             fix=OTHER_TOKENIZER,
         )
-    logger.info(
-        "Model: %s revision=%s parameters=%s device=%s dtype=%s weights=%s",
-        source.name, source.revision, f"{shape.parameters:,}", choice.device, dtype, source.weights,
-    )  # fmt: skip
-    if weights == "random":
-        logger.warning("The weights are random: what this model answers says nothing about the pretrained one")
-    backend = load_backend("torch")
-    return OpenModel(
-        name=named.name,
-        source=source,
-        shape=shape,
-        choice=choice,
-        dtype=dtype,
-        backend=backend,
-        engine=backend.load_to_ask(source, device=choice.device, dtype=dtype),
-        tokenizer=tokenizer,
-        style=style,
+    return Found(
+        name=named.name, source=source, shape=shape, choice=choice, dtype=dtype, tokenizer=tokenizer, style=style
     )
 
 
-def _refuse_too_big(named: Named, shape: ModelShape, choice: DeviceChoice, dtype: str) -> None:
+def _tokenizer_of(named: Named, source: ModelSource, like: Found | None) -> Tokenizer:
+    """The model's own, or that of `like`, which must know the same words by the same numbers."""
+    if like is not None and not (source.folder / "tokenizer.json").is_file():
+        return like.tokenizer
+    folder = resolve_tokenizer(named.tokenizer) if named.tokenizer else source.folder
+    own = load_tokenizer(folder, str(source.config["model_type"]))
+    if like is None:
+        return own
+    words, others = (one.inner.get_vocab(with_added_tokens=True) for one in (own, like.tokenizer))
+    if other := next((word for word in sorted({*words, *others}) if words.get(word) != others.get(word)), None):
+        raise InputError(
+            f"{named.name} and {like.name} have different tokenizers ({other!r} is not the same token in both): neither can "
+            "be given the other's prompts",
+            fix="compare models of one family: a base model and what was trained from it",
+        )
+    return like.tokenizer
+
+
+def load_found(found: Found) -> OpenModel:
+    """Read the weights."""
+    source = found.source
+    logger.info(
+        "Model: %s revision=%s parameters=%s device=%s dtype=%s weights=%s",
+        source.name, source.revision, f"{found.shape.parameters:,}", found.choice.device, found.dtype, source.weights,
+    )  # fmt: skip
+    if source.weights == "random":
+        logger.warning("The weights are random: what this model answers says nothing about the pretrained one")
+    backend = load_backend("torch")
+    engine = backend.load_to_ask(source, device=found.choice.device, dtype=found.dtype)
+    return OpenModel(
+        **{field.name: getattr(found, field.name) for field in fields(Found)}, backend=backend, engine=engine
+    )
+
+
+def _refuse_too_big(named: Named, parameters: int, choice: DeviceChoice, dtype: str) -> None:
     """Before a weight is loaded. Answers take what is left, one at a time if need be."""
-    needed = shape.parameters * BYTES[dtype]
+    needed = parameters * BYTES[dtype]
     if needed > choice.free_bytes:
         smaller = "use --dtype bfloat16, or " if dtype == "float32" else ""
         raise DoesNotFitError(
-            f"{named.name}: its weights take {needed / GIB:.2f} GiB in {dtype}; {choice.device} has "
+            f"{named.name}: {parameters:,} weights take {needed / GIB:.2f} GiB in {dtype}; {choice.device} has "
             f"{choice.free_bytes / GIB:.2f} GiB free",
             fix=f"{smaller}free memory there, or ask on another device",
         )
@@ -220,27 +249,27 @@ def _refuse_too_big(named: Named, shape: ModelShape, choice: DeviceChoice, dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What one model answered, or two of them: the one that is compared against comes first."""
+class Answered:
+    """What one model answered to every question."""
 
-    evalset: EvalSet
-    names: tuple[str, ...]
-    predictions: tuple[list[Prediction], ...]
-    scores: tuple[Scores, ...]
+    name: str
+    rows: int
+    """Questions that were asked at once."""
+    predictions: list[Prediction]
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One model, or two of them: the one that is compared against comes first."""
+
+    sides: tuple[Answered, ...]
     comparison: Comparison | None
     summary: dict[str, Any]
 
-    def write(self, output: Path) -> None:
-        """Into a folder that `tunix-rt compare` reads."""
-        run = RunDir(output)
-        for predictions, scores in zip(self.predictions, self.scores, strict=True):
-            write_jsonl(run.predictions(scores.when), list(predictions))
-            write_json(run.scores(scores.when), scores)
-        if self.comparison is not None:
-            before, after = self.predictions
-            write_text(run.samples, samples_markdown(before, after, self.comparison))
-            write_text(output / "comparison.md", comparison_markdown(self.comparison, table(*self.scores)))
-        write_json(run.eval_summary, self.summary)
+    @property
+    def scores(self) -> list[Scores]:
+        return [side.scores for side in self.sides]
 
 
 def evaluate_models(
@@ -248,6 +277,7 @@ def evaluate_models(
     against: Named | None,
     evalset: EvalSet,
     *,
+    output: Path | None,
     device: str,
     dtype: str | None,
     weights: str,
@@ -255,41 +285,73 @@ def evaluate_models(
     progress: Progress,
     **decoding: Any,
 ) -> Evaluation:
-    """Ask one model, or two of them the same prompts in the same way, every question of `evalset`."""
+    """Ask one model, or two of them the same prompts in the same way, every question of `evalset`.
+
+    Answers are written to `output` as soon as a model has given all of its own; what can be refused is, before that."""
     choice, kind = settle_device(device, dtype)
-    opened = open_model(model, choice, kind, weights=weights)
+    found = find_model(model, choice, kind, weights=weights)
+    models = [(found, "answers")]
+    if against is not None:
+        models.append((find_model(against, choice, kind, like=found), "base"))
     questions = Questions(
-        items=evalset.items,
-        tokenizer=opened.tokenizer,
-        style=opened.style,
-        decoding=decoding_of(opened.style, **decoding),
+        items=evalset.items, tokenizer=found.tokenizer, style=found.style, decoding=decoding_of(found.style, **decoding)
     )
-
-    def answers(asked: OpenModel, when: str) -> tuple[str, list[Prediction], Scores]:
-        if asked.tokenizer.vocab_size > asked.shape.vocab:
-            for item in evalset.items:
-                asked.refuse_unknown(prompt_ids(item.prompt, asked.tokenizer, asked.style))
-        rows_at = asked.rows_at(questions.decoding.max_new_tokens, batch_size)
-        found = ask(
-            asked.backend, asked.engine, questions, what=f"evaluate {when}", rows_at=rows_at, progress=progress,
-            stop=lambda: None,
-        )  # fmt: skip
-        return asked.name, found, score_predictions(found, when=when)
-
-    sides = [answers(opened, "answers")]
-    if against is not None:
-        like = replace(opened, engine=None)
-        del opened  # one model at a time in memory
-        sides.insert(0, answers(open_model(against, choice, kind, like=like), "base"))
-    names, predictions, scores = zip(*sides, strict=True)
+    run = None if output is None else RunDir(output)
+    if run is not None:
+        with storage(run.root):
+            run.root.mkdir(parents=True, exist_ok=True)
+    sides: list[Answered] = []
+    for one, when in models:
+        sides.insert(0, _answered(one, questions, when, batch_size, run, progress))
+        batch_size = sides[0].rows  # in 16 bits a near tie may fall differently with the batch: the same for both
     comparison = None
-    if against is not None:
-        comparison = compare_runs(*(Side(name=name, predictions=found) for name, found, _ in sides))
+    if len(sides) == 2:
+        comparison = compare_runs(*(Side(name=side.name, predictions=side.predictions) for side in sides))
     facts = {
-        "models": list(names), "evalset": evalset.key, "evalset_sha256": evalset.sha256, "questions": len(evalset.items),
-        "device": choice.device, "dtype": kind, "weights": weights, "decoding": questions.settings(),
+        "models": [side.name for side in sides], "weights": weights, "evalset": evalset.key,
+        "evalset_sha256": evalset.sha256, "questions": len(evalset.items), "device": choice.device, "dtype": kind,
+        "rows": sides[-1].rows, "decoding": questions.settings(),
     }  # fmt: skip
+    scores = [side.scores for side in sides]
     summary = summary_of(scores[0], scores[1] if comparison else None, comparison, **facts)
-    return Evaluation(
-        evalset=evalset, names=names, predictions=predictions, scores=scores, comparison=comparison, summary=summary
-    )
+    if run is not None:
+        _write_summary(run, sides, comparison, summary)
+    return Evaluation(sides=tuple(sides), comparison=comparison, summary=summary)
+
+
+def _answered(
+    found: Found, questions: Questions, when: str, batch_size: int | None, run: RunDir | None, progress: Progress
+) -> Answered:
+    """One model at a time in memory: this one is gone when its answers are there."""
+    if found.tokenizer.vocab_size > found.shape.vocab:
+        for item in questions.items:
+            found.refuse_unknown(prompt_ids(item.prompt, found.tokenizer, found.style))
+    opened = load_found(found)
+    longest = max(len(prompt_ids(item.prompt, found.tokenizer, found.style)) for item in questions.items)
+    rows = opened.rows_at(questions.decoding.max_new_tokens, batch_size)(longest)
+    note = "" if found.dtype == "float32" else f"; in {found.dtype} another number may turn a near tie"
+    logger.info("Asking %d at once%s", min(rows, len(questions.items)), note)
+    asked: dict[str, Any] = {
+        "what": f"evaluate {when}",
+        "rows_at": lambda length: rows,
+        "progress": progress,
+        "stop": lambda: None,
+    }
+    predictions = ask(opened.backend, opened.engine, questions, **asked)
+    scores = score_predictions(predictions, when=when)
+    if run is not None:
+        write_jsonl(run.predictions(when), list(predictions))
+        write_json(run.scores(when), scores)
+    return Answered(name=found.name, rows=rows, predictions=predictions, scores=scores)
+
+
+def _write_summary(
+    run: RunDir, sides: Sequence[Answered], comparison: Comparison | None, summary: dict[str, Any]
+) -> None:
+    """The rest of a folder that `tunix-rt compare` reads, with the hashes of all of it."""
+    if comparison is not None:
+        before, after = (side.predictions for side in sides)
+        write_text(run.samples, samples_markdown(before, after, comparison))
+        write_text(run.comparison, comparison_markdown(comparison, table(*(side.scores for side in sides))))
+    write_json(run.eval_summary, summary)
+    write_hashes(run)

@@ -422,7 +422,8 @@ def require_runnable(config: RunConfig) -> None:
     if not config.data.dataset:
         raise ConfigError("no dataset is named", fix="set data.dataset, or give --data")
     training = config.training
-    if training.eval_steps and not config.data.validation_fraction:
+    asked = config.evaluation.asked_along and config.evaluation.evalset
+    if training.eval_steps and not config.data.validation_fraction and not asked:
         raise ConfigError(
             "training.eval_steps: nothing is held out to measure, data.validation_fraction is 0",
             fix="set data.validation_fraction above 0, or leave training.eval_steps out",

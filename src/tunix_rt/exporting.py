@@ -100,7 +100,7 @@ def export_model(
         size = sum(path.stat().st_size for path in origin.source.weight_files())
         needed = size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype] + BESIDE_BYTES
         require_space(output, needed, what="the exported model")
-        chosen = _device(device, kind)
+        chosen = _device(device, kind, size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype])
         place = Path(os.path.abspath(output))
         with storage(place):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -120,15 +120,21 @@ def export_model(
 
 def _refuse_occupied(output: Path) -> None:
     with storage(output):
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
             raise ConfigError(
                 f"--output: {output} already holds something", fix="name a folder that does not exist yet"
             )
 
 
-def _device(asked: str, dtype: str) -> str:
-    ask = Ask(device=asked, backend="torch", dtype=dtype)
-    device = choose_device(ask, gather_facts(backend="torch", device=asked)).device
+def _device(asked: str, dtype: str, weights: int) -> str:
+    ask = Ask(device={"gpu": "cuda"}.get(asked, asked), backend="torch", dtype=dtype)
+    choice = choose_device(ask, gather_facts(backend="torch", device=ask.device))
+    device = choice.device
+    if weights > choice.free_bytes:
+        raise DoesNotFitError(
+            f"the weights take {weights / 2**30:.2f} GiB in {dtype}; {device} has {choice.free_bytes / 2**30:.2f} GiB free",
+            fix="free memory there, or export on another device",
+        )
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device: a model is not exported on {device}", fix="--device cpu")
     set_environment(device, "torch")
@@ -223,6 +229,7 @@ def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
     training, today = config.training, began_on(read_precommit(run))
     base, tokenizer = _began_with(run, config, adapted=training.lora_rank is not None)
     if training.lora_rank is not None:
+        _refuse_another_base(run, base)
         return _Origin(
             source=base, tokenizer=tokenizer, dtype=_kept_in(base), data=config.data, today=today, adapted=training,
             checkpoint=checkpoint,
@@ -233,6 +240,17 @@ def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
     source = ModelSource(name=name, folder=scratch, revision="local", weights="pretrained", config=base.config)
     kept = recipe_of(training).weights
     return _Origin(source=source, tokenizer=tokenizer, dtype=kept, data=config.data, today=today, checkpoint=checkpoint)
+
+
+def _refuse_another_base(run: RunDir, base: ModelSource) -> None:
+    """Adapters belong to the weights they were trained beside."""
+    committed = read_precommit(run).get("base_model", {}).get("files", {})
+    changed = sorted(path.name for path in base.weight_files() if committed.get(path.name) != sha256_file(path))
+    if changed:
+        raise EvidenceError(
+            f"{base.name}: {', '.join(changed)} is not what the run in {run.root} began with",
+            fix="bring back the model it was trained from, or export its final model: leave --step and --best out",
+        )
 
 
 def _began_with(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[ModelSource, Path]:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import shutil
 import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -44,6 +45,10 @@ from tunix_rt.stopping import StopRequest
 from tunix_rt.train import MetricsLog, Start, cut_back, find_start, refuse_other_kernels, require_charts, train_run
 
 logger = logging.getLogger(__name__)
+
+
+PROOF_SECONDS = 20.0
+"""Time that the proof of a small model takes, with some to spare; it is left out where a time budget has less."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,20 +212,27 @@ def _train_and_ask(
         write_text(run.samples, samples_markdown(before, after, report.comparison))
         _write_summary(report, config, data, questions)
     stop.raise_if_asked(f"all {total} steps are saved")
-    _prove_final_model(backend, engine, report, questions)
+    if stop.why(needed_seconds=PROOF_SECONDS):
+        logger.warning("The final model is not proven: no time is left for it; `tunix-rt export` on this run proves it")
+        report.facts["final_model"] = {"proven": False}
+    else:
+        _prove_final_model(backend, engine, report, questions)
 
 
 def _prove_final_model(backend: Any, engine: Any, report: Report, questions: Questions) -> None:
     """Have a fresh process load what was saved. A model that is another there is put aside, and the run has failed."""
     final, tokenizer, style = report.run.final_model, questions.tokenizer, questions.style
+    refused = final.with_name("final_model-refused")
     try:
         proof = prove_reload(
             backend, engine, final, tokenizer=tokenizer, style=style, stop_ids=stop_ids(tokenizer, style)
         )
     except EvidenceError:
-        with storage(final):
-            final.rename(final.with_name("final_model-refused"))
+        with contextlib.suppress(OSError):  # what was found is said, whatever the disk does
+            shutil.rmtree(refused, ignore_errors=True)
+            final.rename(refused)
         raise
+    shutil.rmtree(refused, ignore_errors=True)
     if proof is None:
         report.facts["final_model"] = {"proven": False}
         return

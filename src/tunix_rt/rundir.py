@@ -93,6 +93,11 @@ class RunDir:
         return self.root / "samples.md"
 
     @property
+    def comparison(self) -> Path:
+        """Of `tunix-rt evaluate --against`."""
+        return self.root / "comparison.md"
+
+    @property
     def samples_along(self) -> Path:
         """Answers given while training went on."""
         return self.root / "eval" / "samples.jsonl"

@@ -288,7 +288,7 @@ def train_run(
             state = _state(step, metrics.head, engine.attention.name)
             measured = _due(step.step, training.eval_steps, total)
             # Before an evaluation too: nothing that goes wrong in it costs a step.
-            if _due(step.step, training.save_steps, total) or (measured and training.save_steps is not None):
+            if measured or _due(step.step, training.save_steps, total):
                 saver.save(step.step, state)
             next_step = slowest + saver.longest_seconds if step.step < total else 0.0
             _stop_if_asked(stop, saver, state, needed_seconds=next_step + measured * measuring)

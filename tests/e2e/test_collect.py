@@ -346,7 +346,7 @@ def test_a_result_of_another_run_is_found(gpu_bundle, tmp_path, name):
 
 def test_a_device_that_is_no_name_and_a_figure_nested_otherwise_are_found_without_a_traceback(gpu_bundle, tmp_path):
     folder = shutil.copytree(gpu_bundle, tmp_path / "device")
-    for name in ("precommit.json", "result.json"):
+    for name in ("precommit.json", "result.json", "eval_summary.json"):
         edit_json(folder / name, device=["cuda"])
     reseal(folder)
     assert any("does not tell device" in problem for problem in bundle_problems(folder))
@@ -398,11 +398,11 @@ def test_a_run_brought_home_may_lack_its_weights_and_nothing_else(run, repo, tmp
 
 def test_places_of_the_machine_are_named_in_warnings(run, repo, tmp_path):
     home = shutil.copytree(run, tmp_path / "home")
-    write_text(home / "samples.md", "first\nkept in /home/somebody/models\n")
+    write_text(home / "env_info.txt", "ram: 8 GiB\nkept in /home/somebody/models\n")
     write_hashes(RunDir(home))
     done = collect(home, tmp_path / "bundle", repo)
     assert done.returncode == 0
-    assert "warning: a path of the machine in samples.md:2: /home/somebody/models" in done.stderr
+    assert "warning: a path of the machine in env_info.txt:2: /home/somebody/models" in done.stderr
 
 
 def test_a_gpu_run_needs_its_run_on_the_cpu_and_that_of_the_same_configuration(gpu_run, run, repo, tmp_path):

@@ -143,7 +143,7 @@ def test_two_models_are_asked_the_same_and_compared_question_by_question(against
     done, output = against
     said = " ".join(succeeded(done).split())
     assert f"{eighty} against {drawn}: 2 of 3 more answers right; none got worse" in said
-    assert "+66.7 points" in said
+    assert "+66.7" in said
     summary = json.loads((output / "eval_summary.json").read_text())
     assert summary["models"] == [str(drawn), str(eighty)]
     assert summary["base"]["correct"] == 0 and summary["answers"]["correct"] == 2
@@ -180,9 +180,9 @@ def test_two_evaluations_are_compared_and_folders_of_one_name_are_told_apart(wea
     assert back["first"]["correct"] == 2 and back["second"]["correct"] == 0
 
 
-def test_an_evaluation_of_two_models_is_compared_by_itself(against):
+def test_an_evaluation_of_two_models_is_compared_by_itself(against, eighty, drawn):
     said = " ".join(succeeded(ask(against[1], verb="compare")).split())
-    assert "both against before: 2 of 3 more answers right" in said
+    assert f"{eighty} against {drawn}: 2 of 3 more answers right" in said
 
 
 def test_answers_to_other_questions_are_not_compared(tmp_path, evaluated, eighty):
@@ -235,7 +235,7 @@ def test_a_run_is_compared_with_its_base_and_answers_the_same_when_evaluated_aga
         "--set", "training.save_steps=2", "--set", f"evaluation.evalset={questions}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "run against before: " in " ".join(succeeded(ask(run, verb="compare")).split())
+    assert "as many answers right as before" in " ".join(succeeded(ask(run, verb="compare")).split())
     succeeded(ask(run, "--evalset", questions, "--max-new-tokens", 32, "--output", again))
     assert lines(again / "eval" / "predictions-answers.jsonl") == lines(run / "eval" / "predictions-after.jsonl")
     assert "again against run: as many answers right" in " ".join(succeeded(ask(run, again, verb="compare")).split())
@@ -403,3 +403,30 @@ def test_a_question_that_fills_the_model_or_is_no_text_is_refused(eighty):
     assert "the model has 256 positions" in words and "shorter" in words
 
     assert "no UTF-8 text" in refused(ask(eighty, "a\udc80b", verb="generate"), 3)
+
+
+def test_a_model_with_another_tokenizer_is_refused_before_anything_is_asked(tmp_path, questions, eighty):
+    """It would be given numbers that mean other words to it, and lose."""
+    other = write_chain_model(tmp_path / "other", {"\n": SAID})
+    table = json.loads((other / "tokenizer.json").read_text())
+    first, second = list(table["model"]["vocab"])[5:7]
+    vocabulary = table["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(table))
+    for verb, told in (("evaluate", ["--evalset", questions]), ("generate", ["What is 9?"])):
+        words = refused(ask(eighty, *told, "--against", other, verb=verb), 3)
+        assert "have different tokenizers" in words and "answers" not in words.split("error:")[0]
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--max-seconds"])
+def test_what_is_no_number_is_refused(option, questions, eighty):
+    assert "is no number to go by" in ask(eighty, "--evalset", questions, option, "nan").stderr
+
+
+def test_verdicts_that_do_not_follow_from_the_outputs_are_not_compared(tmp_path, evaluated):
+    copy = tmp_path / "copy"
+    shutil.copytree(evaluated[1], copy)
+    path = copy / "eval" / "predictions-answers.jsonl"
+    path.write_text(path.read_text().replace('"strict": false', '"strict": true'))
+    words = refused(ask(evaluated[1], copy, verb="compare"), 6)
+    assert "strict" in words and "follow from the outputs alone" in words

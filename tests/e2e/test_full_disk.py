@@ -84,7 +84,7 @@ def configured(tmp_path, *, resume: bool = False):
         write_small_model("gpt2", model)
     overrides = [
         f"model.model_name_or_path={model}", "model.weights=random", "training.device=cpu", "training.max_steps=5",
-        "training.save_steps=2", "data.max_length=128", "training.per_device_train_batch_size=1",
+        "training.save_steps=2", "training.eval_steps=2", "data.max_length=128", "training.per_device_train_batch_size=1",
         "evaluation.enabled=false", "data.on_overflow=drop",
     ]  # fmt: skip
     flags = {"training.resume_from_checkpoint": "auto" if resume else None}

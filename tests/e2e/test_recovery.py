@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_small_model
 from tunix_rt import pipeline, stopping, train
-from tunix_rt.backends import load_backend
+from tunix_rt.backends import load_backend, torch_backend
 from tunix_rt.cli.train import run_and_show
 from tunix_rt.config import find_config, load_config
-from tunix_rt.errors import ConfigError, DoesNotFitError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError, Preempted, StorageError, TunixError
 from tunix_rt.evidence import record
 from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.pipeline import run_pipeline
@@ -430,3 +431,39 @@ def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path
     assert "--set " in caught.value.fix and len(tried) == 3
     result = read_json(run.result)
     assert (result["status"], result["exit_code"], result["steps_completed"]) == ("failed", 5, 1)
+
+
+def test_a_final_model_that_is_another_when_reloaded_fails_the_run_and_is_made_anew_by_the_next(tmp_path, monkeypatch):
+    """Twice: what the first refusal put aside is in nobody's way."""
+    run, save = RunDir(tmp_path / "run"), torch_backend.save
+
+    def spoilt(engine, folder, **told):
+        save(engine, folder, **told)
+        weights = load_file(folder / "model.safetensors")
+        name = next(name for name in weights if name.endswith("q_proj.weight"))
+        weights[name] = weights[name] * 1.01
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(torch_backend, "save", spoilt)
+    for resume in (False, True):
+        with pytest.raises(EvidenceError, match=r"is not the model in memory: .*q_proj\.weight"):
+            run_pipeline(configured(resume=resume), run.root, progress=quiet)
+        assert read_json(run.result)["status"] == "failed" and not run.final_model.exists()
+        assert (run.root / "final_model-refused").is_dir()
+    monkeypatch.setattr(torch_backend, "save", save)
+    run_pipeline(configured(resume=True), run.root, progress=quiet)
+    assert read_json(run.result)["final_model"]["proven"] is True
+    assert run.final_model.is_dir() and not (run.root / "final_model-refused").exists()
+    assert list_problems(run.root) == []
+
+
+def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS", 0.1)
+    monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS_PER_GIB", 0.0)
+    run = RunDir(tmp_path / "run")
+    run_pipeline(configured(), run.root, progress=quiet)
+    assert read_json(run.result)["final_model"] == {"proven": False} and run.final_model.is_dir()
+    assert (
+        "is not proven, since it could not be loaded once more: cpu: the process gave no answer within 0.1 s"
+        in caplog.text
+    )

@@ -10,7 +10,7 @@ import transformers
 from tunix_rt.backends import torch_backend, torch_generate
 from tunix_rt.backends.decoding import Answer, Decoding
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.errors import DoesNotFitError, InputError
+from tunix_rt.errors import InputError
 from tunix_rt.models import resolve_model
 
 PROMPTS = 200
@@ -130,18 +130,64 @@ def test_an_answer_is_over_at_the_closing_tag_and_says_whether_the_model_stopped
         assert answer.ended in (("tag", "stop") if "</answer>" in text else ("length", "stop"))
 
 
-def test_where_memory_runs_out_half_as_many_are_asked_and_it_is_said(small, monkeypatch, caplog):
-    real, prompts = torch_generate._more_tokens, drawn_prompts(512, count=21)
-    expected = asked(small, prompts, 1)
+@pytest.mark.parametrize(
+    ("where", "after"),
+    [("_begin", 0), ("_more_tokens", 0), ("_more_tokens", 3), ("keep", 0)],
+    ids=["the prompts", "the first token", "a later token, with some answered", "when rows leave"],
+)
+def test_where_memory_runs_out_half_as_many_are_asked_and_it_is_said(small, monkeypatch, caplog, where, after):
+    prompts, stops = drawn_prompts(512, count=21), range(1, 250)
+    expected = asked(small, prompts, 1, stop_ids=stops)
+    owner = torch_generate._Batch if where == "keep" else torch_generate
+    real, calls = getattr(owner, where), []
 
-    def scarce(engine, batch, *args):
-        if len(batch.ids) > 3:
-            raise DoesNotFitError("out of memory in generation", fix="none")
-        return real(engine, batch, *args)
+    def scarce(*args):
+        rows = len(args[1]) if where == "_begin" else len((args[0] if where == "keep" else args[1]).ids)
+        calls.append(rows)
+        if rows > 3 and len(calls) > after:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*args)
 
-    monkeypatch.setattr(torch_generate, "_more_tokens", scarce)
-    assert asked(small, prompts, 16) == expected
-    assert "No memory for 16 answers at once: going on with 8" in caplog.text
+    def named(*args):  # as the real one does, around its own body
+        with torch_generate.memory_is_named("generation"):
+            return scarce(*args)
+
+    monkeypatch.setattr(owner, where, named if where == "_more_tokens" else scarce)
+    assert asked(small, prompts, 16, stop_ids=stops) == expected
+    assert "answers at once: going on with" in caplog.text
+
+
+def test_tokens_drawn_a_few_rows_at_a_time_are_those_drawn_at_once(small, monkeypatch):
+    how = {"temperature": 0.7, "top_p": 0.8, "seed": 1}
+    at_once = asked(small, drawn_prompts(512, count=30), 30, **how)
+    monkeypatch.setattr(torch_generate, "DRAWN_AT_ONCE", 3 * 512)
+    assert asked(small, drawn_prompts(512, count=30), 30, **how) == at_once
+
+
+def test_tokens_are_drawn_by_their_shares_and_none_beyond_top_p():
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).repeat(20_000, 1)
+    keys = torch.arange(20_000) * 7919
+    for top_p, shares in ((1.0, [0.5, 0.25, 0.15, 0.1]), (0.7, [2 / 3, 1 / 3, 0, 0])):
+        drawn = torch_generate._choose(logits, Decoding(max_new_tokens=1, temperature=1.0, top_p=top_p), keys)
+        found = torch.bincount(drawn, minlength=4) / len(drawn)
+        assert found.tolist() == pytest.approx(shares, abs=0.015)
+    cold = Decoding(max_new_tokens=1, temperature=1e-300)
+    assert torch_generate._choose(logits, cold, keys).unique().tolist() == [0]
+
+
+def test_a_rotation_that_moves_with_the_batch_is_asked_one_by_one(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}  # fmt: skip
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+             "initializer_range": 0.4, "rope_parameters": rope, "rope_scaling": rope}
+        )
+    )  # fmt: skip
+    engine = torch_backend.load_to_ask(resolve_model(str(tmp_path), weights="random"), device="cpu", dtype="float32")
+    prompts = drawn_prompts(512, count=12, lengths=(5, 60))
+    assert asked(engine, prompts, 12) == asked(engine, prompts, 1)
 
 
 def test_a_model_of_nan_is_named_not_listened_to(small):

@@ -11,6 +11,7 @@ import torch
 
 from tests.supervision_checks import shipped_samples, style
 from tunix_rt.backends import torch_backend as engine_of
+from tunix_rt.backends.decoding import Decoding
 from tunix_rt.backends.torch_model import hidden_states
 from tunix_rt.config import Training
 from tunix_rt.data.pack import batch_of_step, collate, make_rows
@@ -201,13 +202,20 @@ def test_an_answer_ends_before_the_first_of_the_tokens_that_end_it(small_model):
     folder = small_model("gemma3")
     engine, tokenizer = load(folder, "float32"), load_tokenizer(folder)
     prompts = [prompt_ids(sample.question, tokenizer, style(tokenizer)) for sample in shipped_samples(5)]
-    ask = partial(engine_of.generate, engine, prompts, max_new_tokens=12, batch_size=2, pad_id=0)
-    whole = dict(ask(stop_ids=[1023]))
+
+    def ask(stop_ids):
+        found = engine_of.generate(
+            engine, prompts, decoding=Decoding(max_new_tokens=12), stop_ids=stop_ids, pad_id=0, decode=str,
+            rows_at=lambda length: 2,
+        )  # fmt: skip
+        return {index: answer.ids for index, answer in found}
+
+    whole = ask(stop_ids=[1023])
     assert sorted(whole) == list(range(5)) and all(len(ids) == 12 for ids in whole.values())
     stops = [whole[0][4], whole[1][7]]
     cut = {index: next((at for at, token in enumerate(ids) if token in stops), 12) for index, ids in whole.items()}
     assert cut[0] < 12 and cut[1] < 12
-    assert dict(ask(stop_ids=stops)) == {index: ids[: cut[index]] for index, ids in whole.items()}
+    assert ask(stop_ids=stops) == {index: ids[: cut[index]] for index, ids in whole.items()}
 
 
 def test_a_loss_that_is_not_a_number_stops_before_the_update(small_model):

@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import REFERENCE
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.evalsets import RULES, load_evalset, validate_evalset
+from tunix_rt.evaluate.score import matches_lenient, matches_strict
 
 GSM8K = REFERENCE / "data" / "gsm8k" / "train.jsonl"
 
@@ -76,6 +77,38 @@ def test_gsm8k_is_read_as_published(tmp_path):
     assert evalset.format == "gsm8k"
     assert [found.answer for found in evalset.items] == ["5", "1,000"]
     assert evalset.items[0].prompt == "Tom has 4 pens and buys one. How many?"
+
+
+@pytest.mark.parametrize(
+    ("stated", "model_says", "right"),
+    [
+        ("1,600", "1600", True),
+        ("1,600", "1.6", False),
+        ("-7", "−7", True),
+        ("-7", "7", False),
+        ("$70,000", "70000", True),
+        ("$70,000", "$70,000.00", True),
+        ("$70,000", "70", False),
+        ("25%", "25", True),
+        ("25%", "0.25%", False),
+        ("1/2", "0.5", True),
+        ("1/2", "1", False),
+    ],
+)
+def test_the_answers_of_gsm8k_are_scored_in_every_spelling(tmp_path, stated, model_says, right):
+    (found,) = load_evalset(write(tmp_path / "test.jsonl", gsm8k(4, f"So it is.\n#### {stated}"))).items
+    assert found.answer == stated
+    assert matches_strict(f"<reasoning>So.</reasoning><answer>{model_says}</answer>", found.answer) is right
+    assert matches_lenient(f"So it is {model_says}.", found.answer) is right
+    assert matches_lenient(f"So.\n#### {model_says}", found.answer) is right
+
+
+@pytest.mark.parametrize("answer", ["So it is.\n#### ", "So it is.\n####", "#### \n"])
+def test_a_record_of_gsm8k_with_a_blank_answer_has_no_answer(tmp_path, answer):
+    path = write(tmp_path / "test.jsonl", gsm8k(4), gsm8k(5, answer))
+    assert [(one.rule, one.count) for one in validate_evalset(path).findings] == [("no_answer", 1)]
+    with pytest.raises(InputError, match="missing or blank"):
+        load_evalset(path)
 
 
 @pytest.mark.reference
@@ -212,7 +245,10 @@ def test_a_clean_file_has_no_findings(tmp_path):
         ("duplicate_prompt", [item(1), item(2, prompt="What is  1 + 1?", answer="2.0")], 2),
         ("unscorable", [item(1), item(2, answer="see </answer>")], 2),
         ("only_in_tags", [item(1), item(2, answer="first this; then that")], 2),
-        ("answer_in_prompt", [item(1), item(2, prompt="Is it 5 or 7?", answer="7")], 2),
+        ("read_as_words", [item(1), item(2, answer="1.600.000")], 2),
+        ("read_as_words", [item(1), item(2, answer="3,5")], 2),
+        ("read_as_words", [item(1), item(2, answer="5 hours 30 minutes")], 2),
+        ("answer_in_prompt", [item(1), item(2, prompt="Is it 500 or 700?", answer="700")], 2),
         ("answer_in_prompt", [item(1), item(2, prompt="Who is Mia Brown?", answer="mia brown")], 2),
     ],
 )
@@ -235,9 +271,12 @@ def test_every_rule_finds_its_case_and_names_the_line(tmp_path, rule, records, l
         ("A price of 1,500?", "500"),
         ("Is it 2.5?", "2"),
         ("Mia?", "am"),
+        ("Is it 5 or 7?", "7"),
+        ("Is it 50% or 70%?", "70%"),
+        ("Is A or B right?", "B"),
     ],
 )
-def test_part_of_a_number_or_word_is_no_answer_in_the_prompt(tmp_path, prompt, answer):
+def test_part_of_a_number_or_word_and_what_is_short_is_no_answer_in_the_prompt(tmp_path, prompt, answer):
     assert "answer_in_prompt" not in found_in(write(tmp_path / "set.jsonl", item(1, prompt=prompt, answer=answer)))
 
 
@@ -249,7 +288,7 @@ def test_questions_that_differ_in_a_sign_are_two_questions(tmp_path):
 def test_all_that_is_wrong_is_found_in_one_go_errors_first(tmp_path):
     path = write(
         tmp_path / "bad.jsonl",
-        item(1, prompt="Is it 2?", answer="2"),
+        item(1, prompt="Is it 200?", answer="200"),
         item(2, answer=""),
         item(3, prompt=None),
         item(4, id="q1"),

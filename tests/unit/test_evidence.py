@@ -15,7 +15,9 @@ from click.testing import CliRunner
 import tunix_rt
 from tunix_rt.cli.evidence import evidence
 from tunix_rt.errors import EvidenceError, TunixError
+from tunix_rt.evaluate.report import compare, samples_markdown
 from tunix_rt.evaluate.score import judge, score_predictions
+from tunix_rt.evaluate.summary import summary_of
 from tunix_rt.evidence.hashes import list_problems, write_hashes
 from tunix_rt.evidence.record import Record
 from tunix_rt.evidence.source import find_commit, source_hash
@@ -76,14 +78,22 @@ def result_of(run: RunDir, **changed):
 @pytest.fixture
 def run(tmp_path):
     run = RunDir(tmp_path / "run")
-    write_text(run.config, "model: {}\n")
-    write_json(run.precommit, {"schema": "tunix-rt/precommit/1", "seed": 0})
+    write_text(run.config, "model: {model_name_or_path: tiny, weights: random}\ntraining: {dtype: float32}\n")
+    write_json(run.precommit, {"schema": "tunix-rt/precommit/1", "device": "cpu", "tokenizer_sha256": "ab" * 32})
     write_text(run.metrics, metrics_text(run.precommit))
     outputs = ["<reasoning>a</reasoning><answer>5</answer>", "5", "6"]
-    for when in ("before", "after"):
-        predictions = [judge(id=str(n), prompt="?", expected="5", output=text) for n, text in enumerate(outputs)]
-        write_jsonl(run.predictions(when), predictions)
-        write_json(run.scores(when), score_predictions(predictions, when))
+    predictions = [judge(id=str(n), prompt="?", expected="5", output=text) for n, text in enumerate(outputs)]
+    scores = [score_predictions(predictions, when) for when in ("before", "after")]
+    for side in scores:
+        write_jsonl(run.predictions(side.when), predictions)
+        write_json(run.scores(side.when), side)
+    comparison = compare(predictions, predictions)
+    write_text(run.samples, samples_markdown(predictions, predictions, comparison))
+    decoding = {"max_new_tokens": 0, "temperature": 0.0, "closing": "</answer>", "style": "cd" * 32}
+    decoding |= {"tokenizer": "ab" * 32, "reasoning_tag": "reasoning", "answer_tag": "answer"}
+    facts = {"models": ["tiny"], "weights": "random", "evalset": "held out", "questions": 3, "device": "cpu"}
+    facts |= {"dtype": "float32", "decoding": decoding}
+    write_json(run.eval_summary, summary_of(*scores, comparison, **facts))
     write_text(run.checkpoints / "step-000003" / "model.safetensors", "weights")
     write_json(run.result, result_of(run))
     write_hashes(run)
@@ -98,7 +108,7 @@ def test_an_untouched_run_verifies(run):
 def test_sha256sum_itself_accepts_the_file(run):
     done = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=run.root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count(": OK\n") == 9
+    assert done.stdout.count(": OK\n") == 11
 
 
 def test_every_file_is_listed_once_sorted_with_posix_names(run):
@@ -111,9 +121,11 @@ def test_every_file_is_listed_once_sorted_with_posix_names(run):
         "eval/before.json",
         "eval/predictions-after.jsonl",
         "eval/predictions-before.jsonl",
+        "eval_summary.json",
         "metrics.jsonl",
         "precommit.json",
         "result.json",
+        "samples.md",
     }
 
 
@@ -303,7 +315,7 @@ def test_a_torn_last_line_is_named(run):
 
 
 def test_another_precommit_breaks_the_chain_at_its_first_line(run):
-    write_json(run.precommit, {"schema": "tunix-rt/precommit/1", "seed": 1})
+    write_json(run.precommit, json.loads(run.precommit.read_text()) | {"seed": 1})
     write_hashes(run)
     assert list_problems(run.root) == ["metrics.jsonl:1: the chain is broken: prev is not the hash of precommit.json"]
 
@@ -369,6 +381,8 @@ def test_a_stopped_run_may_leave_out_what_it_did_not_get_to_say(run):
 def test_a_score_in_the_result_needs_predictions(run):
     run.scores("after").unlink()
     run.predictions("after").unlink()
+    run.eval_summary.unlink()
+    run.samples.unlink()
     write_hashes(run)
     assert list_problems(run.root) == []
     write_json(run.result, result_of(run, scores={"after": {"accuracy": 1.0}}))

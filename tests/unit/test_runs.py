@@ -151,7 +151,7 @@ def test_show_tells_everything_about_a_run(tmp_path):
         "2.5000 at step 2, 1.5000 at step 3",
         "predicted 3.00 GiB, measured 2.00 GiB, prediction +50.0 %",
         "accuracy, tags apart",
-        "+50.0 points",
+        "+50.0",
         str(run.final_model),
         str(run.checkpoints / "step-000003"),
     ):

@@ -43,6 +43,7 @@ JUDGED = [
     (tagged("37 %."), "37", True, True),
     (tagged("$37$"), "37", True, True),
     (tagged("037"), "37", True, True),
+    (tagged("thirty-seven"), "37", True, True),
     (tagged("1,600"), "1600", True, True),
     (tagged("1600"), "1,600", True, True),
     (tagged("$1,234,567.50"), "1234567.5", True, True),
@@ -65,7 +66,6 @@ JUDGED = [
     (tagged("137"), "37", False, False),
     (tagged("37th1"), "371", False, False),
     (tagged("123456789012345678902"), "123456789012345678901", False, False),
-    (tagged("thirty-seven"), "37", False, False),
     (tagged("v37"), "37", False, False),
     # the right value, not alone in its block: right only with the tags set apart, and only as the last value
     (tagged("37 apples"), "37", False, True),
@@ -112,7 +112,8 @@ JUDGED = [
     ("37 apples minus 0 is 37 apples, in 2 baskets", "37", False, False),
     ("37 is where we start, so 38", "37", False, False),
     ("It costs $1,600.", "1600", False, True),
-    ("5, 7, 37", "37", False, True),
+    ("5, 7, 37", "37", False, False),
+    ("5, then 7, so 37", "37", False, True),
     ("It fell to -37.", "37", False, False),
     ("It fell to -37.", "-37", False, True),
     ("version 1.2.37", "37", False, False),
@@ -219,7 +220,8 @@ def test_other_tags_are_read_as_the_usual_ones_are():
 
 
 def test_the_lenient_reading_says_what_it_took_even_when_it_is_wrong():
-    assert lenient_answer("from 37 to 1,638 in all", "37") == "1,638"
+    assert lenient_answer("37 at first, and 1,638 in all", "37") == "1,638"
+    assert lenient_answer("from 37 to 1,638 in all", "37") is None
     assert lenient_answer("no number", "37") is None
     assert lenient_answer("We get d r i", "d r i b") is None
     assert lenient_answer("It is Monday.", "Tuesday") == "Monday"
@@ -304,6 +306,25 @@ def test_the_reasoning_is_the_block_or_what_stands_before_the_answer(output, rea
 def test_equations_are_counted_in_the_reasoning_and_not_in_the_answer():
     item = judge(id="a", prompt="?", expected="37", output=tagged("1 + 1 = 3", reasoning="12 + 25 = 37, 37 - 5 = 31"))
     assert (item.equations, item.equations_right) == (2, 1)
+
+
+@pytest.mark.parametrize("ended", ["length", "time", "context"])
+def test_a_reasoning_that_was_cut_off_is_not_right_by_its_last_number(ended):
+    def right(output, how=ended):
+        return judge(id="a", prompt="?", expected="7", output=output, ended=how).lenient
+
+    cut = "<reasoning>We have 3 + 4 = 7. Then we"
+    assert not right(cut) and not right("We have 3 + 4 = 7") and not right("<reasoning>3 + 4 = 7</reasoning>")
+    assert not right("<reasoning>Let me see whether the answer is 7. Then we")
+    assert right(cut, "stop") and right(cut, "unknown")
+    for begun in (
+        "<answer>7",
+        "<answer>7</answer> and so",
+        "#### 7\nThen we",
+        "The answer is 7. Then we",
+        "\\boxed{7} and",
+    ):
+        assert right(f"<reasoning>We have 3 + 4 = 7.</reasoning>{begun}")
 
 
 def test_files_of_the_first_schema_are_read_and_judged_again_with_the_same_verdicts():

@@ -1,5 +1,6 @@
 """Intervals and p values against scipy and statsmodels, and what they say where there is little to say anything of."""
 
+import functools
 import importlib.util
 import math
 import re
@@ -11,7 +12,7 @@ import pytest
 import scipy.stats
 
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.statistics import change_of, mcnemar, p_words, paired_bootstrap, wilson
+from tunix_rt.evaluate.statistics import change_of, mcnemar, p_words, paired_bootstrap, paired_score, wilson
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "did-it-help.md"
 
@@ -252,6 +253,124 @@ def test_what_cannot_be_compared_is_refused(before, after, settings, problem):
         paired_bootstrap(before, after, seed=0, **settings)
 
 
+# --- the score interval ----------------------------------------------------------------------------------------------
+
+
+def test_the_score_interval_is_the_published_one():
+    """Complete response before and after a therapy (Cavo and others 2012: 6 and 16 changed of 161 pairs), as worked out in
+    Fagerland, Lydersen, Laake: Statistical Analysis of Contingency Tables, chapter 8: -0.1240 to -0.0054."""
+    found = paired_score(6, 16, 161)
+    assert (round(found.low, 4), round(found.high, 4), found.method) == (-0.1240, -0.0054, "score")
+
+
+def test_the_score_interval_ends_where_the_likeliest_table_with_that_gain_is_just_refused():
+    """The share of lost answers that fits best is searched for here, not computed."""
+    generator = np.random.default_rng(12)
+    for _ in range(40):
+        items = int(generator.integers(5, 120))
+        gained, lost = (int(count) for count in generator.multinomial(items, (0.25, 0.15, 0.6))[:2])
+        if not gained or not lost or gained + lost == items:
+            continue
+        found = paired_score(gained, lost, items)
+        for gain in (found.low, found.high):
+            share = np.linspace(max(0, -gain), (1 - gain) / 2, 200_001)[1:-1]
+            chance = (
+                gained * np.log(share + gain)
+                + lost * np.log(share)
+                + (items - gained - lost) * np.log1p(-2 * share - gain)
+            )
+            best = share[np.argmax(chance)]
+            deviation = math.sqrt(items * (2 * best + gain - gain**2))
+            assert abs(gained - lost - items * gain) / deviation == pytest.approx(1.959964, abs=1e-3), (
+                gained,
+                lost,
+                items,
+            )
+
+
+def test_the_score_interval_is_that_of_wilson_where_nothing_changed():
+    for items in (1, 2, 10, 100, 100_000):
+        found = paired_score(0, 0, items)
+        assert found.high == -found.low == pytest.approx(wilson(0, items).high, rel=1e-12)
+
+
+def test_the_score_interval_does_not_care_which_side_is_called_before():
+    for gained, lost, same in random_tables(13, most=2_000):
+        there, back = (paired_score(*counts, gained + lost + same) for counts in ((gained, lost), (lost, gained)))
+        assert (there.low, there.high) == (-back.high, -back.low)
+        assert -1 <= there.low <= (gained - lost) / (gained + lost + same) <= there.high <= 1
+
+
+@pytest.mark.parametrize("counts", [(-1, 0, 5), (0, -1, 5), (3, 3, 5), (0, 0, 0)])
+def test_counts_that_are_not_of_one_set_of_questions_are_refused(counts):
+    with pytest.raises(InputError, match=f"of {counts[2]} cannot be"):
+        paired_score(*counts)
+
+
+# --- the two together ------------------------------------------------------------------------------------------------
+
+HARD = [
+    (100, 0.01, 0.015), (100, 0.005, 0.01), (10, 0.1, 0.05), (28, 0.03, 0.06), (20, 0.05, 0.02), (50, 0.04, 0.02),
+    (50, 0.01, 0.03), (12, 0.5, 0.05),
+]  # fmt: skip
+"""Questions, and the shares that are gained and lost, where the bootstrap alone falls short of its 95 %."""
+EASY = [(100, 0.02, 0.02), (10, 0.3, 0.1), (20, 0.2, 0.1), (28, 0.1, 0.05), (40, 0.3, 0.1), (60, 0.3, 0.02)]
+
+
+@functools.cache
+def coverage(items, gained, lost):
+    """How often the bootstrap, and the interval of a change, hold the true gain: summed over every outcome, not drawn."""
+    drawn = together = 0.0
+    for more in range(items + 1):
+        for fewer in range(items + 1 - more):
+            chance = scipy.stats.multinomial.pmf(
+                (more, fewer, items - more - fewer), items, (gained, lost, 1 - gained - lost)
+            )
+            if chance < 1e-5:
+                continue  # counts as missed
+            sides = verdicts(more, fewer, items - more - fewer)
+            alone, both = paired_bootstrap(*sides, seed=0), change_of(*sides).interval
+            drawn += chance * (alone.low - 1e-9 <= gained - lost <= alone.high + 1e-9)
+            together += chance * (both.low - 1e-9 <= gained - lost <= both.high + 1e-9)
+    return drawn, together
+
+
+@pytest.mark.parametrize("point", HARD)
+def test_the_interval_holds_the_true_gain_where_the_bootstrap_alone_does_not(point):
+    drawn, together = coverage(*point)
+    assert drawn < 0.925 and together > 0.95
+
+
+@pytest.mark.parametrize("point", EASY)
+def test_the_interval_holds_the_true_gain_elsewhere_too(point):
+    assert coverage(*point)[1] > 0.94
+
+
+def test_the_interval_has_the_outer_ends_of_the_bootstrap_and_of_the_score_interval():
+    for gained, lost, same in random_tables(14, most=300, count=60):
+        sides = verdicts(gained, lost, same)
+        found, drawn, scored = (
+            change_of(*sides).interval,
+            paired_bootstrap(*sides, seed=0),
+            paired_score(gained, lost, len(sides[0])),
+        )
+        assert (found.low, found.high) == (min(drawn.low, scored.low), max(drawn.high, scored.high))
+        assert found.method == f"{drawn.method} and score"
+
+
+def test_one_answer_that_changed_says_no_less_than_none():
+    none, one = (change_of(*verdicts(gained, 0, 100 - gained)).interval for gained in (0, 1))
+    assert one.high - one.low > none.high - none.low
+    assert one.low < 0 < none.high < one.high
+
+
+def test_where_many_answers_changed_the_score_interval_costs_next_to_nothing():
+    for table in ((100, 50, 350), (264, 132, 923), (900, 800, 8_300)):
+        sides = verdicts(*table)
+        drawn, both = paired_bootstrap(*sides, seed=0), change_of(*sides).interval
+        assert (both.high - both.low) / (drawn.high - drawn.low) < 1.04
+
+
 # --- Wilson ----------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +419,12 @@ def test_small_p_values_are_not_spelled_out():
     ]  # fmt: skip
 
 
+def test_a_p_value_is_seen_to_be_below_or_above_the_border():
+    assert [p_words(value) for value in (0.0498, 0.04997, 0.05, 0.0502, 0.0494)] == [
+        "p = 0.0498", "p = 0.04997", "p = 0.05", "p = 0.0502", "p = 0.049",
+    ]  # fmt: skip
+
+
 def sizes_block():
     lines = [
         "| questions | gained | lost | net | 95 % interval, in points | p value | verdict |",
@@ -313,6 +438,31 @@ def sizes_block():
         p_value = p_words(change.mcnemar.p_value).removeprefix("p = ").removeprefix("p ")
         lines.append(f"| {items:,} | {gained} | {lost} | {change.net:+d} | {ends} | {p_value} | {verdict} |")
     return "\n".join(lines)
+
+
+def coverage_block():
+    lines = ["| questions | truly gained | truly lost | bootstrap alone | the interval |", "|---:|---:|---:|---:|---:|"]
+    for items, gained, lost in GUIDE_POINTS:
+        held = " | ".join(f"{100 * share:.1f} %" for share in coverage(items, gained, lost))
+        lines.append(f"| {items} | {100 * gained:g} % | {100 * lost:g} % | {held} |")
+    return "\n".join(lines)
+
+
+GUIDE_POINTS = [
+    (10, 0.1, 0.05),
+    (28, 0.03, 0.06),
+    (50, 0.04, 0.02),
+    (100, 0.01, 0.015),
+    (100, 0.005, 0.01),
+    (40, 0.3, 0.1),
+]
+
+
+def test_the_guide_has_the_coverage_that_the_functions_have():
+    (written,) = re.findall(
+        r"<!-- coverage:begin -->\n\n(.*?)\n\n<!-- coverage:end -->", GUIDE.read_text(encoding="utf-8"), re.S
+    )
+    assert written == coverage_block()
 
 
 def test_the_guide_has_the_widths_that_the_functions_give():

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.errors import InputError, TunixError
-from tunix_rt.evaluate.report import compare
+from tunix_rt.evaluate.report import compare, compare_runs
 from tunix_rt.evaluate.score import judge, score_predictions
-from tunix_rt.evaluate.summary import SUMMARY_SCHEMA, read_before, read_side, summary_of
+from tunix_rt.evaluate.summary import SUMMARY_SCHEMA, comparison_facts, read_both, read_side, summary_of
 from tunix_rt.rundir import RunDir, write_json, write_jsonl
 
 RIGHT, WRONG = (f"<reasoning>so</reasoning><answer>{answer}</answer>" for answer in (4, 5))
@@ -56,13 +56,66 @@ def test_a_summary_of_both_sides_says_what_became_of_the_answers():
     assert json.loads(json.dumps(said, allow_nan=False)) == said
 
 
+def test_a_summary_says_what_became_of_the_answers_by_both_readings():
+    before, after = answers(WRONG, RIGHT, "", "so 4"), answers(RIGHT, "so 4", "it is 4", "5")
+    comparison = compare(before, after)
+    facts = comparison_facts(comparison)
+    assert (facts["strict"]["gained"], facts["strict"]["lost"], facts["strict"]["net"]) == (["q-0"], ["q-1"], 0)
+    assert (facts["lenient"]["gained"], facts["lenient"]["lost"], facts["lenient"]["net"]) == (
+        ["q-0", "q-2"],
+        ["q-3"],
+        1,
+    )
+    for name, change in (("strict", comparison.strict), ("lenient", comparison.lenient)):
+        assert (
+            set(facts[name]) == {"items", "gained", "lost", "net", "interval", "mcnemar"} and facts[name]["items"] == 4
+        )
+        assert facts[name]["interval"]["high"] == change.interval.high
+        assert facts[name]["interval"]["method"] == "bootstrap and score"
+        assert facts[name]["mcnemar"]["p_value"] == change.mcnemar.p_value
+        assert facts[name]["mcnemar"]["gained"] == len(facts[name]["gained"])
+    assert facts["gained"] == facts["strict"]["gained"] and facts["interval"] == facts["strict"]["interval"]
+    assert (
+        json.loads(json.dumps(facts))
+        == facts
+        == summary_of(score_predictions(before, "before"), score_predictions(after, "after"), comparison)["comparison"]
+    )
+
+
+def test_a_run_is_compared_with_itself_before_training_in_plain_words(folder):
+    before, after = read_both(folder)
+    assert (list(before.predictions), list(after.predictions)) == (BEFORE, AFTER)
+    assert compare_runs(before, after) == compare(BEFORE, AFTER)
+    assert compare_runs(before, after).sentence.startswith("1 of 3 more answers right")
+
+
+@pytest.mark.parametrize(
+    ("summary", "names"),
+    [
+        ({"models": ["base", "tuned"]}, ("base", "tuned")),
+        ({"models": ["same", "same"]}, ("base", "both")),
+        ({"models": "base"}, ("base", "both")),
+        ({}, ("base", "both")),
+    ],
+)
+def test_an_evaluation_of_two_models_has_their_names(tmp_path, summary, names):
+    run = RunDir(tmp_path / "both")
+    write_jsonl(run.predictions("answers"), AFTER)
+    write_jsonl(run.predictions("base"), BEFORE)
+    write_json(run.eval_summary, {"decoding": {}, **summary})
+    sides = read_both(run.root)
+    assert tuple(side.name for side in sides) == names and not any(side.is_moment for side in sides)
+    assert compare_runs(*sides).sentence.startswith(f"{names[1]} against {names[0]}: 1 of 3 more")
+
+
 def test_a_run_gives_its_answers_after_training_under_its_own_name(folder):
     side = read_side(folder)
     assert side.name == "mine" and list(side.predictions) == AFTER and side.decoding == {"max_new_tokens": 32}
 
 
 def test_a_run_gives_its_answers_before_training_too(folder):
-    side = read_before(folder)
+    side, after = read_both(folder)
+    assert after.name == "after" and list(after.predictions) == AFTER
     assert side.name == "before" and list(side.predictions) == BEFORE and side.decoding == {"max_new_tokens": 32}
 
 
@@ -70,7 +123,7 @@ def test_an_evaluation_gives_its_answers_and_those_of_the_model_it_was_compared_
     run = RunDir(tmp_path)
     write_jsonl(run.predictions("answers"), AFTER)
     write_jsonl(run.predictions("base"), BEFORE)
-    assert list(read_side(tmp_path).predictions) == AFTER and list(read_before(tmp_path).predictions) == BEFORE
+    assert list(read_side(tmp_path).predictions) == AFTER and list(read_both(tmp_path)[0].predictions) == BEFORE
 
 
 def test_a_folder_from_before_settings_were_written_down_has_none(folder):
@@ -83,7 +136,7 @@ def test_a_folder_without_answers_is_named_with_the_files_that_it_lacks(tmp_path
         read_side(tmp_path)
     assert str(tmp_path) in caught.value.problem and "--output" in caught.value.fix
     with pytest.raises(InputError, match=r"predictions-before\.jsonl or predictions-base\.jsonl"):
-        read_before(tmp_path)
+        read_both(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"decoding": 1}', '{"decoding": ["a"]}'])

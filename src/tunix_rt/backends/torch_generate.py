@@ -21,7 +21,11 @@ from tunix_rt.errors import DoesNotFitError, InputError
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
-"""Tokens between two looks at answers."""
+"""Tokens between two looks at answers. Where weights are cast for each look, a CPU looks as seldom as a GPU."""
+DRAWN_AT_ONCE = 4 * 2**20
+"""Logits whose tokens are drawn at once: noise and order of a logit take some 60 bytes."""
+MOVING_ROPES = ("dynamic", "longrope")
+"""Rotations that depend on the longest row of a batch: such a model is asked one prompt at a time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,13 +78,13 @@ def generate(
     are, and it is said. `heard` is told a prompt's tokens so far, as soon as there are any new ones.
     """
     engine.model.eval()
-    most = len(prompts)
+    most = 1 if _rope(engine) in MOVING_ROPES else len(prompts)
     for chosen in batches([len(prompt) for prompt in prompts], rows_at):
         rows = [_row(engine, index, prompts[index], decoding, stop_ids, decode) for index in chosen]
         yield from ((row.index, Answer(ids=[], ended=CONTEXT)) for row in rows if row.room < 1)
         waiting = [row for row in rows if row.room >= 1]
         while waiting:
-            asked = waiting[:most]
+            asked, burst = waiting[:most], False
             try:
                 for row, answer in _answers(engine, asked, decoding, pad_id, heard):
                     waiting.remove(row)
@@ -88,6 +92,8 @@ def generate(
             except DoesNotFitError:
                 if len(asked) == 1:
                     raise
+                burst = True
+            if burst:  # not above: there, the error still holds on to what did not fit
                 most = len(asked) // 2
                 logger.warning("No memory for %d answers at once: going on with %d", len(asked), most)
                 if engine.device.type == "cuda":
@@ -113,6 +119,13 @@ def _row(
     )
 
 
+def _rope(engine: Engine) -> str | None:
+    settings = getattr(engine.model.config, "rope_parameters", None) or getattr(
+        engine.model.config, "rope_scaling", None
+    )
+    return settings.get("rope_type") if isinstance(settings, dict) else None
+
+
 def _positions(engine: Engine) -> int | None:
     """How many tokens the model knows places for."""
     known = getattr(engine.model.config, "max_position_embeddings", None)
@@ -130,9 +143,10 @@ def _answers(
     began = time.monotonic()
     for row in rows:  # asked again after memory ran out, a row begins anew
         row.ids, row.ending = [], row.ending.anew()
-    batch, alive, taken = _begin(engine, rows, decoding, pad_id), list(rows), 0
+    with memory_is_named("generation"):
+        batch, alive, taken = _begin(engine, rows, decoding, pad_id), list(rows), 0
     while alive:
-        looked = 1 if heard is not None else LOOK_EVERY[engine.device.type]
+        looked = LOOK_EVERY["cuda" if engine.recipe.casts else engine.device.type] if heard is None else 1
         fresh = _more_tokens(engine, batch, decoding, taken, min(looked, max(row.room for row in alive) - taken))
         taken += len(fresh[0])
         late = decoding.max_seconds is not None and time.monotonic() - began >= decoding.max_seconds
@@ -149,7 +163,8 @@ def _answers(
             else:
                 yield row, answer
         if kept and len(kept) < len(alive):
-            batch.keep(kept)
+            with memory_is_named("generation"):
+                batch.keep(kept)
         alive = [alive[place] for place in kept]
 
 
@@ -176,9 +191,10 @@ def _begin(engine: Engine, rows: Sequence[_Row], decoding: Decoding, pad_id: int
 
 def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, count: int) -> list[list[int]]:
     """The next `count` tokens of every row. Rows that ended among them got some in vain."""
+    named = frozenset(inspect.signature(engine.model.forward).parameters)
     attending = engine.attending(engine.attention.generating)
     with torch.no_grad(), memory_is_named("generation"), attending, engine.kernels(), engine.computing():
-        found = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
+        found = [_step(engine, batch, decoding, number, named) for number in range(taken, taken + count)]
         tokens = torch.stack(found, dim=1).tolist()
     if any(_NOT_A_TOKEN in row for row in tokens):
         raise InputError(f"{engine.source.name}: gives NaN instead of a next token", fix="the weights are damaged")
@@ -188,9 +204,10 @@ def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, 
 _NOT_A_TOKEN = -1
 
 
-def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> torch.Tensor:
-    """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing."""
-    named = inspect.signature(engine.model.forward).parameters
+def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int, named: frozenset[str]) -> torch.Tensor:
+    """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing.
+
+    `named` are the arguments that the model takes."""
     given = {"position_ids": batch.positions, "logits_to_keep": 1}
     logits = engine.model(
         input_ids=batch.ids,
@@ -208,13 +225,19 @@ def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> tor
 
 
 def _choose(logits: torch.Tensor, decoding: Decoding, keys: torch.Tensor | None) -> torch.Tensor:
-    """The likeliest token of each row; with a key for each row, one drawn by its share.
-
-    It is drawn by adding noise to every logit and taking the largest (Gumbel). A draw by summed shares would move with the
-    last bits of all of them, which depend on the batch that a row is computed in."""
+    """The likeliest token of each row; with a key for each row, one drawn by its share, a few rows at a time."""
     if keys is None:
         return logits.argmax(dim=-1)
-    scores = logits.double() / decoding.temperature
+    rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
+    pairs = zip(logits.split(rows), keys.split(rows), strict=True)
+    return torch.cat([_drawn(some, of, decoding) for some, of in pairs])
+
+
+def _drawn(logits: torch.Tensor, keys: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    """By adding noise to every logit and taking the largest (Gumbel). A draw by summed shares would move with the last bits
+    of all of them, which depend on the batch that a row is computed in."""
+    scores = logits.double()
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / decoding.temperature
     if decoding.top_p < 1:
         ordered, order = scores.sort(dim=-1, descending=True)
         shares = torch.softmax(ordered, dim=-1)
@@ -229,5 +252,5 @@ def _gumbel(keys: torch.Tensor, count: int) -> torch.Tensor:
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
     mixed ^= (mixed >> 31) & (2**33 - 1)
-    uniform = ((mixed >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+    uniform = ((mixed >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)  # 52 bits: with 53 the last would be 1
     return uniform.log_().neg_().log_().neg_()

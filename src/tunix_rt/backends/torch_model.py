@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -27,6 +26,7 @@ from tunix_rt.backends.torch_attention import (
 from tunix_rt.backends.torch_head import head_loss, lean_lookup
 from tunix_rt.config import Training
 from tunix_rt.data.pack import IGNORED, MicroBatch
+from tunix_rt.doctor.probe import host_facts
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.models import ModelSource
 from tunix_rt.models.secrets import one_line as one_line  # the backend takes it from here
@@ -169,7 +169,7 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
 
 
 def load_to_ask(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
-    """The model on its device with weights of type `dtype`, to generate and nothing else: any causal model will do."""
+    """The model on its device with weights of type `dtype`, to generate and nothing else: it need not be one to be trained."""
     config = _config_of(source)
     be_deterministic(device, False)
     meter = RiseMeter()
@@ -212,7 +212,7 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
 def free_bytes(engine: Engine) -> int:
     """Memory at hand on the engine's device. On a GPU that of the allocator which nobody uses counts too."""
     if engine.device.type != "cuda":
-        return int(psutil.virtual_memory().available)
+        return host_facts().ram_available_bytes  # of the container, where there is one
     free, _ = torch.cuda.mem_get_info(engine.device)
     return int(free + torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device))
 

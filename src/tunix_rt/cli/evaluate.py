@@ -1,5 +1,6 @@
 """`tunix-rt evaluate` and `tunix-rt compare`: is it right, and did it help."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,15 +8,24 @@ from typing import Any
 
 import click
 
+
+class Finite(click.FloatRange):
+    """A number; NaN, which is in no range and beyond none, is refused too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        return found if math.isfinite(found) else self.fail(f"{found} is no number to go by.", param, ctx)
+
+
 ASKING = (
     click.option("--device", default="auto", help="auto, cpu, cuda (gpu) or tpu."),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Unset: the best for the device."),
     click.option("--weights", type=click.Choice(["pretrained", "random"]), default="pretrained", help="Of MODEL."),
     click.option("--max-new-tokens", type=click.IntRange(1, 65_536), default=256, show_default=True, help="Longest answer."),
-    click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, help="0, the default: the likeliest token."),
-    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Draw from this share alone."),
+    click.option("--temperature", type=Finite(0, 100), default=0.0, help="0, the default: the likeliest token."),
+    click.option("--top-p", type=Finite(0, 1, min_open=True), default=1.0, help="Draw from this share alone."),
     click.option("--seed", type=int, default=0, help="Of drawn tokens, and of a subset."),
-    click.option("--max-seconds", type=click.FloatRange(0, min_open=True), help="Time for answers that are given together."),
+    click.option("--max-seconds", type=Finite(0, min_open=True), help="Time for answers that are given together."),
     click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="How prompts are written (data.*)."),
 )  # fmt: skip
 
@@ -45,7 +55,7 @@ def evaluate(
     from tunix_rt.cli.watch import watching
     from tunix_rt.errors import ConfigError
     from tunix_rt.evaluate.evalsets import load_evalset
-    from tunix_rt.evaluate.report import table
+    from tunix_rt.evaluate.report import remarks, table
 
     if output is not None and output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty", fix="choose another --output")
@@ -53,14 +63,15 @@ def evaluate(
     named, other = name_model(model, overrides), None if against is None else name_model(against, overrides)
     chosen = load_evalset(evalset, limit=limit, seed=how["seed"])
     with watching() as progress:
-        found = evaluate_models(named, other, chosen, progress=progress, **how)
-    if output is not None:
-        found.write(output)
+        found = evaluate_models(named, other, chosen, output=output, progress=progress, **how)
     if as_json:
         text.show_json(found.summary)
         return
     text.show_lines([chosen.sentence])
-    text.show_before_after(table(*found.scores), found.names)
+    names = [side.name for side in found.sides]
+    text.show_before_after(table(*found.scores), names)
+    weights = [*("pretrained" for _ in names[1:]), how["weights"]]  # --against is always a model that was trained
+    text.show_lines(remarks(*found.scores, names=names, weights=weights))
     text.show_lines([found.comparison.paragraph] if found.comparison else [])
     text.show_lines([f"Answers: {output}"] if output else [])
 
@@ -70,27 +81,34 @@ def evaluate(
 @click.argument("second", type=click.Path(file_okay=False, path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(first: Path, second: Path | None, as_json: bool) -> None:
-    """Set the answers of two runs side by side, question by question: FIRST against SECOND.
+    """Set the answers of two runs side by side, question by question: what SECOND gained and lost over FIRST.
 
     Each is the folder of `tunix-rt train` (its answers after training) or the --output of `tunix-rt evaluate`. With one run
     alone, its answers before training are compared with those after it."""
     from tunix_rt.cli import text
-    from tunix_rt.evaluate.report import compare_runs, table
+    from tunix_rt.errors import EvidenceError
+    from tunix_rt.evaluate.report import compare_runs, remarks, table
     from tunix_rt.evaluate.score import score_predictions
-    from tunix_rt.evaluate.summary import read_before, read_side, summary_of
+    from tunix_rt.evaluate.summary import read_both, read_side, summary_of
+    from tunix_rt.evidence.rescore import rejudged
+    from tunix_rt.evidence.told import tags_in
 
-    sides = (read_before(first), read_side(first)) if second is None else (read_side(first), read_side(second))
+    sides = read_both(first) if second is None else (read_side(first), read_side(second))
     if second is not None and sides[0].name == sides[1].name:
         sides = (replace(sides[0], name=str(first)), replace(sides[1], name=str(second)))
+    for side in sides:
+        if problems := rejudged(side.predictions, tags_in(side.decoding)):
+            raise EvidenceError(
+                f"{side.name}: {problems[0]}", fix="evaluate again; verdicts follow from the outputs alone"
+            )
     comparison = compare_runs(*sides)
     old, new = (score_predictions(side.predictions, when=when) for side, when in zip(sides, SIDES, strict=True))
     if as_json:
         text.show_json(summary_of(old, new, comparison, names=list(comparison.names)))
         return
     text.show_before_after(table(old, new), comparison.names)
-    text.show_lines(
-        [comparison.paragraph, f"gained: {_listed(comparison.gained)}", f"lost: {_listed(comparison.lost)}"]
-    )
+    text.show_lines(remarks(old, new, names=comparison.names))
+    text.show_lines([comparison.paragraph, *(f"{title}: {_listed(ids)}" for title, ids in comparison.changes)])
 
 
 SIDES = ("first", "second")

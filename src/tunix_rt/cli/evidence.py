@@ -57,9 +57,9 @@ def collect(folder: Path, output: Path, cpu_run: Path | None, repository: Path, 
 def verify(folder: Path, repository: Path | None, as_json: bool) -> None:
     """Check the run or bundle in DIR against its hashes and against itself; exit 6 if anything is wrong.
 
-    The hashes of all files, the chain through the metrics, the result and the scores must agree; of a bundle also what
-    bundle.json and its README say, which is computed again, and with --repository the commit. That shows a folder
-    consistent with itself; nothing is replayed.
+    The hashes of all files, the chain through the metrics, the result, and the answers judged again must agree; of a
+    bundle also what bundle.json and its README say, which is computed again, and with --repository the commit. That shows
+    a folder consistent with itself; nothing is replayed.
     """
     from tunix_rt.evidence.bundle import bundle_problems, is_bundle
     from tunix_rt.evidence.hashes import MEANING, list_problems

@@ -90,14 +90,16 @@ def _next_question() -> str:
 
 def _opened(names: list[str], how: dict[str, Any]) -> "tuple[list[OpenModel], Decoding]":
     """The models, the last one being the one that decides how all are spoken to."""
-    from tunix_rt.asking import name_model, open_model, settle_device
+    from tunix_rt.asking import find_model, load_found, name_model, settle_device
     from tunix_rt.evaluate.run import decoding_of
 
     choice, dtype = settle_device(how["device"], how["dtype"])
-    first = open_model(name_model(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
-    others = [open_model(name_model(name, how["overrides"]), choice, dtype, like=first) for name in names[:-1]]
+    first = find_model(name_model(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
+    others = [
+        find_model(name_model(name, how["overrides"]), choice, dtype, like=first, beside=True) for name in names[:-1]
+    ]
     settings = {key: how[key] for key in ("max_new_tokens", "temperature", "top_p", "seed", "max_seconds")}
-    return [*others, first], decoding_of(first.style, **settings)
+    return [load_found(found) for found in (*others, first)], decoding_of(first.style, **settings)
 
 
 def _parts(opened: "OpenModel") -> Any:

@@ -19,6 +19,7 @@ CURVE_COLUMNS = 60
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-:=+*#"  # for a terminal that is not UTF-8
 WIDTH_OF_A_PIPE = 200
+BY_KIND = ("section ", "category ", "difficulty ")
 
 
 def gib(size_bytes: float) -> str:
@@ -79,8 +80,10 @@ def show_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 
 def show_before_after(rows: "Sequence[Row]", names: Sequence[str] = ("before", "after")) -> None:
-    """Scores of one side, or of both side by side."""
-    _show(_before_after(rows, names))
+    """Scores of one side, or of both side by side, and what explains them."""
+    drawn, legend = _before_after(rows, names)
+    _show(drawn)
+    show_lines(legend)
 
 
 def show_side_by_side(answers: "Sequence[tuple[str, str]]", parts: "Parts") -> None:
@@ -200,23 +203,35 @@ def _from_to(before: float | None, after: float | None) -> str:
     return " -> ".join("?" if rate is None else percent(rate) for rate in (before, after))
 
 
-def _before_after(rows: "Sequence[Row]", names: Sequence[str]) -> "RenderableType":
-    columns = ("measure", "questions", *names, "gain")
+def _before_after(rows: "Sequence[Row]", names: Sequence[str]) -> "tuple[RenderableType, list[str]]":
+    """The table, and the lines under it that explain its columns and rows."""
+    from tunix_rt.evaluate.report import headings
+
     both = any(row.after is not None for row in rows)
-    cells = [row.cells if both else row.cells[:3] for row in rows]
+    columns, legend = headings(names[: 1 + both])
     shown = columns if both else columns[:3]
-    return _table(shown, cells, shown[1:])
+    cells = [row.cells if both else row.cells[:3] for row in rows]
+    if any(row.measure.startswith(BY_KIND) for row in rows):
+        legend.append("Sections, categories, difficulties: by the tags, unless said otherwise.")
+    return _table(shown, cells, shown[1:], padding=(0, 1, 0, 0)), legend
 
 
 def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = (), *, header: bool = True
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numbers: Sequence[str] = (),
+    *,
+    header: bool = True,
+    padding: tuple[int, int, int, int] = (0, 1, 0, 1),
 ) -> "Table":
     from rich import box
     from rich.table import Table
 
-    drawn = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=padding)
     for name in columns:
-        drawn.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+        is_number = name in numbers
+        # Where the room is short, words are folded: a number on two lines is two numbers.
+        drawn.add_column(printable(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     for row in rows:
         drawn.add_row(*("\n".join(printable(line) for line in str(cell).split("\n")) for cell in row))
     return drawn

@@ -41,7 +41,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
     """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
     from tunix_rt.cli import text
     from tunix_rt.cli.watch import watching
-    from tunix_rt.evaluate.report import table
+    from tunix_rt.evaluate.report import remarks, table
     from tunix_rt.models import refuse_addresses
     from tunix_rt.pipeline import run_pipeline
     from tunix_rt.rundir import RunDir, read_json
@@ -55,7 +55,10 @@ def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
         return
     if report.comparison is not None:
         _show_samples(run, report.comparison)
-        text.show_before_after(table(report.scores["before"], report.scores["after"]))
+        scores = (report.scores["before"], report.scores["after"])
+        text.show_before_after(table(*scores))
+        setting = "evaluation.max_new_tokens"
+        text.show_lines(remarks(*scores, weights=(config.model.weights,), tokens_setting=setting))
         text.show_lines([report.comparison.sentence])
     answers = f"; answers in {run.samples}" if run.samples.exists() else ""
     text.show_lines([f"Run folder: {output}  (tunix-rt runs show {output}{answers})"])

@@ -30,13 +30,17 @@ _TOKEN = re.compile(
 _LIST_MARK = re.compile(r"^[ \t]*(?:[-*•]|[0-9]{1,3}[.)])[ \t]+", re.MULTILINE)
 _AFTER_WORD = re.compile(r"[^\W\d_][ #$]*$")
 _CLOCK = re.compile(r"(?<![0-9])(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?![0-9])")  # 6:30 + 45 minutes = 7:15 has a letter
+_MIXED = re.compile(r"(?<![0-9.,])[0-9]{1,20} and [0-9]{1,20}/[0-9]{1,20}")  # 17/3 = 5 and 2/3
+_OVER_LINES = re.compile(r"=[ \t]*\n[ \t]*(?=[-$€£(0-9])|\n[ \t]*=(?=[ \t]*[-$€£(0-9])")
+_CENT_SIGN = re.compile(r"(?<=[0-9]) ?¢")
 _ANNOTATION = re.compile(r"<<([^<>\n]{1,200})>>")
 # Adding up two of these needs a conversion, which is not done here: 2 hours + 30 minutes = 2.5 hours.
 _CONVERTED = frozenset({
-    "cent", "centimeter", "day", "dollar", "foot", "gram", "hour", "inch", "kilogram", "kilometer", "liter", "meter",
+    "cent", "centimeter", "day", "dollar", "euro", "foot", "gram", "hour", "inch", "kilogram", "kilometer", "liter", "meter",
     "mile", "milligram", "milliliter", "millimeter", "minute", "month", "ounce", "pound", "second", "week", "yard",
     "year",
 })  # fmt: skip
+_REMAINDER = frozenset({"r", "rem", "remainder", "remainders"})
 # Words that are no part of a unit.
 _PROSE = frozenset({
     "and", "are", "because", "but", "equals", "for", "from", "if", "is", "minus", "or", "plus", "since", "so", "than",
@@ -59,6 +63,8 @@ class _Token(NamedTuple):
     start: int
     end: int
     unit: str = ""
+    sign: str = ""
+    """Of a number: the currency before it, as a unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +78,21 @@ class _Side:
     literal: str = ""
     operators: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
+    signs: frozenset[str] = frozenset()
 
 
 def check_arithmetic(text: str) -> ArithmeticCheck:
     """Every stated equation, checked. A division may be rounded: 10/3 = 3.33 is right, 3.34 and 3 are not, `≈ 3` is.
 
     An equation has something to work out on one side at least: `x = 5` and `1 hour = 60 minutes` state none. In a chain,
-    a running total counts as right (`2+3=5+1=6`), though the signs of equality are not.
+    a running total counts as right (`2+3=5+1=6`), though the signs of equality are not; `12+5=17=18` states two things.
     """
-    text = _CLOCK.sub(" t ", _LIST_MARK.sub("", tidy(text[:LONGEST_TEXT]).replace("**", " ")))
+    text = _LIST_MARK.sub("", tidy(text[:LONGEST_TEXT]).replace("**", " "))
+    text = _MIXED.sub(" t ", _CLOCK.sub(" t ", _OVER_LINES.sub(" = ", _CENT_SIGN.sub(" cents", text))))
     inside = "\n".join(_ANNOTATION.findall(text))
     stated, wrong = 0, []
     for part in (_ANNOTATION.sub("", text), inside):
-        for segment in _segments(part):
+        for segment in _segments(f"{part}\n"):  # words at the very end belong to the number before them, too
             for ok, start, end in _links(segment, part):
                 stated += 1
                 if not ok:
@@ -96,10 +104,13 @@ def _segments(text: str) -> Iterator[list[_Token]]:
     """Runs of tokens that can belong to one equation. Words behind a number are its unit; other words end the run."""
     run: list[_Token] = []
     words: list[_Token] = []
+    sign = ""
     for match in _TOKEN.finditer(text):
-        token = _Token(str(match.lastgroup), match.group(), match.start(), match.end())
+        token = _Token(str(match.lastgroup), match.group(), match.start(), match.end(), sign=sign)
         if token.kind == "nothing":
+            sign = _currency(token.text)
             continue
+        sign = ""
         if token.kind == "word":
             words.append(token)
             continue
@@ -123,6 +134,10 @@ def _joined(run: list[_Token], words: Sequence[_Token], after: _Token) -> bool:
     if not run:
         return False
     last, said = run[-1], " ".join(word.text for word in words).casefold()
+    first = [word.text.casefold() for word in words[:8]]
+    if last.kind == "number" and (units.multiple(first[0]) is not None or not _REMAINDER.isdisjoint(first)):
+        run.append(words[0])  # 2 dozen, 3 remainder 1: a side with a word in it is not read
+        return True
     closed = last.kind == "number" or last.text == ")"
     if said in ("x", "of") and closed and (after.kind == "number" or after.text == "("):
         share = last.text.endswith("%") or (len(run) > 1 and run[-2].text in ("/", "÷"))
@@ -141,6 +156,14 @@ def _joined(run: list[_Token], words: Sequence[_Token], after: _Token) -> bool:
     return False
 
 
+def _currency(signs: str) -> str:
+    """The unit of the first currency among signs that carry no value."""
+    found = re.search("[$€£¥₹¢]", signs)
+    if found is None:
+        return ""
+    return "cent" if found[0] == "¢" else units.of_signs(found[0], "")[0]
+
+
 def _links(segment: Sequence[_Token], text: str) -> Iterator[tuple[bool, int, int]]:
     """(right, start, end) of every `=` of a segment that has two readable sides."""
     if not 3 <= len(segment) <= LONGEST_SEGMENT:
@@ -156,16 +179,27 @@ def _links(segment: Sequence[_Token], text: str) -> Iterator[tuple[bool, int, in
     sides = [_side(part, last=at == len(parts) - 1) for at, part in enumerate(parts)]
     for at, sign in enumerate(signs):
         left, right = sides[at], sides[at + 1]
-        if left is None or right is None or not (left.operators or right.operators):
+        if left is None or right is None:
+            continue
+        if not (left.operators or right.operators):
+            if at and _is_false_end(sides[at - 1], left, right):
+                yield False, left.start, right.end
             continue
         # `house 2 = 35 + 35` and `5 friends = 250 / 5` give something a name.
         if left.literal and (left.named or _AFTER_WORD.search(text, max(0, left.start - 3), left.start)):
             continue
         both = left.operators | right.operators
-        if both & {"+", "-"} and len((left.named | right.named) & _CONVERTED) > 1:
+        if both & {"+", "-"} and len((left.named | right.named | left.signs | right.signs) & _CONVERTED) > 1:
             continue
         running = at + 2 < len(sides) and left.value == right.first
         yield running or _equal(left, right, rounded=sign == "≈"), left.start, right.end
+
+
+def _is_false_end(worked: _Side | None, left: _Side, right: _Side) -> bool:
+    """Whether a chain goes on from its result to another number: the 18 of `12 + 5 = 17 = 18`. Units may be converted."""
+    if worked is None or not worked.operators or left.named | right.named or left.signs != right.signs:
+        return False
+    return left.value != right.value and not _equal(worked, right, rounded=True)
 
 
 def _equal(left: _Side, right: _Side, *, rounded: bool) -> bool:
@@ -215,6 +249,7 @@ def _side(tokens: Sequence[_Token], *, last: bool) -> _Side | None:
         literal=tokens[0].text if len(tokens) == 1 else "",
         operators=frozenset(reader.operators),
         named=frozenset(token.unit for token in numbers if token.unit),
+        signs=frozenset(token.sign for token in numbers if token.sign),
     )
 
 

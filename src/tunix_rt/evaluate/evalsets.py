@@ -27,6 +27,7 @@ from tunix_rt.data.sample import Sample
 from tunix_rt.data.trace import EvalItem, first_problem
 from tunix_rt.data.words import fold
 from tunix_rt.errors import InputError
+from tunix_rt.evaluate.answers import is_number_as_words
 from tunix_rt.evaluate.score import TAGS, matches_lenient, matches_strict, read_answer
 
 NO_ANSWER = "missing or blank: a question without an answer cannot be scored"
@@ -155,7 +156,7 @@ def _rows(source: _Source) -> Iterator[tuple[str, EvalItem | InputError]]:
 def _item(raw: Raw, number: int, source: _Source, where: str) -> EvalItem:
     record = parse(raw, where)
     field = _ANSWER_FIELD.get(source.format)
-    if field is not None and _blank(record.get(field)):
+    if field is not None and _blank(_stated(record.get(field), source.format)):
         raise InputError(
             f"{where}: {field}: {NO_ANSWER}",
             fix="give it its answer, or remove it",
@@ -193,6 +194,11 @@ def _asked(record: dict[str, Any], number: int, source: _Source, where: str) -> 
     }
 
 
+def _stated(value: object, format: str) -> object:
+    """The answer in its field; of GSM8K what stands behind the last ####, where one stands."""
+    return value.rpartition("####")[2] if format == "gsm8k" and isinstance(value, str) else value
+
+
 def _blank(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
@@ -219,7 +225,14 @@ RULES: Mapping[str, tuple[bool, str]] = {
     "overlap_ngram": (True, DATA_RULES["overlap_ngram"].finds),
     "duplicate_prompt": (False, "a question that is asked before, with the same answer: it counts twice"),
     "only_in_tags": (False, "an answer that is found in its tags only, not at the end of a sentence"),
-    "answer_in_prompt": (False, "an answer that stands in the question, where it can be copied"),
+    "read_as_words": (
+        False,
+        "an answer with a number that is compared as words: the same value in another spelling is wrong",
+    ),
+    "answer_in_prompt": (
+        False,
+        "an answer that stands in the question, by chance or by choice, where it can be copied",
+    ),
 }
 """Name -> whether it is an error (else a warning), and what it finds."""
 
@@ -313,13 +326,21 @@ def _accepts(expected: str, answer: str) -> bool:
     return matches_strict(output, expected)
 
 
+_SHORT = re.compile(r"[^\W\d_]|\D{0,2}[0-9]{1,2}\D{0,2}")
+
+
 def _about_answer(item: EvalItem) -> Iterator[tuple[str, str]]:
     if not _accepts(item.answer, item.answer):
         yield "unscorable", repr(item.answer[:60])
     elif not matches_lenient(f"So the answer is {item.answer}", item.answer):
         yield "only_in_tags", repr(item.answer[:60])
+    if is_number_as_words(item.answer):
+        yield "read_as_words", repr(item.answer[:60])
     answer = re.escape(" ".join(item.answer.split()).casefold())
-    if re.search(rf"(?<![\w.,]){answer}(?!\w|[.,]\d)", " ".join(item.prompt.split()).casefold()):
+    # One letter, or a number of one or two digits, is in most questions by chance.
+    if not _SHORT.fullmatch(item.answer.strip()) and re.search(
+        rf"(?<![\w.,]){answer}(?!\w|[.,]\d)", " ".join(item.prompt.split()).casefold()
+    ):
         yield "answer_in_prompt", f"{item.answer[:60]!r} in {json.dumps(item.prompt[:60], ensure_ascii=False)}"
 
 

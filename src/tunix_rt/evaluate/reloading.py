@@ -29,7 +29,8 @@ from tunix_rt.rundir import sha256_text, storage
 logger = logging.getLogger(__name__)
 
 CHILD = "tunix_rt.backends.torch_reload"
-SECONDS = 600.0
+SECONDS, SECONDS_PER_GIB = 600.0, 60.0
+"""How long the fresh process may take: an allowance, and more for what it has to read, hash and compute with."""
 NEW_TOKENS = 16
 SPARE_BYTES = 2**30
 """Memory of the fresh process beside the weights: libraries, a CUDA context, activations of short prompts."""
@@ -179,6 +180,7 @@ def remember(backend: Any, engine: Any, *, tokenizer: Tokenizer, style: Style, s
 def prove_folder(remembered: Remembered, folder: Path, *, device_room: int | None = None) -> ReloadProof | None:
     """`prove_reload` with what was remembered. `device_room` is what a GPU has left; None: it is tried out."""
     began = time.monotonic()
+    logger.info("Proving %s: a fresh process loads it with plain transformers", folder.name)
     lacks = []
     for place in _places(remembered):
         if short := _too_small(place, folder, device_room):
@@ -246,6 +248,7 @@ def ask_fresh_process(
     """What plain transformers finds in each of `folders`, in their order; `logits` as an array. Files go to `scratch`."""
     request, answer = scratch / "request.json", scratch / "answer.json"
     asked = {
+        "parent": os.getpid(),
         "folders": [str(folder.absolute()) for folder in folders],
         "prompts": remembered.prompts,
         "texts": TEXTS,
@@ -261,9 +264,12 @@ def ask_fresh_process(
     masked = {"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {}  # no GPU is woken for it
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **masked}
     command = [sys.executable, "-P", "-m", CHILD, str(request), str(answer)]
-    ended = run_child(command, seconds=SECONDS, environment=environment)
-    if ended.code == -signal.SIGKILL:
-        return [{"unable": "the process was killed, probably for want of memory"} for _ in folders]
+    weights = sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors"))
+    seconds = SECONDS + SECONDS_PER_GIB * weights / 2**30
+    ended = run_child(command, seconds=seconds, environment=environment)
+    if ended.code is None or ended.code < 0:  # nothing was compared: that is no difference
+        why = ", probably for want of memory" if ended.code == -signal.SIGKILL else ""
+        return [{"unable": f"the process {ended.words}{why}"} for _ in folders]
     if ended.code != 0 or not answer.is_file():
         said = " / ".join(ended.err.strip().splitlines()[-3:])
         raise EvidenceError(

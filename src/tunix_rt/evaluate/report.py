@@ -4,20 +4,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import EvidenceError, InputError
 from tunix_rt.evaluate.score import Prediction, Scores, SectionScores, require_distinct_ids
-from tunix_rt.evaluate.statistics import Change, Interval, McNemar, change_of, p_words
+from tunix_rt.evaluate.statistics import Change, Interval, McNemar, change_of, p_words, readings_in_words
 
 SAMPLES_OF_EACH = 3
 NAMES = ("before", "after")
+LONGEST_NAME = 11
+"""A longer one would not leave the other columns their place in a terminal of 80."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Ids by what became of them (by the tags), in the order of the eval set, and what the change amounts to.
+    """Ids by what became of them (by the tags, unless said), in the order of the eval set, and what the change amounts to.
 
     `names` are those of the two sides; the gains are in points of 100.
     """
@@ -30,7 +33,13 @@ class Comparison:
     gain_points_lenient: float
     strict: Change
     lenient: Change
+    gained_lenient: tuple[str, ...] = ()
+    lost_lenient: tuple[str, ...] = ()
     names: tuple[str, str] = NAMES
+    of_one_training: bool = False
+    """The names are moments of it, and not those of two runs."""
+    same_outputs: bool = False
+    """Every one of them, letter by letter."""
 
     @property
     def items(self) -> int:
@@ -46,45 +55,62 @@ class Comparison:
         return self.strict.mcnemar
 
     @property
-    def of_form_alone(self) -> bool:
-        """More answers are right by the tags, beyond chance, and tags apart that cannot be said."""
-        return self.strict.clear and self.strict.net > 0 and not (self.lenient.clear and self.lenient.net > 0)
+    def changes(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Ids that were gained and lost; and those tags apart, where none was by the tags."""
+        found = [("gained", self.gained), ("lost", self.lost)]
+        if not (self.gained or self.lost) and (self.gained_lenient or self.lost_lenient):
+            found += [("gained, tags apart", self.gained_lenient), ("lost, tags apart", self.lost_lenient)]
+        return found
 
     @property
     def sentence(self) -> str:
         """One line for a person, without a full stop: by the tags, and tags apart. It claims no more than chance allows."""
         first, second = self.names
-        against = "" if self.names == NAMES else f"{second} against {first}: "
-        said = f"{against}{self.strict.words(first)}"
-        if self.of_form_alone:
-            return f"{said}. The gain may be one of form alone; tags apart: {self.lenient.words(first)}"
-        beside = "the same" if self.lenient.mcnemar == self.strict.mcnemar else self.lenient.short_words
-        return f"{said} (tags apart: {beside})"
+        against = "" if self.of_one_training else f"{second} against {first}: "
+        return against + readings_in_words(self.strict, self.lenient, first)
 
     @property
     def paragraph(self) -> str:
         """The sentence, and how it was found."""
         test, apart = self.mcnemar, self.lenient.mcnemar
         p_apart = "" if test == apart else f" ({p_words(apart.p_value)} tags apart)"
-        how = "the paired bootstrap over the questions" if self.interval.method == "bootstrap" else "Wilson's formula"
+        drawn = (
+            "Wilson's formula"
+            if self.interval.method.startswith("wilson")
+            else "the paired bootstrap over the questions"
+        )
+        said = (
+            f"{self.sentence}. By the tags {test.gained:,} gained and {test.lost:,} lost, McNemar's exact test "
+            f"{p_words(test.p_value)}{p_apart}; the {100 * self.interval.level:g} % interval has the outer ends of two: "
+            f"{drawn} and Tango's score interval."
+        )
+        if not self.same_outputs:
+            return said
         return (
-            f"{self.sentence}. By the tags {test.gained} gained and {test.lost} lost, McNemar's exact test "
-            f"{p_words(test.p_value)}{p_apart}; {100 * self.interval.level:g} % interval by {how}."
+            f"{said} All outputs are the same on both sides, letter by letter: one evaluation was compared with itself, or "
+            "nothing that matters here was changed."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One side of a comparison: its name, what it answered, and how it was asked (`max_new_tokens` and the like)."""
+    """One side of a comparison: its name, what it answered, and how it was asked (`max_new_tokens` and the like).
+
+    `is_moment` says that the name is `before` or `after` the one training, and not that of a run, which may be named so too.
+    """
 
     name: str
     predictions: Sequence[Prediction]
     decoding: Mapping[str, object] = field(default_factory=dict)
+    is_moment: bool = False
 
 
 def compare(before: Sequence[Prediction], after: Sequence[Prediction]) -> Comparison:
     """Before against after training, asked in the same way. See `compare_runs`."""
-    return compare_runs(Side(name=NAMES[0], predictions=before), Side(name=NAMES[1], predictions=after))
+    first, second = (
+        Side(name=name, predictions=found, is_moment=True) for name, found in zip(NAMES, (before, after), strict=True)
+    )
+    return compare_runs(first, second)
 
 
 def compare_runs(first: Side, second: Side) -> Comparison:
@@ -96,21 +122,27 @@ def compare_runs(first: Side, second: Side) -> Comparison:
     if not before:
         raise InputError("there are no predictions to compare", fix="name an eval set with at least one question")
     after = [later[item.id] for item in before]
-    fates: dict[tuple[bool, bool], list[str]] = {}
-    for old, new in zip(before, after, strict=True):
-        fates.setdefault((old.strict, new.strict), []).append(old.id)
+    pairs = list(zip(before, after, strict=True))
+
+    def ids(was: bool, became: bool) -> tuple[str, ...]:
+        return tuple(old.id for old, new in pairs if (old.strict, new.strict) == (was, became))
+
     by_tags = change_of([item.strict for item in before], [item.strict for item in after])
     tags_apart = change_of([item.lenient for item in before], [item.lenient for item in after])
     return Comparison(
-        gained=tuple(fates.get((False, True), ())),
-        lost=tuple(fates.get((True, False), ())),
-        both_right=tuple(fates.get((True, True), ())),
-        both_wrong=tuple(fates.get((False, False), ())),
+        gained=ids(False, True),
+        lost=ids(True, False),
+        both_right=ids(True, True),
+        both_wrong=ids(False, False),
         gain_points=100 * by_tags.net / len(before),
         gain_points_lenient=100 * tags_apart.net / len(before),
         strict=by_tags,
         lenient=tags_apart,
+        gained_lenient=tuple(old.id for old, new in pairs if new.lenient and not old.lenient),
+        lost_lenient=tuple(old.id for old, new in pairs if old.lenient and not new.lenient),
         names=(first.name, second.name),
+        of_one_training=first.is_moment and second.is_moment,
+        same_outputs=all(old.output == new.output for old, new in pairs),
     )
 
 
@@ -152,8 +184,10 @@ def _paired(first: Side, second: Side) -> dict[str, Prediction]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the before/after table. Without a `unit` (it may be empty), values are rates 0..1 and the gain is in
-    points of 100."""
+    """One line of the before/after table. Without a `unit`, values are rates 0..1 and the gain is in points of 100.
+
+    `items` is what the values are out of; where the second side has another number of them, that is `items_after`.
+    """
 
     measure: str
     items: int
@@ -161,24 +195,27 @@ class Row:
     after: float | None = None
     gain_points: float | None = None
     unit: str | None = None
+    items_after: int | None = None
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Measure, questions, both values and the gain, as they are shown; what is not there is empty."""
-        gain = "" if self.gain_points is None else f"{self.gain_points:+.1f} points"
+        """Measure, what it is out of, both values and the gain, as they are shown; what is not there is empty."""
+        of = f"{self.items:,}" if self.items_after is None else f"{self.items:,} and {self.items_after:,}"
+        gain = "" if self.gain_points is None else f"{round(self.gain_points, 1) + 0.0:+.1f}"  # never -0.0
         if self.unit is not None and self.after is not None:
-            gain = f"{round(self.after - self.before, 1) + 0.0:+.1f}"  # never -0.0
-        return self.measure, f"{self.items:,}", self._shown(self.before), self._shown(self.after), gain
+            gain = f"{round(self.after - self.before, 1) + 0.0:+.1f} {self.unit}"
+        return self.measure, of, self._shown(self.before), self._shown(self.after), gain
 
     def _shown(self, value: float | None) -> str:
         if value is None:
             return ""
-        return f"{100 * value:.1f} %" if self.unit is None else f"{value:.1f} {self.unit}".rstrip()
+        return f"{100 * value:.1f} %" if self.unit is None else f"{value:.1f}"
 
 
 def table(before: Scores, after: Scores | None = None) -> list[Row]:
     """Accuracy by the tags, tags apart, format rate; what was counted in the outputs; then the accuracy of every section,
-    category and difficulty, where there are several. What one side did not count has no row."""
+    category and difficulty, where there are several (by the tags, unless the row says otherwise). What one side did not
+    count has no row."""
     sides = [before] if after is None else [before, after]
     rows = [
         _row("accuracy, by the tags", before.items, [side.accuracy for side in sides]),
@@ -187,14 +224,14 @@ def table(before: Scores, after: Scores | None = None) -> list[Row]:
         *_counted(sides),
     ]
     for name, groups in _groups(sides, "section", [side.by_section for side in sides]):
-        rows.append(_row(f"{name}, by the tags", groups[0].items, [group.accuracy for group in groups]))
-        rows.append(_row(f"{name}, tags apart", groups[0].items, [group.accuracy_lenient for group in groups]))
+        rows.append(_row(f"section {name}", groups[0].items, [group.accuracy for group in groups]))
+        rows.append(_row(f"section {name}, tags apart", groups[0].items, [group.accuracy_lenient for group in groups]))
     for kind, by_name in (
         ("category", [side.by_category for side in sides]),
         ("difficulty", [side.by_difficulty for side in sides]),
     ):
         for name, groups in _groups(sides, kind, by_name):
-            rows.append(_row(f"{kind} {name}, by the tags", groups[0].items, [group.accuracy for group in groups]))
+            rows.append(_row(f"{kind} {name}", groups[0].items, [group.accuracy for group in groups]))
     return rows
 
 
@@ -203,14 +240,21 @@ def _counted(sides: Sequence[Scores]) -> Iterator[Row]:
     if not all(side.ended for side in sides):
         return
     items = sides[0].items
-    yield _row("reasoning", items, [side.mean_reasoning_words for side in sides], unit="words")
-    yield _row("equations stated, per answer", items, [side.equations / side.items for side in sides], unit="")
+    # Not "reasoning": where there is no such block, all that stands before the answer is counted.
+    yield _row("words before the answer", items, [side.mean_reasoning_words for side in sides], unit="words")
+    yield _row("equations per answer", items, [side.equations / side.items for side in sides], unit="eq.")
     if all(side.equations for side in sides):
-        yield _row("equations right", items, [side.equations_right / side.equations for side in sides])
+        yield _share("equations right", [(side.equations_right, side.equations) for side in sides])
     known = [side.items - side.ended.get("unknown", 0) for side in sides]
     if all(known):
         by_itself = [side.ended.get("stop", 0) + side.ended.get("tag", 0) for side in sides]
-        yield _row("ended by itself", items, [count / of for count, of in zip(by_itself, known, strict=True)])
+        yield _share("ended by itself", list(zip(by_itself, known, strict=True)))
+
+
+def _share(measure: str, counts: Sequence[tuple[int, int]]) -> Row:
+    """Of so many out of so many, which need not be the same number on both sides."""
+    row = _row(measure, counts[0][1], [count / of for count, of in counts])
+    return row if counts[0][1] == counts[-1][1] else replace(row, items_after=counts[-1][1])
 
 
 def _groups(
@@ -233,20 +277,29 @@ def _row(measure: str, items: int, values: Sequence[float], *, unit: str | None 
     return Row(measure=measure, items=items, before=before, after=after, gain_points=gain, unit=unit)
 
 
+def headings(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names of the columns, and the lines under the table that explain them. Long names become A and B."""
+    long = any(len(name) > LONGEST_NAME for name in names)
+    letters = "AB"[: len(names)]
+    legend = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=True)] if long else []
+    return ["measure", "out of", *(letters if long else names), "gain, points"], legend
+
+
 def rows_text(rows: Sequence[Row], names: tuple[str, str] = NAMES) -> str:
     """The table for a terminal: columns of equal width, no newline at the end."""
-    cells = [_heading(names), *(row.cells for row in rows)]
+    heading, legend = headings(names)
+    cells = [heading, *(row.cells for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
         "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(row, widths, strict=True)) for row in cells)
     )
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*(line.rstrip() for line in lines), *legend])
 
 
 def rows_markdown(rows: Sequence[Row], names: tuple[str, str] = NAMES) -> str:
     """The same table for a Markdown file."""
-    cells = [_heading(names), ("---", *["---:"] * 4), *(row.cells for row in rows)]
+    cells = [("measure", "out of", *names, "gain, points"), ("---", *["---:"] * 4), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in cells)
 
 
@@ -255,8 +308,33 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\|", " ".join(text.split()))
 
 
-def _heading(names: tuple[str, str]) -> tuple[str, str, str, str, str]:
-    return "measure", "questions", *names, "gain"
+def remarks(
+    *scores: Scores,
+    names: Sequence[str] = NAMES,
+    weights: Sequence[str] = (),
+    tokens_setting: str = "--max-new-tokens",
+    time_setting: str = "--max-seconds",
+) -> list[str]:
+    """What to know before the table is believed, one line for each side that needs one. `weights` are those of the sides."""
+    lines = []
+    for side, name, kind in zip_longest(scores, names[: len(scores)], weights[: len(scores)]):
+        cut, late, full = (side.ended.get(end, 0) for end in ("length", "time", "context"))
+        found = []
+        if cut:
+            found.append(f"{_answers(cut, side.items)} cut at the most tokens allowed (raise {tokens_setting})")
+        if late:
+            found.append(f"{_answers(late, side.items)} cut when the time was over (raise {time_setting})")
+        if full:
+            found.append(f"{_answers(full, side.items)} cut, or never begun, because the model's context was full")
+        if kind == "random":
+            found.append("the weights are random, so these figures say nothing about a trained model")
+        if found:
+            lines.append(f"{name}: " * (len(scores) > 1) + "; ".join(found))
+    return lines
+
+
+def _answers(count: int, items: int) -> str:
+    return f"{count:,} of {items:,} answer{'s were' if items > 1 else ' was'}"
 
 
 def comparison_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
@@ -264,31 +342,31 @@ def comparison_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
     comparison = _in_markdown(comparison)
     first, second = comparison.names
     parts = [f"# {second} against {first}", comparison.paragraph, rows_markdown(rows, comparison.names)]
-    for title, ids in (("Gained", comparison.gained), ("Lost", comparison.lost)):
-        parts += [f"## {title}: {len(ids)} of {comparison.items}", ", ".join(map(_code, ids)) or "None."]
+    for title, ids in comparison.changes:
+        parts += [
+            f"## {title.capitalize()}: {len(ids):,} of {comparison.items:,}",
+            ", ".join(map(_code, ids)) or "None.",
+        ]
     return "\n\n".join(parts) + "\n"
 
 
 def samples_markdown(before: Sequence[Prediction], after: Sequence[Prediction], comparison: Comparison) -> str:
     """The text of `samples.md`: the first three gained, lost and unchanged answers. Not chosen: eval set order."""
     earlier, later = {item.id: item for item in before}, {item.id: item for item in after}
-    changed = {*comparison.gained, *comparison.lost}
-    kinds = {
-        "Gained": comparison.gained,
-        "Lost": comparison.lost,
-        "Unchanged": tuple(item.id for item in before if item.id not in changed),
-    }
+    changed = {key for _, ids in comparison.changes for key in ids}
+    kinds = [*comparison.changes, ("unchanged", tuple(item.id for item in before if item.id not in changed))]
     comparison = _in_markdown(comparison)
-    title = "before and after training" if comparison.names == NAMES else f"of {' and '.join(comparison.names)}"
+    title = "before and after training" if comparison.of_one_training else f"of {' and '.join(comparison.names)}"
     parts = [f"# Samples {title}", comparison.paragraph]
-    for kind, ids in kinds.items():
-        parts.append(f"## {kind}: {len(ids)} of {comparison.items}")
-        parts += [_sample(earlier[key], later[key], comparison.names) for key in ids[:SAMPLES_OF_EACH]] or ["None."]
+    names = [name.capitalize() if comparison.of_one_training else name for name in comparison.names]
+    for kind, ids in kinds:
+        parts.append(f"## {kind.capitalize()}: {len(ids):,} of {comparison.items:,}")
+        parts += [_sample(earlier[key], later[key], names) for key in ids[:SAMPLES_OF_EACH]] or ["None."]
     return "\n\n".join(parts) + "\n"
 
 
-def _sample(before: Prediction, after: Prediction, names: tuple[str, str]) -> str:
-    first, second = (name.capitalize() if names == NAMES else name for name in names)
+def _sample(before: Prediction, after: Prediction, names: Sequence[str]) -> str:
+    first, second = names
     return "\n\n".join(
         [
             f"### {_code(before.id)}",

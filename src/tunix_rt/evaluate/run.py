@@ -36,7 +36,8 @@ class Questions:
         """What decides the tokens that are given and how the next are chosen."""
         said = (self.style.template.sha256, self.style.system_instruction, *self.tags)
         style = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        return self.decoding.settings() | {"style": style, "tokenizer": self.tokenizer.sha256}
+        tags = {"reasoning_tag": self.tags.reasoning, "answer_tag": self.tags.answer}
+        return self.decoding.settings() | tags | {"style": style, "tokenizer": self.tokenizer.sha256}
 
 
 def decoding_of(style: Style, *, max_new_tokens: int, **more: Any) -> Decoding:

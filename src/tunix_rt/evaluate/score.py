@@ -4,7 +4,7 @@ Two readings of the same output, always reported side by side:
 
     strict    `<reasoning>…</reasoning><answer>37</answer>` and nothing else; the answer block holds the expected value
     lenient   tags apart: the last value of the last answer block; without one, of the last box, `####` line or
-              `answer is` sentence, else of the whole text
+              `answer is` sentence, else of the whole text, if the model came to an end of its own
 
 The names of the tags are settings; what is said here of `reasoning` and `answer` holds for the names a run gives them.
 The strict one also rewards the format, so it rises for a model that only learned the tags. The lenient one does not.
@@ -16,14 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tunix_rt.backends.decoding import CONTEXT, LENGTH, TIME
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.answers import Found, lenient_same, lenient_value, same_value
+from tunix_rt.evaluate.answers import same_value
 from tunix_rt.evaluate.arithmetic import check_arithmetic
+from tunix_rt.evaluate.last_value import Found, has_mark, lenient_same, lenient_value
 
-# 2 judges by the rules of `answers.py` and counts equations, words and endings. Files of 1 are read: what they lack is
-# left at its default.
+# 2 judges by the rules of `answers.py` and `last_value.py`, and counts equations, words and endings. Files of 1 are read:
+# what they lack is left at its default.
 SCORES_SCHEMA = "tunix-rt/scores/2"
 
+CUT_OFF = (LENGTH, TIME, CONTEXT)
 _ANY_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
 
@@ -135,7 +138,10 @@ def judge(
     ended: str = "unknown",
     tags: Tags = TAGS,
 ) -> Prediction:
-    """`output` with its three verdicts, and what can be counted in its reasoning."""
+    """`output` with its three verdicts, and what can be counted in its reasoning.
+
+    What was cut off before any answer was given is not right by the number it happens to end at.
+    """
     reasoning = reasoning_of(output, tags)
     arithmetic = check_arithmetic(reasoning)
     return Prediction(
@@ -144,7 +150,7 @@ def judge(
         expected=expected,
         output=output,
         strict=matches_strict(output, expected, tags),
-        lenient=matches_lenient(output, expected, tags),
+        lenient=matches_lenient(output, expected, tags) and not _is_cut_off(output, ended, tags),
         well_formed=is_well_formed(output, tags),
         section=section,
         category=category,
@@ -154,6 +160,11 @@ def judge(
         equations=arithmetic.stated,
         equations_right=arithmetic.right,
     )
+
+
+def _is_cut_off(output: str, ended: str, tags: Tags) -> bool:
+    """Whether it ran into a limit with no answer block begun and nothing marked as the answer."""
+    return ended in CUT_OFF and f"<{tags.answer}>" not in output and not has_mark(_ANY_TAG.sub("\n", output))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

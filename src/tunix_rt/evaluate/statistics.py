@@ -32,7 +32,8 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """From `low` to `high`, at confidence `level`. `method` is bootstrap or wilson."""
+    """From `low` to `high`, at confidence `level`. `method` is bootstrap, wilson or score; two with `and` between them are
+    the outer ends of both."""
 
     low: float
     high: float
@@ -107,6 +108,38 @@ def wilson(right: int, items: int, *, level: float = LEVEL) -> Interval:
     low = 0.0 if right == 0 else middle - spread
     high = 1.0 if right == items else middle + spread
     return Interval(low=low, high=high, level=level, method="wilson")
+
+
+def paired_score(gained: int, lost: int, items: int, *, level: float = LEVEL) -> Interval:
+    """Tango's score interval of the gain as a share of `items`: the gains that a score test at `level` does not refuse.
+
+    Tango, Statistics in Medicine 17 (1998) 891-908. Unlike drawing again, it has a width where hardly an answer changed.
+    """
+    if min(gained, lost) < 0 or not 0 < items >= gained + lost:
+        raise InputError(
+            f"{gained} gained and {lost} lost of {items} cannot be", fix="give counts of the same questions"
+        )
+    squared = _normal_quantile(level) ** 2
+    low = _score_low(gained, lost, items, squared)
+    return Interval(low=low, high=-_score_low(lost, gained, items, squared), level=level, method="score")
+
+
+def _score_low(gained: int, lost: int, items: int, squared: float) -> float:
+    """Halved until no float lies between the gains that are refused and those that are not."""
+    refused, kept = -1.0, (gained - lost) / items
+    while refused < (middle := (refused + kept) / 2) < kept:
+        if (gained - lost - items * middle) ** 2 > squared * _score_variance(gained, lost, items, middle):
+            refused = middle
+        else:
+            kept = middle
+    return refused
+
+
+def _score_variance(gained: int, lost: int, items: int, gain: float) -> float:
+    """Of gained less lost, if the true gain is `gain` and the share of lost answers is what then fits the counts best."""
+    slope = (2 * items - gained + lost) * gain - gained - lost
+    root = math.sqrt(max(0.0, slope**2 + 8 * items * lost * gain * (1 - gain)))
+    return (root - slope) / 2 + items * gain * (1 - gain)
 
 
 def paired_bootstrap(
@@ -211,13 +244,21 @@ class Change:
         low, high = self.ends
         return self.items >= FEWEST_QUESTIONS and not low <= 0 <= high and self.mcnemar.p_value < CHANCE
 
-    def words(self, first: str = "before") -> str:
-        """`38 of 100 more answers right, between 29 and 47; 2 got worse`. `first` names the side compared with."""
+    @property
+    def direction(self) -> int:
+        """1 for a clear gain, -1 for a clear loss, 0 where chance may explain it."""
+        return (1 if self.net > 0 else -1) if self.clear else 0
+
+    def words(self, first: str = "before", *, by: str = "") -> str:
+        """`38 of 100 more answers right, between 27 and 49; 2 got worse`.
+
+        `first` names the side compared with, `by` the reading (`by the tags `), where the other one has other losses.
+        """
         if self.net:
-            said = f"{abs(self.net)} of {self.items} {_direction(self.net)} answers right"
+            said = f"{abs(self.net):,} of {self.items:,} {_direction(self.net)} answers right"
         else:
-            said = f"as many answers right as {first}, {self.right} of {self.items}"
-        worse = f"{self.mcnemar.lost or 'none'} got worse"
+            said = f"as many answers right as {first}, {self.right:,} of {self.items:,}"
+        worse = f"{by}{self.worse}"
         if self.items < FEWEST_QUESTIONS:
             few = "1 question is" if self.items == 1 else f"{self.items} questions are"
             return f"{said}; {worse}; {few} too few to say whether that is chance"
@@ -226,19 +267,45 @@ class Change:
     @property
     def short_words(self) -> str:
         """`12 more, between 5 and 19`, for a place beside the words of the other reading."""
-        said = f"{abs(self.net)} {_direction(self.net)}" if self.net else "as many"
+        said = f"{abs(self.net):,} {_direction(self.net)}" if self.net else "as many"
         return said if self.items < FEWEST_QUESTIONS else f"{said}, {self._between}"
+
+    @property
+    def worse(self) -> str:
+        return f"{self.mcnemar.lost:,} got worse" if self.mcnemar.lost else "none got worse"
 
     @property
     def _between(self) -> str:
         low, high = self.ends
         if not self.net:
-            return f"any change lies between {_signed(low)} and {_signed(high)}"
+            return f"any change probably lies between {_signed(low)} and {_signed(high)}"
         if low <= 0 <= high:
             return f"which could be chance: between {_signed(low)} and {_signed(high)}"
         near, far = sorted((abs(low), abs(high)))
         doubt = "" if self.clear else f", but it could still be chance: {p_words(self.mcnemar.p_value)}"
-        return f"between {near} and {far}{doubt}"
+        return f"between {near:,} and {far:,}{doubt}"
+
+
+def readings_in_words(strict: Change, lenient: Change, first: str = "before") -> str:
+    """What became of the answers by the tags, and tags apart. Where the two say different things, that comes first."""
+    by = "" if strict.mcnemar.lost == lenient.mcnemar.lost else "by the tags "
+    said = strict.words(first, by=by)
+    if verdict := _DISAGREEING.get((strict.direction, lenient.direction)):
+        return f"{said}. {verdict}; tags apart: {lenient.words(first)}"
+    if strict.mcnemar == lenient.mcnemar:
+        return f"{said} (tags apart: the same)"
+    return f"{said} (tags apart: {lenient.short_words}{f'; {lenient.worse}' if by else ''})"
+
+
+_DISAGREEING = {
+    (1, 0): "The gain may be one of form alone",
+    (1, -1): "The form was learned, and the answers got worse",
+    (-1, 0): "The loss may be one of form alone",
+    (-1, 1): "The form was lost, and the answers got better",
+    (0, 1): "The answers got better, though by the tags that cannot be said",
+    (0, -1): "The answers got worse, though by the tags that cannot be said",
+}
+"""By the directions of both readings, strict first."""
 
 
 def _direction(count: int) -> str:
@@ -246,20 +313,30 @@ def _direction(count: int) -> str:
 
 
 def _signed(count: int) -> str:
-    return f"{abs(count)} {_direction(count)}" if count else "0"
+    return f"{abs(count):,} {_direction(count)}" if count else "none"
 
 
 def p_words(p_value: float) -> str:
-    return "p < 0.0001" if p_value < 0.0001 else f"p = {p_value:.2g}"
+    """Two digits, and as many more as it takes to see on which side of 0.05 it lies."""
+    if p_value < 0.0001:
+        return "p < 0.0001"
+    digits = 2
+    while p_value != CHANCE == float(f"{p_value:.{digits}g}"):
+        digits += 1
+    return f"p = {p_value:.{digits}g}"
 
 
 def change_of(before: Sequence[bool], after: Sequence[bool], *, seed: int = 0) -> Change:
-    """Verdicts on the same questions, in the same order. The seed is fixed: the same answers give the same words."""
-    interval = paired_bootstrap(before, after, seed=seed)
+    """Verdicts on the same questions, in the same order. The seed is fixed: the same answers give the same words.
+
+    The interval has the outer ends of the paired bootstrap and of the score interval. The bootstrap alone holds the true gain
+    in 83 to 93 of 100 cases, and not in 95, where fewer than ten answers change; with many, the two hardly differ.
+    """
+    drawn = paired_bootstrap(before, after, seed=seed)
     pairs = Counter(zip(before, after, strict=True))
-    return Change(
-        items=len(before),
-        right=sum(after),
-        interval=interval,
-        mcnemar=mcnemar(pairs[False, True], pairs[True, False]),
+    gained, lost = pairs[False, True], pairs[True, False]
+    scored = paired_score(gained, lost, len(before))
+    interval = Interval(
+        low=min(drawn.low, scored.low), high=max(drawn.high, scored.high), method=f"{drawn.method} and {scored.method}"
     )
+    return Change(items=len(before), right=sum(after), interval=interval, mcnemar=mcnemar(gained, lost))

@@ -1,11 +1,13 @@
 """`eval_summary.json`: what an evaluation found, in one file; and the sides of a comparison, read back from folders."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import InputError, TunixError
-from tunix_rt.evaluate.report import Comparison, Side, read_predictions
+from tunix_rt.evaluate.report import NAMES, Comparison, Side, read_predictions
 from tunix_rt.evaluate.score import Scores
+from tunix_rt.evaluate.statistics import Change
 from tunix_rt.rundir import RunDir, read_json, to_plain
 
 SUMMARY_SCHEMA = "tunix-rt/eval-summary/1"
@@ -18,17 +20,38 @@ def summary_of(
     said: dict[str, Any] = {"schema": SUMMARY_SCHEMA, **facts, before.when: to_plain(before)}
     if after is not None and comparison is not None:
         said[after.when] = to_plain(after)
-        said["comparison"] = {
-            "sentence": comparison.sentence,
-            "items": comparison.items,
-            "gained": list(comparison.gained),
-            "lost": list(comparison.lost),
-            "gain_points": comparison.gain_points,
-            "gain_points_lenient": comparison.gain_points_lenient,
-            "interval": to_plain(comparison.interval),
-            "mcnemar": to_plain(comparison.mcnemar),
-        }
+        said["comparison"] = comparison_facts(comparison)
     return said
+
+
+def comparison_facts(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as `eval_summary.json` has it: nothing in it that the predictions of both sides do not give again.
+
+    What stands beside `strict` and `lenient` is by the tags, where it does not say otherwise.
+    """
+    return {
+        "sentence": comparison.sentence,
+        "items": comparison.items,
+        "gained": list(comparison.gained),
+        "lost": list(comparison.lost),
+        "gain_points": comparison.gain_points,
+        "gain_points_lenient": comparison.gain_points_lenient,
+        "interval": to_plain(comparison.interval),
+        "mcnemar": to_plain(comparison.mcnemar),
+        "strict": _change_facts(comparison.strict, comparison.gained, comparison.lost),
+        "lenient": _change_facts(comparison.lenient, comparison.gained_lenient, comparison.lost_lenient),
+    }
+
+
+def _change_facts(change: Change, gained: Sequence[str], lost: Sequence[str]) -> dict[str, Any]:
+    return {
+        "items": change.items,
+        "gained": list(gained),
+        "lost": list(lost),
+        "net": change.net,
+        "interval": to_plain(change.interval),
+        "mcnemar": to_plain(change.mcnemar),
+    }
 
 
 def read_side(folder: Path) -> Side:
@@ -36,12 +59,19 @@ def read_side(folder: Path) -> Side:
     return _side(folder, folder.name or str(folder), "after", "answers")
 
 
-def read_before(folder: Path) -> Side:
-    """What the base model answered: before training, or as the one compared against."""
-    return _side(folder, "before", "before", "base")
+def read_both(folder: Path) -> tuple[Side, Side]:
+    """The two sides that one folder holds: before and after training, or the two models of `tunix-rt evaluate --against`."""
+    if not RunDir(folder).predictions("base").is_file():
+        before, after = NAMES
+        return (
+            _side(folder, before, "before", "base", is_moment=True),
+            _side(folder, after, "after", "answers", is_moment=True),
+        )
+    first, second = _models(RunDir(folder)) or ("base", folder.name or str(folder))
+    return _side(folder, first, "base"), _side(folder, second, "answers")
 
 
-def _side(folder: Path, name: str, *whens: str) -> Side:
+def _side(folder: Path, name: str, *whens: str, is_moment: bool = False) -> Side:
     run = RunDir(folder)
     path = next((path for when in whens if (path := run.predictions(when)).is_file()), None)
     if path is None:
@@ -49,7 +79,15 @@ def _side(folder: Path, name: str, *whens: str) -> Side:
             f"{folder} holds no answers to compare (no {' or '.join(run.predictions(when).name for when in whens)})",
             fix="name the folder of a finished `tunix-rt train`, or the --output of `tunix-rt evaluate`",
         )
-    return Side(name=name, predictions=read_predictions(path), decoding=_decoding(run))
+    return Side(name=name, predictions=read_predictions(path), decoding=_decoding(run), is_moment=is_moment)
+
+
+def _models(run: RunDir) -> tuple[str, str] | None:
+    """The names of the two that were asked, where they were written down and differ."""
+    match read_json(run.eval_summary) if run.eval_summary.is_file() else None:
+        case {"models": [str(first), str(second)]} if first != second:
+            return first, second
+    return None
 
 
 def _decoding(run: RunDir) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Units as words: `kilometres`, `km` and `KM` are one unit, `km` and `miles` are two. Nothing is converted."""
+"""Units as words: `kilometres`, `km` and `KM` are one unit, `mW` and `MW` are two. Nothing is converted."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,10 @@ _SIGNS = {
     "$": "dollar", "US$": "dollar", "USD": "dollar", "€": "euro", "EUR": "euro", "£": "gbp", "GBP": "gbp", "¥": "yen",
     "JPY": "yen", "₹": "rupee", "INR": "rupee", "%": "percent", "°": "degree",
 }  # fmt: skip
-_MULTIPLES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLES = {
+    "dozen": 12, "score": 20, "hundred": 100, "thousand": 10**3, "k": 10**3, "lakh": 10**5, "million": 10**6, "mil": 10**6,
+    "mn": 10**6, "crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12,
+}  # fmt: skip
 _SPELLINGS = {
     "kilometer": "km kilometre kms", "meter": "m metre", "centimeter": "cm centimetre", "millimeter": "mm millimetre",
     "mile": "mi", "foot": "ft feet", "inch": "inches", "yard": "yd", "kilogram": "kg kilo kgs", "gram": "g gramme",
@@ -17,9 +20,14 @@ _SPELLINGS = {
     "year": "yr yrs", "liter": "l litre", "milliliter": "ml millilitre", "dollar": "usd", "euro": "eur", "percent": "pct",
     "degree": "deg", "celsius": "c", "fahrenheit": "f", "person": "people", "child": "children", "man": "men",
     "woman": "women", "mouse": "mice", "tooth": "teeth", "goose": "geese", "half": "halves", "leaf": "leaves",
-    "loaf": "loaves", "knife": "knives", "shelf": "shelves", "bus": "buses", "th": "st nd rd",
+    "loaf": "loaves", "knife": "knives", "shelf": "shelves", "bus": "buses", "th": "st nd rd", "am": "", "pm": "",
 }  # fmt: skip
 _SPELLED = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+# In a symbol of one to three letters the case counts (mW, MW), unless it is a common unit that has no such twin.
+_WORD = re.compile(r"[^\W\d_]+")
+_LIKE_A_WORD = re.compile(r"(?=.*[AEIOUYaeiouy])(?:[A-Za-z][a-z]*|[A-Z]+)")
+_TWINS = frozenset({"M", "Mm", "Mg", "Ml", "ML", "G", "S"})
+_KNOWN = frozenset({*_SPELLED, *_SPELLINGS})
 _COMPOUND = {"mph": "mile/hour", "kmh": "kilometer/hour", "kph": "kilometer/hour"}
 _SCALES = frozenset({"celsius", "fahrenheit"})
 # After a number these begin no unit: `12 of them`, `12 in total`.
@@ -31,19 +39,58 @@ _NO_UNIT = frozenset({
 })  # fmt: skip
 
 
-def words(text: str) -> tuple[Fraction, tuple[str, ...]]:
-    """The words behind a number: what they multiply it by (`2 million`), and the unit word by word in one spelling."""
-    text = re.sub(r"\bper cent\b", "percent", text.casefold())
+def words(text: str, *, glued: bool = False, money: bool = False) -> tuple[Fraction, tuple[str, ...]]:
+    """The words behind a number: what they multiply it by (`2 million`), and the unit word by word in one spelling.
+
+    `glued`: the first stands right behind the number, so that `5K` is 5,000 and `300 K` are kelvins. `money` has none.
+    """
+    text = _folded(text)
+    text = re.sub(r"\b(?:per cent|percentage points?)\b", "percent", text)
     parts = text.split()
     times = Fraction(1)
-    while parts and parts[0] in _MULTIPLES:
-        times *= _MULTIPLES[parts.pop(0)]
+    if parts[:1] == ["K"] and (glued or money):
+        parts[0] = "k"
+    elif parts[:1] == ["M"]:
+        parts[0] = "million"
+    while parts and (by := multiple(parts[0])) is not None:
+        times *= by
+        parts.pop(0)
     text = re.sub(r" ?\b(?:per|an?) (?=\w)| ?/ ?", "/", " ".join(parts))
     text = re.sub(r"\b(?:square|sq) (\w+)", r"\1^2", re.sub(r"\b(?:cubic|cu) (\w+)", r"\1^3", text))
     parts = text.split()
     if parts == ["in"]:
         parts = ["inch"]
     return times, tuple("/".join(_one(part) for part in _COMPOUND.get(word, word).split("/")) for word in parts)
+
+
+def multiple(word: str) -> int | None:
+    """What a word in lower case multiplies a number by: 12 for `dozen` and `dozens`; None for most words."""
+    return _MULTIPLES.get(word) or _MULTIPLES.get(word.removesuffix("s"))
+
+
+def is_known(word: str) -> bool:
+    """Whether it is one of the common units, in any of their spellings."""
+    return _one(_folded(word)) in _SPELLINGS
+
+
+def is_letter_alone(text: str, *, glued: bool) -> bool:
+    """Whether a single letter that is no unit is all that stands behind a number: the x of `12 x`, the q of `5q`."""
+    first = text.split(" ")[0]
+    if len(first) != 1 or not first.isalpha() or first in "kKM" or is_known(first):
+        return False
+    # `5 N` and `5 V` are units, `12 a day` has an article, and `12 I think` a pronoun.
+    return glued or (first.islower() and first != "a")
+
+
+def _folded(text: str) -> str:
+    """Lower case, but for symbols whose case tells two units apart."""
+    return _WORD.sub(lambda word: word[0] if _case_counts(word[0]) else word[0].casefold(), text)
+
+
+def _case_counts(word: str) -> bool:
+    if word in _TWINS:
+        return True
+    return len(word) <= 3 and word.casefold() not in _KNOWN and not _LIKE_A_WORD.fullmatch(word)
 
 
 def of_signs(before: str, after: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from tunix_rt.evidence.doubtful import nulls, read_bytes, shown
 from tunix_rt.evidence.hashes import list_problems, list_uncovered, parse_hashes, step_problems, write_hashes
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
+from tunix_rt.evidence.told import as_json, differences, flat
 from tunix_rt.evidence.whole import require_whole
 from tunix_rt.rundir import RunDir, settle_files, storage, sync_folder, write_json, write_text
 
@@ -195,7 +196,7 @@ def refuse_another_setup(run: RunFiles, cpu: RunFiles) -> None:
 
 def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Dotted names of the settings in which two configurations differ, but for the device."""
-    ours, theirs = _flat(one), _flat(other)
+    ours, theirs = flat(one), flat(other)
     names = sorted((ours.keys() | theirs.keys()) - {"training.device"})
     return [name for name in names if name not in ours or name not in theirs or ours[name] != theirs[name]]
 
@@ -271,26 +272,8 @@ def _claim_problems(folder: Path, says: dict[str, Any], computed: dict[str, Any]
         return [f"{SAYS}: commit is {commit}, the source of the run is that of {found}"]
     if says.get("left_out") != left_out:
         return [f"{SAYS}: left_out is not what {RUN_HASHES} has beyond the files here"]
-    told = _flat({name: value for name, value in says.items() if name not in ("commit", "left_out")})
-    given = _flat(computed)
-    problems = [
-        f"{SAYS}: {name} is {shown(told.get(name))}, the files give {shown(value)}"
-        for name, value in given.items()
-        if told.get(name) != value or type(told.get(name)) is not type(value)
-    ]
-    problems += [f"{SAYS}: {shown(name)} is said by no file" for name in sorted(told.keys() - given.keys())]
     whole = computed | {"commit": commit, "left_out": left_out}
-    if not problems and says != whole:  # the same names, nested otherwise
-        problems.append(f"{SAYS}: not in the shape that tunix-rt writes")
+    problems = differences(SAYS, says, as_json(whole), "the files")
     if not problems and read_bytes(folder / README)[0] != readme_text(whole).encode("utf-8", "surrogatepass"):
         problems.append(f"{README} is not what this version of tunix-rt writes of {SAYS}")
     return problems
-
-
-def _flat(values: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
-    """Dotted name -> value. What is said is compared figure by figure, so that the one that differs is named."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, Mapping) and len(before) < 100  # deeper than anything we write
-        flat |= _flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
-    return flat

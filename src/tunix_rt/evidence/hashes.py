@@ -1,4 +1,5 @@
-"""Is a run folder still what the run left behind? `SHA256SUMS` over its files, and the chain through its metrics.
+"""Is a run folder still what the run left behind? `SHA256SUMS` over its files, the chain through its metrics, and what it
+says of its answers.
 
 No problems means that the folder is consistent with itself. It was not replayed: whoever rewrites all files, the chain
 and the hashes together is found only by running the steps again.
@@ -14,6 +15,8 @@ from typing import Any
 
 from tunix_rt.errors import EvidenceError, StorageError, TunixError
 from tunix_rt.evidence.doubtful import nulls, parse_object, read_bytes, shown
+from tunix_rt.evidence.rescore import answer_problems
+from tunix_rt.evidence.told import is_evaluation
 from tunix_rt.rundir import (
     RESULT_STATUS,
     RunDir,
@@ -71,13 +74,17 @@ def _hashes_at_commit(run: RunDir, sound: Collection[Path]) -> dict[str, str]:
 def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:
     """Every way the run in `folder` contradicts its hashes or itself; an empty list means it verifies. Never raises.
 
+    The answers are judged again once the files are those that were hashed: else each changed file would be told of many
+    times. The output of an evaluation, which took no step, is held to its hashes and its answers.
+
     A run brought home from another machine `may_lack_weights`, whose hashes it still has; one that is there must be right.
     """
     if not os.path.isdir(folder):
         return [f"{folder} is not a folder"]
     run = RunDir(folder)
-    problems = _hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
-    return problems + step_problems(run) + _score_problems(run)
+    changed = _hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
+    problems = changed + ([] if is_evaluation(run) else step_problems(run))
+    return problems if changed else problems + answer_problems(run)
 
 
 def step_problems(run: RunDir) -> list[str]:
@@ -243,7 +250,7 @@ def _line_faults(line: bytes, step: int, prev: str | None) -> Iterator[str]:
         yield f"loss {shown(metrics['loss'])} is not loss_hex {shown(metrics['loss_hex'])}"
 
 
-# --- result.json and the scores against the rest ----------------------------------------------------------------------
+# --- result.json against the metrics ----------------------------------------------------------------------
 
 
 def _result_problems(run: RunDir) -> list[str]:
@@ -295,82 +302,6 @@ def _ending_faults(run: RunDir, result: Mapping[str, Any]) -> Iterator[str]:
         yield f"final_loss {shown(result.get('final_loss'))} is not the loss of the last line"
     if "metrics_head" in said and result.get("metrics_head") != hashlib.sha256(lines[-1]).hexdigest():
         yield "metrics_head is not the hash of the last line of metrics.jsonl"
-
-
-def _score_problems(run: RunDir) -> list[str]:
-    """The scores in `eval/*.json` and in the result against the verdicts in `eval/predictions-*.jsonl`."""
-    problems = []
-    result = parse_object(read_bytes(run.result)[0] or b"")
-    told = result.get("scores") if isinstance(result, dict) else None
-    for when in ("before", "after"):
-        of_result = told.get(when) if isinstance(told, dict) else None
-        if not os.path.exists(run.scores(when)) and not os.path.exists(run.predictions(when)):
-            if of_result is not None:
-                problems.append(f"result.json: scores.{when} without eval/predictions-{when}.jsonl")
-            continue
-        scores = parse_object(read_bytes(run.scores(when))[0] or b"")
-        counted = _count_verdicts(read_bytes(run.predictions(when))[0] or b"")
-        if isinstance(scores, str) or counted is None:
-            problems.append(f"eval/{when}.json or eval/predictions-{when}.jsonl is missing or is not JSON")
-            continue
-        problems += [
-            f"eval/{when}.json: {key} is {shown(scores.get(key))}, the predictions give {value}"
-            for key, value in counted.items()
-            if scores.get(key) != value
-        ]
-        problems += [
-            f"result.json: scores.{when}.{key} is {shown(of_result[key])}, the predictions give {value}"
-            for key, value in counted.items()
-            if isinstance(of_result, dict) and key in of_result and of_result[key] != value
-        ]
-        problems += _summary_problems(run, when, scores)
-    return problems
-
-
-def _summary_problems(run: RunDir, when: str, scores: dict[str, Any]) -> Iterator[str]:
-    """`eval_summary.json`, where there is one: the scores once more, and which answers were gained and lost."""
-    if not os.path.exists(run.eval_summary):
-        return
-    summary = parse_object(read_bytes(run.eval_summary)[0] or b"")
-    if isinstance(summary, str):
-        yield f"eval_summary.json: {summary}"
-        return
-    if summary.get(when) != scores:
-        yield f"eval_summary.json: {when} is not what eval/{when}.json says"
-    told = summary.get("comparison")
-    if when == "after" and isinstance(told, dict):
-        verdicts = [_strict_by_id(read_bytes(run.predictions(side))[0] or b"") for side in ("before", "after")]
-        for name, wanted in (("gained", (False, True)), ("lost", (True, False))):
-            found = sorted(key for key in verdicts[0] if (verdicts[0][key], verdicts[1].get(key)) == wanted)
-            listed = told.get(name)
-            if not isinstance(listed, list) or sorted(map(str, listed)) != found:
-                yield f"eval_summary.json: comparison.{name} is not what the predictions give"
-
-
-def _strict_by_id(data: bytes) -> dict[str, bool]:
-    lines = (parse_object(line) for line in data.removesuffix(b"\n").split(b"\n"))
-    return {str(line.get("id")): line.get("strict") is True for line in lines if isinstance(line, dict)}
-
-
-def _count_verdicts(data: bytes) -> dict[str, float] | None:
-    """Counts and rates over the lines of a predictions file; None when it has no line or one that is no object."""
-    lines = [parse_object(line) for line in data.removesuffix(b"\n").split(b"\n")]
-    verdicts = [line for line in lines if isinstance(line, dict)]
-    if len(verdicts) < len(lines):
-        return None
-    strict, lenient, formed = (
-        sum(line.get(key) is True for line in verdicts) for key in ("strict", "lenient", "well_formed")
-    )
-    items = len(verdicts)
-    return {
-        "items": items,
-        "correct": strict,
-        "correct_lenient": lenient,
-        "well_formed": formed,
-        "accuracy": strict / items,
-        "accuracy_lenient": lenient / items,
-        "format_rate": formed / items,
-    }
 
 
 # --- numbers that may be no numbers -----------------------------------------------------------------------------------

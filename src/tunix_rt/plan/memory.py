@@ -131,13 +131,12 @@ def predict(
         _save(run, copied),
     ]
     asking = {
-        rows: list(_asking(run, replace(step, rows=rows, length=min(length, shape.max_positions)), config, copied))
+        rows: list(_asking(run, replace(step, rows=rows, length=min(length, shape.max_positions)), config, during))
         for rows in ([evaluation.per_device_eval_batch_size] if evaluation.per_device_eval_batch_size else EVAL_ROWS)
     }
-    room = max(phase.total_bytes for phase in phases)
-    eval_rows = next(
-        (rows for rows, among in asking.items() if all(phase.total_bytes <= room for phase in among)), min(asking)
-    )
+    room = max(_without_spare(phase).total_bytes for phase in phases)
+    fitting = (rows for rows, asked in asking.items() if all(_without_spare(one).total_bytes <= room for one in asked))
+    eval_rows = next(fitting, min(asking))
     phases += asking[eval_rows]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
@@ -310,11 +309,11 @@ def _lookup(run: Footprint, batch: Batch) -> int:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _asking(run: Footprint, batch: Batch, config: RunConfig, copied: int) -> Iterator[Phase]:
+def _asking(run: Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
     """What is measured and asked beside training, with the rows of `batch`."""
     new_tokens = config.evaluation.max_new_tokens
     if config.data.validation_fraction:
-        yield _heldout(run, batch, _between_steps(run) | {"snapshot": copied})
+        yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
         # Before the optimizer is made and after it is gone; on a CPU its place in the heap is taken to be still there.
         there = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
@@ -322,7 +321,7 @@ def _asking(run: Footprint, batch: Batch, config: RunConfig, copied: int) -> Ite
     if config.evaluation.asked_along:
         rows = min(batch.rows, config.evaluation.asked_along)
         parts = answering_parts(run, replace(batch, rows=rows), new_tokens)
-        yield _phase("samples", **_between_steps(run), snapshot=copied, **parts)
+        yield _phase("samples", **_between_steps(run), **during, **parts)
 
 
 def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
