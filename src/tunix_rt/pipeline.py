@@ -22,8 +22,9 @@ from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.device import note_step, prove_device, sample_gpu, settle_device
 from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import ConfigError, EvidenceError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.evaluate.reading import read_predictions, read_scores
 from tunix_rt.evaluate.reloading import prove_reload
-from tunix_rt.evaluate.report import Comparison, compare, read_predictions, read_scores, samples_markdown
+from tunix_rt.evaluate.report import Comparison, compare, samples_markdown
 from tunix_rt.evaluate.run import Questions, decoding_of, evaluate_model, read_along, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores
 from tunix_rt.evaluate.summary import summary_of

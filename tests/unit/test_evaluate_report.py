@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.errors import EvidenceError, InputError
+from tunix_rt.evaluate.reading import read_predictions, read_scores
 from tunix_rt.evaluate.report import (
     Row,
     Side,
     compare,
     compare_runs,
     comparison_markdown,
-    read_predictions,
-    read_scores,
     remarks,
     rows_text,
     samples_markdown,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.report import read_predictions, read_scores
+from tunix_rt.evaluate.reading import read_predictions, read_scores
 from tunix_rt.evaluate.score import (
     Tags,
     is_well_formed,

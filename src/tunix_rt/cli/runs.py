@@ -254,7 +254,8 @@ class _Reader:
         return points
 
     def table(self) -> "list[Row]":
-        from tunix_rt.evaluate.report import read_scores, table
+        from tunix_rt.evaluate.reading import read_scores
+        from tunix_rt.evaluate.report import table
 
         before, after = self.run.scores("before"), self.run.scores("after")
         if not before.exists():

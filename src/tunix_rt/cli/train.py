@@ -70,7 +70,7 @@ SAMPLES_SHOWN = 2
 def _show_samples(run: Any, comparison: Any) -> None:
     """A few of the answers that became right, before and after."""
     from tunix_rt.cli import text
-    from tunix_rt.evaluate.report import read_predictions
+    from tunix_rt.evaluate.reading import read_predictions
 
     before = {item.id: item for item in read_predictions(run.predictions("before"))}
     after = {item.id: item for item in read_predictions(run.predictions("after"))}

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import InputError, TunixError
-from tunix_rt.evaluate.report import NAMES, Comparison, Side, read_predictions
+from tunix_rt.evaluate.reading import read_predictions
+from tunix_rt.evaluate.report import NAMES, Comparison, Side
 from tunix_rt.evaluate.score import Scores
 from tunix_rt.evaluate.statistics import Change
 from tunix_rt.rundir import RunDir, read_json, to_plain
