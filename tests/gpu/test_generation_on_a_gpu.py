@@ -1,5 +1,6 @@
 """Answers on a real NVIDIA GPU: those of one-by-one asking and of the CPU, looked at seldom, within the memory at hand."""
 
+import inspect
 import json
 
 import pytest
@@ -69,8 +70,10 @@ def test_between_two_looks_nobody_waits_for_the_gpu(source, prompts):
     assert all(isinstance(row.ending, Ending) for row in rows)
     batch = torch_generate._begin(engine, rows, decoding, 0)
     torch_generate._more_tokens(engine, batch, decoding, 0, 4)
-    with nothing_waits():
-        torch_generate._step(engine, batch, decoding, 4)
+    named = frozenset(inspect.signature(engine.model.forward).parameters)
+    attending = engine.attending(engine.attention.generating)
+    with torch.no_grad(), attending, engine.kernels(), engine.computing(), nothing_waits():
+        torch_generate._step(engine, batch, decoding, 4, named)
 
 
 def test_as_many_are_asked_as_fit_and_a_burst_is_halved(source, prompts):
