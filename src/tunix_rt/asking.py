@@ -13,10 +13,8 @@ from tunix_rt.config import Data, load_config
 from tunix_rt.data.render import Style, conversation_ids, prompt_ids, style_of
 from tunix_rt.data.sample import Turn
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.doctor.choose import DeviceChoice, choose_device, set_environment
-from tunix_rt.doctor.probe import gather_facts
-from tunix_rt.doctor.verdict import Ask
-from tunix_rt.doctor.words import device_lines
+from tunix_rt.device import find_device
+from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import ConfigError, DoesNotFitError, InputError
 from tunix_rt.evaluate.evalsets import EvalSet
 from tunix_rt.evaluate.report import Comparison, Side, compare_runs, comparison_markdown, samples_markdown, table
@@ -75,12 +73,7 @@ def name_model(name: str, changes: Sequence[str] = ()) -> Named:
 
 def settle_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:
     """The device that was asked for, never another; and the type to compute in, which is what it does best unless named."""
-    device = {"gpu": "cuda"}.get(device, device)
-    facts = gather_facts(backend="torch", device=device)
-    choice = choose_device(Ask(device=device, backend="torch", dtype=dtype or "float32"), facts)
-    set_environment(choice.device, "torch")
-    for line in device_lines(choice, facts):
-        logger.info("%s", line)
+    choice = find_device(device, dtype or "float32")
     modern = choice.capability is None or choice.capability >= (8, 0)
     return choice, dtype or ("float32" if choice.device == "cpu" else "bfloat16" if modern else "float16")
 

@@ -24,6 +24,17 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 
+def find_device(asked: str, dtype: str) -> DeviceChoice:
+    """The device for what is no run and keeps no report: the one that was asked for, or a HardwareError. It is said."""
+    ask = Ask(device={"gpu": "cuda"}.get(asked, asked), backend="torch", dtype=dtype)
+    facts = gather_facts(backend="torch", device=ask.device)
+    choice = choose_device(ask, facts)
+    set_environment(choice.device, "torch")
+    for line in device_lines(choice, facts):
+        logger.info("%s", line)
+    return choice
+
+
 def settle_device(report: Record, config: RunConfig) -> tuple[Facts, DeviceChoice]:
     """Facts, verdict, device. A refusal leaves its whole report in `doctor.json`."""
     run, training = report.run, config.training

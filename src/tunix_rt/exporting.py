@@ -16,9 +16,7 @@ from tunix_rt.config import Data, RunConfig, Training, load_config
 from tunix_rt.data.render import Style, style_of
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.doctor.choose import choose_device, set_environment
-from tunix_rt.doctor.probe import gather_facts
-from tunix_rt.doctor.verdict import Ask
+from tunix_rt.device import find_device
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError
 from tunix_rt.evaluate.reloading import ReloadProof, prove_folder, remember
 from tunix_rt.evaluate.run import stop_ids
@@ -127,8 +125,7 @@ def _refuse_occupied(output: Path) -> None:
 
 
 def _device(asked: str, dtype: str, weights: int) -> str:
-    ask = Ask(device={"gpu": "cuda"}.get(asked, asked), backend="torch", dtype=dtype)
-    choice = choose_device(ask, gather_facts(backend="torch", device=ask.device))
+    choice = find_device(asked, dtype)
     device = choice.device
     if weights > choice.free_bytes:
         raise DoesNotFitError(
@@ -137,7 +134,6 @@ def _device(asked: str, dtype: str, weights: int) -> str:
         )
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device: a model is not exported on {device}", fix="--device cpu")
-    set_environment(device, "torch")
     return device
 
 

@@ -272,6 +272,7 @@ def documented_and_real() -> dict[str, set[str]]:
     train, admission = module(SOURCE / "train.py"), module(SOURCE / "admission.py")
     record = module(SOURCE / "evidence" / "record.py")
     result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
+    result |= keys_of_dict(module(SOURCE / "saving.py"), "best_step")
     for file in ("pipeline.py", "admission.py", "device.py"):
         result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / file)))
     return {

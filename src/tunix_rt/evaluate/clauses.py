@@ -15,35 +15,41 @@ _BREAK = re.compile(
     r"[;!?\n]+|\.+(?=\s|$)|,(?=\s)|(?<!anything)(?<!nothing)(?<! all) but\b"
     r"| (?:so|therefore|thus|hence|since|because|then)\b"
 )
+# What is searched before a value, up to it ($), in the clause it stands in.
 _DENIED_BEFORE = re.compile(
     r"\banything but |\b(?:no|except|without|excluding) $"
-    r"|(?:n't|\bnot) (?:think|believe|say|mean)\b"
+    r"|(?:n't|\bnot) (?:think|believe|say|mean)\b"  # `I don't think it is 5`
     # `it is not the 5`, but not `those who are not red are 5`
     r"|(?:n't|\b(?:not|never|cannot|neither|nor|wrong|incorrect|unlikely)):?"
     r"(?: (?!(?:is|are|was|were|equals?)\b)[^\W\d_]+){0,3} $",
     re.IGNORECASE,
 )
 _DENIED_BEHIND = re.compile(
-    r"\b(?:is|was)(?:n't| not) (?:the|an?|right|correct|possible|it|valid)\b"
+    r"\b(?:is|was)(?:n't| not) (?:the|an?|right|correct|possible|it|valid)\b"  # `5 is not the answer`
+    # `5 is wrong`, `5 (incorrect)`
     r"|(?:\b(?:is|was|seems|would be|must be) (?:[^\W\d_]+ )?|[(:-] ?)(?:wrong|incorrect|false)\b",
     re.IGNORECASE,
 )
-# Also an operator before it, if something stands there that can be worked with: a number, a name, not an article.
+# What makes the value right behind it a bound, or a part of a sum. An operator does if something stands before it that can
+# be worked with: a number, a name, not an article (`the + 2`).
 _BOUND = re.compile(
     r"(?:\b(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger|other) than(?: or equal to)?"
     r"|\bat (?:least|most|minimum|maximum)|\+/?-"
     r"|\b(?:over|under|above|below|beyond|exceeds?|almost|nearly|hardly|barely"
     r"|(?<!rounds )(?<!rounded )(?<!round )up to|between|from|twice|double|triple|log|ln|sin|cos|tan|sqrt)"
     r"|\b(?:half|third|quarter|root)(?: of)?"
-    r"|(?<![-=>])>|[<≤≥≠±^√]|[<>!]=|[\w)](?<!\bthe) ?[+/×·÷]|[\w)] ?\*(?= )|[\w)]\*"
-    r"|(?:^|[\W\d])[A-Za-z0-9)] ?-(?= )|[-+*/×·÷^] ?\()"
+    r"|(?<![-=>])>|[<≤≥≠±^√]|[<>!]="  # `x < 5`, but not the arrow of `-> 5`
+    r"|[\w)](?<!\bthe) ?[+/×·÷]|[\w)] ?\*(?= )|[\w)]\*"  # `3 + 5`, `x * 5`, but not the bold of `is *5*`
+    r"|(?:^|[\W\d])[A-Za-z0-9)] ?-(?= )|[-+*/×·÷^] ?\()"  # `20 - 5`, `3 * (5`, but not the dash of `so - 5`
     r"[ (]*(?:about |around )?$",
     re.IGNORECASE,
 )
+# The same, right behind the value.
 _BEHIND = re.compile(
-    r" ?[+×·÷^≤≥<>≠±] ?[\w(]| ?\* ?[0-9(]| ?/ ?[0-9(]|[-+/](?=[\s.,)]|$)| ?- ?(?:[A-Za-z]\b|\()"
-    r"|(?: [^\W\d_]+)? (?:or|and) (?:more|less|fewer|above|below|up)\b"
-    r"|(?: [^\W\d_]+)? at (?:least|most)\b|\?\s*(?:no|nope|not|wrong)\b",
+    r" ?[+×·÷^≤≥<>≠±] ?[\w(]| ?\* ?[0-9(]| ?/ ?[0-9(]"  # `5 + x`, `5/2`
+    r"|[-+/](?=[\s.,)]|$)| ?- ?(?:[A-Za-z]\b|\()"  # `5+`, `5 - x`
+    r"|(?: [^\W\d_]+)? (?:or|and) (?:more|less|fewer|above|below|up)\b"  # `5 apples or more`
+    r"|(?: [^\W\d_]+)? at (?:least|most)\b|\?\s*(?:no|nope|not|wrong)\b",  # `5 at most`, `5? No`
     re.IGNORECASE,
 )
 _MAYBE_OTHER = re.compile(r"\bor (?:maybe |perhaps |even )?$", re.IGNORECASE)

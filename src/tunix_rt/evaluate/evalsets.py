@@ -21,7 +21,7 @@ from tunix_rt.data.containers import Raw, parse, read_raw
 from tunix_rt.data.formats import detect_format, readings, to_sample
 from tunix_rt.data.overlap import find_overlap, questions_of
 from tunix_rt.data.registry import KEY, Dataset, find_dataset, find_evalset
-from tunix_rt.data.rules import PLACES
+from tunix_rt.data.rules import PLACES, Finding
 from tunix_rt.data.rules import RULES as DATA_RULES
 from tunix_rt.data.sample import Sample
 from tunix_rt.data.trace import EvalItem, first_problem
@@ -237,17 +237,10 @@ RULES: Mapping[str, tuple[bool, str]] = {
 """Name -> whether it is an error (else a warning), and what it finds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalFinding:
-    """How often a rule of the validator was broken, and where first."""
+class EvalFinding(Finding):
+    """A finding by the rules of the validator."""
 
-    rule: str
-    count: int
-    first: str
-    """File and line."""
-    seen: str
-    places: tuple[str, ...] = ()
-    """The first 100 of them."""
+    __slots__ = ()
 
     @property
     def refuses(self) -> bool:

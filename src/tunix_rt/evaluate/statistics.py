@@ -40,10 +40,6 @@ class Interval:
     level: float = LEVEL
     method: str = "bootstrap"
 
-    @property
-    def holds_zero(self) -> bool:
-        return self.low <= 0 <= self.high
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McNemar:
