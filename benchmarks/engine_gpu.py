@@ -141,7 +141,7 @@ def ours(states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, rows:
 
 def candidates() -> dict[str, Callable[..., torch.Tensor]]:
     found: dict[str, Callable[..., torch.Tensor]] = {"plain torch": plain, "tunix-rt": ours}
-    for rows in (128, 256, 512, 2048) if torch.cuda.is_available() else ():
+    for rows in (128, 256, 512, 1024, 2048, 4096) if torch.cuda.is_available() else ():
         found[f"tunix-rt, {rows} rows"] = partial(ours, rows=rows)
     if hasattr(F, "linear_cross_entropy"):
         from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions

@@ -5,7 +5,7 @@
 Both are given the same prompts, the same cap of new tokens and the same type. Ours takes the batch that the memory at hand
 allows, the other the batch sizes named; each is warmed up on a few prompts, and timed once over all of them. In float32
 greedy answers must be the same token for token; where they are not, the difference of the two best logits is written
-down. Writes benchmarks/results/generation_DEVICE.json.
+down. Writes benchmarks/results/generation_DEVICE.json after every type, so that a time limit loses only what is not measured.
 """
 
 import argparse
@@ -93,6 +93,7 @@ def measure(model: OpenModel, prompts: Prompts, new_tokens: int, batches: Sequen
     rows = model.rows_at(new_tokens)(max(map(len, prompts)))
     answers, seconds = ours(model, prompts, new_tokens, None)
     tokens = sum(map(len, answers.values()))
+    print(f"{model.dtype}: ours, {rows} rows at once: {len(prompts) / seconds:.1f} answers/s", flush=True)
     found: dict[str, Any] = {
         "dtype": model.dtype, "rows": rows, "seconds": round(seconds, 2), "items_per_second": round(len(prompts) / seconds, 2),
         "tokens": tokens, "peak_gib": round(model.engine.peak_bytes() / 2**30, 3), "transformers": [],
@@ -100,6 +101,7 @@ def measure(model: OpenModel, prompts: Prompts, new_tokens: int, batches: Sequen
     for size in batches:
         theirs(model, prompts[:8], 8, 8)
         other, took = theirs(model, prompts, new_tokens, size)
+        print(f"{model.dtype}: transformers, {size} rows at once: {len(prompts) / took:.1f} answers/s", flush=True)
         parted = [index for index in answers if answers[index] != other[index]]
         same_rows, at_same = ours(model, prompts, new_tokens, size)
         margins = sorted(margin(model, prompts[index], answers[index], other[index]) for index in parted[:50])
@@ -127,6 +129,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     chosen = load_evalset(asked.questions, limit=asked.count, seed=0)
+    path = asked.output or RESULTS / f"generation_{asked.device}.json"
     runs = []
     for dtype in asked.dtypes:
         choice, kind = settle_device(asked.device, dtype)
@@ -136,16 +139,15 @@ def main() -> None:
         prompts = [prompt for prompt in prompts if len(prompt) <= room]
         runs.append(measure(model, prompts, asked.new_tokens, asked.batches))
         print(json.dumps({key: value for key, value in runs[-1].items() if key != "transformers"}), flush=True)
-        name, parameters = model.source.name, model.shape.parameters
+        about = {
+            "model": Path(model.source.name).name, "parameters": model.shape.parameters, "questions": len(prompts),
+            "max_new_tokens": asked.new_tokens,
+            "device": torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "cpu",
+            "torch": torch.__version__, "transformers": transformers.__version__,
+        }  # fmt: skip
+        path.write_text(json.dumps({"about": about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {path}", flush=True)
         del model
-    about = {
-        "model": Path(name).name, "parameters": parameters, "questions": len(prompts), "max_new_tokens": asked.new_tokens,
-        "device": torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "cpu",
-        "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
-    path = asked.output or RESULTS / f"generation_{asked.device}.json"
-    path.write_text(json.dumps({"about": about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

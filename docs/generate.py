@@ -1,8 +1,9 @@
 """Write the parts of the pages that code or measurements decide: `python -m docs.generate`, or `--check` to compare only.
 
 Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
-the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints}.md, the causes in
-docs/index.md. Everything else is written by hand and held by tests/contract/test_docs.py.
+the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints}.md and
+docs/guides/did-it-help.md, the causes in docs/index.md. Everything else is written by hand and held by
+tests/contract/test_docs.py.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks import accumulation_error, kills
-from docs import data_pages, doctor_pages, engine_pages
+from docs import data_pages, doctor_pages, engine_pages, speed_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
@@ -31,6 +32,9 @@ DATA_PAGE = Path("docs/concepts/data-at-scale.md")
 CHECKPOINTS_PAGE = Path("docs/concepts/checkpoints.md")
 OPTIMIZERS_PAGE = Path("docs/concepts/optimizers.md")
 INDEX_PAGE = Path("docs/index.md")
+ANSWERS_PAGE = Path("docs/guides/did-it-help.md")
+ANSWERS = Path("benchmarks/results/generation_cuda.json")
+ANSWERS_COMMAND = "python -m benchmarks.generation --model DIR --questions FILE --device cuda"
 CARD = Path("models/tiny-gemma3")
 
 
@@ -43,6 +47,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("docs/reference/data-formats.md"): data_pages.formats_page(),
         Path("docs/reference/data-rules.md"): data_pages.rules_page(),
         Path("docs/reference/torch-engine.md"): engine_pages.page(root),
+        Path("docs/reference/speed.md"): speed_pages.page(root),
         **doctor_pages.pages(),
         INDEX_PAGE: with_block(root, INDEX_PAGE, "causes", doctor_pages.index_block()),
         Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
@@ -50,6 +55,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
+        ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answers_block(root)),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
@@ -69,6 +75,39 @@ def bundles_block(root: Path) -> str:
             f"{says['steps_completed']}", f"{says['final_loss']:.4f}", f"{speeds['device']:,.0f}{beside}",
         ))  # fmt: skip
     return table(("bundle", "model", "ran on", "steps", "final loss", "tokens/s"), rows)
+
+
+def answers_block(root: Path) -> str:
+    """Answers per second beside transformers' own `generate`; says so where they were not measured."""
+    if not (root / ANSWERS).is_file():
+        return f"Not measured yet; `{ANSWERS_COMMAND}` measures it."
+    try:
+        found = json.loads((root / ANSWERS).read_text(encoding="utf-8"))
+        about, rows = found["about"], []
+        for run in found["runs"]:
+            at_best = (
+                run["dtype"],
+                f"tunix-rt, {run['rows']:,} as memory allows",
+                f"{run['items_per_second']:.1f}",
+                "",
+            )
+            rows.append(at_best)
+            for beside in run["transformers"]:
+                same = f"{beside['ours_at_these_rows_items_per_second']:.1f}"
+                differ = f"{beside['answers_that_differ']:,} of {about['questions']:,}"
+                rows.append((run["dtype"], f"tunix-rt, {beside['rows']:,}", same, ""))
+                rows.append(
+                    (run["dtype"], f"transformers, {beside['rows']:,}", f"{beside['items_per_second']:.1f}", differ)
+                )
+        said = (
+            f"{about['model']}, {about['parameters']:,} parameters, {about['questions']:,} questions, at most "
+            f"{about['max_new_tokens']} new tokens, each way timed once. `{ANSWERS_COMMAND}`; {about['device']}, torch "
+            f"{about['torch']}, transformers {about['transformers']}."
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TunixError(f"{ANSWERS} lacks or misspells {error}", fix=f"measure it again: {ANSWERS_COMMAND}") from error
+    columns = ("type", "prompts at once", "answers/s", "answers that differ from tunix-rt's")
+    return f"{table(columns, rows)}\n\n{said}"
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -174,7 +174,19 @@ def check_restored(kind, dtype, kept, device="cpu"):
     assert_same_bits(saved, before)
 
 
-def check_unsound(kind, dtype, first, device="cpu"):
+HOW = {
+    "one by one": lambda optimizer, named, scale, sound: [
+        optimizer.update(parameter, scale=scale, sound=sound) for parameter in named.values()
+    ],
+    "together": lambda optimizer, named, scale, sound: optimizer.step(scale=scale, sound=sound),
+    "clipped": lambda optimizer, named, scale, sound: [
+        optimizer.update_clipped(parameter, limit=1.0, sound=torch.ones_like(sound)) for parameter in named.values()
+    ],
+}
+"""Ways to an update that is not sound: as its `sound` says, or, clipped by its own norm, as it finds out by itself."""
+
+
+def check_unsound(kind, dtype, first, device="cpu", how="one by one"):
     """An update that is not sound, of step `first`, changes neither weights nor state, and is not waited for."""
     named = parameters(dtype, device)
     optimizer = make(named, kind)
@@ -189,6 +201,38 @@ def check_unsound(kind, dtype, first, device="cpu"):
     scale, sound = torch.tensor(torch.nan, device=device), torch.tensor(False, device=device)
     with nothing_waits(device):
         optimizer.begin(first, 1e-2)
-        for parameter in named.values():
-            optimizer.update(parameter, scale=scale, sound=sound)
+        HOW[how](optimizer, named, scale, sound)
     assert_same_bits(everything(optimizer, named), before)
+
+
+def check_clipped(kind, dtype, limit, device="cpu"):
+    """Clipped by its own norm an update is the one with that factor as its scale, and the norm is told.
+
+    Kernels add up squares in another order: a factor, off in its last bits, may turn a rounding over, which is one gap of
+    the weights in each step."""
+    clipped, by_hand = parameters(dtype, device), parameters(dtype, device)
+    first, second = make(clipped, kind), make(by_hand, kind)
+    sound = torch.tensor(True, device=device)
+    for step in range(1, 4):
+        for named, optimizer in ((clipped, first), (by_hand, second)):
+            give_gradients(named, step)
+            optimizer.begin(step, 1e-2)
+        for name, parameter in by_hand.items():
+            norm = torch.linalg.vector_norm(
+                parameter.grad, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+            )
+            scale = (limit / (norm.double() + 1e-6)).clamp(max=1.0) if limit else None
+            second.update(parameter, scale=scale, sound=sound)
+            found, good = first.update_clipped(clipped[name], limit=limit, sound=sound)
+            assert found.shape == good.shape == () and found.dtype == torch.float64 and good.item() is True
+            exact = float(np.linalg.norm(float64(parameter.grad)))
+            assert found.item() == pytest.approx(exact, rel=1e-14 if dtype == torch.float64 else 1e-6), name
+            if limit and limit < 1:
+                assert scale.item() < 1, "nothing is clipped"
+    if device == "cpu" or dtype != torch.bfloat16 or kind == "adamw_8bit":
+        assert_same_bits(everything(first, clipped), everything(second, by_hand))
+        return
+    for name, parameter in clipped.items():
+        torch.testing.assert_close(parameter, by_hand[name], rtol=3 * 2.0**-7, atol=1e-5)
+    for name, tensor in first.tensors().items():
+        torch.testing.assert_close(tensor, second.tensors()[name], rtol=1e-5, atol=1e-9)

@@ -1,4 +1,7 @@
-"""Where the things that ship with tunix-rt lie: in a clone at the root, in an installed wheel inside the package."""
+"""Where the things that ship with tunix-rt lie: in a clone at the root, in an installed wheel inside the package.
+
+And where those are kept that it makes for later runs.
+"""
 
 import os
 from pathlib import Path
@@ -24,3 +27,9 @@ def search_path(kind: str) -> list[Path]:
 def find(kind: str, name: str) -> Path | None:
     """The first existing `name` on the search path of `kind`, or None."""
     return next((folder / name for folder in search_path(kind) if os.path.exists(folder / name)), None)
+
+
+def cache_root() -> Path:
+    """`$XDG_CACHE_HOME/tunix-rt`, or below `~/.cache`. Whatever lies there can be made again."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root).absolute() / "tunix-rt"

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import os
 import shutil
 import time
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.profiling.record import refuse_too_many
 from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, to_plain, write_json, write_text
 from tunix_rt.saving import best_checkpoint
 from tunix_rt.stopping import StopRequest
@@ -86,8 +88,10 @@ class Report(Record):
         )  # fmt: skip
 
 
-def run_pipeline(config: RunConfig, output: Path, *, progress: Progress) -> Report:
-    """Run everything into the folder `output`. Raises what went wrong after writing it into `result.json`."""
+def run_pipeline(config: RunConfig, output: Path, *, progress: Progress, profile: int = 0) -> Report:
+    """Run everything into the folder `output`. Raises what went wrong after writing it into `result.json`.
+
+    With `profile`, so many steps are recorded, to see where their time goes; no result depends on it."""
     require_runnable(config)
     refuse_addresses(config.model_dump())
     run = RunDir(output)
@@ -96,11 +100,13 @@ def run_pipeline(config: RunConfig, output: Path, *, progress: Progress) -> Repo
         report = Report(run=run, continued=_refuse_occupied(run, config), ending=stop.ending)
         stop.last_acts.append(report.end_at_once)
         with report.logged(), stop.listening(), report.ended():
-            _run_stages(run, config, report, stop, progress)
+            _run_stages(run, config, report, stop, progress, profile)
         return report
 
 
-def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopRequest, progress: Progress) -> None:
+def _run_stages(
+    run: RunDir, config: RunConfig, report: Report, stop: StopRequest, progress: Progress, profile: int
+) -> None:
     logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
     if config.training.time_budget is not None:
         logger.info("Time budget: %s, counted from the start of the program", minutes(config.training.time_budget))
@@ -129,6 +135,11 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
     report.facts["steps_planned"] = total
     _commit(run, build_precommit(config, model, tokenizer, data, device=choice.device), report)
     start = find_start(run, resume=report.continued)
+    if profile:
+        refuse_too_many(profile, done=start.step, total=total)
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # torch's profiler talks to the terminal; read when it is imported
     stop.kept = lambda: start.kept
     try:
         stop.raise_if_asked(start.kept, starting=True)
@@ -144,6 +155,7 @@ def _run_stages(run: RunDir, config: RunConfig, report: Report, stop: StopReques
         _train_and_ask(
             backend, engine, report, config=config, data=data, tokenizer=tokenizer, total=total, start=start,
             metrics=metrics, stop=stop, progress=progress, uuids=uuids, eval_rows=plan.eval_rows,
+            profile=profile,
         )  # fmt: skip
     account_for_memory(report, plan, report.phases)
 
@@ -172,6 +184,7 @@ def _train_and_ask(
     progress: Progress,
     uuids: frozenset[str],
     eval_rows: int,
+    profile: int,
 ) -> None:
     """Everything that needs the loaded model: answers before, the steps, the final model, answers after, its proof."""
     run = report.run
@@ -192,6 +205,7 @@ def _train_and_ask(
             backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total, start=start,
             metrics=metrics, stop=stop, progress=progress, note=partial(note_step, report, uuids, (start.step + 1, total)),
             eval_rows=eval_rows, read_along=partial(read_along, backend, engine, few, run, eval_rows) if few.items else None,
+            profile=profile,
         )  # fmt: skip
     finally:
         report.note_best()

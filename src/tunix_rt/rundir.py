@@ -119,6 +119,21 @@ class RunDir:
         return self.root / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """With `--profile`: where the time of a step went."""
+        return self.root / "profile" / "profile.json"
+
+    @property
+    def profile_page(self) -> Path:
+        """The same for people."""
+        return self.root / "profile" / "profile.md"
+
+    @property
+    def profile_trace(self) -> Path:
+        """The same for Perfetto, kernel by kernel."""
+        return self.root / "profile" / "trace.json.gz"
+
+    @property
     def hashes(self) -> Path:
         return self.root / "SHA256SUMS"
 

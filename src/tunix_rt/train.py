@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from tunix_rt.config import RunConfig, Training
 from tunix_rt.data.pack import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.errors import ConfigError, Preempted, TunixError
+from tunix_rt.profiling.record import Recording, choose_first
 from tunix_rt.rundir import (
     RunDir,
     append_jsonl,
@@ -234,11 +235,13 @@ def train_run(
     note: Callable[[dict[str, Any]], None],
     eval_rows: int,
     read_along: Callable[[int], None] | None = None,
+    profile: int = 0,
 ) -> float:
     """Train to step `total` from `start`; the tokens per second, 0 when no step was left to take.
 
     Every step is in `metrics.jsonl`, and what `result.json` will say of it is told to `note`, before the next begins.
-    `read_along` is called where the held-out loss is measured, and a checkpoint is written before either.
+    `read_along` is called where the held-out loss is measured, and a checkpoint is written before either. With `profile`, so
+    many steps are recorded.
     """
     training, done = config.training, start.step
     optimizer = backend.make_optimizer(engine, training)
@@ -259,9 +262,16 @@ def train_run(
     if done not in start.heldout_steps and (not done or _due(done, training.eval_steps, total)):
         measure(done)  # before the first step; or a run that was stopped between a step and its measure
         stop.raise_if_asked(start.kept)
-    steps = backend.optimizer_steps(
-        engine, optimizer, _batches(training, data, pad_id), training, first=done + 1, total=total
-    )
+    batch_of = _batches(training, data, pad_id)
+    code = backend.prepare_steps(engine, batch_of, training, total=total) if done < total else {}
+    refuse_other_code(code, start.checkpoint)
+    steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
+    if profile:
+        recording = Recording(
+            run=run, engine=engine, training=training, rows=data.rows, seed=_data_seed(training), batch_of=batch_of,
+            count=profile, done=done, first=_first_recorded(profile, training, done, total),
+        )  # fmt: skip
+        steps = recording.over(steps)
     saver = Saver(
         backend,
         engine,
@@ -274,7 +284,7 @@ def train_run(
         stop=stop,
     )
     tokens, seconds, slowest, measuring = 0, 0.0, 0.0, 0.0
-    with saver, _tensorboard(config, run) as chart:
+    with contextlib.closing(steps), saver, _tensorboard(config, run) as chart:
         for step in steps:
             with stop.unbroken():  # the result must not know another last step than the metrics
                 metrics.append(step)
@@ -285,7 +295,7 @@ def train_run(
             if step.step % training.logging_steps == 0 or step.step in (1, total):
                 _log_step(step, total)
             saver.raise_if_failed()
-            state = _state(step, metrics.head, engine.attention.name)
+            state = _state(step, metrics.head, engine.attention.name, code)
             measured = _due(step.step, training.eval_steps, total)
             # Before an evaluation too: nothing that goes wrong in it costs a step.
             if measured or _due(step.step, training.save_steps, total):
@@ -309,8 +319,22 @@ def _batches(training: Training, data: Prepared, pad_id: int) -> Callable[[int],
         data.rows,
         micro_batch_size=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
-        seed=training.seed if training.data_seed is None else training.data_seed,
+        seed=_data_seed(training),
         pad_id=pad_id,
+    )
+
+
+def _data_seed(training: Training) -> int:
+    return training.seed if training.data_seed is None else training.data_seed
+
+
+def _first_recorded(count: int, training: Training, done: int, total: int) -> int:
+    """Of `count` steps to record, the first: between two of them nothing is saved or measured where that can be had."""
+    return choose_first(
+        count,
+        done=done,
+        total=total,
+        is_busy=lambda step: any(_due(step, every, total) for every in (training.save_steps, training.eval_steps)),
     )
 
 
@@ -343,11 +367,23 @@ def refuse_other_kernels(engine: Any, checkpoint: Path | None) -> None:
         )
 
 
-def _state(step: Step, metrics_head: str, attention: str) -> dict[str, Any]:
+def refuse_other_code(code: Mapping[str, str], checkpoint: Path | None) -> None:
+    """Compiled layers and plain ones, kernels and plain operations differ in the last bits."""
+    then = {} if checkpoint is None else read_json(checkpoint / "state.json").get("code", {})
+    for name in sorted(code.keys() & then.keys()):
+        if code[name] != then[name]:
+            raise ConfigError(
+                f"{checkpoint and checkpoint.name} was trained with {name}: {then[name]}, here it would be {code[name]}",
+                fix="continue where the run began, with the same software, or choose another --output",
+            )
+
+
+def _state(step: Step, metrics_head: str, attention: str, code: Mapping[str, str]) -> dict[str, Any]:
     """What a checkpoint says of itself."""
     return {
         "schema": "tunix-rt/state/1",
         "attention": attention,
+        "code": dict(code),
         "step": step.step,
         "loss_hex": step.loss.hex(),
         "metrics_head": metrics_head,

@@ -1,6 +1,5 @@
 """Answers on a real NVIDIA GPU: those of one-by-one asking and of the CPU, looked at seldom, within the memory at hand."""
 
-import inspect
 import json
 
 import pytest
@@ -70,10 +69,30 @@ def test_between_two_looks_nobody_waits_for_the_gpu(source, prompts):
     assert all(isinstance(row.ending, Ending) for row in rows)
     batch = torch_generate._begin(engine, rows, decoding, 0)
     torch_generate._more_tokens(engine, batch, decoding, 0, 4)
-    named = frozenset(inspect.signature(engine.model.forward).parameters)
     attending = engine.attending(engine.attention.generating)
-    with torch.no_grad(), attending, engine.kernels(), engine.computing(), nothing_waits():
-        torch_generate._step(engine, batch, decoding, 4, named)
+    kernels = torch_generate._kernels(engine)
+    with torch_generate._unrecorded(engine), attending, kernels, engine.computing(), nothing_waits():
+        for number in range(4, 12):  # past the window of those that have one
+            torch_generate._step(engine, batch, decoding, number)
+
+
+def test_what_answers_leave_behind_can_be_trained_on(source, prompts):
+    engine = torch_backend.load_to_ask(source, device="cuda", dtype="float32")
+    asked(engine, prompts[:8], 8, max_new_tokens=4)
+    assert not torch.is_inference_mode_enabled()
+    engine.model(input_ids=torch.tensor([[3, 4, 5]], device="cuda")).logits.sum().backward()
+    assert any(parameter.grad is not None for parameter in engine.model.parameters())
+
+
+def test_bfloat16_never_goes_through_attention_of_cudnn(source, prompts):
+    engine = torch_backend.load_to_ask(source, device="cuda", dtype="bfloat16")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        asked(engine, prompts[:8], 8, max_new_tokens=4)
+    names = {event.key for event in profile.key_averages()}
+    attention = {name for name in names if "scaled_dot_product" in name}
+    assert bool(attention) is (engine.attention.generating == "sdpa") and not [
+        name for name in names if "cudnn" in name
+    ]
 
 
 def test_as_many_are_asked_as_fit_and_a_burst_is_halved(source, prompts):

@@ -39,8 +39,16 @@ def test_restored_after_some_steps_the_rest_is_the_same_to_the_last_bit(kind, dt
 @each_kind
 @each_dtype
 @pytest.mark.parametrize("first", [1, 3], ids=["at the first step", "later"])
-def test_an_update_that_is_not_sound_changes_nothing_and_nothing_waits_for_the_gpu(kind, dtype, first):
-    checks.check_unsound(kind, dtype, first, device="cuda")
+@pytest.mark.parametrize("how", checks.HOW)
+def test_an_update_that_is_not_sound_changes_nothing_and_nothing_waits_for_the_gpu(kind, dtype, first, how):
+    checks.check_unsound(kind, dtype, first, device="cuda", how=how)
+
+
+@each_kind
+@each_dtype
+@pytest.mark.parametrize("limit", [0.05, 1e6, None])
+def test_clipped_by_its_own_norm_is_scaled_by_that_factor(kind, dtype, limit):
+    checks.check_clipped(kind, dtype, limit, device="cuda")
 
 
 def test_rounding_is_right_on_average_and_keeps_nan_and_inf():

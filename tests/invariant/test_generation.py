@@ -1,11 +1,13 @@
 """A prompt is answered the same whatever it is asked together with: greedy or drawn, short or past a sliding window."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from tunix_rt.backends import torch_backend, torch_generate
 from tunix_rt.backends.decoding import Answer, Decoding
@@ -210,3 +212,120 @@ def test_answers_leave_torch_as_it_was_between_two_of_them(small):
     ):  # fmt: skip
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         assert small.model.config._attn_implementation == small.attention.training
+
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.4,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+MASKED = {
+    "gemma": {"model_type": "gemma"},
+    "gemma2, capped": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3": {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, **WINDOWED},
+    "gemma3, full alone": {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "sliding_window": 8,
+                           "layer_types": ["full_attention"] * 2},
+    "gpt2": {"model_type": "gpt2", "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral, windowed": {"model_type": "mistral", "sliding_window": 8},
+    "phi3": {"model_type": "phi3", "sliding_window": 8, "resid_pdrop": 0.0},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2, windowed": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3, windowed": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
+}  # fmt: skip
+
+
+def random_engine(folder: Path, settings):
+    (folder / "config.json").write_text(json.dumps(SIZES | settings))
+    engine = torch_backend.load_to_ask(resolve_model(str(folder), weights="random"), device="cpu", dtype="float32")
+    engine.model.eval()
+    return engine
+
+
+def begun(engine, lengths, new_tokens=16):
+    decoding = Decoding(max_new_tokens=new_tokens)
+    prompts = drawn_prompts(512, count=len(lengths), lengths=lengths)
+    rows = [torch_generate._row(engine, place, prompt, decoding, [1], str) for place, prompt in enumerate(prompts)]
+    return torch_generate._begin(engine, rows, decoding, 0), decoding
+
+
+def masks_of_transformers(engine, batch, seen):
+    """By type of layer, never left out: where all is seen, transformers would rather have none."""
+    asked_for = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    with torch.no_grad(), engine.attending(engine.attention.generating):
+        embedded = engine.model.get_input_embeddings()(batch.ids)
+        return {
+            kind: asked_for[kind](
+                config=engine.model.config, inputs_embeds=embedded, attention_mask=seen, past_key_values=batch.cache,
+                allow_is_causal_skip=False,
+            )
+            for kind in batch.windows
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_new_tokens_are_those_that_transformers_makes(name, tmp_path):
+    """Short of the window, past it, and after rows have left, the longest of them among others."""
+    engine = random_engine(tmp_path, MASKED[name])
+    lengths, width = [5, 3, 1, 4, 3], 5
+    batch, decoding = begun(engine, lengths)
+    layer_types = getattr(engine.model.config, "layer_types", None)
+    assert batch.ready is not None and (layer_types is None or set(layer_types) == set(batch.windows))
+    torch_generate._more_tokens(engine, batch, decoding, 0, 1)
+    for number in range(1, 16):
+        if number in (3, 9):
+            kept = [1, 2, 4] if number == 3 else [0, 1]
+            batch.keep(kept)
+            lengths = [lengths[place] for place in kept]
+        columns = torch.arange(width + number)
+        seen = torch.stack([columns >= width - length for length in lengths]).long()
+        ours, theirs = batch.masks(), masks_of_transformers(engine, batch, seen)
+        for kind, mask in theirs.items():
+            made = ours if isinstance(ours, torch.Tensor) else ours[kind]
+            assert made.dtype == mask.dtype and torch.equal(made, mask), (kind, number)
+        positions = torch.tensor(lengths)[:, None] + number - 1
+        with torch.no_grad(), engine.attending(engine.attention.generating):
+            left_to_it = engine.model(
+                input_ids=batch.ids,
+                attention_mask=seen,
+                position_ids=positions,
+                past_key_values=copy.deepcopy(batch.cache),
+            ).logits[:, -1]
+        found = torch_generate._more_tokens(engine, batch, decoding, number, 1)
+        assert [token for (token,) in found] == left_to_it.argmax(dim=-1).tolist()
+
+
+def test_masks_of_a_model_that_is_not_known_are_left_to_transformers(tmp_path):
+    engine = random_engine(tmp_path, {"model_type": "olmo2"})
+    batch, decoding = begun(engine, [3, 5])
+    torch_generate._more_tokens(engine, batch, decoding, 0, 2)
+    assert batch.ready is None and batch.masks().tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_a_model_that_looks_ahead_keeps_its_own_masks(tmp_path):
+    ahead = {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "use_bidirectional_attention": True, **WINDOWED}
+    assert begun(random_engine(tmp_path, ahead), [3, 5])[0].ready is None
+
+
+def test_no_answer_takes_attention_of_cudnn_and_the_switch_is_put_back(small, monkeypatch):
+    real, seen = torch_generate._step, []
+
+    def noted(*args):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+        return real(*args)
+
+    monkeypatch.setattr(torch_generate, "_step", noted)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    asked(small, [[3, 4, 5]], 1, max_new_tokens=3)
+    assert set(seen) == {(False, True)} and torch.backends.cuda.cudnn_sdp_enabled() is before
+
+
+def test_what_answers_leave_behind_can_be_trained_on(small):
+    asked(small, [[3, 4, 5], [6, 7]], 2, max_new_tokens=3)
+    assert not torch.is_inference_mode_enabled()
+    small.model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
+    assert any(parameter.grad is not None for parameter in small.model.parameters())
+    small.model.zero_grad(set_to_none=True)

@@ -215,8 +215,16 @@ def test_one_by_one_backwards_gives_the_bits_of_all_together(kind, dtype):
 @each_kind
 @each_dtype
 @pytest.mark.parametrize("first", [1, 4], ids=["at the first step", "later"])
-def test_an_update_that_is_not_sound_changes_nothing(kind, dtype, first):
-    checks.check_unsound(kind, dtype, first)
+@pytest.mark.parametrize("how", checks.HOW)
+def test_an_update_that_is_not_sound_changes_nothing(kind, dtype, first, how):
+    checks.check_unsound(kind, dtype, first, how=how)
+
+
+@each_kind
+@each_dtype
+@pytest.mark.parametrize("limit", [0.05, 1e6, None])
+def test_clipped_by_its_own_norm_is_scaled_by_that_factor(kind, dtype, limit):
+    checks.check_clipped(kind, dtype, limit)
 
 
 @each_kind

@@ -38,13 +38,14 @@ def drawn_rows():
 class Run:
     """A small model with its optimizer; the rows are the same for all."""
 
-    def __init__(self, folder, *, accumulation=1, **settings):
+    def __init__(self, folder, *, accumulation=1, at_once=2, **settings):
         self.training = Training(seed=3, lr_scheduler_type="constant", **settings)
         source = resolve_model(str(folder), weights="random")
         self.engine = engine_of.load(source, device="cpu", training=self.training)
         self.optimizer = engine_of.make_optimizer(self.engine, self.training)
+        self.rows = len(drawn_rows())
         self.batch = partial(
-            batch_of_step, drawn_rows(), micro_batch_size=2, accumulation=accumulation, seed=5, pad_id=0
+            batch_of_step, drawn_rows(), micro_batch_size=at_once, accumulation=accumulation, seed=5, pad_id=0
         )
 
     def steps(self, *, first=1, total=6):

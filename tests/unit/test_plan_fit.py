@@ -294,11 +294,13 @@ def test_the_rate_of_this_cpu_is_measured_in_a_moment() -> None:
 def test_disk_holds_the_kept_checkpoints_the_best_one_more_and_the_final_model() -> None:
     shape = shape_of({"model_type": "gpt2"})
     weights = 4 * shape.parameters
-    small = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 2}))
-    large = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5}))
+    small = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 2, "save_steps": 10}))
+    large = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5, "eval_steps": 10}))
     assert small > 4 * 3 * weights + weights
     assert large - small == 3 * 3 * weights
-    halved = disk_needed_bytes(shape, settings_of(training={**SMALLEST, "save_total_limit": 2}))
+    only_the_last = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5}))
+    assert small - only_the_last == 2 * 3 * weights  # an interruption's and the end's
+    halved = disk_needed_bytes(shape, settings_of(training={**SMALLEST, "save_total_limit": 2, "save_steps": 10}))
     assert halved < 5.1 * weights / 2 + 2**27
     adapters = disk_needed_bytes(shape, settings_of(training={"lora_rank": 16, "save_total_limit": 2}))
     assert weights < adapters < 1.5 * weights

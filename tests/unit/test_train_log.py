@@ -349,6 +349,7 @@ class SummingEngine:
     """An engine small enough to see through: its one weight is the sum of the steps it took."""
 
     attention = SimpleNamespace(name="none", why="it has nothing to look at")
+    layers = "plain"
 
     def __init__(self):
         self.weight = 0
@@ -367,6 +368,9 @@ class SummingEngine:
 
     def snapshot(self, engine, optimizer):
         return Copied(str(self.weight))
+
+    def prepare_steps(self, engine, batch_of, training, *, total):
+        return {"layers": self.layers}
 
     def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total):
         for number in range(first, total + 1):
@@ -538,6 +542,16 @@ def test_a_stop_before_the_first_step_takes_no_step(run):
     stop.signal_name = "SIGINT"
     with pytest.raises(Preempted, match="stopped by SIGINT; nothing was trained yet"):
         stop.raise_if_asked("nothing was trained yet")
+
+
+def test_a_run_is_not_continued_with_layers_compiled_that_were_not(run, monkeypatch):
+    with pytest.raises(Preempted):
+        train(run, total=7, stop_after=5)
+    before = run.metrics.read_bytes()
+    monkeypatch.setattr(SummingEngine, "layers", "compiled")
+    with pytest.raises(ConfigError, match="was trained with layers: plain, here it would be compiled"):
+        train(run, total=7, resume=True)
+    assert run.metrics.read_bytes() == before
 
 
 def test_a_run_is_not_continued_with_another_attention(run, monkeypatch):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tunix_rt.assets import cache_root
+
 Progress = Callable[[str, int, int, str], None]
 """Told as work goes on: (what, done, total, a note such as "loss 0.41, 4,512 tokens/s")."""
 
@@ -30,7 +32,20 @@ def load_backend(name: str) -> Any:
     """The engine module for `training.backend`.
 
     Threads are told to sleep while they wait, unless the user said otherwise: beside another busy program, threads that
-    spin for each other slow a small model down several times.
+    spin for each other slow a small model down several times. Compiled code is kept across runs: torch would put it where a
+    computer forgets it when it starts again.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # both are read when torch is imported
+    if (folder := _folder_for_code()) is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     return importlib.import_module(f"tunix_rt.backends.{name}_backend")
+
+
+def _folder_for_code() -> str | None:
+    """Where compiled code is kept; None where nothing can be written there, which torch's own place then makes up for."""
+    folder = cache_root() / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(folder) if os.access(folder, os.W_OK) else None

@@ -6,6 +6,7 @@
 
 import contextlib
 import copy
+import gc
 import hashlib
 import json
 import logging
@@ -21,10 +22,23 @@ from safetensors import SafetensorError
 
 from tunix_rt.backends import Step
 from tunix_rt.backends.schedule import learning_rate
+from tunix_rt.backends.torch_batches import PlacedStep, placed_steps
+from tunix_rt.backends.torch_compile import compile_layers, layers_of
 from tunix_rt.backends.torch_generate import generate
+from tunix_rt.backends.torch_head import kernel_unable
 from tunix_rt.backends.torch_logits import last_logits, release, room_beside, tensor_hashes
-from tunix_rt.backends.torch_model import Engine, free_bytes, load, load_to_ask, memory_is_named, one_line, summed_loss
-from tunix_rt.backends.torch_optim import Optimizer
+from tunix_rt.backends.torch_model import (
+    Engine,
+    LossScale,
+    free_bytes,
+    load,
+    load_to_ask,
+    memory_is_named,
+    one_line,
+    summed_loss,
+)
+from tunix_rt.backends.torch_optim import Optimizer, has_kernels
+from tunix_rt.backends.torch_profile import BACKWARD, BATCH, OPTIMIZER, region
 from tunix_rt.backends.torch_state import (
     await_copy,
     host_has_room,
@@ -36,12 +50,13 @@ from tunix_rt.backends.torch_state import (
 from tunix_rt.config import Training
 from tunix_rt.data.pack import Row, StepBatch, collate
 from tunix_rt.errors import HardwareError, InputError, TunixError
+from tunix_rt.plan.compiling import choose_compiling
 from tunix_rt.rundir import settle_files, storage, sync_folder
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
-    "optimizer_steps", "release", "restore_state", "room_beside", "save", "snapshot", "snapshot_bytes", "summed_loss",
-    "tensor_hashes", "write_direct",
+    "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save", "snapshot", "snapshot_bytes",
+    "summed_loss", "tensor_hashes", "write_direct",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -76,36 +91,89 @@ def optimizer_steps(
     total: int,
 ) -> Iterator[Step]:
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
-    recompute_layers(engine)
+    prepare_steps(engine, batch_of, training, total=total)
     take_step = _step_in_backward if engine.recipe.in_backward else _whole_step
-    for step in range(first, total + 1):
-        started = time.perf_counter()
-        batch = batch_of(step)
-        rate = learning_rate(step, total=total, training=training)
-        engine.model.train()
-        optimizer.begin(step, rate)
-        with memory_is_named(f"step {step}"), engine.kernels():
-            mean_loss, norm = take_step(engine, optimizer, batch, training, step)
-        if step == first:
-            _assert_on_device(engine, optimizer)
-        yield Step(
-            step=step,
-            loss=mean_loss,
-            lr=rate,
-            grad_norm=norm,
-            target_tokens=batch.target_tokens,
+    placing = engine.placing(training=True)
+    with (
+        _little_garbage(engine),
+        contextlib.closing(placed_steps(batch_of, placing, first=first, total=total)) as batches,
+    ):
+        for step, ready in batches:
+            started = time.perf_counter()
+            rate = learning_rate(step, total=total, training=training)
+            if not engine.model.training:
+                engine.model.train()
+            optimizer.begin(step, rate)
+            with memory_is_named(f"step {step}"), engine.kernels():
+                with region(BATCH):
+                    placed = ready()
+                    placed.wait()
+                mean_loss, norm = take_step(engine, optimizer, placed, training, step)
+            if step == first:
+                _assert_on_device(engine, optimizer)
+            yield Step(
+                step=step,
+                loss=mean_loss,
+                lr=rate,
+                grad_norm=norm,
+                target_tokens=placed.batch.target_tokens,
+                tokens=placed.batch.tokens,
+                seconds=time.perf_counter() - started,
+                peak_bytes=engine.peak_bytes(),
+                batch=placed.batch.sha256,
+            )
+
+
+def prepare_steps(
+    engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int
+) -> dict[str, str]:
+    """Make the layers ready for the steps of a run, once; which code computes them, as a checkpoint writes it down.
+
+    They are compiled where it is asked for or pays: the first batch of the run stands for all, wherever it is continued."""
+    if not engine.prepared:
+        engine.prepared = True
+        recompute_layers(engine)
+        batch = batch_of(1)
+        sample = batch.micro_batches[0]
+        choice = choose_compiling(
+            training.compile,
+            device=engine.device.type,
+            device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+            parameters=engine.parameters,
             tokens=batch.tokens,
-            seconds=time.perf_counter() - started,
-            peak_bytes=engine.peak_bytes(),
-            batch=batch.sha256,
+            steps=total,
+            packed=int((sample.positions == 0).sum()) > len(sample.positions),
+            adapters=engine.recipe.frozen is not None,
         )
+        torch.manual_seed(_seed_of(training.seed, 0))
+        compile_layers(engine, choice, sample)
+    table = engine.model.get_output_embeddings().weight
+    plain_head = kernel_unable(table.device, engine.compute, len(table))
+    return {
+        "layers": "compiled" if engine.compiled else "plain",
+        "head": "plain" if plain_head else "kernel",
+        "update": "kernel" if engine.recipe.weights == "bfloat16" and has_kernels(table.device) else "plain",
+    }
+
+
+@contextlib.contextmanager
+def _little_garbage(engine: Engine) -> Iterator[None]:
+    """Python's garbage collector leaves alone what is there before the first step: a million objects, each of which it would
+    walk through again and again while a GPU waits."""
+    if engine.device.type != "cuda":
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def recompute_layers(engine: Engine) -> None:
     """Let the first layers be computed again in the backward pass; the last `kept_layers` keep their activations."""
-    layers = [
-        module for module in engine.model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)
-    ]
+    layers = layers_of(engine.model)
     kept = engine.recipe.kept_layers(len(layers))
     if engine.recipe.kept_share == 1.0:
         return
@@ -123,49 +191,87 @@ def recompute_layers(engine: Engine) -> None:
 
 
 def _whole_step(
-    engine: Engine, optimizer: Optimizer, batch: StepBatch, training: Training, step: int
+    engine: Engine, optimizer: Optimizer, placed: PlacedStep, training: Training, step: int
 ) -> tuple[float, float]:
-    """All gradients, their global norm, then the update. Returns the mean loss and the norm before clipping."""
+    """All gradients, their global norm, then the update. Returns the mean loss and the norm before clipping.
+
+    A GPU is waited for once, at the end: it clips by itself, and leaves an update out whose gradients are not finite."""
+    if engine.loss_scale is not None:
+        return _scaled_step(engine, optimizer, placed, training, step, engine.loss_scale)
+    total = _gradients(engine, placed, training, step, 1.0)
+    with region(OPTIMIZER):
+        norm = _global_norm(engine)
+    await_copy(engine)
+    limit = training.max_grad_norm
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
+    sound: torch.Tensor | None = torch.isfinite(total) & torch.isfinite(norm)
+    if engine.device.type == "cpu":  # nothing is waited for there, and whole passes over the gradients are saved
+        _refuse_nonfinite(step, *torch.stack([total, norm]).tolist())
+        scale, sound = (None if scale is None or scale == 1 else scale), None
+    with region(OPTIMIZER):
+        optimizer.step(scale=scale, sound=sound)
+    engine.model.zero_grad(set_to_none=True)
+    mean_loss, found = torch.stack([total, norm]).tolist()
+    _refuse_nonfinite(step, mean_loss, found)
+    return mean_loss, found
+
+
+def _scaled_step(
+    engine: Engine, optimizer: Optimizer, placed: PlacedStep, training: Training, step: int, scaled: LossScale
+) -> tuple[float, float]:
+    """The same in float16, with the loss multiplied: where gradients overflow they are computed again with less."""
     while True:
-        multiplied = engine.loss_scale.value if engine.loss_scale else 1.0
-        total = _gradients(engine, batch, training, step, multiplied)
-        norms = [_norm(p) for p in engine.model.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) / multiplied
-        mean_loss, found = torch.stack([total / multiplied, norm]).tolist()
-        if engine.loss_scale is None or not math.isfinite(mean_loss) or math.isfinite(found) or multiplied <= 1:
+        multiplied = scaled.value
+        total = _gradients(engine, placed, training, step, multiplied)
+        mean_loss, found = torch.stack([total / multiplied, _global_norm(engine) / multiplied]).tolist()
+        if not math.isfinite(mean_loss) or math.isfinite(found) or multiplied <= 1:
             break
-        engine.loss_scale.overflowed()
+        scaled.overflowed()
         engine.model.zero_grad(set_to_none=True)
         logger.info(
             "step %d: float16 gradients overflowed; computed again with the loss multiplied by %g instead of %g",
-            step, engine.loss_scale.value, multiplied,
+            step, scaled.value, multiplied,
         )  # fmt: skip
     _refuse_nonfinite(step, mean_loss, found)
     await_copy(engine)
     limit = training.max_grad_norm
     factor = (min(1.0, limit / (found + 1e-6)) if limit else 1.0) / multiplied
-    scale = torch.tensor(factor, device=engine.device, dtype=torch.float64) if factor != 1.0 else None
-    optimizer.step(scale=scale)
+    with region(OPTIMIZER):
+        optimizer.step(scale=torch.tensor(factor, device=engine.device, dtype=torch.float64))
     engine.model.zero_grad(set_to_none=True)
-    if engine.loss_scale is not None:
-        engine.loss_scale.held()
+    scaled.held()
     return mean_loss, found
 
 
-def _gradients(engine: Engine, batch: StepBatch, training: Training, step: int, multiplied: float) -> torch.Tensor:
+def _gradients(engine: Engine, placed: PlacedStep, training: Training, step: int, multiplied: float) -> torch.Tensor:
     """Backward passes of every micro-batch; the mean loss over all targets of the step, times `multiplied`."""
     torch.manual_seed(_seed_of(training.seed, step))
     total = torch.zeros((), device=engine.device, dtype=torch.float64)
-    for micro in batch.micro_batches:
+    for micro in placed.micro_batches:
         # The mean over all targets of the step, not of the micro-batch: accumulation must not change the loss.
-        loss = summed_loss(engine, micro, scale=multiplied / batch.target_tokens)
-        loss.backward()
+        loss = summed_loss(engine, micro, scale=multiplied / placed.batch.target_tokens)
+        with region(BACKWARD):
+            loss.backward()
         total += loss.detach()
     return total
 
 
+def _global_norm(engine: Engine) -> torch.Tensor:
+    """Of all gradients, in float64. Each is summed in at least float32: that of bfloat16 would be a bfloat16 number."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in engine.model.parameters():
+        if parameter.grad is not None:
+            by_type.setdefault(parameter.dtype, []).append(parameter.grad)
+    norms = [
+        norm.double()
+        for dtype, gradients in by_type.items()
+        for norm in torch._foreach_norm(gradients, 2, torch.float64 if dtype == torch.float64 else torch.float32)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
 def _step_in_backward(
-    engine: Engine, optimizer: Optimizer, batch: StepBatch, training: Training, step: int
+    engine: Engine, optimizer: Optimizer, placed: PlacedStep, training: Training, step: int
 ) -> tuple[float, float]:
     """Each tensor is updated as soon as its gradient is complete, clipped by its own norm, and the gradient dropped.
 
@@ -174,27 +280,26 @@ def _step_in_backward(
     """
     await_copy(engine)
     torch.manual_seed(_seed_of(training.seed, step))
-    (micro,) = batch.micro_batches
-    loss = summed_loss(engine, micro, scale=1 / batch.target_tokens)
+    (micro,) = placed.micro_batches
+    loss = summed_loss(engine, micro, scale=1 / placed.batch.target_tokens)
     norms: list[torch.Tensor] = []
     sounds: list[torch.Tensor] = []
     sound = torch.isfinite(loss.detach())
 
     def update(parameter: torch.nn.Parameter) -> None:
         nonlocal sound
-        norm = _norm(parameter)
-        sound = sound & torch.isfinite(norm)
+        with region(OPTIMIZER):
+            norm, sound = optimizer.update_clipped(parameter, limit=training.max_grad_norm or None, sound=sound)
         norms.append(norm)
         sounds.append(sound)
-        limit = training.max_grad_norm
-        optimizer.update(parameter, scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, sound=sound)
         parameter.grad = None
 
     tables = engine.tables
     others = [p for p in engine.model.parameters() if p.requires_grad and not any(p is table for table in tables)]
     hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in others]
     try:
-        loss.backward()
+        with region(BACKWARD):
+            loss.backward()
     finally:
         for hook in hooks:
             hook.remove()
@@ -205,12 +310,6 @@ def _step_in_backward(
     done = f"; {updated:.0f} of {len(norms)} tensors have been updated in this process, none of it is kept"
     _refuse_nonfinite(step, mean_loss, norm, done=done if updated else "")
     return mean_loss, norm
-
-
-def _norm(parameter: torch.Tensor) -> torch.Tensor:
-    """Of its gradient, summed in at least float32: that of bfloat16 gradients would be a bfloat16 number."""
-    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(parameter.grad, dtype=kind).double()
 
 
 def _seed_of(seed: int, step: int) -> int:

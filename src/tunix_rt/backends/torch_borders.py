@@ -20,13 +20,19 @@ def varlen_borders(positions: npt.NDArray[np.int64], device: torch.device) -> tu
     """The places where examples begin when rows are laid end to end, the end of the last too; a bound of their lengths."""
     begins = np.flatnonzero(_begins(positions))
     ends = np.append(begins[1:], positions.size)
-    cumulative = _on(device, np.append(begins, positions.size).astype(np.int32))
+    cumulative = on_device(device, np.append(begins, positions.size).astype(np.int32))
     # As many examples as there are: compiled code must not be made again for another number.
     torch._dynamo.maybe_mark_dynamic(cumulative, 0)
     # The kernel wants a bound. A power of two, at least 128: few values for compiled code, and never 1, for which the
     # kernel takes another path.
     longest = max(LEAST_LENGTH, 1 << int((ends - begins).max() - 1).bit_length())
     return cumulative, longest
+
+
+def with_another_bound(borders: dict[str, Any]) -> list[dict[str, Any]]:
+    """`borders`, and where they hold a bound of the examples' lengths, once more with twice of it: as good, only slower."""
+    longest = borders.get("max_length_q")
+    return [borders] if longest is None else [borders, borders | {"max_length_q": 2 * longest}]
 
 
 def _begins(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -36,7 +42,7 @@ def _begins(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return begins
 
 
-def _on(device: torch.device, values: npt.NDArray[Any]) -> torch.Tensor:
+def on_device(device: torch.device, values: npt.NDArray[Any]) -> torch.Tensor:
     """`values` on the device. From pinned memory, for a copy from any other waits for the device."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -74,7 +80,7 @@ def _block_mask(firsts: npt.NDArray[np.int64], device: torch.device) -> BlockMas
     whole = (highs[None, None, :] <= lows[None, :, None]) & (lows[None, None, :] >= firsts[:, highs, None])
     whole &= (lows + BLOCK <= tokens)[None, :, None]  # the last block may be cut short
     part = touched & ~whole
-    starts = _on(device, firsts.astype(np.int32))
+    starts = on_device(device, firsts.astype(np.int32))
 
     def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (key >= starts[row, query])
@@ -95,4 +101,4 @@ def _in_order(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torc
     counts = blocks.sum(axis=2, dtype=np.int32)[:, None]
     indices = np.argsort(~blocks, axis=2, kind="stable").astype(np.int32)[:, None]
     # Compiled kernels find the row by the stride of the head, which numpy leaves at 0 for a single one.
-    return tuple(_on(device, part.ravel()).view(part.shape) for part in (counts, indices))
+    return tuple(on_device(device, part.ravel()).view(part.shape) for part in (counts, indices))

@@ -1,9 +1,12 @@
 """Answers of the PyTorch engine: prompts of mixed lengths in one batch, padded on the left, with a cache of keys and values.
 
 A prompt is answered as if it were alone. Rows that are done leave the batch. On a GPU the tokens are looked at only every few
-steps, because each look waits for the device; where an answer ends does not depend on it.
+steps, because each look waits for the device; where an answer ends does not depend on it. For models that are known well the
+masks of new tokens are views of one that is made at the start: transformers, which makes one for every token, waits for the
+device to see whether any is needed.
 """
 
+import contextlib
 import inspect
 import logging
 import time
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tunix_rt.backends.decoding import CONTEXT, LENGTH, TIME, Answer, Decoding, Ending, batches, random_keys
 from tunix_rt.backends.torch_model import Engine, memory_is_named
@@ -24,8 +28,14 @@ LOOK_EVERY = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at answers. Where weights are cast for each look, a CPU looks as seldom as a GPU."""
 DRAWN_AT_ONCE = 4 * 2**20
 """Logits whose tokens are drawn at once: noise and order of a logit take some 60 bytes."""
-MOVING_ROPES = ("dynamic", "longrope")
+MOVING_ROPES = frozenset({"dynamic", "longrope"})
 """Rotations that depend on the longest row of a batch: such a model is asked one prompt at a time."""
+
+MASKS_BY_TYPE = ("gemma2", "gemma3_text", "qwen2", "qwen3")
+"""Models that take masks made already, one for each type of layer."""
+ONE_MASK = ("gemma", "gpt2", "llama", "mistral", "phi3")
+"""Models that take one such mask for all layers."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,21 +54,60 @@ class _Row:
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """What the model is given next, on the device: one line per row."""
+    """What the model is given, on the device: one line per row. A column is a token, of the prompt or of the answer."""
 
     ids: torch.Tensor
+    """The tokens that are given next."""
+    held: int
+    """Columns whose keys and values are in the cache."""
     mask: torch.Tensor
+    """[rows, columns]: whether a column is a token, and no padding. Those of the answer are there from the start."""
+    ready: torch.Tensor | None
+    """[rows, 1, 1, columns]: the same as attention takes it; None where transformers has to make it."""
     positions: torch.Tensor
+    """[rows, columns]"""
     keys: torch.Tensor | None
     """One for each new token, where tokens are drawn."""
     cache: Any
+    windows: dict[str, int | None]
+    """How many columns each type of layer sees; None for all."""
+    one_mask: bool
+    takes: frozenset[str]
+    """Names of the arguments that the model takes."""
 
     def keep(self, places: Sequence[int]) -> None:
         kept = torch.tensor(places, device=self.ids.device)
         self.ids, self.mask, self.positions = (part[kept] for part in (self.ids, self.mask, self.positions))
+        if self.ready is not None:
+            self.ready = self.ready[kept]
         if self.keys is not None:
             self.keys = self.keys[kept]
         self.cache.batch_select_indices(kept)
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of the model for the next tokens."""
+        given = {
+            "input_ids": self.ids,
+            "attention_mask": self.masks(),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        if "position_ids" in self.takes:
+            given["position_ids"] = self.positions.narrow(1, self.held, self.ids.shape[1])
+        if "logits_to_keep" in self.takes:
+            given["logits_to_keep"] = 1
+        return given
+
+    def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:
+        """For one new token what it sees, ready to be used; else the tokens that are no padding: transformers makes the rest."""
+        columns = self.held + self.ids.shape[1]
+        if self.ready is None or self.ids.shape[1] > 1:
+            return self.mask[:, :columns]
+        made = {}
+        for kind, window in self.windows.items():
+            seen = columns if window is None else min(columns, window)
+            made[kind] = self.ready.narrow(3, columns - seen, seen)
+        return next(iter(made.values())) if self.one_mask else made
 
 
 def generate(
@@ -78,7 +127,7 @@ def generate(
     are, and it is said. `heard` is told a prompt's tokens so far, as soon as there are any new ones.
     """
     engine.model.eval()
-    most = 1 if _rope(engine) in MOVING_ROPES else len(prompts)
+    most = 1 if _ropes(engine) & MOVING_ROPES else len(prompts)
     for chosen in batches([len(prompt) for prompt in prompts], rows_at):
         rows = [_row(engine, index, prompts[index], decoding, stop_ids, decode) for index in chosen]
         yield from ((row.index, Answer(ids=[], ended=CONTEXT)) for row in rows if row.room < 1)
@@ -119,11 +168,13 @@ def _row(
     )
 
 
-def _rope(engine: Engine) -> str | None:
-    settings = getattr(engine.model.config, "rope_parameters", None) or getattr(
-        engine.model.config, "rope_scaling", None
-    )
-    return settings.get("rope_type") if isinstance(settings, dict) else None
+def _ropes(engine: Engine) -> set[str]:
+    """Kinds of rotation in the model; some have one for each type of layer."""
+    config = engine.model.config
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(settings, dict):
+        return set()
+    return {str(each.get("rope_type")) for each in (settings, *settings.values()) if isinstance(each, dict)}
 
 
 def _positions(engine: Engine) -> int | None:
@@ -170,31 +221,87 @@ def _answers(
 
 def _begin(engine: Engine, rows: Sequence[_Row], decoding: Decoding, pad_id: int) -> _Batch:
     """Prompts padded on the left, so that every answer starts in the same column."""
-    width = max(len(row.prompt) for row in rows)
+    width, longest = max(len(row.prompt) for row in rows), max(row.room for row in rows)
+    cache = transformers.DynamicCache(config=engine.model.config)
+    windows = _windows(engine, cache)
     ids = torch.full((len(rows), width), pad_id)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    mask = torch.ones((len(rows), width + longest), dtype=torch.long)
     for place, row in enumerate(rows):
         ids[place, width - len(row.prompt) :] = torch.tensor(row.prompt)
-        mask[place, width - len(row.prompt) :] = 1
+        mask[place, : width - len(row.prompt)] = 0
+    # A row that ended is carried on until the next look, and has no position beyond the last.
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0, max=(_positions(engine) or 2**31) - 1)
     drawn = None
     if decoding.temperature:
-        longest = max(row.room for row in rows)
         drawn = torch.tensor([random_keys(decoding.seed, row.index, longest) for row in rows])
     return _Batch(
         ids=ids.to(engine.device),
+        held=0,
         mask=mask.to(engine.device),
-        positions=(mask.cumsum(dim=1) - 1).clamp(min=0).to(engine.device),
+        ready=None if windows is None else _ready(engine, mask).to(engine.device),
+        positions=positions.to(engine.device),
         keys=None if drawn is None else drawn.to(engine.device),
-        cache=transformers.DynamicCache(config=engine.model.config),
+        cache=cache,
+        windows=windows or {},
+        one_mask=engine.model.config.model_type in ONE_MASK,
+        takes=frozenset(inspect.signature(engine.model.forward).parameters),
     )
+
+
+def _windows(engine: Engine, cache: Any) -> dict[str, int | None] | None:
+    """How many columns each type of layer sees, for a model whose masks are made here; None for others."""
+    config = engine.model.config
+    known = config.model_type in (*MASKS_BY_TYPE, *ONE_MASK) and engine.attention.generating in ("sdpa", "eager")
+    ahead = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
+    if not known or ahead:
+        return None
+    found: set[tuple[str, int | None]] = set()
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer:
+            found.add((FULL, None))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            found.add((SLIDING, layer.sliding_window))
+        else:
+            return None
+    windows = dict(found)
+    several = len(windows) > 1 and config.model_type in ONE_MASK
+    return None if several or len(windows) < len(found) else windows
+
+
+def _ready(engine: Engine, mask: torch.Tensor) -> torch.Tensor:
+    """The mask as transformers' own would be for one new token: booleans for sdpa, for eager what is added to the scores."""
+    seen = mask.bool()[:, None, None]
+    if engine.attention.generating == "sdpa":
+        return seen
+    kind = engine.model.get_input_embeddings().weight.dtype
+    return torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
+
+
+def _unrecorded(engine: Engine) -> contextlib.AbstractContextManager[Any]:
+    """No gradients. On a GPU, where a step is as long as its calls take, by the mode in which a call is shortest; but under it
+    autocast casts every weight for every token again, and a rotation that moves would be left in the model unfit to train."""
+    if engine.device.type == "cuda" and not engine.recipe.casts and not _ropes(engine) & MOVING_ROPES:
+        return torch.inference_mode()
+    return torch.no_grad()
+
+
+@contextlib.contextmanager
+def _kernels(engine: Engine) -> Iterator[None]:
+    """The engine's kernels of attention without cuDNN's, which is planned anew for every number of keys: for every token."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with engine.kernels():
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, count: int) -> list[list[int]]:
     """The next `count` tokens of every row. Rows that ended among them got some in vain."""
-    named = frozenset(inspect.signature(engine.model.forward).parameters)
     attending = engine.attending(engine.attention.generating)
-    with torch.no_grad(), memory_is_named("generation"), attending, engine.kernels(), engine.computing():
-        found = [_step(engine, batch, decoding, number, named) for number in range(taken, taken + count)]
+    with _unrecorded(engine), memory_is_named("generation"), attending, _kernels(engine), engine.computing():
+        found = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
         tokens = torch.stack(found, dim=1).tolist()
     if any(_NOT_A_TOKEN in row for row in tokens):
         raise InputError(f"{engine.source.name}: gives NaN instead of a next token", fix="the weights are damaged")
@@ -204,23 +311,13 @@ def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, 
 _NOT_A_TOKEN = -1
 
 
-def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int, named: frozenset[str]) -> torch.Tensor:
-    """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing.
-
-    `named` are the arguments that the model takes."""
-    given = {"position_ids": batch.positions, "logits_to_keep": 1}
-    logits = engine.model(
-        input_ids=batch.ids,
-        attention_mask=batch.mask,
-        past_key_values=batch.cache,
-        use_cache=True,
-        **{name: value for name, value in given.items() if name in named},
-    ).logits[:, -1]
+def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> torch.Tensor:
+    """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing, unless
+    transformers does."""
+    logits = engine.model(**batch.given()).logits[:, -1]
     chosen = _choose(logits, decoding, None if batch.keys is None else batch.keys[:, number])
+    batch.held += batch.ids.shape[1]
     batch.ids = chosen.unsqueeze(1)
-    # A row that ended is carried on until the next look, and has no position beyond the last.
-    batch.positions = (batch.positions[:, -1:] + 1).clamp(max=(_positions(engine) or 2**31) - 1)
-    batch.mask = torch.cat([batch.mask, batch.mask.new_ones((len(chosen), 1))], dim=1)
     return torch.where(logits.isnan().any(dim=-1), _NOT_A_TOKEN, chosen)
 
 

@@ -2,8 +2,15 @@
 
 Both add their gradient into the `.grad` of the table themselves. A tied table so has one gradient, never two and their sum,
 and the logits of all tokens never exist.
+
+Between the products of a chunk stands `_turned`, in plain torch, which is the definition and runs anywhere; on CUDA a kernel
+computes the same in place (`triton_head`).
 """
 
+import functools
+import importlib
+import importlib.util
+import subprocess
 from typing import Any
 
 import torch
@@ -29,12 +36,13 @@ def head_loss(
     The sum over the targets times `scale`, in float64. Call `backward()` on this very value: the gradient of the table is
     computed on the way forward and is already in `table.grad` by then.
     """
-    rows = rows or loss_rows(len(targets))
     if torch.is_grad_enabled() and (states.requires_grad or table.requires_grad):
         return _HeadLoss.apply(states, table, targets, scale, softcap, compute, rows)
+    rows = rows or loss_rows(len(targets))
     operand = _as_operand(table, compute)
+    room = _room(operand, min(rows, len(targets)))
     losses = [
-        _chunk(part.to(operand.dtype), operand, target, softcap, None)[0].sum()
+        _chunk(part.to(operand.dtype), operand, target, softcap, None, room)[0].sum()
         for part, target in zip(states.split(rows), targets.split(rows), strict=True)
     ]
     return scale * torch.stack(losses).sum() if losses else states.new_zeros((), dtype=torch.float64)
@@ -44,17 +52,19 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None,
-        compute: torch.dtype, rows: int,
+        compute: torch.dtype, rows: int | None,
     ) -> torch.Tensor:  # fmt: skip
         wide = _as_operand(table, compute)
+        rows = rows or _rows_with_gradients(wide, len(targets), softcap)
+        room = _room(wide, min(rows, len(targets)))
         gradient = torch.empty_like(states) if states.requires_grad else None
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         for start in range(0, len(targets), rows):
             part = states[start : start + rows].to(wide.dtype)
-            losses, slopes = _chunk(part, wide, targets[start : start + rows], softcap, scale)
+            losses, slopes = _chunk(part, wide, targets[start : start + rows], softcap, scale, room)
             total += losses.sum()
             if gradient is not None:
-                gradient[start : start + rows] = slopes @ wide
+                _put_product(gradient[start : start + rows], slopes, wide)
             if table.requires_grad:
                 _add_product(table, slopes, part)
             del slopes  # before the next chunk's logits are there
@@ -67,6 +77,101 @@ class _HeadLoss(torch.autograd.Function):
         torch._assert_async(upstream == 1, "backward() of something made of the loss, not of the loss itself")
         gradient, ctx.gradient = ctx.gradient, None
         return gradient, None, None, None, None, None, None
+
+
+# --- the kernel, or plain torch --------------------------------------------------------------------------------------
+
+
+def kernel_unable(device: torch.device, kind: torch.dtype, vocabulary: int) -> str | None:
+    """Why `triton_head` cannot serve products of `kind` on `device`; None where it can. The first time, it is compiled."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "it is written for CUDA"
+    if kind.itemsize > 4:
+        return "it computes in float32"
+    return _kernel_fails(device, kind, vocabulary)
+
+
+@functools.cache
+def _kernel_fails(device: torch.device, kind: torch.dtype, vocabulary: int) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compile_errors: tuple[type[Exception], ...] = (RuntimeError, ImportError, OSError, subprocess.SubprocessError)
+    try:
+        compile_errors = (*compile_errors, importlib.import_module("triton.errors").TritonError)
+        kernel = importlib.import_module("tunix_rt.backends.triton_head")
+        if kernel.part_columns(vocabulary, device) is None:
+            return f"a row of {vocabulary:,} logits is too long for so small a GPU"
+        logits = kernel.room_for_logits(1, vocabulary, device).zero_()
+        kernel.turned(logits, torch.zeros(1, dtype=torch.long, device=device), softcap=None, scale=1.0, kind=kind)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernel
+    except compile_errors as error:
+        return f"{type(error).__name__}: " + " ".join(str(error).split())[:200]
+    return None
+
+
+def _room(table: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """Memory for the logits of all chunks, one after the other, where the kernel turns them in place."""
+    if kernel_unable(table.device, table.dtype, len(table)):
+        return None
+    return importlib.import_module("tunix_rt.backends.triton_head").room_for_logits(rows, len(table), table.device)
+
+
+def _rows_with_gradients(table: torch.Tensor, targets: int, softcap: float | None) -> int:
+    """How many targets meet the vocabulary at once. The plan counts, for a GPU, logits that are turned in place; where they
+    are not, there are fewer at a time, so that no more memory is needed."""
+    rows = loss_rows(targets)
+    if (
+        table.device.type == "cpu"
+        or table.dtype.itemsize > 4
+        or not kernel_unable(table.device, table.dtype, len(table))
+    ):
+        return rows
+    needed = (
+        8 if softcap else 4 + 2 * (table.dtype.itemsize == 2)
+    )  # beside logits the slope of the cap, or 16-bit slopes
+    return max(1, rows * 4 // needed)
+
+
+def _chunk(
+    states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None,
+    room: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Losses of a few targets in float64 and, where `scale` is given, `scale` times the gradient of their logits."""
+    if room is None:
+        losses, logits = _turned(_logits(states, table), targets, softcap, scale)
+        return losses, logits if scale is None else logits.to(states.dtype)
+    logits = room[: len(states)]
+    _put_product(logits, states, table.t())
+    kernel = importlib.import_module("tunix_rt.backends.triton_head")
+    return kernel.turned(logits, targets, softcap=softcap, scale=scale, kind=states.dtype)
+
+
+def _turned(
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tensor of logits is turned in place into exponentials, probabilities and the gradient."""
+    slope = None
+    if softcap:
+        logits.div_(softcap).tanh_()
+        slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1) if scale is not None else None
+        logits.mul_(softcap)
+    column = targets.unsqueeze(1)
+    at_target = logits.gather(1, column)
+    top = logits.amax(1, keepdim=True)
+    total = logits.sub_(top).exp_().sum(1, keepdim=True)
+    losses = (total.log() + (top - at_target)).double()
+    if scale is None:
+        return losses, logits
+    logits.mul_(scale / total)
+    flat = torch.arange(len(targets), device=targets.device) * logits.shape[1] + targets
+    logits.view(-1)[flat] -= scale  # one element of each row
+    if slope is not None:
+        logits.mul_(slope)
+    return losses, logits
+
+
+# --- the products ----------------------------------------------------------------------------------------------------
 
 
 def _product_type(compute: torch.dtype, device: torch.device) -> torch.dtype:
@@ -85,31 +190,14 @@ def _logits(states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.mm(states, table.t())
 
 
-def _chunk(
-    states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of a few targets in float64 and, where `scale` is given, `scale` times the gradient of their logits.
-
-    One tensor of logits is turned in place into exponentials, probabilities and the gradient."""
-    logits = _logits(states, table)
-    slope = None
-    if softcap:
-        logits.div_(softcap).tanh_()
-        slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1) if scale is not None else None
-        logits.mul_(softcap)
-    column = targets.unsqueeze(1)
-    at_target = logits.gather(1, column)
-    top = logits.amax(1, keepdim=True)
-    total = logits.sub_(top).exp_().sum(1, keepdim=True)
-    losses = (total.log() + (top - at_target)).double()
-    if scale is None:
-        return losses, logits
-    logits.mul_(scale / total)
-    flat = torch.arange(len(targets), device=targets.device) * logits.shape[1] + targets
-    logits.view(-1)[flat] -= scale  # one element of each row
-    if slope is not None:
-        logits.mul_(slope)
-    return losses, logits.to(states.dtype)
+def _put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`place[:] = left @ right`, without a copy where the product can be of the type of its place."""
+    if place.dtype == left.dtype:
+        torch.mm(left, right, out=place)
+    elif place.dtype == torch.float32 and left.dtype.itemsize == 2:
+        torch.mm(left, right, out_dtype=torch.float32, out=place)
+    else:
+        place.copy_(left @ right)
 
 
 def _add_product(table: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor) -> None:

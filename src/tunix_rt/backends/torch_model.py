@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from tunix_rt.backends.process_memory import RiseMeter
 from tunix_rt.backends.torch_attention import (
     Attention,
-    boundaries,
     choose_attention,
     fitting,
     kernels,
@@ -23,7 +22,9 @@ from tunix_rt.backends.torch_attention import (
     register,
     works,
 )
+from tunix_rt.backends.torch_batches import Placed, Placing
 from tunix_rt.backends.torch_head import head_loss, lean_lookup
+from tunix_rt.backends.torch_profile import FORWARD, HEAD, region
 from tunix_rt.config import Training
 from tunix_rt.data.pack import IGNORED, MicroBatch
 from tunix_rt.doctor.probe import host_facts
@@ -82,11 +83,16 @@ class Engine:
     loss_scale: LossScale | None = None
     pending_copy: Any = None
     """A copy of the weights that is still being made for a checkpoint; awaited before the next update."""
+    prepared: bool = False
+    """Whether the layers have been made ready for training steps."""
+    compiled_shape: tuple[int, int] | None = None
+    """Rows and tokens that the layers of a training step are compiled for; None: they are not compiled."""
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the CUDA allocator, or on a CPU the rise of resident memory since before the load."""
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
+            # As max_memory_allocated reads it, without the hundred other figures: this is asked after every step.
+            return int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
         return self.meter.peak_bytes()
 
     @property
@@ -109,6 +115,15 @@ class Engine:
         window = getattr(self.model.config, "sliding_window", None)
         return (window,) if isinstance(window, int) else ()
 
+    @property
+    def compiled(self) -> bool:
+        return self.compiled_shape is not None
+
+    def placing(self, *, training: bool = False) -> Placing:
+        """How micro-batches are laid out on the device; those of a training step in the shape it is compiled for."""
+        least = (self.compiled_shape if training else None) or (0, 0)
+        return Placing(device=self.device, attention=self.attention, windows=self.windows, least=least)
+
     @contextlib.contextmanager
     def attending(self, implementation: str) -> Iterator[None]:
         """The model with another attention for a while: generation keeps a cache, which packed rows do not."""
@@ -130,6 +145,8 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
     """The model on its device, proven to be what the loop assumes. Refuses weights that are missing or left over."""
     config = _config_of(source)
     be_deterministic(device, training.deterministic)
+    if device == "cuda":
+        _let_memory_grow()
     meter = RiseMeter()
     recipe = recipe_of(training)
     attention = attention_for(config, device, training)
@@ -227,6 +244,19 @@ def be_deterministic(device: str, asked: bool) -> None:
     torch.backends.cudnn.deterministic = asked
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(asked)
+    if asked:  # the compiler chooses between kernels by how long they take, unless it is told not to
+        from torch._inductor import config as compiler
+
+        compiler.deterministic = True
+
+
+def _let_memory_grow() -> None:
+    """Let pieces of GPU memory grow where they lie, so that what is free is not cut into pieces that nothing fits into.
+
+    On a card that is nearly full it decides whether a step runs. Left alone where the user has settings of their own."""
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        known = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # its name since torch 2.9 or so
+        (known or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def attention_for(config: Any, device: str, training: Training) -> Attention:
@@ -367,33 +397,31 @@ def _micro(ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> 
     return MicroBatch(ids=ids.numpy(), labels=labels.numpy(), positions=positions.numpy())
 
 
-def hidden_states(engine: Engine, micro: MicroBatch) -> torch.Tensor:
+def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
     """What the last layer makes of packed rows, [rows, tokens, hidden]; no token has seen another example."""
-    ids, positions = (torch.from_numpy(part).to(engine.device) for part in (micro.ids, micro.positions))
-    packed = boundaries(micro.positions, engine.device, engine.attention, windows=engine.windows)
-    with engine.computing(once=True):
+    placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
+    with region(FORWARD), engine.computing(once=True):
         return engine.model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, **packed
+            input_ids=placed.ids, position_ids=placed.positions, use_cache=False, **placed.borders
         ).last_hidden_state
 
 
-def summed_loss(engine: Engine, micro: MicroBatch, *, scale: float = 1.0) -> torch.Tensor:
+def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.0) -> torch.Tensor:
     """Cross entropy summed over the targets, times `scale`, in float64. Call `backward()` on this very value.
 
     Only the hidden states that predict a target meet the vocabulary.
     """
-    hidden = hidden_states(engine, micro)
-    rows, tokens = (micro.labels[:, 1:] != IGNORED).nonzero()  # token t + 1 is predicted by the state at t
-    places = torch.from_numpy(rows * hidden.shape[1] + tokens).to(engine.device)
-    targets = torch.from_numpy(micro.labels[:, 1:][rows, tokens]).to(engine.device)
-    return head_loss(
-        hidden.flatten(0, 1).index_select(0, places),
-        engine.model.get_output_embeddings().weight,
-        targets,
-        scale=scale,
-        softcap=getattr(engine.model.config, "final_logit_softcapping", None),
-        compute=engine.compute,
-    )
+    placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
+    hidden = hidden_states(engine, placed)
+    with region(HEAD):
+        return head_loss(
+            hidden.flatten(0, 1).index_select(0, placed.places),
+            engine.model.get_output_embeddings().weight,
+            placed.targets,
+            scale=scale,
+            softcap=getattr(engine.model.config, "final_logit_softcapping", None),
+            compute=engine.compute,
+        )
 
 
 @contextlib.contextmanager

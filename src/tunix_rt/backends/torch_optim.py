@@ -2,11 +2,18 @@
 
 The three update rules stand below each other. What they share: bfloat16 weights are updated in float32 and rounded
 afterwards, a large tensor is walked through in slices so that no temporary is larger than one, and nothing waits for the
-device.
+device. On CUDA, AdamW and Adafactor of bfloat16 weights are kernels of `triton_optim.py`, where Triton works: the same rules
+without slices, with random bits of their own.
 """
 
+import functools
+import importlib
+import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -19,6 +26,8 @@ SLICE_ELEMENTS = 8 * 2**20
 of a matrix of Adafactor. Random bits are drawn slice by slice, so this number is part of what a seed means."""
 
 State = dict[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +230,57 @@ def _scale(update: _Update) -> torch.Tensor:
     return update.scale.to(update.work)
 
 
+# --- kernels instead -------------------------------------------------------------------------------------------------
+
+
+def _kernels_of(parameter: torch.nn.Parameter, state: State) -> ModuleType | None:
+    """`triton_optim`, where it has an update of `parameter`: of bfloat16 weights on CUDA, with moments that are not coded."""
+    if parameter.device.type != "cuda" or parameter.dtype != torch.bfloat16 or not parameter.numel():
+        return None
+    kernels = None if "exp_avg_absmax" in state else _triton(parameter.device)
+    unfactored = "exp_avg" not in state and "exp_avg_sq" in state
+    return None if kernels and unfactored and parameter.numel() > kernels.WHOLE_UP_TO else kernels
+
+
+@functools.cache
+def _triton(device: torch.device) -> ModuleType | None:
+    """`triton_optim`, where its kernels can be compiled for `device`. Where they cannot, the log says why."""
+    problem: str | None = "Triton is not installed"
+    if importlib.util.find_spec("triton") is not None:
+        kernels = importlib.import_module("tunix_rt.backends.triton_optim")
+        problem = kernels.problem(device)
+        if problem is None:
+            return kernels
+    logger.info("Updates of bfloat16 weights on %s go without Triton's kernels, and are slower: %s", device, problem)
+    return None
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether bfloat16 weights on `device` are updated by Triton's kernels."""
+    return device.type == "cuda" and _triton(device) is not None
+
+
+def _wide_places(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[int, int] | None:
+    """Where both lie, if they are bfloat16, in order, and from addresses on at which loads of 16 bytes can start."""
+    first, second = weights.data_ptr(), gradient.data_ptr()
+    fit = (first | second) % 16 == 0 and gradient.is_contiguous() and gradient.dtype == torch.bfloat16
+    return (first, second) if fit else None
+
+
+_Alike = tuple[torch.device, torch.dtype]
+"""Device and type of moments: what tensors that share a launch have in common."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crowd:
+    """Parameters whose AdamW is one launch. One joins with its first gradient."""
+
+    numbers: dict[int, int]
+    """Number of a parameter -> its place in `table`."""
+    table: Any
+    """Their `triton_optim.Crowd`."""
+
+
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +315,10 @@ class Optimizer:
         self._states: dict[torch.nn.Parameter, State] = {}
         self._counts: dict[torch.device, torch.Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._kernels: dict[torch.nn.Parameter, ModuleType | None] = {}
+        self._room: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._alike: dict[torch.nn.Parameter, _Alike | None] = {}
+        self._crowds: dict[_Alike, _Crowd] = {}
 
     # --- updating
 
@@ -274,6 +338,9 @@ class Optimizer:
         if parameter.grad is None:
             return
         state = self._state(parameter)
+        if kernels := self._kernels[parameter]:
+            self._launch(kernels, parameter, scale=scale, sound=sound)
+            return
         weights, gradient = parameter.detach(), parameter.grad.detach()
         if "exp_avg_sq_row" not in state:
             weights, gradient = _column(weights), _column(gradient)
@@ -291,19 +358,77 @@ class Optimizer:
         with torch.no_grad():
             self._rule(update)
 
-    def step(self, *, scale: torch.Tensor | None = None) -> None:
+    def update_clipped(
+        self, parameter: torch.nn.Parameter, *, limit: float | None, sound: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Update one parameter by its gradient, clipped by its own norm to `limit`.
+
+        Returns that norm, and whether the update was sound: `sound`, and the norm is finite. Else nothing has changed. Both
+        are of shape [] and on the device. Kernels of Adafactor find the norm among sums that they need anyway."""
+        gradient = parameter.grad
+        if gradient is None:
+            raise ValueError("a parameter without a gradient has no norm to clip by")
+        if self._state(parameter) and (kernels := self._kernels[parameter]):
+            room = self._room.setdefault(parameter.device, [])
+            if not room:
+                room += kernels.Clip.room(parameter.device)
+            norm, good = room.pop()
+            clip = kernels.Clip(limit=float(limit) if limit else None, norm=norm, good=good)
+            self._launch(kernels, parameter, sound=sound, clip=clip)
+            return norm, good
+        summed = (
+            torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        )  # in bfloat16 it would be a bfloat16
+        norm = torch.linalg.vector_norm(gradient, dtype=summed).double()
+        sound = sound & torch.isfinite(norm)
+        self.update(parameter, scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, sound=sound)
+        return norm, sound
+
+    def _launch(
+        self,
+        kernels: ModuleType,
+        parameter: torch.nn.Parameter,
+        *,
+        scale: torch.Tensor | None = None,
+        sound: torch.Tensor | None,
+        clip: Any = None,
+    ) -> None:
+        """Update `parameter` by `kernels`. `clip` is their `Clip`, in place of a scale."""
+        now, state = self._begun(), self._states[parameter]
+        gradient = parameter.grad if parameter.grad.is_contiguous() else parameter.grad.contiguous()
+        seed = self._seed_of(parameter) if now.stochastic else None
+        same = {"step": now.step, "rate": now.rate, "decay": self._decay(parameter), "seed": seed}
+        if "exp_avg" in state:
+            if clip is not None:
+                scale, sound = kernels.clip(gradient, sound=sound, clip=clip), clip.good
+            kernels.adamw(
+                parameter, gradient, state["exp_avg"], state["exp_avg_sq"], scale=scale, sound=sound,
+                beta1=now.beta1, beta2=now.beta2, epsilon=now.epsilon, **same,
+            )  # fmt: skip
+        else:
+            rule = kernels.adafactor if "exp_avg_sq_row" in state else kernels.adafactor_whole
+            rule(parameter, gradient, *state.values(), scale=scale, sound=sound, clip=clip, **same)
+
+    def step(self, *, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None) -> None:
         """Update every parameter that has a gradient, to the bits that `update` gives.
 
-        AdamW in float32 or float64 takes one call of the fused kernel for all, and leaves the gradients scaled."""
+        AdamW takes one launch for all bfloat16 weights that `triton_optim.py` updates. In float32 or float64 it takes one
+        call of the fused kernel for all, and leaves the gradients scaled."""
         together: dict[tuple[torch.device, torch.dtype, float], list[torch.nn.Parameter]] = {}
-        for parameter in self._named.values():
-            if parameter.grad is None:
+        crowds: dict[_Alike, dict[int, tuple[int, int]]] = {}
+        for index, parameter in enumerate(self._named.values()):
+            if (gradient := parameter.grad) is None:
                 continue
             if self._kind == "adamw" and parameter.dtype != torch.bfloat16:
                 alike = (parameter.device, parameter.dtype, self._decay(parameter))
                 together.setdefault(alike, []).append(parameter)
+            elif (crowd := self._crowd_of(parameter)) and (lies := _wide_places(parameter, gradient)):
+                crowds.setdefault(crowd, {})[index] = lies
             else:
-                self.update(parameter, scale=scale)
+                self.update(parameter, scale=scale, sound=sound)
+        for crowd, members in crowds.items():
+            self._launch_crowd(crowd, members, scale=scale, sound=sound)
+        unsound = None if sound is None else sound.logical_not().float()
         for (device, dtype, decay), parameters in together.items():
             states = [self._state(parameter) for parameter in parameters]
             gradients = [_column(parameter.grad.detach()) for parameter in parameters]
@@ -311,25 +436,74 @@ class Optimizer:
                 torch._foreach_mul_(gradients, scale.to(dtype))
             moments = ([_column(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
             weights = [_column(parameter.detach()) for parameter in parameters]
-            _fused_kernel(weights, gradients, *moments, now=self._now, decay=decay, count=self._count(device))
+            same = {"now": self._now, "decay": decay, "count": self._count(device), "unsound": unsound}
+            _fused_kernel(weights, gradients, *moments, **same)
+
+    def _crowd_of(self, parameter: torch.nn.Parameter) -> _Alike | None:
+        """Which crowd `parameter` can be in: kernels have its AdamW. Made known once, because a step has no time to ask."""
+        if parameter not in self._alike:
+            state = self._state(parameter)
+            whole = self._kernels[parameter] is not None and "exp_avg" in state
+            self._alike[parameter] = (parameter.device, state["exp_avg"].dtype) if whole else None
+        return self._alike[parameter]
+
+    def _launch_crowd(
+        self,
+        alike: _Alike,
+        members: Mapping[int, tuple[int, int]],
+        *,
+        scale: torch.Tensor | None,
+        sound: torch.Tensor | None,
+    ) -> None:
+        """Update the parameters with these numbers in one launch: where the weights of each lie, and where its gradient."""
+        now, kernels = self._begun(), _triton(alike[0])
+        assert kernels is not None, "a crowd is of parameters that have kernels"
+        crowd = self._crowds.get(alike)
+        if crowd is None or not members.keys() <= crowd.numbers.keys():
+            crowd = self._crowds[alike] = self._joined(kernels, crowd.numbers if crowd else {}, members)
+        weights, gradients, seeds = ([0] * len(crowd.numbers) for _ in range(3))
+        for index, lies in members.items():
+            number = crowd.numbers[index]
+            weights[number], gradients[number] = lies
+            if now.stochastic:
+                seeds[number] = rounding.seed_of(self._seed, now.step, index, alike[0].type)
+        kernels.adamw_many(
+            crowd.table, weights, gradients, seeds if now.stochastic else None, scale=scale, sound=sound, step=now.step,
+            rate=now.rate, beta1=now.beta1, beta2=now.beta2, epsilon=now.epsilon, decay=self._weight_decay,
+        )  # fmt: skip
+
+    def _joined(self, kernels: ModuleType, known: Mapping[int, int], members: Mapping[int, object]) -> _Crowd:
+        """A crowd of those who were `known` and of `members`."""
+        parameters, everyone = list(self._named.values()), sorted({*known, *members})
+        states = [self._state(parameters[index]) for index in everyone]
+        table = kernels.Crowd.of(
+            [(state["exp_avg"], state["exp_avg_sq"]) for state in states],
+            [parameters[index].dim() >= 2 for index in everyone],
+        )
+        return _Crowd(numbers={index: number for number, index in enumerate(everyone)}, table=table)
 
     def _decay(self, parameter: torch.nn.Parameter) -> float:
         return self._weight_decay if parameter.dim() >= 2 else 0.0
 
-    def _count(self, device: torch.device) -> torch.Tensor:
+    def _begun(self) -> _Now:
         if self._now.step < 1:
             raise ValueError("an update needs its step: call begin first")
+        return self._now
+
+    def _count(self, device: torch.device) -> torch.Tensor:
         if device not in self._counts:
-            self._counts[device] = torch.full((), float(self._now.step), dtype=torch.float32, device=device)
+            self._counts[device] = torch.full((), float(self._begun().step), dtype=torch.float32, device=device)
         return self._counts[device]
+
+    def _seed_of(self, parameter: torch.nn.Parameter) -> int:
+        return rounding.seed_of(self._seed, self._now.step, self._index[parameter], parameter.device.type)
 
     def _generator(self, parameter: torch.nn.Parameter) -> torch.Generator:
         """The device's generator, seeded for this parameter in this step."""
         device = parameter.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        seed = rounding.seed_of(self._seed, self._now.step, self._index[parameter], device.type)
-        return self._generators[device].manual_seed(seed)
+        return self._generators[device].manual_seed(self._seed_of(parameter))
 
     # --- the state
 
@@ -359,11 +533,14 @@ class Optimizer:
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
         self._states = states
+        self._crowds.clear()  # they have the addresses of what was there before
         self._restored = step
 
     def _state(self, parameter: torch.nn.Parameter) -> State:
         if parameter not in self._states:
             self._states[parameter] = self._fresh(parameter)
+        if parameter not in self._kernels:
+            self._kernels[parameter] = _kernels_of(parameter, self._states[parameter])
         return self._states[parameter]
 
     def _fresh(self, parameter: torch.nn.Parameter) -> State:

@@ -5,6 +5,9 @@ from typing import Any
 
 import click
 
+MOST_RECORDED = 50
+"""Steps of a profile: of a large model these are more than a million events."""
+
 
 @click.command()
 @click.argument("config", required=False)
@@ -17,6 +20,9 @@ import click
 @click.option("--max-steps", type=int, help="Optimizer steps.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output folder.")
+@click.option(
+    "--profile", type=click.IntRange(1, MOST_RECORDED), metavar="N", help="Record N steps: where does their time go?"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output.")
 def train(
     config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
@@ -34,10 +40,11 @@ def train(
         "training.resume_from_checkpoint": "auto" if resume else None,
     }
     path = find_config(config) if config else None
-    run_and_show(load_config(path, overrides=overrides, flags=flags), output, as_json=as_json)
+    settled = load_config(path, overrides=overrides, flags=flags)
+    run_and_show(settled, output, as_json=as_json, profile=named["profile"] or 0)
 
 
-def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
+def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0) -> None:
     """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
     from tunix_rt.cli import text
     from tunix_rt.cli.watch import watching
@@ -48,7 +55,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
 
     refuse_addresses(config.model_dump())  # before anything is written down
     with watching() as progress:
-        report = run_pipeline(config, output, progress=progress)
+        report = run_pipeline(config, output, progress=progress, profile=profile)
     run = RunDir(output)
     if as_json:
         text.show_json(read_json(run.result))
@@ -61,6 +68,8 @@ def run_and_show(config: Any, output: Path, *, as_json: bool) -> None:
         text.show_lines(remarks(*scores, weights=(config.model.weights,), tokens_setting=setting))
         text.show_lines([report.comparison.sentence])
     answers = f"; answers in {run.samples}" if run.samples.exists() else ""
+    if profile:
+        text.show_lines([f"Where the time went: {run.profile_page}; for https://ui.perfetto.dev: {run.profile_trace}"])
     text.show_lines([f"Run folder: {output}  (tunix-rt runs show {output}{answers})"])
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import mmap
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, overload
 import numpy as np
 from filelock import FileLock, Timeout
 
+from tunix_rt.assets import cache_root
 from tunix_rt.data import rules
 from tunix_rt.data.containers import Raw, line_words, read_raw
 from tunix_rt.data.merkle import merkle_root
@@ -113,8 +113,7 @@ class Store:
 
 def cache_folder() -> Path:
     """Where stores are kept: `$XDG_CACHE_HOME/tunix-rt/tokens`, or below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "tunix-rt" / "tokens"
+    return cache_root() / "tokens"
 
 
 def open_store(recipe: Recipe, progress: Progress) -> Store:

@@ -27,8 +27,8 @@ OF_CPU_RUN = (
     "config.yaml", "doctor.json", "precommit.json", "metrics.jsonl", "result.json", "env_info.txt", "torch_version.txt",
     "training_log.txt",
 )  # fmt: skip
-LEFT_OUT = ("checkpoints/", "final_model/", "tensorboard/")
-"""Folders of a run that a bundle does not carry; their hashes it does."""
+LEFT_OUT = ("checkpoints/", "final_model/", "tensorboard/", "profile/trace.json.gz")
+"""What of a run a bundle does not carry; its hashes it does. A trace is large, and names the computer and its folders."""
 
 _PLACE = re.compile(r"(?<![\w./:])(?:/(?:tmp|root|home|work|Users)/|[A-Z]:\\)[^\s\"',;:]*")
 

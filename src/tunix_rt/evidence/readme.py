@@ -162,11 +162,14 @@ def _fallback_words(says: Mapping[str, Any]) -> str:
 def _left_out(says: Mapping[str, Any]) -> str:
     left_out: Mapping[str, str] = says["left_out"]
     weights = [name for name in sorted(left_out) if is_weights(name)]
-    others = len(left_out) - len(weights)
+    traces = [name for name in left_out if name.startswith("profile/")]
+    others = len(left_out) - len(weights) - len(traces)
     lines = ["Weights are not in the bundle; their hashes are (`run-SHA256SUMS`, `left_out` in `bundle.json`):", ""]
     lines += [f"- `{name}` sha256 `{left_out[name]}`" for name in weights]
     if others:
         lines += ["", f"Nor are {others} other files of `checkpoints/`, `final_model/` and `tensorboard/`."]
+    if traces:
+        lines += ["", "Nor is the trace of the steps that were recorded (`profile/trace.json.gz`)."]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunix_rt.assets import cache_root
 from tunix_rt.errors import InputError, StorageError
 from tunix_rt.models.secrets import redacted
 from tunix_rt.models.weight_files import LFS_POINTER, readable
@@ -113,8 +114,7 @@ def _hash_of_what_lies_beside(file: Path) -> list[str]:
 
 
 def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root).absolute() / "tunix-rt" / "gguf"
+    return cache_root() / "gguf"
 
 
 def read_manifest(place: Path) -> Mapping[str, Any] | None:

@@ -390,5 +390,8 @@ EVAL_BYTES = 64 * 2**20
 
 def disk_needed_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Highest use of disk: the newest checkpoints, the best, one more being staged, the final model, answers and logs."""
-    run = footprint_of(shape, config.training, "cpu")
-    return (config.training.save_total_limit + 2) * run.checkpoint + run.final_model + EVAL_BYTES
+    training = config.training
+    run = footprint_of(shape, training, "cpu")
+    # Where nothing is saved on the way: that of an interruption, and that of the end.
+    checkpoints = training.save_total_limit + 2 if training.save_steps or training.eval_steps else 2
+    return checkpoints * run.checkpoint + run.final_model + EVAL_BYTES

@@ -131,10 +131,13 @@ class Footprint:
         shape, width = self.shape, self.product_width
         rows = loss_rows(targets)
         logits = rows * shape.vocab
-        turning = [logits * max(4, width)] * (2 if shape.capped_logits else 1) + [logits * width] * (width == 2)
-        adding = [logits * width]
+        if self.device != "cpu" and width <= 4:  # turned into their gradient in place
+            turning = adding = [logits * 4]
+        else:
+            turning = [logits * max(4, width)] * (2 if shape.capped_logits else 1)
+            adding = [logits * width]
         if self.head_gradient and self.width != width:
-            adding.append(min(TABLE_SLICE_ROWS, shape.vocab) * shape.hidden * max(self.width, width))
+            adding = [*adding, min(TABLE_SLICE_ROWS, shape.vocab) * shape.hidden * max(self.width, width)]
         if (
             targets <= rows and not gradients_there
         ):  # that of the table is made behind the first chunk: not both at once

@@ -21,6 +21,7 @@ from tunix_rt.plan.activations import (
     kept_by_layer,
     kept_once,
 )
+from tunix_rt.plan.compiling import compiled_length
 from tunix_rt.plan.footprint import Footprint, footprint_of
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.tensors import elements
@@ -113,9 +114,10 @@ def predict(
     training, evaluation = config.training, config.evaluation
     run = footprint_of(shape, training, device)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
+    compiles = device == "cuda" and training.compile is not False and config.data.packing
     step = Batch(
         rows=training.per_device_train_batch_size,
-        length=length,
+        length=compiled_length(length) if compiles else length,
         packed=config.data.packing,
         device=device,
         modern=capability is None or capability >= (8, 0),

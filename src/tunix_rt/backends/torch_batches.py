@@ -1,0 +1,115 @@
+"""Batches of the PyTorch engine: laid out on the device, on a GPU while the step before is still being computed."""
+
+import contextlib
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tunix_rt.backends.torch_attention import Attention, boundaries
+from tunix_rt.backends.torch_borders import on_device
+from tunix_rt.data.pack import IGNORED, MicroBatch, StepBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A micro-batch on the device."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    """Where, counted through all rows, a token stands that predicts a target."""
+    targets: torch.Tensor
+    borders: dict[str, Any]
+    """What the attention has to be told of the borders between examples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placing:
+    """How micro-batches of an engine are laid out."""
+
+    device: torch.device
+    attention: Attention
+    windows: tuple[int, ...]
+    least: tuple[int, int] = (0, 0)
+    """Micro-batches have at least so many rows of so many tokens: compiled code is made for one shape."""
+
+    def __call__(self, micro: MicroBatch) -> Placed:
+        """Nothing waits for the device, nor is it waited for."""
+        micro = filled_up(micro, self.least)
+        rows, tokens = (micro.labels[:, 1:] != IGNORED).nonzero()  # token t + 1 is predicted by the state at t
+        places = rows * micro.ids.shape[1] + tokens
+        arrays = (micro.ids, micro.positions, places, micro.labels[:, 1:][rows, tokens])
+        ids, positions, places, targets = (on_device(self.device, array) for array in arrays)
+        borders = boundaries(micro.positions, self.device, self.attention, windows=self.windows)
+        return Placed(ids=ids, positions=positions, places=places, targets=targets, borders=borders)
+
+
+def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
+    """`micro` with at least so many rows of so many tokens. What is added is no target, and stands where nobody sees it."""
+    missing = tuple(max(0, wanted - there) for wanted, there in zip(least, micro.ids.shape, strict=True))
+    if not any(missing):
+        return micro
+    rows, width = (there + more for there, more in zip(micro.ids.shape, missing, strict=True))
+    # As in `collate`, positions go on behind a row, up to the longest there is and then from 0 again.
+    longest = int(micro.positions.max()) + 1
+    positions = np.broadcast_to(np.arange(width) % longest, (rows, width)).astype(micro.positions.dtype)
+    behind = (micro.positions[:, -1:] + 1 + np.arange(missing[1])) % longest
+    positions[: len(micro.ids)] = np.concatenate([micro.positions, behind], axis=1)
+    added = ((0, missing[0]), (0, missing[1]))
+    return MicroBatch(
+        ids=np.pad(micro.ids, added, mode="edge"),
+        labels=np.pad(micro.labels, added, constant_values=IGNORED),
+        positions=positions,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStep:
+    """The batch of one step, and its micro-batches where they are needed."""
+
+    batch: StepBatch
+    micro_batches: tuple[Placed, ...]
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Let what comes next on the device wait for the copies; the host does not."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+def placed_steps(
+    batch_of: Callable[[int], StepBatch], placing: Placing, *, first: int, total: int
+) -> Generator[tuple[int, Callable[[], PlacedStep]], None, None]:
+    """(step, a function that gives its batch) for steps `first` to `total`.
+
+    On a GPU the next batch is made and copied by a thread of its own. A batch must be kept until its step has been
+    computed: its memory belongs to another stream."""
+    if placing.device.type != "cuda":
+        for step in range(first, total + 1):
+            yield step, lambda step=step: _placed(batch_of, placing, step, None)  # type: ignore[misc]
+        return
+    stream = torch.cuda.Stream(placing.device)
+    with contextlib.ExitStack() as ends:
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        ends.callback(pool.shutdown, wait=True, cancel_futures=True)
+        ahead = pool.submit(_placed, batch_of, placing, first, stream)
+        for step in range(first, total + 1):
+            now = ahead
+            if step < total:
+                ahead = pool.submit(_placed, batch_of, placing, step + 1, stream)
+            yield step, now.result
+
+
+def _placed(
+    batch_of: Callable[[int], StepBatch], placing: Placing, step: int, stream: torch.cuda.Stream | None
+) -> PlacedStep:
+    batch = batch_of(step)
+    if stream is None:
+        return PlacedStep(batch=batch, micro_batches=tuple(map(placing, batch.micro_batches)), copied=None)
+    with torch.cuda.stream(stream):
+        placed = tuple(map(placing, batch.micro_batches))
+        return PlacedStep(batch=batch, micro_batches=placed, copied=stream.record_event())

@@ -1,0 +1,73 @@
+"""Whether compiling the layers of a model pays: what a run would save by it against the time it takes."""
+
+from dataclasses import dataclass
+
+from tunix_rt.accelerators import accelerators_named
+
+COMPILE_SECONDS = 25.0
+"""Seconds to compile the layers of a model with an empty cache; Gemma 2B on an H200 took 14 (results/speed_program.json)."""
+SAVED_SHARE = 0.15
+"""Of the time of a step that is not compiled: a guess, and a low one, for element-wise work is a good part of any model."""
+REACHED_SHARE = 0.45
+"""Of a GPU's published rate, by a step that is not compiled."""
+UNKNOWN_TFLOPS = 100.0
+"""Assumed of a GPU that the table of accelerators does not know."""
+
+
+COMPILED_MULTIPLE = 64
+"""Rows of a compiled step are padded to a multiple of so many tokens."""
+
+
+def compiled_length(tokens: int) -> int:
+    """How long rows of up to `tokens` tokens are in a compiled step."""
+    return -(-tokens // COMPILED_MULTIPLE) * COMPILED_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiling:
+    """Whether layers are compiled, and why (not)."""
+
+    wanted: bool
+    required: bool
+    """Asked for by name: then a compiler that fails is an error."""
+    why: str
+
+
+def choose_compiling(
+    asked: bool | str,
+    *,
+    device: str,
+    device_name: str | None,
+    parameters: int,
+    tokens: int,
+    steps: int,
+    packed: bool,
+    adapters: bool,
+) -> Compiling:
+    """What `training.compile` comes to for a run of `steps` steps of `tokens` tokens each.
+
+    A function of the whole run, not of what is left of it: a run that is continued must compute as it began.
+    """
+    if isinstance(asked, bool):
+        return Compiling(wanted=asked, required=asked, why="asked for" if asked else "turned off")
+    if device != "cuda":
+        return Compiling(wanted=False, required=False, why=f"on a {device.upper()} only where it is asked for")
+    if not packed:
+        return Compiling(wanted=False, required=False, why="rows are not packed, and have as many lengths as there are")
+    if adapters:  # those of a layer have names of their own, so that no two layers share a graph
+        return Compiling(wanted=False, required=False, why="with adapters every layer would be compiled by itself")
+    seconds = step_seconds(device_name, parameters=parameters, tokens=tokens) * steps
+    saved = SAVED_SHARE * seconds
+    words = f"saves some {_spoken(saved)} of {_spoken(seconds)}, and compiling takes up to {_spoken(COMPILE_SECONDS)}"
+    return Compiling(wanted=saved > COMPILE_SECONDS, required=False, why=words)
+
+
+def step_seconds(device_name: str | None, *, parameters: int, tokens: int) -> float:
+    """A rough guess of a step that is not compiled: six operations per parameter and token."""
+    known = [found.bf16_tflops for found in accelerators_named(device_name or "") if found.bf16_tflops]
+    rate = REACHED_SHARE * (known[0] if known else UNKNOWN_TFLOPS) * 1e12
+    return 6 * parameters * tokens / rate
+
+
+def _spoken(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} min"

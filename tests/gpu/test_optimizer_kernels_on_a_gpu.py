@@ -1,0 +1,452 @@
+"""Triton's updates of bfloat16 weights on a real NVIDIA GPU: the reference's numbers, roundings that are right on average,
+bits that depend on nothing but what they should, and the speed of memory."""
+
+import contextlib
+import time
+import warnings
+
+import pytest
+import torch
+
+from tests import optimizer_checks as checks
+from tests.device_waits import nothing_waits
+from tests.optimizer_checks import each_kind, make
+from tunix_rt.backends import torch_optim
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SHAPES = [
+    (2048, 16_384), (16_384, 2048), (256, 2048), (1, 1), (3, 5), (97, 64), (64, 97), (5000, 1), (1, 5000),
+    (1,), (97,), (2048,), (5, 32, 40),
+]  # fmt: skip
+RATE, DECAY = 1e-2, 0.1
+
+each_rule = pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+
+
+def drawn(shape, seed, size=1.0, dtype=torch.bfloat16):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device=DEVICE) * size).to(dtype)
+
+
+def ready(shape, kind, *, stochastic=True, step=3):
+    """A parameter with a gradient and moments as after two steps, about to take `step`."""
+    parameter = torch.nn.Parameter(drawn(shape, 1))
+    optimizer = make({"weights": parameter}, kind, decay=DECAY, stochastic=stochastic)
+    optimizer.restore({name: _moments(name, tensor) for name, tensor in optimizer.tensors().items()}, step=step - 1)
+    parameter.grad = drawn(shape, 2)
+    optimizer.begin(step, RATE)
+    return optimizer, parameter
+
+
+def _moments(name, like):
+    signed = drawn(like.shape, len(name), dtype=like.dtype)
+    return signed if name.startswith("exp_avg.") else signed.square() + 0.1
+
+
+def exact(kind, weights, gradient, state, *, step):
+    """Weights and state after one update, in float64, as docs/concepts/optimizers.md has it."""
+    decay, old = DECAY if weights.dim() >= 2 else 0.0, {name: tensor.double() for name, tensor in state.items()}
+    if kind == "adamw":
+        new = {
+            "exp_avg": 0.9 * old["exp_avg"] + 0.1 * gradient,
+            "exp_avg_sq": 0.999 * old["exp_avg_sq"] + 0.001 * gradient**2,
+        }
+        corrected = new["exp_avg"] / (1 - 0.9**step), new["exp_avg_sq"] / (1 - 0.999**step)
+        update = corrected[0] / (corrected[1].sqrt() + 1e-8)
+    else:
+        share, square = step**-0.8, gradient**2 + 1e-30
+        means = {"exp_avg_sq_row": (1,), "exp_avg_sq_col": (0,), "exp_avg_sq": ()}
+        new = {
+            name: (1 - share) * tensor + share * (square.mean(means[name]) if means[name] else square)
+            for name, tensor in old.items()
+        }
+        if weights.dim() == 2:
+            rows, columns = new["exp_avg_sq_row"], new["exp_avg_sq_col"]
+            second = torch.outer(rows, columns) / rows.mean()
+        else:
+            second = new["exp_avg_sq"]
+        update = gradient / second.sqrt()
+        update = update / update.square().mean().sqrt().clamp(min=1.0)
+    return weights.double() * (1 - RATE * decay) - RATE * update, new
+
+
+def gap_towards(weights, wanted):
+    """The distance to the next bfloat16 number on the side of `wanted`, in float64."""
+    size = weights.abs().float()
+    bits = size.view(torch.int32)
+    beside = torch.where(wanted.abs() > size, bits + 0x1_0000, (bits - 0x1_0000).clamp(min=0)).view(torch.float32)
+    return (beside.double() - size.double()).abs()
+
+
+WAYS = {
+    "plain": lambda optimizer, parameter: optimizer.step(),
+    "scaled": lambda optimizer, parameter: optimizer.update(
+        parameter, scale=torch.tensor(0.37, device=DEVICE), sound=torch.tensor(True, device=DEVICE)
+    ),
+    "clipped": lambda optimizer, parameter: optimizer.update_clipped(
+        parameter, limit=0.5, sound=torch.tensor(True, device=DEVICE)
+    ),
+}
+
+
+@each_rule
+@pytest.mark.parametrize(
+    ("way", "stochastic"), [("plain", True), ("plain", False), ("scaled", True), ("clipped", True)]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_update_is_that_of_float64_rounded_once(kind, way, stochastic, shape):
+    """To a neighbour, or with nearest to the nearer one. The update itself, at most 4 rates, is off by some roundings of
+    float32: sums of squares of up to 16,384 numbers, added in parts, wander by less than 30."""
+    optimizer, parameter = ready(shape, kind, stochastic=stochastic)
+    before, state = parameter.detach().clone(), checks.copies(optimizer.state_of(parameter))
+    gradient = parameter.grad.double()
+    norm = torch.linalg.vector_norm(gradient).item()
+    factor = {"plain": 1.0, "scaled": 0.37, "clipped": min(1.0, 0.5 / (norm + 1e-6))}[way]
+    told = WAYS[way](optimizer, parameter)
+    assert optimizer._kernels[parameter] is not None, "the kernels had no part in it"
+    wanted, new = exact(kind, before, gradient * factor, state, step=3)
+    found, slack = parameter.detach(), 2.0**-24 * (30 * 4 * RATE + 2 * before.double().abs())
+    off, allowed = (found.double() - wanted).abs(), gap_towards(found, wanted) * (1.0 if stochastic else 0.5) + slack
+    worst = (off - allowed).argmax()
+    assert (off <= allowed).all(), [part.flatten()[worst].item() for part in (before, gradient, found, wanted, allowed)]
+    for name, part in new.items():
+        torch.testing.assert_close(optimizer.state_of(parameter)[name].double(), part, rtol=3e-6, atol=3e-7)
+    if told is not None:
+        assert told[0].item() == pytest.approx(norm, rel=1e-6) and told[1].item() is True
+
+
+@each_rule
+def test_roundings_are_right_on_average_for_each_of_the_eight_neighbours_of_a_draw_and_independent(kind):
+    """From 1.0 by 0.3 of a gap (2^-8 below 1). Of n coins with share p, five standard deviations are sqrt(p (1 - p) / n)."""
+    height, width, share = 4096, 4096, 0.3
+    parameter = torch.nn.Parameter(torch.ones(height, width, dtype=torch.bfloat16, device=DEVICE))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make({"weights": parameter}, kind, decay=0.0)
+    optimizer.begin(1, share * 2.0**-8)
+    optimizer.step()
+    assert set(parameter.unique().tolist()) == {1.0, 1.0 - 2.0**-8}
+    moved = parameter.detach().ne(1).view(-1, 8).float()
+    groups = len(moved)
+    spread = (share * (1 - share) / groups) ** 0.5
+    of_each = moved.mean(dim=0)
+    print(f"{kind}: shares rounded down {of_each.tolist()}, should be {share} within {5 * spread:.1e}")
+    assert (of_each - share).abs().max().item() <= 5 * spread
+    assert (of_each.mean() - share).abs().item() <= 5 * spread / 8**0.5
+    centred = moved - share
+    together = (centred.t() @ centred / groups / (share * (1 - share))).fill_diagonal_(0.0)
+    assert together.abs().max().item() <= 5 / groups**0.5
+    along = (centred[1:] * centred[:-1]).mean(dim=0) / (share * (1 - share))  # with the draw before
+    assert along.abs().max().item() <= 5 / groups**0.5
+
+
+@each_rule
+def test_random_bits_are_a_function_of_seed_step_and_place(kind):
+    def after(*, seed=0, first=1, shape=(64, 80)):
+        named = {
+            name: torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)) for name in ("a", "b")
+        }
+        optimizer = make(named, kind, seed=seed)
+        for parameter in named.values():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.begin(first, 1e-4)
+        optimizer.step()
+        return list(checks.copies(named).values())
+
+    for shape in ((64, 80), (96,)):
+        same, again = after(shape=shape), after(shape=shape)
+        assert torch.equal(same[0], again[0]) and torch.equal(same[1], again[1])
+        assert not torch.equal(same[0], same[1]), "another place"
+        assert not torch.equal(same[0], after(seed=1, shape=shape)[0])
+        assert not torch.equal(same[0], after(first=2, shape=shape)[0])
+
+
+@each_rule
+def test_how_the_work_is_cut_has_no_part_in_the_bits(kind, monkeypatch):
+    """All gradients are alike, so that sums in another order are the same."""
+    kernels = torch_optim._triton(torch.empty(0, device=DEVICE).device)
+    ends = []
+    for flat, rows, columns in ((2048, 128, 256), (512, 64, 128)):
+        monkeypatch.setattr(kernels, "FLAT_BLOCK", flat)
+        monkeypatch.setattr(kernels, "ROWS", rows)
+        monkeypatch.setattr(kernels, "COLUMNS", columns)
+        parameter = torch.nn.Parameter(drawn((300, 1001), 5))
+        parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer = make({"weights": parameter}, kind)
+        optimizer.begin(1, 1e-3)
+        optimizer.step()
+        ends.append(parameter.detach())
+    assert torch.equal(*ends)
+
+
+def test_to_the_nearest_and_at_random_nothing_finite_becomes_inf_at_random():
+    largest = torch.finfo(torch.bfloat16).max
+    parameter = torch.nn.Parameter(torch.full((4096,), largest, dtype=torch.bfloat16, device=DEVICE))
+    parameter.grad = -torch.ones_like(parameter)
+    optimizer = make({"weights": parameter})
+    optimizer.begin(1, 2.0**119)  # a fourth of the last gap
+    optimizer.step()
+    assert parameter.eq(largest).all()
+
+
+@each_kind
+def test_without_triton_bfloat16_weights_are_updated_all_the_same(kind, monkeypatch):
+    monkeypatch.setattr(torch_optim, "_triton", lambda device: None)
+    checks.check_one_by_one(kind, torch.bfloat16, device=DEVICE)
+    checks.check_unsound(kind, torch.bfloat16, 3, device=DEVICE)
+    checks.check_clipped(kind, torch.bfloat16, 0.05, device=DEVICE)
+
+
+@each_rule
+def test_clipping_by_its_own_norm_does_not_wait_for_the_gpu(kind):
+    optimizer, parameter = ready((640, 1024), kind)
+    sound = torch.tensor(True, device=DEVICE)
+    optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+    with nothing_waits(DEVICE):
+        optimizer.begin(4, RATE)
+        optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+        optimizer.step(scale=torch.ones_like(sound, dtype=torch.float64), sound=sound)
+
+
+@each_rule
+def test_beyond_2_to_the_31_elements_every_one_is_updated(kind):
+    """To the nearest, and all alike: 1 - 2^-7 is two gaps below 1."""
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    shape = (2**20 + 1, 2048 + 16)
+    parameter = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16, device=DEVICE))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make({"weights": parameter}, kind, decay=0.0, stochastic=False)
+    optimizer.begin(1, 2.0**-7)
+    told = optimizer.update_clipped(parameter, limit=None, sound=torch.tensor(True, device=DEVICE))
+    assert parameter.numel() > 2**31 and parameter.eq(1.0 - 2.0**-7).all()
+    assert told[0].item() == pytest.approx(parameter.numel() ** 0.5, rel=1e-6)
+    optimizer.begin(2, 2.0**-7)
+    optimizer.step()
+    assert parameter.eq(1.0 - 2.0**-6).all()
+
+
+# --- AdamW of many tensors in one launch
+
+
+CROWD = [
+    (1,), (3, 5), (2048, 16_384), (), (7,), (8,), (9,), (97, 64), (64, 97), (5000, 1), (2047,), (2048,), (2049,), (4096,),
+    (5, 32, 40), (1, 5000), (300, 1001),
+]  # fmt: skip
+
+
+def crowd(*, stochastic=True, shapes=CROWD):
+    """Parameters in a row, the last of which does not lie at a multiple of 16 bytes, and their optimizer."""
+    named = {str(place): torch.nn.Parameter(drawn(shape, place)) for place, shape in enumerate(shapes)}
+    named["beside"] = torch.nn.Parameter(drawn((1001,), 99)[1:])
+    return named, make(named, decay=DECAY, stochastic=stochastic)
+
+
+def give(named, step):
+    """Every fourth parameter has no gradient, another four in each step. One gradient is not in order."""
+    for place, parameter in enumerate(named.values()):
+        parameter.grad = None if (place + step) % 4 == 0 else drawn(parameter.shape, 1000 * step + place)
+    odd = named["7"]
+    if odd.grad is not None:
+        odd.grad = drawn(odd.shape[::-1], step).t()
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("factor", [None, 0.37])
+def test_a_step_of_adamw_has_the_bits_of_updates_one_by_one_in_one_launch(factor, stochastic, monkeypatch):
+    kernels, launches = torch_optim._triton(torch.empty(0, device=DEVICE).device), []
+    many, one = kernels.adamw_many, kernels.adamw
+    monkeypatch.setattr(kernels, "adamw_many", lambda *args, **named: (launches.append("many"), many(*args, **named)))
+    monkeypatch.setattr(kernels, "adamw", lambda *args, **named: (launches.append("one"), one(*args, **named)))
+    scale = None if factor is None else torch.tensor(factor, dtype=torch.float64, device=DEVICE)
+    sound = None if factor is None else torch.tensor(True, device=DEVICE)
+    (together, first), (separate, second) = crowd(stochastic=stochastic), crowd(stochastic=stochastic)
+    start = checks.copies(together)
+    for step in range(1, 5):
+        for named, optimizer in ((together, first), (separate, second)):
+            give(named, step)
+            optimizer.begin(step, RATE)
+        launches.clear()
+        first.step(scale=scale, sound=sound)
+        unfit = sum(named.grad is not None for named in (together["beside"], together["7"]))
+        assert sorted(launches) == ["many"] + ["one"] * unfit
+        for parameter in reversed(list(separate.values())):
+            second.update(parameter, scale=scale, sound=sound)
+        checks.assert_same_bits(checks.everything(first, together), checks.everything(second, separate))
+    still = [name for name, before in start.items() if torch.equal(before, together[name].detach())]
+    assert all(start[name].numel() < 100 for name in still), "a few numbers may come back to where they were, not many"
+
+
+def test_a_step_that_is_not_sound_leaves_every_bit_of_a_crowd():
+    named, optimizer = crowd()
+    optimizer.begin(1, RATE)
+    give(named, 1)
+    optimizer.step()
+    before = checks.everything(optimizer, named)
+    give(named, 2)
+    for parameter in named.values():
+        if parameter.grad is not None:
+            parameter.grad.fill_(torch.nan)
+    optimizer.begin(2, RATE)
+    optimizer.step(scale=torch.tensor(torch.nan, device=DEVICE), sound=torch.tensor(False, device=DEVICE))
+    checks.assert_same_bits(checks.everything(optimizer, named), before)
+
+
+def test_steps_that_the_gpu_has_not_begun_keep_their_own_tables():
+    """The GPU is kept busy, so that four steps wait in line with addresses and seeds of their own; the host waits for none."""
+    shapes = [(3, 5), (64, 97), (2049,), (256, 2048)]
+    (busy, first), (idle, second) = crowd(shapes=shapes), crowd(shapes=shapes)
+    ends = []
+    for named, optimizer, cycles in ((idle, second, 0), (busy, first, 400_000_000)):
+        gradients = [{name: drawn(p.shape, 50 * step + len(name)) for name, p in named.items()} for step in range(5)]
+
+        def step(number, named=named, optimizer=optimizer, gradients=gradients):
+            for name, parameter in named.items():
+                parameter.grad = gradients[number - 1].pop(name)
+            optimizer.begin(number, RATE)
+            optimizer.step()
+
+        step(1)
+        torch.cuda.synchronize()
+        if cycles:
+            torch.cuda._sleep(cycles)
+            event = torch.cuda.Event()
+            event.record()
+        with contextlib.nullcontext() if not cycles else nothing_waits_without_a_start():
+            for number in range(2, 6):
+                step(number)
+                if not cycles:
+                    torch.cuda.synchronize()
+        if cycles:
+            assert not event.query(), "the GPU was done before the host: nothing was tested"
+        torch.cuda.synchronize()
+        ends.append(checks.everything(optimizer, named))
+    checks.assert_same_bits(*ends)
+
+
+@contextlib.contextmanager
+def nothing_waits_without_a_start():
+    """`nothing_waits`, which itself waits for the GPU first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_was_restored_in_between_is_what_the_next_step_goes_on_from():
+    (whole, first), (broken, second) = crowd(), crowd()
+    for step in (1, 2, 3):
+        for named, optimizer in ((whole, first), (broken, second)):
+            give(named, step)
+            optimizer.begin(step, RATE)
+            optimizer.step()
+        if step == 2:
+            second.restore(checks.copies(second.tensors()), step=2)
+    checks.assert_same_bits(checks.everything(second, broken), checks.everything(first, whole))
+
+
+def test_moments_in_bfloat16_have_the_same_bits_in_a_crowd():
+    kernels = torch_optim._triton(torch.empty(0, device=DEVICE).device)
+    shapes = [(1,), (3, 5), (64, 97), (2048,), (5000,)]
+    same = {"step": 3, "rate": RATE, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": DECAY}
+    sides = [[[drawn(shape, 10 * row + place) for place, shape in enumerate(shapes)] for row in range(4)] for _ in "ab"]
+    for side in sides:
+        side[3] = [tensor.abs() for tensor in side[3]]
+    (weights, gradients, first, second), others = sides
+    table = kernels.Crowd.of(list(zip(first, second, strict=True)), [True] * len(shapes))
+    addresses = ([tensor.data_ptr() for tensor in row] for row in (weights, gradients))
+    kernels.adamw_many(table, *addresses, range(7, 7 + len(shapes)), **same)
+    for place, parts in enumerate(zip(*others, strict=True)):
+        kernels.adamw(*parts, seed=7 + place, **same)
+    for row, other in zip(sides[0], others, strict=True):
+        assert all(torch.equal(tensor, twin) for tensor, twin in zip(row, other, strict=True))
+
+
+def test_what_a_step_of_272_small_tensors_takes_is_printed():
+    """As many as SmolLM2-135M has. Python has to be done long before the products of a step are."""
+    named = {str(place): torch.nn.Parameter(drawn((576, 576), place)) for place in range(272)}
+    optimizer, sound, scale = make(named), torch.tensor(True, device=DEVICE), torch.tensor(0.5, device=DEVICE)
+    host, device = [], []
+    for step in range(1, 12):
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.begin(step, 1e-3)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # some 10 ms, so that only the GPU's own time lies between the events
+        device.append(milliseconds(lambda: host.append(timed(lambda: optimizer.step(scale=scale, sound=sound)))))
+    moved = 22 * sum(parameter.numel() for parameter in named.values()) / 1e6 / min(device)
+    print(f"272 tensors: {1e6 * min(host):.0f} us of Python, {min(device):.2f} ms on the GPU, {moved:,.0f} GB/s")
+    assert min(host) < 5e-3
+
+
+def timed(work):
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "moved"),
+    [
+        ("adamw", "update", 22), ("adamw", "step", 22), ("adamw", "clipped", 24), ("adafactor", "update", 10),
+        ("adafactor", "clipped", 10),
+    ],
+)  # fmt: skip
+def test_the_largest_table_of_gemma_is_updated_at_the_speed_of_memory(kind, way, moved):
+    """Bytes that have to be moved for a weight, over the time. A copy of as much memory is the measure."""
+    parameter = torch.nn.Parameter(drawn((256_000, 2048), 1))
+    parameter.grad = drawn((256_000, 2048), 2)
+    optimizer, sound = make({"table": parameter}, kind), torch.tensor(True, device=DEVICE)
+    scale, times = torch.tensor(0.5, device=DEVICE), []
+
+    def update():
+        if way == "clipped":
+            optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+        elif way == "step":
+            optimizer.step(scale=scale, sound=sound)
+        else:
+            optimizer.update(parameter, scale=scale, sound=sound)
+
+    for step in range(1, 8):
+        optimizer.begin(step, 1e-3)
+        times.append(milliseconds(update))
+    source, target = parameter.detach(), torch.empty_like(parameter)
+    copied = min(milliseconds(lambda: target.copy_(source)) for _ in range(5))
+    best = sorted(times[1:])[len(times) // 2 - 1]
+    speed, of_copy = (bytes_ * parameter.numel() / 1e6 / time for bytes_, time in ((moved, best), (4, copied)))
+    said = f"{kind} {way}: {best:.2f} ms, {speed:,.0f} GB/s of {of_copy:,.0f} of a copy"
+    print(said)
+    assert speed >= 0.6 * of_copy, said
+
+
+def milliseconds(work):
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+    work()
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_what_it_takes_python_to_start_an_update_is_printed(kind):
+    """A tensor as small as a norm: what it takes is the starting, 164 times in a step of Gemma-1 2B."""
+    named = {str(place): torch.nn.Parameter(drawn((64, 64), place)) for place in range(200)}
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer, sound, took = make(named, kind), torch.tensor(True, device=DEVICE), []
+    for step in range(1, 5):
+        optimizer.begin(step, 1e-3)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for parameter in named.values():
+            optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+        took.append(time.perf_counter() - started)
+        torch.cuda.synchronize()
+    each = 1e6 * min(took) / len(named)
+    print(f"{kind}: {each:.0f} us of Python to start a clipped update")
+    assert each < 1000
