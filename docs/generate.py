@@ -11,21 +11,19 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks import accumulation_error, kills
-from docs import data_pages, doctor_pages, engine_pages, speed_pages
+from docs import answer_pages, data_pages, doctor_pages, engine_pages, speed_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
-DEMO = Path("benchmarks/results/demo.json")
-DEMO_COMMAND = "python -m benchmarks.demo"
 MEMORY = Path("benchmarks/results/memory_cpu.json")
 MEMORY_PAGE = Path("docs/concepts/memory-model.md")
 DATA_PAGE = Path("docs/concepts/data-at-scale.md")
@@ -33,8 +31,6 @@ CHECKPOINTS_PAGE = Path("docs/concepts/checkpoints.md")
 OPTIMIZERS_PAGE = Path("docs/concepts/optimizers.md")
 INDEX_PAGE = Path("docs/index.md")
 ANSWERS_PAGE = Path("docs/guides/did-it-help.md")
-ANSWERS = Path("benchmarks/results/generation_cuda.json")
-ANSWERS_COMMAND = "python -m benchmarks.generation --model DIR --questions FILE --device cuda"
 CARD = Path("models/tiny-gemma3")
 
 
@@ -50,12 +46,14 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("docs/reference/speed.md"): speed_pages.page(root),
         **doctor_pages.pages(),
         INDEX_PAGE: with_block(root, INDEX_PAGE, "causes", doctor_pages.index_block()),
-        Path("README.md"): with_block(root, Path("README.md"), "demo", demo_block(_read_demo(root))),
+        Path("README.md"): with_block(
+            root, Path("README.md"), "demo", answer_pages.demo_block(answer_pages.read_demo(root))
+        ),
         MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
-        ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answers_block(root)),
+        ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answer_pages.answers_block(root)),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
@@ -75,39 +73,6 @@ def bundles_block(root: Path) -> str:
             f"{says['steps_completed']}", f"{says['final_loss']:.4f}", f"{speeds['device']:,.0f}{beside}",
         ))  # fmt: skip
     return table(("bundle", "model", "ran on", "steps", "final loss", "tokens/s"), rows)
-
-
-def answers_block(root: Path) -> str:
-    """Answers per second beside transformers' own `generate`; says so where they were not measured."""
-    if not (root / ANSWERS).is_file():
-        return f"Not measured yet; `{ANSWERS_COMMAND}` measures it."
-    try:
-        found = json.loads((root / ANSWERS).read_text(encoding="utf-8"))
-        about, rows = found["about"], []
-        for run in found["runs"]:
-            at_best = (
-                run["dtype"],
-                f"tunix-rt, {run['rows']:,} as memory allows",
-                f"{run['items_per_second']:.1f}",
-                "",
-            )
-            rows.append(at_best)
-            for beside in run["transformers"]:
-                same = f"{beside['ours_at_these_rows_items_per_second']:.1f}"
-                differ = f"{beside['answers_that_differ']:,} of {about['questions']:,}"
-                rows.append((run["dtype"], f"tunix-rt, {beside['rows']:,}", same, ""))
-                rows.append(
-                    (run["dtype"], f"transformers, {beside['rows']:,}", f"{beside['items_per_second']:.1f}", differ)
-                )
-        said = (
-            f"{about['model']}, {about['parameters']:,} parameters, {about['questions']:,} questions, at most "
-            f"{about['max_new_tokens']} new tokens, each way timed once. `{ANSWERS_COMMAND}`; {about['device']}, torch "
-            f"{about['torch']}, transformers {about['transformers']}."
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise TunixError(f"{ANSWERS} lacks or misspells {error}", fix=f"measure it again: {ANSWERS_COMMAND}") from error
-    columns = ("type", "prompts at once", "answers/s", "answers that differ from tunix-rt's")
-    return f"{table(columns, rows)}\n\n{said}"
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -349,39 +314,6 @@ def _subclasses(kind: type[TunixError]) -> Iterator[type[TunixError]]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _read_demo(root: Path) -> Mapping[str, Any] | None:
-    path = root / DEMO
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def demo_block(demo: Mapping[str, Any] | None) -> str:
-    """The table of README.md; a note where the demo's figures were not recorded yet."""
-    if demo is None:
-        return f"The figures are not recorded yet. `{DEMO_COMMAND}` records them."
-    try:
-        measures = {
-            "right, by the tags": "accuracy",
-            "right, tags apart": "accuracy_lenient",
-            "well-formed": "format_rate",
-        }
-        rows = [
-            (words, *(f"{100 * demo[when][key]:.1f} %" for when in ("before", "after", "control")))
-            for words, key in measures.items()
-        ]
-        facts = (
-            f"{demo['minutes']:.1f} minutes on {demo['machine']}, {demo['tokens_per_second']:,.0f} tokens/s in training. "
-            f"Peak memory: {demo['predicted_bytes'] / 2**20:,.0f} MiB predicted, "
-            f"{demo['measured_bytes'] / 2**20:,.0f} MiB measured.\n\n"
-            f"What the base model knew: told the situation of a held-out question as a story, it worked out "
-            f"{demo['told_before']['worked_out']} of {demo['told_before']['situations']} before any training. Asked the "
-            f"question, it answered with another question. The training teaches it to take a question apart into steps "
-            f"and to answer it in a form that can be read; the arithmetic it had."
-        )
-    except (KeyError, TypeError) as error:
-        raise TunixError(f"{DEMO} lacks or misspells {error}", fix=f"record it again: {DEMO_COMMAND}") from error
-    return table(("answers to held-out questions", "before", "after", "control"), rows) + f"\n\n{facts}"
-
-
 def memory_block(root: Path) -> str:
     """Every case of the memory benchmark: predicted beside measured, and whether the constants had it in view."""
     recorded = json.loads((root / MEMORY).read_text(encoding="utf-8"))
@@ -427,9 +359,11 @@ def manifest_block(root: Path) -> str:
 
 def list_problems(root: Path = ROOT) -> list[str]:
     """Every way the pages are out of step; an empty list means none is."""
-    problems = (
-        [] if (root / DEMO).is_file() else [f"{DEMO} is missing: run {DEMO_COMMAND}, then python -m docs.generate"]
-    )
+    problems = []
+    if not (root / answer_pages.DEMO).is_file():
+        problems.append(
+            f"{answer_pages.DEMO} is missing: run {answer_pages.DEMO_COMMAND}, then python -m docs.generate"
+        )
     for path, text in pages(root).items():
         if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text:
             problems.append(f"stale: {path}: run python -m docs.generate")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import masking_utils
 
-from tunix_rt.backends import torch_attention, torch_head, torch_model, torch_optim, torch_rounding
+from tunix_rt.backends import torch_attention, torch_head, torch_model, torch_rounding, torch_update_rules
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -187,7 +187,7 @@ def adamw_off(**changed: Callable[[float], float]) -> Plant:
     """An update with another rate, epsilon, decay or number than was asked for."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        kernel = torch_optim._fused_kernel
+        kernel = torch_update_rules.fused_kernel
 
         def wrong(*lists, now, decay, count, unsound=None):
             now = replace(
@@ -197,7 +197,7 @@ def adamw_off(**changed: Callable[[float], float]) -> Plant:
             count = changed["count"](count) if "count" in changed else count
             kernel(*lists, now=now, decay=decay, count=count, unsound=unsound)
 
-        monkeypatch.setattr(torch_optim, "_fused_kernel", wrong)
+        monkeypatch.setattr(torch_update_rules, "fused_kernel", wrong)
 
     return plant
 
@@ -206,26 +206,26 @@ def moment_off(which: int) -> Plant:
     """By 3 %, after the second update: the parameters are right."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        kernel = torch_optim._fused_kernel
+        kernel = torch_update_rules.fused_kernel
 
         def wrong(*lists, now, **named):
             kernel(*lists, now=now, **named)
             for moment in lists[2 + which] if now.step == 2 else ():
                 moment *= 1.03
 
-        monkeypatch.setattr(torch_optim, "_fused_kernel", wrong)
+        monkeypatch.setattr(torch_update_rules, "fused_kernel", wrong)
 
     return plant
 
 
 def adafactor_off(**changed: Callable) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        rule = torch_optim.RULES["adafactor"]
+        rule = torch_update_rules.RULES["adafactor"]
 
         def wrong(update):
             rule(replace(update, **{name: change(getattr(update, name)) for name, change in changed.items()}))
 
-        monkeypatch.setitem(torch_optim.RULES, "adafactor", wrong)
+        monkeypatch.setitem(torch_update_rules.RULES, "adafactor", wrong)
 
     return plant
 
@@ -240,12 +240,12 @@ def never_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step_share_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adafactor's second moment moves by another share than it should in the second step."""
-    moved = torch_optim._moved
+    moved = torch_update_rules._moved
 
     def wrong(update, mean, towards):
         return moved(replace(update, now=replace(update.now, step=update.now.step**1.01)), mean, towards)
 
-    monkeypatch.setattr(torch_optim, "_moved", wrong)
+    monkeypatch.setattr(torch_update_rules, "_moved", wrong)
 
 
 def _one_up(codes: torch.Tensor, levels: int) -> torch.Tensor:
@@ -309,7 +309,7 @@ if "tunix_rt.backends.torch_proofs" in sys.orig_argv:
     import warnings
     import torch
     import torch.nn.functional as F
-    from tunix_rt.backends import torch_attention, torch_model, torch_optim
+    from tunix_rt.backends import torch_attention, torch_model, torch_optim, torch_update_rules
 
     planted = os.environ["PLANTED"].split(",")
     on_cuda = "cuda" in sys.orig_argv
@@ -356,12 +356,12 @@ if "tunix_rt.backends.torch_proofs" in sys.orig_argv:
         )
 
     if "optimizer" in planted:  # no bias correction: as if a billion steps had gone before
-        kernel = torch_optim._fused_kernel
+        kernel = torch_update_rules.fused_kernel
 
         def uncorrected(*lists, count, **named):
             kernel(*lists, count=torch.full_like(count, 1e9), **named)
 
-        torch_optim._fused_kernel = uncorrected
+        torch_update_rules.fused_kernel = uncorrected
 
     if "placement" in planted:  # after the last update one tensor of the state is somewhere else
         state_of = torch_optim.Optimizer.state_of

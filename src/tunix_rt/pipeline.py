@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import time
@@ -119,6 +120,7 @@ def _run_stages(
         write_text(run.config, dump_yaml(settled_config(config)))
     seen, choice = settle_device(report, config)
     report.facts["device"] = choice.device
+    report.facts |= _timed_before(run) if report.continued else {}
     stop.raise_if_asked(stop.kept(), starting=True)
     model, shape = _find_model(config, choice)
     report.facts["parameters"] = shape.parameters
@@ -195,9 +197,7 @@ def _train_and_ask(
     questions = Questions(items=data.items, tokenizer=tokenizer, style=data.style, decoding=decoding)
     asking: dict[str, Any] = {"rows_at": lambda length: eval_rows, "progress": progress}
     if data.items and not before:
-        look = partial(stop.raise_if_asked, start.kept, starting=True)
-        before = _evaluate(backend, engine, report, questions, "before", stop=look, **asking)
-        stop.raise_if_asked(start.kept)  # the answers are kept, so that a continuation gets further
+        before = _answers_before(backend, engine, report, questions, start.kept, stop, **asking)
     report.training_began = True
     few = replace(questions, items=data.items[: config.evaluation.asked_along])
     try:
@@ -221,7 +221,9 @@ def _train_and_ask(
     )  # fmt: skip
     report.note_peak("save", engine.peak_bytes())
     if data.items:
-        kept = partial(stop.raise_if_asked, f"all {total} steps are saved")
+        saved = f"all {total} steps are saved"
+        stop.raise_if_too_long(report.facts.get("answering_seconds", 0.0), "the answers after training", saved)
+        kept = partial(stop.raise_if_asked, saved)
         after = _evaluate(backend, engine, report, questions, "after", stop=kept, **asking)
         report.comparison = compare(before, after)
         write_text(run.samples, samples_markdown(before, after, report.comparison))
@@ -232,6 +234,28 @@ def _train_and_ask(
         report.facts["final_model"] = {"proven": False}
     else:
         _prove_final_model(backend, engine, report, questions)
+
+
+def _answers_before(
+    backend: Any, engine: Any, report: Report, questions: Questions, kept: str, stop: StopRequest, **asking: Any
+) -> list[Prediction]:
+    """What the untrained model answers.
+
+    How long that took is written down: the answers after training are to the same questions, asked in the same way, so they
+    are taken to last as long, also by a continuation, which does not ask again.
+    """
+    began = time.monotonic()
+    look = partial(stop.raise_if_asked, kept, starting=True)
+    before = _evaluate(backend, engine, report, questions, "before", stop=look, **asking)
+    report.facts["answering_seconds"] = round(time.monotonic() - began, 3)
+    if stop.has_budget:
+        logger.info(
+            "The answers after training will take about %s, as those before did: with less of the time budget left, the run "
+            "stops before them and gives them when it is continued",
+            minutes(report.facts["answering_seconds"]),
+        )
+    stop.raise_if_asked(kept)  # the answers are kept, so that a continuation gets further
+    return before
 
 
 def _prove_final_model(backend: Any, engine: Any, report: Report, questions: Questions) -> None:
@@ -305,6 +329,15 @@ def _status(run: RunDir) -> str:
         return str(read_json(run.result)["status"])
     except (TunixError, KeyError, TypeError):
         return "broken"
+
+
+def _timed_before(run: RunDir) -> dict[str, float]:
+    """How long the answers before training took, as the process before this one wrote down; nothing where it did not."""
+    try:
+        seconds = read_json(run.result)["answering_seconds"]
+    except (TunixError, KeyError, TypeError):
+        return {}
+    return {"answering_seconds": float(seconds)} if isinstance(seconds, int | float) and 0 <= seconds < math.inf else {}
 
 
 def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, ModelShape]:

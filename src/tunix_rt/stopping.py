@@ -55,6 +55,10 @@ class StopRequest:
         self._forced = self._ending = False
         self._gate = threading.Lock()
 
+    @property
+    def has_budget(self) -> bool:
+        return self._budget is not None
+
     # --- asked between pieces of work ---------------------------------------------------------------------------------
 
     def why(self, *, needed_seconds: float = 0.0) -> str:
@@ -65,6 +69,17 @@ class StopRequest:
         if left >= needed_seconds + ENDING_SECONDS:
             return ""
         return f"stopped by itself: of the time budget of {self._budget:g} s {max(0.0, left):.0f} s are left"
+
+    def raise_if_too_long(self, seconds: float, what: str, kept: str) -> None:
+        """Before work that is lost unless it is whole: `what`, which takes so many seconds."""
+        if not (why := self.why(needed_seconds=seconds)):
+            return
+        if self.signal_name:
+            raise Preempted(f"{why}; {kept}", fix=RESUME)
+        least = seconds + ENDING_SECONDS
+        never = self._budget is not None and self._budget <= least
+        fix = f"raise training.time_budget well above {least:.0f} s, and {RESUME}" if never else RESUME
+        raise Preempted(f"{why}, and {what} take about {seconds:.0f} s; {kept}", fix=fix)
 
     def raise_if_asked(self, kept: str, *, fix: str = RESUME, starting: bool = False) -> None:
         """Asked while `starting`, before the first step: a budget that ends there ends there every time."""

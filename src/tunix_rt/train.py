@@ -259,11 +259,14 @@ def train_run(
         backend.restore_state(engine, optimizer, start.checkpoint, step=done)
         logger.info("Resumed from %s", start.checkpoint.name)
     stop.raise_if_asked(start.kept, starting=True)
+    tokens, seconds, slowest, measuring = 0, 0.0, 0.0, 0.0
     if done not in start.heldout_steps and (not done or _due(done, training.eval_steps, total)):
-        measure(done)  # before the first step; or a run that was stopped between a step and its measure
+        measuring = measure(done)  # before the first step; or a run that was stopped between a step and its measure
         stop.raise_if_asked(start.kept)
     batch_of = _batches(training, data, pad_id)
-    code = backend.prepare_steps(engine, batch_of, training, total=total) if done < total else {}
+    code: dict[str, str] = {}
+    if done < total:
+        code = backend.prepare_steps(engine, batch_of, training, total=total, longest_row=data.longest_row)
     refuse_other_code(code, start.checkpoint)
     steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
     if profile:
@@ -283,7 +286,6 @@ def train_run(
         sound=start.sound,
         stop=stop,
     )
-    tokens, seconds, slowest, measuring = 0, 0.0, 0.0, 0.0
     with contextlib.closing(steps), saver, _tensorboard(config, run) as chart:
         for step in steps:
             with stop.unbroken():  # the result must not know another last step than the metrics
@@ -300,7 +302,8 @@ def train_run(
             # Before an evaluation too: nothing that goes wrong in it costs a step.
             if measured or _due(step.step, training.save_steps, total):
                 saver.save(step.step, state)
-            next_step = slowest + saver.longest_seconds if step.step < total else 0.0
+            # After the last step the final model is saved, which takes as long.
+            next_step = (slowest if step.step < total else 0.0) + saver.longest_seconds
             _stop_if_asked(stop, saver, state, needed_seconds=next_step + measured * measuring)
             if measured:
                 saver.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs import data_pages, generate
+from docs import answer_pages, data_pages, generate
 from tests.conftest import REFERENCE
 from tests.program import tunix_rt
 from tests.samples import read_samples
@@ -121,7 +121,7 @@ def test_missing_figures_of_the_demo_are_a_problem_that_names_the_command(tmp_pa
         (tmp_path / path).write_bytes((ROOT / path).read_bytes())
     missing = [problem for problem in generate.list_problems(tmp_path) if "is missing" in problem]
     assert len(missing) == 1
-    assert generate.DEMO_COMMAND in missing[0]
+    assert answer_pages.DEMO_COMMAND in missing[0]
 
 
 def test_the_figures_of_the_demo_come_from_its_file():
@@ -131,14 +131,14 @@ def test_the_figures_of_the_demo_come_from_its_file():
         "measured_bytes": 2 * 2**20, "tokens_per_second": 1234.5, "machine": "a test",
         "told_before": {"situations": 9, "worked_out": 7},
     }  # fmt: skip
-    block = generate.demo_block(demo)
+    block = answer_pages.demo_block(demo)
     assert "| right, by the tags | 12.5 % | 12.5 % | 12.5 % |" in block
     assert "2.5 minutes on a test, 1,234 tokens/s" in block
     assert "3 MiB predicted, 2 MiB measured" in block
     assert "it worked out 7 of 9 before any training" in block
     del demo["control"]
     with pytest.raises(errors.TunixError, match="control"):
-        generate.demo_block(demo)
+        answer_pages.demo_block(demo)
 
 
 def test_the_figures_of_the_data_stage_come_from_their_files_and_missing_ones_are_said(tmp_path):

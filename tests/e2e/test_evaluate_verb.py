@@ -207,6 +207,16 @@ def test_answers_that_were_asked_for_otherwise_are_not_compared(tmp_path, evalua
     assert "max_new_tokens is 256 in eighty, 64 in out" in words
 
 
+def test_another_type_of_numbers_is_remarked_on_under_the_table(tmp_path, evaluated, eighty, questions):
+    narrow = tmp_path / "narrow"
+    succeeded(ask(eighty, "--evalset", questions, "--output", narrow, "--dtype", "bfloat16"))
+    said = "not computed alike: dtype is float32 in eighty, bfloat16 in narrow."
+    assert said in " ".join(succeeded(ask(evaluated[1], narrow, verb="compare")).split())
+    (remark,) = json.loads(succeeded(ask(evaluated[1], narrow, "--json", verb="compare")))["remarks"]
+    assert remark.startswith(said)
+    assert "not computed alike" not in succeeded(ask(evaluated[1], evaluated[1], verb="compare"))
+
+
 def test_a_folder_without_answers_is_not_compared(tmp_path, evaluated):
     assert "holds no answers to compare" in refused(ask(evaluated[1], tmp_path, verb="compare"), 3)
     assert "predictions-before.jsonl" in refused(ask(evaluated[1], verb="compare"), 3)

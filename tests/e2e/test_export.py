@@ -273,9 +273,9 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
 
 def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, monkeypatch):
     """The disk is made to lie: what arrives in the folder is not what was written."""
-    from tunix_rt.backends import torch_backend
+    from tunix_rt.backends import torch_save
 
-    kept = torch_backend.settle_files
+    kept = torch_save.settle_files
 
     def lying(folder):
         swap = load_file(folder / "model.safetensors")
@@ -283,7 +283,7 @@ def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, mon
         save_file(swap, folder / "model.safetensors", metadata={"format": "pt"})
         kept(folder)
 
-    monkeypatch.setattr(torch_backend, "settle_files", lying)
+    monkeypatch.setattr(torch_save, "settle_files", lying)
     done = CliRunner().invoke(
         cli, ["export", "tiny-gemma3", "--output", str(tmp_path / "out"), "--device", "cpu", "--dtype", "float32"]
     )

@@ -329,6 +329,77 @@ def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_sam
     assert weights[0] == weights[1]
 
 
+@pytest.fixture
+def stops(monkeypatch):
+    """Every StopRequest of a pipeline, in order, so that a test can say when its time is up."""
+    made = []
+
+    class Noticed(stopping.StopRequest):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            made.append(self)
+
+    monkeypatch.setattr(pipeline, "StopRequest", Noticed)
+    return made
+
+
+def test_a_measure_that_was_timed_before_the_first_step_is_not_begun_after_the_last_with_less_time_left(
+    tmp_path, monkeypatch, stops
+):
+    run, steps, measure = RunDir(tmp_path / "run"), [], train._measure_heldout
+
+    def slowly(*told):
+        time.sleep(0 if steps else 8)
+        steps.append(told[-1])
+        return measure(*told)
+
+    def progress(what, done, total, note):
+        if what == "train" and done == STEPS:
+            stops[-1]._deadline = time.monotonic() + stopping.ENDING_SECONDS + 6
+
+    monkeypatch.setattr(train, "_measure_heldout", slowly)
+    once = ["training.time_budget=900", f"training.eval_steps={2 * STEPS}"]
+    with pytest.raises(Preempted, match=f"stopped by itself: .* s are left; step {STEPS} is saved"):
+        run_pipeline(configured(*once), run.root, progress=progress)
+    assert steps == [0]
+    run_pipeline(configured(*once, resume=True), run.root, progress=quiet)
+    assert steps == [0, STEPS] and read_json(run.result)["status"] == "completed" and list_problems(run.root) == []
+
+
+def test_answers_after_training_are_not_begun_when_those_before_took_longer_than_is_left(
+    tmp_path, monkeypatch, caplog, stops
+):
+    """Their time is known from those before training, also to a process that did not ask them."""
+    asked = ["evaluation.enabled=true", "evaluation.max_new_tokens=2", "evaluation.per_device_eval_batch_size=4"]
+    run, seen, evaluate = RunDir(tmp_path / "run"), [], pipeline.evaluate_model
+
+    def slowly(*told, when, **named):
+        time.sleep(8 if when == "before" else 0)
+        return evaluate(*told, when=when, **named)
+
+    def progress(what, done, total, note):
+        seen.append((what, done))
+        if what == "train" and done == STEPS:  # enough to save what was trained, and not to answer
+            stops[-1]._deadline = time.monotonic() + stopping.ENDING_SECONDS + 6
+
+    monkeypatch.setattr(pipeline, "evaluate_model", slowly)
+    caplog.set_level(logging.INFO)
+    stopped = "s are left, and the answers after training take about [0-9]+ s; all 5 steps are saved"
+    with pytest.raises(Preempted, match=stopped) as caught:
+        run_pipeline(configured(*asked, "training.time_budget=900"), run.root, progress=progress)
+    assert caught.value.fix == stopping.RESUME and "The answers after training will take about" in caplog.text
+    took = read_json(run.result)["answering_seconds"]
+    assert took > 8 and (run.final_model / "model.safetensors").is_file() and list_problems(run.root) == []
+    monkeypatch.setattr(stopping, "program_began", time.monotonic)
+    with pytest.raises(Preempted, match=stopped) as caught:
+        run_pipeline(configured(*asked, "training.time_budget=12", resume=True), run.root, progress=progress)
+    assert "raise training.time_budget well above" in caught.value.fix
+    assert not any(what == "evaluate after" for what, _ in seen)
+    run_pipeline(configured(*asked, "training.time_budget=900", resume=True), run.root, progress=progress)
+    assert read_json(run.result)["answering_seconds"] == took and read_json(run.result)["status"] == "completed"
+    assert seen.count(("train", 1)) == 1 and seen.count(("evaluate before", 3)) == 1 and list_problems(run.root) == []
+
+
 def test_a_budget_that_is_used_up_before_the_first_step_says_so(tmp_path):
     with pytest.raises(Preempted, match="the time budget of 1 s is shorter than the start") as caught:
         run_pipeline(configured("training.time_budget=1"), tmp_path / "run", progress=quiet)

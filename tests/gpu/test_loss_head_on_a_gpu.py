@@ -23,12 +23,12 @@ definition = torch_head._turned
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The module of the kernel; plain torch between the products is an error."""
+    """The module of the kernel; logits that are to be turned by plain torch are an error."""
 
     def refused(*_):
         raise AssertionError("plain torch between the products, not the kernel")
 
-    monkeypatch.setattr(torch_head, "_turned", refused)
+    monkeypatch.setattr(torch_head, "_logits", refused)
     return pytest.importorskip("tunix_rt.backends.triton_head")
 
 
@@ -82,7 +82,7 @@ def assert_turned(found, logits, targets, *, softcap, scale, kind):
 def test_loss_and_gradients_are_as_exact_as_their_type(kernel, vocabulary, weights, compute, softcap, tied):
     kept, products = getattr(torch, weights), getattr(torch, compute)
     torch.set_float32_matmul_precision("highest")
-    assert kernel_unable(CUDA, products, vocabulary) is None
+    assert kernel_unable(CUDA, products, vocabulary, softcap) is None
     errors = head_errors(
         vocabulary=vocabulary, hidden=256, targets=600, device="cuda", weights=kept, compute=products, softcap=softcap,
         tied=tied, micro_batches=2,
@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_as_exact_as_their_type(kernel, vocabulary, weigh
 
 
 def test_float64_is_exact_without_the_kernel():
-    assert "float32" in kernel_unable(CUDA, torch.float64, 1000)
+    assert "float32" in kernel_unable(CUDA, torch.float64, 1000, None)
     errors = head_errors(
         vocabulary=1000, hidden=64, targets=300, device="cuda", weights=torch.float64, compute=torch.float64,
         softcap=30.0, tied=True,

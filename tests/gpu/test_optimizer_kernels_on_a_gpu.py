@@ -165,12 +165,11 @@ def test_random_bits_are_a_function_of_seed_step_and_place(kind):
 @each_rule
 def test_how_the_work_is_cut_has_no_part_in_the_bits(kind, monkeypatch):
     """All gradients are alike, so that sums in another order are the same."""
-    kernels = torch_optim._triton(torch.empty(0, device=DEVICE).device)
     ends = []
     for flat, rows, columns in ((2048, 128, 256), (512, 64, 128)):
-        monkeypatch.setattr(kernels, "FLAT_BLOCK", flat)
-        monkeypatch.setattr(kernels, "ROWS", rows)
-        monkeypatch.setattr(kernels, "COLUMNS", columns)
+        monkeypatch.setattr("tunix_rt.backends.triton_adamw.FLAT_BLOCK", flat)
+        monkeypatch.setattr("tunix_rt.backends.triton_adafactor.ROWS", rows)
+        monkeypatch.setattr("tunix_rt.backends.triton_adafactor.COLUMNS", columns)
         parameter = torch.nn.Parameter(drawn((300, 1001), 5))
         parameter.grad = torch.full_like(parameter, 0.5)
         optimizer = make({"weights": parameter}, kind)

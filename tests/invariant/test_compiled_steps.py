@@ -56,6 +56,13 @@ def test_heldout_losses_are_those_of_layers_that_are_not_compiled_to_the_bit(fol
     assert found == engine_of.heldout_loss(plain.engine, rows, batch_size=2, pad_id=0)
 
 
+def test_rows_are_filled_up_to_the_longest_of_the_run_not_of_its_first_batch(folder):
+    sample = Run(folder, compile=False).batch(1).micro_batches[0]
+    assert sample.ids.shape[1] <= 48
+    assert torch_compile.shape_of_steps(sample, 0) == (2, 64)
+    assert torch_compile.shape_of_steps(sample, 70) == (2, 128)
+
+
 @pytest.mark.parametrize("least", [(2, 64), (3, 48), (5, 128), (0, 0)])
 def test_filling_up_adds_no_target_and_no_neighbour(folder, least):
     run = Run(folder, compile=False)

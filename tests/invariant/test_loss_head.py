@@ -1,5 +1,8 @@
 """The loss head in chunks gives the loss and the gradients of the whole product, and never makes it."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -131,3 +134,61 @@ def test_where_logits_are_not_turned_in_place_fewer_are_there_at_a_time(kind, so
     table = torch.empty(256_000, 8, dtype=getattr(torch, kind), device="meta")
     rows = torch_head._rows_with_gradients(table, 8192, softcap)
     assert 0.99 * 4 * loss_rows(8192) < bytes_of_a_logit * rows <= 4 * loss_rows(8192)
+
+
+# --- whether a kernel is trusted -------------------------------------------------------------------------------------
+
+
+def kernel_with(defect=lambda losses, slopes, scale: None):
+    """A kernel of plain torch, in float32 and rounded once, with a `defect` in what it gives."""
+
+    def turned(logits, targets, *, softcap, scale, kind):
+        losses, slopes = torch_head._turned(logits.clone(), targets, softcap, scale)
+        slopes = slopes.to(kind)
+        defect(losses, slopes, scale)
+        return losses, slopes
+
+    return SimpleNamespace(turned=turned, room_for_logits=lambda rows, columns, device: torch.empty(rows, columns))
+
+
+def wrong(kernel, kind="bfloat16", softcap=None, vocabulary=50_257):
+    return torch_head._wrong_numbers(kernel, torch.device("cpu"), getattr(torch, kind), vocabulary, softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.0, 30.0])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("vocabulary", [2, 1000, 262_144])
+def test_a_kernel_that_computes_what_plain_torch_does_is_used(kind, softcap, vocabulary):
+    before = torch.get_rng_state()
+    assert wrong(kernel_with(), kind, softcap, vocabulary) is None
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def zero_part(losses, slopes, scale):
+    if scale:
+        slopes[1, 8192:12_288] = 0
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(
+    ("defect", "words"),
+    [
+        (lambda losses, slopes, scale: losses.mul_(1.001), "losses are wrong with gradients"),
+        (
+            lambda losses, slopes, scale: scale or losses[2].fill_(torch.nan),
+            "losses are wrong without gradients: .* nan for",
+        ),
+        (zero_part, "gradients are wrong, by up to"),
+    ],
+)
+def test_a_kernel_that_gives_wrong_numbers_is_not_used_and_it_is_said_which(defect, words, softcap):
+    assert (found := wrong(kernel_with(defect), softcap=softcap)) and re.search(words, found), found
+
+
+def test_a_kernel_that_ignores_the_soft_cap_is_not_used():
+    plain = kernel_with()
+    deaf = SimpleNamespace(
+        room_for_logits=plain.room_for_logits, turned=lambda *parts, softcap, **more: plain.turned(*parts, softcap=None, **more)
+    )  # fmt: skip
+    assert wrong(deaf) is None
+    assert "losses are wrong" in wrong(deaf, softcap=30.0)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests import optimizer_checks as checks
 from tests.optimizer_checks import KINDS, SHAPES, copies, each_dtype, each_kind, give_gradients, make, parameters, walk
-from tunix_rt.backends import torch_optim, torch_rounding
+from tunix_rt.backends import torch_rounding, torch_update_rules
 from tunix_rt.errors import TunixError
 from tunix_rt.plan.state_bytes import BLOCK, WHOLE_BELOW, state_bytes
 
@@ -336,7 +336,7 @@ class Watch(TorchDispatchMode):
 @each_dtype
 @pytest.mark.parametrize("sound", [None, torch.tensor(True)], ids=["", "sound"])
 def test_no_temporary_is_larger_than_a_slice_and_nothing_waits_for_the_device(monkeypatch, kind, dtype, sound):
-    monkeypatch.setattr(torch_optim, "SLICE_ELEMENTS", 1024)
+    monkeypatch.setattr(torch_update_rules, "SLICE_ELEMENTS", 1024)
     named = {name: torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for name, shape in SHAPES.items()}
     optimizer = make(named, kind)
     walk(optimizer, named, last=2)
@@ -358,7 +358,7 @@ def test_slices_give_the_update_of_the_whole(monkeypatch, kind, dtype):
     """To the last bit where nothing is summed up. In the first step, the codes of 8-bit moments have not been read yet."""
     ends = []
     for elements in (2**20, 256):
-        monkeypatch.setattr(torch_optim, "SLICE_ELEMENTS", elements)
+        monkeypatch.setattr(torch_update_rules, "SLICE_ELEMENTS", elements)
         named = parameters(dtype)
         optimizer = make(named, kind, stochastic=False)
         walk(optimizer, named, last=1 if kind == "adamw_8bit" else 5)
@@ -496,14 +496,16 @@ def test_the_page_has_the_bytes_the_passes_and_the_temporaries_of_the_code():
         with Watch() as watch:
             optimizer.update(parameter, scale=torch.tensor(0.5), sound=torch.tensor(True))
         assert row[:3] == measured, kind
-        assert watch.most_bytes / elements * torch_optim.SLICE_ELEMENTS / 2**20 == pytest.approx(int(row[3]), rel=0.01)
+        assert watch.most_bytes / elements * torch_update_rules.SLICE_ELEMENTS / 2**20 == pytest.approx(
+            int(row[3]), rel=0.01
+        )
 
 
 def test_the_page_has_the_numbers_of_the_code():
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
     _, unsigned = torch_rounding.tables(torch.device("cpu"))
     for words in (
-        f"at most {torch_optim.SLICE_ELEMENTS:,} elements", f"blocks of {BLOCK}", f"fewer than {WHOLE_BELOW:,} elements",
+        f"at most {torch_update_rules.SLICE_ELEMENTS:,} elements", f"blocks of {BLOCK}", f"fewer than {WHOLE_BELOW:,} elements",
         f"256 levels, from {unsigned[0].item():.1e} to 1", f"largest bfloat16 on ({torch_rounding.LARGEST:.3g})",
         f"128 levels from {torch_rounding._FOOT:.1e} to 1".replace("e-0", "e-"),
     ):  # fmt: skip

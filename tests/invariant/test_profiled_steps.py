@@ -17,7 +17,7 @@ from tunix_rt.plan.flops import step_flops
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.profiling import parts
 from tunix_rt.profiling.parts import breakdown
-from tunix_rt.profiling.record import example_lengths
+from tunix_rt.profiling.record import computed_positions, example_lengths
 from tunix_rt.profiling.trace import read_trace
 
 
@@ -114,3 +114,13 @@ def test_the_counted_operations_are_those_that_torch_counts(tmp_path, kind, agai
         positions=batch.micro_batches[0].ids.size, targets=batch.target_tokens,
     )  # fmt: skip
     assert counted == pytest.approx(ours.executed_layers + ours.head, rel=1e-9)
+
+
+@pytest.mark.parametrize("compiled_shape", [None, (2, 4), (2, 128), (3, 128), (1, 4096)])
+def test_positions_are_counted_as_rows_are_filled_up_for_compiled_layers(folder, compiled_shape):
+    run = Run(folder, accumulation=2)
+    run.engine.compiled_shape = compiled_shape
+    for step in (1, 2):
+        batch, placing = run.batch(step), run.engine.placing(training=True)
+        laid_out = sum(placing(micro).ids.numel() for micro in batch.micro_batches)
+        assert computed_positions(batch, compiled_shape) == laid_out

@@ -14,8 +14,9 @@ from tunix_rt.evaluate.report import (
     compare,
     compare_runs,
     comparison_markdown,
+    computing_remarks,
+    headings,
     remarks,
-    rows_text,
     samples_markdown,
     table,
 )
@@ -221,6 +222,57 @@ def test_other_decoding_is_refused_and_every_setting_that_differs_is_named():
     )
 
 
+HASHES = {"gemma": "9f" * 32, "smollm": "03" * 32}
+
+
+def test_other_tokenizers_are_told_by_the_names_of_the_models_and_short_hashes_with_a_way_out_that_can_be_taken():
+    before, after = sides(1, 0, 0, 0)
+    first, second = (
+        Side(name=name, predictions=found, decoding={"max_new_tokens": 64, "tokenizer": HASHES[model]}, model=model)
+        for name, found, model in (("run-1", before, "gemma"), ("smollm", after, "smollm"))
+    )
+    with pytest.raises(EvidenceError) as caught:
+        compare_runs(first, second)
+    assert caught.value.problem == (
+        "run-1 and smollm were not asked in the same way: the tokenizers are not the same: 9f9f9f9f9f9f in run-1 (the model "
+        "gemma), 030303030303 in smollm"
+    )
+    assert caught.value.fix.startswith("compare models of one family, a base model and what was trained from it")
+    assert "same settings" not in caught.value.fix
+    with pytest.raises(EvidenceError) as caught:
+        compare_runs(first, replace(second, decoding={"max_new_tokens": 32, "tokenizer": HASHES["smollm"]}))
+    assert "max_new_tokens is 64 in run-1, 32 in smollm; the tokenizers" in caught.value.problem
+    assert caught.value.fix.startswith("evaluate both with the same settings; compare models of one family")
+
+
+def test_prompts_that_were_written_otherwise_are_told_in_words():
+    before, after = sides(1, 0, 0, 0)
+    first, second = (
+        Side(name=name, predictions=found, decoding={"style": HASHES[name]})
+        for name, found in (("gemma", before), ("smollm", after))
+    )
+    with pytest.raises(
+        EvidenceError, match=r"prompts are written in another way .*: 9f9f9f9f9f9f in gemma, 0303"
+    ) as caught:
+        compare_runs(first, second)
+    assert max(map(len, re.findall("[0-9a-f]{9,}", caught.value.problem))) == 12
+    assert "data.chat_template" in caught.value.fix
+
+
+def test_answers_that_were_not_computed_alike_are_remarked_on():
+    first, second = (
+        Side(name=name, predictions=[], computed={"dtype": dtype, "device": device})
+        for name, dtype, device in (("base", "float32", "cpu"), ("tuned", "bfloat16", "cuda"))
+    )
+    assert computing_remarks(first, second) == [
+        "not computed alike: dtype is float32 in base, bfloat16 in tuned; device is cpu in base, cuda in tuned. A near tie "
+        "may fall the other way for that alone"
+    ]
+    (said,) = computing_remarks(first, replace(second, computed={"dtype": "float32", "device": "cuda"}))
+    assert "device is cpu in base, cuda in tuned" in said and "dtype" not in said
+    assert computing_remarks(first, first) == computing_remarks(first, Side(name="old", predictions=[])) == []
+
+
 def test_other_questions_are_refused_under_the_names_of_the_runs():
     with pytest.raises(EvidenceError, match="base and tuned were asked different questions: 1 id"):
         compare_runs(
@@ -243,33 +295,30 @@ def test_the_page_of_a_comparison_has_the_paragraph_the_table_and_every_id_that_
     assert "## Lost: 0 of 20\n\nNone.\n" in comparison_markdown(compare(before, before), rows)
 
 
-def test_the_table_for_a_terminal_is_in_columns():
+def test_the_cells_of_the_table_are_shown_with_their_units():
     rows = [
         Row(measure="accuracy", items=1319, before=0.25, after=0.5, gain_points=25.0),
         Row(measure="words", items=1319, before=9.0, after=41.25, unit="words"),
         Row(measure="equations right", items=5, before=0.2, after=0.2, gain_points=-0.0, items_after=7),
         Row(measure="well-formed", items=1319, before=0.0),
     ]
-    assert rows_text(rows, ("base", "tuned")) == (
-        "measure           out of    base   tuned  gain, points\n"
-        "accuracy           1,319  25.0 %  50.0 %         +25.0\n"
-        "words              1,319     9.0    41.2   +32.2 words\n"
-        "equations right  5 and 7  20.0 %  20.0 %          +0.0\n"
-        "well-formed        1,319   0.0 %"
-    )
+    assert [row.cells for row in rows] == [
+        ("accuracy", "1,319", "25.0 %", "50.0 %", "+25.0"),
+        ("words", "1,319", "9.0", "41.2", "+32.2 words"),
+        ("equations right", "5 and 7", "20.0 %", "20.0 %", "+0.0"),
+        ("well-formed", "1,319", "0.0 %", "", ""),
+    ]
 
 
 LONG = ("runs/gemma3-270m-lora-seed-00001", "runs/gemma3-270m-lora-seed-00002")
 
 
 def test_long_names_stand_under_the_table():
-    rows = [Row(measure="accuracy", items=10, before=0.2, after=0.3, gain_points=10.0)]
-    assert rows_text(rows, LONG) == (
-        "measure   out of       A       B  gain, points\n"
-        "accuracy      10  20.0 %  30.0 %         +10.0\n"
-        f"A: {LONG[0]}\nB: {LONG[1]}"
+    assert headings(LONG) == (
+        ["measure", "out of", "A", "B", "gain, points"],
+        [f"A: {LONG[0]}", f"B: {LONG[1]}"],
     )
-    assert rows_text(rows, ("tiny-gemma3", "after")).startswith("measure   out of  tiny-gemma3   after  gain")
+    assert headings(("tiny-gemma3", "after")) == (["measure", "out of", "tiny-gemma3", "after", "gain, points"], [])
 
 
 @pytest.mark.parametrize(
@@ -558,18 +607,17 @@ def example_sides():
     return side({*range(17), *range(41, 47)}, [off, rambling] * 10 + [bare]), side({*range(41)}, [off, off, rambling])
 
 
-def example_block():
+def test_the_guide_shows_what_the_functions_give():
     base, tuned = example_sides()
     comparison = compare_runs(Side(name="base", predictions=base), Side(name="tuned", predictions=tuned))
     rows = table(score_predictions(base, "base"), score_predictions(tuned, "tuned"))
-    return f"```text\n{rows_text(rows, comparison.names)}\n\n{comparison.sentence}\n```"
-
-
-def test_the_guide_shows_what_the_functions_give():
     (written,) = re.findall(
         r"<!-- example:begin -->\n\n(.*?)\n\n<!-- example:end -->", GUIDE.read_text("utf-8"), re.DOTALL
     )
-    assert written == example_block()
+    drawn, _, sentence = written.removeprefix("```text\n").removesuffix("\n```").partition("\n\n")
+    shown = [tuple(re.split("  +", line)) for line in drawn.split("\n")]
+    assert shown == [tuple(headings(comparison.names)[0]), *(row.cells for row in rows)]
+    assert sentence == comparison.sentence
 
 
 def test_every_form_of_words_in_the_guide_is_one_that_can_be_said():

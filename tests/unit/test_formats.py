@@ -9,10 +9,19 @@ import pytest
 from tests.conftest import REFERENCE
 from tests.samples import read_samples
 from tunix_rt.config import Data
-from tunix_rt.data.formats import FORMATS, detect_format, gsm8k_trace, readings, to_sample, unused_columns
+from tunix_rt.data.formats import (
+    FORMATS,
+    detect_format,
+    gsm8k_trace,
+    readings,
+    to_sample,
+    unused_columns,
+    words_behind_number,
+)
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.errors import InputError
+from tunix_rt.evaluate.answers import bare_answer, read_quantity
 
 
 def said(*pairs: tuple[str, str], **rest) -> Sample:
@@ -312,6 +321,42 @@ def test_a_number_after_the_marks_is_gsm8k_and_a_heading_is_text(last, is_number
     assert readings(record) == (["gsm8k"] if is_number else ["prompt_completion"])
     if is_number:
         assert to_sample(record, "gsm8k", "x:1").answer == last
+
+
+@pytest.mark.parametrize(
+    ("last", "answer", "words"),
+    [("18.", "18", None), ("18 .", "18", None), ("5 hours", "5 hours", "hours"), ("5 hours.", "5 hours", "hours"),
+     ("1.5 km/h", "1.5 km/h", "km/h"), ("$5 per hour", "$5 per hour", "per hour"), ("12 a day", "12 a day", "a day"),
+     ("-3 degrees", "-3 degrees", "degrees"), ("20% more", "20% more", "more"), ("5km", "5km", "km"),
+     ("2 Methods", "2 Methods", "Methods"), ("1,006 dollars", "1,006 dollars", "dollars"), ("72", "72", None)],
+)  # fmt: skip
+def test_a_gsm8k_answer_may_have_a_full_stop_or_words_behind_its_number_as_it_is_scored(last, answer, words):
+    record = {"question": "Why?", "answer": f"So.\n#### {last}"}
+    assert to_sample(record, "gsm8k", "x:1").answer == answer == gsm8k_trace(record)["final_answer"]
+    assert words_behind_number(record, "gsm8k") == words
+    assert words_behind_number(record, "prompt_completion") is None
+    assert read_quantity(bare_answer(last)) == read_quantity(answer) is not None
+    assert (readings(record) == ["gsm8k"]) is (words is None), (
+        "words are read where the format is known, and never guessed"
+    )
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["", "hours", "5 or 6", "5 and 6", "5 is it", "5 not 6", "2x", "5 x", "5 squared", "5 hours 30 minutes", "3. Results",
+     "x = 5", "5 #", "1,,2", "5 one two three four five", "5 -", "5 hours or more", "²", "5..", "5 hours!?"],
+)  # fmt: skip
+def test_a_gsm8k_answer_without_one_number_is_refused(last):
+    with pytest.raises(InputError, match=r"it does not end in a line `#### N` with a number"):
+        to_sample({"question": "Why?", "answer": f"So.\n#### {last}"}, "gsm8k", "x:1")
+
+
+def test_a_long_line_behind_the_marks_is_read_in_reasonable_time():
+    began = time.process_time()
+    for last in ("1" * 500_000 + " x", "5 " + "a" * 500_000, "5 " + "ab " * 200_000, "1," * 200_000):
+        with pytest.raises(InputError):
+            to_sample({"question": "Why?", "answer": f"So.\n#### {last}"}, "gsm8k", "x:1")
+    assert time.process_time() - began < 1
 
 
 def test_a_format_that_is_asked_for_by_name_is_the_one_that_is_read(tmp_path):

@@ -39,6 +39,13 @@ def completion(text):
     return {"prompt": "What is 3 + 4?", "completion": text}
 
 
+def solved(number, asked="How long does it take?"):
+    return {"question": asked, "answer": f"It takes 2 + 3 = <<2+3=5>>5 hours.\n#### {number}"}
+
+
+FIRST_SUM = solved("12", "How many birds are in the garden in the morning?")
+
+
 def question(prompt):
     return {"id": "q1", "prompt": prompt, "answer": "7", "section": "s"}
 
@@ -140,6 +147,9 @@ CASES = {
     "unused_column": Case(
         bad=[FIRST_COMPLETION, completion("7") | {"context": "It is Monday."}], good=[FIRST_COMPLETION, completion("7")],
     ),
+    "answer_with_words": Case(
+        bad=[FIRST_SUM, solved("5 hours")], good=[FIRST_SUM, solved("5")],
+    ),
     "truncated": Case(
         bad=[FIRST_CHAT, chat("Hello.", "Hello.", LONG, "Thank you.")], good=[FIRST_CHAT, chat("Hello.", "Hello.")],
         settings=SMALL,
@@ -197,7 +207,7 @@ def test_every_rule_has_a_case_and_says_what_why_and_how():
     for rule in RULES.values():
         assert all((rule.finds, rule.because, rule.fix, rule.example)), rule.name
     assert [name for name, rule in RULES.items() if not rule.refuses] == [
-        "control_text", "unused_column", "truncated", "cut_inside", "duplicate", "near_duplicate",
+        "control_text", "unused_column", "answer_with_words", "truncated", "cut_inside", "duplicate", "near_duplicate",
     ]  # fmt: skip
 
 

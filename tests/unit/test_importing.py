@@ -13,11 +13,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from tests.conftest import REFERENCE
 from tests.samples import read_samples
 from tests.unit.test_formats import READS, message
 from tunix_rt import __version__
+from tunix_rt.cli.main import cli
 from tunix_rt.data.formats import FORMATS, to_sample
 from tunix_rt.data.importing import import_dataset
 from tunix_rt.data.registry import find_dataset
@@ -102,6 +104,20 @@ def test_the_calculators_marks_of_gsm8k_and_all_of_a_trace_are_kept(tmp_path):
     assert json.loads(done.dataset.read_text())["meta"] == {"marks": [["1+2=3"]]}
     again = import_dataset(str(done.dataset), key="t", folder=tmp_path)
     assert again.dataset.read_bytes() == done.dataset.read_bytes()
+
+
+def test_answers_of_gsm8k_with_words_behind_the_number_are_counted_and_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    records = [{"question": "Why?", "answer": f"So.\n#### {last}"} for last in ("3", "5 hours", "18.", "2 km")]
+    write(tmp_path / "x.jsonl", *records)
+    said = CliRunner().invoke(cli, ["data", "import", "x.jsonl", "--as", "g"]).stdout
+    assert "2 of 4 with words behind the number" in said
+    answers = [json.loads(line)["final_answer"] for line in Path("datasets/g/dataset.jsonl").read_text().splitlines()]
+    assert answers == ["3", "5 hours", "18", "2 km"]
+    assert json.loads(Path("datasets/g/manifest.json").read_text())["answers_with_words"] == 2
+    plain = import_dataset(str(write(tmp_path / "y", records[0])), key="p", folder=tmp_path)
+    assert plain.worded == 0 and "answers_with_words" not in json.loads(plain.manifest.read_text())
 
 
 def test_an_existing_key_is_refused_unless_it_is_to_be_replaced(tmp_path):

@@ -24,7 +24,7 @@ from tunix_rt.plan.activations import (
 )
 from tunix_rt.plan.fit import SAFETY_SHARE, training_flops_per_token
 from tunix_rt.plan.footprint import footprint_of
-from tunix_rt.plan.memory import MemoryPlan, predict
+from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
 from tunix_rt.plan.recipe import loss_rows, recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.tensors import elements, tensors_of
@@ -296,13 +296,38 @@ def test_no_part_is_negative_and_the_parts_are_the_whole(shape: ModelShape, conf
     plan = predict(shape, config, device=device)
     assert all(size >= 0 for phase in plan.phases for size in phase.parts.values())
     assert all(sum(phase.parts.values()) == phase.total_bytes for phase in plan.phases)
-    assert plan.peak_bytes == plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
+    assert plan.peak_bytes == plan.peak.total_bytes == max(phase.total_bytes for phase in plan.judged)
     assert plan.least_bytes == plan.least.total_bytes <= plan.peak_bytes
     run = footprint_of(shape, config.training, device)
     assert plan.least_bytes > run.weights + run.optimizer + run.head_gradient
     if not config.training.optim_in_backward:
         assert plan.least_bytes > run.weights + run.optimizer + run.gradients
     assert json.loads(json.dumps(to_plain(plan), allow_nan=False))["peak_bytes"] == plan.peak_bytes
+
+
+@settings(deadline=None)
+@given(shape=shapes, config=run_settings(), device=devices)
+def test_the_proof_of_the_final_model_is_a_phase_with_both_models_that_no_run_is_refused_for(
+    shape: ModelShape, config: RunConfig, device: str
+) -> None:
+    plan, run = predict(shape, config, device=device), footprint_of(shape, config.training, device)
+    (proof,) = (phase for phase in plan.phases if phase not in plan.judged)
+    assert proof.name == "proof" and proof.parts["weights"] == run.weights
+    assert proof.parts["fresh_process"] >= run.final_model + PROOF_SPARE_BYTES
+    assert device == "cpu" or (proof.parts["optimizer"], proof.parts["gradients"]) == (0, 0)
+    assert "proof" not in (plan.peak_phase, plan.least.name)
+    named = json.loads(json.dumps(to_plain(plan)))["phases"][-1]
+    assert named == {"name": "proof", "parts": proof.parts, "total_bytes": proof.total_bytes}
+
+
+def test_the_proof_of_a_small_model_does_not_make_its_run_too_big() -> None:
+    shape, config = (
+        shape_of({"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 100}),
+        settings_of(),
+    )
+    for device in ("cpu", "cuda"):
+        plan = predict(shape, config, device=device)
+        assert plan.phases[-1].total_bytes > PROOF_SPARE_BYTES > plan.peak_bytes
 
 
 @settings(deadline=None)
@@ -352,7 +377,7 @@ def part_of(plan: MemoryPlan, phase: str, part: str) -> int:
 
 def counted(plan: MemoryPlan) -> int:
     """The largest phase without what the heap of a CPU loses between blocks, which is more where blocks come and go."""
-    return max(phase.total_bytes - phase.parts.get("allocator_slack", 0) for phase in plan.phases)
+    return max(phase.total_bytes - phase.parts.get("allocator_slack", 0) for phase in plan.judged)
 
 
 @settings(deadline=None)

@@ -40,6 +40,8 @@ def test_with_room_for_all_the_whole_total_is_judged(capsys):
     totals, said = shown(capsys, 64 * GIB)
     assert said.startswith("fits: ") and list(totals) == ["total (judged)", "total without *"]
     assert "snapshot *" in said and "* given up when memory is short\n" in said
+    proof = next(line for line in said.splitlines() if line.startswith("proof of the final model: "))
+    assert proof.endswith("not judged: without room for it the proof is left out, which is said")
 
 
 def test_where_memory_is_short_the_total_without_what_is_given_up_is_judged(capsys):

@@ -10,7 +10,6 @@ from tunix_rt.evaluate.score import (
     Tags,
     is_well_formed,
     judge,
-    lenient_answer,
     matches_lenient,
     matches_strict,
     read_answer,
@@ -214,17 +213,24 @@ def test_other_tags_are_read_as_the_usual_ones_are():
     assert not is_well_formed(output) and not matches_strict(output, "37")
     usual = "<think>so</think><final-answer><answer>37</answer> of 40</final-answer>"
     assert (matches_lenient(usual, "37"), matches_lenient(usual, "37", tags)) == (True, False)
-    assert lenient_answer(usual, "37", tags) == "40"
+    assert matches_lenient(usual, "40", tags)
     assert is_well_formed("<think>a</think><final-answer>b</final-answer>", tags)
     assert not is_well_formed(tagged("37"), tags)
 
 
-def test_the_lenient_reading_says_what_it_took_even_when_it_is_wrong():
-    assert lenient_answer("37 at first, and 1,638 in all", "37") == "1,638"
-    assert lenient_answer("from 37 to 1,638 in all", "37") is None
-    assert lenient_answer("no number", "37") is None
-    assert lenient_answer("We get d r i", "d r i b") is None
-    assert lenient_answer("It is Monday.", "Tuesday") == "Monday"
+@pytest.mark.parametrize(
+    ("text", "taken", "not_taken"),
+    [
+        ("37 at first, and 1,638 in all", ["1,638"], ["37"]),
+        ("from 37 to 1,638 in all", [], ["37", "1,638"]),
+        ("no number", [], ["37"]),
+        ("We get d r i", ["d r i"], ["d r i b"]),
+        ("It is Monday.", ["Monday"], ["Tuesday"]),
+    ],
+)
+def test_the_lenient_reading_takes_the_last_value_and_no_other(text, taken, not_taken):
+    assert all(matches_lenient(text, value) for value in taken)
+    assert not any(matches_lenient(text, value) for value in not_taken)
 
 
 def test_a_long_output_of_open_tags_is_judged_in_reasonable_time():

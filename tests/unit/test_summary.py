@@ -135,8 +135,21 @@ def test_a_folder_without_answers_is_named_with_the_files_that_it_lacks(tmp_path
     with pytest.raises(InputError, match=r"predictions-after\.jsonl or predictions-answers\.jsonl") as caught:
         read_side(tmp_path)
     assert str(tmp_path) in caught.value.problem and "--output" in caught.value.fix
-    with pytest.raises(InputError, match=r"predictions-before\.jsonl or predictions-base\.jsonl"):
+    with pytest.raises(InputError, match=r"\(no predictions-before\.jsonl\)"):
         read_both(tmp_path)
+
+
+def test_a_side_knows_its_model_and_how_it_was_computed(tmp_path, folder):
+    assert (read_side(folder).model, read_side(folder).computed) == ("", {})
+    run = RunDir(tmp_path / "both")
+    write_jsonl(run.predictions("answers"), AFTER)
+    write_jsonl(run.predictions("base"), BEFORE)
+    facts = {"models": ["a-base", "a-tuned"], "dtype": "bfloat16", "device": "cuda", "rows": 4}
+    write_json(run.eval_summary, {"decoding": {}, **facts})
+    assert [side.model for side in (*read_both(run.root), read_side(run.root))] == ["a-base", "a-tuned", "a-tuned"]
+    assert read_side(run.root).computed == {"dtype": "bfloat16", "device": "cuda"}
+    write_json(RunDir(folder).eval_summary, {"decoding": {}, "models": ["a-base"], "dtype": None})
+    assert (read_side(folder).model, read_side(folder).computed) == ("a-base", {})
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"decoding": 1}', '{"decoding": ["a"]}'])

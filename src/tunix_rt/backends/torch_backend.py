@@ -1,24 +1,19 @@
-"""The PyTorch engine: the loop and save.
+"""The PyTorch engine: the loop.
 
-`load` and the loss are in `torch_model.py`, the update rules in `torch_optim.py`, checkpoints in `torch_state.py`, answers in
-`torch_generate.py`. The loop yields one `Step` per optimizer update and knows no files.
+`load` and the loss are in `torch_model.py`, the optimizers in `torch_optim.py`, checkpoints in `torch_state.py`, the finished
+model in `torch_save.py`, answers in `torch_generate.py`. The loop yields one `Step` per optimizer update and knows no files.
 """
 
 import contextlib
-import copy
 import gc
 import hashlib
-import json
 import logging
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from tunix_rt.backends import Step
 from tunix_rt.backends.schedule import learning_rate
@@ -34,11 +29,11 @@ from tunix_rt.backends.torch_model import (
     load,
     load_to_ask,
     memory_is_named,
-    one_line,
     summed_loss,
 )
 from tunix_rt.backends.torch_optim import Optimizer, has_kernels
 from tunix_rt.backends.torch_profile import BACKWARD, BATCH, OPTIMIZER, region
+from tunix_rt.backends.torch_save import save
 from tunix_rt.backends.torch_state import (
     await_copy,
     host_has_room,
@@ -51,7 +46,6 @@ from tunix_rt.config import Training
 from tunix_rt.data.pack import Row, StepBatch, collate
 from tunix_rt.errors import HardwareError, InputError, TunixError
 from tunix_rt.plan.compiling import choose_compiling
-from tunix_rt.rundir import settle_files, storage, sync_folder
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
@@ -60,8 +54,6 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
@@ -125,11 +117,12 @@ def optimizer_steps(
 
 
 def prepare_steps(
-    engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int
+    engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0
 ) -> dict[str, str]:
     """Make the layers ready for the steps of a run, once; which code computes them, as a checkpoint writes it down.
 
-    They are compiled where it is asked for or pays: the first batch of the run stands for all, wherever it is continued."""
+    They are compiled where it is asked for or pays: for the first batch of the run, wherever it is continued, with rows as
+    long as the longest there is."""
     if not engine.prepared:
         engine.prepared = True
         recompute_layers(engine)
@@ -146,9 +139,10 @@ def prepare_steps(
             adapters=engine.recipe.frozen is not None,
         )
         torch.manual_seed(_seed_of(training.seed, 0))
-        compile_layers(engine, choice, sample)
+        compile_layers(engine, choice, sample, longest_row=longest_row)
     table = engine.model.get_output_embeddings().weight
-    plain_head = kernel_unable(table.device, engine.compute, len(table))
+    softcap = getattr(engine.model.config, "final_logit_softcapping", None)
+    plain_head = kernel_unable(table.device, engine.compute, len(table), softcap)
     return {
         "layers": "compiled" if engine.compiled else "plain",
         "head": "plain" if plain_head else "kernel",
@@ -363,60 +357,5 @@ def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id
     return total / targets, targets
 
 
-# --- save ------------------------------------------------------------------------------------------------------------
-
-
-def save(
-    engine: Engine, folder: Path, *, tokenizer_folder: Path, stop_ids: Sequence[int], chat_template: str | None = None
-) -> None:
-    """The model in Hugging Face layout, with its tokenizer, as plain transformers loads it. Replaces `folder` whole.
-
-    Adapters are added to the weights they stand beside. What it generates ends at `stop_ids`, whatever the base model
-    says. `chat_template` takes the place of the tokenizer's own; None leaves that.
-    """
-    settings = copy.deepcopy(engine.model.generation_config)
-    settings.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
-    staged = folder.with_name(f".staged-{folder.name}")
-    for leftover in (staged, folder):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    with _disk_is_named(folder):
-        engine.model.save_pretrained(staged, state_dict=_whole_weights(engine))
-        if engine.recipe.frozen is not None:  # what is loaded later is rounded to the type that the configuration names
-            config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
-            (staged / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
-        settings.save_pretrained(staged)
-        for name in TOKENIZER_FILES:
-            if (tokenizer_folder / name).is_file():
-                shutil.copyfile(tokenizer_folder / name, staged / name)
-        if chat_template is not None:
-            (staged / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="\n")
-        settle_files(staged)  # `result.json` will say completed: the model must outlive a power cut by then
-        staged.rename(folder)
-        sync_folder(folder.parent)
-
-
-def _whole_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
-    """With LoRA, weights to which the adapters are added; None leaves the model's own."""
-    if engine.recipe.frozen is None:
-        return None
-    from tunix_rt.backends.torch_lora import merged_weights
-
-    return merged_weights(engine.model)
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
 def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
-@contextlib.contextmanager
-def _disk_is_named(folder: Path) -> Iterator[None]:
-    """safetensors wraps what the disk says (full, read-only) in an error of its own that is no OSError."""
-    with storage(folder):
-        try:
-            yield
-        except SafetensorError as error:
-            raise OSError(None, one_line(error), str(folder)) from error

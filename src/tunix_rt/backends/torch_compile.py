@@ -35,7 +35,7 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
 
 
-def compile_layers(engine: Engine, choice: Compiling, sample: MicroBatch) -> None:
+def compile_layers(engine: Engine, choice: Compiling, sample: MicroBatch, *, longest_row: int) -> None:
     """Compile the layers of `engine` for batches like `sample`, if `choice` wants it, and say what became of it.
 
     Where the compiler fails, the layers stay as they are; that is an error if compiling was asked for by name.
@@ -52,7 +52,7 @@ def compile_layers(engine: Engine, choice: Compiling, sample: MicroBatch) -> Non
     began, eager = time.monotonic(), {layer: layer.forward for layer in layers}
     for layer in layers:
         layer.forward = _compiled_in_training(layer.forward)
-    engine.compiled_shape = shape_of_steps(sample)
+    engine.compiled_shape = shape_of_steps(sample, longest_row)
     try:
         with memory_is_named("the compiled step"), engine.kernels():
             _warm_up(engine, sample)
@@ -69,11 +69,11 @@ def compile_layers(engine: Engine, choice: Compiling, sample: MicroBatch) -> Non
     logger.info("Compiled in %.1f s", time.monotonic() - began)
 
 
-def shape_of_steps(sample: MicroBatch) -> tuple[int, int]:
+def shape_of_steps(sample: MicroBatch, longest_row: int) -> tuple[int, int]:
     """Rows and tokens that every micro-batch is filled up to: packed rows differ in their last few tokens, and the last batch
     of an epoch has fewer of them."""
     rows, tokens = sample.ids.shape
-    return rows, compiled_length(tokens)
+    return rows, compiled_length(max(tokens, longest_row))
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:

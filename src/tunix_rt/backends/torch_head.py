@@ -10,12 +10,15 @@ computes the same in place (`triton_head`).
 import functools
 import importlib
 import importlib.util
+import logging
 import subprocess
 from typing import Any
 
 import torch
 
 from tunix_rt.plan.recipe import loss_rows
+
+logger = logging.getLogger(__name__)
 
 TABLE_SLICE_ROWS = 32_768
 """Rows of the table whose gradient is computed at a time where it is wider than the products (float32 from bfloat16)."""
@@ -40,7 +43,7 @@ def head_loss(
         return _HeadLoss.apply(states, table, targets, scale, softcap, compute, rows)
     rows = rows or loss_rows(len(targets))
     operand = _as_operand(table, compute)
-    room = _room(operand, min(rows, len(targets)))
+    room = _room(operand, min(rows, len(targets)), softcap)
     losses = [
         _chunk(part.to(operand.dtype), operand, target, softcap, None, room)[0].sum()
         for part, target in zip(states.split(rows), targets.split(rows), strict=True)
@@ -56,7 +59,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         wide = _as_operand(table, compute)
         rows = rows or _rows_with_gradients(wide, len(targets), softcap)
-        room = _room(wide, min(rows, len(targets)))
+        room = _room(wide, min(rows, len(targets)), softcap)
         gradient = torch.empty_like(states) if states.requires_grad else None
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         for start in range(0, len(targets), rows):
@@ -82,37 +85,74 @@ class _HeadLoss(torch.autograd.Function):
 # --- the kernel, or plain torch --------------------------------------------------------------------------------------
 
 
-def kernel_unable(device: torch.device, kind: torch.dtype, vocabulary: int) -> str | None:
-    """Why `triton_head` cannot serve products of `kind` on `device`; None where it can. The first time, it is compiled."""
+def kernel_unable(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None) -> str | None:
+    """Why `triton_head` cannot serve products of `kind` on `device`; None where it can.
+
+    The first time, it is compiled and tried, and the device waited for: to be asked before the first step."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "it is written for CUDA"
     if kind.itemsize > 4:
         return "it computes in float32"
-    return _kernel_fails(device, kind, vocabulary)
+    return _kernel_fails(device, kind, vocabulary, softcap)
 
 
 @functools.cache
-def _kernel_fails(device: torch.device, kind: torch.dtype, vocabulary: int) -> str | None:
+def _kernel_fails(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None) -> str | None:
+    """Found out once. The log says why it is not used."""
+    problem = _problem(device, kind, vocabulary, softcap)
+    if problem is not None:
+        logger.info("The loss head on %s goes without Triton's kernel, and is slower: %s", device, problem)
+    return problem
+
+
+def _problem(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    compile_errors: tuple[type[Exception], ...] = (RuntimeError, ImportError, OSError, subprocess.SubprocessError)
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU's compute capability is below 8.0"
+    # An older Triton does not know every option: TypeError or KeyError.
+    known: tuple[type[Exception], ...] = (
+        RuntimeError, ImportError, OSError, subprocess.SubprocessError, TypeError, KeyError,
+    )  # fmt: skip
     try:
-        compile_errors = (*compile_errors, importlib.import_module("triton.errors").TritonError)
+        known = (*known, importlib.import_module("triton.errors").TritonError)
         kernel = importlib.import_module("tunix_rt.backends.triton_head")
         if kernel.part_columns(vocabulary, device) is None:
             return f"a row of {vocabulary:,} logits is too long for so small a GPU"
-        logits = kernel.room_for_logits(1, vocabulary, device).zero_()
-        kernel.turned(logits, torch.zeros(1, dtype=torch.long, device=device), softcap=None, scale=1.0, kind=kind)
+        return _wrong_numbers(kernel, device, kind, vocabulary, softcap)
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel
-    except compile_errors as error:
+    except known as error:
         return f"{type(error).__name__}: " + " ".join(str(error).split())[:200]
+
+
+def _wrong_numbers(
+    kernel: Any, device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None
+) -> str | None:
+    """What `kernel.turned` gets wrong of three rows, with gradients and without; None where it agrees with `_turned`."""
+    own = torch.Generator(device).manual_seed(0)  # a run's random numbers are left alone
+    logits = 4 * torch.randn(3, vocabulary, generator=own, device=device)
+    targets = torch.tensor([0, vocabulary // 2, vocabulary - 1], device=device)
+    right_losses, right_slopes = _turned(logits.double(), targets, softcap, 1.0)
+    for scale in (1.0, None):
+        room = kernel.room_for_logits(3, vocabulary, device).copy_(logits)
+        losses, slopes = kernel.turned(room, targets, softcap=softcap, scale=scale, kind=kind)
+        words = "with" if scale else "without"
+        if not torch.allclose(losses, right_losses, rtol=1e-4, atol=1e-4):
+            pair = (losses.flatten().tolist(), right_losses.flatten().tolist())
+            found = ", ".join(f"{one:.6g} for {other:.6g}" for one, other in zip(*pair, strict=True))
+            return f"its losses are wrong {words} gradients: {found}"
+        # A rounding of bfloat16 is 0.4 %; float16 has steps of 6e-8 at 0.
+        if scale and not torch.allclose(slopes.double(), right_slopes, rtol=0.02, atol=1e-6):
+            return (
+                f"its gradients are wrong, by up to {(slopes.double() - right_slopes).abs().max():.3g} for a scale of 1"
+            )
     return None
 
 
-def _room(table: torch.Tensor, rows: int) -> torch.Tensor | None:
+def _room(table: torch.Tensor, rows: int, softcap: float | None) -> torch.Tensor | None:
     """Memory for the logits of all chunks, one after the other, where the kernel turns them in place."""
-    if kernel_unable(table.device, table.dtype, len(table)):
+    if kernel_unable(table.device, table.dtype, len(table), softcap):
         return None
     return importlib.import_module("tunix_rt.backends.triton_head").room_for_logits(rows, len(table), table.device)
 
@@ -124,7 +164,7 @@ def _rows_with_gradients(table: torch.Tensor, targets: int, softcap: float | Non
     if (
         table.device.type == "cpu"
         or table.dtype.itemsize > 4
-        or not kernel_unable(table.device, table.dtype, len(table))
+        or not kernel_unable(table.device, table.dtype, len(table), softcap)
     ):
         return rows
     needed = (

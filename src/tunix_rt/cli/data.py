@@ -223,11 +223,13 @@ def _look(asked: Mapping[str, Any], **settings: str) -> Look:
 def _import_facts(imported: "Imported") -> gate.Facts:
     unused = ", ".join(f"{name} ({count:,} of {imported.rows:,} records)" for name, count in imported.unused.items())
     files = len(imported.source.files)
+    worded = [("answers", f"{imported.worded:,} of {imported.rows:,} with words behind the number, kept as they are")]
     return [
         ("read", f"{gate.near(imported.source.key)}: {imported.container}{f', {files:,} files' if files > 1 else ''}"),
         ("format", " written as ".join(dict.fromkeys((imported.format, imported.written_as)))),
         ("records", f"{imported.rows:,}"),
         ("not used", unused or "nothing: every column is read"),
+        *(worded if imported.worded else []),
         ("lies in", str(imported.dataset)),
         ("sha256", imported.sha256),
     ]

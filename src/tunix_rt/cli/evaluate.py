@@ -87,7 +87,7 @@ def compare(first: Path, second: Path | None, as_json: bool) -> None:
     alone, its answers before training are compared with those after it."""
     from tunix_rt.cli import text
     from tunix_rt.errors import EvidenceError
-    from tunix_rt.evaluate.report import compare_runs, remarks, table
+    from tunix_rt.evaluate.report import compare_runs, computing_remarks, remarks, table
     from tunix_rt.evaluate.score import score_predictions
     from tunix_rt.evaluate.summary import read_both, read_side, summary_of
     from tunix_rt.evidence.rescore import rejudged
@@ -104,10 +104,11 @@ def compare(first: Path, second: Path | None, as_json: bool) -> None:
     comparison = compare_runs(*sides)
     old, new = (score_predictions(side.predictions, when=when) for side, when in zip(sides, SIDES, strict=True))
     if as_json:
-        text.show_json(summary_of(old, new, comparison, names=list(comparison.names)))
+        said = computing_remarks(*sides)
+        text.show_json(summary_of(old, new, comparison, names=list(comparison.names), remarks=said))
         return
     text.show_before_after(table(old, new), comparison.names)
-    text.show_lines(remarks(old, new, names=comparison.names))
+    text.show_lines([*remarks(old, new, names=comparison.names), *computing_remarks(*sides)])
     text.show_lines([comparison.paragraph, *(f"{title}: {_listed(ids)}" for title, ids in comparison.changes)])
 
 

@@ -7,7 +7,7 @@ import click
 if TYPE_CHECKING:
     from tunix_rt.config import RunConfig
     from tunix_rt.plan.fit import Fit
-    from tunix_rt.plan.memory import MemoryPlan
+    from tunix_rt.plan.memory import MemoryPlan, Phase
 
 
 @click.command()
@@ -83,7 +83,7 @@ def _show_memory(predicted: "MemoryPlan", fit: "Fit", device: str) -> None:
     verdict = "fits" if fit.fits else "does not fit"
     gives_up = fit.predicted_bytes < predicted.peak_bytes  # judged without what a run can do without
     peak = predicted.least if gives_up else predicted.peak
-    phases = predicted.phases
+    phases = predicted.judged
     names = list(dict.fromkeys(name for phase in phases for name in phase.parts if phase.parts[name]))
     spare = [name for name in names if name in SPARE]
     without = f" without {' and '.join(spare)}" if gives_up else ""
@@ -105,6 +105,17 @@ def _show_memory(predicted: "MemoryPlan", fit: "Fit", device: str) -> None:
     text.show_table(("MiB", *(phase.name for phase in phases)), rows, numbers=[phase.name for phase in phases])
     if spare:
         text.show_lines([f"* given up when memory is short{', as it is here' if gives_up else ''}"])
+    text.show_lines(_proof_line(phase, predicted.device) for phase in predicted.phases if phase.name == "proof")
+
+
+def _proof_line(proof: "Phase", device: str) -> str:
+    from tunix_rt.cli import text
+
+    child, elsewhere = proof.parts["fresh_process"], "" if device == "cpu" else "done on the CPU, or "
+    return (
+        f"proof of the final model: {text.gib(proof.total_bytes)}, {text.gib(child)} of it in a fresh process that loads it once "
+        f"more; not judged: without room for it the proof is {elsewhere}left out, which is said"
+    )
 
 
 def _disk_line(needed: int, free: int) -> str:

@@ -214,10 +214,18 @@ def _read_alpaca(record: Fields) -> Sample:
 
 _BLANKS = " \t\r\n"
 _MARK = re.compile(r"<<([^<>]*)>>")
-_NUMBER_LINE = re.compile(
-    r"[ \t\r]*####[ \t]*([-+]?[$€£]?[-+]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:/\d+)?[ \t]?%?)", re.ASCII
+_BEFORE_NUMBER = r"[ \t\r]*####[ \t]*"
+_NUMBER = r"[-+]?[$€£]?[-+]?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?(?:[ \t]?%)?"
+_UNIT = (
+    r"(?!(?:is|isn't|are|was|were|not|or|and|at|squared|cubed|factorial)\b)"
+    r"(?:(?<=[ \t])a(?= )|[^\W\d_](?:[^\W\d_]|['/-]){0,29}[^\W\d_])(?![^\W_]|['/-])"
 )
-"""The last line of an answer. A number alone: `#### Summary` and `#### 2 Methods` are headings in a text."""
+_STOP = r"[ \t]*\.?"
+_NUMBER_LINE = re.compile(f"{_BEFORE_NUMBER}{_NUMBER}{_STOP}")
+"""What tells GSM8K from other texts. A number alone: `#### Summary` and `#### 2 Methods` are headings in a text."""
+_ANSWER_LINE = re.compile(f"{_BEFORE_NUMBER}(?P<answer>{_NUMBER}(?P<words>[ \\t]?{_UNIT}(?: {_UNIT}){{0,3}})?){_STOP}")
+"""The last line of an answer, once it is known to be one. What it stands for is a number with or without a unit, as answers
+are scored: `5 hours`, and not `5 or 6`, `5 is it`, `2x` or `5 hours 30 minutes`. The full stop is no part of it."""
 
 
 def _fits_gsm8k(record: Fields) -> bool:
@@ -227,12 +235,20 @@ def _fits_gsm8k(record: Fields) -> bool:
     return _NUMBER_LINE.fullmatch(answer.rstrip(_BLANKS).rpartition("\n")[2]) is not None
 
 
+def words_behind_number(record: Fields, format: str) -> str | None:
+    """What stands behind the number of a GSM8K answer that `to_sample` reads, such as `hours`; None for nothing."""
+    if format != "gsm8k":
+        return None
+    found = _ANSWER_LINE.fullmatch(str(record.get("answer")).rstrip(_BLANKS).rpartition("\n")[2])
+    return found["words"].strip() if found and found["words"] else None
+
+
 def _gsm8k(record: Fields) -> tuple[str, list[tuple[str, list[str]]], str]:
     """Question, steps with the calculator's marks that stood in each, and answer."""
     question, answer = text_of(record.get("question"), "question"), text_of(record.get("answer"), "answer")
     body, _, last = answer.rstrip(_BLANKS).rpartition("\n")
-    number = _NUMBER_LINE.fullmatch(last)
-    if number is None:
+    stated = _ANSWER_LINE.fullmatch(last)
+    if stated is None:
         raise Wrong("answer", "it does not end in a line `#### N` with a number")
     steps = []
     for line in body.split("\n"):
@@ -244,7 +260,7 @@ def _gsm8k(record: Fields) -> tuple[str, list[tuple[str, list[str]]], str]:
             raise Wrong("answer", "a line holds a calculator's mark and no sentence")
     if not steps:
         raise Wrong("answer", "no step before the `####` line")
-    return question, steps, number[1]
+    return question, steps, stated["answer"]
 
 
 def _read_gsm8k(record: Fields) -> Sample:
@@ -339,7 +355,8 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="gsm8k",
             needs="question, and answer with a last line `#### N`, where N is a number",
-            words="Every line of the answer is one step, without its `<<3+4=7>>` marks; what follows `####` is the answer.",
+            words="Every line of the answer is one step, without its `<<3+4=7>>` marks; what follows `####` is the answer: a "
+            "number, with its unit where one stands there (`#### 5 hours`).",
             example={
                 "question": "Tom has 3 pens and buys 4. How many?",
                 "answer": "He has 3+4=<<3+4=7>>7 pens.\n#### 7",

@@ -15,7 +15,7 @@ import psutil
 
 from tunix_rt import __version__
 from tunix_rt.data.containers import MAX_LINE_BYTES, parse, read_raw
-from tunix_rt.data.formats import detect_format, gsm8k_trace, to_sample, unused_columns
+from tunix_rt.data.formats import detect_format, gsm8k_trace, to_sample, unused_columns, words_behind_number
 from tunix_rt.data.registry import KEY, Dataset, find_dataset
 from tunix_rt.data.sample import Sample
 from tunix_rt.data.streams import printable
@@ -38,6 +38,8 @@ class Imported:
     rows: int
     unused: Mapping[str, int]
     """Columns that were not read, with the number of records in which they said something."""
+    worded: int
+    """Records whose answer has words behind its number: GSM8K's `#### 5 hours`."""
     dataset: Path
     manifest: Path
     sha256: str
@@ -87,6 +89,7 @@ def import_dataset(name: str, *, key: str, format: str = "auto", replace: bool =
                 ],
             },
             "unused_columns": written.unused,
+            **({"answers_with_words": written.worded} if written.worded else {}),
             "written_by": f"tunix-rt {__version__}",
         }
         write_json(staged / "manifest.json", facts)
@@ -99,6 +102,7 @@ def import_dataset(name: str, *, key: str, format: str = "auto", replace: bool =
         written_as=_written_as(chosen),
         rows=written.rows,
         unused=written.unused,
+        worded=written.worded,
         dataset=final / "dataset.jsonl",
         manifest=final / "manifest.json",
         sha256=written.sha256,
@@ -115,13 +119,14 @@ class _Written:
     bytes: int
     sha256: str
     unused: dict[str, int]
+    worded: int
     samples: tuple[Sample, ...]
 
 
 def _write_records(source: Dataset, format: str, path: Path) -> _Written:
     digest, unused = hashlib.sha256(), Counter[str]()
     samples: list[Sample] = []
-    rows = size = 0
+    rows = size = worded = 0
     with path.open("wb") as file:
         for raw in read_raw(source):
             where = source.place(raw.file, raw.line)
@@ -132,10 +137,16 @@ def _write_records(source: Dataset, format: str, path: Path) -> _Written:
             digest.update(line)
             unused.update(printable(column) for column in unused_columns(record, format))
             rows, size = rows + 1, size + len(line)
+            worded += words_behind_number(record, format) is not None
             if rows <= SHOWN:
                 samples.append(sample)
     return _Written(
-        rows=rows, bytes=size, sha256=digest.hexdigest(), unused=dict(sorted(unused.items())), samples=tuple(samples)
+        rows=rows,
+        bytes=size,
+        sha256=digest.hexdigest(),
+        unused=dict(sorted(unused.items())),
+        worded=worded,
+        samples=tuple(samples),
     )
 
 

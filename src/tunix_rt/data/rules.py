@@ -174,6 +174,14 @@ RULES = {
             refuses=False,
         ),
         Rule(
+            name="answer_with_words",
+            finds="a GSM8K answer with words behind its number",
+            because="they are trained as a part of the answer, where most answers of the set are a bare number",
+            fix="leave the number alone behind `####`, unless its unit is to be learned",
+            example='`"answer": "It takes 2 + 3 = 5 hours.\\n#### 5 hours"`',
+            refuses=False,
+        ),
+        Rule(
             name="truncated",
             finds="an example cut at data.max_length outside reasoning and answer, because data.on_overflow says truncate",
             because="its end-of-sequence is gone: it teaches to go on",

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tunix_rt.data.checks import Seen, check_example, check_text
 from tunix_rt.data.containers import Raw, parse
-from tunix_rt.data.formats import to_sample, unused_columns
+from tunix_rt.data.formats import to_sample, unused_columns, words_behind_number
 from tunix_rt.data.merkle import row_leaf
 from tunix_rt.data.registry import Dataset
 from tunix_rt.data.render import Rendered, Style, TemplateRefusal, render_batch
@@ -129,6 +129,8 @@ def tokenise(batch: list[Raw]) -> Part:
             samples.append(to_sample(record, worker.format, where))
             if unused := unused_columns(record, worker.format):
                 broken.append((at, "unused_column", ", ".join(repr(name)[1:-1][:60] for name in unused[:20])))
+            if words := words_behind_number(record, worker.format):
+                broken.append((at, "answer_with_words", repr(words)[1:-1][:60]))
     except InputError as error:
         return _empty_part((error.problem, error.fix))
     for at, sample in enumerate(samples):

@@ -24,6 +24,7 @@ from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.doctor.child import run_child
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.errors import EvidenceError, InputError
+from tunix_rt.plan.memory import PROOF_SPARE_BYTES, reloaded_bytes
 from tunix_rt.rundir import sha256_text, storage
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,7 @@ CHILD = "tunix_rt.backends.torch_reload"
 SECONDS, SECONDS_PER_GIB = 600.0, 60.0
 """How long the fresh process may take: an allowance, and more for what it has to read, hash and compute with."""
 NEW_TOKENS = 16
-SPARE_BYTES = 2**30
-"""Memory of the fresh process beside the weights: libraries, a CUDA context, activations of short prompts."""
+SPARE_BYTES = PROOF_SPARE_BYTES
 QUESTIONS = (
     "What is 17 + 25?",
     "A shop sells pens at 3 for 2 euros. How much do 12 pens cost?",
@@ -235,7 +235,8 @@ def _too_small(place: Place, folder: Path, device_room: int | None) -> str | Non
     widest = 2 * weights if place.compute else weights  # 16-bit weights widened to float32
     needed = {"the host": (widest + SPARE_BYTES, host)}
     if place.device != "cpu" and device_room is not None:
-        needed[place.device] = ((weights * 3 // 2 if place.autocast else weights) + SPARE_BYTES, device_room)
+        there = reloaded_bytes(weights, device=place.device, autocast=place.autocast is not None)
+        needed[place.device] = (there + SPARE_BYTES, device_room)
     for where, (most, free) in needed.items():
         if most > free:
             return f"{where} has {free / 2**30:.1f} GiB free, {most / 2**30:.1f} are needed"

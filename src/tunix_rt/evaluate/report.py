@@ -100,6 +100,15 @@ class Side:
     predictions: Sequence[Prediction]
     decoding: Mapping[str, object] = field(default_factory=dict)
     is_moment: bool = False
+    model: str = ""
+    """What was asked, where that was written down."""
+    computed: Mapping[str, str] = field(default_factory=dict)
+    """`dtype` and `device` that the answers were computed in and on, where they were written down."""
+
+    @property
+    def with_model(self) -> str:
+        """The name, and the model behind it where that has another."""
+        return f"{self.name} (the model {self.model})" if self.model not in ("", self.name) else self.name
 
 
 def compare(before: Sequence[Prediction], after: Sequence[Prediction]) -> Comparison:
@@ -143,19 +152,40 @@ def compare_runs(first: Side, second: Side) -> Comparison:
     )
 
 
+HASHED = {
+    "style": "the prompts are written in another way (chat template, system instruction or tags)",
+    "tokenizer": "the tokenizers are not the same",
+}
+"""Settings that are kept as a hash, in words for where they differ."""
+SHORT_HASH = 12
+
+
 def _refuse_other_decoding(first: Side, second: Side) -> None:
     keys = sorted({*first.decoding, *second.decoding})
     differing = [key for key in keys if first.decoding.get(key) != second.decoding.get(key)]
-    if differing:
-        told = "; ".join(
-            f"{key} is {first.decoding.get(key, 'not set')!s} in {first.name}, "
-            f"{second.decoding.get(key, 'not set')!s} in {second.name}"
-            for key in differing
+    if not differing:
+        return
+    told = "; ".join(_difference(key, first, second) for key in differing)
+    fixes = ["evaluate both with the same settings"] if {*differing} - {*HASHED} else []
+    if "tokenizer" in differing:
+        fixes.append(
+            "compare models of one family, a base model and what was trained from it: models with tokenizers of their own "
+            "are never asked the same, so only the accuracies of each, over the same questions, can be set side by side"
         )
-        raise EvidenceError(
-            f"{first.name} and {second.name} were not asked in the same way: {told}",
-            fix="evaluate both with the same settings",
-        )
+    elif "style" in differing:
+        fixes.append("evaluate both with the same data.chat_template, data.system_instruction and tags (--set)")
+    raise EvidenceError(f"{first.name} and {second.name} were not asked in the same way: {told}", fix="; ".join(fixes))
+
+
+def _difference(key: str, first: Side, second: Side) -> str:
+    one, other = (str(side.decoding.get(key, "not set")) for side in (first, second))
+    if key not in HASHED:
+        return f"{key} is {one} in {first.name}, {other} in {second.name}"
+    return f"{HASHED[key]}: {_short(one)} in {first.with_model}, {_short(other)} in {second.with_model}"
+
+
+def _short(told: str) -> str:
+    return told[:SHORT_HASH] if re.fullmatch("[0-9a-f]{40,}", told) else told
 
 
 def _paired(first: Side, second: Side) -> dict[str, Prediction]:
@@ -282,20 +312,8 @@ def headings(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return ["measure", "out of", *(letters if long else names), "gain, points"], legend
 
 
-def rows_text(rows: Sequence[Row], names: tuple[str, str] = NAMES) -> str:
-    """The table for a terminal: columns of equal width, no newline at the end."""
-    heading, legend = headings(names)
-    cells = [heading, *(row.cells for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-    )
-    return "\n".join([*(line.rstrip() for line in lines), *legend])
-
-
 def rows_markdown(rows: Sequence[Row], names: tuple[str, str] = NAMES) -> str:
-    """The same table for a Markdown file."""
+    """The table for a Markdown file."""
     cells = [("measure", "out of", *names, "gain, points"), ("---", *["---:"] * 4), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in cells)
 
@@ -328,6 +346,16 @@ def remarks(
         if found:
             lines.append(f"{name}: " * (len(scores) > 1) + "; ".join(found))
     return lines
+
+
+def computing_remarks(first: Side, second: Side) -> list[str]:
+    """One line where both say in which type, or on which device, they were computed, and it is not the same."""
+    told = "; ".join(
+        f"{key} is {first.computed[key]} in {first.name}, {second.computed[key]} in {second.name}"
+        for key in ("dtype", "device")
+        if key in first.computed and key in second.computed and first.computed[key] != second.computed[key]
+    )
+    return [f"not computed alike: {told}. A near tie may fall the other way for that alone"] if told else []
 
 
 def _answers(count: int, items: int) -> str:

@@ -75,12 +75,6 @@ def matches_lenient(text: str, expected: str, tags: Tags = TAGS) -> bool:
     return found is not None and lenient_same(found, expected)
 
 
-def lenient_answer(text: str, expected: str, tags: Tags = TAGS) -> str | None:
-    """The last value in `text` of the kind of `expected`, right or wrong; None when there is none."""
-    found = _lenient_found(text, expected, tags)
-    return None if found is None else found.text
-
-
 def _lenient_found(text: str, expected: str, tags: Tags) -> Found | None:
     block = _last_block(text, tags.answer)
     if block is not None and same_value(block, expected):

@@ -65,8 +65,8 @@ def read_both(folder: Path) -> tuple[Side, Side]:
     if not RunDir(folder).predictions("base").is_file():
         before, after = NAMES
         return (
-            _side(folder, before, "before", "base", is_moment=True),
-            _side(folder, after, "after", "answers", is_moment=True),
+            _side(folder, before, "before", is_moment=True),
+            _side(folder, after, "after", is_moment=True),
         )
     first, second = _models(RunDir(folder)) or ("base", folder.name or str(folder))
     return _side(folder, first, "base"), _side(folder, second, "answers")
@@ -80,15 +80,43 @@ def _side(folder: Path, name: str, *whens: str, is_moment: bool = False) -> Side
             f"{folder} holds no answers to compare (no {' or '.join(run.predictions(when).name for when in whens)})",
             fix="name the folder of a finished `tunix-rt train`, or the --output of `tunix-rt evaluate`",
         )
-    return Side(name=name, predictions=read_predictions(path), decoding=_decoding(run), is_moment=is_moment)
+    return Side(
+        name=name,
+        predictions=read_predictions(path),
+        decoding=_decoding(run),
+        is_moment=is_moment,
+        model=_model(run, first=whens[0] == "base"),
+        computed=_computed(run),
+    )
 
 
 def _models(run: RunDir) -> tuple[str, str] | None:
     """The names of the two that were asked, where they were written down and differ."""
-    match read_json(run.eval_summary) if run.eval_summary.is_file() else None:
+    match _summary(run):
         case {"models": [str(first), str(second)]} if first != second:
             return first, second
     return None
+
+
+def _model(run: RunDir, *, first: bool) -> str:
+    """What was asked: of two models the one that was compared against is the first. A run names the model it began with."""
+    match _summary(run):
+        case {"models": [str(only)]}:
+            return only
+        case {"models": [str(base), str(model)]}:
+            return base if first else model
+    return ""
+
+
+def _computed(run: RunDir) -> dict[str, str]:
+    """The type and the device of the answers, as far as they were written down; those of two models are the same."""
+    summary = _summary(run)
+    return {key: value for key in ("dtype", "device") if isinstance(value := summary.get(key), str)}
+
+
+def _summary(run: RunDir) -> dict[str, Any]:
+    found = read_json(run.eval_summary) if run.eval_summary.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _decoding(run: RunDir) -> dict[str, Any]:

@@ -47,6 +47,11 @@ CUDA_CONTEXT_BYTES = 512 * MIB
 """Room for the CUDA context, outside what the allocator counts. An allowance, not measured."""
 
 
+PROOF_SPARE_BYTES = 2**30
+"""Of a fresh process that loads the final model, beside the weights: libraries, a CUDA context, activations of short prompts."""
+LEFT_OUT = ("proof",)
+"""Phases that no run is refused for. The final model is proven on the run's own device where it finds room there, else on the
+CPU, else not at all, which is said (`evaluate/reloading.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Questions answered at once where no number is asked for: the first of these that needs no more memory than training."""
 SPARE = ("snapshot", "mapped_file")
@@ -64,7 +69,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Predicted bytes by phase and part. `peak_bytes` is the largest phase; nothing is added across phases."""
+    """Predicted bytes by phase and part. `peak_bytes` is the largest that is judged; nothing is added across phases."""
 
     device: str
     dtype: str
@@ -90,9 +95,14 @@ class MemoryPlan:
         return next(phase for phase in self.phases if phase.name == self.peak_phase)
 
     @property
+    def judged(self) -> tuple[Phase, ...]:
+        """All that must fit: the phases but those that are left out where there is no room."""
+        return tuple(phase for phase in self.phases if phase.name not in LEFT_OUT)
+
+    @property
     def least(self) -> Phase:
         """The phase that needs `least_bytes`."""
-        return max(map(_without_spare, self.phases), key=lambda phase: phase.total_bytes)
+        return max(map(_without_spare, self.judged), key=lambda phase: phase.total_bytes)
 
 
 def predict(
@@ -148,7 +158,7 @@ def predict(
         rows=step.rows,
         row_tokens=length,
         target_share=target_share,
-        phases=tuple(phases),
+        phases=(*phases, _proof(run)),
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
         least_bytes=max(_without_spare(phase).total_bytes for phase in phases),
@@ -354,6 +364,22 @@ def answering_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[s
         "loss_head": sum(logits),
         "allocator_slack": int(EVALUATION_SLACK * _in_heap(layer + logits)) if run.device == "cpu" else 0,
     }
+
+
+def reloaded_bytes(saved: int, *, device: str, autocast: bool) -> int:
+    """Weights of a process that loads a folder with `saved` bytes of them: on a GPU, casts of matrices stand beside them."""
+    return saved * 3 // 2 if device != "cpu" and autocast else saved
+
+
+def _proof(run: Footprint) -> Phase:
+    """The end of a run: a fresh process loads the final model on the same device, beside the one in memory.
+
+    On a GPU the optimizer is gone and what the allocator held in vain was given back; on a CPU its place stays taken.
+    """
+    there = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
+    autocast = run.recipe.casts and run.recipe.frozen is None
+    weights = reloaded_bytes(run.final_model, device=run.device, autocast=autocast)
+    return _phase("proof", **there, fresh_process=weights + PROOF_SPARE_BYTES)
 
 
 def _save(run: Footprint, copied: int) -> Phase:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import logging
+import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
@@ -119,7 +120,7 @@ class Recording:
             shape,
             self.engine.recipe,
             lengths=lengths,
-            positions=sum(micro.ids.size for micro in batch.micro_batches),
+            positions=computed_positions(batch, self.engine.compiled_shape),
             targets=batch.target_tokens,
         )
 
@@ -136,6 +137,12 @@ class Recording:
         logger.info("%s", how_to_open(f"{self.run.profile_trace.relative_to(self.run.root)} in the run folder"))
         if self.engine.device.type == "cpu":
             logger.info("The memory measured in this run has that of the recording in it")
+
+
+def computed_positions(batch: StepBatch, compiled_shape: tuple[int, int] | None) -> int:
+    """Of all rows of a step, with what they are filled up by where the layers are compiled for so many rows and tokens."""
+    least = compiled_shape or (0, 0)
+    return sum(math.prod(map(max, micro.ids.shape, least)) for micro in batch.micro_batches)
 
 
 def example_lengths(positions: Any) -> list[int]:
