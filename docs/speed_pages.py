@@ -30,6 +30,7 @@ def page(root: Path) -> str:
     ]
     for title, name, command, told in PARTS:
         parts += [f"## {title}", *_part(root, name, command, told)]
+    parts += ["## Where the time of a step goes", *_profile(root), "## The same losses", *_same_losses(root)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -44,6 +45,44 @@ def _part(root: Path, name: str, command: str, told: Callable[[Any], list[str]])
         raise TunixError(
             f"{RESULTS / path.name} lacks or misspells {error}", fix=f"measure it again: {COMMAND} {command}"
         ) from error
+
+
+def _profile(root: Path) -> list[str]:
+    """The table of `--profile`, as the program printed it."""
+    path = root / RESULTS / "speed_profile.txt"
+    if not path.is_file():
+        return [f"Not measured yet; `{COMMAND} program --profile 4` measures it."]
+    text = path.read_text(encoding="utf-8")
+    begins, ends = text.index("Where the time of a step went"), text.index("## The longest of each part")
+    return [
+        "What `tunix-rt train --profile 4` printed of the program above, in a run of its own. Its product is the fastest of "
+        "five short series; the one of the other tables is what the GPU holds for seconds, at the clocks that its power "
+        "allows, and is lower.",
+        text[begins:ends].strip(),
+        f"`{COMMAND} program --profile 4`; the longest kernels of each part are in `{RESULTS / path.name}`.",
+    ]
+
+
+def _same_losses(root: Path) -> list[str]:
+    path = root / RESULTS / "same_losses.json"
+    command = "python -m benchmarks.same_losses"
+    if not path.is_file():
+        return [f"Not measured yet; `{command}` measures it."]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        (words, *(f"{100 * found[name][key]:.2f}" for key in ("mean", "largest", "at_the_end")))
+        for name, words in (
+            ("noise", "plain operations, the same sums in another order"),
+            ("kernels and compiled layers", "kernels and compiled layers"),
+        )
+    ]
+    return [
+        f"{len(found['losses']['plain'])} steps of tiny-gemma3 on dev-reasoning-v2, products in bfloat16, against plain "
+        "operations without a kernel of ours and without a compiler, which is what the engine computed before it had them. Differences of "
+        "the loss in percent, step by step, and of the mean of the last 50 steps.",
+        table(("curve", "mean", "largest", "at the end"), rows),
+        f"`{command}`; {found['about']['device']}, torch {found['about']['torch']}.",
+    ]
 
 
 def _on(found: Mapping[str, Any]) -> str:

@@ -42,8 +42,8 @@ FIGURES = (
     generate.CARD / "model.safetensors",
     *(
         path.relative_to(ROOT)
-        for path in sorted((ROOT / "benchmarks" / "results").rglob("*.json*"))
-        if path.name != "demo.json"
+        for path in sorted((ROOT / "benchmarks" / "results").rglob("*"))
+        if path.is_file() and path.name != "demo.json"
     ),
 )
 RUN_FOLDER = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")

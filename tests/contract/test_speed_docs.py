@@ -49,7 +49,17 @@ def test_what_was_not_measured_is_said_with_the_command_that_measures_it(tmp_pat
     page = speed_pages.page(tmp_path)
     for title, _, command, _ in speed_pages.PARTS:
         assert f"## {title}\n\nNot measured yet; `{speed_pages.COMMAND} {command}` measures it." in page
+    assert "program --profile 4` measures it" in page and "same_losses` measures it" in page
     assert "|" not in page
+
+
+def test_the_table_of_a_profile_is_the_one_that_was_printed(tmp_path):
+    path = tmp_path / speed_pages.RESULTS / "speed_profile.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "# x\n\nWhere the time of a step went: 9 ms.\n\n| part | ms |\n|---|---|\n| all | 9 |\n\n## The longest of each part\n"
+    )
+    assert "9 ms.\n\n| part | ms |\n|---|---|\n| all | 9 |\n\n`" in speed_pages.page(tmp_path)
 
 
 def test_a_figure_is_the_median_of_the_rounds_and_a_contender_without_one_says_why(tmp_path):
