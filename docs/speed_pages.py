@@ -78,8 +78,8 @@ def _same_losses(root: Path) -> list[str]:
     ]
     return [
         f"{len(found['losses']['plain'])} steps of tiny-gemma3 on dev-reasoning-v2, products in bfloat16, against plain "
-        "operations without a kernel of ours and without a compiler, which is what the engine computed before it had them. Differences of "
-        "the loss in percent, step by step, and of the mean of the last 50 steps.",
+        "operations without a kernel of ours and without a compiler, which is what the engine computed before it had them. "
+        "Differences of the loss in percent, step by step, and of the mean of the last 50 steps.",
         table(("curve", "mean", "largest", "at the end"), rows),
         f"`{command}`; {found['about']['device']}, torch {found['about']['torch']}.",
     ]
