@@ -79,7 +79,7 @@ def until_first_step(log: Path) -> list[str]:
     if not log.exists():
         return []
     text = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n")
-    lines = [re.sub(r"/(?:[^\s/]+/)+", "", line)[:200] for line in text.splitlines() if line.strip()]
+    lines = [re.sub(r"(?<![^\s=])[^\s=]*/", "", line)[:200] for line in text.splitlines() if line.strip()]
     first = next((place for place, line in enumerate(lines) if "step 1/" in line), len(lines))
     return lines[: first + 1]
 

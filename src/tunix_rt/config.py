@@ -158,7 +158,7 @@ class Training(Section):
     lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Train adapters of this rank (LoRA) instead of every parameter: a remedy when those do not fit, never chosen for you."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the layers for the GPU: faster, with less memory, after half a minute; `auto` where a run is long enough."""
+    """Compile the layers: faster, with less memory, after half a minute; `auto` on a GPU where a run is long enough."""
     deterministic: bool = False
     """Only kernels that give the same bits every time; costs some speed on a GPU."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -222,7 +222,8 @@ def _train_and_ask(
     report.note_peak("save", engine.peak_bytes())
     if data.items:
         saved = f"all {total} steps are saved"
-        stop.raise_if_too_long(report.facts.get("answering_seconds", 0.0), "the answers after training", saved)
+        answering = report.facts.get("answering_seconds", 0.0)
+        stop.raise_if_too_long(answering, "the answers after training", saved, in_vain=start.step == total)
         kept = partial(stop.raise_if_asked, saved)
         after = _evaluate(backend, engine, report, questions, "after", stop=kept, **asking)
         report.comparison = compare(before, after)

@@ -70,15 +70,18 @@ class StopRequest:
             return ""
         return f"stopped by itself: of the time budget of {self._budget:g} s {max(0.0, left):.0f} s are left"
 
-    def raise_if_too_long(self, seconds: float, what: str, kept: str) -> None:
-        """Before work that is lost unless it is whole: `what`, which takes so many seconds."""
+    def raise_if_too_long(self, seconds: float, what: str, kept: str, *, in_vain: bool) -> None:
+        """Before work that is lost unless it is whole: `what`, which takes so many seconds. `in_vain` says that a
+        continuation would come no further than this process did."""
         if not (why := self.why(needed_seconds=seconds)):
             return
         if self.signal_name:
             raise Preempted(f"{why}; {kept}", fix=RESUME)
-        least = seconds + ENDING_SECONDS
-        never = self._budget is not None and self._budget <= least
-        fix = f"raise training.time_budget well above {least:.0f} s, and {RESUME}" if never else RESUME
+        took = 0.0 if self._budget is None else self._budget - (self._deadline - time.monotonic())
+        least = took + seconds + ENDING_SECONDS
+        # Where this process took no step, the next one would stop at the same place.
+        never = in_vain or (self._budget is not None and self._budget <= seconds + ENDING_SECONDS)
+        fix = f"raise training.time_budget above {least:.0f} s, and {RESUME}" if never else RESUME
         raise Preempted(f"{why}, and {what} take about {seconds:.0f} s; {kept}", fix=fix)
 
     def raise_if_asked(self, kept: str, *, fix: str = RESUME, starting: bool = False) -> None:

@@ -264,10 +264,12 @@ def train_run(
         measuring = measure(done)  # before the first step; or a run that was stopped between a step and its measure
         stop.raise_if_asked(start.kept)
     batch_of = _batches(training, data, pad_id)
-    code: dict[str, str] = {}
+    code, then = {}, code_of(start.checkpoint)
     if done < total:
-        code = backend.prepare_steps(engine, batch_of, training, total=total, longest_row=data.longest_row)
-    refuse_other_code(code, start.checkpoint)
+        code = backend.prepare_steps(
+            engine, batch_of, training, total=total, longest_row=data.longest_row, as_before=then.get("layers")
+        )
+        refuse_other_code(code, then)
     steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
     if profile:
         recording = Recording(
@@ -370,13 +372,17 @@ def refuse_other_kernels(engine: Any, checkpoint: Path | None) -> None:
         )
 
 
-def refuse_other_code(code: Mapping[str, str], checkpoint: Path | None) -> None:
-    """Compiled layers and plain ones, kernels and plain operations differ in the last bits."""
-    then = {} if checkpoint is None else read_json(checkpoint / "state.json").get("code", {})
+def code_of(checkpoint: Path | None) -> dict[str, str]:
+    """What computed the steps of `checkpoint`: compiled layers or plain ones, kernels or plain operations."""
+    return {} if checkpoint is None else read_json(checkpoint / "state.json").get("code", {})
+
+
+def refuse_other_code(code: Mapping[str, str], then: Mapping[str, str]) -> None:
+    """They differ in the last bits."""
     for name in sorted(code.keys() & then.keys()):
         if code[name] != then[name]:
             raise ConfigError(
-                f"{checkpoint and checkpoint.name} was trained with {name}: {then[name]}, here it would be {code[name]}",
+                f"the run was trained with {name}: {then[name]}, here it would be {name}: {code[name]}",
                 fix="continue where the run began, with the same software, or choose another --output",
             )
 

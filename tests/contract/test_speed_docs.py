@@ -18,6 +18,7 @@ ABOUT = {
     "liger-kernel": "7.7",
     "driver": "6",
 }
+SETTINGS = {"cap_gib": 8.0, "config": "some.yaml", "rounds": 3, "steps": 5, "contenders": ["ours", "trainer"]}
 JOB = {
     "preset": "gemma-2b", "parameters": 2_506_172_416, "rows": 8, "length": 2048, "micro_batches": 1,
     "tokens": [16_000, 16_056], "positions": [16_384, 16_384],
@@ -42,7 +43,7 @@ def case_of(**contenders: list[dict[str, object]]) -> dict[str, object]:
 def write(root: Path, name: str, found: dict[str, object]) -> None:
     path = root / speed_pages.RESULTS / f"speed_{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": ABOUT, "settings": {"cap_gib": 8.0, "config": "some.yaml"}, **found}))
+    path.write_text(json.dumps({"about": ABOUT, "settings": SETTINGS, **found}))
 
 
 def test_what_was_not_measured_is_said_with_the_command_that_measures_it(tmp_path):

@@ -311,8 +311,8 @@ def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_sam
     )
     monkeypatch.setattr(stopping, "program_began", time.monotonic)
     run, budget, kept = RunDir(tmp_path / "run"), stopping.ENDING_SECONDS + 3, []
-    while not kept or kept[-1] < STEPS:
-        assert len(kept) < 10
+    while not kept or read_json(run.result)["status"] != "completed":
+        assert len(kept) < 12
         began = time.monotonic()
         config = configured(f"training.time_budget={budget}", resume=bool(kept))
         try:
@@ -393,7 +393,7 @@ def test_answers_after_training_are_not_begun_when_those_before_took_longer_than
     monkeypatch.setattr(stopping, "program_began", time.monotonic)
     with pytest.raises(Preempted, match=stopped) as caught:
         run_pipeline(configured(*asked, "training.time_budget=12", resume=True), run.root, progress=progress)
-    assert "raise training.time_budget well above" in caught.value.fix
+    assert "raise training.time_budget above" in caught.value.fix
     assert not any(what == "evaluate after" for what, _ in seen)
     run_pipeline(configured(*asked, "training.time_budget=900", resume=True), run.root, progress=progress)
     assert read_json(run.result)["answering_seconds"] == took and read_json(run.result)["status"] == "completed"

@@ -35,7 +35,7 @@ FILL = "np.full(len(ids), not style.completion_only_loss, dtype=np.bool_)"
 SAID = "said.append(_Said(first=start, last=len(ids) + 1, end=len(ids)))"
 END = "ids.append(tokenizer.eos_id)"
 ANSWER = "<{style.answer_tag}>{sample.answer}</{style.answer_tag}>"
-MEAN = "scale=multiplied / batch.target_tokens)"
+MEAN = "scale=multiplied / placed.batch.target_tokens)"
 
 QUESTION, COMPLETION, STOP = (
     check_the_question_is_masked, check_the_completion_is_taught, check_the_end_is_taught,
@@ -112,9 +112,9 @@ def test_the_length_of_the_prompt_is_known_apart_from_the_mask(chatting, templat
 
 
 MEAN_DEFECTS = {
-    "a mean of micro-batch means": "scale=multiplied / micro.targets / len(batch.micro_batches))",
-    "a sum of micro-batch means": "scale=multiplied / micro.targets)",
-    "a mean over all tokens": "scale=multiplied / batch.tokens)",
+    "a mean of micro-batch means": "scale=multiplied / len(micro.targets) / len(placed.micro_batches))",
+    "a sum of micro-batch means": "scale=multiplied / len(micro.targets))",
+    "a mean over all tokens": "scale=multiplied / placed.batch.tokens)",
 }
 
 
@@ -130,6 +130,6 @@ def test_another_mean_in_the_step_is_found(small_model, name):
 
 
 def test_a_reported_loss_that_is_no_token_mean_is_found(small_model):
-    defective = with_defect(torch_backend, "total += loss.detach()", "total += loss.detach() / micro.targets")
+    defective = with_defect(torch_backend, "total += loss.detach()", "total += loss.detach() / len(micro.targets)")
     with pytest.raises(AssertionError, match="not the mean over all targets"):
         check_a_step_trains_on_the_mean_over_all_its_targets(defective, small_model("gemma3"))

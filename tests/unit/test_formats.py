@@ -275,7 +275,8 @@ def test_a_later_record_of_another_format_is_refused_with_its_line_and_the_readi
     with pytest.raises(InputError) as caught:
         list(read_samples(find_dataset(path)))
     assert caught.value.problem == (
-        f"{path}:3: answer: it does not end in a line `#### N` with a number; by its keys it is prompt_completion, not gsm8k"
+        f"{path}:3: answer: it does not end in a line `#### N` with a number, with or without a unit; by its keys it is "
+        "prompt_completion, not gsm8k"
     )
     path = write(tmp_path / "x.jsonl", {"messages": [message()]}, {"conversations": SHARED})
     with pytest.raises(InputError, match=r"x.jsonl:2: messages: missing; by its keys it is sharegpt, not messages"):

@@ -293,3 +293,9 @@ def test_figures_have_three_digits_that_count():
         "123.4",
         "1,234",
     ]
+
+
+@pytest.mark.parametrize("name", ["aten::bmm", "aten::baddbmm"])
+def test_products_of_scores_in_eager_attention_are_attention(name):
+    assert part_of(name, (STEP, FORWARD, "aten::matmul")) == parts.ATTENTION
+    assert part_of("nvjet_sm90_tst_128x256", (STEP, FORWARD, "aten::matmul", name)) == parts.ATTENTION

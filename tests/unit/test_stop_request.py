@@ -168,22 +168,25 @@ def test_a_budget_shorter_than_the_start_says_to_raise_it_and_not_to_continue(mo
 def test_what_takes_longer_than_is_left_is_not_begun_and_the_way_out_is_one_that_leads_there(monkeypatch):
     monkeypatch.setattr(stopping, "program_began", lambda: time.monotonic() - 30)
     stop = StopRequest(time_budget=60)
-    stop.raise_if_too_long(20, "the answers after training", "all 5 steps are saved")
+    stop.raise_if_too_long(20, "the answers after training", "all 5 steps are saved", in_vain=False)
     with pytest.raises(Preempted) as caught:
-        stop.raise_if_too_long(40, "the answers after training", "all 5 steps are saved")
+        stop.raise_if_too_long(40, "the answers after training", "all 5 steps are saved", in_vain=False)
     assert caught.value.problem == (
         "stopped by itself: of the time budget of 60 s 30 s are left, and the answers after training take about 40 s; "
         "all 5 steps are saved"
     )
     assert caught.value.fix == stopping.RESUME
     with pytest.raises(Preempted) as caught:
-        stop.raise_if_too_long(100, "the answers after training", "all 5 steps are saved")
-    assert caught.value.fix.startswith("raise training.time_budget well above 105 s, and run the same command")
+        stop.raise_if_too_long(100, "the answers after training", "all 5 steps are saved", in_vain=False)
+    assert caught.value.fix.startswith("raise training.time_budget above 135 s, and run the same command")
+    with pytest.raises(Preempted) as caught:  # no step was left to take: the next process would stop here as well
+        stop.raise_if_too_long(40, "the answers after training", "all 5 steps are saved", in_vain=True)
+    assert caught.value.fix.startswith("raise training.time_budget above 75 s, and run the same command")
     stop.signal_name = "SIGTERM"
     with pytest.raises(Preempted) as caught:
-        stop.raise_if_too_long(0, "the answers after training", "all 5 steps are saved")
+        stop.raise_if_too_long(0, "the answers after training", "all 5 steps are saved", in_vain=False)
     assert caught.value.problem == "stopped by SIGTERM; all 5 steps are saved"
-    StopRequest().raise_if_too_long(1e12, "the answers after training", "all 5 steps are saved")
+    StopRequest().raise_if_too_long(1e12, "the answers after training", "all 5 steps are saved", in_vain=False)
 
 
 def test_without_a_budget_there_is_always_time():

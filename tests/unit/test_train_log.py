@@ -369,7 +369,7 @@ class SummingEngine:
     def snapshot(self, engine, optimizer):
         return Copied(str(self.weight))
 
-    def prepare_steps(self, engine, batch_of, training, *, total, longest_row):
+    def prepare_steps(self, engine, batch_of, training, *, total, longest_row, as_before):
         return {"layers": self.layers}
 
     def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total):
@@ -549,7 +549,7 @@ def test_a_run_is_not_continued_with_layers_compiled_that_were_not(run, monkeypa
         train(run, total=7, stop_after=5)
     before = run.metrics.read_bytes()
     monkeypatch.setattr(SummingEngine, "layers", "compiled")
-    with pytest.raises(ConfigError, match="was trained with layers: plain, here it would be compiled"):
+    with pytest.raises(ConfigError, match="was trained with layers: plain, here it would be layers: compiled"):
         train(run, total=7, resume=True)
     assert run.metrics.read_bytes() == before
 

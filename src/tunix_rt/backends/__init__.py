@@ -35,7 +35,7 @@ def load_backend(name: str) -> Any:
     spin for each other slow a small model down several times. Compiled code is kept across runs: torch would put it where a
     computer forgets it when it starts again.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # both are read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     if (folder := _folder_for_code()) is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     return importlib.import_module(f"tunix_rt.backends.{name}_backend")

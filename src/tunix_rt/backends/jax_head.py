@@ -1,6 +1,8 @@
 """The loss head of the JAX engine: a few tokens of every row meet the vocabulary at a time, in a scan.
 
 Their logits are computed again in the backward pass, so the logits of all tokens never exist, in either pass.
+
+No engine uses this yet: `training.backend: jax` is still refused.
 """
 
 from functools import partial

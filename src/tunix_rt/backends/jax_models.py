@@ -6,6 +6,8 @@ stores them, so a checkpoint is a matter of names (`jax_weights.py`).
 
 Weights stay in their own type until they are used: products are made in the type `compute`, norms and softmax in at least
 float32. With weights of the type `compute` that is what transformers computes with a model of that type.
+
+No engine uses this yet: `training.backend: jax` is still refused.
 """
 
 from collections.abc import Callable, Mapping

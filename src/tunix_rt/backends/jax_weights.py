@@ -2,6 +2,8 @@
 
 The reader is strict: a tensor that is missing, left over, of another shape or type, in two shards or in none is named before
 anything is read. Nothing here imports jax or torch.
+
+No engine uses this yet: `training.backend: jax` is still refused.
 """
 
 import contextlib
@@ -281,7 +283,7 @@ def _refuse_mixed(source: ModelSource, stored: Mapping[str, _Stored], asked: np.
         )
         raise InputError(
             f"{source.name}: its tensors are of several types: {said}",
-            fix="ask for float32 weights, which hold all of them",
+            fix=f"ask for {'float64' if 'F64' in first else 'float32'} weights, which hold all of them",
         )
     return asked if asked is not None else TYPES[next(iter(first))]
 
@@ -292,7 +294,10 @@ def _holds(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
 
 
 def _type_named(dtype: str) -> np.dtype[Any]:
-    return next(kind for kind in TYPES.values() if kind.name == dtype)
+    known = {kind.name: kind for kind in TYPES.values()}
+    if dtype not in known:
+        raise InputError(f"weights of type {dtype} are not known", fix=f"use one of {', '.join(known)}")
+    return known[dtype]
 
 
 def _refuse_other_head(source: ModelSource, architecture: Architecture, stored: Mapping[str, _Stored]) -> None:

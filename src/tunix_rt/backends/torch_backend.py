@@ -117,19 +117,23 @@ def optimizer_steps(
 
 
 def prepare_steps(
-    engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0
-) -> dict[str, str]:
+    engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
+    as_before: str | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Make the layers ready for the steps of a run, once; which code computes them, as a checkpoint writes it down.
 
     They are compiled where it is asked for or pays: for the first batch of the run, wherever it is continued, with rows as
-    long as the longest there is."""
+    long as the longest there is. A run that is continued has its layers `as_before`."""
     if not engine.prepared:
         engine.prepared = True
         recompute_layers(engine)
         batch = batch_of(1)
         sample = batch.micro_batches[0]
+        asked = training.compile
+        if as_before is not None and asked == "auto":
+            asked = as_before == "compiled"
         choice = choose_compiling(
-            training.compile,
+            asked,
             device=engine.device.type,
             device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
             parameters=engine.parameters,
@@ -143,10 +147,11 @@ def prepare_steps(
     table = engine.model.get_output_embeddings().weight
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
     plain_head = kernel_unable(table.device, engine.compute, len(table), softcap)
+    by_kernel = engine.recipe.weights == "bfloat16" and engine.recipe.optimizer != "adamw_8bit"
     return {
         "layers": "compiled" if engine.compiled else "plain",
         "head": "plain" if plain_head else "kernel",
-        "update": "kernel" if engine.recipe.weights == "bfloat16" and has_kernels(table.device) else "plain",
+        "update": "kernel" if by_kernel and has_kernels(table.device) else "plain",
     }
 
 

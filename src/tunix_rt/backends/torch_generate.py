@@ -203,8 +203,13 @@ def _answers(
         late = decoding.max_seconds is not None and time.monotonic() - began >= decoding.max_seconds
         kept = []
         for place, (row, tokens) in enumerate(zip(list(alive), fresh, strict=True)):
-            row.ids = [*row.ids, *tokens][: row.room]
+            sound = tokens[: tokens.index(_NOT_A_TOKEN)] if _NOT_A_TOKEN in tokens else tokens
+            row.ids = [*row.ids, *sound][: row.room]
             answer = row.ending.find(row.ids)
+            if answer is None and len(sound) < len(tokens) and len(row.ids) < row.room:
+                raise InputError(
+                    f"{engine.source.name}: gives NaN instead of a next token", fix="the weights are damaged"
+                )
             if answer is None and (late or len(row.ids) == row.room):
                 answer = row.ending.cut(row.ids, row.no_more if len(row.ids) == row.room else TIME)
             if heard is not None:
@@ -303,8 +308,6 @@ def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, 
     with _unrecorded(engine), memory_is_named("generation"), attending, _kernels(engine), engine.computing():
         found = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
         tokens = torch.stack(found, dim=1).tolist()
-    if any(_NOT_A_TOKEN in row for row in tokens):
-        raise InputError(f"{engine.source.name}: gives NaN instead of a next token", fix="the weights are damaged")
     return tokens
 
 

@@ -41,8 +41,11 @@ def _triton(device: torch.device) -> ModuleType | None:
     """`triton_optim`, where its kernels can be compiled for `device`. Where they cannot, the log says why."""
     problem: str | None = "Triton is not installed"
     if importlib.util.find_spec("triton") is not None:
-        kernels = importlib.import_module("tunix_rt.backends.triton_optim")
-        problem = kernels.problem(device)
+        try:
+            kernels = importlib.import_module("tunix_rt.backends.triton_optim")
+            problem = kernels.problem(device)
+        except ImportError as error:
+            problem = f"Triton cannot be imported: {error}"
         if problem is None:
             return kernels
     logger.info("Updates of bfloat16 weights on %s go without Triton's kernels, and are slower: %s", device, problem)

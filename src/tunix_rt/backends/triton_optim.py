@@ -33,6 +33,7 @@ def problem(device: torch.device) -> str | None:
         )
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel
-    except (RuntimeError, ImportError, OSError, subprocess.SubprocessError, TritonError) as error:
+    except (RuntimeError, ImportError, OSError, TypeError, KeyError, subprocess.SubprocessError, TritonError) as error:
+        # TypeError and KeyError: what an older Triton says to options it does not know
         return f"{type(error).__name__}: " + " ".join(str(error).split())[:200]
     return None

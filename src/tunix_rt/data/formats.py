@@ -217,7 +217,7 @@ _MARK = re.compile(r"<<([^<>]*)>>")
 _BEFORE_NUMBER = r"[ \t\r]*####[ \t]*"
 _NUMBER = r"[-+]?[$€£]?[-+]?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?(?:[ \t]?%)?"
 _UNIT = (
-    r"(?!(?:is|isn't|are|was|were|not|or|and|at|squared|cubed|factorial)\b)"
+    r"(?!(?:is|isn't|are|was|were|not|or|and|at|to|but|plus|minus|times|squared|cubed|factorial)\b)"
     r"(?:(?<=[ \t])a(?= )|[^\W\d_](?:[^\W\d_]|['/-]){0,29}[^\W\d_])(?![^\W_]|['/-])"
 )
 _STOP = r"[ \t]*\.?"
@@ -249,7 +249,7 @@ def _gsm8k(record: Fields) -> tuple[str, list[tuple[str, list[str]]], str]:
     body, _, last = answer.rstrip(_BLANKS).rpartition("\n")
     stated = _ANSWER_LINE.fullmatch(last)
     if stated is None:
-        raise Wrong("answer", "it does not end in a line `#### N` with a number")
+        raise Wrong("answer", "it does not end in a line `#### N` with a number, with or without a unit")
     steps = []
     for line in body.split("\n"):
         marks = _MARK.findall(line) if "<<" in line else []

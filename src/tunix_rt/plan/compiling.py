@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from tunix_rt.accelerators import accelerators_named
 
 COMPILE_SECONDS = 25.0
-"""Seconds to compile the layers of a model with an empty cache; Gemma 2B on an H200 took 14 (results/speed_program.json)."""
+"""Seconds to compile the layers of a model for the first time; Gemma 2B on an H200 took 14
+(benchmarks/results/speed_program.json)."""
 SAVED_SHARE = 0.15
 """Of the time of a step that is not compiled: a guess, and a low one, for element-wise work is a good part of any model."""
 REACHED_SHARE = 0.45
@@ -21,6 +22,11 @@ COMPILED_MULTIPLE = 64
 def compiled_length(tokens: int) -> int:
     """How long rows of up to `tokens` tokens are in a compiled step."""
     return -(-tokens // COMPILED_MULTIPLE) * COMPILED_MULTIPLE
+
+
+def may_compile(asked: bool | str, *, device: str, packed: bool) -> bool:
+    """Whether layers may come to be compiled, as far as that is known before a run."""
+    return asked if isinstance(asked, bool) else device == "cuda" and packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,8 @@ def choose_compiling(
 ) -> Compiling:
     """What `training.compile` comes to for a run of `steps` steps of `tokens` tokens each.
 
-    A function of the whole run, not of what is left of it: a run that is continued must compute as it began.
+    A function of the whole run, not of what is left of it. On another GPU it may come to something else: a run that is
+    continued asks for what its checkpoint says.
     """
     if isinstance(asked, bool):
         return Compiling(wanted=asked, required=asked, why="asked for" if asked else "turned off")

@@ -21,7 +21,7 @@ from tunix_rt.plan.activations import (
     kept_by_layer,
     kept_once,
 )
-from tunix_rt.plan.compiling import compiled_length
+from tunix_rt.plan.compiling import compiled_length, may_compile
 from tunix_rt.plan.footprint import Footprint, footprint_of
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.tensors import elements
@@ -124,7 +124,7 @@ def predict(
     training, evaluation = config.training, config.evaluation
     run = footprint_of(shape, training, device)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
-    compiles = device == "cuda" and training.compile is not False and config.data.packing
+    compiles = may_compile(training.compile, device=device, packed=config.data.packing)
     step = Batch(
         rows=training.per_device_train_batch_size,
         length=compiled_length(length) if compiles else length,

@@ -98,7 +98,7 @@ class Work(NamedTuple):
 
 _LOOKUPS = re.compile(r"^(_Lookup|aten::embedding|EmbeddingBackward)|fused_embedding")
 _ATTENTION = re.compile(
-    r"flash|fmha|sdpa|flex_attention|AttentionKernel|scaled_?dot_?product|soft_?max|aten::b(add)?bmm", re.I
+    r"flash|fmha|sdpa|flex_attention|AttentionKernel|scaled_?dot_?product|soft_?max|aten::(b|baddb)mm", re.I
 )
 _PRODUCTS = re.compile(
     r"nvjet|gemm|xmma|cutlass|cublas|gemv|splitk|triton_mm|triton_tem_fused_\w*?mm_"

@@ -34,7 +34,7 @@ def refuse_too_many(count: int, *, done: int, total: int) -> None:
         left = f"{total - done} of {total} steps are left" if done else f"the run has {total}"
         raise ConfigError(
             f"--profile {count}: more steps than are taken; {left}",
-            fix=f"give --profile {total - done} or less, or raise training.max_steps",
+            fix=f"give --profile {total - done} or less" if total > done else "leave --profile out",
         )
 
 
