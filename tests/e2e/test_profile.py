@@ -42,6 +42,7 @@ def test_a_profile_is_a_trace_and_a_table_that_sums_to_the_step(profiled):
     assert "USDT" not in done.stderr, "torch's own words about it are kept off the terminal"
 
 
+@pytest.mark.slow  # that recorded steps are the same steps is held in tests/invariant too
 def test_a_profile_changes_no_result_and_the_folder_verifies(profiled, tmp_path):
     done = tunix_rt("train", *SMOKE, "--output", tmp_path / "plain", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr

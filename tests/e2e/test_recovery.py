@@ -343,6 +343,7 @@ def stops(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_a_measure_that_was_timed_before_the_first_step_is_not_begun_after_the_last_with_less_time_left(
     tmp_path, monkeypatch, stops
 ):

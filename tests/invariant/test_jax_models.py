@@ -25,7 +25,11 @@ from tunix_rt.data.pack import collate, make_rows
 from tunix_rt.data.render import Example
 from tunix_rt.models import resolve_model
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
+# A long series as long as no engine uses the models.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax"),
+]
 
 GEMMA = {key: value for key, value in _SMALL["gemma3"].items() if key not in ("layer_types", "query_pre_attn_scalar")}
 FAMILIES = {
