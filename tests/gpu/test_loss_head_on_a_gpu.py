@@ -202,8 +202,8 @@ def test_the_held_out_loss_is_that_of_training(kernel):
     states, table, targets = head_sample(777, 50_257, 256)
     how = {"scale": 1.0, "softcap": 30.0, "compute": torch.bfloat16, "rows": 200}
     trained = head_loss(states, table, targets, **how)
-    with torch.no_grad():
-        assert head_loss(states, table, targets, **how).item() == pytest.approx(trained.item(), rel=1e-12)
+    with torch.no_grad():  # the same sums in float32, by code that is compiled once more and may round elsewhere
+        assert head_loss(states, table, targets, **how).item() == pytest.approx(trained.item(), rel=1e-8)
 
 
 def rise_of_the_head(states, table, targets, **how):

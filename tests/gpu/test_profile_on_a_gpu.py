@@ -19,7 +19,7 @@ from tunix_rt.profiling import parts
 from tunix_rt.profiling.parts import breakdown
 from tunix_rt.profiling.trace import read_trace
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
 
 VOCABULARY, LENGTH, ROWS = 32_768, 1024, 4
 _GEMMA = {

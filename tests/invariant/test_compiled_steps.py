@@ -13,7 +13,7 @@ from tunix_rt.backends import torch_backend as engine_of
 from tunix_rt.backends import torch_compile
 from tunix_rt.backends.torch_batches import filled_up
 from tunix_rt.errors import HardwareError
-from tunix_rt.plan.compiling import COMPILE_SECONDS, choose_compiling
+from tunix_rt.plan.compiling import COMPILE_SECONDS, choose_compiling, waits_for_the_host
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +118,12 @@ def test_auto_compiles_long_runs_on_a_gpu_and_says_what_it_reckons_with():
     assert not choose_compiling("auto", **(LONG | {"packed": False})).wanted
     assert choose_compiling(True, **(LONG | {"steps": 1})).required
     assert not choose_compiling(False, **LONG).wanted
+
+
+@pytest.mark.parametrize(
+    ("parameters", "layers", "tokens", "waits"),
+    [(124_000_000, 12, 8192, True), (135_000_000, 30, 8192, True), (1_000_000_000, 26, 8192, False),
+     (2_500_000_000, 18, 16_384, False), (2_500_000_000, 18, 512, True)],
+)  # fmt: skip
+def test_layers_are_recorded_where_a_gpu_would_wait_for_the_host(parameters, layers, tokens, waits):
+    assert waits_for_the_host("NVIDIA H200", parameters=parameters, layers=layers, tokens=tokens) is waits

@@ -33,6 +33,7 @@ from tunix_rt.backends.torch_model import (
 )
 from tunix_rt.backends.torch_optim import Optimizer, has_kernels
 from tunix_rt.backends.torch_profile import BACKWARD, BATCH, OPTIMIZER, region
+from tunix_rt.backends.torch_record import record_layers
 from tunix_rt.backends.torch_save import save
 from tunix_rt.backends.torch_state import (
     await_copy,
@@ -45,7 +46,7 @@ from tunix_rt.backends.torch_state import (
 from tunix_rt.config import Training
 from tunix_rt.data.pack import Row, StepBatch, collate
 from tunix_rt.errors import HardwareError, InputError, TunixError
-from tunix_rt.plan.compiling import choose_compiling
+from tunix_rt.plan.compiling import choose_compiling, waits_for_the_host
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
@@ -131,7 +132,7 @@ def prepare_steps(
         sample = batch.micro_batches[0]
         asked = training.compile
         if as_before is not None and asked == "auto":
-            asked = as_before == "compiled"
+            asked = as_before != "plain"
         choice = choose_compiling(
             asked,
             device=engine.device.type,
@@ -144,15 +145,28 @@ def prepare_steps(
         )
         torch.manual_seed(_seed_of(training.seed, 0))
         compile_layers(engine, choice, sample, longest_row=longest_row)
+        if engine.compiled and _to_be_recorded(engine, training, batch.tokens):
+            record_layers(engine, sample)
     table = engine.model.get_output_embeddings().weight
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
     plain_head = kernel_unable(table.device, engine.compute, len(table), softcap)
     by_kernel = engine.recipe.weights == "bfloat16" and engine.recipe.optimizer != "adamw_8bit"
     return {
-        "layers": "compiled" if engine.compiled else "plain",
+        "layers": "recorded" if engine.recorded else "compiled" if engine.compiled else "plain",
         "head": "plain" if plain_head else "kernel",
         "update": "kernel" if by_kernel and has_kernels(table.device) else "plain",
     }
+
+
+def _to_be_recorded(engine: Engine, training: Training, tokens: int) -> bool:
+    """Whether a host that launches the layers kernel by kernel would keep the GPU waiting. Flex has masks that are made anew
+    for every batch; a gradient that lives until the next pass can be neither added to nor dropped early."""
+    recipe, alone = engine.recipe, training.gradient_accumulation_steps == 1
+    if engine.device.type != "cuda" or engine.attention.name == "flex" or recipe.in_backward or not alone:
+        return False
+    name = torch.cuda.get_device_name(engine.device)
+    waits = waits_for_the_host(name, parameters=engine.parameters, layers=len(layers_of(engine.model)), tokens=tokens)
+    return waits and recipe.kept_share == 1.0
 
 
 @contextlib.contextmanager

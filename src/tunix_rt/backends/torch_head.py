@@ -44,6 +44,7 @@ def head_loss(
     rows = rows or loss_rows(len(targets))
     operand = _as_operand(table, compute)
     room = _room(operand, min(rows, len(targets)), softcap)
+    operand = _even(operand, room)
     losses = [
         _chunk(part.to(operand.dtype), operand, target, softcap, None, room)[0].sum()
         for part, target in zip(states.split(rows), targets.split(rows), strict=True)
@@ -60,6 +61,7 @@ class _HeadLoss(torch.autograd.Function):
         wide = _as_operand(table, compute)
         rows = rows or _rows_with_gradients(wide, len(targets), softcap)
         room = _room(wide, min(rows, len(targets)), softcap)
+        wide = _even(wide, room)
         gradient = torch.empty_like(states) if states.requires_grad else None
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         for start in range(0, len(targets), rows):
@@ -182,9 +184,23 @@ def _chunk(
         losses, logits = _turned(_logits(states, table), targets, softcap, scale)
         return losses, logits if scale is None else logits.to(states.dtype)
     logits = room[: len(states)]
-    _put_product(logits, states, table.t())
+    _put_product(_widened(logits, len(table)), states, table.t())
     kernel = importlib.import_module("tunix_rt.backends.triton_head")
-    return kernel.turned(logits, targets, softcap=softcap, scale=scale, kind=states.dtype)
+    losses, slopes = kernel.turned(logits, targets, softcap=softcap, scale=scale, kind=states.dtype)
+    return losses, _widened(slopes, len(table))
+
+
+def _even(table: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+    """`table` with rows of zeros up to the padded width of `room`, where its own number of rows is one for which a GPU has
+    but slow products: GPT-2's 50,257 cost three times those of 50,304. Gradients of what is added are 0."""
+    if room is None or table.dtype.itemsize > 2 or len(table) % 8 == 0:
+        return table
+    return torch.nn.functional.pad(table, (0, 0, 0, room.stride(0) - len(table)))
+
+
+def _widened(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """`values`, rows of a padded room, with its padding up to `columns`."""
+    return values if values.shape[1] == columns else values.as_strided((len(values), columns), values.stride())
 
 
 def _turned(
@@ -241,16 +257,25 @@ def _put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _add_product(table: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor) -> None:
-    """`table.grad += slopes.T @ states`, summed in at least float32 and rounded once."""
-    fresh = table.grad is None
+    """`table.grad += slopes.T @ states`, summed in at least float32 and rounded once. `slopes` may have columns of zeros behind
+    those of the table; then so has the memory of the gradient rows."""
+    fresh, width = table.grad is None, slopes.shape[1]
+    if table.dtype == slopes.dtype:
+        if table.grad is None:
+            table.grad = table.new_empty(width, table.shape[1])[: len(table)]
+        whole = table.grad
+        if width > len(table):
+            base = whole._base
+            padded = base is not None and base.shape == (width, table.shape[1])
+            whole, slopes = (base, slopes) if base is not None and padded else (whole, slopes[:, : len(table)])
+        if fresh:
+            torch.mm(slopes.t(), states, out=whole)
+        else:
+            whole.addmm_(slopes.t(), states)
+        return
     if table.grad is None:
         table.grad = torch.empty_like(table)
-    if table.dtype == slopes.dtype:
-        if fresh:
-            torch.mm(slopes.t(), states, out=table.grad)
-        else:
-            table.grad.addmm_(slopes.t(), states)
-        return
+    slopes = slopes[:, : len(table)]
     for start in range(0, len(table), TABLE_SLICE_ROWS):
         part = table.grad[start : start + TABLE_SLICE_ROWS]
         columns = slopes[:, start : start + TABLE_SLICE_ROWS].t()

@@ -87,6 +87,8 @@ class Engine:
     """Whether the layers have been made ready for training steps."""
     compiled_shape: tuple[int, int] | None = None
     """Rows and tokens that the layers of a training step are compiled for; None: they are not compiled."""
+    recorded: Any = None
+    """The `torch_record.Recorded` of the compiled layers; None: they are launched kernel by kernel."""
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the CUDA allocator, or on a CPU the rise of resident memory since before the load."""
@@ -400,6 +402,9 @@ def _micro(ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> 
 def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
     """What the last layer makes of packed rows, [rows, tokens, hidden]; no token has seen another example."""
     placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
+    if engine.recorded is not None and torch.is_grad_enabled() and engine.recorded.fits(placed):
+        with region(FORWARD):
+            return engine.recorded(placed)  # type: ignore[no-any-return]
     with region(FORWARD), engine.computing(once=True):
         return engine.model.base_model(
             input_ids=placed.ids, position_ids=placed.positions, use_cache=False, **placed.borders

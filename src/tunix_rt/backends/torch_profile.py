@@ -70,7 +70,7 @@ class _Recording(contextlib.AbstractContextManager["_Recording"]):
         self._device = engine.device if engine.device.type == "cuda" else None
         if self._device is not None:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler: Any = torch.profiler.profile(activities=kinds)
+        self._profiler: Any = torch.profiler.profile(activities=kinds, acc_events=True)
         self._records = False
 
     def __enter__(self) -> "_Recording":

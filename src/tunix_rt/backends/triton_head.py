@@ -105,6 +105,7 @@ def _turn_part(
         if CAPPED:
             bent = x * (1.0 / cap)
             slope *= (1.0 - bent) * (1.0 + bent)
+            slope = tl.where(columns < vocabulary, slope, 0.0)  # of -inf it would be no number
         place = slopes + row.to(tl.int64) * slope_stride + columns
         tl.store(place, slope.to(slopes.dtype.element_ty), mask=columns < stride)
 

@@ -13,6 +13,9 @@ REACHED_SHARE = 0.45
 """Of a GPU's published rate, by a step that is not compiled."""
 UNKNOWN_TFLOPS = 100.0
 """Assumed of a GPU that the table of accelerators does not know."""
+LAUNCH_SECONDS = 0.002
+"""A host takes so long to launch the kernels of a compiled layer, forth and back: 1.6 ms beside an H200
+(benchmarks/results/speed_models_unrecorded.json, GPT-2 and SmolLM2-135M)."""
 
 
 COMPILED_MULTIPLE = 64
@@ -74,6 +77,11 @@ def step_seconds(device_name: str | None, *, parameters: int, tokens: int) -> fl
     known = [found.bf16_tflops for found in accelerators_named(device_name or "") if found.bf16_tflops]
     rate = REACHED_SHARE * (known[0] if known else UNKNOWN_TFLOPS) * 1e12
     return 6 * parameters * tokens / rate
+
+
+def waits_for_the_host(device_name: str | None, *, parameters: int, layers: int, tokens: int) -> bool:
+    """Whether a GPU computes the layers of such a step faster than they are launched kernel by kernel."""
+    return step_seconds(device_name, parameters=parameters, tokens=tokens) < layers * LAUNCH_SECONDS
 
 
 def _spoken(seconds: float) -> str:
