@@ -106,6 +106,7 @@ CASES = [
     case("llama 4x256 in backward", LLAMA, 4, 256, training={"optim_in_backward": True}),
     case("llama 4x256 products in bfloat16", LLAMA, 4, 256, training=NARROW),
     case("llama 4x256 LoRA", LLAMA, 4, 256, training={"lora_rank": 16}),
+    case("llama 2x128 smallest", LLAMA, 2, 128, training=SMALLEST, steps=2, fitted=False),  # that of the tests
     case("gpt2 1x8", GPT2, 1, 8, steps=4),
     case("gpt2 2x256", GPT2, 2, 256, steps=4),
     case("gpt2 2x256 recomputed", GPT2, 2, 256, training=RECOMPUTED, steps=3),

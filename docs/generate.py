@@ -2,7 +2,8 @@
 
 Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
 the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints}.md and
-docs/guides/did-it-help.md, the causes in docs/index.md. Everything else is written by hand and held by
+docs/guides/did-it-help.md, the causes in docs/index.md,
+the compiler's verdicts in docs/decisions/m38-audit.md. Everything else is written by hand and held by
 tests/contract/test_docs.py.
 """
 
@@ -11,13 +12,13 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks import accumulation_error, kills
-from docs import answer_pages, data_pages, doctor_pages, engine_pages, speed_pages
+from docs import answer_pages, data_pages, doctor_pages, engine_pages, speed_pages, tpu_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
@@ -55,8 +56,13 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
         ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answer_pages.answers_block(root)),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
+        tpu_pages.PAGE: tpu_pages.page(root),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
+
+
+def _engine(says: Mapping[str, Any]) -> str:
+    return f"JAX {says['jax']}" if says["backend"] == "jax" else f"PyTorch {says['torch']}"
 
 
 def bundles_block(root: Path) -> str:
@@ -69,7 +75,7 @@ def bundles_block(root: Path) -> str:
         beside = f", {speeds['ratio']:.1f} times the CPU's {speeds['cpu']:,.0f}" if "cpu" in speeds else ""
         rows.append((
             f"[{folder.parent.name}](submission_runs/{folder.parent.name}/README.md)",
-            f"{says['model']}, {says['weights']} weights", f"{on}, PyTorch {says['torch']}",
+            f"{says['model']}, {says['weights']} weights", f"{on}, {_engine(says)}",
             f"{says['steps_completed']}", f"{says['final_loss']:.4f}", f"{speeds['device']:,.0f}{beside}",
         ))  # fmt: skip
     return table(("bundle", "model", "ran on", "steps", "final loss", "tokens/s"), rows)
@@ -215,10 +221,12 @@ def cli_page() -> str:
         parts += [f"{'##' if len(path) < 2 else '###'} {' '.join(('tunix-rt', *path))}", f"```text\n{text}\n```"]
     parts += [
         "## The command lines of the founding documents",
-        "`python training_pt/train.py` takes the old flags, exactly: `--config`, `--output`, `--dataset`, `--device`, "
-        "`--max_steps`, `--smoke_config`, `--smoke_steps`. They are frozen. Besides them it takes what its own error messages "
-        "name: `--model`, `--data`, `--weights`, `--set` and `--resume`. `--config` and `--output` must be given. The "
-        "smoke flags change a run only when they are given. Everything else is as in `tunix-rt train`.",
+        "`python training_pt/train.py` runs the PyTorch engine, `python training/run_train_jax.py` (and its older name, "
+        "`training/train_jax.py`) the JAX engine. They take the old flags, exactly: `--config`, `--output`, `--dataset`, "
+        "`--device`, `--max_steps`, `--smoke_config`, `--smoke_steps`. They are frozen. Besides them they take what their own "
+        "error messages name: `--model`, `--data`, `--weights`, `--set` and `--resume`. `--config` and `--output` must be "
+        "given. The smoke flags change a run only when they are given. A configuration that names the other engine is "
+        "refused; one that names none gets the engine of the script. Everything else is as in `tunix-rt train`.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -15,7 +15,11 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def with_block(root: Path, page: Path, name: str, block: str) -> str:
     """The text of `page` with what stands between its markers `name` replaced."""
-    text = (root / page).read_text(encoding="utf-8")
+    return replaced((root / page).read_text(encoding="utf-8"), name, block, page)
+
+
+def replaced(text: str, name: str, block: str, page: Path) -> str:
+    """`text`, which is that of `page`, with what stands between its markers `name` replaced."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise TunixError(f"{page} needs one {begin} and one {end}", fix="put the markers back")

@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
+from tests.program import ROOT, tunix_rt
 from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved, cuda_check_text
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.claims import claims_of, read_run
 from tunix_rt.evidence.hashes import write_hashes
+from tunix_rt.evidence.manifest import manifest_of
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.rundir import RunDir, sha256_file, sha256_text, to_plain, write_json, write_text
 
@@ -41,6 +44,50 @@ FILES = {
     ),
 }
 
+JAX = {
+    "version": "0.11.2", "jaxlib": "0.11.2", "asked_for": "cuda", "platform": "gpu", "devices": ["NVIDIA H200"],
+    "plugins": {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"},
+}  # fmt: skip
+JAX_CHECK = {"cause": "jax-plugin-lacks-architecture", "verdict": "pass"}
+JAX_PROVEN = Proof(
+    backend="jax", device="cuda", dtype="float32", head_size=64, pid=4712, seconds=1.0, results=PROVEN.results,
+    about={
+        "jax": "0.11.2", "jaxlib": "0.11.2", "platform": "gpu", "name": "NVIDIA H200", "devices": 1,
+        "capability": [9, 0], "bytes_limit": 138_000_000_000,
+    },
+)  # fmt: skip
+"""As `backends/jax_proofs.py` tells it: without a uuid."""
+JAX_FILES = FILES | {
+    "env_info.txt": FILES["env_info.txt"] + "jax: 0.11.2\n",
+    "torch_version.txt": "torch: not installed\n",
+    "cuda_check.txt": cuda_check_text(JAX_PROVEN),
+}
+
+
+def git(repo: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", "-C", str(repo), *who, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def make_repository(root: Path) -> Path:
+    """A repository with the source that makes the run, so that nobody's edit of the working tree comes between."""
+    ignore = shutil.ignore_patterns("__pycache__", "packaged")
+    shutil.copytree(ROOT / "src" / "tunix_rt", root / "src" / "tunix_rt", ignore=ignore)
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "source")
+    return root
+
+
+def collect(run, output, repo, *more) -> subprocess.CompletedProcess[str]:
+    return tunix_rt("evidence", "collect", run, "--output", output, "--repository", repo, *more)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
 
 def memory_samples(last: int, **changed) -> list[dict]:
     """What a run of `last` steps says of the GPU's memory."""
@@ -61,21 +108,27 @@ def edit_text(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def dress_as_cuda(source: Path, folder: Path) -> Path:
+def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path:
     """A copy of the CPU run `source` whose files say that it ran ten times as fast on a GPU, chained and hashed anew."""
     shutil.copytree(source, folder)
     run = RunDir(folder)
-    facts = json.loads(run.doctor.read_text())["facts"] | {"nvidia": NVIDIA, "torch": TORCH}
-    edit_json(run.doctor, facts=facts, choice=CHOICE, proof=PROOF)
-    for name, text in FILES.items():
+    with_jax, told = backend == "jax", json.loads(run.doctor.read_text())
+    facts = told["facts"] | {"nvidia": NVIDIA} | ({"jax": JAX, "torch": None} if with_jax else {"torch": TORCH})
+    checks = [JAX_CHECK if with_jax and one["cause"] == JAX_CHECK["cause"] else one for one in told["checks"]]
+    proof = to_plain(JAX_PROVEN) if with_jax else PROOF
+    edit_json(run.doctor, facts=facts, checks=checks, choice=CHOICE, proof=proof)
+    for name, text in (JAX_FILES if with_jax else FILES).items():
         write_text(folder / name, text)
     edit_text(run.config, "device: cpu", "device: cuda")
     edit_json(run.precommit, device="cuda")
+    if with_jax:
+        versions = json.loads(run.precommit.read_text())["versions"]
+        edit_json(run.precommit, versions=versions | {"jax": "0.11.2", "jaxlib": "0.11.2"})
     faster = re.compile(r'"seconds": ([^,]+)')
     write_text(run.metrics, faster.sub(lambda took: f'"seconds": {float(took[1]) / 10!r}', run.metrics.read_text()))
     if run.eval_summary.exists():
         edit_json(run.eval_summary, device="cuda")
-    edit_json(run.result, device="cuda", gpu_memory=memory_samples(3))
+    edit_json(run.result, device="cuda", gpu_memory=memory_samples(len(run.metrics.read_text().splitlines())))
     chain(run)
     write_hashes(run)
     return folder
@@ -107,8 +160,10 @@ def reseal(bundle: Path, *, chained: bool = True) -> None:
         write_text(hashes, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
     says = json.loads((bundle / "bundle.json").read_text())
     try:
-        says |= claims_of(*(read_run(folder) for folder in folders), *[None] * (2 - len(folders)))
+        runs = [read_run(folder) for folder in folders]
+        says |= claims_of(*runs, *[None] * (2 - len(folders)))
         write_json(bundle / "bundle.json", says)
+        write_json(bundle / "run_manifest.json", manifest_of(runs[0], says, "forged"))
         write_text(bundle / "README.md", readme_text(says))
     except (TunixError, ArithmeticError, ValueError, TypeError, KeyError):
         pass  # what cannot be computed stays as it was told

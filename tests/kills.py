@@ -266,6 +266,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--defect", choices=sorted(DEFECTS), default="")
+    parser.add_argument("--unproven", action="store_false", dest="proven", help="forks do not prove their final model")
     parser.add_argument("--json", action="store_true", help="print everything, with the table of kills")
     options = vars(parser.parse_args())
     as_json = options.pop("json")

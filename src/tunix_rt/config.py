@@ -79,6 +79,8 @@ class Model(Section):
     """`random` keeps architecture and size and draws the weights from the seed; never evidence of learning."""
     tokenizer_name_or_path: str | None = None
     """Where `tokenizer.json` lies, if not beside the model."""
+    implementation: Literal["auto", "tunix"] = "auto"
+    """Whose code computes the model on the JAX engine: `auto` is tunix-rt's own, `tunix` that of google-tunix."""
 
 
 class Data(Section):
@@ -150,9 +152,11 @@ class Training(Section):
     max_steps: Annotated[Count | None, _none_for(-1)] = None
     """Optimizer steps; when set, wins over `num_train_epochs`."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 8
-    """Rows in one forward pass."""
+    """Rows in one forward pass; on the JAX engine, of each device."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Forward passes in one optimizer step; does not change the loss."""
+    data_replicas: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Copies of the whole state over which rows are split; the devices of a copy share it. For the JAX engine."""
     gradient_checkpointing: Annotated[bool | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_not_an_end)] = False
     """Recompute activations in the backward pass instead of keeping them: `true` all, a number the share that is kept."""
     lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -431,11 +435,26 @@ def require_runnable(config: RunConfig) -> None:
             "training.eval_steps: nothing is held out to measure, data.validation_fraction is 0",
             fix="set data.validation_fraction above 0, or leave training.eval_steps out",
         )
-    if training.backend == "jax":
-        raise ConfigError("training.backend: this version has no jax engine", fix="set training.backend: torch")
+    if training.backend != "jax":
+        _refuse_what_is_for_jax(config)
     for refused, problem, fix in _unfit(training):
         if refused:
             raise ConfigError(problem, fix=fix)
+
+
+def _refuse_what_is_for_jax(config: RunConfig) -> None:
+    """The PyTorch engine computes on one device, with models of transformers. What the JAX engine refuses is in
+    `plan/jax_limits.py`."""
+    if config.model.implementation != "auto":
+        raise ConfigError(
+            f"model.implementation: {config.model.implementation} is for the JAX engine",
+            fix="set training.backend: jax, or leave model.implementation out",
+        )
+    if config.training.data_replicas != 1:
+        raise ConfigError(
+            f"training.data_replicas: {config.training.data_replicas} copies are for the JAX engine; this one has one device",
+            fix="set training.backend: jax, or leave training.data_replicas out",
+        )
 
 
 def _default_of(name: str) -> Any:

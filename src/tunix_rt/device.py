@@ -7,11 +7,12 @@ from typing import Any
 from tunix_rt.accelerators import find_accelerator, peaks
 from tunix_rt.config import RunConfig, Training
 from tunix_rt.doctor.checks import Ask, judge
-from tunix_rt.doctor.choose import DeviceChoice, choose_device, set_environment
+from tunix_rt.doctor.choose import DeviceChoice, choose_device, set_environment, with_virtual_devices
 from tunix_rt.doctor.facts import Facts
 from tunix_rt.doctor.gpu_memory import gpu_memory, nvidia_smi_text
 from tunix_rt.doctor.probe import gather_facts
 from tunix_rt.doctor.prove import cuda_check_text, proof_lines, proof_problem, prove
+from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
 from tunix_rt.errors import HardwareError
 from tunix_rt.evidence.record import Record
@@ -45,7 +46,7 @@ def settle_device(report: Record, config: RunConfig) -> tuple[Facts, DeviceChoic
     judged = {"facts": facts, "checks": judge(facts, ask)}
     report.write(write_json, run.doctor, judged)
     try:
-        choice = choose_device(ask, facts)
+        choice = with_virtual_devices(choose_device(ask, facts), training.backend)
     except HardwareError as error:
         raise _with_report(error, report, judged) from error
     report.write(write_json, run.doctor, judged | {"choice": choice})
@@ -73,7 +74,10 @@ def prove_device(
         logger.info("%s", line)
     if problem := proof_problem(proof):
         raise _with_report(HardwareError(problem[0], fix=problem[1], cause="not-proven"), report, judged)
-    return frozenset({str(proof.about["uuid"])}) if choice.device == "cuda" else frozenset()
+    if choice.device != "cuda":
+        return frozenset()
+    told = proof.about.get("uuid")  # jax does not tell, and computes on all that it sees
+    return frozenset({str(told)} if told else {gpu.uuid for gpu in visible_gpus(facts)})
 
 
 def kernels_of(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:

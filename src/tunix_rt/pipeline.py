@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.admission import account_for_memory, memory_explained, minutes, plan_for_data, plan_worst, say_how_long
-from tunix_rt.backends import Progress, load_backend
+from tunix_rt.admission import (
+    account_for_memory,
+    memory_explained,
+    minutes,
+    plan_for_data,
+    plan_worst,
+    say_how_long,
+    with_copies_that_fit,
+)
+from tunix_rt.backends import Progress, StepShape, load_backend
+from tunix_rt.backends.jax_architecture import architecture_of
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.limits import ModelFacts
 from tunix_rt.data.prepare import Prepared, prepare
@@ -23,7 +32,15 @@ from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.device import note_step, prove_device, sample_gpu, settle_device
 from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.errors import ConfigError, EvidenceError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.errors import (
+    ConfigError,
+    EvidenceError,
+    HardwareError,
+    InputError,
+    Preempted,
+    StorageError,
+    TunixError,
+)
 from tunix_rt.evaluate.reading import read_predictions, read_scores
 from tunix_rt.evaluate.reloading import prove_reload
 from tunix_rt.evaluate.report import Comparison, compare, samples_markdown
@@ -31,6 +48,8 @@ from tunix_rt.evaluate.run import Questions, decoding_of, evaluate_model, read_a
 from tunix_rt.evaluate.score import Prediction, Scores
 from tunix_rt.evaluate.summary import summary_of
 from tunix_rt.evidence.precommit import (
+    Batch,
+    batch_of_run,
     began_on,
     build_precommit,
     read_precommit,
@@ -40,6 +59,7 @@ from tunix_rt.evidence.precommit import (
 )
 from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
+from tunix_rt.plan.jax_limits import refuse_dropout, refuse_for_jax, refuse_profile
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.profiling.record import refuse_too_many
@@ -94,6 +114,8 @@ def run_pipeline(config: RunConfig, output: Path, *, progress: Progress, profile
 
     With `profile`, so many steps are recorded, to see where their time goes; no result depends on it."""
     require_runnable(config)
+    refuse_for_jax(config)
+    refuse_profile(config.training.backend, profile)
     refuse_addresses(config.model_dump())
     run = RunDir(output)
     with run.locked():
@@ -124,18 +146,20 @@ def _run_stages(
     stop.raise_if_asked(stop.kept(), starting=True)
     model, shape = _find_model(config, choice)
     report.facts["parameters"] = shape.parameters
-    upper = plan_worst(config, shape, choice)
+    batch = _batch(report, config, choice)
+    here = with_copies_that_fit(config, choice.count, continued=report.continued)
+    upper = plan_worst(here, shape, choice, batch.rows)
     uuids = prove_device(report, config, model, shape, seen, choice) if choice.device != "cpu" else frozenset()
     stop.raise_if_asked(stop.kept(), starting=True)
     tokenizer, facts = _tokenizer_of(config, model, shape)
     today = began_on(read_precommit(run)) if report.continued else None
     data = prepare(config, tokenizer, facts, stoppable(progress, stop, starting=True), today=today)
     logger.info("Data: %s", data.sentence)
-    plan = plan_for_data(report, config, shape, choice, data, upper)
+    plan = plan_for_data(report, here, shape, choice, data, upper, batch.rows)
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes}
-    total = say_how_long(config, shape, data, choice, plan.eval_rows)
+    total = say_how_long(config, shape, data, choice, rows=batch.rows, eval_rows=plan.eval_rows)
     report.facts["steps_planned"] = total
-    _commit(run, build_precommit(config, model, tokenizer, data, device=choice.device), report)
+    _commit(run, build_precommit(config, model, tokenizer, data, device=choice.device, batch=batch), report)
     start = find_start(run, resume=report.continued)
     if profile:
         refuse_too_many(profile, done=start.step, total=total)
@@ -147,16 +171,16 @@ def _run_stages(
         stop.raise_if_asked(start.kept, starting=True)
         backend = load_backend(config.training.backend)
         stop.raise_if_asked(start.kept, starting=True)
-        engine = _load(backend, model, shape, config, choice)
+        engine = _load(backend, model, shape, here, choice, _step_shape(config, data, batch))
         refuse_other_kernels(engine, start.checkpoint)
     except Preempted:
         _go_on(report, start)
         raise
     metrics = _go_on(report, start)
-    with memory_explained(engine, plan, choice, shape, config):
+    with memory_explained(engine, plan, choice, shape, here):
         _train_and_ask(
             backend, engine, report, config=config, data=data, tokenizer=tokenizer, total=total, start=start,
-            metrics=metrics, stop=stop, progress=progress, uuids=uuids, eval_rows=plan.eval_rows,
+            metrics=metrics, stop=stop, progress=progress, uuids=uuids, eval_rows=plan.eval_rows, batch=batch,
             profile=profile,
         )  # fmt: skip
     account_for_memory(report, plan, report.phases)
@@ -186,6 +210,7 @@ def _train_and_ask(
     progress: Progress,
     uuids: frozenset[str],
     eval_rows: int,
+    batch: Batch,
     profile: int,
 ) -> None:
     """Everything that needs the loaded model: answers before, the steps, the final model, answers after, its proof."""
@@ -205,7 +230,7 @@ def _train_and_ask(
             backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total, start=start,
             metrics=metrics, stop=stop, progress=progress, note=partial(note_step, report, uuids, (start.step + 1, total)),
             eval_rows=eval_rows, read_along=partial(read_along, backend, engine, few, run, eval_rows) if few.items else None,
-            profile=profile,
+            rows=batch.rows, profile=profile,
         )  # fmt: skip
     finally:
         report.note_best()
@@ -346,6 +371,8 @@ def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, M
         config.model.model_name_or_path or "", revision=config.model.revision, weights=config.model.weights
     )
     shape = shape_of(model.config)
+    if config.training.backend == "jax":
+        refuse_dropout(model.name, architecture_of(model.config).dropout, model.config)
     logger.info(
         "Preflight: model=%s revision=%s parameters=%s device=%s dtype=%s weights=%s",
         model.name, model.revision, f"{shape.parameters:,}", choice.device, config.training.dtype, model.weights,
@@ -358,6 +385,28 @@ def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, M
     if model.weights == "random":
         logger.warning("The weights are random: nothing this run shows is evidence of learning from a pretrained model")
     return model, shape
+
+
+def _batch(report: Report, config: RunConfig, choice: DeviceChoice) -> Batch:
+    """The rows of a micro-batch. A run keeps those it began with, on however many devices it is continued."""
+    rows = config.training.per_device_train_batch_size
+    if config.training.backend != "jax":
+        return Batch(rows=rows, devices=1)
+    known = batch_of_run(read_precommit(report.run)) if report.continued else None
+    batch = known or Batch(rows=rows * choice.count, devices=choice.count)
+    if batch.devices != choice.count:
+        logger.info(
+            "Batch: %d rows in a micro-batch, as the run began with on %d device(s); it goes on with them on %d",
+            batch.rows, batch.devices, choice.count,
+        )  # fmt: skip
+    return batch
+
+
+def _step_shape(config: RunConfig, data: Prepared, batch: Batch) -> StepShape:
+    """No larger than the data: a step that asks for more rows than there are takes all of them."""
+    rows = min(batch.rows, len(data.rows))
+    most = config.training.gradient_accumulation_steps
+    return StepShape(rows=rows, accumulation=min(most, -(-len(data.rows) // rows)), tokens=data.longest_row)
 
 
 def find_tokenizer(config: RunConfig) -> tuple[Tokenizer, ModelFacts]:
@@ -406,8 +455,19 @@ def _go_on(report: Report, start: Start) -> MetricsLog:
     return cut_back(report.run, start)
 
 
-def _load(backend: Any, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice) -> Any:
-    engine = backend.load(model, device=choice.device, training=config.training)
+def _load(
+    backend: Any, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice, step: StepShape
+) -> Any:
+    known: dict[str, Any] = {}
+    if config.training.backend == "jax":  # a whole step is compiled, before a weight is loaded
+        known = {"step": step, "implementation": config.model.implementation}
+    engine = backend.load(model, device=choice.device, training=config.training, **known)
+    if known and len(engine.devices) != choice.count:
+        raise HardwareError(
+            f"{choice.count} x {choice.device} were counted, jax has {len(engine.devices)}",
+            fix="ask `tunix-rt doctor --backend jax`; a GPU that is masked for one is masked for both",
+            cause="jax-sees-no-device",
+        )
     if engine.parameters != shape.parameters:
         raise TunixError(
             f"the plan counted {shape.parameters:,} parameters, the loaded model has {engine.parameters:,}",

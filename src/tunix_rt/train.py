@@ -1,6 +1,6 @@
 """The training stage: iterate the engine's steps, write every step down, save, measure, stop when asked.
 
-The loop itself is `optimizer_steps` in `backends/torch_backend.py`.
+The loop itself is `optimizer_steps` in `backends/torch_backend.py` and `backends/jax_backend.py`.
 """
 
 import contextlib
@@ -234,10 +234,12 @@ def train_run(
     progress: Progress,
     note: Callable[[dict[str, Any]], None],
     eval_rows: int,
+    rows: int | None = None,
     read_along: Callable[[int], None] | None = None,
     profile: int = 0,
 ) -> float:
-    """Train to step `total` from `start`; the tokens per second, 0 when no step was left to take.
+    """Train to step `total` from `start`; the tokens per second, 0 when no step was left to take. Micro-batches have
+    `rows` rows: those that one device is given, where none are named.
 
     Every step is in `metrics.jsonl`, and what `result.json` will say of it is told to `note`, before the next begins.
     `read_along` is called where the held-out loss is measured, and a checkpoint is written before either. With `profile`, so
@@ -263,13 +265,15 @@ def train_run(
     if done not in start.heldout_steps and (not done or _due(done, training.eval_steps, total)):
         measuring = measure(done)  # before the first step; or a run that was stopped between a step and its measure
         stop.raise_if_asked(start.kept)
-    batch_of = _batches(training, data, pad_id)
+    rows = rows or training.per_device_train_batch_size
+    batch_of = _batches(training, data, pad_id, rows)
     code, then = {}, code_of(start.checkpoint)
     if done < total:
         code = backend.prepare_steps(
             engine, batch_of, training, total=total, longest_row=data.longest_row, as_before=then.get("layers")
         )
         refuse_other_code(code, then)
+    spread = {"batch": {"rows": rows, "devices": len(engine.devices)}} if training.backend == "jax" else {}
     steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
     if profile:
         recording = Recording(
@@ -299,7 +303,7 @@ def train_run(
             if step.step % training.logging_steps == 0 or step.step in (1, total):
                 _log_step(step, total)
             saver.raise_if_failed()
-            state = _state(step, metrics.head, engine.attention.name, code)
+            state = _state(step, metrics.head, engine.attention.name, code) | spread
             measured = _due(step.step, training.eval_steps, total)
             # Before an evaluation too: nothing that goes wrong in it costs a step.
             if measured or _due(step.step, training.save_steps, total):
@@ -317,12 +321,12 @@ def train_run(
     return tokens / seconds if seconds else 0.0
 
 
-def _batches(training: Training, data: Prepared, pad_id: int) -> Callable[[int], StepBatch]:
+def _batches(training: Training, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
     """The batch of a step, a function of the seed and the step."""
     return partial(
         batch_of_step,
         data.rows,
-        micro_batch_size=training.per_device_train_batch_size,
+        micro_batch_size=rows,
         accumulation=training.gradient_accumulation_steps,
         seed=_data_seed(training),
         pad_id=pad_id,

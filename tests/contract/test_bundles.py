@@ -1,12 +1,16 @@
 """The bundles in submission_runs: each holds what the contract names, verifies, and was made from a commit of this repository."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
 
 from tests.program import ROOT, tunix_rt
+from tunix_rt.evidence.bundle import bundle_problems
+from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.evidence.source import find_commit
+from tunix_rt.rundir import RunDir
 
 BUNDLES = sorted(path.parent for path in (ROOT / "submission_runs").glob("*/bundle.json"))
 GPU_FILES = ("env_info.txt", "torch_version.txt", "cuda_check.txt", "training_log.txt", "nvidia_smi.txt", "README.md")
@@ -24,6 +28,15 @@ def test_the_milestone_of_the_gpu_is_recorded():
 def test_a_bundle_verifies(bundle):
     done = tunix_rt("evidence", "verify", bundle)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_bundle_from_before_the_manifest_verifies_without_one_and_takes_none(tmp_path):
+    folder = shutil.copytree(ROOT / "submission_runs" / "m40_v1", tmp_path / "copy")
+    assert json.loads((folder / "bundle.json").read_text(encoding="utf-8"))["schema"] == "tunix-rt/bundle/1"
+    assert bundle_problems(folder) == []
+    (folder / "run_manifest.json").write_text("{}\n")
+    write_hashes(RunDir(folder))
+    assert bundle_problems(folder) == ["not of the run: run_manifest.json"]
 
 
 def test_the_gpu_bundle_has_every_file_and_every_point_of_the_definition_of_done():

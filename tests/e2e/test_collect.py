@@ -8,11 +8,21 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 
 import pytest
 
-from tests.bundles import chain, dress_as_cuda, edit_json, edit_text, memory_samples, reseal
+from tests.bundles import (
+    chain,
+    collect,
+    dress_as_cuda,
+    edit_json,
+    edit_text,
+    files_of,
+    git,
+    make_repository,
+    memory_samples,
+    reseal,
+)
 from tests.program import ROOT, refused, tunix_rt
 from tunix_rt.evidence import bundle as bundles
 from tunix_rt.evidence.bundle import bundle_problems
@@ -23,23 +33,9 @@ SMALL = ["--max-steps", 3, "--set", "training.save_steps=3", "--set", "training.
 SMALL += ["--set", "evaluation.max_new_tokens=4"]
 
 
-def git(repo, *arguments):
-    who = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
-    return subprocess.run(
-        ["git", "-C", str(repo), *who, *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory):
-    """A repository with the source that makes the run, so that nobody's edit of the working tree comes between."""
-    root = tmp_path_factory.mktemp("repo")
-    ignore = shutil.ignore_patterns("__pycache__", "packaged")
-    shutil.copytree(ROOT / "src" / "tunix_rt", root / "src" / "tunix_rt", ignore=ignore)
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", "source")
-    return root
+    return make_repository(tmp_path_factory.mktemp("repo"))
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +46,6 @@ def run(repo, tmp_path_factory):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def collect(run, output, repo, *more):
-    return tunix_rt("evidence", "collect", run, "--output", output, "--repository", repo, *more)
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +69,13 @@ def gpu_bundle(gpu_run, run, repo, tmp_path_factory):
     return output
 
 
-def files_of(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
 def test_a_bundle_holds_the_facts_of_the_run_and_no_weights(bundle, run, repo):
     names = files_of(bundle)
     skipped = ("checkpoints/", "final_model/", "tensorboard/", ".lock")
     wanted = [name for name in files_of(run) if not name.startswith(skipped)]
-    assert names == sorted([*wanted, "bundle.json", "README.md", "run-SHA256SUMS"])
+    assert names == sorted([*wanted, "bundle.json", "run_manifest.json", "README.md", "run-SHA256SUMS"])
     says = json.loads((bundle / "bundle.json").read_text())
-    assert says["schema"] == "tunix-rt/bundle/1" and says["kind"] == "cpu" and says["device"] == "cpu"
+    assert says["schema"] == "tunix-rt/bundle/2" and says["kind"] == "cpu" and says["device"] == "cpu"
     assert says["commit"] == git(repo, "rev-parse", "HEAD")
     weights = run / "final_model" / "model.safetensors"
     assert says["left_out"]["final_model/model.safetensors"] == hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -124,8 +112,13 @@ def test_a_commit_that_is_not_the_one_of_the_source_is_found_in_a_repository(bun
 def test_the_page_about_bundles_names_every_key_and_every_file_of_the_cpu_run(gpu_bundle):
     page = (ROOT / "docs" / "reference" / "bundle.md").read_text(encoding="utf-8")
     says = json.loads((gpu_bundle / "bundle.json").read_text())
-    keys = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page.split("## bundle.json")[1], flags=re.MULTILINE))
-    assert keys.keys() == says.keys()
+    manifest = json.loads((gpu_bundle / "run_manifest.json").read_text())
+    keys, of_manifest = (
+        dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page.split(f"## {name}")[1].split("\n## ")[0], flags=re.MULTILINE))
+        for name in ("bundle.json", "run_manifest.json")
+    )
+    assert of_manifest.keys() == manifest.keys()
+    assert keys.keys() == says.keys() | {"jax", "jaxlib", "cuda_plugin"}  # of the other engine
     for name in ("host", "tokens_per_second", "gpu", "gpu_memory", "cpu_run"):
         assert says[name].keys() <= set(re.findall(r"`(\w+)`", keys[name])), name
     (cpu,) = re.findall(r"^\| `cpu/` \| (.*) \|$", page, flags=re.MULTILINE)
@@ -282,7 +275,7 @@ FORGERIES = {
     "gpu-uuid": ("doctor.json", inner("facts.nvidia.gpus.0", uuid="GPU-2"), "is not among facts.nvidia.gpus"),
     "failed-check": ("doctor.json", inner("checks.0", verdict="fail"), "says 'fail'"),
     "cpu-failed-check": ("cpu/doctor.json", inner("checks.0", verdict="fail"), "cpu/doctor.json: the check"),
-    "backend": ("config.yaml", swap("backend: torch", "backend: jax"), "training.backend is jax"),
+    "backend": ("config.yaml", swap("backend: torch", "backend: jax"), "precommit.json does not tell batch.devices"),
     "status": ("result.json", set_json(status="preempted", exit_code=7), "'preempted', not completed"),
     "log": ("training_log.txt", swap("Using device: cuda", "Using: cuda"), "lacks a line with `Using device: cuda`"),
     "log-twice": ("training_log.txt", append("Using device: cpu\n"), "says otherwise than `Using device: cuda`"),

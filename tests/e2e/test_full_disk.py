@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import write_small_model
 from tests.program import ROOT, command, environment, refused, tunix_rt
-from tunix_rt import saving
+from tunix_rt import pipeline, saving
 from tunix_rt.config import find_config, load_config
 from tunix_rt.errors import StorageError
 from tunix_rt.evidence.hashes import list_problems
@@ -24,10 +24,14 @@ SMALL = [
 
 
 @pytest.mark.parametrize(
-    ("file_bytes", "where"), [(1_000_000, "model.safetensors"), (15_000_000, "optimizer.safetensors")]
+    ("file_bytes", "where"),
+    [
+        pytest.param(1_000_000, "model.safetensors", marks=pytest.mark.slow),
+        (15_000_000, "optimizer.safetensors"),
+    ],
 )
 def test_a_disk_that_fills_up_at_a_checkpoint_is_a_storage_error(tmp_path, file_bytes, where):
-    """The limit is on the length of a file: weights of 11 MB or moments of 23 MB are the first to meet it."""
+    """The limit is on the length of a file: moments of 23 MB are the first to meet it; in the slow series, weights of 11 MB."""
     run = RunDir(tmp_path / "run")
     ended = subprocess.run(
         command("train", *SMALL, "--output", run.root),
@@ -78,10 +82,20 @@ def fill(disk, *, leave: int) -> None:
         os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize - leave)
 
 
-def configured(tmp_path, *, resume: bool = False):
-    model = tmp_path / "model"
-    if not model.exists():
-        write_small_model("gpt2", model)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_small_model("gpt2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """The run that nothing stops, with the proof of its final model."""
+    run = RunDir(tmp_path_factory.mktemp("whole") / "run")
+    run_pipeline(configured(model), run.root, progress=quiet)
+    return run
+
+
+def configured(model, *, resume: bool = False):
     overrides = [
         f"model.model_name_or_path={model}", "model.weights=random", "training.device=cpu", "training.max_steps=5",
         "training.save_steps=2", "training.eval_steps=2", "data.max_length=128", "training.per_device_train_batch_size=1",
@@ -112,11 +126,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("left", FAULTS)
 def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_once_there_is_room(
-    disk, tmp_path, monkeypatch, left
+    disk, model, whole, monkeypatch, left
 ):
-    """Filled before the check, which then refuses; or right after it said yes, so that the writing meets the end."""
-    whole = RunDir(tmp_path / "whole")
-    run_pipeline(configured(tmp_path), whole.root, progress=quiet)
+    """Filled before the check, which then refuses; or right after it said yes, so that the writing meets the end.
+
+    The final model is not loaded once more by a fresh process here: that takes seconds, and is a promise of its own."""
+    monkeypatch.setattr(pipeline, "prove_reload", lambda *given, **named: None)
     run, (leave, words), check = RunDir(disk / "run"), FAULTS[left], saving.require_space
 
     def check_and_fill(folder, needed_bytes, *, what, **named):
@@ -130,7 +145,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_once_there_
     with monkeypatch.context() as patch:
         patch.setattr(saving, "require_space", check_and_fill)
         with pytest.raises(StorageError, match=words) as caught:
-            run_pipeline(configured(tmp_path), run.root, progress=quiet)
+            run_pipeline(configured(model), run.root, progress=quiet)
     assert caught.value.exit_code == 8
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000002"]
     assert checkpoint_problems(run.checkpoints / "step-000002") == []
@@ -138,7 +153,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_once_there_
         assert (read_json(run.result)["status"], read_json(run.result)["exit_code"]) == ("failed", 8)
         assert list_problems(run.root) == []
     (disk / "ballast").unlink()
-    run_pipeline(configured(tmp_path, resume=True), run.root, progress=quiet)
+    run_pipeline(configured(model, resume=True), run.root, progress=quiet)
     assert read_json(run.result)["resumed_from"] == 2
     weights = [(one.final_model / "model.safetensors").read_bytes() for one in (run, whole)]
     assert weights[0] == weights[1]

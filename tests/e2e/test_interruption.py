@@ -51,21 +51,24 @@ def stop_after(folder: Path, steps: int, how: signal.Signals, *extra: str) -> in
         return program.wait(timeout=120)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_step_and_the_run_continues_exactly(tmp_path, uninterrupted, how):
-    folder = tmp_path / "run"
-    assert stop_after(folder, 3, how) == 7
-    result = json.loads((folder / "result.json").read_text())
-    assert result["status"] == "preempted" and how.name in result["reason"]
-    assert result["steps_completed"] >= 3
-    assert tunix_rt("evidence", "verify", folder).returncode == 0
+def test_each_signal_saves_the_step_and_the_run_continues_exactly(tmp_path, uninterrupted):
+    """SIGTERM after the third step, SIGINT after the seventh of what goes on from there, then to the end."""
+    folder, before = tmp_path / "run", 0
+    for steps, how, extra in ((3, signal.SIGTERM, ()), (7, signal.SIGINT, ("--resume",))):
+        assert stop_after(folder, steps, how, *extra) == 7
+        result = json.loads((folder / "result.json").read_text())
+        assert result["status"] == "preempted" and how.name in result["reason"]
+        assert result["steps_completed"] >= steps and result["resumed_from"] == before
+        assert tunix_rt("evidence", "verify", folder).returncode == 0
+        before = result["steps_completed"]
     done = tunix_rt("train", *ARGUMENTS, "--output", folder, "--resume")
     assert done.returncode == 0, done.stderr
     assert weights(folder) == weights(uninterrupted)
     assert losses(folder) == losses(uninterrupted)
-    assert json.loads((folder / "result.json").read_text())["resumed_from"] == result["steps_completed"]
+    assert json.loads((folder / "result.json").read_text())["resumed_from"] == before
 
 
+@pytest.mark.slow  # a kill and a damage, each by itself, are in every run of the tests: test_kills, test_damaged_checkpoints
 def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     stop_after(folder, 7, signal.SIGKILL)
@@ -110,9 +113,20 @@ SLOW = """
     """
 
 
-@pytest.mark.parametrize("where", ["a step", "a call", "a save"])
-def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, uninterrupted, where):
-    """A step of ten minutes, one whose time is spent outside of Python, and a disk that does not answer."""
+@pytest.mark.parametrize(
+    ("where", "goes_on"),
+    [
+        ("a step", False),
+        ("a call", False),
+        ("a save", True),
+        pytest.param("a step", True, marks=pytest.mark.slow),
+        pytest.param("a call", True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, request, where, goes_on):
+    """A step of ten minutes, one whose time is spent outside of Python, and a disk that does not answer: the run ends in time,
+    verifies, and goes on from the step that is saved. The last is done for the one whose save was cut off; for the others in
+    the slow series."""
     folder, marker = tmp_path / "run", tmp_path / "stuck"
     arguments = [*ARGUMENTS, "--set", f"training.grace_seconds={GRACE_SECONDS}", "--set", "evaluation.enabled=false"]
     told = [where, marker, "train", *arguments, "--output", folder]
@@ -137,10 +151,11 @@ def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, unint
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["exit_code"]) == ("preempted", 7) and "step 4 is saved" in result["reason"]
     assert tunix_rt("evidence", "verify", folder).returncode == 0
-    done = tunix_rt("train", *arguments, "--output", folder, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((folder / "result.json").read_text())["resumed_from"] == 4
-    assert weights(folder) == weights(uninterrupted)
+    if goes_on:
+        done = tunix_rt("train", *arguments, "--output", folder, "--resume")
+        assert done.returncode == 0, done.stderr
+        assert json.loads((folder / "result.json").read_text())["resumed_from"] == 4
+        assert weights(folder) == weights(request.getfixturevalue("uninterrupted"))
 
 
 def test_another_configuration_may_not_continue_a_run(tmp_path):

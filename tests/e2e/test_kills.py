@@ -21,7 +21,7 @@ def killed(folder, *arguments):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_kills_lose_nothing_that_was_saved_and_leave_nobody_behind(tmp_path, kills):
     seen = killed(tmp_path / "kills", "--kills", kills, "--seed", 1)
     assert seen["problems"] == [], "every process of a chain with a problem has its words in said-NNN.txt beside it"

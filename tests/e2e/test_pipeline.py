@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import write_small_model
 from tests.program import ROOT, refused, tunix_rt
 
 METRICS_KEYS = {
@@ -130,16 +131,37 @@ def test_a_finished_folder_is_not_written_over(finished):
     assert (finished[1] / "result.json").read_bytes() == before
 
 
-def test_training_needs_no_yaml_and_takes_any_file_of_traces(tmp_path):
+@pytest.fixture(scope="module")
+def without_yaml(tmp_path_factory):
+    """A run by flags alone: a person's file, random weights, charts, on a computer whose shell says much of GPUs."""
+    folder = tmp_path_factory.mktemp("flags")
     traces = (ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl").read_text().splitlines()[:40]
-    (tmp_path / "mine.jsonl").write_text("\n".join(traces) + "\n")
+    (folder / "mine.jsonl").write_text("\n".join(traces) + "\n")
     done = tunix_rt(
-        "train", "--model", "tiny-gemma3", "--data", tmp_path / "mine.jsonl", "--output", tmp_path / "run", *SMALL,
-        "--set", "training.report_to=tensorboard", "--json",
+        "train", "--model", write_small_model("gpt2", folder / "model"), "--weights", "random", "--data",
+        folder / "mine.jsonl", "--output", folder / "run", "--device", "cpu", *SMALL, "--set", "data.max_length=128",
+        "--set", "training.report_to=tensorboard", "--json", CUDA_VISIBLE_DEVICES="7",
+        XLA_PYTHON_CLIENT_MEM_FRACTION="0.9", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done, folder / "run"
+
+
+def test_training_needs_no_yaml_and_takes_any_file_of_traces(without_yaml):
+    done, folder = without_yaml
     assert json.loads(done.stdout)["status"] == "completed"
-    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_cpu_is_used_when_asked_whatever_the_cuda_variables_say(without_yaml):
+    assert "Using device: cpu" in (without_yaml[1] / "training_log.txt").read_text()
+    assert json.loads((without_yaml[1] / "result.json").read_text())["device"] == "cpu"
+
+
+def test_random_weights_are_said_everywhere(without_yaml):
+    _, folder = without_yaml
+    assert "The weights are random" in (folder / "training_log.txt").read_text()
+    assert json.loads((folder / "precommit.json").read_text())["base_model"]["weights"] == "random"
 
 
 def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
@@ -165,14 +187,6 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_is_trained(tmp_path, 
     assert result["status"] == "refused" and result["exit_code"] == 4
 
 
-def test_the_cpu_is_used_when_asked_whatever_the_cuda_variables_say(tmp_path):
-    done = tunix_rt(
-        "train", "smoke_tiny", "--output", tmp_path / "run", "--device", "cpu", *SMALL, "--max-steps", 1,
-        CUDA_VISIBLE_DEVICES="7", XLA_PYTHON_CLIENT_MEM_FRACTION="0.9", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("name", ["gpt2", "google/gemma-2b", "no-such-model", "./nowhere"])
 def test_a_model_that_is_not_to_be_had_is_refused(tmp_path, name):
     done = tunix_rt("train", "smoke_tiny", "--model", name, "--output", tmp_path / "run")
@@ -191,12 +205,3 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_load(tmp_path, small_mo
     words = refused(done, 5)
     assert "GiB predicted" in words and "weights" in words
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "refused"
-
-
-def test_random_weights_are_said_everywhere(tmp_path, small_model):
-    done = tunix_rt(
-        "train", "smoke_tiny", "--model", small_model("gpt2"), "--weights", "random", "--output", tmp_path / "r", *SMALL
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The weights are random" in (tmp_path / "r" / "training_log.txt").read_text()
-    assert json.loads((tmp_path / "r" / "precommit.json").read_text())["base_model"]["weights"] == "random"

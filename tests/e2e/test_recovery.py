@@ -19,6 +19,7 @@ from tunix_rt.backends import load_backend, torch_backend
 from tunix_rt.cli.train import run_and_show
 from tunix_rt.config import find_config, load_config
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.evaluate import reloading
 from tunix_rt.evidence import record
 from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.pipeline import run_pipeline
@@ -69,6 +70,18 @@ def signals_are_heard_again():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def no_proof_is_made(monkeypatch):
+    """A fresh process that loads the final model takes seconds of each run, and is a promise of its own: runs here say that it
+    could not be made, but for the one that nothing interrupts and those of `proofs_are_made`."""
+    monkeypatch.setattr(pipeline, "prove_reload", lambda *given, **named: None)
+
+
+@pytest.fixture
+def proofs_are_made(no_proof_is_made, monkeypatch):
+    monkeypatch.setattr(pipeline, "prove_reload", reloading.prove_reload)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """A whole run, and the files that were made durable before its result was."""
@@ -99,6 +112,7 @@ def crashed(crashed_once, tmp_path):
 
 def test_the_final_model_is_on_the_disk_before_the_result(uninterrupted):
     run, synced = uninterrupted
+    assert read_json(run.result)["final_model"]["proven"] is True
     before_result = {path for path in synced[: synced.index(str(run.root / ".result.json.staged"))]}
     staged = run.root / ".staged-final_model"
     files = {str(staged / path.name) for path in run.final_model.iterdir()}
@@ -505,9 +519,11 @@ def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path
     assert (result["status"], result["exit_code"], result["steps_completed"]) == ("failed", 5, 1)
 
 
+@pytest.mark.usefixtures("proofs_are_made")
 def test_a_final_model_that_is_another_when_reloaded_fails_the_run_and_is_made_anew_by_the_next(tmp_path, monkeypatch):
-    """Twice: what the first refusal put aside is in nobody's way."""
+    """What an earlier refusal put aside is in nobody's way, neither of another refusal nor of the run that completes."""
     run, save = RunDir(tmp_path / "run"), torch_backend.save
+    aside = run.root / "final_model-refused"
 
     def spoilt(engine, folder, **told):
         save(engine, folder, **told)
@@ -516,19 +532,23 @@ def test_a_final_model_that_is_another_when_reloaded_fails_the_run_and_is_made_a
         weights[name] = weights[name] * 1.01
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
+    def put_aside_before() -> None:
+        aside.mkdir()
+        (aside / "model.safetensors").write_bytes(b"of an earlier refusal")
+
     monkeypatch.setattr(torch_backend, "save", spoilt)
-    for resume in (False, True):
-        with pytest.raises(EvidenceError, match=r"is not the model in memory: .*q_proj\.weight"):
-            run_pipeline(configured(resume=resume), run.root, progress=quiet)
-        assert read_json(run.result)["status"] == "failed" and not run.final_model.exists()
-        assert (run.root / "final_model-refused").is_dir()
+    with pytest.raises(EvidenceError, match=r"is not the model in memory: .*q_proj\.weight"):
+        run_pipeline(configured(), run.root, progress=at(("train", STEPS), put_aside_before))
+    assert read_json(run.result)["status"] == "failed" and not run.final_model.exists()
+    assert load_file(aside / "model.safetensors")
     monkeypatch.setattr(torch_backend, "save", save)
     run_pipeline(configured(resume=True), run.root, progress=quiet)
     assert read_json(run.result)["final_model"]["proven"] is True
-    assert run.final_model.is_dir() and not (run.root / "final_model-refused").exists()
+    assert run.final_model.is_dir() and not aside.exists()
     assert list_problems(run.root) == []
 
 
+@pytest.mark.usefixtures("proofs_are_made")
 def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS", 0.1)
     monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS_PER_GIB", 0.0)

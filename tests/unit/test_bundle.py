@@ -12,6 +12,7 @@ from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.bundle import different_settings, refuse_another_setup
 from tunix_rt.evidence.claims import RunFiles, claims_of, gpu_memory, tokens_per_second
+from tunix_rt.evidence.manifest import fault_of_name, manifest_of
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import combined_hash
 from tunix_rt.evidence.whole import require_whole
@@ -49,6 +50,8 @@ def cuda(tmp_path):
             "base_model": {"name": "gpt2", "weights": "pretrained", "files": {"config.json": "78" * 32}},
             "tokenizer_sha256": "9a" * 32,
             "seeds": {"seed": 0},
+            "versions": {"torch": "2.13.0+cu130", "transformers": "5.22.0", "tunix-rt": "0.1.0"},
+            "batch": {"rows": 4, "devices": 1},
         },
         result={
             "status": "completed", "device": "cuda", "steps_completed": 4, "resumed_from": 0, "final_loss": 2.5,
@@ -73,6 +76,21 @@ def cpu(cuda, tmp_path):
         doctor={"facts": {"host": HOST, "torch": {"version": "2.13.0+cpu"}}, "checks": CHECKS},
         result={"status": "completed", "device": "cpu", "steps_completed": 4, "resumed_from": 0, "final_loss": 2.5},
         metrics=CPU_STEPS,
+    )
+
+
+@pytest.fixture
+def jax(cuda):
+    """A run of JAX on a GPU."""
+    for name, text in bundles.JAX_FILES.items():
+        (cuda.folder / name).write_text(text)
+    facts = {"host": HOST, "nvidia": bundles.NVIDIA, "torch": None, "jax": bundles.JAX}
+    proof = bundles.to_plain(bundles.JAX_PROVEN)
+    return replace(
+        cuda,
+        config={**CONFIG, "training": TRAINING | {"backend": "jax"}},
+        doctor={**cuda.doctor, "facts": facts, "checks": [*CHECKS, bundles.JAX_CHECK], "proof": proof},
+        precommit={**cuda.precommit, "versions": {"jax": "0.11.2", "jaxlib": "0.11.2", "tunix-rt": "0.1.0"}},
     )
 
 
@@ -222,7 +240,8 @@ def test_a_slice_of_a_gpu_and_a_gpu_the_catalogue_does_not_know_are_taken_as_tol
     [
         ("result", {"status": "preempted"}, "'preempted', not completed"),
         ("result", {"device": "tpu"}, "ran on 'tpu'"),
-        ("config", {"training": TRAINING | {"backend": "jax"}}, "training.backend is jax"),
+        ("config", {"training": TRAINING | {"backend": "flax"}}, "training.backend is flax"),
+        ("config", {"training": TRAINING | {"backend": "jax"}}, "does not tell versions.jax"),
         ("doctor", {"checks": [*CHECKS, {"cause": "masked", "verdict": "fail"}]}, "the check 'masked' says 'fail'"),
         ("doctor", {"checks": []}, "does not tell checks"),
         ("precommit", {"source_files": SOURCE | {"errors.py": "ce" * 32}}, "not the hash of source_files"),
@@ -435,3 +454,133 @@ def test_a_cpu_bundle_tells_the_hosts_memory_and_nothing_of_a_gpu(cpu):
     text = readme_text(claims_of(cpu, None) | {"commit": COMMIT, "left_out": LEFT_OUT})
     assert "| memory of the host | 135,000,000,000 bytes (125.7 GiB) |" in text
     assert "GPU" not in text and "cuda" not in text
+
+
+# --- a run of JAX -----------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_run_of_jax_is_accepted_and_told_with_its_plugin_in_place_of_torch(jax):
+    require_whole(jax)
+    told = says(jax, None)
+    assert {name: told[name] for name in ("backend", "jax", "jaxlib", "cuda_plugin")} == {
+        "backend": "jax",
+        "jax": "0.11.2",
+        "jaxlib": "0.11.2",
+        "cuda_plugin": {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"},
+    }
+    assert told["gpu"]["uuid"] == bundles.UUID and told["gpu"]["count"] == 1
+    assert not {"torch", "cuda", "cpu_run"} & told.keys() and "ratio" not in told["tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "lacks"),
+    [
+        ("env_info.txt", "driver: 580.95.05", "driver: none", "the driver's version"),
+        ("env_info.txt", "driver cuda: 13.0", "driver cuda: none", "the CUDA version the driver reports"),
+        ("cuda_check.txt", "jax.__version__: 0.11.2", "jax.__version__: 0.11", "jax's version"),
+        ("cuda_check.txt", "platform: gpu", "platform: cpu", r"a line with `jax\.devices\(\)\[0\]\.platform: gpu`"),
+        ("cuda_check.txt", "NVIDIA H200", "NVIDIA H100", "the device's name"),
+        ("cuda_check.txt", "(9, 0)", "(8, 0)", "the compute capability"),
+        ("training_log.txt", "Using device: cuda", "Using device: cpu", "a line with `Using device: cuda`"),
+        ("nvidia_smi.txt", "    4711 ", "    47110 ", r"our process \(4711\)"),
+    ],
+)
+def test_a_file_of_a_gpu_run_of_jax_without_its_content_is_named(jax, name, old, new, lacks):
+    path = jax.folder / name
+    if "jax.__version__" in old:  # jaxlib has the same number
+        path.write_text(path.read_text().replace("0.11.2", "0.11"))
+    else:
+        bundles.edit_text(path, old, new)
+    with pytest.raises(EvidenceError, match=f"{name} lacks {lacks}"):
+        require_whole(jax)
+
+
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        ({"plugins": {}}, r"does not tell facts\.jax\.plugins"),
+        ({"plugins": {"jax-rocm7-plugin": "0.11.2"}}, "does not tell a CUDA plugin"),
+        ({"plugins": {"jax-cuda13-plugin": None}}, r"does not tell facts\.jax\.plugins\.jax-cuda13-plugin"),
+        ({"jaxlib": "0.11.1"}, "jaxlib is '0.11.1', precommit.json has '0.11.2'"),
+        ({"version": None}, r"does not tell facts\.jax\.version"),
+    ],
+)
+def test_versions_of_jax_that_are_not_told_or_differ_are_refused(jax, fact, words):
+    facts = jax.doctor["facts"] | {"jax": bundles.JAX | fact}
+    with pytest.raises(EvidenceError, match=words):
+        require_whole(replace(jax, doctor={**jax.doctor, "facts": facts}))
+
+
+@pytest.mark.parametrize("checks", [CHECKS, [*CHECKS, bundles.JAX_CHECK | {"verdict": "skip"}]])
+def test_a_plugin_that_was_not_judged_for_the_gpu_is_refused(jax, checks):
+    with pytest.raises(EvidenceError, match="jax-plugin-lacks-architecture"):
+        require_whole(replace(jax, doctor={**jax.doctor, "checks": checks}))
+
+
+def test_of_several_gpus_of_one_name_jax_tells_the_number_and_no_uuid(jax):
+    gpus = [bundles.GPU, bundles.GPU | {"index": 1, "uuid": "GPU-2"}]
+    facts = jax.doctor["facts"] | {"nvidia": bundles.NVIDIA | {"gpus": gpus}}
+    both = replace(
+        jax, doctor={**jax.doctor, "facts": facts}, precommit={**jax.precommit, "batch": {"rows": 8, "devices": 2}}
+    )
+    told = says(both, None)
+    assert "uuid" not in told["gpu"] and "| GPU | 2 x NVIDIA H200 |" in readme_text(told)
+
+
+def test_the_readme_of_jax_says_nothing_of_torch_and_that_there_is_no_ratio(jax, cpu):
+    text = readme_text(says(jax, None))
+    for words in (
+        "| JAX | 0.11.2 |", "| jaxlib | 0.11.2 |", "| CUDA plugin `jax-cuda13-plugin` | 0.11.2 |",
+        "No run on the CPU was given to hold them against, so there is no ratio",
+        "`_assert_on_devices` in `src/tunix_rt/backends/jax_backend.py`", 'pip install -e ".[jax]"',
+        'pip install "jax[cuda13]==0.11.2"', "tunix-rt evidence collect RUN --output NEW_BUNDLE",
+        "JAX by default takes its share of the memory",
+    ):  # fmt: skip
+        assert words in text
+    assert text.count("- [x] ") == 7
+    assert not any(word in text for word in ("torch", "PyTorch", "None", "--cpu-run", "times"))
+    sibling = replace(
+        cpu,
+        config={**CONFIG, "training": TRAINING | {"backend": "jax", "device": "cpu"}},
+        doctor={"facts": {"host": HOST, "jax": bundles.JAX | {"plugins": {}}}, "checks": CHECKS},
+        precommit=jax.precommit,
+    )
+    (sibling.folder / "env_info.txt").write_text("ram: 135000000000 bytes\njax: 0.11.2\n")
+    require_whole(sibling)
+    refuse_another_setup(jax, sibling)
+    text = readme_text(says(jax, sibling))
+    assert "(AMD EPYC, 16 cores, JAX 0.11.2) | 200.0 |" in text and "| GPU against CPU | 15.00 times |" in text
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_has_settings_hardware_and_versions_and_no_null(cuda, jax, cpu):
+    open_ones = replace(cuda, config={"model": {"revision": None, "weights": "random"}, "training": TRAINING})
+    told = manifest_of(open_ones, says(open_ones, cpu), "m1")
+    assert (told["run_id"], told["commit"], told["tokens_per_second"]) == ("m1", COMMIT, 3000.0)
+    assert told["configuration"] == {"model": {"weights": "random"}, "training": TRAINING}
+    assert told["configuration_left_open"] == ["model.revision"]
+    assert told["versions"] == {
+        "torch": "2.13.0+cu130", "cuda": "13.0", "transformers": "5.22.0", "tunix-rt": "0.1.0",
+    }  # fmt: skip
+    assert (told["hardware"]["name"], told["hardware"]["memory_bytes"]) == ("NVIDIA H200", 150_754_820_096)
+    of_jax = manifest_of(jax, says(jax, None), "m2")
+    assert of_jax["versions"]["jax-cuda13-plugin"] == "0.11.2" and "configuration_left_open" not in of_jax
+    on_cpu = manifest_of(cpu, says(cpu, None), "m3")
+    assert on_cpu["hardware"] == {"name": "AMD EPYC", "cpu_cores": 16, "memory_bytes": 135_000_000_000}
+
+
+def test_a_version_that_was_not_there_and_a_setting_json_cannot_have_are_refused(cuda, cpu):
+    lacks = replace(cuda, precommit={**cuda.precommit, "versions": {"transformers": "not installed"}})
+    with pytest.raises(EvidenceError, match="the version of 'transformers'"):
+        manifest_of(lacks, says(lacks, cpu), "m1")
+    for odd in (float("nan"), {1, 2}, b"bytes"):
+        with pytest.raises(EvidenceError, match="none that JSON can have"):
+            manifest_of(replace(cuda, config={**cuda.config, "data": {"odd": odd}}), says(cuda, cpu), "m1")
+
+
+@pytest.mark.parametrize("name", ["", " ", "two\nlines", "m39 ", "TODO", "unknown", "x" * 101, None, 5])
+def test_a_name_that_names_no_run_is_said_to_be_none(name):
+    assert "run_id" in fault_of_name(name)
+    assert fault_of_name("m39-local-cpu-proof") is None

@@ -28,6 +28,18 @@ class Step:
     batch: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What an engine that compiles a whole step has to know of it before it loads a weight."""
+
+    rows: int
+    """Of a micro-batch, all devices together."""
+    accumulation: int
+    """Micro-batches in a step."""
+    tokens: int
+    """Of the longest row."""
+
+
 def load_backend(name: str) -> Any:
     """The engine module for `training.backend`.
 

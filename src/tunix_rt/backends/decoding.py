@@ -1,13 +1,21 @@
 """How answers are written: greedy or drawn, how long, and where they end. Values and pure functions; no library of tensors."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tunix_rt.errors import DoesNotFitError, InputError
+
+logger = logging.getLogger(__name__)
+
 STOP, TAG, LENGTH, TIME, CONTEXT = "stop", "tag", "length", "time", "context"
 """What ended an answer: the model itself, the closing tag of the answer with more after it, the most tokens allowed, the
 time allowed, the model's last position."""
+
+NOT_A_TOKEN = -1
+"""What an engine gives for a token whose logits are NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,85 @@ class Ending:
             return False
         start = max(0, end - len(self.closing.encode()) - 1)
         return self.closing in self.decode(list(ids[start:end]))
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A prompt and what has come of its answer."""
+
+    index: int
+    prompt: Sequence[int]
+    ending: Ending
+    room: int
+    """New tokens that may come."""
+    no_more: str
+    """Why no more may."""
+    ids: list[int] = field(default_factory=list)
+
+    def begin_anew(self) -> None:
+        """Asked again after memory ran out, nothing is left of what came before."""
+        self.ids, self.ending = [], self.ending.anew()
+
+    def take(self, tokens: Sequence[int], *, late: bool, model: str) -> Answer | None:
+        """The answer, if it is over with the next `tokens` or because it is `late`. `model` is named where they are none."""
+        sound = tokens[: tokens.index(NOT_A_TOKEN)] if NOT_A_TOKEN in tokens else tokens
+        self.ids = [*self.ids, *sound][: self.room]
+        answer = self.ending.find(self.ids)
+        if answer is None and len(sound) < len(tokens) and len(self.ids) < self.room:
+            raise InputError(f"{model}: gives NaN instead of a next token", fix="the weights are damaged")
+        if answer is None and (late or len(self.ids) == self.room):
+            answer = self.ending.cut(self.ids, self.no_more if len(self.ids) == self.room else TIME)
+        return answer
+
+
+def row_of(
+    index: int,
+    prompt: Sequence[int],
+    *,
+    positions: int | None,
+    decoding: Decoding,
+    stop_ids: Sequence[int],
+    decode: Callable[[list[int]], str],
+) -> Row:
+    """Prompt number `index` of a model that knows so many `positions`; None: any number."""
+    left = decoding.max_new_tokens if positions is None else positions - len(prompt)
+    return Row(
+        index=index,
+        prompt=prompt,
+        ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
+        room=min(decoding.max_new_tokens, left),
+        no_more=CONTEXT if left < decoding.max_new_tokens else LENGTH,
+    )
+
+
+def answer_in_batches(
+    rows: Sequence[Row],
+    answers: Callable[[Sequence[Row]], Iterator[tuple[Row, Answer]]],
+    *,
+    rows_at: Callable[[int], int],
+    most: int,
+    free_memory: Callable[[], None],
+) -> Iterator[tuple[int, Answer]]:
+    """(number of the prompt, its answer) as answers come to their end. At most `most` rows are asked at once, and half as
+    many as before where `answers` finds no memory for them."""
+    for chosen in batches([len(row.prompt) for row in rows], rows_at):
+        together = [rows[place] for place in chosen]
+        yield from ((row.index, Answer(ids=[], ended=CONTEXT)) for row in together if row.room < 1)
+        waiting = [row for row in together if row.room >= 1]
+        while waiting:
+            asked, burst = waiting[:most], False
+            try:
+                for row, answer in answers(asked):
+                    waiting.remove(row)
+                    yield row.index, answer
+            except DoesNotFitError:
+                if len(asked) == 1:
+                    raise
+                burst = True
+            if burst:  # not above: there, the error still holds on to what did not fit
+                most = len(asked) // 2
+                logger.warning("No memory for %d answers at once: going on with %d", len(asked), most)
+                free_memory()
 
 
 def batches(lengths: Sequence[int], rows_at: Callable[[int], int]) -> Iterator[list[int]]:

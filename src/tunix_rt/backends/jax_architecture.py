@@ -2,8 +2,6 @@
 
 Sizes are those of `plan.shape`. A key that is left out has the default of the transformers class of that family, and what
 these models do not do is refused by name. Nothing here imports jax.
-
-No engine uses this yet: `training.backend: jax` is still refused.
 """
 
 import math

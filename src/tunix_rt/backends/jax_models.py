@@ -7,7 +7,7 @@ stores them, so a checkpoint is a matter of names (`jax_weights.py`).
 Weights stay in their own type until they are used: products are made in the type `compute`, norms and softmax in at least
 float32. With weights of the type `compute` that is what transformers computes with a model of that type.
 
-No engine uses this yet: `training.backend: jax` is still refused.
+Training (`forward`) and answers (`jax_generate.py`) go `through_layers`; they differ in what happens between tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,13 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_rt.backends.jax_architecture import Architecture
-from tunix_rt.backends.jax_head import head_loss
+from tunix_rt.backends.jax_head import head_loss, looked_up
 from tunix_rt.data.pack import IGNORED, MicroBatch
 
 Array = Any
 Params = Mapping[str, Any]
 Remat = Literal["none", "products", "layers"]
 """What a layer keeps for the backward pass: everything; the results of products with weights; its input alone."""
+
+
+LookUp = Callable[..., Array]
+"""As `jax_head.looked_up`."""
 
 
 class Batch(NamedTuple):
@@ -62,11 +66,12 @@ def summed_loss(
     remat: Remat = "none",
     chunk: int | None = None,
     attention: "Attention | None" = None,
+    pieces: int = 1,
 ) -> Array:
     """Cross entropy summed over the targets, in float32; of float64 in float64."""
     states = forward(
         params, batch.ids, batch.positions, batch.segments, architecture,
-        compute=compute, remat=remat, attention=attention,
+        compute=compute, remat=remat, attention=attention, pieces=pieces,
     )  # fmt: skip
     return head_loss(
         states, head_table(params), batch.targets, batch.weights,
@@ -89,63 +94,127 @@ def forward(
     compute: Any,
     remat: Remat = "none",
     attention: "Attention | None" = None,
+    look_up: LookUp = looked_up,
+    pieces: int = 1,
+    lean: bool = True,
 ) -> Array:
     """Hidden states [rows, tokens, hidden] of the type `compute`, after the last norm.
 
     An id or a learned position outside its table gives no number (NaN), where JAX would take the nearest row in silence.
-    There is no dropout.
+    There is no dropout. `pieces`: into how many the tokens are cut for the MLP, whose activations are the widest.
+    `lean`: with 16-bit products and nothing to be recomputed, float32 values between them are, all the same.
     """
-    states = _embedded(params, ids, positions, architecture).astype(compute)
-    turns = _turns(positions, architecture, compute)
     attend = attention or exact_attention
 
-    def layer(states: Array, of_layer: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
-        weights, kind = of_layer
+    def mix(query: Array, key: Array, value: Array, kind: Array, memory: None) -> tuple[Array, None]:
+        return attend(query, key, value, segments=segments, kind=kind, architecture=architecture), memory
 
-        def mix(query: Array, key: Array, value: Array) -> Array:
+    return through_layers(
+        params, ids, positions, architecture, mix, None,
+        compute=compute, remat=remat, look_up=look_up, pieces=pieces, lean=lean,
+    )[0]  # fmt: skip
+
+
+def through_layers(
+    params: Params,
+    ids: Array,
+    positions: Array,
+    architecture: Architecture,
+    mix: Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]],
+    memory: Any,
+    *,
+    compute: Any,
+    remat: Remat = "none",
+    look_up: LookUp = looked_up,
+    pieces: int = 1,
+    lean: bool = True,
+) -> tuple[Array, Any]:
+    """Hidden states after the last norm, as of `forward`, and the `memory` that was handed from layer to layer.
+
+    `mix(query, key, value, kind, memory)` is what happens between tokens in a layer of the kind `kind`, a traced number:
+    it is told the heads, already turned, and gives back what attention gives, and the memory for the next layer.
+    """
+    states = _embedded(params, ids, positions, architecture, compute, look_up)
+    turns = _turns(positions, architecture, compute)
+
+    def layer(
+        carried: tuple[Array, Any], of_layer: tuple[Mapping[str, Array], Array]
+    ) -> tuple[tuple[Array, Any], None]:
+        (states, memory), (weights, kind) = carried, of_layer
+
+        def turn_and_mix(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
             if turns is not None:
                 query, key = (_turned(heads, *(part[kind] for part in turns)) for heads in (query, key))
-            return attend(query, key, value, segments=segments, kind=kind, architecture=architecture)
+            return mix(query, key, value, kind, memory)
 
-        return _layer(states, weights, architecture, mix), None
+        return _layer(states, weights, architecture, turn_and_mix, pieces), None
 
-    body = layer if remat == "none" else jax.checkpoint(layer, policy=_policy(remat), prevent_cse=False)
-    states, _ = jax.lax.scan(body, states, (params["layers"], jnp.asarray(architecture.pattern, jnp.int32)))
-    return _norm(states, params, "last_norm", architecture)
-
-
-def _policy(remat: Remat) -> Callable[..., bool]:
-    policies = jax.checkpoint_policies
-    return policies.dots_with_no_batch_dims_saveable if remat == "products" else policies.nothing_saveable
+    policy = _policy(remat, compute, lean=lean)
+    body = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    of_layers = (params["layers"], jnp.asarray(architecture.pattern, jnp.int32))
+    (states, memory), _ = jax.lax.scan(body, (states, memory), of_layers)
+    return _norm(states, params, "last_norm", architecture), memory
 
 
-def _embedded(params: Params, ids: Array, positions: Array, architecture: Architecture) -> Array:
-    """Rows of the tables, in their type. The scale is rounded to it first, as in transformers."""
-    take = partial(jnp.take, axis=0, mode="fill", fill_value=jnp.nan)
-    found = take(params["embedding"], ids)
+def _policy(remat: Remat, compute: Any, *, lean: bool) -> Callable[..., bool] | None:
+    """What a layer keeps; None: all of it."""
+    if remat == "none":
+        return _keeps_narrow if lean and jnp.dtype(compute).itemsize == 2 else None
+    return _keeps_products if remat == "products" else jax.checkpoint_policies.nothing_saveable
+
+
+def _keeps_narrow(primitive: Any, *given: Any, **parameters: Any) -> bool:
+    """All but the float32 values inside of norms and activations, which their 16-bit input gives again: of Gemma 2B they are
+    two thirds of everything. Of the dimensions: weights, cast for their product, have two, scores of attention five."""
+    if _keeps_products(primitive, *given, **parameters):
+        return True
+    if not all(one.ndim in (3, 4) for one in given):
+        return False
+    if primitive.name == "convert_element_type":
+        return bool(jnp.dtype(parameters["new_dtype"]).itemsize <= 2)
+    return all(one.dtype.itemsize <= 2 for one in given)
+
+
+def _keeps_products(primitive: Any, *given: Any, **parameters: Any) -> bool:
+    """Products with weights, and cuDNN's attention: one number in hundreds of what it computes, and a tenth of the time."""
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *given, **parameters)
+    return bool(is_product) or primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+def _embedded(
+    params: Params, ids: Array, positions: Array, architecture: Architecture, compute: Any, look_up: LookUp
+) -> Array:
+    """Rows of the tables, made in their type and then rounded. The scale is rounded to that type first, as in transformers."""
+    table, learned = params["embedding"], params.get("positions")
+    dtype = compute if learned is None else table.dtype
+    found = look_up(table, ids, scale=architecture.embedding_scale, dtype=dtype)
     if architecture.padding_id is not None:
         is_padding = (ids == architecture.padding_id)[..., None]
         found = jnp.where(is_padding, jax.lax.stop_gradient(found), found)
-    if architecture.embedding_scale != 1.0:
-        found = found * jnp.asarray(architecture.embedding_scale, found.dtype)
-    return found + take(params["positions"], positions) if "positions" in params else found
+    return found if learned is None else (found + looked_up(learned, positions, dtype=dtype)).astype(compute)
 
 
 # --- one layer -------------------------------------------------------------------------------------------------------
 
 
-def _layer(states: Array, weights: Mapping[str, Array], architecture: Architecture, mix: Callable[..., Array]) -> Array:
-    """`mix` is what happens between tokens, told the heads of queries, keys and values."""
+def _layer(
+    states: Array,
+    weights: Mapping[str, Array],
+    architecture: Architecture,
+    mix: Callable[[Array, Array, Array], tuple[Array, Any]],
+    pieces: int,
+) -> tuple[Array, Any]:
+    """`mix` is what happens between tokens, told the heads of queries, keys and values. What it remembers comes back too."""
     normed = _norm(states, weights, "attention_norm", architecture)
-    mixed = mix(*_heads(normed, weights, architecture))
+    mixed, memory = mix(*_heads(normed, weights, architecture))
     found = _product(mixed.reshape(*states.shape[:2], -1), weights, "output", architecture)
     if architecture.post_norms:
         found = _norm(found, weights, "after_attention_norm", architecture)
     states = states + found
-    found = _mlp(_norm(states, weights, "mlp_norm", architecture), weights, architecture)
+    found = _mlp_in_pieces(_norm(states, weights, "mlp_norm", architecture), weights, architecture, pieces)
     if architecture.post_norms:
         found = _norm(found, weights, "after_mlp_norm", architecture)
-    return states + found
+    return states + found, memory
 
 
 def _heads(states: Array, weights: Mapping[str, Array], architecture: Architecture) -> tuple[Array, Array, Array]:
@@ -160,6 +229,23 @@ def _heads(states: Array, weights: Mapping[str, Array], architecture: Architectu
         query = _norm(query, weights, "query_norm", architecture)
         key = _norm(key, weights, "key_norm", architecture)
     return query, key, value
+
+
+def _mlp_in_pieces(states: Array, weights: Mapping[str, Array], architecture: Architecture, pieces: int) -> Array:
+    """Some tokens of every row at a time, so that few of the wide activations exist at once, in either pass."""
+    rows, tokens, hidden = states.shape
+    if pieces == 1:
+        return _mlp(states, weights, architecture)
+    # Looked up once for all pieces. The gradients of the pieces add up in the type of what they share: in at least float32.
+    shared = {name: weights[name] for name in weights if name.removesuffix("_bias") in ("gate", "up", "down")}
+    shared = {name: array.astype(jnp.promote_types(array.dtype, jnp.float32)) for name, array in shared.items()}
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def one(_: None, some: Array) -> tuple[None, Array]:
+        return None, _mlp(some, shared, architecture)
+
+    apart = jnp.moveaxis(states.reshape(rows, pieces, tokens // pieces, hidden), 1, 0)
+    return jnp.moveaxis(jax.lax.scan(one, None, apart)[1], 0, 1).reshape(rows, tokens, hidden)
 
 
 def _mlp(states: Array, weights: Mapping[str, Array], architecture: Architecture) -> Array:
@@ -216,16 +302,27 @@ def exact_attention(
     query: Array, key: Array, value: Array, *, segments: Array, kind: Array, architecture: Architecture
 ) -> Array:
     """By a mask of tokens x tokens, on any platform. Distances are counted along the row: positions restart in it."""
+    places = jnp.arange(query.shape[1], dtype=jnp.int32)
+    seen = within_window(places, places, kind, architecture) & (segments[:, :, None] == segments[:, None, :])
+    return masked_attention(query, key, value, seen, architecture)
+
+
+def within_window(looking: Array, looked_at: Array, kind: Array, architecture: Architecture) -> Array:
+    """[looking, looked at]: whether a layer of the kind lets a token at one place of a row see one at another."""
+    far = np.iinfo(np.int32).max
+    windows = jnp.asarray([far if one.window is None else one.window for one in architecture.kinds], jnp.int32)
+    distance = looking[:, None] - looked_at[None, :]
+    return (distance >= 0) & (distance < windows[kind])
+
+
+def masked_attention(query: Array, key: Array, value: Array, seen: Array, architecture: Architecture) -> Array:
+    """Every query over the keys that `seen` [rows, queries, keys] lets it see; one that sees none gets some number."""
     rows, tokens, heads, size = query.shape
     shared = query.reshape(rows, tokens, key.shape[2], -1, size)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("btkgd,bskd->bkgts", shared, key, preferred_element_type=wide) * architecture.query_scale
     if architecture.score_cap is not None:
         scores = jnp.tanh(scores / architecture.score_cap) * architecture.score_cap
-    windows = jnp.asarray([tokens if one.window is None else one.window for one in architecture.kinds], jnp.int32)
-    places = jnp.arange(tokens)
-    distance = places[:, None] - places[None, :]
-    seen = (distance >= 0) & (distance < windows[kind]) & (segments[:, :, None] == segments[:, None, :])
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", shares, value).reshape(rows, tokens, heads, size)

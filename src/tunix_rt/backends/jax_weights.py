@@ -2,8 +2,6 @@
 
 The reader is strict: a tensor that is missing, left over, of another shape or type, in two shards or in none is named before
 anything is read. Nothing here imports jax or torch.
-
-No engine uses this yet: `training.backend: jax` is still refused.
 """
 
 import contextlib

@@ -8,21 +8,17 @@ device to see whether any is needed.
 
 import contextlib
 import inspect
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tunix_rt.backends.decoding import CONTEXT, LENGTH, TIME, Answer, Decoding, Ending, batches, random_keys
+from tunix_rt.backends.decoding import NOT_A_TOKEN, Answer, Decoding, Row, answer_in_batches, random_keys, row_of
 from tunix_rt.backends.torch_model import Engine, memory_is_named
-from tunix_rt.errors import DoesNotFitError, InputError
-
-logger = logging.getLogger(__name__)
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at answers. Where weights are cast for each look, a CPU looks as seldom as a GPU."""
@@ -36,20 +32,6 @@ MASKS_BY_TYPE = ("gemma2", "gemma3_text", "qwen2", "qwen3")
 ONE_MASK = ("gemma", "gpt2", "llama", "mistral", "phi3")
 """Models that take one such mask for all layers."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """A prompt and what has come of its answer."""
-
-    index: int
-    prompt: Sequence[int]
-    ending: Ending
-    room: int
-    """New tokens that may come."""
-    no_more: str
-    """Why no more may."""
-    ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,26 +109,13 @@ def generate(
     are, and it is said. `heard` is told a prompt's tokens so far, as soon as there are any new ones.
     """
     engine.model.eval()
-    most = 1 if _ropes(engine) & MOVING_ROPES else len(prompts)
-    for chosen in batches([len(prompt) for prompt in prompts], rows_at):
-        rows = [_row(engine, index, prompts[index], decoding, stop_ids, decode) for index in chosen]
-        yield from ((row.index, Answer(ids=[], ended=CONTEXT)) for row in rows if row.room < 1)
-        waiting = [row for row in rows if row.room >= 1]
-        while waiting:
-            asked, burst = waiting[:most], False
-            try:
-                for row, answer in _answers(engine, asked, decoding, pad_id, heard):
-                    waiting.remove(row)
-                    yield row.index, answer
-            except DoesNotFitError:
-                if len(asked) == 1:
-                    raise
-                burst = True
-            if burst:  # not above: there, the error still holds on to what did not fit
-                most = len(asked) // 2
-                logger.warning("No memory for %d answers at once: going on with %d", len(asked), most)
-                if engine.device.type == "cuda":
-                    torch.cuda.empty_cache()
+    yield from answer_in_batches(
+        [_row(engine, index, prompt, decoding, stop_ids, decode) for index, prompt in enumerate(prompts)],
+        lambda rows: _answers(engine, rows, decoding, pad_id, heard),
+        rows_at=rows_at,
+        most=1 if _ropes(engine) & MOVING_ROPES else len(prompts),
+        free_memory=torch.cuda.empty_cache if engine.device.type == "cuda" else lambda: None,
+    )
 
 
 def _row(
@@ -156,16 +125,8 @@ def _row(
     decoding: Decoding,
     stop_ids: Sequence[int],
     decode: Callable[[list[int]], str],
-) -> _Row:
-    positions = _positions(engine)
-    left = decoding.max_new_tokens if positions is None else positions - len(prompt)
-    return _Row(
-        index=index,
-        prompt=prompt,
-        ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
-        room=min(decoding.max_new_tokens, left),
-        no_more=CONTEXT if left < decoding.max_new_tokens else LENGTH,
-    )
+) -> Row:
+    return row_of(index, prompt, positions=_positions(engine), decoding=decoding, stop_ids=stop_ids, decode=decode)
 
 
 def _ropes(engine: Engine) -> set[str]:
@@ -185,15 +146,15 @@ def _positions(engine: Engine) -> int | None:
 
 def _answers(
     engine: Engine,
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     decoding: Decoding,
     pad_id: int,
     heard: Callable[[int, list[int]], None] | None,
-) -> Iterator[tuple[_Row, Answer]]:
+) -> Iterator[tuple[Row, Answer]]:
     """Each row with its answer, as they end. Between two tokens nothing of torch's state is left changed."""
     began = time.monotonic()
-    for row in rows:  # asked again after memory ran out, a row begins anew
-        row.ids, row.ending = [], row.ending.anew()
+    for row in rows:
+        row.begin_anew()
     with memory_is_named("generation"):
         batch, alive, taken = _begin(engine, rows, decoding, pad_id), list(rows), 0
     while alive:
@@ -203,15 +164,7 @@ def _answers(
         late = decoding.max_seconds is not None and time.monotonic() - began >= decoding.max_seconds
         kept = []
         for place, (row, tokens) in enumerate(zip(list(alive), fresh, strict=True)):
-            sound = tokens[: tokens.index(_NOT_A_TOKEN)] if _NOT_A_TOKEN in tokens else tokens
-            row.ids = [*row.ids, *sound][: row.room]
-            answer = row.ending.find(row.ids)
-            if answer is None and len(sound) < len(tokens) and len(row.ids) < row.room:
-                raise InputError(
-                    f"{engine.source.name}: gives NaN instead of a next token", fix="the weights are damaged"
-                )
-            if answer is None and (late or len(row.ids) == row.room):
-                answer = row.ending.cut(row.ids, row.no_more if len(row.ids) == row.room else TIME)
+            answer = row.take(tokens, late=late, model=engine.source.name)
             if heard is not None:
                 heard(row.index, row.ids if answer is None else answer.ids)
             if answer is None:
@@ -224,7 +177,7 @@ def _answers(
         alive = [alive[place] for place in kept]
 
 
-def _begin(engine: Engine, rows: Sequence[_Row], decoding: Decoding, pad_id: int) -> _Batch:
+def _begin(engine: Engine, rows: Sequence[Row], decoding: Decoding, pad_id: int) -> _Batch:
     """Prompts padded on the left, so that every answer starts in the same column."""
     width, longest = max(len(row.prompt) for row in rows), max(row.room for row in rows)
     cache = transformers.DynamicCache(config=engine.model.config)
@@ -311,9 +264,6 @@ def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, 
     return tokens
 
 
-_NOT_A_TOKEN = -1
-
-
 def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> torch.Tensor:
     """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing, unless
     transformers does."""
@@ -321,7 +271,7 @@ def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> tor
     chosen = _choose(logits, decoding, None if batch.keys is None else batch.keys[:, number])
     batch.held += batch.ids.shape[1]
     batch.ids = chosen.unsqueeze(1)
-    return torch.where(logits.isnan().any(dim=-1), _NOT_A_TOKEN, chosen)
+    return torch.where(logits.isnan().any(dim=-1), NOT_A_TOKEN, chosen)
 
 
 def _choose(logits: torch.Tensor, decoding: Decoding, keys: torch.Tensor | None) -> torch.Tensor:

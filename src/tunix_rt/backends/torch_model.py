@@ -404,7 +404,7 @@ def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
     placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
     if engine.recorded is not None and torch.is_grad_enabled() and engine.recorded.fits(placed):
         with region(FORWARD):
-            return engine.recorded(placed)  # type: ignore[no-any-return]
+            return engine.recorded(placed)
     with region(FORWARD), engine.computing(once=True):
         return engine.model.base_model(
             input_ids=placed.ids, position_ids=placed.positions, use_cache=False, **placed.borders

@@ -17,13 +17,18 @@ def evidence() -> None:
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the bundle; must not exist.")
 @click.option(
-    "--cpu-run", type=click.Path(path_type=Path), help="The same configuration run on the CPU; required for a GPU run."
+    "--cpu-run",
+    type=click.Path(path_type=Path),
+    help="The same configuration run on the CPU; required for a GPU run of PyTorch.",
 )
+@click.option("--run-id", metavar="NAME", help="Name of the run in run_manifest.json [that of the bundle's folder].")
 @click.option(
     "--repository", type=click.Path(path_type=Path), default=Path(), help="Clone with the commit of the run [here]."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print bundle.json to standard output.")
-def collect(folder: Path, output: Path, cpu_run: Path | None, repository: Path, as_json: bool) -> None:
+def collect(
+    folder: Path, output: Path, cpu_run: Path | None, run_id: str | None, repository: Path, as_json: bool
+) -> None:
     """Make a bundle of the completed run in RUN: its facts without its weights, a README, and hashes.
 
     A run that does not verify, lacks a file its device must leave, or comes from uncommitted source is refused (exit 6).
@@ -31,7 +36,7 @@ def collect(folder: Path, output: Path, cpu_run: Path | None, repository: Path, 
     """
     from tunix_rt.evidence.bundle import collect
 
-    made = collect(folder, output, cpu_folder=cpu_run, repository=repository)
+    made = collect(folder, output, cpu_folder=cpu_run, repository=repository, run_id=run_id)
     for place in made.places:
         click.echo(text.printable(f"warning: a path of the machine in {place}"), err=True)
     if as_json:
@@ -58,8 +63,8 @@ def verify(folder: Path, repository: Path | None, as_json: bool) -> None:
     """Check the run or bundle in DIR against its hashes and against itself; exit 6 if anything is wrong.
 
     The hashes of all files, the chain through the metrics, the result, and the answers judged again must agree; of a
-    bundle also what bundle.json and its README say, which is computed again, and with --repository the commit. That shows
-    a folder consistent with itself; nothing is replayed.
+    bundle also what bundle.json, run_manifest.json and its README say, which is computed again, and with --repository the
+    commit. That shows a folder consistent with itself; nothing is replayed.
     """
     from tunix_rt.evidence.bundle import bundle_problems, is_bundle
     from tunix_rt.evidence.hashes import MEANING, list_problems

@@ -7,6 +7,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+SCRIPTS = {"torch": "training_pt/train.py", "jax": "training/run_train_jax.py"}
+"""Each engine's script. A script runs its own engine and no other."""
+
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -42,6 +45,7 @@ def main(backend: str, argv: list[str] | None = None) -> int:
 
 
 def config_of(options: argparse.Namespace, backend: str) -> Any:
+    """The settled configuration on the script's own engine; one that names the other engine is refused, not turned over."""
     from tunix_rt.config import find_config, load_config, modernise
     from tunix_rt.errors import ConfigError
     from tunix_rt.strict_yaml import read_yaml
@@ -60,8 +64,14 @@ def config_of(options: argparse.Namespace, backend: str) -> Any:
         "data.dataset": options.dataset,
         "training.device": options.device,
         "training.max_steps": steps[0] if steps else None,
-        "training.backend": backend,
         "training.resume_from_checkpoint": "auto" if options.resume else None,
     }
     flags |= {name: value for name, value in given.items() if value is not None}
-    return load_config(find_config(options.config), overrides=tuple(options.overrides), flags=flags)
+    config = load_config(find_config(options.config), overrides=tuple(options.overrides), flags=flags)
+    if "backend" in config.training.model_fields_set and config.training.backend != backend:
+        asked = config.training.backend
+        raise ConfigError(
+            f"training.backend: {asked} is asked for, and {SCRIPTS[backend]} runs the {backend} engine alone",
+            fix=f"run python {SCRIPTS[asked]} with the same flags, or take training.backend out of the configuration",
+        )
+    return config.model_copy(update={"training": config.training.model_copy(update={"backend": backend})})

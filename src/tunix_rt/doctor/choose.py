@@ -1,8 +1,9 @@
 """The device a run will use: the one that was asked for, or none."""
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunix_rt.accelerators import accelerators
 from tunix_rt.doctor.checks import first_failure, judge
@@ -15,6 +16,9 @@ from tunix_rt.errors import ConfigError, HardwareError
 GIB = 2**30
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 CPU_ANYWAY = "or ask for the CPU: --device cpu"
+JAX_MEMORY_SHARE = "0.92"
+"""Of a GPU's memory, which jax takes when it starts: more than the three quarters that it takes by itself, and room for what
+it takes besides (code, cuDNN, cuBLAS)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +50,33 @@ def choose_device(ask: Ask, facts: Facts) -> DeviceChoice:
 def environment_for(device: str, backend: str) -> Mapping[str, str]:
     """The variables an engine's libraries read when they are imported.
 
-    jax gets exactly one platform, never a list that ends at the CPU; CUDA counts GPUs in the order of NVML.
+    jax gets exactly one platform, never a list that ends at the CPU, and most of a GPU's memory; CUDA counts GPUs in the
+    order of NVML.
     """
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if device == "cuda" else {}
-    return order | ({"JAX_PLATFORMS": device} if backend == "jax" else {})
+    if backend != "jax":
+        return order
+    share = {"XLA_CLIENT_MEM_FRACTION": JAX_MEMORY_SHARE} if device == "cuda" else {}
+    return order | share | {"JAX_PLATFORMS": device}
 
 
 def set_environment(device: str, backend: str) -> None:
-    """Set them in this process, for the engine and the children that prove it. An order the user has set stays."""
+    """Set them in this process, for the engine and the children that prove it. An order or a share of memory that the user
+    has set stays; jax takes no two names of that share."""
     for name, value in environment_for(device, backend).items():
-        if name == "CUDA_DEVICE_ORDER":
-            os.environ.setdefault(name, value)
-        else:
+        if name == "JAX_PLATFORMS":
             os.environ[name] = value
+        elif name != "XLA_CLIENT_MEM_FRACTION" or "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+            os.environ.setdefault(name, value)
+
+
+def with_virtual_devices(choice: DeviceChoice, backend: str) -> DeviceChoice:
+    """A CPU that jax is told to take for several devices, which share its memory; any other choice as it is."""
+    if backend != "jax" or choice.device != "cpu":
+        return choice
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    told = flag[1] if flag else os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return replace(choice, count=int(told)) if told.isdecimal() and int(told) > 1 else choice
 
 
 def _cpu(facts: Facts, ask: Ask) -> DeviceChoice:

@@ -1,6 +1,7 @@
 """The proof that a saved model is the one in memory: a fresh process loads its folder with plain transformers, and says what
 it found. Weights are compared bit by bit, what is computed from them within a stated tolerance."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -127,6 +128,13 @@ def prove_reload(
     """Reload `folder`, saved from `engine`, and compare; an EvidenceError says what differs. Both are in memory for a while.
 
     None, after a warning, where there is no memory or no device for it."""
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        logger.warning(
+            "%s is not proven: %s, by which a fresh process would load it, is not installed here; `tunix-rt export` proves it "
+            "in an environment that has it",
+            folder, " and ".join(missing),
+        )  # fmt: skip
+        return None
     remembered = remember(backend, engine, tokenizer=tokenizer, style=style, stop_ids=stop_ids)
     return prove_folder(remembered, folder, device_room=backend.room_beside(engine))
 
@@ -136,10 +144,10 @@ def prove_reload(
 
 def remember(backend: Any, engine: Any, *, tokenizer: Tokenizer, style: Style, stop_ids: Sequence[int]) -> Remembered:
     """Everything about the model in memory; it is not needed afterwards."""
-    positions = getattr(engine.model.config, "max_position_embeddings", None)
+    positions, known = _limits(engine)
     most = positions - NEW_TOKENS if isinstance(positions, int) and positions > NEW_TOKENS else None
     prompts = [prompt_ids(question, tokenizer, style)[:most] for question in QUESTIONS]
-    highest, known = max(map(max, prompts)), engine.model.get_input_embeddings().weight.shape[0]
+    highest = max(map(max, prompts))
     if highest >= known:
         raise InputError(
             f"{engine.source.name}: its tokenizer writes token {highest}, and the model knows {known:,}",
@@ -171,6 +179,16 @@ def remember(backend: Any, engine: Any, *, tokenizer: Tokenizer, style: Style, s
         autocast=recipe.compute if recipe.casts and recipe.frozen is None else None,
         merged=recipe.frozen is not None,
         attention=engine.attention.generating,
+    )
+
+
+def _limits(engine: Any) -> tuple[Any, int]:
+    """Positions of the longest text, where the model names them, and tokens that it knows."""
+    if hasattr(engine, "vocabulary"):  # the JAX engine has no model of transformers to ask
+        return engine.positions, engine.vocabulary
+    return (
+        getattr(engine.model.config, "max_position_embeddings", None),
+        engine.model.get_input_embeddings().weight.shape[0],
     )
 
 

@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
-from tunix_rt.evidence.claims import RunFiles, claims_of, read_object, read_run, require, value_at
+from tunix_rt.evidence.claims import (
+    OLDER_SCHEMA,
+    SCHEMA,
+    RunFiles,
+    claims_of,
+    engine_of,
+    read_object,
+    read_run,
+    require,
+    value_at,
+)
 from tunix_rt.evidence.doubtful import nulls, read_bytes, shown
 from tunix_rt.evidence.hashes import list_problems, list_uncovered, parse_hashes, step_problems, write_hashes
+from tunix_rt.evidence.manifest import MANIFEST, fault_of_name, manifest_of, require_name
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
 from tunix_rt.evidence.told import as_json, differences, flat
@@ -23,6 +34,7 @@ from tunix_rt.rundir import RunDir, settle_files, storage, sync_folder, write_js
 SAYS = "bundle.json"
 README = "README.md"
 RUN_HASHES = "run-SHA256SUMS"
+OWN = (SAYS, README, RUN_HASHES, MANIFEST)
 OF_CPU_RUN = (
     "config.yaml", "doctor.json", "precommit.json", "metrics.jsonl", "result.json", "env_info.txt", "torch_version.txt",
     "training_log.txt",
@@ -41,16 +53,20 @@ class Collected:
     places: tuple[str, ...]
 
 
-def collect(folder: Path, output: Path, *, cpu_folder: Path | None, repository: Path) -> Collected:
-    """Make the bundle `output` of the run in `folder`. Refuses what is not whole, before anything is written."""
+def collect(
+    folder: Path, output: Path, *, cpu_folder: Path | None, repository: Path, run_id: str | None = None
+) -> Collected:
+    """Make the bundle `output` of the run in `folder`, which it calls `run_id`, or by the name of `output`. Refuses what is
+    not whole, before anything is written."""
     _refuse_output(output, folder, cpu_folder)
+    name = require_name(Path(os.path.abspath(output)).name if run_id is None else run_id)
     run = _sound_run(folder)
     cpu = _cpu_run(run, cpu_folder)
     says = claims_of(run, cpu)
     says["commit"] = _commit_of(says["source_sha256"], repository)
     hashes = _run_hashes(RunDir(folder).hashes)
     says["left_out"] = {name: digest for name, digest in hashes.items() if name.startswith(LEFT_OUT)}
-    if clash := sorted(name for name in hashes if name in (SAYS, README, RUN_HASHES) or name.startswith("cpu/")):
+    if clash := sorted(name for name in hashes if name in OWN or name.startswith("cpu/")):
         raise EvidenceError(
             f"{folder} holds {', '.join(clash)}, which a bundle has of its own", fix="give a run folder, not a bundle"
         )
@@ -59,8 +75,8 @@ def collect(folder: Path, output: Path, *, cpu_folder: Path | None, repository: 
     if cpu is not None:
         copies |= {f"cpu/{name}": cpu.folder / name for name in OF_CPU_RUN}
         copies[f"cpu/{RUN_HASHES}"] = RunDir(cpu.folder).hashes
-    _write(output, copies, says)
-    return Collected(says=says, places=tuple(_places(output, copies)))
+    _write(output, copies, says, manifest_of(run, says, name))
+    return Collected(says=says, places=tuple(_places(output, [*copies, MANIFEST])))
 
 
 def _refuse_output(output: Path, *runs: Path | None) -> None:
@@ -84,12 +100,14 @@ def _sound_run(folder: Path) -> RunFiles:
 
 
 def _cpu_run(run: RunFiles, cpu_folder: Path | None) -> RunFiles | None:
-    """The run to hold the speed against: required of a run on a GPU, senseless for one on the CPU."""
+    """The run to hold the speed against: required of a run of PyTorch on a GPU, senseless for one on the CPU."""
     if run.result["device"] == "cpu":
         if cpu_folder is not None:
             raise ConfigError(f"{run.folder} ran on the CPU itself", fix="leave --cpu-run out")
         return None
     if cpu_folder is None:
+        if not _needs_cpu_run(run):
+            return None
         raise EvidenceError(
             "a bundle of a run on a GPU holds its speed against the same configuration on the CPU",
             fix=f"tunix-rt train {run.folder / 'config.yaml'} --device cpu --output CPU_RUN, then add --cpu-run CPU_RUN",
@@ -97,6 +115,11 @@ def _cpu_run(run: RunFiles, cpu_folder: Path | None) -> RunFiles | None:
     cpu = _sound_run(cpu_folder)
     refuse_another_setup(run, cpu)
     return cpu
+
+
+def _needs_cpu_run(run: RunFiles) -> bool:
+    """Of a run on a GPU. One of JAX may do without: the models it is meant for are too large for most CPUs."""
+    return engine_of(run) != "jax"
 
 
 def _commit_of(source_sha256: str, repository: Path) -> str:
@@ -110,15 +133,15 @@ def _commit_of(source_sha256: str, repository: Path) -> str:
     return commit
 
 
-def _run_hashes(path: Path) -> dict[str, str]:
+def _run_hashes(path: Path, where: str = "") -> dict[str, str]:
     data, unread = read_bytes(path)
     claimed, malformed = parse_hashes(data or b"")
     if data is None or malformed:
-        raise EvidenceError(unread or f"{path.name}: {malformed[0]}", fix="ask for an untouched copy")
+        raise EvidenceError(where + (unread or f"{path.name}: {malformed[0]}"), fix="ask for an untouched copy")
     return claimed
 
 
-def _write(output: Path, copies: dict[str, Path], says: dict[str, Any]) -> None:
+def _write(output: Path, copies: dict[str, Path], says: dict[str, Any], manifest: dict[str, Any]) -> None:
     """Fill a folder beside `output`, check it as a reader would, and make it `output` in one move."""
     output = Path(os.path.abspath(output))
     staged = output.with_name(f".staged-{output.name}")
@@ -131,6 +154,7 @@ def _write(output: Path, copies: dict[str, Path], says: dict[str, Any]) -> None:
                 (staged / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, staged / name)
             write_json(staged / SAYS, says)
+            write_json(staged / MANIFEST, manifest)
             write_text(staged / README, readme_text(says))
             write_hashes(RunDir(staged))
             settle_files(staged)
@@ -227,27 +251,30 @@ def bundle_problems(folder: Path, repository: Path | None = None) -> list[str]:
         says = read_object(folder / SAYS)
         problems = [f"{SAYS}: {shown(name)} is null; what is not known is left out" for name in nulls(says)]
         run = read_run(folder)
-        problems += _copy_problems(folder, with_cpu=run.result.get("device") == "cuda")
+        schema = OLDER_SCHEMA if says.get("schema") == OLDER_SCHEMA else SCHEMA
+        on_gpu = run.result.get("device") == "cuda"
+        with_cpu = on_gpu and (_needs_cpu_run(run) or os.path.lexists(folder / "cpu"))
+        problems += _copy_problems(folder, with_cpu=with_cpu, with_manifest=schema == SCHEMA)
         require_whole(run)
         cpu = None
-        if run.result["device"] != "cpu":
+        if with_cpu:
             problems += [f"cpu/{problem}" for problem in step_problems(RunDir(folder / "cpu"))]
             cpu = read_run(folder / "cpu", "cpu/")
             require_whole(cpu)
             refuse_another_setup(run, cpu)
-        return problems or _claim_problems(folder, says, claims_of(run, cpu), repository)
+        return problems or _claim_problems(folder, says, run, claims_of(run, cpu, schema), repository)
     except TunixError as error:
         return [*problems, *(line.strip() for line in error.problem.splitlines())]
 
 
-def _copy_problems(folder: Path, *, with_cpu: bool) -> list[str]:
+def _copy_problems(folder: Path, *, with_cpu: bool, with_manifest: bool) -> list[str]:
     """The copied files against the hashes their runs ended with; and whether the bundle's own are there."""
     wanted = {
         name: digest for name, digest in _run_hashes(folder / RUN_HASHES).items() if not name.startswith(LEFT_OUT)
     }
-    own = {SAYS, README, RUN_HASHES}
+    own = set(OWN) if with_manifest else set(OWN) - {MANIFEST}
     if with_cpu:
-        theirs = _run_hashes(folder / "cpu" / RUN_HASHES)
+        theirs = _run_hashes(folder / "cpu" / RUN_HASHES, "cpu/")
         wanted |= {f"cpu/{name}": theirs.get(name, "") for name in OF_CPU_RUN}
         own.add(f"cpu/{RUN_HASHES}")
     present = _run_hashes(folder / "SHA256SUMS")
@@ -262,7 +289,9 @@ def _copy_problems(folder: Path, *, with_cpu: bool) -> list[str]:
     return problems
 
 
-def _claim_problems(folder: Path, says: dict[str, Any], computed: dict[str, Any], repository: Path | None) -> list[str]:
+def _claim_problems(
+    folder: Path, says: dict[str, Any], run: RunFiles, computed: dict[str, Any], repository: Path | None
+) -> list[str]:
     """What the bundle says, figure by figure and then in words, against what its files give."""
     commit = require(SAYS, says, "commit", str)
     left_out = {name: digest for name, digest in _run_hashes(folder / RUN_HASHES).items() if name.startswith(LEFT_OUT)}
@@ -276,4 +305,12 @@ def _claim_problems(folder: Path, says: dict[str, Any], computed: dict[str, Any]
     problems = differences(SAYS, says, as_json(whole), "the files")
     if not problems and read_bytes(folder / README)[0] != readme_text(whole).encode("utf-8", "surrogatepass"):
         problems.append(f"{README} is not what this version of tunix-rt writes of {SAYS}")
-    return problems
+    return problems or (_manifest_problems(folder, run, whole) if whole["schema"] == SCHEMA else [])
+
+
+def _manifest_problems(folder: Path, run: RunFiles, says: dict[str, Any]) -> list[str]:
+    """The manifest against what the files give; the name of the run is somebody's choice, and only has to be one."""
+    told = read_object(folder / MANIFEST)
+    if fault := fault_of_name(told.get("run_id")):
+        return [f"{MANIFEST}: {fault}"]
+    return differences(MANIFEST, told, as_json(manifest_of(run, says, told["run_id"])), "the files")

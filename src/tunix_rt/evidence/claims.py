@@ -4,7 +4,7 @@ files must hold before it may be said is in `whole.py`."""
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,9 @@ from tunix_rt.evidence.doubtful import parse_object, read_bytes, shown
 from tunix_rt.rundir import RunDir
 from tunix_rt.strict_yaml import read_yaml
 
-SCHEMA = "tunix-rt/bundle/1"
+SCHEMA = "tunix-rt/bundle/2"
+OLDER_SCHEMA = "tunix-rt/bundle/1"
+"""Of bundles that have no `run_manifest.json`."""
 KINDS = {"cuda": "gpu", "cpu": "cpu"}
 COUNTS_END = 2**63
 UNTOUCHED = "ask for an untouched copy of the run"
@@ -120,17 +122,17 @@ def value_at(values: Any, name: str) -> Any:
 # --- the claims -------------------------------------------------------------------------------------------------------
 
 
-def claims_of(run: RunFiles, cpu: RunFiles | None) -> dict[str, Any]:
+def claims_of(run: RunFiles, cpu: RunFiles | None, schema: str = SCHEMA) -> dict[str, Any]:
     """Everything `bundle.json` says but the commit and the files left out."""
     device = run.need("result.json", "device", str)
     said: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": schema,
         "kind": KINDS[device],
         "run_id": run.run_id,
         "device": device,
-        "backend": run.need("config.yaml", "training.backend", str),
+        "backend": engine_of(run),
         "source_sha256": run.need("precommit.json", "source_sha256", str),
-        "torch": run.need("doctor.json", "facts.torch.version", str),
+        **engine_versions(run),
         "model": _without_place(run.need("precommit.json", "base_model.name", str)),
         "weights": run.need("precommit.json", "base_model.weights", str),
         "dataset": _without_place(run.need("precommit.json", "dataset.key", str)),
@@ -143,22 +145,47 @@ def claims_of(run: RunFiles, cpu: RunFiles | None) -> dict[str, Any]:
     if device == "cuda":
         said |= {
             "gpu": gpu_of(run),
-            "cuda": run.need("doctor.json", "facts.torch.cuda_build", str),
+            **cuda_versions(run),
             "gpu_memory": gpu_memory(run),
             "proof": _proof(run),
         }
     if cpu is not None:
-        said["cpu_run"] = {
-            "run_id": cpu.run_id,
-            "torch": cpu.need("doctor.json", "facts.torch.version", str),
-            "host": _host(cpu),
-        }
+        said["cpu_run"] = {"run_id": cpu.run_id, **engine_versions(cpu), "host": _host(cpu)}
         speeds = said["tokens_per_second"]
         speeds |= {"cpu": tokens_per_second(cpu), "cpu_with_first_step": _speed(cpu, 1)}
         speeds["ratio"] = speeds["device"] / speeds["cpu"]
         if not math.isfinite(speeds["ratio"]):
             raise EvidenceError("metrics.jsonl: no GPU is that much faster than a CPU", fix=UNTOUCHED)
     return said
+
+
+def engine_of(run: RunFiles) -> str:
+    return run.need("config.yaml", "training.backend", str)
+
+
+def engine_versions(run: RunFiles) -> dict[str, str]:
+    """What computed, by name. The doctor and the precommitment of a run of JAX must agree on it."""
+    if engine_of(run) != "jax":
+        return {"torch": run.need("doctor.json", "facts.torch.version", str)}
+    found = {name: run.need("precommit.json", f"versions.{name}", str) for name in ("jax", "jaxlib")}
+    for name, fact in (("jax", "version"), ("jaxlib", "jaxlib")):
+        if (told := run.need("doctor.json", f"facts.jax.{fact}", str)) != found[name]:
+            raise run.fault(
+                f"doctor.json: {name} is {shown(told)}, precommit.json has {shown(found[name])}",
+                fix="run again, and leave the environment alone meanwhile",
+            )
+    return found
+
+
+def cuda_versions(run: RunFiles) -> dict[str, Any]:
+    """What ties the engine to CUDA: the version the wheel of torch was built with, or the plugin of jax, whose name has it."""
+    if engine_of(run) != "jax":
+        return {"cuda": run.need("doctor.json", "facts.torch.cuda_build", str)}
+    installed = run.need("doctor.json", "facts.jax.plugins", dict)
+    names = sorted(name for name in installed if re.fullmatch(r"jax-cuda\d+-(?:plugin|pjrt)", str(name)))
+    if not any(name.endswith("-plugin") for name in names):
+        raise run.fault("doctor.json does not tell a CUDA plugin in facts.jax.plugins", AGAIN)
+    return {"cuda_plugin": {name: run.need("doctor.json", f"facts.jax.plugins.{name}", str) for name in names}}
 
 
 def _without_place(name: str) -> str:
@@ -204,9 +231,13 @@ def _host(run: RunFiles) -> dict[str, Any]:
 
 
 def gpu_of(run: RunFiles) -> dict[str, Any]:
-    """The GPU of the proof: among those NVML listed, the one chosen, and what the catalogue knows under its name."""
-    name, uuid = (run.need("doctor.json", f"proof.about.{key}", str) for key in ("name", "uuid"))
-    gpu, part = _listed(run, uuid)
+    """The GPU of the proof: among those NVML listed, the one chosen, and what the catalogue knows under its name.
+
+    JAX does not tell a uuid, and computes on all GPUs that it sees: theirs is `count`, and a uuid is there only where a
+    single GPU has the name.
+    """
+    name = run.need("doctor.json", "proof.about.name", str)
+    gpu, part, which = _gpu_of_jax(run, name) if engine_of(run) == "jax" else _gpu_of_torch(run)
     capability = require(f"{run.where}doctor.json: the GPU", gpu, "capability", list)
     if [type(number) for number in capability] != [int, int] or not all(map(_is_count, capability)):
         raise run.fault("doctor.json: the GPU's capability is not two numbers")
@@ -223,7 +254,7 @@ def gpu_of(run: RunFiles) -> dict[str, Any]:
             raise run.fault(f"doctor.json: {what} is {ascii(told)[:80]}, elsewhere {ascii(wanted)[:80]}", AGAIN)
     return {
         "name": name,
-        "uuid": uuid,
+        **which,
         "compute_capability": ".".join(map(str, capability)),
         "memory_bytes": run.need("doctor.json", "choice.memory_bytes", int),
         "driver": run.need("doctor.json", "facts.nvidia.driver_version", str),
@@ -231,14 +262,35 @@ def gpu_of(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _listed(run: RunFiles, uuid: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The GPU with that uuid as NVML listed it, and what CUDA sees of it: itself, or one of its slices."""
+Listed = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""A GPU as NVML listed it, and what CUDA sees of it: itself, or one of its slices."""
+
+
+def _gpu_of_torch(run: RunFiles) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Any]]:
+    uuid = run.need("doctor.json", "proof.about.uuid", str)
+    for gpu, part in _listed(run):
+        if _bare(part.get("uuid")) == _bare(uuid):
+            return gpu, part, {"uuid": uuid}
+    raise run.fault(f"doctor.json: the GPU of the proof, {uuid}, is not among facts.nvidia.gpus", AGAIN)
+
+
+def _gpu_of_jax(run: RunFiles, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Any]]:
+    named = [(gpu, part) for gpu, part in _listed(run) if part.get("name") == name]
+    if not named:
+        raise run.fault(f"doctor.json: the GPU of the proof, {name}, is not among facts.nvidia.gpus", AGAIN)
+    gpu, part = named[0]
+    which: dict[str, Any] = {"count": run.need("precommit.json", "batch.devices", int)}
+    if len(named) == 1:
+        which["uuid"] = require(f"{run.where}doctor.json: the GPU", part, "uuid", str)
+    return gpu, part, which
+
+
+def _listed(run: RunFiles) -> Iterator[Listed]:
     for gpu in run.need("doctor.json", "facts.nvidia.gpus", list):
         slices = value_at(gpu, "slices")
         for part in [gpu, *slices] if isinstance(slices, list) else [gpu]:
-            if isinstance(part, Mapping) and _bare(part.get("uuid")) == _bare(uuid):
-                return gpu, part
-    raise run.fault(f"doctor.json: the GPU of the proof, {uuid}, is not among facts.nvidia.gpus", AGAIN)
+            if isinstance(part, Mapping):
+                yield gpu, part
 
 
 def _bare(uuid: Any) -> str:

@@ -2,6 +2,7 @@
 versions by name."""
 
 import importlib.metadata
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from tunix_rt.rundir import RunDir, read_json, sha256_file, sha256_text
 from tunix_rt.strict_yaml import read_yaml
 
 SCHEMA = "tunix-rt/precommit/1"
+COMPUTING = {"torch": ("torch", "transformers"), "jax": ("jax", "jaxlib")}
+"""Packages whose versions decide what an engine computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The micro-batch that a run began with: its rows, all devices together, and over how many they were split."""
+
+    rows: int
+    devices: int
 
 
 def settled_config(config: RunConfig) -> RunConfig:
@@ -28,16 +39,23 @@ def settled_config(config: RunConfig) -> RunConfig:
 
 
 def build_precommit(
-    config: RunConfig, model: ModelSource, tokenizer: Tokenizer, data: Prepared, *, device: str
+    config: RunConfig,
+    model: ModelSource,
+    tokenizer: Tokenizer,
+    data: Prepared,
+    *,
+    device: str,
+    batch: Batch | None = None,
 ) -> dict[str, Any]:
-    """Everything that determines the run. The same inputs give the same values, but for `created`."""
+    """Everything that determines the run. The same inputs give the same values, but for `created`. `batch` belongs to a run
+    over several devices, that of a continued one to how it began."""
     source_sha256, source_files = source_hash(Path(tunix_rt.__file__).parent)
     seeds = {"seed": config.training.seed, "data_seed": _data_seed(config)}
     committed: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
-        "versions": _versions(),
+        "versions": _versions(config.training.backend),
         "config_sha256": config_hash(config),
         "source_sha256": source_sha256,
         "source_files": source_files,
@@ -61,6 +79,8 @@ def build_precommit(
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
     }
+    if batch is not None and config.training.backend == "jax":
+        committed["batch"] = {"rows": batch.rows, "devices": batch.devices}
     if model.converted_from is not None:
         committed["base_model"]["converted_from"] = model.converted_from
     if data.style.template.today is not None:
@@ -89,6 +109,16 @@ def began_on(committed: dict[str, Any]) -> date | None:
         return date.fromisoformat(written) if isinstance(written, str) else None
     except ValueError:
         return None  # then the dataset is not the one committed to, and the run is refused for that
+
+
+def batch_of_run(committed: dict[str, Any]) -> Batch | None:
+    """The micro-batch that a run began with; None where it does not say, and is refused for that."""
+    written = committed.get("batch")
+    if not isinstance(written, dict):
+        return None
+    rows, devices = written.get("rows"), written.get("devices")
+    sound = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (rows, devices))
+    return Batch(rows=rows, devices=devices) if sound else None  # type: ignore[arg-type]
 
 
 def config_hash(config: RunConfig) -> str:
@@ -143,10 +173,10 @@ def _flat(committed: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _versions() -> dict[str, str]:
+def _versions(backend: str) -> dict[str, str]:
     """What computes, by its installed version; asked without importing it."""
     found = {"tunix-rt": tunix_rt.__version__}
-    for name in ("torch", "transformers"):
+    for name in COMPUTING[backend]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

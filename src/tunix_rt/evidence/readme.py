@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tunix_rt.evidence.claims import OLDER_SCHEMA
 from tunix_rt.evidence.hashes import is_weights
 
 GIB = 2**30
@@ -36,7 +37,11 @@ def _where(says: Mapping[str, Any]) -> str:
 
 def _opening(says: Mapping[str, Any]) -> str:
     ran = f"{says['steps_completed']} optimizer steps on `device={says['device']}`, completed"
-    return f"{ran}. Written by tunix-rt from the files in this folder; no figure was typed by hand."
+    written = f"{ran}. Written by tunix-rt from the files in this folder; no figure was typed by hand."
+    return written if says["schema"] == OLDER_SCHEMA else f"{written} {_MANIFEST}"
+
+
+_MANIFEST = "`run_manifest.json` says it for programs, with the settings; it names those left open, and holds no null."
 
 
 def _what_ran(says: Mapping[str, Any]) -> str:
@@ -65,13 +70,12 @@ def _table(says: Mapping[str, Any]) -> Iterator[str]:
 
 def _figures(says: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     speeds = says["tokens_per_second"]
-    yield "PyTorch", says["torch"]
+    yield from _versions(says)
     if says["device"] == "cuda":
         gpu = says["gpu"]
-        yield "CUDA of the PyTorch wheel", says["cuda"]
         yield "driver", gpu["driver"]
         yield "CUDA the driver reports", gpu["driver_cuda"]
-        yield "GPU", gpu["name"]
+        yield "GPU", gpu["name"] if gpu.get("count", 1) == 1 else f"{gpu['count']} x {gpu['name']}"
         yield "compute capability", gpu["compute_capability"]
         yield "memory of the GPU", _bytes(gpu["memory_bytes"])
     yield "CPU", f"{says['host']['cpu']}, {says['host']['cpu_cores']} cores"
@@ -81,9 +85,26 @@ def _figures(says: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield f"tokens/s on {_where(says)}", _speed(speeds["device"])
     if "cpu" in speeds:
         host = says["cpu_run"]["host"]
-        on = f"{host['cpu']}, {host['cpu_cores']} cores, PyTorch {says['cpu_run']['torch']}"
+        engine = f"{_engine(says)} {says['cpu_run'][says['backend']]}"
+        on = f"{host['cpu']}, {host['cpu_cores']} cores, {engine}"
         yield f"tokens/s of the same configuration on the CPU ({on})", _speed(speeds["cpu"])
         yield "GPU against CPU", f"{speeds['ratio']:.2f} times"
+
+
+def _engine(says: Mapping[str, Any]) -> str:
+    return "JAX" if says["backend"] == "jax" else "PyTorch"
+
+
+def _versions(says: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if says["backend"] == "jax":
+        yield "JAX", says["jax"]
+        yield "jaxlib", says["jaxlib"]
+        for name, version in sorted(says.get("cuda_plugin", {}).items()):
+            yield f"CUDA plugin `{name}`", version
+        return
+    yield "PyTorch", says["torch"]
+    if says["device"] == "cuda":
+        yield "CUDA of the PyTorch wheel", says["cuda"]
 
 
 def _bytes(size: int) -> str:
@@ -104,16 +125,23 @@ def _speed_words(says: Mapping[str, Any]) -> str:
         files = "`metrics.jsonl` and `cpu/metrics.jsonl`"
     return (
         "Speeds are all tokens over all seconds of the steps after the first, which also warms up; with it they are "
-        f"{with_first}. They come from {files}. One run each: a confirmation, not a benchmark."
+        f"{with_first}. They come from {files}. {_runs(says)}: a confirmation, not a benchmark."
     )
+
+
+def _runs(says: Mapping[str, Any]) -> str:
+    if says["device"] == "cuda" and "cpu_run" not in says:
+        return "No run on the CPU was given to hold them against, so there is no ratio. One run"
+    return "One run each"
 
 
 # --- the definition of done -------------------------------------------------------------------------------------------
 
 
 def _checklist(says: Mapping[str, Any]) -> Iterator[str]:
-    gpu, memory = says["gpu"], says["gpu_memory"]
-    yield "- [x] `torch.cuda.is_available()` returned `True`: `cuda_check.txt`."
+    gpu, memory, with_jax = says["gpu"], says["gpu_memory"], says["backend"] == "jax"
+    seen = "`jax.devices()[0].platform` was `gpu`" if with_jax else "`torch.cuda.is_available()` returned `True`"
+    yield f"- [x] {seen}: `cuda_check.txt`."
     expected = "as the milestone expected"
     if "RTX 5090" not in gpu["name"]:
         expected = "the milestone expected an RTX 5090, this is the GPU that was there"
@@ -122,13 +150,24 @@ def _checklist(says: Mapping[str, Any]) -> Iterator[str]:
         f"({expected}): `doctor.json`, `cuda_check.txt`, `env_info.txt`."
     )
     yield "- [x] Training ran on `device=cuda`: `training_log.txt`, the lines with `Using device: cuda` and `device=cuda`."
-    yield (
-        "- [x] No warnings about unsupported compute capability: PyTorch gave none of those it has, in `training_log.txt` "
-        "or `cuda_check.txt`."
-    )
-    yield f"- [x] {_memory_words(memory)}"
+    yield f"- [x] {_JAX_HAS_CODE if with_jax else _TORCH_HAS_CODE}"
+    yield f"- [x] {_memory_words(memory)}{_JAX_TAKES if with_jax else ''}"
     yield "- [x] The evidence is saved: the files in this folder, hashed in `SHA256SUMS`."
     yield f"- [x] No silent CPU fallback. {_fallback_words(says)}"
+
+
+_TORCH_HAS_CODE = (
+    "No warnings about unsupported compute capability: PyTorch gave none of those it has, in `training_log.txt` "
+    "or `cuda_check.txt`."
+)
+_JAX_HAS_CODE = (
+    "The compute capability is supported: the doctor judged that JAX's CUDA plugin has code for it (the check "
+    "`jax-plugin-lacks-architecture` passed: `doctor.json`), and the kernels of the proof ran: `cuda_check.txt`."
+)
+_JAX_TAKES = (
+    " JAX by default takes its share of the memory when it starts: this is what it held, not what the steps needed of it "
+    "(`peak_bytes` in `metrics.jsonl`)."
+)
 
 
 def _memory_words(memory: Mapping[str, Any]) -> str:
@@ -148,9 +187,14 @@ def _memory_words(memory: Mapping[str, Any]) -> str:
 
 def _fallback_words(says: Mapping[str, Any]) -> str:
     names = ", ".join(says["proof"])
+    where = "parameters, optimizer state and loss live on the device"
+    by = "`_assert_on_device` in `src/tunix_rt/backends/torch_backend.py`"
+    if says["backend"] == "jax":
+        where = "parameters and optimizer state live on the device"
+        by = "`_assert_on_devices` in `src/tunix_rt/backends/jax_backend.py`"
     return (
-        "After its first step the engine asserts that parameters, optimizer state and loss live on the device, and ends "
-        "the run if one does not (`_assert_on_device` in `src/tunix_rt/backends/torch_backend.py` at this commit); this "
+        f"After its first step the engine asserts that {where}, and ends "
+        f"the run if one does not ({by} at this commit); this "
         f"run completed (`result.json`). Before training, {len(says['proof'])} proofs ran on the device and passed: "
         f"{names} (`doctor.json`)."
     )
@@ -174,20 +218,27 @@ def _left_out(says: Mapping[str, Any]) -> str:
 
 
 def _again(says: Mapping[str, Any]) -> str:
-    lines = [
-        f"git checkout {says['commit']}",
-        'pip install -e ".[training]"',
-        _train(says, "BUNDLE/config.yaml", "RUN"),
-    ]
-    if says["device"] == "cuda":
+    lines = [f"git checkout {says['commit']}", *_install(says), _train(says, "BUNDLE/config.yaml", "RUN")]
+    if "cpu_run" in says:
         lines.append(_train(says, "BUNDLE/cpu/config.yaml", "CPU_RUN"))
         lines.append("tunix-rt evidence collect RUN --cpu-run CPU_RUN --output NEW_BUNDLE")
     else:
         lines.append("tunix-rt evidence collect RUN --output NEW_BUNDLE")
     words = (
-        "`BUNDLE` is this folder. On another device, driver or PyTorch the losses agree closely, not to the last bit."
+        f"`BUNDLE` is this folder. On another device, driver or {_engine(says)} the losses agree closely, "
+        "not to the last bit."
     )
     return "```bash\n" + "\n".join(lines) + "\n```\n\n" + words
+
+
+def _install(says: Mapping[str, Any]) -> Iterator[str]:
+    """With JAX, which has its CUDA libraries from an extra of its own, named as in `jax-cuda13-plugin`."""
+    if says["backend"] != "jax":
+        yield 'pip install -e ".[training]"'
+        return
+    yield 'pip install -e ".[jax]"'
+    cuda = {name.split("-")[1] for name in says.get("cuda_plugin", {})}
+    yield from (f'pip install "jax[{one}]=={says["jax"]}"' for one in sorted(cuda))
 
 
 def _check(says: Mapping[str, Any]) -> str:

@@ -2,15 +2,30 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tunix_rt.doctor.prove import COMPUTED
 from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.claims import AGAIN, KINDS, UNPRINTED, RunFiles, gpu_memory, gpu_of, memory_samples, value_at
+from tunix_rt.evidence.claims import (
+    AGAIN,
+    KINDS,
+    UNPRINTED,
+    RunFiles,
+    cuda_versions,
+    engine_of,
+    engine_versions,
+    gpu_memory,
+    gpu_of,
+    memory_samples,
+    value_at,
+)
 from tunix_rt.evidence.doubtful import read_bytes, shown
 from tunix_rt.evidence.source import combined_hash
 
-ENGINE = "torch"
+ENGINES = ("torch", "jax")
+HAS_CODE = "jax-plugin-lacks-architecture"
+"""The check of the doctor that passes where JAX's CUDA plugin has code for the GPU; JAX gives no warning to look for."""
 
 
 def require_whole(run: RunFiles) -> None:
@@ -26,9 +41,9 @@ def require_whole(run: RunFiles) -> None:
             f"result.json: it ran on {shown(run.result['device'])}; bundles are made of runs on {' and '.join(KINDS)}",
             fix="collect a run on one of these",
         )
-    if (engine := run.need("config.yaml", "training.backend", str)) != ENGINE:
+    if (engine := engine_of(run)) not in ENGINES:
         raise run.fault(
-            f"config.yaml: training.backend is {engine}; bundles are made of runs of {ENGINE}",
+            f"config.yaml: training.backend is {engine}; bundles are made of runs of {' and '.join(ENGINES)}",
             fix="collect one of those",
         )
     lacking = [*_faults_of_inputs(run), *(_lacking_cuda(run) if run.result["device"] == "cuda" else _lacking_cpu(run))]
@@ -52,36 +67,22 @@ def _faults_of_inputs(run: RunFiles) -> Iterator[str]:
 
 
 def _lacking_cpu(run: RunFiles) -> Iterator[str]:
-    version = run.need("doctor.json", "facts.torch.version", str)
-    yield from _lacks(run, "env_info.txt", {"the host's memory": r"(?im)^.*\b(ram|memory)\b.*[1-9].*$"})
-    yield from _lacks(run, "torch_version.txt", {"torch's version": _word(version)})
+    memory = {"the host's memory": r"(?im)^.*\b(ram|memory)\b.*[1-9].*$"}
+    versions = _version_words(run)
+    if engine_of(run) == "torch":
+        yield from _lacks(run, "env_info.txt", memory)
+        yield from _lacks(run, "torch_version.txt", versions)
+    else:
+        yield from _lacks(run, "env_info.txt", memory | {"jax's version": versions["jax's version"]})
     yield from _lacks(run, "training_log.txt", {}, _device_lines("cpu"))
 
 
 def _lacking_cuda(run: RunFiles) -> Iterator[str]:
-    gpu, torch = gpu_of(run), run.need("doctor.json", "facts.torch.version", str)
-    cuda = run.need("doctor.json", "facts.torch.cuda_build", str)
-    major, minor = gpu["compute_capability"].split(".")
+    gpu = gpu_of(run)
     driver = {"the driver's version": _word(gpu["driver"])}
     yield from _lacks(run, "env_info.txt", driver | {"the CUDA version the driver reports": _word(gpu["driver_cuda"])})
-    yield from _lacks(
-        run, "torch_version.txt", {"torch's version": _word(torch), "the CUDA version of the wheel": _word(cuda)}
-    )
-    yield from _lacks(
-        run,
-        "cuda_check.txt",
-        {
-            "torch's version": _word(torch),
-            "the device's name": _word(gpu["name"]),
-            "the device's uuid": _word(gpu["uuid"]),
-            "the compute capability": rf"\({major}, *{minor}\)|{_word(f'{major}.{minor}')}|\bsm_{major}{minor}\b",
-            f"the line `{COMPUTED}`": rf"(?m)^\s*{COMPUTED}\s*$",
-        },
-        {"is_available": ("torch.cuda.is_available(): True", r"torch\.cuda\.is_available\(\): True")},
-    )
+    yield from _lacking_jax(run, gpu) if engine_of(run) == "jax" else _lacking_torch(run, gpu)
     yield from _lacks(run, "training_log.txt", {}, _device_lines("cuda"))
-    yield from _misfit_warnings(run, "training_log.txt")
-    yield from _misfit_warnings(run, "cuda_check.txt")
     wanted = dict(driver)
     if gpu_memory(run)["by"] == "nvml":  # elsewhere process ids are hidden, from nvidia-smi as well
         pids = sorted({sample["pid"] for sample in memory_samples(run, "nvml")})
@@ -89,6 +90,41 @@ def _lacking_cuda(run: RunFiles) -> Iterator[str]:
         # Not the line above the output in which we say which process is ours: nvidia-smi itself must list it.
         wanted[f"our process ({' or '.join(map(str, pids))})"] = rf"(?m)^(?!.*our process id).*(?:{any_of})"
     yield from _lacks(run, "nvidia_smi.txt", wanted)
+
+
+def _lacking_torch(run: RunFiles, gpu: Mapping[str, Any]) -> Iterator[str]:
+    versions = _version_words(run)
+    cuda = {"the CUDA version of the wheel": _word(cuda_versions(run)["cuda"])}
+    yield from _lacks(run, "torch_version.txt", versions | cuda)
+    uuid = {"the device's uuid": _word(gpu["uuid"])}
+    available = {"is_available": ("torch.cuda.is_available(): True", r"torch\.cuda\.is_available\(\): True")}
+    yield from _lacks(run, "cuda_check.txt", versions | uuid | _checked(gpu), available)
+    yield from _misfit_warnings(run, "training_log.txt")
+    yield from _misfit_warnings(run, "cuda_check.txt")
+
+
+def _lacking_jax(run: RunFiles, gpu: Mapping[str, Any]) -> Iterator[str]:
+    cuda_versions(run)
+    sign = "jax.devices()[0].platform"
+    platform = {sign: (f"{sign}: gpu", rf"{re.escape(sign)}: gpu")}
+    yield from _lacks(run, "cuda_check.txt", _version_words(run) | _checked(gpu), platform)
+    verdicts = [value_at(one, "verdict") for one in run.doctor["checks"] if value_at(one, "cause") == HAS_CODE]
+    if verdicts != ["pass"]:
+        yield f"doctor.json: the check {HAS_CODE}, once, does not say 'pass'"
+
+
+def _version_words(run: RunFiles) -> dict[str, str]:
+    return {f"{name}'s version": _word(version) for name, version in engine_versions(run).items()}
+
+
+def _checked(gpu: Mapping[str, Any]) -> dict[str, str]:
+    """What `cuda_check.txt` shows of any engine."""
+    major, minor = gpu["compute_capability"].split(".")
+    return {
+        "the device's name": _word(gpu["name"]),
+        "the compute capability": rf"\({major}, *{minor}\)|{_word(f'{major}.{minor}')}|\bsm_{major}{minor}\b",
+        f"the line `{COMPUTED}`": rf"(?m)^\s*{COMPUTED}\s*$",
+    }
 
 
 def _device_lines(device: str) -> dict[str, tuple[str, str]]:

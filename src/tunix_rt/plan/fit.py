@@ -10,7 +10,9 @@ from tunix_rt.config import RunConfig
 from tunix_rt.errors import DoesNotFitError
 from tunix_rt.plan.activations import DTYPE_BYTES
 from tunix_rt.plan.footprint import footprint_of
-from tunix_rt.plan.memory import MemoryPlan, Phase, longest_row, predict
+from tunix_rt.plan.jax_limits import limits_met
+from tunix_rt.plan.memory import MemoryPlan, Phase, longest_row
+from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape
 
@@ -89,6 +91,20 @@ def refuse_if_too_big(plan: MemoryPlan, choice: Device, shape: ModelShape, confi
     )
 
 
+def left_to_the_compiler(plan: MemoryPlan, choice: Device, config: RunConfig) -> str:
+    """What to say where a run of the JAX engine is not judged to fit and yet goes on: weights and optimizer have room, and
+    only the bound over everything else does not. XLA may do with less. Empty where the verdict stands."""
+    if config.training.backend != "jax" or judge(plan, choice).fits:
+        return ""
+    step = next(phase for phase in plan.phases if phase.name == "step")
+    if step.parts["weights"] + step.parts["optimizer"] + plan.context_bytes > choice.free_bytes:
+        return ""
+    return (
+        f"It may not fit: up to {plan.least_bytes / GIB:.2f} GiB predicted, {choice.free_bytes / GIB:.2f} GiB free on "
+        f"{choice.device}; that is an upper bound, and the compiler decides before a weight is loaded"
+    )
+
+
 def explain_out_of_memory(
     plan: MemoryPlan, measured_bytes: int, choice: Device, shape: ModelShape, config: RunConfig
 ) -> tuple[str, str]:
@@ -131,11 +147,13 @@ def _advice(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConf
 
     def planned(changes: dict[str, Settings]) -> MemoryPlan:
         settings = {name: value for change in changes.values() for name, value in change.items()}
-        return _planned_again(plan, choice, shape, _with(config, settings))
+        return _planned_again(plan, choice, shape, config, settings)
 
     changes: dict[str, Settings] = {}
     tried = plan
     for rung in _changes(config, choice):
+        if _refused(config, rung):
+            continue
         changes |= rung
         tried = planned(changes)
         if judge(tried, choice).fits:
@@ -160,13 +178,26 @@ def _advice(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConf
         yield from _adapters(plan, choice, shape, config)
 
 
-def _planned_again(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig) -> MemoryPlan:
-    """The prediction for the rows that `plan` was made for, which may be known to be shorter than `data.max_length`."""
-    return predict(
+def _refused(config: RunConfig, rung: dict[str, Settings]) -> bool:
+    """Whether the engine does not honour a setting of `rung`."""
+    asked = {name: value for change in rung.values() for name, value in change.items()}
+    return config.training.backend == "jax" and any(limits_met(_with(config, asked).training))
+
+
+def _planned_again(
+    plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig, settings: Settings
+) -> MemoryPlan:
+    """The prediction for `config` with `settings`, for the rows that `plan` was made for: they may be known to be shorter
+    than `data.max_length`, and of a run that began on another number of devices there are as many as there were then."""
+    changed = _with(config, settings)
+    before, now = (one.training.per_device_train_batch_size for one in (config, changed))
+    return predict_run(
         shape,
-        config,
+        changed,
         device=plan.device,
-        row_tokens=min(plan.row_tokens, config.data.max_length),
+        devices=plan.devices,
+        rows=-(-plan.rows * now // before),
+        row_tokens=min(plan.row_tokens, changed.data.max_length),
         target_share=plan.target_share,
         capability=choice.capability,
     )
@@ -267,7 +298,7 @@ def _costs(settings: Settings) -> Iterator[str]:
 
 def _adapters(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig) -> Iterator[str]:
     """The last remedy, in words: it is another kind of training and never mixed into the other advice."""
-    if config.training.lora_rank is not None:
+    if config.training.lora_rank is not None or config.training.backend == "jax":
         return
     changes: dict[str, Settings] = {"adapters": {"training.lora_rank": ADVISED_RANK}}
     changes["whole"] = {"training.master_dtype": None, "training.optim_in_backward": False}
@@ -275,7 +306,7 @@ def _adapters(plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunCo
         if "length" not in rung:
             changes |= rung
     settings = {name: value for change in changes.values() for name, value in change.items()}
-    least = _planned_again(plan, choice, shape, _with(config, settings))
+    least = _planned_again(plan, choice, shape, config, settings)
     if judge(least, choice).fits:
         yield (
             f"or, only then, training.lora_rank={ADVISED_RANK}: trains adapters instead of every parameter "

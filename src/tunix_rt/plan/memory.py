@@ -89,6 +89,8 @@ class MemoryPlan:
     """Taken on the device besides, by the CUDA context; 0 on a CPU."""
     eval_rows: int
     """Questions that are answered at once, and rows of a forward pass of the held-out loss."""
+    devices: int = 1
+    """Over which the run is spread. Bytes are those of one of them; on a CPU, of all together."""
 
     @property
     def peak(self) -> Phase:

@@ -1,0 +1,168 @@
+"""The commands of the founding documents for the JAX engine: written as they are, through a shell, on what is here.
+
+No TPU run has been made by this project. Here there is neither a TPU nor a GPU: the commands end with exit code 4 and the
+cause, and with `--device cpu` and a small model they train.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SHIPPED
+from tests.program import environment, refused
+from tunix_rt.cli.legacy import config_of, options_of
+from tunix_rt.config import load_config
+from tunix_rt.errors import ConfigError
+
+CONFIGS = ROOT / "training" / "configs"
+ON_A_GPU = (
+    "python training/run_train_jax.py --config training/configs/submission_local_gpu.yaml --dataset dev-reasoning-v2 "
+    "--device gpu --output ./output/local_gpu_run"
+)
+ON_A_TPU = (
+    "python training/run_train_jax.py --config training/configs/submission_tpu.yaml --dataset dev-reasoning-v2 "
+    "--device tpu --output DIR"
+)
+GEMMA = {
+    "model_type": "gemma", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A working folder with what a clone has, and a `python` that is this one."""
+    folder = tmp_path / "clone"
+    (folder / "bin").mkdir(parents=True)
+    for name in ("src", "training", "training_pt", "datasets", "evalsets", "models"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return folder
+
+
+def typed(command: str, clone: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """The command as a person types it. What a user's shell says of jax's platforms is left out."""
+    clean = environment(HF_HUB_CACHE=str(clone.parent / "hub"), **extra)
+    for name in set(clean) - set(extra):
+        if name.startswith(("JAX_", "XLA_", "TPU_")):
+            del clean[name]
+    clean["PATH"] = f"{clone / 'bin'}{os.pathsep}{clean['PATH']}"
+    return subprocess.run(["sh", "-c", command], cwd=clone, env=clean, capture_output=True, text=True, timeout=300)
+
+
+def put_into_hub_cache(name: str, cache: Path) -> str:
+    """A small Gemma with random weights under a hub id, laid out as the hub's own client lays it out."""
+    import transformers
+
+    commit = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    transformers.AutoModelForCausalLM.from_config(transformers.GemmaConfig(**GEMMA)).save_pretrained(snapshot)
+    for tokenizer in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / tokenizer).write_bytes((SHIPPED / tokenizer).read_bytes())
+    return commit
+
+
+# --- without an accelerator -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "cause"), [(ON_A_GPU, "no-gpu"), (ON_A_TPU, "no-tpu")], ids=["submission_local_gpu", "submission_tpu"]
+)
+@pytest.mark.skipif(
+    any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")), reason="has an accelerator"
+)
+def test_without_the_accelerator_the_command_as_written_ends_with_exit_code_4_and_the_cause(clone, command, cause):
+    said = refused(typed(command, clone), 4)
+    assert f"no {cause.removeprefix('no-').upper()} present" in said
+    output = clone / command.rpartition("--output ")[2]
+    checks = json.loads((output / "doctor.json").read_text())["checks"]
+    assert next(check["cause"] for check in checks if check["verdict"] == "fail") == cause
+    result = json.loads((output / "result.json").read_text())
+    assert (result["status"], result["exit_code"]) == ("refused", 4)
+    assert not (output / "checkpoints").exists() and not (output / "metrics.jsonl").exists()
+
+
+# --- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_trains_on_the_cpu_a_model_that_lies_in_the_hub_cache_under_its_id(clone):
+    """The command of the document for a GPU, its device and its length apart: bfloat16, Adafactor, recomputation."""
+    commit = put_into_hub_cache("google/gemma-2b", clone.parent / "hub")
+    here = ON_A_GPU.replace("--device gpu", "--device cpu --smoke_steps 2 --set evaluation.enabled=false")
+    done = typed(here, clone)
+    assert done.returncode == 0, done.stderr
+    output = clone / "output" / "local_gpu_run"
+    log = (output / "training_log.txt").read_text()
+    assert "Using device: cpu" in log
+    assert f"Preflight: model=google/gemma-2b revision={commit}" in log
+    result = json.loads((output / "result.json").read_text())
+    assert (result["status"], result["steps_completed"]) == ("completed", 2)
+    assert re.search(r"^  backend: jax$", (output / "config.yaml").read_text(), re.MULTILINE)
+
+
+# --- what the scripts are -----------------------------------------------------------------------------------------------
+
+
+def test_the_older_name_carries_the_demanded_comment_and_the_later_finding_of_the_tpu_configuration():
+    lines = (ROOT / "training" / "train_jax.py").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# TPU execution blocked due to Gemma 256K vocab + 16GB HBM limit. See M38 audit."
+    assert lines[1].startswith("# Later finding: ") and all(line.startswith("# ") for line in lines[2:4])
+    assert not lines[4].startswith("#")
+    assert lines[:4] == (CONFIGS / "submission_tpu.yaml").read_text(encoding="utf-8").splitlines()[:4]
+
+
+@pytest.mark.parametrize("script", ["training/run_train_jax.py", "training/train_jax.py"])
+def test_a_script_is_the_torch_script_with_the_other_engine_and_nothing_else(script):
+    ours, theirs = (ast.parse((ROOT / path).read_text()).body[1:] for path in (script, "training_pt/train.py"))
+    assert [ast.unparse(node) for node in ours] == [
+        ast.unparse(node).replace("main('torch')", "main('jax')") for node in theirs
+    ]
+
+
+def jax_config(config: Path | str, *flags: str):
+    return config_of(options_of(["--config", str(config), "--output", "unused", *flags]), "jax")
+
+
+def test_a_configuration_without_an_engine_gets_the_one_of_the_script(tmp_path):
+    bare = CONFIGS / "submission_local_gpu.yaml"
+    assert "backend" not in bare.read_text()
+    assert jax_config(bare).training.backend == "jax"
+    assert config_of(options_of(["--config", str(bare), "--output", "unused"]), "torch").training.backend == "torch"
+    assert jax_config(CONFIGS / "submission_tpu.yaml") == load_config(CONFIGS / "submission_tpu.yaml")
+
+
+@pytest.mark.parametrize("by", ["file", "smoke", "set"])
+def test_a_configuration_that_names_the_other_engine_is_refused_by_name(tmp_path, by):
+    named = tmp_path / "named.yaml"
+    named.write_text("training:\n  backend: torch\n")
+    bare = str(CONFIGS / "smoke_tiny.yaml")
+    told = {
+        "file": [str(named)], "smoke": [bare, "--smoke_config", str(named)], "set": [bare, "--set", "training.backend=torch"],
+    }[by]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"training\.backend: torch is asked for") as caught:
+        jax_config(*told)
+    assert caught.value.exit_code == 2
+    assert "training_pt/train.py" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"training\.backend: jax is asked for.*training_pt/train\.py runs the torch"):
+        config_of(options_of(["--config", str(CONFIGS / "submission_tpu.yaml"), "--output", "unused"]), "torch")
+
+
+def test_smoke_settings_apply_to_a_submission_only_when_asked_for():
+    whole = load_config(CONFIGS / "submission_tpu.yaml")
+    assert jax_config(CONFIGS / "submission_tpu.yaml") == whole
+    smoked = jax_config(CONFIGS / "submission_tpu.yaml", "--smoke_config", str(CONFIGS / "smoke_tiny.yaml"))
+    assert (smoked.model.model_name_or_path, smoked.training.max_steps) == ("tiny-gemma3", 6)
+    assert (smoked.training.optim, smoked.training.backend) == (whole.training.optim, "jax")
+    few = jax_config(CONFIGS / "submission_tpu.yaml", "--smoke_steps", "2")
+    assert few == whole.model_copy(update={"training": whole.training.model_copy(update={"max_steps": 2})})
