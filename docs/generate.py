@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks import accumulation_error, kills
-from docs import answer_pages, data_pages, doctor_pages, engine_pages, speed_pages, tpu_pages
+from docs import answer_pages, data_pages, doctor_pages, engine_pages, jax_pages, speed_pages, tpu_pages
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
@@ -57,6 +57,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answer_pages.answers_block(root)),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         tpu_pages.PAGE: tpu_pages.page(root),
+        jax_pages.PAGE: jax_pages.page(root),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
 

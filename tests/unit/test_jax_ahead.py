@@ -131,22 +131,24 @@ def test_the_hash_is_of_everything_that_decides_the_verdict(case):
 
 
 def test_every_module_that_the_step_is_made_of_is_part_of_the_hash():
-    folder = ROOT / "src" / "tunix_rt" / "backends"
-    found, pending = set(), ["jax_ahead_compile"]
+    """Of engine and plan, but for what describes memory and decides no code."""
+    package = ROOT / "src" / "tunix_rt"
+    found, pending = set(), ["backends/jax_ahead_compile.py"]
     while pending:
         name = pending.pop()
-        if name in found or name == "jax_ahead":  # the parent, which compiles nothing
+        if name in found or name == "backends/jax_ahead.py":  # the parent, which compiles nothing
             continue
         found.add(name)
-        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunix_rt.backends"):
-                named = (
-                    [node.module.rpartition(".")[2]]
-                    if node.module != "tunix_rt.backends"
-                    else [a.name for a in node.names]
-                )
-                pending += [one for one in named if (folder / f"{one}.py").is_file()]
-    assert {f"{name}.py" for name in found} <= set(jax_ahead.STEP_SOURCES)
+        for node in ast.walk(ast.parse((package / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                ("tunix_rt.backends", "tunix_rt.plan")
+            ):
+                module = node.module.removeprefix("tunix_rt.").replace(".", "/")
+                named = [f"{module}.py", *(f"{module}/{one.name}.py" for one in node.names)]
+                pending += [one for one in named if (package / one).is_file()]
+    describing = {"plan/activations.py", "plan/memory.py", "plan/footprint.py", "plan/answering.py"}
+    assert found - describing <= set(jax_ahead.STEP_SOURCES)
+    assert len(found) > 10
 
 
 # --- where it runs ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import IO, Any
 from tunix_rt.accelerators import accelerators_named
 from tunix_rt.assets import cache_root
 from tunix_rt.config import Training
-from tunix_rt.errors import ConfigError, HardwareError, TunixError
+from tunix_rt.errors import ConfigError, HardwareError, StorageError, TunixError
 from tunix_rt.rundir import json_text, sha256_text, write_text
 
 CHILD = "tunix_rt.backends.jax_ahead_compile"
@@ -43,10 +43,12 @@ TPU_VARIABLES = {
 }
 TOPOLOGY = re.compile(r"(?P<kind>[a-z0-9]+):(?P<chips>\d{1,3}x\d{1,3}(x\d{1,3})?)")
 STEP_SOURCES = (
-    "jax_architecture.py", "jax_models.py", "jax_head.py", "jax_attention.py", "jax_mesh.py", "jax_optim.py", "jax_spread.py",
-    "jax_step.py", "jax_tunix.py", "jax_weights.py", "jax_ahead_compile.py",
+    *(f"backends/jax_{name}.py" for name in (
+        "architecture", "models", "head", "attention", "mesh", "optim", "spread", "step", "tunix", "weights", "ahead_compile",
+    )),
+    *(f"plan/{name}.py" for name in ("recipe", "shape", "state_bytes", "compiling", "tensors", "jax_memory")),
 )  # fmt: skip
-"""What decides the compiled code, beside jax and libtpu."""
+"""What decides the compiled code, beside jax and libtpu: files of the package."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -173,14 +175,17 @@ def ask_compiler(
         say(f"{case.topology}: compiled before, in {known.seconds:.0f} s ({kept})")
         return known
     found = verdict_of(_answer(case, say, limit_seconds), versions)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_text(kept, json_text({"schema": SCHEMA, "verdict": asdict(found)}))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, json_text({"schema": SCHEMA, "verdict": asdict(found)}))
+    except (OSError, StorageError) as error:
+        say(f"the verdict cannot be kept, and will be asked for again: {error}")
     return found
 
 
 def case_hash(case: Case, versions: Mapping[str, str]) -> str:
     """Of everything that decides the verdict: the case, the versions, and the source of the step."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     sources = {name: sha256_text((folder / name).read_text(encoding="utf-8")) for name in STEP_SOURCES}
     if case.child != CHILD:
         sources[case.child] = sha256_text(_source_of(case.child))
