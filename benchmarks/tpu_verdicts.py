@@ -79,8 +79,8 @@ CASES = (
     ),
     Asked(name="submission", about="`submission_tpu.yaml`: the state cut over eight chips", config=SUBMISSION),
     Asked(
-        name="submission_again", about="the same, layers computed again in the backward pass", config=SUBMISSION,
-        settings={"training.gradient_checkpointing": "true"},
+        name="submission_kept", about="the same, nothing computed again in the backward pass", config=SUBMISSION,
+        settings={"training.gradient_checkpointing": "false"},
     ),
     Asked(name="gemma_2b", about="Gemma 2B, float32 weights, AdamW", settings=_sized(8, 1024)),
     Asked(name="gemma_2b_one_hot", about="the same with the loss of a one-hot table", settings=_sized(8, 1024), child=ONE_HOT),

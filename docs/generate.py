@@ -58,6 +58,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         tpu_pages.PAGE: tpu_pages.page(root),
         jax_pages.PAGE: jax_pages.page(root),
+        jax_pages.TUNIX_PAGE: jax_pages.tunix_page(root),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
     }
 

@@ -1,4 +1,5 @@
-"""What was measured of the JAX engine on a GPU, in docs/reference/jax-engine.md: read from the raw output of two runs."""
+"""What was measured of the JAX engine: on a GPU, in docs/reference/jax-engine.md; beside transformers and Tunix, in
+docs/reference/tunix.md. Read from raw output."""
 
 import json
 import re
@@ -10,6 +11,8 @@ from docs.markdown import table, with_block
 PAGE = Path("docs/reference/jax-engine.md")
 RESULTS = Path("benchmarks/results")
 PACKED, LOCAL = RESULTS / "jax_program_h200.txt", RESULTS / "jax_local_gpu_h200"
+TUNIX_PAGE, PARITY = Path("docs/reference/tunix.md"), RESULTS / "parity.json"
+SIDES = {"ours": "our model, our step", "adapter": "Tunix's model, our step", "tunix": "Tunix alone"}
 GIB = 2**30
 _STEP = re.compile(r"^step (\d+)/\d+  loss ([\d.]+).*?([\d,]+) tokens/s  peak ([\d.]+) GiB", re.MULTILINE)
 _COMPILED = re.compile(r"Compiled in ([\d.]+) s; the compiler asks for ([\d.]+) GiB")
@@ -54,3 +57,17 @@ def _measured(root: Path) -> str:
 def _asked_for(root: Path) -> str:
     found = _COMPILED.search((root / LOCAL / "training_log.txt").read_text(encoding="utf-8"))
     return found[2] if found else "not said"
+
+
+def tunix_page(root: Path) -> str:
+    """The differences of every side from transformers, model by model."""
+    found = json.loads((root / PARITY).read_text(encoding="utf-8"))
+    rows = []
+    for model, sides in found["models"].items():
+        for side, words in SIDES.items():
+            said, read = sides[side], sides["exchanged"].get(side)
+            far = [said["logits"][text]["of the largest logit"] for text in ("short", "long")]
+            figures = [said["loss"], said["curve"], *far, *([max(read.values())] if read else [])]
+            rows.append((model, words, *(f"{one:.0e}" for one in figures), *([] if read else [""])))
+    columns = ("model", "side", "first loss", "20 steps", "logits, 35 tokens", "past the window", "read by")
+    return with_block(root, TUNIX_PAGE, "parity", table(columns, rows))

@@ -10,7 +10,7 @@ from docs.markdown import replaced, table
 PAGE = Path("docs/decisions/m38-audit.md")
 GIB = 2**30
 RECONSTRUCTED = ("m38", "m38_bfloat16", "published_adamw", "published_adafactor")
-CUT = ("submission", "submission_again", "gemma_2b", "gemma_2b_one_hot", "gemma_3_1b", "gemma_3_1b_one_hot")
+CUT = ("submission", "submission_kept", "gemma_2b", "gemma_2b_one_hot", "gemma_3_1b", "gemma_3_1b_one_hot")
 ONE_CHIP = ("one_chip_gemma_2b", "one_chip_gemma_2b_float32", "one_chip_gemma_3_1b", "one_chip_gemma_3_270m")
 PUBLISHED_GIB, USABLE_GIB = 28.59, 15.75
 """Of the predecessor's message: `Used 28.59G of 15.75G hbm`."""
