@@ -47,6 +47,7 @@ def test_variables_of_other_accelerators_change_nothing_about_that(tmp_path):
     assert refused(dressed, 4) == refused(plain, 4)
 
 
+@pytest.mark.slow  # of every run tests/invariant/test_tpu_compiler.py holds it for one step on the CPU
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 def test_variables_of_other_accelerators_change_no_bit_of_a_run_on_the_cpu(tmp_path):
     """Two steps in a shell that hides and divides GPUs, and in one that does not."""

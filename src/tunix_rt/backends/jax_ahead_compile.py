@@ -19,7 +19,6 @@ from tunix_rt.backends.jax_architecture import architecture_of
 from tunix_rt.backends.jax_mesh import make_mesh
 from tunix_rt.config import Training
 from tunix_rt.errors import ConfigError, TunixError
-from tunix_rt.plan.jax_memory import row_length
 
 ONE_HOST = {"v5e": 8, "v6e": 8}
 """Kinds that come with so many chips in one computer, which would else be taken for several of four."""
@@ -39,7 +38,7 @@ def main() -> int:
 def compiled_for(question: dict[str, Any]) -> dict[str, Any]:
     """What the compiler says of the step that `question` describes, in plain values."""
     training = Training.model_validate(question["training"])
-    architecture, tokens = architecture_of(question["config"]), row_length(question["tokens"], "tpu")
+    architecture, tokens = architecture_of(question["config"]), question["tokens"]
     devices = absent_devices(question["topology"])
     mesh = make_mesh(devices, replicas=training.data_replicas)
     rows = training.per_device_train_batch_size * len(devices)

@@ -16,6 +16,7 @@ def run_topology(settings: "RunConfig", topology: str, as_json: bool, *, limit_s
     from tunix_rt.cli import text
     from tunix_rt.errors import ConfigError
     from tunix_rt.models import resolve_model
+    from tunix_rt.plan.jax_memory import row_length
     from tunix_rt.rundir import to_plain
 
     if not settings.model.model_name_or_path:
@@ -25,7 +26,7 @@ def run_topology(settings: "RunConfig", topology: str, as_json: bool, *, limit_s
     case = Case(
         config=source.config,
         training=settings.training,
-        tokens=settings.data.max_length,
+        tokens=row_length(settings.data.max_length, "tpu"),  # as a run fills its rows up
         topology=topology,
         implementation=settings.model.implementation,
     )
