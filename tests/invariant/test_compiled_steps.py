@@ -11,7 +11,7 @@ from tests.conftest import write_small_model
 from tests.invariant.test_step_promises import Run, drawn_rows
 from tunix_rt.backends import torch_backend as engine_of
 from tunix_rt.backends import torch_compile
-from tunix_rt.backends.torch_batches import filled_up
+from tunix_rt.data.pack import filled_up
 from tunix_rt.errors import HardwareError
 from tunix_rt.plan.compiling import COMPILE_SECONDS, choose_compiling, waits_for_the_host
 

@@ -192,3 +192,18 @@ def test_a_kernel_that_ignores_the_soft_cap_is_not_used():
     )  # fmt: skip
     assert wrong(deaf) is None
     assert "losses are wrong" in wrong(deaf, softcap=30.0)
+
+
+@pytest.mark.parametrize("products", [torch.float32, torch.float64], ids=["of the weights' type", "of another"])
+def test_columns_of_zeros_behind_the_vocabulary_change_no_gradient(products):
+    """As a GPU has them where the vocabulary is not a multiple of 8."""
+    generator = torch.Generator().manual_seed(1)
+    table, expected = torch.nn.Parameter(torch.zeros(57, 16)), torch.zeros(57, 16, dtype=torch.float64)
+    for _ in range(3):
+        slopes = torch.zeros(9, 64, dtype=products)
+        slopes[:, :57] = torch.randn(9, 57, generator=generator, dtype=products)
+        states = torch.randn(9, 16, generator=generator, dtype=products)
+        torch_head._add_product(table, slopes, states)
+        expected += (slopes[:, :57].t() @ states).double()
+    assert table.grad.shape == table.shape and table.grad.is_contiguous()
+    torch.testing.assert_close(table.grad.double(), expected, rtol=1e-5, atol=1e-5)

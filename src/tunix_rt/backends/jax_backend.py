@@ -204,7 +204,3 @@ def _loss(engine: Engine, micro: MicroBatch, rows: int, tokens: int) -> float:
 @partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _summed(params: Any, batch: Batch, loss: Any, architecture: Any, compute: str, attention: Any) -> Any:
     return loss(params, batch, architecture, compute=compute, attention=attention)
-
-
-def versions() -> dict[str, str]:
-    return {"jax": jax.__version__}

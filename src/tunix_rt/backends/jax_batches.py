@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix_rt.backends.jax_mesh import batch_sharding
 from tunix_rt.backends.jax_models import Batch, batch_of
-from tunix_rt.data.pack import IGNORED, MicroBatch, StepBatch
+from tunix_rt.data.pack import MicroBatch, StepBatch, filled_up
 from tunix_rt.errors import TunixError
 
 
@@ -67,19 +67,7 @@ def filled_batch(micro: MicroBatch, *, rows: int, tokens: int) -> Batch:
             f"a micro-batch of {there} x {width} tokens, compiled for {rows} x {tokens}",
             fix="this is a defect of the engine; please report it with training_log.txt",
         )
-    # As in `collate`, positions go on behind a row, up to the longest there is and then from 0 again.
-    longest = int(micro.positions.max()) + 1
-    positions = np.broadcast_to(np.arange(tokens) % longest, (rows, tokens)).astype(micro.positions.dtype)
-    behind = (micro.positions[:, -1:] + 1 + np.arange(tokens - width)) % longest
-    positions[:there] = np.concatenate([micro.positions, behind], axis=1)
-    added = ((0, rows - there), (0, tokens - width))
-    return batch_of(
-        MicroBatch(
-            ids=np.pad(micro.ids, added, mode="edge"),
-            labels=np.pad(micro.labels, added, constant_values=IGNORED),
-            positions=positions,
-        )
-    )
+    return batch_of(filled_up(micro, (rows, tokens)))
 
 
 def placed_steps(

@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tunix_rt.backends.torch_attention import Attention, boundaries
 from tunix_rt.backends.torch_borders import on_device
-from tunix_rt.data.pack import IGNORED, MicroBatch, StepBatch
+from tunix_rt.data.pack import IGNORED, MicroBatch, StepBatch, filled_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +45,6 @@ class Placing:
         ids, positions, places, targets = (on_device(self.device, array) for array in arrays)
         borders = boundaries(micro.positions, self.device, self.attention, windows=self.windows)
         return Placed(ids=ids, positions=positions, places=places, targets=targets, borders=borders)
-
-
-def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
-    """`micro` with at least so many rows of so many tokens. What is added is no target, and stands where nobody sees it."""
-    missing = tuple(max(0, wanted - there) for wanted, there in zip(least, micro.ids.shape, strict=True))
-    if not any(missing):
-        return micro
-    rows, width = (there + more for there, more in zip(micro.ids.shape, missing, strict=True))
-    # As in `collate`, positions go on behind a row, up to the longest there is and then from 0 again.
-    longest = int(micro.positions.max()) + 1
-    positions = np.broadcast_to(np.arange(width) % longest, (rows, width)).astype(micro.positions.dtype)
-    behind = (micro.positions[:, -1:] + 1 + np.arange(missing[1])) % longest
-    positions[: len(micro.ids)] = np.concatenate([micro.positions, behind], axis=1)
-    added = ((0, missing[0]), (0, missing[1]))
-    return MicroBatch(
-        ids=np.pad(micro.ids, added, mode="edge"),
-        labels=np.pad(micro.labels, added, constant_values=IGNORED),
-        positions=positions,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

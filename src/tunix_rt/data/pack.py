@@ -195,6 +195,25 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
     return MicroBatch(ids=ids, labels=labels, positions=positions)
 
 
+def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
+    """`micro` with at least so many rows of so many tokens. What is added is no target, and stands where nobody sees it."""
+    missing = tuple(max(0, wanted - there) for wanted, there in zip(least, micro.ids.shape, strict=True))
+    if not any(missing):
+        return micro
+    rows, width = (there + more for there, more in zip(micro.ids.shape, missing, strict=True))
+    # As in `collate`, positions go on behind a row, up to the longest there is and then from 0 again.
+    longest = int(micro.positions.max()) + 1
+    positions = np.broadcast_to(np.arange(width) % longest, (rows, width)).astype(micro.positions.dtype)
+    behind = (micro.positions[:, -1:] + 1 + np.arange(missing[1])) % longest
+    positions[: len(micro.ids)] = np.concatenate([micro.positions, behind], axis=1)
+    added = ((0, missing[0]), (0, missing[1]))
+    return MicroBatch(
+        ids=np.pad(micro.ids, added, mode="edge"),
+        labels=np.pad(micro.labels, added, constant_values=IGNORED),
+        positions=positions,
+    )
+
+
 def batch_of_step(
     rows: Sequence[Row], step: int, *, micro_batch_size: int, accumulation: int, seed: int, pad_id: int
 ) -> StepBatch:
