@@ -2,9 +2,9 @@
 
 Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
 the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints}.md and
-docs/guides/did-it-help.md, the causes in docs/index.md,
-the compiler's verdicts in docs/decisions/m38-audit.md. Everything else is written by hand and held by
-tests/contract/test_docs.py.
+docs/guides/{did-it-help,plan}.md, the causes in docs/index.md,
+the compiler's verdicts in docs/decisions/m38-audit.md and docs/reference/plan-tpu.md. Everything else is written by hand and
+held by tests/contract/test_docs.py.
 """
 
 import argparse
@@ -18,15 +18,24 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from benchmarks import accumulation_error, kills
-from docs import answer_pages, data_pages, doctor_pages, engine_pages, jax_pages, speed_pages, tpu_pages
+from docs import (
+    answer_pages,
+    data_pages,
+    doctor_pages,
+    engine_pages,
+    jax_pages,
+    memory_pages,
+    plan_pages,
+    speed_pages,
+    tpu_pages,
+)
 from docs.markdown import WRITTEN, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
-MEMORY = Path("benchmarks/results/memory_cpu.json")
-MEMORY_PAGE = Path("docs/concepts/memory-model.md")
+MEMORY = memory_pages.ON_CPU
 DATA_PAGE = Path("docs/concepts/data-at-scale.md")
 CHECKPOINTS_PAGE = Path("docs/concepts/checkpoints.md")
 OPTIMIZERS_PAGE = Path("docs/concepts/optimizers.md")
@@ -50,13 +59,15 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         Path("README.md"): with_block(
             root, Path("README.md"), "demo", answer_pages.demo_block(answer_pages.read_demo(root))
         ),
-        MEMORY_PAGE: with_block(root, MEMORY_PAGE, "measured", memory_block(root)),
+        memory_pages.PAGE: memory_pages.page(root),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
         ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answer_pages.answers_block(root)),
+        plan_pages.PAGE: with_block(root, plan_pages.PAGE, "example", plan_pages.example_block()),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         tpu_pages.PAGE: tpu_pages.page(root),
+        tpu_pages.PLAN_PAGE: tpu_pages.plan_page(root),
         jax_pages.PAGE: jax_pages.page(root),
         jax_pages.TUNIX_PAGE: jax_pages.tunix_page(root),
         CARD / "README.md": with_block(root, CARD / "README.md", "manifest", manifest_block(root)),
@@ -322,26 +333,6 @@ def _subclasses(kind: type[TunixError]) -> Iterator[type[TunixError]]:
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
-
-
-def memory_block(root: Path) -> str:
-    """Every case of the memory benchmark: predicted beside measured, and whether the constants had it in view."""
-    recorded = json.loads((root / MEMORY).read_text(encoding="utf-8"))
-    rows = [
-        (
-            case["name"],
-            f"{case['predicted_bytes'] / 2**20:,.0f}",
-            f"{case['measured_bytes'] / 2**20:,.0f}",
-            f"{100 * (case['predicted_bytes'] / case['measured_bytes'] - 1):+.1f} %",
-            "yes" if case["fitted"] else "no",
-        )
-        for case in recorded["cases"]
-    ]
-    machine = recorded["machine"]
-    return (
-        table(("case: model, rows x tokens", "predicted MiB", "measured MiB", "error", "fitted"), rows)
-        + f"\n\n{len(rows)} cases on {machine['cores']} cores, {' '.join(machine['libc'])}; raw output in `{MEMORY}`."
-    )
 
 
 def manifest_block(root: Path) -> str:

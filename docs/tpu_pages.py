@@ -1,13 +1,18 @@
-"""The tables of docs/decisions/m38-audit.md: what the TPU's compiler said, read from benchmarks/results/tpu_verdicts.json."""
+"""What the TPU's compiler said: in docs/decisions/m38-audit.md, read from benchmarks/results/tpu_verdicts.json; beside what the
+plan says, in docs/reference/plan-tpu.md, read from benchmarks/results/plan_against_compiler.json."""
 
+import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tpu_verdicts
-from docs.markdown import replaced, table
+from benchmarks import plan_against_compiler, tpu_verdicts
+from docs.markdown import replaced, table, with_block
 
 PAGE = Path("docs/decisions/m38-audit.md")
+PLAN_PAGE = Path("docs/reference/plan-tpu.md")
+ARRAYS = Path("benchmarks/results/tpu_arrays.txt")
+"""The largest arrays of some steps with their place in memory, as the compiler lists them (XLA_FLAGS=--xla_dump_to=FOLDER)."""
 GIB = 2**30
 RECONSTRUCTED = ("m38", "m38_bfloat16", "published_adamw", "published_adafactor")
 CUT = ("submission", "submission_kept", "gemma_2b", "gemma_2b_one_hot", "gemma_3_1b", "gemma_3_1b_one_hot")
@@ -108,3 +113,68 @@ def _needed(entry: Mapping[str, Any]) -> int:
 
 def _first_line(entry: Mapping[str, Any]) -> str:
     return entry["verdict"]["refusal"]["message"].splitlines()[0]
+
+
+# --- the plan beside the compiler ------------------------------------------------------------------------------------
+
+
+def plan_page(root: Path) -> str:
+    """The page of the plan for a TPU with its table as it should be now."""
+    return with_block(root, PLAN_PAGE, "plan", plan_block(root))
+
+
+def plan_block(root: Path) -> str:
+    """A table for each group of settings, and what the distances come to."""
+    entries = plan_against_compiler.recorded(root)
+    groups = {
+        "fitted": "Settings that the figures were fitted to, or that were known while one was still changed:",
+        "held out": "Settings drawn before any was compiled, and used to fit nothing:",
+        "drawn last": "Settings drawn from a grid after the last change of the plan:",
+        "at the limit": "One chip at its limit of 15.75 GiB, known while what one chip keeps was still changed:",
+    }
+    blocks = []
+    for group, words in groups.items():
+        found = {name: entry for name, entry in entries.items() if entry["group"] == group}
+        blocks += [words, _plan_table(found), _distances(found)]
+    missing = len(plan_against_compiler.ALL) - len(entries)
+    versions = sorted({_versions(entry["verdict"]) for entry in entries.values()})
+    left = f" {missing} settings of the series are not compiled yet." if missing else ""
+    raw = f"raw output in `{plan_against_compiler.RESULTS}`, lists of arrays in `{ARRAYS}`"
+    made = f"`python -m benchmarks.plan_against_compiler`; {'; '.join(versions)}; {raw}."
+    return "\n\n".join([*filter(None, blocks), made + left])
+
+
+def _plan_table(entries: Mapping[str, Any]) -> str:
+    columns = (
+        "setting, rows on each chip",
+        "plan GiB",
+        "compiler's peak",
+        "plan against it",
+        "compiler's total",
+        "plan against it",
+    )
+    rows = []
+    for name, entry in entries.items():
+        plan = f"{entry['plan_bytes'] / GIB:.2f}"
+        if not entry["fits"]:
+            wanted = entry["verdict"]["refusal"]["needed"] / GIB
+            rows.append((name, plan, "**refused**", "", f"over {wanted:.2f}", ""))
+            continue
+        said = ((entry["compiler_bytes"][kind], entry["errors"][kind]) for kind in ("peak", "total"))
+        rows.append((name, plan, *(cell for size, error in said for cell in (f"{size / GIB:.2f}", f"{error:+.1%}"))))
+    return table(columns, rows)
+
+
+def _distances(entries: Mapping[str, Any]) -> str:
+    """Least, median and greatest distance from the peak; those of large steps apart, where little is constant."""
+    errors = {name: entry["errors"]["peak"] for name, entry in entries.items() if entry["fits"]}
+    if len(errors) < 2:
+        return ""
+    large = [error for name, error in errors.items() if entries[name]["compiler_bytes"]["peak"] >= 2 * GIB]
+    middle = statistics.median(errors.values())
+    said = f"Against the peak: {min(errors.values()):+.1%} to {max(errors.values()):+.1%}, median {middle:+.1%}"
+    return said + (f"; where that is 2 GiB or more, {min(large):+.1%} to {max(large):+.1%}." if large else ".")
+
+
+def _versions(verdict: Mapping[str, Any]) -> str:
+    return f"jax {verdict['versions']['jax']}, libtpu {verdict['versions']['libtpu']}"

@@ -1,21 +1,23 @@
-"""May this run begin? Memory, disk and time, foretold before a weight is loaded, and held against what was measured."""
+"""May this run begin? Memory, disk and time, foretold before a weight is loaded."""
 
-import contextlib
+import importlib.util
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from tunix_rt.backends import StepShape
 from tunix_rt.config import RunConfig
 from tunix_rt.data.pack import total_steps
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.errors import DoesNotFitError
+from tunix_rt.errors import ConfigError, DoesNotFitError
+from tunix_rt.evidence.precommit import Batch, batch_of_run, read_precommit
 from tunix_rt.evidence.record import Record
+from tunix_rt.plan.compiling import layers_planned
 from tunix_rt.plan.fit import (
     disk_needed_bytes,
     estimate_time,
-    explain_out_of_memory,
     judge,
     left_to_the_compiler,
     refuse_if_too_big,
@@ -31,12 +33,15 @@ GIB = 2**30
 LOUD_PARAMETERS = 1_000_000_000
 
 
-def plan_worst(config: RunConfig, shape: ModelShape, choice: DeviceChoice, rows: int) -> MemoryPlan:
+def plan_worst(
+    report: Record, config: RunConfig, shape: ModelShape, choice: DeviceChoice, rows: int, *, attempt: bool = False
+) -> MemoryPlan:
     """The prediction for micro-batches of `rows` rows of `max_length`, made before any data is read; refuses what cannot
-    fit."""
+    fit, unless it is to be an `attempt`, which is said aloud and written down."""
     plan = predict_run(
-        shape, config, device=choice.device, devices=choice.count, rows=rows, capability=choice.capability
-    )
+        shape, config, device=choice.device, devices=choice.count, rows=rows, capability=choice.capability,
+        device_name=choice.kind,
+    )  # fmt: skip
     if choice.device == "cuda" and shape.parameters > LOUD_PARAMETERS:
         logger.warning(
             "OVER 1B PARAMETERS ON A GPU: %s parameters, %.1f GiB predicted; the TPU configuration is submission_tpu.yaml",
@@ -45,8 +50,23 @@ def plan_worst(config: RunConfig, shape: ModelShape, choice: DeviceChoice, rows:
     if doubt := left_to_the_compiler(plan, choice, config):
         logger.warning("%s", doubt)
         return plan
-    refuse_if_too_big(plan, choice, shape, config)
+    try:
+        refuse_if_too_big(plan, choice, shape, config)
+    except DoesNotFitError as error:
+        if not attempt:
+            raise
+        logger.warning("OUT OF MEMORY IS RISKED, as --allow-oom-attempt asks for: %s", error.problem.splitlines()[0])
+        report.facts |= {"oom_attempt": {"predicted_bytes": plan.least_bytes, "available_bytes": choice.free_bytes}}
     return plan
+
+
+def require_peft(config: RunConfig) -> None:
+    """Refuse adapters where peft is not installed; called before anything that takes time."""
+    if config.training.lora_rank is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "training.lora_rank: peft is not installed",
+            fix="pip install 'tunix-rt[lora]', or leave the setting out to train every parameter",
+        )
 
 
 def with_copies_that_fit(config: RunConfig, devices: int, *, continued: bool) -> RunConfig:
@@ -68,6 +88,74 @@ def copies_held(asked: int, devices: int) -> int:
     return math.gcd(asked, devices)
 
 
+def micro_batch(report: Record, config: RunConfig, choice: DeviceChoice) -> Batch:
+    """The rows of a micro-batch. A run keeps those it began with, on however many devices it is continued."""
+    rows = config.training.per_device_train_batch_size
+    if config.training.backend != "jax":
+        return Batch(rows=rows, devices=1)
+    known = batch_of_run(read_precommit(report.run)) if report.continued else None
+    batch = known or Batch(rows=rows * choice.count, devices=choice.count)
+    if batch.devices != choice.count:
+        logger.info(
+            "Batch: %d rows in a micro-batch, as the run began with on %d device(s); it goes on with them on %d",
+            batch.rows, batch.devices, choice.count,
+        )  # fmt: skip
+    return batch
+
+
+def step_shape(config: RunConfig, data: Prepared, batch: Batch) -> StepShape:
+    """No larger than the data: a step that asks for more rows than there are takes all of them."""
+    rows = min(batch.rows, len(data.rows))
+    most = config.training.gradient_accumulation_steps
+    return StepShape(rows=rows, accumulation=min(most, -(-len(data.rows) // rows)), tokens=data.longest_row)
+
+
+def layers_for_data(
+    config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, rows: int
+) -> str | None:
+    """What computes the layers of a run of the PyTorch engine, which does as it is told: what is fastest, or where that does
+    not fit, compiled layers, which need the least memory. None: the JAX engine compiles every step."""
+    if config.training.backend == "jax":
+        return None
+    rule = partial(
+        layers_planned, config, shape, device=choice.device, device_name=choice.kind, capability=choice.capability,
+        row_tokens=data.longest_row, packed=config.data.packing and data.traces > len(data.rows),
+    )  # fmt: skip
+    fastest = rule(steps=_steps(config, data, rows))
+    if fastest == "compiled" or judge(_with_data(config, shape, choice, data, rows, fastest), choice).fits:
+        return fastest
+    could = rule() != "plain"  # of a run long enough
+    if not could or not judge(_with_data(config, shape, choice, data, rows, "compiled"), choice).fits:
+        return fastest
+    why = {"plain": "though the run is too short for it to pay", "recorded": "and launched kernel by kernel"}[fastest]
+    logger.info("Layers are compiled, %s: the run fits in no other way", why)
+    return "compiled"
+
+
+def _with_data(
+    config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, rows: int, layers: str | None
+) -> MemoryPlan:
+    """The prediction for the longest row there really is, the share of targets and what computes the layers."""
+    return predict_run(
+        shape,
+        config,
+        device=choice.device,
+        devices=choice.count,
+        rows=rows,
+        row_tokens=data.longest_row,
+        target_share=data.trained_tokens / data.tokens,
+        capability=choice.capability,
+        device_name=choice.kind,
+        layers=layers,
+    )
+
+
+def _steps(config: RunConfig, data: Prepared, rows: int) -> int:
+    training = config.training
+    rows_per_step = rows * training.gradient_accumulation_steps
+    return total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
+
+
 def plan_for_data(
     report: Record,
     config: RunConfig,
@@ -76,20 +164,14 @@ def plan_for_data(
     data: Prepared,
     upper: MemoryPlan,
     rows: int,
+    fitting: dict[str, Any] | None = None,
 ) -> MemoryPlan:
-    """The prediction for the longest row there really is: the one that is held against the measurement."""
-    share = data.trained_tokens / data.tokens
-    plan = predict_run(
-        shape,
-        config,
-        device=choice.device,
-        devices=choice.count,
-        rows=rows,
-        row_tokens=data.longest_row,
-        target_share=share,
-        capability=choice.capability,
-    )
+    """The prediction for the longest row there really is: the one that is held against the measurement. Refuses what cannot
+    fit with it, as before. `fitting` is what `memory: auto` settled on."""
+    plan = _with_data(config, shape, choice, data, rows, layers_for_data(config, shape, choice, data, rows))
     fit = judge(plan, choice)
+    if not fit.fits and config.training.backend == "torch" and "oom_attempt" not in report.facts:
+        refuse_if_too_big(plan, choice, shape, config, steps=_steps(config, data, rows))
     disk = disk_needed_bytes(shape, config)
     held = bytes_below(report.run.checkpoints) + bytes_below(report.run.final_model)
     require_space(report.run.root, disk - held, what="the run", keep=config.training.save_total_limit)
@@ -104,13 +186,26 @@ def plan_for_data(
             "memory": plan,
             "fit": fit,
             "disk_bytes": disk,
+            **_besides(report, config, fitting),
         },
     )
+    verdict = "Fits" if fit.fits else "Does not fit" if "oom_attempt" in report.facts else "May fit"
     logger.info(
-        "%s: %.2f GiB predicted for rows of up to %d tokens, %.1f GiB free; up to %.2f GiB on disk",
-        "Fits" if fit.fits else "May fit", plan.peak_bytes / GIB, data.longest_row, fit.available_bytes / GIB, disk / GIB,
+        "%s: %.2f GiB predicted for rows of up to %d tokens, %.2f GiB can be had; up to %.2f GiB on disk",
+        verdict, plan.peak_bytes / GIB, data.longest_row, fit.available_bytes / GIB, disk / GIB,
     )  # fmt: skip
     return plan
+
+
+def _besides(report: Record, config: RunConfig, fitting: dict[str, Any] | None) -> dict[str, Any]:
+    """What `plan.json` says of a run that was fitted, limited or is to be tried against the verdict."""
+    limit = config.training.memory_limit_gib
+    told = {
+        "fitting": fitting,
+        "memory_limit_bytes": None if limit is None else round(limit * GIB),
+        "oom_attempt": report.facts.get("oom_attempt"),
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def say_how_long(
@@ -119,7 +214,7 @@ def say_how_long(
     """The steps of the run, whose micro-batches have `rows` rows."""
     training = config.training
     rows_per_step = rows * training.gradient_accumulation_steps
-    total = total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
+    total = _steps(config, data, rows)
     tokens = round(data.tokens / len(data.rows) * min(rows_per_step, len(data.rows)))
     said = f"Steps: {total:,} of {min(rows_per_step, len(data.rows)):,} rows (about {tokens:,} tokens a step)"
     if choice.device == "cpu":
@@ -139,37 +234,3 @@ def say_how_long(
 
 def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-
-@contextlib.contextmanager
-def memory_explained(
-    engine: Any, plan: MemoryPlan, choice: DeviceChoice, shape: ModelShape, config: RunConfig
-) -> Iterator[None]:
-    """Let an engine that runs out of memory end with the planner's words: what was in memory, and what to change."""
-    try:
-        yield
-    except DoesNotFitError as error:
-        problem, fix = explain_out_of_memory(plan, engine.peak_bytes(), choice, shape, config)
-        raise DoesNotFitError(f"{error.problem}\n  {problem}", fix=fix) from error
-
-
-def account_for_memory(report: Record, plan: MemoryPlan, phases: Mapping[str, int]) -> None:
-    """Hold the prediction against the measurement, per run, in the open."""
-    measured = max(phases.values())
-    error = plan.peak_bytes / max(1, measured) - 1  # in a process that had room from before, nothing rises
-    report.facts["memory"] = {"predicted_bytes": plan.peak_bytes, "measured_bytes": measured}
-    write_json(
-        report.run.memory,
-        {
-            "schema": "tunix-rt/memory/1",
-            "predicted_bytes": plan.peak_bytes,
-            "predicted_parts": plan,
-            "measured_bytes": measured,
-            "measured_peak_after_phase": phases,
-            "error": error,
-        },
-    )
-    logger.info(
-        "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %+.0f %%)",
-        plan.peak_bytes / GIB, measured / GIB, 100 * error,
-    )  # fmt: skip

@@ -161,6 +161,12 @@ class Training(Section):
     """Recompute activations in the backward pass instead of keeping them: `true` all, a number the share that is kept."""
     lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Train adapters of this rank (LoRA) instead of every parameter: a remedy when those do not fit, never chosen for you."""
+    memory: Literal["as_written", "auto"] = "as_written"
+    """`auto`: where the run does not fit, or others are faster, take the settings that the planner finds best. Rows of a step,
+    lengths and what is trained stay."""
+    memory_limit_gib: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    """The most that the run may take of its device; on a GPU its allocator is held to it, elsewhere the plan alone judges by
+    it."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers: faster, with less memory, after half a minute; `auto` on a GPU where a run is long enough."""
     deterministic: bool = False
@@ -415,6 +421,15 @@ def _nest(names: Mapping[str, Any], source: str) -> dict[str, Any]:
 def dump_yaml(config: RunConfig) -> str:
     """Every setting in canonical spelling, the text of `config.yaml` in a run folder."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """`config` with some settings changed, each by its dotted name."""
+    plain = config.model_dump()
+    for name, value in settings.items():
+        section, leaf = name.split(".")
+        plain[section][leaf] = value
+    return RunConfig.model_validate(plain)
 
 
 def require_runnable(config: RunConfig) -> None:

@@ -17,6 +17,7 @@ from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_tex
 from tunix_rt.errors import HardwareError
 from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource
+from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.rundir import to_plain, write_json, write_text
 
@@ -50,10 +51,17 @@ def settle_device(report: Record, config: RunConfig) -> tuple[Facts, DeviceChoic
     except HardwareError as error:
         raise _with_report(error, report, judged) from error
     report.write(write_json, run.doctor, judged | {"choice": choice})
-    set_environment(choice.device, training.backend)
+    set_environment(choice.device, training.backend, memory_share=_share(training, choice))
     for line in device_lines(choice, facts):
         logger.info("%s", line)
     return facts, choice
+
+
+def _share(training: Training, choice: DeviceChoice) -> float | None:
+    """Of a device's memory, what `training.memory_limit_gib` leaves to its engine beside the context of CUDA."""
+    if training.memory_limit_gib is None:
+        return None
+    return max(0.0, training.memory_limit_gib * GIB - CUDA_CONTEXT_BYTES) / choice.memory_bytes
 
 
 def prove_device(

@@ -1,7 +1,6 @@
 """doctor, plan, data, train, evaluate, evidence: one run from configuration to hashed folder, in this order."""
 
 import contextlib
-import importlib.util
 import logging
 import math
 import os
@@ -14,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
+from tunix_rt.accounting import Phases, account_for_memory, loading_explained, memory_explained, write_account
 from tunix_rt.admission import (
-    account_for_memory,
-    memory_explained,
+    micro_batch,
     minutes,
     plan_for_data,
     plan_worst,
+    require_peft,
     say_how_long,
+    step_shape,
     with_copies_that_fit,
 )
 from tunix_rt.backends import Progress, StepShape, load_backend
@@ -49,7 +50,6 @@ from tunix_rt.evaluate.score import Prediction, Scores
 from tunix_rt.evaluate.summary import summary_of
 from tunix_rt.evidence.precommit import (
     Batch,
-    batch_of_run,
     began_on,
     build_precommit,
     read_precommit,
@@ -58,8 +58,10 @@ from tunix_rt.evidence.precommit import (
     settled_config,
 )
 from tunix_rt.evidence.record import Record
+from tunix_rt.fitting import fit_settings, within_limit
 from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
 from tunix_rt.plan.jax_limits import refuse_dropout, refuse_for_jax, refuse_profile
+from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.profiling.record import refuse_too_many
@@ -81,7 +83,9 @@ class Report(Record):
 
     scores: dict[str, Scores] = field(default_factory=dict)
     comparison: Comparison | None = None
-    phases: dict[str, int] = field(default_factory=dict)
+    phases: Phases = field(default_factory=Phases)
+    plan: MemoryPlan | None = None
+    """What `phases` are held against, once a model is loaded."""
     began: tuple[datetime, float] = field(default_factory=lambda: (datetime.now(UTC), time.monotonic()))
 
     def end_at_once(self, error: Preempted) -> None:
@@ -89,14 +93,18 @@ class Report(Record):
         self.note_best()
         self._end("preempted", error.exit_code, error.problem, *self.began)
 
+    def _end(self, status: str, exit_code: int, reason: str, started: datetime, clock: float) -> None:
+        """Write what was measured until now beside the ending; of a completed run all of it is written already. A disk that
+        does not take it hides no other error."""
+        if status != "completed" and self.plan is not None and (self.accepted or not self.continued):
+            with contextlib.suppress(StorageError):
+                write_account(self, self.plan, self.phases, status)
+        Record._end(self, status, exit_code, reason, started, clock)
+
     def note_best(self) -> None:
         """Which checkpoint is the best; on a disk that cannot be read nothing is said, and no other error is hidden."""
         with contextlib.suppress(StorageError):
             self.facts |= best_checkpoint(self.run)
-
-    def note_peak(self, phase: str, peak_bytes: int) -> None:
-        """The highest memory up to the end of `phase`; of a continued run, that of earlier processes too."""
-        self.phases[phase] = max(peak_bytes, *self.phases.values(), 0)
 
     def note_scores(self, when: str, scores: Scores) -> None:
         self.scores[when] = scores
@@ -109,10 +117,13 @@ class Report(Record):
         )  # fmt: skip
 
 
-def run_pipeline(config: RunConfig, output: Path, *, progress: Progress, profile: int = 0) -> Report:
+def run_pipeline(
+    config: RunConfig, output: Path, *, progress: Progress, profile: int = 0, oom_attempt: bool = False
+) -> Report:
     """Run everything into the folder `output`. Raises what went wrong after writing it into `result.json`.
 
-    With `profile`, so many steps are recorded, to see where their time goes; no result depends on it."""
+    With `profile`, so many steps are recorded, to see where their time goes; no result depends on it. An `oom_attempt` goes on
+    where the plan finds that the run does not fit."""
     require_runnable(config)
     refuse_for_jax(config)
     refuse_profile(config.training.backend, profile)
@@ -123,76 +134,87 @@ def run_pipeline(config: RunConfig, output: Path, *, progress: Progress, profile
         report = Report(run=run, continued=_refuse_occupied(run, config), ending=stop.ending)
         stop.last_acts.append(report.end_at_once)
         with report.logged(), stop.listening(), report.ended():
-            _run_stages(run, config, report, stop, progress, profile)
+            _run_stages(run, config, report, stop, progress, profile, oom_attempt)
         return report
 
 
 def _run_stages(
-    run: RunDir, config: RunConfig, report: Report, stop: StopRequest, progress: Progress, profile: int
+    run: RunDir,
+    config: RunConfig,
+    report: Report,
+    stop: StopRequest,
+    progress: Progress,
+    profile: int,
+    oom_attempt: bool,
 ) -> None:
-    logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
-    if config.training.time_budget is not None:
-        logger.info("Time budget: %s, counted from the start of the program", minutes(config.training.time_budget))
-    require_charts(config)
-    _require_peft(config)
-    if not report.continued:
-        if config.training.resume_from_checkpoint is not None:
-            logger.warning("there is no run in %s to continue: starting at step 0", run.root)
-        stop.kept = lambda: "nothing was trained yet"
-        write_text(run.config, dump_yaml(settled_config(config)))
-    seen, choice = settle_device(report, config)
+    _begin(run, config, report, stop)
+    seen, found = settle_device(report, config)
+    choice = within_limit(found, config.training)
     report.facts["device"] = choice.device
     report.facts |= _timed_before(run) if report.continued else {}
     stop.raise_if_asked(stop.kept(), starting=True)
-    model, shape = _find_model(config, choice)
+    model, shape = _find_model(config)
     report.facts["parameters"] = shape.parameters
-    batch = _batch(report, config, choice)
+    fitted = fit_settings(report, config, shape, choice)
+    if fitted.config != config and not report.continued:
+        write_text(run.config, dump_yaml(settled_config(fitted.config)))
+    config = fitted.config
+    _say_preflight(config, model, shape, choice)
+    batch = micro_batch(report, config, choice)
     here = with_copies_that_fit(config, choice.count, continued=report.continued)
-    upper = plan_worst(here, shape, choice, batch.rows)
+    upper = plan_worst(report, here, shape, choice, batch.rows, attempt=oom_attempt)
     uuids = prove_device(report, config, model, shape, seen, choice) if choice.device != "cpu" else frozenset()
     stop.raise_if_asked(stop.kept(), starting=True)
     tokenizer, facts = _tokenizer_of(config, model, shape)
     today = began_on(read_precommit(run)) if report.continued else None
     data = prepare(config, tokenizer, facts, stoppable(progress, stop, starting=True), today=today)
     logger.info("Data: %s", data.sentence)
-    plan = plan_for_data(report, here, shape, choice, data, upper, batch.rows)
+    plan = plan_for_data(report, here, shape, choice, data, upper, batch.rows, fitted.fitting)
     report.facts["memory"] = {"predicted_bytes": plan.peak_bytes}
     total = say_how_long(config, shape, data, choice, rows=batch.rows, eval_rows=plan.eval_rows)
     report.facts["steps_planned"] = total
-    _commit(run, build_precommit(config, model, tokenizer, data, device=choice.device, batch=batch), report)
+    told: dict[str, Any] = {"device": choice.device, "batch": batch, "fitting": fitted.fitting}
+    _commit(run, build_precommit(config, model, tokenizer, data, **told), report)
     start = find_start(run, resume=report.continued)
     if profile:
         refuse_too_many(profile, done=start.step, total=total)
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "99"
-        )  # torch's profiler talks to the terminal; read when it is imported
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to the terminal; read at its import
     stop.kept = lambda: start.kept
     try:
         stop.raise_if_asked(start.kept, starting=True)
         backend = load_backend(config.training.backend)
         stop.raise_if_asked(start.kept, starting=True)
-        engine = _load(backend, model, shape, here, choice, _step_shape(config, data, batch))
+        step = step_shape(config, data, batch)
+        with loading_explained(plan, choice):
+            engine = _load(backend, model, shape, here, choice, step, attempt=oom_attempt)
+        report.phases.end(engine, "load")
+        report.plan = plan
         refuse_other_kernels(engine, start.checkpoint)
     except Preempted:
         _go_on(report, start)
         raise
     metrics = _go_on(report, start)
-    with memory_explained(engine, plan, choice, shape, here):
+    with memory_explained(engine, report.phases, plan, choice, shape, here):
         _train_and_ask(
             backend, engine, report, config=config, data=data, tokenizer=tokenizer, total=total, start=start,
-            metrics=metrics, stop=stop, progress=progress, uuids=uuids, eval_rows=plan.eval_rows, batch=batch,
+            metrics=metrics, stop=stop, progress=progress, uuids=uuids, plan=plan, batch=batch,
             profile=profile,
         )  # fmt: skip
-    account_for_memory(report, plan, report.phases)
+    account_for_memory(report, plan, report.phases, choice, here)
 
 
-def _require_peft(config: RunConfig) -> None:
-    """Refuse adapters where peft is not installed; called before anything that takes time."""
-    if config.training.lora_rank is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "training.lora_rank: peft is not installed",
-            fix="pip install 'tunix-rt[lora]', or leave the setting out to train every parameter",
-        )
+def _begin(run: RunDir, config: RunConfig, report: Report, stop: StopRequest) -> None:
+    """Say what begins, and refuse what needs no look at the computer."""
+    logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
+    if config.training.time_budget is not None:
+        logger.info("Time budget: %s, counted from the start of the program", minutes(config.training.time_budget))
+    require_charts(config)
+    require_peft(config)
+    if not report.continued:
+        if config.training.resume_from_checkpoint is not None:
+            logger.warning("there is no run in %s to continue: starting at step 0", run.root)
+        stop.kept = lambda: "nothing was trained yet"
+        write_text(run.config, dump_yaml(settled_config(config)))
 
 
 def _train_and_ask(
@@ -209,17 +231,18 @@ def _train_and_ask(
     stop: StopRequest,
     progress: Progress,
     uuids: frozenset[str],
-    eval_rows: int,
+    plan: MemoryPlan,
     batch: Batch,
     profile: int,
 ) -> None:
     """Everything that needs the loaded model: answers before, the steps, the final model, answers after, its proof."""
     run = report.run
     before = _earlier_answers(report) if report.continued and data.items else []
-    report.note_peak("load", engine.peak_bytes())
+    ended = partial(report.phases.end, engine)
     stop.raise_if_asked(start.kept, starting=True)
     decoding = decoding_of(data.style, max_new_tokens=config.evaluation.max_new_tokens)
     questions = Questions(items=data.items, tokenizer=tokenizer, style=data.style, decoding=decoding)
+    eval_rows = plan.eval_rows
     asking: dict[str, Any] = {"rows_at": lambda length: eval_rows, "progress": progress}
     if data.items and not before:
         before = _answers_before(backend, engine, report, questions, start.kept, stop, **asking)
@@ -229,8 +252,9 @@ def _train_and_ask(
         speed = train_run(
             backend, engine, run=run, config=config, data=data, pad_id=tokenizer.pad_id, total=total, start=start,
             metrics=metrics, stop=stop, progress=progress, note=partial(note_step, report, uuids, (start.step + 1, total)),
-            eval_rows=eval_rows, read_along=partial(read_along, backend, engine, few, run, eval_rows) if few.items else None,
-            rows=batch.rows, profile=profile,
+            eval_rows=eval_rows, layers=plan.layers,
+            read_along=partial(read_along, backend, engine, few, run, eval_rows) if few.items else None,
+            rows=batch.rows, profile=profile, ended=ended,
         )  # fmt: skip
     finally:
         report.note_best()
@@ -238,13 +262,12 @@ def _train_and_ask(
         sample_gpu(report, uuids, total)
     if speed:
         logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
-    report.note_peak("train", max(start.peak_bytes, engine.peak_bytes()))
     template = data.style.template
     backend.save(
         engine, run.final_model, tokenizer_folder=tokenizer.folder, stop_ids=stop_ids(tokenizer, data.style),
         chat_template=template.jinja if template.name in NAMED_TEMPLATES else None,  # it was trained with it
     )  # fmt: skip
-    report.note_peak("save", engine.peak_bytes())
+    ended("export")
     if data.items:
         saved = f"all {total} steps are saved"
         answering = report.facts.get("answering_seconds", 0.0)
@@ -331,7 +354,7 @@ def _refuse_occupied(run: RunDir, config: RunConfig) -> bool:
     status = _status(run)
     if not run.holds_work() and (status == "refused" or not run.precommit.exists()):
         with storage(run.root):
-            for stale in (run.result, run.hashes, run.precommit):
+            for stale in (run.result, run.hashes, run.precommit, run.memory):
                 stale.unlink(missing_ok=True)
         return False
     if config.training.resume_from_checkpoint is None:
@@ -366,13 +389,18 @@ def _timed_before(run: RunDir) -> dict[str, float]:
     return {"answering_seconds": float(seconds)} if isinstance(seconds, int | float) and 0 <= seconds < math.inf else {}
 
 
-def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, ModelShape]:
+def _find_model(config: RunConfig) -> tuple[ModelSource, ModelShape]:
     model = resolve_model(
         config.model.model_name_or_path or "", revision=config.model.revision, weights=config.model.weights
     )
     shape = shape_of(model.config)
     if config.training.backend == "jax":
         refuse_dropout(model.name, architecture_of(model.config).dropout, model.config)
+    return model, shape
+
+
+def _say_preflight(config: RunConfig, model: ModelSource, shape: ModelShape, choice: DeviceChoice) -> None:
+    """What is trained, on what, and in which types, with the settings that the run goes with."""
     logger.info(
         "Preflight: model=%s revision=%s parameters=%s device=%s dtype=%s weights=%s",
         model.name, model.revision, f"{shape.parameters:,}", choice.device, config.training.dtype, model.weights,
@@ -384,29 +412,6 @@ def _find_model(config: RunConfig, choice: DeviceChoice) -> tuple[ModelSource, M
         )
     if model.weights == "random":
         logger.warning("The weights are random: nothing this run shows is evidence of learning from a pretrained model")
-    return model, shape
-
-
-def _batch(report: Report, config: RunConfig, choice: DeviceChoice) -> Batch:
-    """The rows of a micro-batch. A run keeps those it began with, on however many devices it is continued."""
-    rows = config.training.per_device_train_batch_size
-    if config.training.backend != "jax":
-        return Batch(rows=rows, devices=1)
-    known = batch_of_run(read_precommit(report.run)) if report.continued else None
-    batch = known or Batch(rows=rows * choice.count, devices=choice.count)
-    if batch.devices != choice.count:
-        logger.info(
-            "Batch: %d rows in a micro-batch, as the run began with on %d device(s); it goes on with them on %d",
-            batch.rows, batch.devices, choice.count,
-        )  # fmt: skip
-    return batch
-
-
-def _step_shape(config: RunConfig, data: Prepared, batch: Batch) -> StepShape:
-    """No larger than the data: a step that asks for more rows than there are takes all of them."""
-    rows = min(batch.rows, len(data.rows))
-    most = config.training.gradient_accumulation_steps
-    return StepShape(rows=rows, accumulation=min(most, -(-len(data.rows) // rows)), tokens=data.longest_row)
 
 
 def find_tokenizer(config: RunConfig) -> tuple[Tokenizer, ModelFacts]:
@@ -446,21 +451,24 @@ def _commit(run: RunDir, committed: dict[str, Any], report: Report) -> None:
 def _go_on(report: Report, start: Start) -> MetricsLog:
     """Nothing more can refuse this run: a continued one is taken as it was up to `start`, and goes on there."""
     if report.continued:
+        report.phases.take_up(report.run.memory)
         report.accept()
         report.training_began = True  # by an earlier process: what goes wrong from here on is no refusal
     report.facts |= start.facts
     report.facts["resumed_from"] = start.step
     report.seconds_before = start.seconds
     report.sound = start.sound
+    report.phases.before_bytes = start.peak_bytes
     return cut_back(report.run, start)
 
 
 def _load(
-    backend: Any, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice, step: StepShape
-) -> Any:
+    backend: Any, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice, step: StepShape, *,
+    attempt: bool,
+) -> Any:  # fmt: skip
     known: dict[str, Any] = {}
     if config.training.backend == "jax":  # a whole step is compiled, before a weight is loaded
-        known = {"step": step, "implementation": config.model.implementation}
+        known = {"step": step, "implementation": config.model.implementation, "attempt": attempt}
     engine = backend.load(model, device=choice.device, training=config.training, **known)
     if known and len(engine.devices) != choice.count:
         raise HardwareError(
@@ -495,5 +503,5 @@ def _evaluate(
 ) -> list[Prediction]:
     predictions, scores = evaluate_model(backend, engine, questions, when=when, run=report.run, **asking)
     report.note_scores(when, scores)
-    report.note_peak(when, engine.peak_bytes())
+    report.phases.end(engine, "generation")
     return predictions

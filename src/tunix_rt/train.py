@@ -237,13 +237,16 @@ def train_run(
     rows: int | None = None,
     read_along: Callable[[int], None] | None = None,
     profile: int = 0,
+    ended: Callable[[str], None] = lambda phase: None,
+    layers: str | None = None,
 ) -> float:
     """Train to step `total` from `start`; the tokens per second, 0 when no step was left to take. Micro-batches have
     `rows` rows: those that one device is given, where none are named.
 
     Every step is in `metrics.jsonl`, and what `result.json` will say of it is told to `note`, before the next begins.
     `read_along` is called where the held-out loss is measured, and a checkpoint is written before either. With `profile`, so
-    many steps are recorded.
+    many steps are recorded. `ended` is told the name of each phase whose memory is measured by itself. `layers` are computed
+    as the plan says, or, of a run that is continued, as before.
     """
     training, done = config.training, start.step
     optimizer = backend.make_optimizer(engine, training)
@@ -252,14 +255,16 @@ def train_run(
         began = time.monotonic()
         if read_along is not None:
             read_along(step)
-        _measure_heldout(
-            backend, engine, run, data, pad_id, eval_rows, step
-        )  # last: its line says that all was measured
+            ended("samples")
+        if data.heldout_rows:  # last: its line says that all was measured
+            _measure_heldout(backend, engine, run, data, pad_id, eval_rows, step)
+            ended("held-out")
         return time.monotonic() - began
 
     if start.checkpoint is not None:
         backend.restore_state(engine, optimizer, start.checkpoint, step=done)
         logger.info("Resumed from %s", start.checkpoint.name)
+        ended("resume")
     stop.raise_if_asked(start.kept, starting=True)
     tokens, seconds, slowest, measuring = 0, 0.0, 0.0, 0.0
     if done not in start.heldout_steps and (not done or _due(done, training.eval_steps, total)):
@@ -270,7 +275,13 @@ def train_run(
     code, then = {}, code_of(start.checkpoint)
     if done < total:
         code = backend.prepare_steps(
-            engine, batch_of, training, total=total, longest_row=data.longest_row, as_before=then.get("layers")
+            engine,
+            batch_of,
+            training,
+            total=total,
+            longest_row=data.longest_row,
+            as_before=then.get("layers"),
+            planned=layers,
         )
         refuse_other_code(code, then)
     spread = {"batch": {"rows": rows, "devices": len(engine.devices)}} if training.backend == "jax" else {}
@@ -305,9 +316,12 @@ def train_run(
             saver.raise_if_failed()
             state = _state(step, metrics.head, engine.attention.name, code) | spread
             measured = _due(step.step, training.eval_steps, total)
-            # Before an evaluation too: nothing that goes wrong in it costs a step.
-            if measured or _due(step.step, training.save_steps, total):
+            saved = measured or _due(step.step, training.save_steps, total)
+            if saved or step.step == done + 1:
+                ended("steps" if step.step > done + 1 else "first_step")
+            if saved:  # before an evaluation too: nothing that goes wrong in it costs a step
                 saver.save(step.step, state)
+                ended("checkpoint")
             # After the last step the final model is saved, which takes as long.
             next_step = (slowest if step.step < total else 0.0) + saver.longest_seconds
             _stop_if_asked(stop, saver, state, needed_seconds=next_step + measured * measuring)
@@ -416,9 +430,7 @@ def _due(step: int, every: int | None, total: int) -> bool:
 def _measure_heldout(
     backend: Any, engine: Any, run: RunDir, data: Prepared, pad_id: int, batch_size: int, step: int
 ) -> None:
-    """Write the held-out loss down, when anything was held out."""
-    if not data.heldout_rows:
-        return
+    """Write the held-out loss down."""
     loss, targets = backend.heldout_loss(engine, data.heldout_rows, batch_size=batch_size, pad_id=pad_id)
     logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
     append_jsonl(run.heldout, [{"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}])

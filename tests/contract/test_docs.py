@@ -273,7 +273,7 @@ def documented_and_real() -> dict[str, set[str]]:
     record = module(SOURCE / "evidence" / "record.py")
     result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
     result |= keys_of_dict(module(SOURCE / "saving.py"), "best_step")
-    for file in ("pipeline.py", "admission.py", "device.py"):
+    for file in ("pipeline.py", "admission.py", "accounting.py", "device.py"):
         result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / file)))
     return {
         "doctor.json": keys_of_dict(module(SOURCE / "device.py"), "proof"),
@@ -285,7 +285,7 @@ def documented_and_real() -> dict[str, set[str]]:
         "eval/heldout.jsonl": keys_of_dict(function_in(SOURCE / "train.py", "_measure_heldout"), "loss_hex"),
         "state.json": keys_of_dict(train, "tunix-rt/state/1"),
         "MANIFEST.json": keys_of_dict(module(SOURCE / "rundir.py"), "tunix-rt/checkpoint/1"),
-        "memory.json": keys_of_dict(admission, "tunix-rt/memory/1"),
+        "memory.json": keys_of_dict(module(SOURCE / "accounting.py"), "tunix-rt/memory/2"),
         "result.json": result,
     }
 

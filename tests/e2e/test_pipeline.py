@@ -96,6 +96,8 @@ def test_scores_are_rates_from_0_to_1(finished):
 def test_the_memory_prediction_is_held_against_the_measurement(finished):
     memory = json.loads((finished[1] / "memory.json").read_text())
     assert memory["predicted_bytes"] == pytest.approx(memory["measured_bytes"], rel=0.25)
+    measured = {name: phase["measured_bytes"] for name, phase in memory["phases"].items()}
+    assert 0 < measured["load"] < measured["steps"] <= memory["measured_bytes"] == max(measured.values())
 
 
 def test_a_finished_run_verifies_and_is_listed(finished):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -148,7 +149,12 @@ def test_a_continued_run_accounts_for_all_its_processes(tmp_path, uninterrupted,
     assert result["resumed_from"] == STEPS
     assert result["seconds"] > sum(step["seconds"] for step in steps)
     assert memory["measured_bytes"] >= max(step["peak_bytes"] for step in steps)
-    assert memory["measured_bytes"] == max(memory["measured_peak_after_phase"].values())
+    assert memory["measured_bytes_before"] == max(step["peak_bytes"] for step in steps)
+    phases = memory["phases"]
+    assert {"load", "resume", "export"} <= set(phases)
+    before = read_json(uninterrupted[0].memory)["phases"]
+    assert phases["steps"] == before["steps"], "no step was left to take: as the process before measured them"
+    assert "predicted_bytes" not in phases["resume"], "what a checkpoint takes to be read is not predicted"
     said = run.log.read_text()
     assert "Completed" in said and "tokens/s" not in said, "no step was taken, so there is no speed to tell"
 
@@ -507,6 +513,8 @@ def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path
     def exhausted(*given, **named):
         tried.append(named)
         if len(tried) == 3:  # the first is the held-out loss
+            taken = mmap.mmap(-1, 144 * 2**20)  # in a process that had room from before, little would have risen
+            taken.write(b"1" * len(taken))
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
         return real(*given, **named)
 

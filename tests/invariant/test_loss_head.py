@@ -132,7 +132,7 @@ def test_chunks_are_few_and_not_too_small(targets):
 def test_where_logits_are_not_turned_in_place_fewer_are_there_at_a_time(kind, softcap, bytes_of_a_logit):
     """The plan counts four bytes for each on any device but a CPU."""
     table = torch.empty(256_000, 8, dtype=getattr(torch, kind), device="meta")
-    rows = torch_head._rows_with_gradients(table, 8192, softcap)
+    rows = torch_head._rows_with_gradients(table, table.dtype, 8192, softcap)
     assert 0.99 * 4 * loss_rows(8192) < bytes_of_a_logit * rows <= 4 * loss_rows(8192)
 
 

@@ -2,19 +2,23 @@
 
 import json
 import logging
+import math
+import re
 
 import pytest
 from click.testing import CliRunner
 
+from tests.conftest import ROOT
 from tunix_rt.admission import copies_held, with_copies_that_fit
 from tunix_rt.cli.main import cli
 from tunix_rt.config import RunConfig, build_config
 from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.plan.fit import explain_out_of_memory, left_to_the_compiler
+from tunix_rt.plan.fit import OVERSHOOT, explain_out_of_memory, left_to_the_compiler
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
 
 GIB = 2**30
+RESULTS = ROOT / "benchmarks" / "results"
 SHAPE = shape_of({
     "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048,
@@ -57,26 +61,50 @@ def test_a_continued_run_has_fewer_copies_and_says_so_and_a_fresh_one_is_left_to
 def test_only_what_the_compiler_may_do_with_less_of_is_left_to_it():
     asked = config(per_device_train_batch_size=64)
     plan = predict_run(SHAPE, asked, device="cuda", capability=(9, 0))
-    step = next(phase for phase in plan.phases if phase.name == "step")
-    certain = step.parts["weights"] + step.parts["optimizer"] + plan.context_bytes
-    assert certain < plan.least_bytes
-    assert "It may not fit: " in left_to_the_compiler(plan, gpu(certain), asked)
-    assert left_to_the_compiler(plan, gpu(certain - 1), asked) == ""
+    near = math.ceil(plan.least_bytes / OVERSHOOT["cuda"]) + plan.context_bytes
+    assert "It may not fit: " in left_to_the_compiler(plan, gpu(near), asked)
+    assert left_to_the_compiler(plan, gpu(near - 1), asked) == "", "no bound was seen to be so far above"
     assert left_to_the_compiler(plan, gpu(2 * plan.peak_bytes + plan.context_bytes), asked) == ""
     other = config(per_device_train_batch_size=64, backend="torch")
-    assert left_to_the_compiler(predict_run(SHAPE, other, device="cuda"), gpu(certain), other) == ""
+    assert left_to_the_compiler(predict_run(SHAPE, other, device="cuda"), gpu(near), other) == ""
 
 
-@pytest.mark.parametrize(("backend", "exit_code"), [("jax", 0), ("torch", 5)])
-def test_plan_refuses_what_train_refuses_and_no_more(backend, exit_code):
-    large = ["--set", "training.per_device_train_batch_size=65536", "--set", "data.max_length=1024"]
-    asked = ["plan", "--model", "tiny-gemma3", "--device", "cpu", "--backend", backend, *large]
+def test_weights_and_optimizer_that_have_no_room_are_not_left_to_the_compiler():
+    asked = config(per_device_train_batch_size=1, gradient_checkpointing=True)
+    plan = predict_run(shape_of({"model_type": "llama"}), asked, device="cuda", row_tokens=64, capability=(9, 0))
+    step = next(phase for phase in plan.phases if phase.name == "step")
+    certain = step.parts["weights"] + step.parts["optimizer"] + plan.context_bytes
+    assert plan.least_bytes < OVERSHOOT["cuda"] * (certain - plan.context_bytes), "else the case shows nothing"
+    assert left_to_the_compiler(plan, gpu(certain), asked) and not left_to_the_compiler(plan, gpu(certain - 1), asked)
+
+
+def test_the_overshoot_that_is_allowed_for_is_the_largest_that_was_measured():
+    compared = json.loads((RESULTS / "plan_against_compiler.json").read_text())["settings"].values()
+    on_tpus = max(1 + one["errors"]["peak"] for one in compared if one["errors"])
+    logs = [(RESULTS / name).read_text() for name in ("jax_program_h200.txt", "jax_local_gpu_h200/training_log.txt")]
+    on_gpus = max(_figure(r"Fits: ([\d.]+) GiB", log) / _figure(r"asks for ([\d.]+) GiB", log) for log in logs)
+    assert on_tpus <= OVERSHOOT["tpu"] < 1.05 * on_tpus
+    assert on_gpus <= OVERSHOOT["cuda"] < 1.05 * on_gpus
+
+
+def _figure(pattern: str, log: str) -> float:
+    found = re.search(pattern, log)
+    assert found
+    return float(found[1])
+
+
+@pytest.mark.parametrize(("backend", "factor", "exit_code"), [("jax", 1.2, 0), ("jax", 2.2, 5), ("torch", 1.2, 5)])
+def test_plan_refuses_what_train_refuses_and_no_more(backend, factor, exit_code):
+    asked = ["plan", "--model", "gemma-3-270m", "--backend", backend, "--set", "training.dtype=bfloat16"]
+    told = json.loads(CliRunner().invoke(cli, [*asked, "--on", "h200", "--json"]).stdout)
+    limit = (told["memory"]["least_bytes"] / factor + told["memory"]["context_bytes"]) / GIB
+    asked += ["--on", "h200", "--set", f"training.memory_limit_gib={limit:.3f}"]
     done = CliRunner().invoke(cli, asked)
     assert done.exit_code == exit_code, done.output
-    assert done.stdout.startswith("may not fit: " if backend == "jax" else "does not fit: ")
-    assert ("the compiler decides before a weight is loaded" in done.stdout) is (backend == "jax")
+    assert done.stdout.startswith("may not fit: " if exit_code == 0 else "does not fit: ")
+    assert ("the compiler decides before a weight is loaded" in done.stdout) is (exit_code == 0)
     told = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
-    assert not told["fit"]["fits"] and told["compiler_decides"] is (backend == "jax")
+    assert not told["fit"]["fits"] and told["compiler_decides"] is (exit_code == 0)
 
 
 def test_advice_is_for_the_rows_that_the_run_began_with_on_other_devices():
@@ -88,4 +116,4 @@ def test_advice_is_for_the_rows_that_the_run_began_with_on_other_devices():
     line = fix.splitlines()[0]
     assert "training.per_device_train_batch_size=4" in line and "accumulation_steps=2" in line and ": fits" in line
     halved = predict_run(SHAPE, config(per_device_train_batch_size=4, gradient_accumulation_steps=2), rows=32, **known)
-    assert f"({halved.least_bytes / GIB:.2f} GiB: fits" in line
+    assert f"({halved.least_bytes / GIB:.2f} GiB, about " in line

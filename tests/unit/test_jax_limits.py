@@ -6,7 +6,7 @@ import pytest
 
 from tunix_rt.config import build_config
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.plan.fit import _refused
+from tunix_rt.plan.changes import can_run, with_copied
 from tunix_rt.plan.jax_limits import LIMITS, refuse_dropout, refuse_for_jax, refuse_profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "jax-engine.md").read_text(encoding="utf-8")
@@ -54,6 +54,6 @@ def test_a_model_with_dropout_is_refused_with_the_keys_that_ask_for_it():
 
 def test_nothing_that_the_engine_refuses_is_advised():
     jax, torch = (build_config({"backend": backend}, "x") for backend in ("jax", "torch"))
-    rung = {"optimizer": {"training.optim": "adamw_8bit"}}
-    assert _refused(jax, rung) and not _refused(torch, rung)
-    assert not _refused(jax, {"optimizer": {"training.optim": "adafactor"}})
+    asked = {"training.optim": "adamw_8bit"}
+    assert not can_run(with_copied(jax, asked)) and can_run(with_copied(torch, asked))
+    assert can_run(with_copied(jax, {"training.optim": "adafactor"}))

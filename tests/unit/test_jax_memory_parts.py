@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import ROOT
 from tunix_rt.backends.jax_architecture import architecture_of
 from tunix_rt.config import Training
-from tunix_rt.plan import jax_memory
+from tunix_rt.plan.jax_kept import kept as kept_by_plan
+from tunix_rt.plan.jax_run import Run
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import shape_of
 
@@ -74,9 +75,9 @@ def test_the_plan_counts_what_the_layers_keep_and_little_more(traceable, family,
     architecture, shape = architecture_of(config), shape_of(config)
     if attention == "cudnn" and architecture.score_cap is not None:
         pytest.skip("cuDNN's kernel has no soft cap of scores")
-    run = jax_memory._Run(
+    run = Run(
         shape=shape, recipe=recipe_of(Training(dtype=compute, gradient_checkpointing=KEPT[remat])), device="cuda",
         parts=1, rows=ROWS, all_rows=ROWS, tokens=TOKENS, accumulation=1, kernel=attention == "cudnn", lean=True,
     )  # fmt: skip
     kept = kept_bytes(architecture, compute=compute, attention=attention, remat=remat)
-    assert kept <= jax_memory._kept(run) <= ABOVE * kept
+    assert kept <= kept_by_plan(run) <= ABOVE * kept

@@ -106,3 +106,17 @@ def test_jax_is_given_most_of_a_gpu_unless_the_user_said_how_much(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     set_environment("cuda", "jax")
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == environment_for("cuda", "jax")["XLA_CLIENT_MEM_FRACTION"]
+
+
+def test_jax_is_given_no_more_of_a_gpu_than_the_run_may_take(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert environment_for("cuda", "jax", memory_share=0.99) == environment_for("cuda", "jax")
+    for told, kept in (("0.5", "0.2500"), ("0.1", "0.1"), ("a half", "0.2500")):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", told)
+        set_environment("cuda", "jax", memory_share=0.25)
+        assert (os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"], "XLA_CLIENT_MEM_FRACTION" in os.environ) == (kept, False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    set_environment("cuda", "jax", memory_share=0.25)
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.2500"

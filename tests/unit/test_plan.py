@@ -376,8 +376,9 @@ def part_of(plan: MemoryPlan, phase: str, part: str) -> int:
 
 
 def counted(plan: MemoryPlan) -> int:
-    """The largest phase without what the heap of a CPU loses between blocks, which is more where blocks come and go."""
-    return max(phase.total_bytes - phase.parts.get("allocator_slack", 0) for phase in plan.judged)
+    """The largest phase without what the heap of a CPU loses between blocks, which is more where blocks come and go; with what
+    a recording holds besides."""
+    return plan.pool_bytes + max(phase.total_bytes - phase.parts.get("allocator_slack", 0) for phase in plan.judged)
 
 
 @settings(deadline=None)
@@ -420,16 +421,16 @@ STATE = ("weights", "optimizer", "gradients")
 
 
 def test_gemma_2b_trains_every_parameter_in_little_more_than_its_weights_and_the_gradient_of_its_table() -> None:
-    """1 x 1024 in bfloat16 on a GPU: weights 4.67 GiB, the table's gradient 0.98, a chunk of logits 0.25 for a while, then one
-    layer that is computed again."""
+    """1 x 1024 in bfloat16 on a GPU: weights 4.67 GiB, the table's gradient 0.98, a chunk of logits 0.25 for a while; one layer
+    that is computed again takes less."""
     config = settings_of(
         data={"max_length": 1024},
-        training={**SMALLEST, "per_device_train_batch_size": 1},
+        training={**SMALLEST, "per_device_train_batch_size": 1, "compile": False},
         evaluation={"per_device_eval_batch_size": 1},
     )
     plan = predict(shape_of(GEMMA_2B), config, device="cuda")
     assert 6.0 < plan.peak_bytes / GIB < 6.4
-    assert plan.peak_phase == "backward"
+    assert plan.peak_phase == "loss"
     parts = {name: round(size / GIB, 2) for name, size in plan.peak.parts.items()}
     assert (parts["weights"], parts["gradients"]) == (4.67, 0.98)
     assert round(part_of(plan, "loss", "loss_head") / GIB, 2) == 0.25
@@ -447,10 +448,9 @@ def test_on_a_gpu_a_logit_takes_the_bytes_of_one_float32(config: dict[str, Any])
         assert run.loss_head(8192, gradients_there=True) == [0, loss_rows(8192) * shape.vocab * 4, states, states]
 
 
-@pytest.mark.parametrize(("file", "which"), [("engine_memory.json", 0), ("engine_curves.json", "float32 AdamW")])
-def test_the_prediction_for_a_gpu_is_what_a_gpu_measured(file: str, which: Any) -> None:
-    recorded = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
-    case = recorded["cases"][which] if which == 0 else recorded["runs"][which]
+def test_the_prediction_for_a_gpu_is_what_a_gpu_measured() -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "engine_curves.json").read_text())
+    case = recorded["runs"]["float32 AdamW"]
     config = settings_of(
         model={"weights": "random"},
         data={"max_length": 1024},
@@ -458,7 +458,7 @@ def test_the_prediction_for_a_gpu_is_what_a_gpu_measured(file: str, which: Any) 
         evaluation={"per_device_eval_batch_size": 1},
     )
     plan = predict(shape_of(GEMMA_2B), config, device="cuda", capability=(9, 0))
-    assert plan.peak_bytes == pytest.approx(case.get("peak_allocated_bytes") or case["peak_bytes"], rel=0.01)
+    assert plan.peak_bytes == pytest.approx(case["peak_bytes"], rel=0.01)
 
 
 def test_checkpointing_saves_most_of_the_activations_of_a_deep_model() -> None:

@@ -369,7 +369,7 @@ class SummingEngine:
     def snapshot(self, engine, optimizer):
         return Copied(str(self.weight))
 
-    def prepare_steps(self, engine, batch_of, training, *, total, longest_row, as_before):
+    def prepare_steps(self, engine, batch_of, training, *, total, longest_row, as_before, planned):
         return {"layers": self.layers}
 
     def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total):

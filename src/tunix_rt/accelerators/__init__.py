@@ -45,9 +45,10 @@ def accelerators() -> tuple[Accelerator, ...]:
     return tuple(_accelerator(row) for row in rows if row["vendor"] not in _ENVIRONMENTS)
 
 
-def accelerators_named(name: str) -> list[Accelerator]:
+@cache
+def accelerators_named(name: str) -> tuple[Accelerator, ...]:
     """Every device that NVML, torch or jax calls so; several where siblings share a name, none for an unknown one."""
-    return [device for device in accelerators() if _plain(name) in map(_plain, device.names)]
+    return tuple(device for device in accelerators() if _plain(name) in map(_plain, device.names))
 
 
 def find_accelerator(name: str, memory_bytes: int | None) -> Accelerator | None:

@@ -4,7 +4,7 @@ libraries are imported here and nowhere else."""
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunix_rt.assets import cache_root
@@ -26,6 +26,25 @@ class Step:
     seconds: float
     peak_bytes: int
     batch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The highest memory of a part of a run, as its engine measures it."""
+
+    used_bytes: int
+    measure: str
+    """What the bytes are, in words."""
+    alone: bool
+    """Whether it is the peak of this part by itself; else the highest since the load, where no one can begin anew."""
+    reserved_bytes: int | None = None
+    """What the allocator held at most, given out or not; None where it does not tell."""
+
+    def or_higher(self, other: "PhasePeak") -> "PhasePeak":
+        """Of two parts of one kind, the higher peak; each figure by itself."""
+        higher = max(self, other, key=lambda peak: peak.used_bytes)
+        held = [one.reserved_bytes for one in (self, other) if one.reserved_bytes is not None]
+        return replace(higher, reserved_bytes=max(held, default=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ STEP_SOURCES = (
     *(f"backends/jax_{name}.py" for name in (
         "architecture", "models", "head", "attention", "mesh", "optim", "spread", "step", "tunix", "weights", "ahead_compile",
     )),
-    *(f"plan/{name}.py" for name in ("recipe", "shape", "state_bytes", "compiling", "tensors", "jax_memory")),
+    *(f"plan/{name}.py" for name in ("recipe", "shape", "state_bytes")),
 )  # fmt: skip
 """What decides the compiled code, beside jax and libtpu: files of the package."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -85,8 +85,8 @@ class ChipMemory:
 
     @property
     def total(self) -> int:
-        """What a device must have: all of it together, temporaries as they are laid out, with gaps; or the peak, where a small
-        program's is more than that."""
+        """All of it together, or the peak, where a small program's is more than that. Not what a device must have: the compiler
+        accepts steps whose total is above it, and none whose peak is (`docs/reference/plan-tpu.md`)."""
         return max(self.peak, self.arguments + self.outputs - self.aliased + self.temporaries + self.code)
 
 
@@ -170,7 +170,7 @@ def ask_compiler(
     A refusal takes seconds, an acceptance minutes; `say` hears of it every 15 seconds."""
     topology_parts(case.topology)
     versions = compiler_versions()
-    kept = cache_root() / "topology" / f"{case_hash(case, versions)}.json"
+    kept = kept_at(case, versions)
     if not fresh and (known := _read_kept(kept)) is not None:
         say(f"{case.topology}: compiled before, in {known.seconds:.0f} s ({kept})")
         return known
@@ -181,6 +181,11 @@ def ask_compiler(
     except (OSError, StorageError) as error:
         say(f"the verdict cannot be kept, and will be asked for again: {error}")
     return found
+
+
+def kept_at(case: Case, versions: Mapping[str, str]) -> Path:
+    """Where the verdict on `case` is kept once the compiler of these `versions` was asked."""
+    return cache_root() / "topology" / f"{case_hash(case, versions)}.json"
 
 
 def case_hash(case: Case, versions: Mapping[str, str]) -> str:

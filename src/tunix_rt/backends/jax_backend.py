@@ -148,7 +148,7 @@ def _plan(engine: Engine) -> Any:
 
 def prepare_steps(
     engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
-    as_before: str | None = None,
+    as_before: str | None = None, planned: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
     """Which code computes the steps, as a checkpoint writes it down. It was compiled before the weights were loaded, for
     rows as long as the longest there is. Nothing is said that depends on the number of devices: it may change."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tunix_rt.assets import cache_root
-from tunix_rt.backends import StepShape, jax_tunix
+from tunix_rt.backends import PhasePeak, StepShape, jax_tunix
 from tunix_rt.backends.jax_architecture import Architecture, architecture_of
 from tunix_rt.backends.jax_attention import attention_named, choose_attention
 from tunix_rt.backends.jax_mesh import make_mesh, parameter_shardings, rows_for
@@ -102,6 +102,12 @@ class Engine:
             return self.meter.peak_bytes()
         return max(int((one.memory_stats() or {}).get("peak_bytes_in_use", 0)) for one in self.devices)
 
+    def take_peak(self) -> PhasePeak:
+        """Peak memory since this was last asked on a CPU; jax begins no count anew, so elsewhere the highest up to now."""
+        if self.device == "cpu":
+            return self.meter.take_peak()
+        return PhasePeak(used_bytes=self.peak_bytes(), measure="bytes in use on the fullest device", alone=False)
+
     def attending(self, tokens: int) -> Any:
         """The attention for rows of so many tokens, split over the mesh."""
         name, _, _ = choose_attention(self.platform, self.architecture, self.recipe.compute, tokens)
@@ -118,10 +124,11 @@ class Engine:
 
 
 def load(
-    source: ModelSource, *, device: str, training: Training, step: StepShape | None = None, implementation: str = "auto"
-) -> Engine:
+    source: ModelSource, *, device: str, training: Training, step: StepShape | None = None, implementation: str = "auto",
+    attempt: bool = False,
+) -> Engine:  # fmt: skip
     """The model on the devices of the mesh. Given the shape of a `step`, that is compiled before a weight is read, and a
-    run that the compiler finds too large for a device is refused."""
+    run that the compiler finds too large for a device is refused, unless it is to be an `attempt`."""
     recipe = recipe_of(training)
     prepare_process(recipe, device=device, deterministic=training.deterministic)
     architecture = architecture_of(source.config)
@@ -139,7 +146,13 @@ def load(
         plan = step_plan(
             architecture, wanted, platform=PLATFORMS[device], rows=rows, tokens=tokens, implementation=implementation
         )
-        compiled = _compiled(plan, mesh, rows, tokens, device)
+        compiled = _compiled(plan, mesh, rows, tokens)
+        try:
+            _refuse_too_large(compiled_parts(compiled), mesh, device, training.memory_limit_gib)
+        except DoesNotFitError as error:
+            if not attempt:
+                raise
+            logger.warning("It is tried all the same: %s", error.problem)
     meter = RiseMeter()
     with memory_is_named(f"the load of {source.name}"):
         params = _parameters(source, architecture, mesh, dtype=recipe.weights, seed=training.seed)
@@ -264,8 +277,8 @@ def devices_of(device: str) -> list[Any]:
 # --- the compiled step -----------------------------------------------------------------------------------------------
 
 
-def _compiled(plan: StepPlan, mesh: Any, rows: int, tokens: int, device: str) -> Any:
-    """The executable of a whole step, once the compiler's own figure fits the device."""
+def _compiled(plan: StepPlan, mesh: Any, rows: int, tokens: int) -> Any:
+    """The executable of a whole step."""
     logger.info(
         "Compiling a step: %d x %d rows of %d tokens over %d device(s), recomputation: %s",
         plan.accumulation, rows, tokens, mesh.size, plan.remat,
@@ -283,7 +296,6 @@ def _compiled(plan: StepPlan, mesh: Any, rows: int, tokens: int, device: str) ->
         time.monotonic() - began, sum(parts.values()) / GIB,
         ", ".join(f"{name} {size / GIB:.3f}" for name, size in parts.items()),
     )  # fmt: skip
-    _refuse_too_large(parts, mesh, device)
     return compiled
 
 
@@ -300,10 +312,12 @@ def compiled_parts(compiled: Any) -> dict[str, int]:
     }
 
 
-def _refuse_too_large(parts: Mapping[str, int], mesh: Any, device: str) -> None:
-    """Devices of a CPU share one memory; others have their own, of which jax may take what it says."""
+def _refuse_too_large(parts: Mapping[str, int], mesh: Any, device: str, limit_gib: float | None = None) -> None:
+    """Devices of a CPU share one memory; others have their own, of which jax may take what it says, and the run no more than
+    `limit_gib`. A TPU's compiler has judged by itself: it refuses what does not fit, and lays out less than the sum."""
     needed = sum(parts.values()) * (mesh.size if device == "cpu" else 1)
-    limit = _limit(mesh, device)
+    limits = [_limit(mesh, device) if device != "tpu" else None, None if limit_gib is None else round(limit_gib * GIB)]
+    limit = min((one for one in limits if one is not None), default=None)
     if limit is not None and needed > limit:
         said = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         raise DoesNotFitError(

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import psutil
 
+from tunix_rt.backends import PhasePeak
+
+MEASURE = "rise of resident memory since before the load, with what was freed and not taken back"
+"""The C library keeps places in its heap: what a step has freed is still there while a checkpoint is written."""
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -21,6 +25,15 @@ class RiseMeter:
         now = _kernel_peak() if self._kernel_keeps_peak else psutil.Process().memory_info().rss
         self._highest = max(self._highest, now)
         return self._highest - self._start
+
+    def take_peak(self) -> PhasePeak:
+        """The rise since this was last asked; where the kernel keeps no peak, the highest up to now."""
+        if not self._kernel_keeps_peak:
+            return PhasePeak(used_bytes=self.peak_bytes(), measure=MEASURE, alone=False)
+        now = _kernel_peak()
+        self._highest = max(self._highest, now)
+        self._kernel_keeps_peak = _reset_kernel_peak()
+        return PhasePeak(used_bytes=max(0, now - self._start), measure=MEASURE, alone=True)
 
 
 def _reset_kernel_peak() -> bool:

@@ -46,7 +46,7 @@ from tunix_rt.backends.torch_state import (
 from tunix_rt.config import Training
 from tunix_rt.data.pack import Row, StepBatch, collate
 from tunix_rt.errors import HardwareError, InputError, TunixError
-from tunix_rt.plan.compiling import choose_compiling, waits_for_the_host
+from tunix_rt.plan.compiling import Compiling, choose_compiling, to_be_recorded
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
@@ -115,37 +115,29 @@ def optimizer_steps(
                 peak_bytes=engine.peak_bytes(),
                 batch=placed.batch.sha256,
             )
+    if engine.recorded:  # gradients lie in its memory
+        engine.model.zero_grad(set_to_none=True)
+        engine.recorded = None
 
 
 def prepare_steps(
     engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
-    as_before: str | None = None,
+    as_before: str | None = None, planned: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
     """Make the layers ready for the steps of a run, once; which code computes them, as a checkpoint writes it down.
 
     They are compiled where it is asked for or pays: for the first batch of the run, wherever it is continued, with rows as
-    long as the longest there is. A run that is continued has its layers `as_before`."""
+    long as the longest there is. A run that is continued has its layers `as_before`; another those that were `planned`."""
     if not engine.prepared:
         engine.prepared = True
         recompute_layers(engine)
         batch = batch_of(1)
         sample = batch.micro_batches[0]
-        asked = training.compile
-        if as_before is not None and asked == "auto":
-            asked = as_before != "plain"
-        choice = choose_compiling(
-            asked,
-            device=engine.device.type,
-            device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
-            parameters=engine.parameters,
-            tokens=batch.tokens,
-            steps=total,
-            packed=int((sample.positions == 0).sum()) > len(sample.positions),
-            adapters=engine.recipe.frozen is not None,
-        )
+        choice = _compiling(engine, training, batch, total=total, as_before=as_before, planned=planned)
         torch.manual_seed(_seed_of(training.seed, 0))
         compile_layers(engine, choice, sample, longest_row=longest_row)
-        if engine.compiled and _to_be_recorded(engine, training, batch.tokens):
+        told = as_before or planned
+        if engine.compiled and (told == "recorded" if told else _to_be_recorded(engine, training, batch.tokens)):
             record_layers(engine, sample)
     table = engine.model.get_output_embeddings().weight
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
@@ -158,15 +150,42 @@ def prepare_steps(
     }
 
 
+def _compiling(
+    engine: Engine, training: Training, batch: StepBatch, *, total: int, as_before: str | None, planned: str | None
+) -> Compiling:
+    """Whether to compile the layers. Those of a continued run must be what they were."""
+    asked, sample = training.compile, batch.micro_batches[0]
+    if as_before is not None and asked == "auto":
+        asked = as_before != "plain"
+    on_gpu = engine.device.type == "cuda"
+    choice = choose_compiling(
+        asked,
+        device=engine.device.type,
+        device_name=torch.cuda.get_device_name(engine.device) if on_gpu else None,
+        parameters=engine.parameters,
+        tokens=batch.tokens,
+        steps=total,
+        packed=int((sample.positions == 0).sum()) > len(sample.positions),
+        adapters=engine.recipe.frozen is not None,
+        capability=torch.cuda.get_device_capability(engine.device) if on_gpu else None,
+    )
+    if asked == "auto" and planned is not None and choice.wanted != (planned != "plain"):
+        return Compiling(wanted=not choice.wanted, required=False, why="the memory of the run is planned for it")
+    return choice
+
+
 def _to_be_recorded(engine: Engine, training: Training, tokens: int) -> bool:
-    """Whether a host that launches the layers kernel by kernel would keep the GPU waiting. Flex has masks that are made anew
-    for every batch; a gradient that lives until the next pass can be neither added to nor dropped early."""
-    recipe, alone = engine.recipe, training.gradient_accumulation_steps == 1
-    if engine.device.type != "cuda" or engine.attention.name == "flex" or recipe.in_backward or not alone:
-        return False
-    name = torch.cuda.get_device_name(engine.device)
-    waits = waits_for_the_host(name, parameters=engine.parameters, layers=len(layers_of(engine.model)), tokens=tokens)
-    return waits and recipe.kept_share == 1.0
+    """As the plan foretells it."""
+    return to_be_recorded(
+        engine.recipe,
+        device=engine.device.type,
+        device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+        flex=engine.attention.name == "flex",
+        accumulation=training.gradient_accumulation_steps,
+        parameters=engine.parameters,
+        layers=len(layers_of(engine.model)),
+        tokens=tokens,
+    )
 
 
 @contextlib.contextmanager

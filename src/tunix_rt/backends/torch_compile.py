@@ -109,6 +109,7 @@ def _warm_up(engine: Engine, sample: MicroBatch) -> None:
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             for borders in with_another_bound(placed.borders):
                 summed_loss(engine, dataclasses.replace(placed, borders=borders)).backward()
+                engine.model.zero_grad(set_to_none=True)  # of the tables: a step has no more of them than this
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
     finally:

@@ -7,10 +7,12 @@ device to see whether any is needed.
 """
 
 import contextlib
+import gc
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,8 +116,15 @@ def generate(
         lambda rows: _answers(engine, rows, decoding, pad_id, heard),
         rows_at=rows_at,
         most=1 if _ropes(engine) & MOVING_ROPES else len(prompts),
-        free_memory=torch.cuda.empty_cache if engine.device.type == "cuda" else lambda: None,
+        free_memory=partial(_free_memory, engine),
     )
+
+
+def _free_memory(engine: Engine) -> None:
+    """Of answers that were given up: an error and the calls it came through refer to each other, and to tensors."""
+    gc.collect()
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _row(

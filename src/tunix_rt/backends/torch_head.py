@@ -42,9 +42,9 @@ def head_loss(
     if torch.is_grad_enabled() and (states.requires_grad or table.requires_grad):
         return _HeadLoss.apply(states, table, targets, scale, softcap, compute, rows)
     rows = rows or loss_rows(len(targets))
-    operand = _as_operand(table, compute)
-    room = _room(operand, min(rows, len(targets)), softcap)
-    operand = _even(operand, room)
+    kind = _product_type(compute, table.device)
+    room = _room(table, kind, min(rows, len(targets)), softcap)
+    operand = _as_operand(table, kind, room)
     losses = [
         _chunk(part.to(operand.dtype), operand, target, softcap, None, room)[0].sum()
         for part, target in zip(states.split(rows), targets.split(rows), strict=True)
@@ -58,10 +58,10 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None,
         compute: torch.dtype, rows: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        wide = _as_operand(table, compute)
-        rows = rows or _rows_with_gradients(wide, len(targets), softcap)
-        room = _room(wide, min(rows, len(targets)), softcap)
-        wide = _even(wide, room)
+        kind = _product_type(compute, table.device)
+        rows = rows or _rows_with_gradients(table, kind, len(targets), softcap)
+        room = _room(table, kind, min(rows, len(targets)), softcap)
+        wide = _as_operand(table, kind, room)
         gradient = torch.empty_like(states) if states.requires_grad else None
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         for start in range(0, len(targets), rows):
@@ -152,26 +152,20 @@ def _wrong_numbers(
     return None
 
 
-def _room(table: torch.Tensor, rows: int, softcap: float | None) -> torch.Tensor | None:
+def _room(table: torch.Tensor, kind: torch.dtype, rows: int, softcap: float | None) -> torch.Tensor | None:
     """Memory for the logits of all chunks, one after the other, where the kernel turns them in place."""
-    if kernel_unable(table.device, table.dtype, len(table), softcap):
+    if kernel_unable(table.device, kind, len(table), softcap):
         return None
     return importlib.import_module("tunix_rt.backends.triton_head").room_for_logits(rows, len(table), table.device)
 
 
-def _rows_with_gradients(table: torch.Tensor, targets: int, softcap: float | None) -> int:
+def _rows_with_gradients(table: torch.Tensor, kind: torch.dtype, targets: int, softcap: float | None) -> int:
     """How many targets meet the vocabulary at once. The plan counts, for a GPU, logits that are turned in place; where they
     are not, there are fewer at a time, so that no more memory is needed."""
     rows = loss_rows(targets)
-    if (
-        table.device.type == "cpu"
-        or table.dtype.itemsize > 4
-        or not kernel_unable(table.device, table.dtype, len(table), softcap)
-    ):
+    if table.device.type == "cpu" or kind.itemsize > 4 or not kernel_unable(table.device, kind, len(table), softcap):
         return rows
-    needed = (
-        8 if softcap else 4 + 2 * (table.dtype.itemsize == 2)
-    )  # beside logits the slope of the cap, or 16-bit slopes
+    needed = 8 if softcap else 4 + 2 * (kind.itemsize == 2)  # beside logits the slope of the cap, or 16-bit slopes
     return max(1, rows * 4 // needed)
 
 
@@ -188,14 +182,6 @@ def _chunk(
     kernel = importlib.import_module("tunix_rt.backends.triton_head")
     losses, slopes = kernel.turned(logits, targets, softcap=softcap, scale=scale, kind=states.dtype)
     return losses, _widened(slopes, len(table))
-
-
-def _even(table: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-    """`table` with rows of zeros up to the padded width of `room`, where its own number of rows is one for which a GPU has
-    but slow products: GPT-2's 50,257 cost three times those of 50,304. Gradients of what is added are 0."""
-    if room is None or table.dtype.itemsize > 2 or len(table) % 8 == 0:
-        return table
-    return torch.nn.functional.pad(table, (0, 0, 0, room.stride(0) - len(table)))
 
 
 def _widened(values: torch.Tensor, columns: int) -> torch.Tensor:
@@ -235,8 +221,15 @@ def _product_type(compute: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and compute.itemsize == 2 else compute
 
 
-def _as_operand(table: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    return table.detach().to(_product_type(compute, table.device))
+def _as_operand(table: torch.Tensor, kind: torch.dtype, room: torch.Tensor | None) -> torch.Tensor:
+    """`table` in the type of the products; with rows of zeros up to the padded width of `room`, where its own number of rows is
+    one for which a GPU has but slow products: GPT-2's 50,257 cost three times those of 50,304. Gradients of what is added are 0.
+    """
+    if room is None or kind.itemsize > 2 or len(table) % 8 == 0:
+        return table.detach().to(kind)
+    even = torch.zeros(room.stride(0), table.shape[1], dtype=kind, device=table.device)
+    even[: len(table)].copy_(table.detach())
+    return even
 
 
 def _logits(states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import transformers
 from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 
+from tunix_rt.backends import PhasePeak
 from tunix_rt.backends.process_memory import RiseMeter
 from tunix_rt.backends.torch_attention import (
     Attention,
@@ -31,6 +32,7 @@ from tunix_rt.doctor.probe import host_facts
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.models import ModelSource
 from tunix_rt.models.secrets import one_line as one_line  # the backend takes it from here
+from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 from tunix_rt.plan.recipe import Recipe, recipe_of, recipe_to_ask
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+GIVEN_OUT = "bytes that the CUDA allocator had given out"
 HIGHEST_LOSS_SCALE = 2.0**24
 STEPS_TO_GROW = 1000
 """Steps without an overflow after which float16's loss scale is doubled."""
@@ -89,13 +92,28 @@ class Engine:
     """Rows and tokens that the layers of a training step are compiled for; None: they are not compiled."""
     recorded: Any = None
     """The `torch_record.Recorded` of the compiled layers; None: they are launched kernel by kernel."""
+    limit_bytes: int | None = None
+    """What the CUDA allocator may hold at most; None: whatever there is."""
+    taken_bytes: int = 0
+    """On CUDA the highest peak of the phases that were asked for: each of them begins anew."""
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the CUDA allocator, or on a CPU the rise of resident memory since before the load."""
         if self.device.type == "cuda":
             # As max_memory_allocated reads it, without the hundred other figures: this is asked after every step.
-            return int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
+            told = torch.cuda.memory_stats_as_nested_dict(self.device)
+            return max(self.taken_bytes, int(told["allocated_bytes"]["all"]["peak"]))
         return self.meter.peak_bytes()
+
+    def take_peak(self) -> PhasePeak:
+        """Peak memory since this was last asked. From here on it is counted anew, but for `peak_bytes`."""
+        if self.device.type != "cuda":
+            return self.meter.take_peak()
+        told = torch.cuda.memory_stats_as_nested_dict(self.device)
+        used, held = (int(told[kind]["all"]["peak"]) for kind in ("allocated_bytes", "reserved_bytes"))
+        self.taken_bytes = max(self.taken_bytes, used)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return PhasePeak(used_bytes=used, measure=GIVEN_OUT, alone=True, reserved_bytes=held)
 
     @property
     def compute(self) -> torch.dtype:
@@ -147,8 +165,10 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
     """The model on its device, proven to be what the loop assumes. Refuses weights that are missing or left over."""
     config = _config_of(source)
     be_deterministic(device, training.deterministic)
+    limit = None
     if device == "cuda":
         _let_memory_grow()
+        limit = _hold_to(training.memory_limit_gib)
     meter = RiseMeter()
     recipe = recipe_of(training)
     attention = attention_for(config, device, training)
@@ -175,6 +195,7 @@ def load(source: ModelSource, *, device: str, training: Training) -> Engine:
         attention=attention,
         deterministic=training.deterministic,
         loss_scale=LossScale() if recipe.loss_scaled else None,
+        limit_bytes=limit,
     )
     _refuse_unknown_head(engine)
     lean_lookup(model.get_input_embeddings())
@@ -221,8 +242,9 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
         raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
     except RuntimeError as error:
         if is_out_of_memory(error):
+            taken = f" beside the {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB taken" if device == "cuda" else ""
             raise DoesNotFitError(
-                f"{source.name}: no memory to load it on {device}",
+                f"{source.name}: no memory to load it on {device}{taken}",
                 fix="free memory there, or ask `tunix-rt plan` what to change",
             ) from error
         raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
@@ -233,7 +255,10 @@ def free_bytes(engine: Engine) -> int:
     if engine.device.type != "cuda":
         return host_facts().ram_available_bytes  # of the container, where there is one
     free, _ = torch.cuda.mem_get_info(engine.device)
-    return int(free + torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device))
+    held, used = torch.cuda.memory_reserved(engine.device), torch.cuda.memory_allocated(engine.device)
+    if engine.limit_bytes is not None:
+        free = min(free, max(0, engine.limit_bytes - held))
+    return int(free + held - used)
 
 
 def be_deterministic(device: str, asked: bool) -> None:
@@ -259,6 +284,17 @@ def _let_memory_grow() -> None:
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         known = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # its name since torch 2.9 or so
         (known or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def _hold_to(limit_gib: float | None) -> int | None:
+    """Let the allocator of this process hold no more than `limit_gib`, less what CUDA itself takes of the device; what it may
+    hold. Without a limit it is left as it is."""
+    if limit_gib is None:
+        return None
+    limit = max(0, round(limit_gib * 2**30) - CUDA_CONTEXT_BYTES)
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    return limit
 
 
 def attention_for(config: Any, device: str, training: Training) -> Attention:

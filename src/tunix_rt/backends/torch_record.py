@@ -25,6 +25,8 @@ def record_layers(engine: Engine, sample: MicroBatch) -> None:
     """Record the layers of `engine` for batches like `sample`. Where that fails they stay as they are, and the log says why."""
     began = time.monotonic()
     _allow_another_stream()
+    # What is recorded lies in memory of its own: the allocator is to keep nothing for passes that are over.
+    torch.cuda.empty_cache()
     try:
         with engine.kernels():
             engine.recorded = Recorded(engine, engine.placing(training=True)(sample))
@@ -34,6 +36,7 @@ def record_layers(engine: Engine, sample: MicroBatch) -> None:
         torch.cuda.synchronize(engine.device)
         logger.warning("Layers are launched kernel by kernel; they cannot be recorded: %s", one_line(error)[:300])
         return
+    torch.cuda.empty_cache()
     logger.info("Recorded in %.1f s: the host launches all layers at once (CUDA graphs)", time.monotonic() - began)
 
 
@@ -62,7 +65,10 @@ class Recorded:
         tokens = sample.ids.shape[1]
         longest = max(LEAST_LENGTH, 1 << (tokens - 1).bit_length())
         inputs = (embedded, sample.positions.clone(), *(() if self._begins is None else (self._begins,)))
-        self._body = torch.cuda.make_graphed_callables(_Body(engine, longest), inputs, allow_unused_input=True)
+        # One pass before, on the stream of the recording; compiling has made others. Each beside the gradients of the last.
+        self._body = torch.cuda.make_graphed_callables(
+            _Body(engine, longest), inputs, num_warmup_iters=1, allow_unused_input=True
+        )
         self._shape = sample.ids.shape
 
     def fits(self, placed: Placed) -> bool:

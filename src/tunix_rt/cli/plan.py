@@ -1,13 +1,21 @@
-"""`tunix-rt plan`: does it fit, before anything is loaded."""
+"""`tunix-rt plan`: does it fit, how long will it take, and what to change; before anything is loaded."""
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tunix_rt.cli.plan_target import Asked
     from tunix_rt.config import RunConfig
-    from tunix_rt.plan.fit import Fit
-    from tunix_rt.plan.memory import MemoryPlan, Phase
+    from tunix_rt.models import ModelSource
+    from tunix_rt.plan.outlook import Outlook
+    from tunix_rt.plan.shape import ModelShape
+    from tunix_rt.plan.solver import Proposal
+
+ALL = "all"
 
 
 @click.command()
@@ -17,31 +25,27 @@ if TYPE_CHECKING:
 @click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
 @click.option("--backend", help="torch or jax.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated.")
-@click.option("--topology", metavar="v5e:2x4", help="Ask the TPU's own compiler instead; no TPU is needed.")
+@click.option(
+    "--on", metavar="NAME", help="Another device: rtx5090, h200, 8gb, tpu-v5e-8, a facts.json of the doctor, or all."
+)
+@click.option("--exact", is_flag=True, help="Ask the TPU's own compiler, for the JAX engine; no TPU is needed.")
+@click.option("--topology", metavar="v5e:2x4", help="The same for chips in this arrangement.")
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), metavar="SECONDS", help="For the compiler; 1800 unless said."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named: Any) -> None:
-    """Predict the peak memory of a run of CONFIG and whether it fits. Exit 5 when it does not.
+    """Predict peak memory, time and disk of a run of CONFIG, and whether it fits. Exit 5 when it does not.
 
+    Without --on, on the device of this computer with what is free there now; a device that is named is taken to be idle.
     The disk is judged too, in words alone: a run that finds too little room on it ends with exit code 8.
     """
-    from tunix_rt.backends.jax_architecture import architecture_of
-    from tunix_rt.cli import text
-    from tunix_rt.cli.topology import run_topology
+    from tunix_rt.cli.plan_target import asked_for, of_flag
+    from tunix_rt.cli.topology import exact_topology, refuse_exact, run_topology
     from tunix_rt.config import find_config, load_config
-    from tunix_rt.doctor.choose import choose_device, with_virtual_devices
-    from tunix_rt.doctor.probe import gather_facts
-    from tunix_rt.doctor.verdict import Ask
     from tunix_rt.errors import ConfigError
-    from tunix_rt.models import resolve_model
-    from tunix_rt.plan.fit import disk_needed_bytes, judge, left_to_the_compiler, refuse_if_too_big
-    from tunix_rt.plan.jax_limits import refuse_dropout
-    from tunix_rt.plan.prediction import predict_run
-    from tunix_rt.plan.shape import shape_of
-    from tunix_rt.rundir import to_plain
 
+    started = time.perf_counter()
     flags = {
         "model.model_name_or_path": named["model"],
         "model.weights": named["weights"],
@@ -52,31 +56,36 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
     refuse_what_no_run_takes(settings)
-    if named["topology"]:
-        run_topology(settings, named["topology"], as_json, limit_seconds=named["time_limit"])
+    on, topology = named["on"], named["topology"]
+    if on and on.strip().casefold() == ALL:
+        on = ALL
+    refuse_options_together(on, topology, exact=named["exact"])
+    if named["exact"]:
+        refuse_exact(settings)
+    if on == ALL:
+        source, shape = _model(settings)
+        plan_all(settings, source, shape, as_json=as_json, started=started, flag=of_flag(named["device"], settings))
         return
-    facts = gather_facts()
-    choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
-    choice = with_virtual_devices(choice, settings.training.backend)
-    # Only config.json is read, so a model without its weights can be planned.
-    source = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
-    shape = shape_of(source.config)
-    if settings.training.backend == "jax":
-        refuse_dropout(source.name, architecture_of(source.config).dropout, source.config)
-    predicted = predict_run(shape, settings, device=choice.device, devices=choice.count, capability=choice.capability)
-    fit = judge(predicted, choice, shape, settings)
-    doubt = left_to_the_compiler(predicted, choice, settings)
-    disk, disk_free = disk_needed_bytes(shape, settings), facts.host.disk_free_bytes
-    if as_json:
-        value = {"model": source.name, "shape": shape, "memory": predicted, "fit": fit, "device": choice}
-        value |= {"disk_bytes": disk, "disk_free_bytes": disk_free, "disk_fits": disk <= disk_free}
-        value |= {"compiler_decides": bool(doubt)}
-        text.show_json(to_plain(value))
-    else:
-        _show_memory(predicted, fit, choice.device, decided=not doubt)
-        text.show_lines([_disk_line(disk, disk_free), *([doubt] if doubt else [])])
-    if not doubt:
-        refuse_if_too_big(predicted, choice, shape, settings)
+    asked = None if topology else asked_for(on, settings, flag=of_flag(named["device"], settings))
+    if asked and named["exact"]:
+        topology = exact_topology(asked.target)
+    if topology:
+        run_topology(settings, topology, as_json, limit_seconds=named["time_limit"])
+    elif asked:
+        source, shape = _model(settings)
+        plan_one(settings, asked, source, shape, as_json=as_json)
+
+
+def refuse_options_together(on: str | None, topology: str | None, *, exact: bool) -> None:
+    from tunix_rt.errors import ConfigError
+
+    if topology and on:
+        raise ConfigError(
+            f"--topology {topology} and --on {on} both name a device",
+            fix="keep one: --exact --on tpu-v5e-8, or --topology v5e:2x4",
+        )
+    if exact and on == ALL:
+        raise ConfigError("--exact compiles for one device, which takes minutes", fix="name it: --exact --on tpu-v5e-8")
 
 
 def refuse_what_no_run_takes(settings: "RunConfig") -> None:
@@ -94,57 +103,144 @@ def refuse_what_no_run_takes(settings: "RunConfig") -> None:
     refuse_for_jax(settings)
 
 
-def _show_memory(predicted: "MemoryPlan", fit: "Fit", device: str, *, decided: bool = True) -> None:
-    """The verdict, `decided` or left to a compiler, then the parts of every phase; under them the totals, the one that was
-    judged said to be so."""
+def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
+    """Only config.json is read, so a model without its weights can be planned."""
+    from tunix_rt.models import resolve_architecture
+    from tunix_rt.plan.jax_limits import refuse_dropout
+    from tunix_rt.plan.shape import shape_of
+
+    source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
+    if settings.training.backend == "jax":
+        from tunix_rt.backends.jax_architecture import architecture_of
+
+        shape = shape_of(source.config)
+        refuse_dropout(source.name, architecture_of(source.config).dropout, source.config)
+        return source, shape
+    return source, shape_of(source.config)
+
+
+# --- one device -------------------------------------------------------------------------------------------------------
+
+
+def plan_one(
+    settings: "RunConfig", asked: "Asked", source: "ModelSource", shape: "ModelShape", *, as_json: bool
+) -> None:
+    """Show the plan; then a HardwareError or a DoesNotFitError in the words of a run that would be refused."""
+    from tunix_rt.cli.plan_words import disk_line, show_outlook
+    from tunix_rt.plan.outlook import look, measured_here, whole_run
+    from tunix_rt.plan.seen_errors import band
+    from tunix_rt.plan.timing import disk_needed_bytes
+
+    seen = look(shape, settings, asked.target)
+    measured = asked.here and seen.target.device == "cpu"
+    if measured:
+        seen = measured_here(seen, shape, settings)
+    run = whole_run(settings, seen)
+    exact = settings.training.max_steps is not None or not settings.data.packing
+    disk, free = disk_needed_bytes(shape, settings), asked.disk_free_bytes
+    known = band(asked.kind, settings.training.backend, seen.plan.layers) if asked.kind else None
+    if as_json:
+        value = {"schema": "tunix-rt/plan-answer/1", "model": source.name, "shape": shape, **outlook_json(seen)}
+        value |= {
+            "run": run,
+            "steps_exact": exact if run else None,
+            "disk_bytes": disk,
+            "disk_free_bytes": free,
+            "seen_errors": known,
+        }
+        value |= {"disk_fits": None if free is None else disk <= free}
+        show_whole_json(value)
+    else:
+        show_outlook(
+            seen, run, exact=exact, disk=disk_line(disk, free), band=known.words if known else "", measured=measured
+        )
+    refuse(seen)
+
+
+def refuse(seen: "Outlook") -> None:
+    """Raise what `train` would there, in fewer words: the parts and the other ways have been shown."""
     from tunix_rt.cli import text
-    from tunix_rt.plan.memory import SPARE
+    from tunix_rt.errors import DoesNotFitError, HardwareError
 
-    verdict = "fits" if fit.fits else "does not fit" if decided else "may not fit"
-    gives_up = fit.predicted_bytes < predicted.peak_bytes  # judged without what a run can do without
-    peak = predicted.least if gives_up else predicted.peak
-    phases = predicted.judged
-    names = list(dict.fromkeys(name for phase in phases for name in phase.parts if phase.parts[name]))
-    spare = [name for name in names if name in SPARE]
-    without = f" without {' and '.join(spare)}" if gives_up else ""
-    each = f" of each of {predicted.devices} devices" if predicted.devices > 1 and device != "cpu" else ""
-    text.show_lines([
-        f"{verdict}: {text.gib(fit.predicted_bytes)} predicted{without} (+ {text.gib(fit.safety_bytes)} margin) "
-        f"of {text.gib(fit.available_bytes)} free on {device}{each}",
-        f"{predicted.parameters:,} parameters, {predicted.dtype}, {predicted.rows} rows of {predicted.row_tokens} tokens; "
-        f"peak in phase: {peak.name}",
-    ])  # fmt: skip
-    rows = [
-        (f"{name} *" if name in spare else name, *(_mib(phase.parts.get(name, 0)) for phase in phases))
-        for name in (*(name for name in names if name not in spare), *spare)
-    ]
-    judged = " (judged)"
-    rows.append((f"total{'' if gives_up else judged}", *(_mib(phase.total_bytes) for phase in phases)))
-    if spare:
-        least = (phase.total_bytes - sum(phase.parts.get(name, 0) for name in spare) for phase in phases)
-        rows.append((f"total without *{judged if gives_up else ''}", *map(_mib, least)))
-    text.show_table(("MiB", *(phase.name for phase in phases)), rows, numbers=[phase.name for phase in phases])
-    if spare:
-        text.show_lines([f"* given up when memory is short{', as it is here' if gives_up else ''}"])
-    text.show_lines(_proof_line(phase, predicted.device) for phase in predicted.phases if phase.name == "proof")
+    fix = "\n       ".join([proposal.line for proposal in seen.proposals][:1] or seen.resorts)
+    if seen.unable:
+        raise HardwareError(
+            f"{seen.target.name} {seen.unable}",
+            fix=fix or "use a GPU from compute capability 8.0 on",
+            cause="bf16-emulated",
+        )
+    if not seen.fit.fits and not seen.doubt:
+        raise DoesNotFitError(
+            f"does not fit on {seen.target.name}: {text.gib(-seen.fit.margin_bytes)} too much", fix=fix
+        )
 
 
-def _proof_line(proof: "Phase", device: str) -> str:
-    from tunix_rt.cli import text
+def show_whole_json(value: dict[str, Any]) -> None:
+    """`value` on stdout with all of its keys: what is not known, or not so, is null."""
+    import json
 
-    child, elsewhere = proof.parts["fresh_process"], "" if device == "cpu" else "done on the CPU, or "
-    return (
-        f"proof of the final model: {text.gib(proof.total_bytes)}, {text.gib(child)} of it in a fresh process that loads it once "
-        f"more; not judged: without room for it the proof is {elsewhere}left out, which is said"
-    )
+    from tunix_rt.rundir import to_plain
 
-
-def _disk_line(needed: int, free: int) -> str:
-    from tunix_rt.cli import text
-
-    verdict = "fits" if needed <= free else "does not fit: a run would be refused with exit code 8"
-    return f"disk: up to {text.gib(needed)} needed, {text.gib(free)} free; {verdict}"
+    print(json.dumps(to_plain(value), indent=2, allow_nan=False, ensure_ascii=True))
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}" if size else ""
+def outlook_json(seen: "Outlook") -> dict[str, Any]:
+    """One device, as JSON has it. The advice of a verdict is in the proposals and last resorts."""
+    from dataclasses import asdict
+
+    def listed(proposals: "Sequence[Proposal]") -> list[dict[str, Any]]:
+        return [
+            {
+                "line": one.line,
+                "settings": one.settings,
+                "costs": one.costs,
+                "level": one.level,
+                "predicted_bytes": one.plan.least_bytes,
+                "tokens_per_second": one.time.tokens_per_second,
+            }
+            for one in proposals
+        ]
+
+    return {
+        "device": seen.target,
+        "runs": seen.runs,
+        "unable": seen.unable or None,
+        "compiler_decides": bool(seen.doubt),
+        "memory": seen.plan,
+        "fit": {name: figure for name, figure in asdict(seen.fit).items() if name != "advice"},
+        "time": seen.time,
+        "proposals": listed(seen.proposals),
+        "faster": listed(seen.faster),
+        "last_resorts": seen.resorts,
+    }
+
+
+# --- the catalogue ----------------------------------------------------------------------------------------------------
+
+
+def plan_all(
+    settings: "RunConfig",
+    source: "ModelSource",
+    shape: "ModelShape",
+    *,
+    as_json: bool,
+    started: float,
+    flag: str | None = None,
+) -> None:
+    """Show which devices of the catalogue run it. No error where none does: nothing of this computer is judged."""
+    from tunix_rt.cli.plan_target import refuse_or_say_device
+    from tunix_rt.cli.plan_words import show_all
+    from tunix_rt.plan.outlook import look
+    from tunix_rt.plan.target import all_targets
+
+    jax = settings.training.backend == "jax"
+    kinds = ("cuda", "tpu") if jax else ("cuda",)
+    refuse_or_say_device(ALL, kinds, settings, flag=flag)
+    targets = [target for target in all_targets() if target.device in ((flag,) if flag else kinds)]
+    seen = [look(shape, settings, target) for target in targets]
+    seconds = time.perf_counter() - started
+    if as_json:
+        value = {"schema": "tunix-rt/plan-all/1", "model": source.name, "shape": shape, "seconds": seconds}
+        show_whole_json(value | {"devices": [outlook_json(one) for one in seen]})
+        return
+    show_all(seen, seconds=seconds, left_out=[] if jax else ["TPUs are for the JAX engine: --backend jax --on all"])

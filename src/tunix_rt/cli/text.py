@@ -69,9 +69,24 @@ def show_lines(lines: Iterable[str]) -> None:
         print(printable(line))
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
-    """A table on stdout; the columns named in `numbers` are set to the right."""
-    _show(_table(columns, rows, numbers))
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = (), tight: bool = False
+) -> None:
+    """A table on stdout; the columns named in `numbers` are set to the right, and nearer to one another when `tight`."""
+    _show(_table(columns, rows, numbers, padding=(0, 1, 0, 0) if tight else (0, 1, 0, 1)))
+
+
+def show_pieces(lines: Iterable[Sequence[tuple[str, str]]]) -> None:
+    """Lines of (text, style) pieces: styled on a terminal, plain elsewhere, and never folded."""
+    from rich.text import Text
+
+    for pieces in lines:
+        _console().print(Text.assemble(*((printable(words), style) for words, style in pieces)), soft_wrap=True)
+
+
+def width() -> int:
+    """Columns of the terminal; of a pipe, as many as a table may take there."""
+    return _console().width
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:

@@ -1,28 +1,66 @@
-"""`tunix-rt plan CONFIG --topology v5e:2x4`: what the TPU's own compiler says of the training step, without a TPU."""
+"""`tunix-rt plan CONFIG --exact --on tpu-v5e-8`, or `--topology v5e:2x4`: what the TPU's own compiler says of the training
+step, without a TPU, beside what arithmetic says of it."""
 
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from tunix_rt.backends.jax_ahead import Verdict
     from tunix_rt.config import RunConfig
+    from tunix_rt.plan.memory import MemoryPlan
+    from tunix_rt.plan.target import Target
 
 NO_TPU = "said by the TPU's compiler; no TPU was used, and speed is not part of it"
 
 
+EXACT = "--exact asks the TPU's own compiler for the step of the JAX engine"
+
+
+def refuse_exact(settings: "RunConfig") -> None:
+    """Refuse `--exact` for an engine that has no such compiler, before any device is looked for."""
+    from tunix_rt.errors import ConfigError
+
+    if settings.training.backend != "jax":
+        raise ConfigError(
+            f"{EXACT}; training.backend is {settings.training.backend}, of which the plan is arithmetic alone",
+            fix="leave out --exact, or add --backend jax --on tpu-v5e-8",
+        )
+
+
+def exact_topology(target: "Target") -> str:
+    """The topology that `--exact` asks the compiler for; a ConfigError where the target is no TPU that it knows."""
+    from tunix_rt.errors import ConfigError
+    from tunix_rt.plan.target import topology_of
+
+    if target.device != "tpu":
+        raise ConfigError(
+            f"{EXACT}; {target.name} is no TPU, and has no compiler that works without the device",
+            fix="leave out --exact, or name a TPU: --on tpu-v5e-8",
+        )
+    return topology_of(target)
+
+
 def run_topology(settings: "RunConfig", topology: str, as_json: bool, *, limit_seconds: float | None = None) -> None:
     """Show the verdict on stdout, with progress on stderr. A DoesNotFitError when the compiler refuses."""
-    from tunix_rt.backends.jax_ahead import LIMIT_SECONDS, Case, ask_compiler
+    from tunix_rt.backends.jax_ahead import (
+        LIMIT_SECONDS,
+        Case,
+        ask_compiler,
+        compiler_versions,
+        kept_at,
+        topology_parts,
+    )
     from tunix_rt.cli import text
-    from tunix_rt.errors import ConfigError
-    from tunix_rt.models import resolve_model
+    from tunix_rt.models import resolve_architecture
     from tunix_rt.plan.jax_memory import row_length
     from tunix_rt.rundir import to_plain
 
-    if not settings.model.model_name_or_path:
-        raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
+    topology_parts(topology)
     # Only config.json is read: the step is compiled from shapes.
-    source = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
+    source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
     case = Case(
         config=source.config,
         training=settings.training,
@@ -30,37 +68,64 @@ def run_topology(settings: "RunConfig", topology: str, as_json: bool, *, limit_s
         topology=topology,
         implementation=settings.model.implementation,
     )
+    asked_before = kept_at(case, compiler_versions()).exists()
     found = ask_compiler(
         case,
         say=lambda line: print(text.printable(line), file=sys.stderr, flush=True),
         limit_seconds=limit_seconds or LIMIT_SECONDS,
     )
+    arithmetic = arithmetic_of(found, settings, source.config)
     if as_json:
-        text.show_json(to_plain({"model": source.name, "fits": found.fits, "verdict": found}))
+        value = {"model": source.name, "fits": found.fits, "verdict": found, "from_cache": asked_before}
+        text.show_json(to_plain(value | {"arithmetic": arithmetic}))
     else:
-        show_verdict(found)
+        show_verdict(found, arithmetic, asked_before=asked_before)
     refuse_if_refused(found)
 
 
-def show_verdict(found: "Verdict") -> None:
+def arithmetic_of(found: "Verdict", settings: "RunConfig", model: "Mapping[str, Any]") -> "MemoryPlan":
+    """What the plan without a compiler says of the same step."""
+    from tunix_rt.plan.prediction import predict_run
+    from tunix_rt.plan.shape import shape_of
+
+    return predict_run(shape_of(model), settings, device="tpu", devices=found.devices)
+
+
+def show_verdict(found: "Verdict", arithmetic: "MemoryPlan | None" = None, *, asked_before: bool = False) -> None:
     """One line with the verdict, one with what was compiled, then the bytes of one device by kind."""
     from tunix_rt.cli import text
 
     where = f"each of {found.devices} x {found.device_kind} ({found.topology})"
     of_usable = f" of {text.gib(found.usable)}" if found.usable else ""
+    when = "the compiler was asked before; this is its answer of then, from the cache" if asked_before else ""
     lines = [
         f"{found.parameters:,} parameters in {found.replicas} {'copy' if found.replicas == 1 else 'copies'}, "
         f"{found.accumulation} x {found.rows} rows of {found.tokens} tokens a step",
         found.step,
         f"jax {found.versions['jax']}, libtpu {found.versions['libtpu']}, compiled in {text.duration(found.seconds)}; {NO_TPU}",
+        when,
+        _beside(found, arithmetic) if arithmetic else "",
     ]
+    verdict = f"does not fit: refused for {where}"
+    if found.memory is not None:
+        verdict = f"fits: {text.gib(found.memory.peak)} at the peak{of_usable} on {where}"
+    text.show_lines([verdict, *(line for line in lines if line)])
     if found.memory is None:
-        text.show_lines([f"does not fit: refused for {where}", *lines])
         return
-    text.show_lines([f"fits: {text.gib(found.memory.total)}{of_usable} on {where}", *lines])
     kinds = ("arguments", "outputs", "aliased", "temporaries", "code", "total", "peak")
     rows = [(kind, f"{getattr(found.memory, kind) / 2**30:.3f}") for kind in kinds]
     text.show_table(("GiB on a device", ""), rows, numbers=[""])
+
+
+def _beside(found: "Verdict", arithmetic: "MemoryPlan") -> str:
+    """The step by arithmetic, beside the compiler's figure where it gave one."""
+    from tunix_rt.cli import text
+
+    step = next(phase for phase in arithmetic.phases if phase.name == "step")
+    said = f"by arithmetic, without the compiler: {text.gib(step.total_bytes)} for the step"
+    if found.memory is None:
+        return said
+    return f"{said}, {100 * (step.total_bytes / found.memory.peak - 1):+.1f} %"
 
 
 def refuse_if_refused(found: "Verdict") -> None:

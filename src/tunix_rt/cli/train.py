@@ -23,6 +23,7 @@ MOST_RECORDED = 50
 @click.option(
     "--profile", type=click.IntRange(1, MOST_RECORDED), metavar="N", help="Record N steps: where does their time go?"
 )
+@click.option("--allow-oom-attempt", is_flag=True, help="Go on where the plan says that the run does not fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output.")
 def train(
     config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
@@ -41,10 +42,11 @@ def train(
     }
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags)
-    run_and_show(settled, output, as_json=as_json, profile=named["profile"] or 0)
+    attempt = named["allow_oom_attempt"]
+    run_and_show(settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=attempt)
 
 
-def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0) -> None:
+def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, oom_attempt: bool = False) -> None:
     """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
     from tunix_rt.cli import text
     from tunix_rt.cli.watch import watching
@@ -55,7 +57,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0) 
 
     refuse_addresses(config.model_dump())  # before anything is written down
     with watching() as progress:
-        report = run_pipeline(config, output, progress=progress, profile=profile)
+        report = run_pipeline(config, output, progress=progress, profile=profile, oom_attempt=oom_attempt)
     run = RunDir(output)
     if as_json:
         text.show_json(read_json(run.result))

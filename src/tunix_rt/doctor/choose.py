@@ -47,27 +47,43 @@ def choose_device(ask: Ask, facts: Facts) -> DeviceChoice:
     return {"cuda": _cuda, "tpu": _tpu, "cpu": _cpu}[device](facts, ask)
 
 
-def environment_for(device: str, backend: str) -> Mapping[str, str]:
+def environment_for(device: str, backend: str, *, memory_share: float | None = None) -> Mapping[str, str]:
     """The variables an engine's libraries read when they are imported.
 
-    jax gets exactly one platform, never a list that ends at the CPU, and most of a GPU's memory; CUDA counts GPUs in the
-    order of NVML.
+    jax gets exactly one platform, never a list that ends at the CPU, and most of a GPU's memory, or `memory_share` of it
+    where that is less; CUDA counts GPUs in the order of NVML.
     """
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if device == "cuda" else {}
     if backend != "jax":
         return order
-    share = {"XLA_CLIENT_MEM_FRACTION": JAX_MEMORY_SHARE} if device == "cuda" else {}
-    return order | share | {"JAX_PLATFORMS": device}
+    limited = memory_share is not None and memory_share < float(JAX_MEMORY_SHARE)
+    share = {"XLA_CLIENT_MEM_FRACTION": f"{memory_share:.4f}" if limited else JAX_MEMORY_SHARE}
+    return order | (share if device == "cuda" else {}) | {"JAX_PLATFORMS": device}
 
 
-def set_environment(device: str, backend: str) -> None:
+def set_environment(device: str, backend: str, *, memory_share: float | None = None) -> None:
     """Set them in this process, for the engine and the children that prove it. An order or a share of memory that the user
-    has set stays; jax takes no two names of that share."""
-    for name, value in environment_for(device, backend).items():
+    has set stays, unless the run is to take no more than `memory_share`; jax takes no two names of that share."""
+    for name, value in environment_for(device, backend, memory_share=memory_share).items():
         if name == "JAX_PLATFORMS":
             os.environ[name] = value
-        elif name != "XLA_CLIENT_MEM_FRACTION" or "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        elif name != "XLA_CLIENT_MEM_FRACTION":
             os.environ.setdefault(name, value)
+        else:
+            known = next((other for other in _SHARE_NAMES if other in os.environ), name)
+            if known not in os.environ or (memory_share is not None and _more(os.environ[known], value)):
+                os.environ[known] = value
+
+
+_SHARE_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+
+
+def _more(share: str, than: str) -> bool:
+    """Whether a share that somebody has set is more than `than`; what is no number is taken to be."""
+    try:
+        return not float(share) <= float(than)
+    except ValueError:
+        return True
 
 
 def with_virtual_devices(choice: DeviceChoice, backend: str) -> DeviceChoice:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.config import RunConfig, Training, dump_yaml
+from tunix_rt.config import SETTINGS, RunConfig, Training, dump_yaml, with_settings
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.errors import ConfigError, TunixError
@@ -32,8 +32,8 @@ class Batch:
 
 def settled_config(config: RunConfig) -> RunConfig:
     """The configuration without what may differ between the processes of one run: whether it is a continuation, how long
-    a process may take, and how long it may take to end."""
-    free = ("resume_from_checkpoint", "time_budget", "grace_seconds")
+    a process may take, how long it may take to end, and how much of the device it may take."""
+    free = ("resume_from_checkpoint", "time_budget", "grace_seconds", "memory_limit_gib")
     training = config.training.model_copy(update={name: Training.model_fields[name].default for name in free})
     return config.model_copy(update={"training": training})
 
@@ -46,9 +46,10 @@ def build_precommit(
     *,
     device: str,
     batch: Batch | None = None,
+    fitting: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that determines the run. The same inputs give the same values, but for `created`. `batch` belongs to a run
-    over several devices, that of a continued one to how it began."""
+    over several devices, that of a continued one to how it began; so does `fitting`, what `memory: auto` settled on."""
     source_sha256, source_files = source_hash(Path(tunix_rt.__file__).parent)
     seeds = {"seed": config.training.seed, "data_seed": _data_seed(config)}
     committed: dict[str, Any] = {
@@ -81,6 +82,8 @@ def build_precommit(
     }
     if batch is not None and config.training.backend == "jax":
         committed["batch"] = {"rows": batch.rows, "devices": batch.devices}
+    if fitting is not None:
+        committed["fitting"] = fitting
     if model.converted_from is not None:
         committed["base_model"]["converted_from"] = model.converted_from
     if data.style.template.today is not None:
@@ -121,6 +124,36 @@ def batch_of_run(committed: dict[str, Any]) -> Batch | None:
     return Batch(rows=rows, devices=devices) if sound else None  # type: ignore[arg-type]
 
 
+def fitting_of_run(committed: dict[str, Any]) -> dict[str, Any] | None:
+    """What `memory: auto` settled on when the run began; None where it was not asked for. Damaged, it cannot be gone on
+    with: nobody knows the settings of the steps that were taken."""
+    fitting = committed.get("fitting")
+    if fitting is None:
+        return None
+    chosen, written = (fitting.get(name) if isinstance(fitting, dict) else None for name in ("chosen", "written"))
+    if isinstance(chosen, dict) and isinstance(written, dict) and chosen.keys() == written.keys() <= SETTINGS:
+        return dict(fitting)
+    raise TunixError(
+        "precommit.json is damaged: what `training.memory: auto` had chosen cannot be read",
+        fix="restore it from a copy, or choose another --output",
+    )
+
+
+def as_it_began(committed: dict[str, Any], config: RunConfig) -> RunConfig:
+    """`config` with what `memory: auto` chose when the run began. Where a setting is neither what was written then nor what
+    was chosen, somebody has changed it: it stays, for `refuse_another_config` to name."""
+    fitting = fitting_of_run(committed) if config.training.memory == "auto" else None
+    if fitting is None:
+        return config
+    now = config.model_dump()
+    known = {
+        name: value
+        for name, value in fitting["chosen"].items()
+        if now[name.split(".")[0]][name.split(".")[1]] in (fitting["written"][name], value)
+    }
+    return with_settings(config, known)
+
+
 def config_hash(config: RunConfig) -> str:
     return sha256_text(dump_yaml(settled_config(config)))
 
@@ -128,8 +161,10 @@ def config_hash(config: RunConfig) -> str:
 def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Path) -> None:
     """The cheap half of `refuse_another_run`, before anything in the folder is touched.
 
-    A setting that an older config.yaml does not know is named only where it is not left at its default.
+    What `memory: auto` chose when the run began counts as asked for. A setting that an older config.yaml does not know is
+    named only where it is not left at its default.
     """
+    config = as_it_began(before, config)
     if before.get("config_sha256") == config_hash(config):
         return
     path = RunDir(folder).config

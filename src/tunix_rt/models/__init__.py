@@ -21,7 +21,7 @@ from tunix_rt.models.weight_files import no_safetensors, refuse_incomplete
 
 __all__ = [
     "A_TOKENIZER", "TWO_WAYS_ON", "ModelSource", "preset_names", "redacted", "refuse_address", "refuse_addresses",
-    "resolve_model", "resolve_tokenizer",
+    "resolve_architecture", "resolve_model", "resolve_tokenizer",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,15 @@ def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrain
     except TunixError as error:
         _strike_secrets(error)
         raise
+
+
+def resolve_architecture(name: str, *, revision: str = "main") -> ModelSource:
+    """Model `name` for its config.json alone. The hub is not asked for what a preset says as well."""
+    is_here = os.path.exists(os.path.expanduser(name)) or assets.find("models", name) is not None
+    if name not in PRESET_OF or revision != "main" or is_here:
+        return resolve_model(name, revision=revision, weights="random")
+    folder = _presets() / PRESET_OF[name]
+    return ModelSource(name=name, folder=folder, revision="preset", weights="random", config=_read_config(folder, name))
 
 
 def resolve_tokenizer(name: str, *, revision: str = "main") -> Path:

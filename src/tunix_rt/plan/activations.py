@@ -25,6 +25,8 @@ class Batch:
     """A GPU of compute capability 8.0 or above, for which there are kernels without a mask."""
     deterministic: bool = False
     """On a GPU: without the memory-efficient kernel, whose backward pass adds in any order."""
+    compiled: bool = False
+    """Layers are compiled: what lies between two products is computed again from them."""
 
     @property
     def tokens(self) -> int:
@@ -74,6 +76,8 @@ class Kept:
 
 def kept_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> Kept:
     """What autograd saves in one layer, weights and their casts left out."""
+    if batch.compiled:
+        return _kept_compiled(shape, widths, batch)
     tokens, compute = batch.tokens, widths.compute
     stream = tokens * shape.hidden
     before, after = _norms(shape, widths, tokens)
@@ -93,6 +97,32 @@ def kept_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> Kept:
         attention.append(stream * (compute if batch.device == "cpu" else 1))
         mlp.append(stream * (compute if batch.device == "cpu" else 1))
     return Kept(attention=attention, mlp=mlp, behind=after)
+
+
+def _kept_compiled(shape: ModelShape, widths: Widths, batch: Batch) -> Kept:
+    """What the compiler keeps: the input of the layer, inputs of products and what attention needs; of a block's result as
+    much as the next norm is made from. Norms keep their roots alone, and the activation is computed again from the gate."""
+    tokens = batch.tokens
+    stream, inner = tokens * shape.hidden * widths.compute, tokens * shape.ffn * widths.compute
+    roots = [4 * tokens] * (2 if shape.norm_has_bias else 1)  # and of a LayerNorm the mean
+    attention = [
+        tokens * shape.hidden * widths.stream,
+        *roots,
+        stream,
+        *_kept_by_attention(shape, widths, batch),
+        stream,
+    ]
+    mlp = [*roots, stream] + [inner] * (3 if shape.gated_mlp else 2)
+    if shape.norms_per_layer == 4:
+        attention += roots
+        mlp += [stream, *roots]
+    if shape.head_norms:
+        attention += [tokens * size * widths.compute for size in (shape.query_size, shape.kv_size)]
+        attention += [4 * tokens * heads for heads in (shape.heads, shape.kv_heads)]
+    if shape.hidden_dropout:
+        attention.append(tokens * shape.hidden)
+        mlp.append(tokens * shape.hidden)
+    return Kept(attention=attention, mlp=mlp, behind=[])
 
 
 def kept_by_last_norm(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
@@ -147,8 +177,11 @@ def _kept_by_attention(shape: ModelShape, widths: Widths, batch: Batch) -> list[
     if kernel == "math":  # in float32 at least
         dropped = 2 if shape.attention_dropout else 0  # what dropout leaves of the softmax, and which it leaves
         return [query // width * widths.norm] * 3 + result + [scores * widths.norm] * (1 + dropped)
-    if kernel == "masked":  # shared key-value heads are repeated, and the mask is kept as numbers, once per layer
-        return [query] * 4 + [log_sums, tokens * batch.length * width]
+    if kernel == "masked":  # the mask is kept as numbers, once per layer
+        repeated = (
+            kv if shape.kv_heads == 1 else query
+        )  # key-value heads that several share; a single one is only seen so
+        return [query] * 2 + [repeated] * 2 + [log_sums, tokens * batch.length * width]
     return [query, query, kv, kv, log_sums]
 
 
@@ -174,7 +207,9 @@ def generating_kernel(shape: ModelShape, widths: Widths, batch: Batch) -> str:
     without a mask."""
     if shape.capped_scores:
         return "eager"
-    cannot = widths.compute == 8 or batch.deterministic
+    # The memory-efficient kernel knows no heads that share keys and values; others know 16-bit numbers and newer GPUs alone.
+    shared = shape.heads != shape.kv_heads and (widths.compute == 4 or not batch.modern)
+    cannot = widths.compute == 8 or batch.deterministic or shared
     return "math" if batch.device != "cpu" and cannot else "masked"
 
 
@@ -236,7 +271,12 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
             casts=everything,
             updating=True,
         ),
-        Moment(kept=in_mlp - product, in_flight=upstream + 3 * inner, done=last, casts=everything),
+        Moment(
+            kept=in_mlp - product,
+            in_flight=upstream + (2 if batch.compiled else 3) * inner,  # the compiler writes over one of them
+            done=last,
+            casts=everything,
+        ),
         Moment(
             kept=sum(kept.attention),
             in_flight=upstream + _through_attention(shape, widths, batch),
@@ -265,6 +305,12 @@ def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel
     kernel = kernel or attention_kernel(shape, widths, batch)
     mask = [tokens * batch.length * width] if kernel == "masked" else []  # as numbers
     mlp = [tokens * shape.ffn * width] * (3 if shape.gated_mlp else 4)
-    scores = [tokens * shape.heads * batch.length * widths.norm] * (3 if kernel in ("math", "eager") else 0)
-    attention = [tokens * shape.query_size * width] * 6 + scores  # query, key, value, and the halves of their rotation
+    if widths.adapters is not None:  # what an adapter adds is computed in float32, scaled, and then summed
+        mlp = [tokens * shape.ffn * width] * 2 + [tokens * shape.ffn * 4] * 2 + [tokens * shape.hidden * 4, stream[0]]
+    # Scores and their softmax; before it, spelled out, those with the mask.
+    of_scores = {"math": 3 if width == 2 else 2, "eager": 3}.get(kernel, 0)
+    scores = [tokens * shape.heads * batch.length * widths.norm] * of_scores
+    # Query, key, value, and the halves of their rotation, by numbers of the type that layers pass on.
+    rotated = tokens * shape.query_size * (width if shape.learned_positions else max(width, widths.stream))
+    attention = [rotated] * (12 if kernel == "math" else 6) + scores  # without a kernel: repeated, and scaled
     return stream + mask + max(mlp, attention, key=sum)

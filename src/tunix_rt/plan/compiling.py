@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from tunix_rt.accelerators import accelerators_named
+from tunix_rt.config import RunConfig
+from tunix_rt.plan.recipe import Recipe, recipe_of
+from tunix_rt.plan.shape import ModelShape
 
 COMPILE_SECONDS = 25.0
 """Seconds to compile the layers of a model for the first time; Gemma 2B on an H200 took 14
@@ -18,6 +21,8 @@ LAUNCH_SECONDS = 0.002
 (benchmarks/results/speed_models_unrecorded.json, GPT-2 and SmolLM2-135M)."""
 
 
+COMPILED_CAPABILITY = (7, 0)
+"""CUDA compute capability from which on Triton, and so torch's compiler, makes code."""
 COMPILED_MULTIPLE = 64
 """Rows of a compiled step are padded to a multiple of so many tokens."""
 
@@ -52,6 +57,7 @@ def choose_compiling(
     steps: int,
     packed: bool,
     adapters: bool,
+    capability: tuple[int, int] | None = None,
 ) -> Compiling:
     """What `training.compile` comes to for a run of `steps` steps of `tokens` tokens each.
 
@@ -62,6 +68,10 @@ def choose_compiling(
         return Compiling(wanted=asked, required=asked, why="asked for" if asked else "turned off")
     if device != "cuda":
         return Compiling(wanted=False, required=False, why=f"on a {device.upper()} only where it is asked for")
+    if capability is not None and capability < COMPILED_CAPABILITY:
+        return Compiling(
+            wanted=False, required=False, why="torch's compiler needs a GPU of compute capability 7.0 or above"
+        )
     if not packed:
         return Compiling(wanted=False, required=False, why="rows are not packed, and have as many lengths as there are")
     if adapters:  # those of a layer have names of their own, so that no two layers share a graph
@@ -82,6 +92,52 @@ def step_seconds(device_name: str | None, *, parameters: int, tokens: int) -> fl
 def waits_for_the_host(device_name: str | None, *, parameters: int, layers: int, tokens: int) -> bool:
     """Whether a GPU computes the layers of such a step faster than they are launched kernel by kernel."""
     return step_seconds(device_name, parameters=parameters, tokens=tokens) < layers * LAUNCH_SECONDS
+
+
+def to_be_recorded(
+    recipe: Recipe, *, device: str, device_name: str | None, flex: bool, accumulation: int, parameters: int, layers: int,
+    tokens: int,
+) -> bool:  # fmt: skip
+    """Whether compiled layers are recorded (`backends/torch_record.py`): a host that launches them kernel by kernel would keep
+    the GPU waiting. `flex` attention has masks that are made anew for every batch; a gradient that lives until the next pass
+    can be neither added to nor dropped early."""
+    if device != "cuda" or flex or recipe.in_backward or accumulation != 1 or recipe.kept_share != 1.0:
+        return False
+    return waits_for_the_host(device_name, parameters=parameters, layers=layers, tokens=tokens)
+
+
+def layers_planned(
+    config: RunConfig,
+    shape: ModelShape,
+    *,
+    device: str,
+    device_name: str | None = None,
+    capability: tuple[int, int] | None = None,
+    row_tokens: int | None = None,
+    packed: bool | None = None,
+    steps: int | None = None,
+) -> str:
+    """What becomes of the layers of a run of the PyTorch engine: `plain`, `compiled` or `recorded`. `packed` rows really have
+    several examples. Where its `steps` are not known yet, it is taken to be long enough for compiling to pay."""
+    training = config.training
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    tokens = rows * (row_tokens or config.data.max_length)
+    wanted = choose_compiling(
+        training.compile, device=device, device_name=device_name, parameters=shape.parameters, tokens=tokens,
+        steps=A_LONG_RUN if steps is None else steps, packed=config.data.packing if packed is None else packed,
+        adapters=training.lora_rank is not None, capability=capability,
+    ).wanted  # fmt: skip
+    if not wanted:
+        return "plain"
+    recorded = to_be_recorded(
+        recipe_of(training), device=device, device_name=device_name, flex=shape.capped_scores,
+        accumulation=training.gradient_accumulation_steps, parameters=shape.parameters, layers=shape.layers, tokens=tokens,
+    )  # fmt: skip
+    return "recorded" if recorded else "compiled"
+
+
+A_LONG_RUN = 10**12
+"""Steps of a run for which compiling pays, whatever the model."""
 
 
 def _spoken(seconds: float) -> str:

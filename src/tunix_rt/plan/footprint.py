@@ -34,6 +34,8 @@ class Footprint:
     optimizer: int
     """States of all trained parameters."""
     trained_elements: int
+    modern: bool = True
+    """A GPU of compute capability 8.0 or above, for which there are kernels of updates."""
 
     @property
     def width(self) -> int:
@@ -101,6 +103,8 @@ class Footprint:
         """Bytes of temporaries for one element that is updated."""
         if self.recipe.optimizer == "adamw" and not self.recipe.in_backward and self.width != 2:
             return 0  # one kernel for all, in place
+        if self.width == 2 and self.recipe.optimizer != "adamw_8bit" and self.device != "cpu" and self.modern:
+            return 0  # ours, in place
         return UPDATE_COPIES[self.recipe.optimizer][self.width == 2] * max(4, self.width)
 
     def update_of(self, tensors: list[Dimensions]) -> int:
@@ -121,9 +125,11 @@ class Footprint:
 
     @property
     def operand(self) -> int:
-        """The table in the type of the head's products, where it is kept in another."""
+        """The table in the type of the head's products, where it is kept in another; or with rows up to an even number of
+        them, without which a GPU has but slow products of 16 bits."""
         table = elements(self.tensors.tables[:1])
-        return table * self.product_width if self.product_width != self.widths.stream else 0
+        padded = self.device != "cpu" and self.product_width == 2 and self.shape.vocab % 8 != 0
+        return table * self.product_width if padded or self.product_width != self.widths.stream else 0
 
     def loss_head(self, targets: int, *, gradients_there: bool) -> list[int]:
         """The head's tensors beside the gradient of its table, where they are most: logits and what they turn into, or a
@@ -150,7 +156,7 @@ class Footprint:
         return [self.operand, logits, targets * self.shape.hidden * self.widths.stream]
 
 
-def footprint_of(shape: ModelShape, training: Training, device: str) -> Footprint:
+def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
     tensors, recipe = tensors_of(shape), recipe_of(training)
     adapters = adapters_of(tensors, training.lora_rank) if training.lora_rank is not None else []
     layer, besides = (adapters, []) if adapters else (tensors.layer, [*tensors.tables, *tensors.others])
@@ -167,6 +173,7 @@ def footprint_of(shape: ModelShape, training: Training, device: str) -> Footprin
         adapters=adapters,
         optimizer=states(besides) + shape.layers * states(layer),
         trained_elements=elements(besides) + shape.layers * elements(layer),
+        modern=modern,
     )
 
 

@@ -1,71 +1,35 @@
-"""Peak memory of a run of the JAX engine on one of its devices: an upper bound, as a sum of named parts. Loads nothing.
+"""Peak memory of a run of the JAX engine on one of its devices, as a sum of named parts. Loads nothing.
 
 What is cut over the devices is divided by their number, as `backends/jax_mesh.py` cuts it: an array that no dimension of
-divides is on every device whole. XLA reuses memory where it can, and how well is known only once it has compiled: parts that
-may share a place are counted side by side. The compiler's own figure follows at compile time, before a weight is loaded, and
-is then the one that decides.
+divides is on every device whole. XLA reuses memory where it can, and how well is known only once it has compiled. On a TPU the
+fullest moment of a step is counted (`tpu_step.py`). Elsewhere, and with google-tunix's model, parts that may share a place are
+counted side by side, as an upper bound. The compiler's own figure follows at compile time, before a weight is loaded, and is
+then the one that decides.
 """
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from tunix_rt.config import RunConfig
-from tunix_rt.plan.activations import DTYPE_BYTES
 from tunix_rt.plan.compiling import compiled_length
-from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, EVAL_ROWS, SPARE, MemoryPlan, Phase, longest_row
+from tunix_rt.plan.jax_kept import CUDNN_TOKENS_PER_EXAMPLE as CUDNN_TOKENS_PER_EXAMPLE  # the engine asks here for it
+from tunix_rt.plan.jax_kept import everything_of_a_layer, kept
+from tunix_rt.plan.jax_run import Run, all_arrays, on_device, summed
+from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, EVAL_ROWS, SPARE, MemoryPlan, longest_row
 from tunix_rt.plan.recipe import Recipe, loss_rows, recipe_of
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.state_bytes import state_tensors
+from tunix_rt.plan.step_phases import Phase
 from tunix_rt.plan.tensors import Dimensions, elements, tensors_of
+from tunix_rt.plan.tpu_step import LANES as TPU_LANES
+from tunix_rt.plan.tpu_step import tpu_step
 
 MIB = 2**20
-OVERHEAD_BYTES = {"cpu": 320 * MIB, "cuda": 512 * MIB, "tpu": 256 * MIB}
-"""Compiled code, constants, workspaces of libraries; on a CPU what the compiler itself leaves behind in the heap."""
-TPU_LANES = 128
-CUDNN_TOKENS_PER_EXAMPLE = 32
-"""As in `backends/jax_attention.py`: cuDNN keeps a statistic of every token for each example that a row may have."""
+OVERHEAD_BYTES = {"cpu": 320 * MIB, "cuda": 512 * MIB, "tpu": 128 * MIB}
+"""Compiled code, constants, workspaces of libraries; on a CPU what the compiler itself leaves behind in the heap; on a TPU code
+(15 to 40 MiB) and gaps between arrays."""
 CPU_BYTES_OF_BFLOAT16 = 20
 """Temporaries of XLA's update of a weight that a CPU keeps in bfloat16."""
 _BYTES = {"float32": 4, "float64": 8}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """What decides the memory of a device."""
-
-    shape: ModelShape
-    recipe: Recipe
-    device: str
-    parts: int
-    """Devices over which the state is cut."""
-    rows: int
-    """Of a micro-batch, on one device."""
-    all_rows: int
-    """Of a micro-batch, on all devices."""
-    tokens: int
-    """Of a row."""
-    accumulation: int
-    kernel: bool
-    """Whether a kernel computes attention, without scores of tokens x tokens (`backends/jax_attention.py` chooses)."""
-    lean: bool = False
-    """Whether float32 values between products of 16 bits are computed again in any case, as our models do on one device."""
-
-    @property
-    def width(self) -> int:
-        return DTYPE_BYTES[self.recipe.weights]
-
-    @property
-    def compute(self) -> int:
-        return DTYPE_BYTES[self.recipe.compute]
-
-    @property
-    def wide(self) -> int:
-        return max(4, self.compute)
-
-    @property
-    def positions(self) -> int:
-        return self.rows * self.tokens
 
 
 def row_length(tokens: int, device: str) -> int:
@@ -100,7 +64,7 @@ def predict_jax(
     all_rows = rows or training.per_device_train_batch_size * devices
     length = longest_row(shape, config, row_tokens or config.data.max_length)
     recipe, tokens = recipe_of(training), row_length(length, device)
-    run = _Run(
+    run = Run(
         shape=shape,
         recipe=recipe,
         device=device,
@@ -110,12 +74,13 @@ def predict_jax(
         tokens=tokens,
         accumulation=training.gradient_accumulation_steps,
         kernel=has_kernel(shape, recipe, device=device, tokens=tokens, capability=capability),
+        ours=config.model.implementation == "auto",
         lean=devices == 1 and config.model.implementation == "auto",
     )
     state = _state(run)
     copied = sum(state[name] for name in ("weights", "optimizer")) if device == "cpu" else 0
     during = {"snapshot": copied if training.save_steps is not None else 0}
-    loading = run.width * max(elements([one]) for one in _all(run)) if device == "cpu" else 0
+    loading = run.width * max(elements([one]) for one in all_arrays(run)) if device == "cpu" else 0
     phases = [
         _phase("load", **{"weights": state["weights"], "overhead": state["overhead"]}, loading=loading),
         _phase("step", **state, **during, **_step(run)),
@@ -131,6 +96,7 @@ def predict_jax(
     phases = [_times(phase, shared) for phase in (*phases, *asking[chosen])]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
+        layers="compiled",
         device=device,
         dtype=training.dtype,
         parameters=shape.parameters,
@@ -169,41 +135,20 @@ def _least(phase: Phase) -> int:
 # --- what is there all the time ---------------------------------------------------------------------------------------
 
 
-def _all(run: _Run) -> list[Dimensions]:
-    """Every array, those of layers stacked."""
-    found = tensors_of(run.shape)
-    stacked: list[Dimensions] = [(run.shape.layers, *one) for one in found.layer]
-    return [*found.tables, *stacked, *found.others]
-
-
-def _on_device(run: _Run, dimensions: Dimensions, *, stacked: bool) -> int:
-    """Elements of an array on one device: a part of it where a dimension other than that of the layers can be cut."""
-    cut = dimensions[1:] if stacked else dimensions
-    can_be_cut = any(size % run.parts == 0 for size in cut)
-    return math.prod(dimensions) // (run.parts if can_be_cut else 1)
-
-
-def _summed(run: _Run, of_layer: Iterable[Dimensions], others: Iterable[Dimensions]) -> int:
-    layers = run.shape.layers
-    return sum(_on_device(run, (layers, *one), stacked=True) for one in of_layer) + sum(
-        _on_device(run, one, stacked=False) for one in others
-    )
-
-
-def _state(run: _Run) -> dict[str, int]:
+def _state(run: Run) -> dict[str, int]:
     tensors = tensors_of(run.shape)
     others = [*tensors.tables, *tensors.others]
 
     def moments(of: Iterable[Dimensions]) -> Iterator[tuple[Dimensions, int]]:
         for one in of:
-            kept = state_tensors(one, run.recipe.optimizer, run.recipe.weights).values()
-            yield from ((shape, _BYTES[stored]) for shape, stored in kept)
+            moments_of = state_tensors(one, run.recipe.optimizer, run.recipe.weights).values()
+            yield from ((shape, _BYTES[stored]) for shape, stored in moments_of)
 
-    optimizer = sum(_summed(run, [shape], []) * size for shape, size in moments(tensors.layer)) + sum(
-        _summed(run, [], [shape]) * size for shape, size in moments(others)
+    optimizer = sum(summed(run, [shape], []) * size for shape, size in moments(tensors.layer)) + sum(
+        summed(run, [], [shape]) * size for shape, size in moments(others)
     )
     return {
-        "weights": run.width * _summed(run, tensors.layer, others),
+        "weights": run.width * summed(run, tensors.layer, others),
         "optimizer": optimizer,
         "overhead": OVERHEAD_BYTES[run.device],
     }
@@ -212,35 +157,37 @@ def _state(run: _Run) -> dict[str, int]:
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-def _step(run: _Run) -> dict[str, int]:
+def _step(run: Run) -> dict[str, int]:
     """Everything besides the state while a step is computed."""
+    if run.device == "tpu" and run.ours:
+        return tpu_step(run)
     tensors = tensors_of(run.shape)
-    gradients = run.width * _summed(run, tensors.layer, [*tensors.tables, *tensors.others])
+    gradients = run.width * summed(run, tensors.layer, [*tensors.tables, *tensors.others])
     sums = 2 if run.accumulation > 1 else 1
     return {
         "gradients": sums * gradients,
         "updates": _updates(run),
         "gathered": _gathered(run),
-        "activations": _kept(run),
-        "in_flight": 5 * (_everything_of_a_layer(run) + _exact_row(run)) // 4,
+        "activations": kept(run),
+        "in_flight": 5 * (everything_of_a_layer(run) + _exact_row(run)) // 4,
         "loss_head": _loss_head(run),
         "batch": 20 * run.accumulation * run.positions,
     }
 
 
-def _updates(run: _Run) -> int:
+def _updates(run: Run) -> int:
     """Gradient, weights and steps in the type of the work, and random bits: of the largest array while it is updated. A CPU
     has no bfloat16: there, all that are kept in it are there once more in float32, with their gradients and bits."""
     tensors = tensors_of(run.shape)
     if run.device == "cpu" and run.width == 2:
-        return CPU_BYTES_OF_BFLOAT16 * _summed(run, tensors.layer, [*tensors.tables, *tensors.others])
-    largest = max(_on_device(run, one, stacked=False) for one in _all(run))
+        return CPU_BYTES_OF_BFLOAT16 * summed(run, tensors.layer, [*tensors.tables, *tensors.others])
+    largest = max(on_device(run, one, stacked=False) for one in all_arrays(run))
     if run.device != "cpu":  # in one pass over each array
         return largest * max(4, run.width)
     return largest * max(4, run.width) * (3 if run.width == 2 or run.recipe.optimizer != "adamw" else 2)
 
 
-def _gathered(run: _Run) -> int:
+def _gathered(run: Run) -> int:
     """One layer's weights in the type of the products, and its gradients before they are cut: two of each, since the next
     is fetched while one is computed. On one device the casts alone."""
     layer = elements(tensors_of(run.shape).layer)
@@ -250,87 +197,20 @@ def _gathered(run: _Run) -> int:
     return 2 * layer * (run.compute + run.wide + (run.width if run.device == "cpu" else 0))
 
 
-def _kept(run: _Run) -> int:
-    """What the layers keep for the backward pass, by what is computed again."""
-    shape, positions = run.shape, run.positions
-    passed_on = positions * shape.hidden * run.compute
-    if run.recipe.kept_share == 0.0:
-        each = passed_on
-    elif run.recipe.kept_share < 1.0:  # the results of products with weights
-        each = passed_on + positions * run.compute * _product_width(shape)
-        if run.kernel and run.device == "cuda":  # and what its attention gave
-            each += positions * (shape.query_size * run.compute + _of_scores(run))
-    else:
-        each = _everything_of_a_layer(run) if run.device == "cpu" else _for_the_derivative(run)
-    return shape.layers * each + 4 * passed_on * run.wide // run.compute
-
-
-def _product_width(shape: ModelShape) -> int:
-    """Of all products with weights of a layer, for one token."""
-    inner = 2 * shape.ffn if shape.gated_mlp else shape.ffn
-    return shape.query_size + 2 * shape.kv_size + 2 * shape.hidden + inner
-
-
-def _for_the_derivative(run: _Run) -> int:
-    """What a layer keeps on an accelerator if nothing is computed again: every array that its derivative asks for, also those
-    in at least float32. They are stacked over the layers, so no compiler joins them with what comes before or after."""
-    shape, positions = run.shape, run.positions
-    if run.lean and run.compute == 2:
-        return positions * _narrow_values(run)
-    norm = 3 * run.wide + 2 * run.compute
-    normed = shape.norms_per_layer * shape.hidden + shape.head_norms * (shape.query_size + shape.kv_size)
-    heads = 4 * (shape.query_size + shape.kv_size) * run.compute
-    inner = shape.ffn * (5 * run.wide + (3 if shape.gated_mlp else 2) * run.compute)
-    return positions * (normed * norm + heads + inner + _of_scores(run))
-
-
-def _narrow_values(run: _Run) -> int:
-    """Bytes of a token where products have 16 bits: they are kept, with what goes into them and the mask of scores. What
-    norms, activations and softmax make in float32 is computed again (`backends/jax_models.py`). cuDNN's heads are kept in
-    several shapes, with those for a row of too many examples beside them."""
-    shape = run.shape
-    heads = 8 * shape.query_size if run.kernel else 2 * (shape.query_size + shape.kv_size)
-    heads += shape.head_norms * (shape.query_size + shape.kv_size)
-    inner = (4 if shape.gated_mlp else 2) * shape.ffn
-    kept = 6 * shape.hidden + heads + inner
-    return kept * run.compute + run.tokens + (_of_scores(run) if run.kernel else 0)
-
-
-def _of_scores(run: _Run) -> int:
-    """What attention keeps of a token besides what goes in and comes out: statistics of a kernel, or its row of scores."""
-    if not run.kernel:
-        return run.shape.heads * run.tokens * (run.wide + run.compute + 1)
-    examples = max(2, run.tokens // CUDNN_TOKENS_PER_EXAMPLE) if run.device == "cuda" else 2
-    return run.shape.heads * examples * 4
-
-
-def _everything_of_a_layer(run: _Run) -> int:
-    """All that a layer computes. Norms, activations and scores are made in at least float32 and rounded afterwards."""
-    shape, positions = run.shape, run.positions
-    # A CPU makes the wide ones as arrays of their own, an accelerator within the code that rounds them.
-    both = run.compute + run.wide if run.device == "cpu" else 2 * run.compute
-    norms = (shape.norms_per_layer + 1) * positions * shape.hidden * (both + run.wide)
-    heads = 2 * positions * (shape.query_size + shape.kv_size) * both
-    inner = (4 if shape.gated_mlp else 3) * positions * shape.ffn * both
-    each = 8 if run.kernel else run.tokens * (3 * run.wide + run.compute + 1)  # of a query: two sums, or its scores
-    scores = positions * shape.heads * each
-    return norms + heads + inner + scores + positions * run.compute * _product_width(shape)
-
-
-def _exact_row(run: _Run) -> int:
+def _exact_row(run: Run) -> int:
     """cuDNN's kernel takes a limited number of examples in a row; a row with more is computed by its scores, one at a time."""
     scores = run.tokens * run.shape.heads * run.tokens * (3 * run.wide + run.compute + 1)
     return scores if run.kernel and run.device == "cuda" else 0
 
 
-def _loss_head(run: _Run) -> int:
+def _loss_head(run: Run) -> int:
     """Logits of a chunk with what they turn into; then the table in the type of the products, and its gradient: as it is
     summed up, of one chunk, and of the lookup of the input tokens. Where the table is cut, tokens go to its parts."""
     shape = run.shape
     chunk = max(1, loss_rows(run.all_rows * run.tokens) // run.all_rows) * run.rows
     copies = 2 if run.device == "cpu" else 1
     logits = chunk * shape.vocab * (copies * run.wide + run.compute + (run.wide if shape.capped_logits else 0))
-    table = _on_device(run, (shape.vocab, shape.hidden), stacked=False)
+    table = on_device(run, (shape.vocab, shape.hidden), stacked=False)
     states = 4 * chunk * run.parts * shape.hidden * run.wide if run.parts > 1 else 0
     casts = run.compute if run.compute != run.width else 0
     return logits + states + table * (casts + run.wide + 2 * run.width)
@@ -340,7 +220,7 @@ def _loss_head(run: _Run) -> int:
 
 
 def _asking(
-    run: _Run, config: RunConfig, state: dict[str, int], asked: int, devices: int, length: int
+    run: Run, config: RunConfig, state: dict[str, int], asked: int, devices: int, length: int
 ) -> Iterator[Phase]:
     """What is measured and asked beside training, with so many rows on all devices together."""
     shape, rows = run.shape, -(-asked // devices)
@@ -349,12 +229,12 @@ def _asking(
     gathered = 2 * layer * (run.compute + run.width) if run.parts > 1 else layer * run.compute
     table = shape.vocab * shape.hidden * run.compute
     if config.data.validation_fraction:
-        held = _Run(
-            shape=shape, recipe=run.recipe, device=run.device, parts=run.parts, rows=rows, all_rows=asked,
+        held = Run(
+            shape=shape, recipe=run.recipe, device=run.device, parts=run.parts, rows=rows, all_rows=rows * devices,
             tokens=tokens, accumulation=1, kernel=run.kernel,
         )  # fmt: skip
-        chunk = max(1, loss_rows(asked * tokens) // asked) * rows
-        parts = {"gathered": gathered + table, "in_flight": _everything_of_a_layer(held)}
+        chunk = max(1, loss_rows(held.all_rows * tokens) // held.all_rows) * rows  # rows are filled up to all devices
+        parts = {"gathered": gathered + table, "in_flight": everything_of_a_layer(held)}
         yield _phase("held-out loss", **state, **parts, loss_head=2 * chunk * shape.vocab * run.wide)
     if config.evaluation.enabled:
         columns = 1 << max(7, (length + config.evaluation.max_new_tokens - 1).bit_length())

@@ -1,0 +1,165 @@
+"""How long a run takes and how much disk it needs.
+
+Of a run on a GPU or TPU, from the predicted seconds of a step (`speed.py`); on a CPU, from the rate of the CPU it is asked on.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+from tunix_rt.config import RunConfig
+from tunix_rt.plan.activations import DTYPE_BYTES
+from tunix_rt.plan.footprint import footprint_of
+from tunix_rt.plan.memory import longest_row
+from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.speed import StepTime
+
+# --- a run, from the time of its steps --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTime:
+    """A whole training. Its hours are a range around those of the prediction; evaluation, saving and compiling come on top."""
+
+    steps: int
+    tokens: int
+    tokens_per_second: float
+    hours: float
+    hours_low: float
+    hours_high: float
+
+
+def run_time(step: StepTime, config: RunConfig, *, rows: int | None = None, rows_per_step: int) -> RunTime | None:
+    """Steps, tokens and hours of a run of such steps, over a dataset of `rows` rows; None where neither the rows nor
+    `training.max_steps` say how many steps there are.
+
+    A step takes `rows_per_step` rows, or all there are; the last of an epoch what is left, which is counted as a whole one.
+    """
+    steps = steps_of_run(config, rows=rows, rows_per_step=rows_per_step)
+    if steps is None:
+        return None
+    in_step = rows_per_step if rows is None else max(1, min(rows_per_step, rows))
+    share = in_step / rows_per_step
+    each = share / 3600
+    return RunTime(
+        steps=steps,
+        tokens=round(steps * step.tokens * share),
+        tokens_per_second=step.tokens_per_second,
+        hours=steps * step.seconds * each,
+        hours_low=steps * step.seconds_low * each,
+        hours_high=steps * step.seconds_high * each,
+    )
+
+
+def steps_of_run(config: RunConfig, *, rows: int | None, rows_per_step: int) -> int | None:
+    """Optimizer steps over a dataset of `rows` rows; None where neither they nor `training.max_steps` say how many."""
+    training = config.training
+    if training.max_steps is not None or rows is None:
+        return training.max_steps
+    in_step = max(1, min(rows_per_step, rows))
+    return max(1, math.ceil(training.num_train_epochs * math.ceil(rows / in_step)))
+
+
+# --- on this CPU; pairs are the fast end and the slow end of a range ---------------------------------------------------
+
+FEWEST_PRODUCTS = 8
+"""The product that measures this CPU is repeated at least so often: on a busy computer the first ones wait for a core."""
+RATE_SECONDS = 0.08
+"""How long the matrix product that measures this CPU is repeated."""
+PRODUCT_SIZE = 256
+"""Its side. Larger products come nearer to the full rate, but on a busy machine wait for a core more often."""
+EFFICIENCY = (0.75, 0.25)
+"""Share of that rate which the products of a step reach, as a range. A choice around `rate_share` of the larger cases in
+benchmarks/results/memory_cpu.json (2 cores)."""
+UPDATE_SECONDS = (2e-9, 1e-8)
+"""Clipping and AdamW, per parameter: memory traffic that no batch makes smaller. A choice around the `1x8` cases there."""
+LAYER_CALL_SECONDS = (0.0009, 0.003)
+"""One layer's forward pass over single tokens, which is calls and little arithmetic: on idle and on busy cores. A choice."""
+CACHE_BYTES_PER_SECOND = (1.2e10, 3e9)
+"""Rate at which a layer's keys and values are copied to grow by a token and repeated per head. A choice."""
+ANSWER_SHARE = (0.3, 1.0)
+"""Share of `max_new_tokens` that answers use: short ones end early, an untrained model goes on to the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeEstimate:
+    """A range, not a promise: the machine's rate was measured for a moment, the share of it that is reached varies."""
+
+    seconds_low: float
+    seconds_high: float
+
+
+def estimate_time(
+    shape: ModelShape,
+    config: RunConfig,
+    *,
+    tokens_per_step: int,
+    steps: int,
+    eval_items: int = 0,
+    eval_rows: int = 32,
+    flops_per_second: float | None = None,
+) -> TimeEstimate:
+    """How long training and both evaluations take on this CPU. Times a matrix product unless given its rate."""
+    rate = (flops_per_second or measure_rate()) * 4 / max(4, DTYPE_BYTES[config.training.dtype])
+    step_flops = tokens_per_step * training_flops_per_token(shape, config)
+    calls = 3 * config.training.gradient_accumulation_steps * shape.layers  # forward, and backward at twice its price
+    asked = min(eval_items, eval_rows) if config.evaluation.enabled else 0
+    new_tokens = config.evaluation.max_new_tokens
+    answer_calls = 2 * math.ceil(eval_items / asked) * new_tokens * shape.layers if asked else 0  # before and after
+    cache = asked * new_tokens * 4 * (shape.kv_size + shape.query_size) * DTYPE_BYTES[config.training.dtype]
+    products = 2 * asked * shape.parameters / shape.layers
+
+    def seconds(end: int) -> float:
+        flops, call = rate * EFFICIENCY[end], LAYER_CALL_SECONDS[end]
+        step = step_flops / flops + shape.parameters * UPDATE_SECONDS[end] + calls * call
+        answer = call + cache / CACHE_BYTES_PER_SECOND[end] + products / flops
+        return steps * step + ANSWER_SHARE[end] * answer_calls * answer
+
+    return TimeEstimate(seconds_low=seconds(0), seconds_high=seconds(1))
+
+
+def training_flops_per_token(shape: ModelShape, config: RunConfig) -> float:
+    """Forward and backward: six operations per matrix parameter (the head counted once), plus causal attention.
+
+    Frozen matrices need four, and a layer that is computed again its forward pass twice.
+    """
+    length = longest_row(shape, config, config.data.max_length)
+    recipe = recipe_of(config.training)
+    each = 6 if recipe.frozen is None else 4
+    layers = shape.layers * shape.layer_matrix_parameters
+    attention = shape.layers * shape.query_size * length  # 2 products x 2 operations x half of the square
+    recomputed = 1 - recipe.kept_layers(shape.layers) / shape.layers
+    return each * (layers + shape.embedding_parameters) + 6 * attention + recomputed * 2 * (layers + attention)
+
+
+def measure_rate() -> float:
+    """Float32 operations per second of this CPU: the fastest of the matrix products that fit into `RATE_SECONDS`.
+
+    The fastest, because a product that waits for a core someone else holds takes ten times as long.
+    """
+    import numpy as np
+
+    left = np.ones((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
+    product = left @ left  # starts the threads
+    fastest, products, until = math.inf, 0, time.perf_counter() + RATE_SECONDS
+    while products < FEWEST_PRODUCTS or time.perf_counter() < until:
+        started, products = time.perf_counter(), products + 1
+        np.matmul(left, left, out=product)
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2.0 * PRODUCT_SIZE**3 / fastest
+
+
+# --- disk ------------------------------------------------------------------------------------------------------------
+
+EVAL_BYTES = 64 * 2**20
+"""Room for answers, metrics and logs: thousands of answers of a few kilobytes."""
+
+
+def disk_needed_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Highest use of disk: the newest checkpoints, the best, one more being staged, the final model, answers and logs."""
+    training = config.training
+    run = footprint_of(shape, training, "cpu")
+    # Where nothing is saved on the way: that of an interruption, and that of the end.
+    checkpoints = training.save_total_limit + 2 if training.save_steps or training.eval_steps else 2
+    return checkpoints * run.checkpoint + run.final_model + EVAL_BYTES

@@ -1,0 +1,54 @@
+"""On a real GPU: a run takes no more than its limit, and each phase is measured by itself."""
+
+import pytest
+import torch
+
+from tests.conftest import write_small_model
+from tunix_rt.backends import torch_backend
+from tunix_rt.config import Training
+from tunix_rt.errors import DoesNotFitError
+from tunix_rt.models import resolve_model
+from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
+
+pytestmark = pytest.mark.gpu
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def the_whole_device_is_given_back():
+    yield
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def loaded(tmp_path, **training):
+    source = resolve_model(str(write_small_model("gpt2", tmp_path / "model")), revision="main", weights="random")
+    return torch_backend.load(source, device="cuda", training=Training(**training))
+
+
+def test_the_allocator_is_held_to_the_limit(tmp_path):
+    engine = loaded(tmp_path, memory_limit_gib=2.0)
+    assert engine.limit_bytes == 2 * GIB - CUDA_CONTEXT_BYTES
+    assert torch_backend.free_bytes(engine) <= engine.limit_bytes
+    fits = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    del fits
+
+
+def test_a_model_that_the_limit_leaves_no_room_for_is_named_with_what_was_taken(tmp_path):
+    with pytest.raises(DoesNotFitError, match=r"no memory to load it on cuda beside the 0\.\d\d GiB taken"):
+        loaded(tmp_path, memory_limit_gib=0.5)
+
+
+def test_each_phase_begins_anew_and_the_process_keeps_its_highest(tmp_path):
+    engine = loaded(tmp_path)
+    engine.take_peak()
+    before = torch.cuda.memory_allocated()
+    torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    first = engine.take_peak()
+    torch.empty(2**27, dtype=torch.uint8, device="cuda")
+    second = engine.take_peak()
+    assert (first.used_bytes - before, second.used_bytes - before) == (2**28, 2**27)
+    assert first.alone and first.reserved_bytes >= first.used_bytes
+    assert engine.peak_bytes() >= first.used_bytes > second.used_bytes

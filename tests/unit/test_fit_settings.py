@@ -1,0 +1,109 @@
+"""What `memory: auto` settles on, for both engines, and what a continued run makes of it."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from tunix_rt.config import build_config, with_settings
+from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.errors import TunixError
+from tunix_rt.evidence.precommit import as_it_began, config_hash, fitting_of_run
+from tunix_rt.fitting import fit_settings
+from tunix_rt.plan.fit import judge
+from tunix_rt.plan.prediction import predict_run
+from tunix_rt.plan.shape import shape_of
+
+GIB = 2**30
+SHAPE = shape_of({
+    "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+})  # fmt: skip
+FRESH = SimpleNamespace(continued=False)
+
+
+def asked(**training):
+    written = {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 2, "memory": "auto", **training}
+    data = {"max_length": 512, "dataset": "dev-reasoning-v2"}
+    return build_config({"training": written, "data": data, "model": {"name": "a-model"}}, "a test")
+
+
+def gpu(free_gib: float) -> DeviceChoice:
+    return DeviceChoice(
+        device="cuda", kind="NVIDIA H200", count=1, memory_bytes=140 * GIB, free_bytes=int(free_gib * GIB), reason="",
+        capability=(9, 0),
+    )  # fmt: skip
+
+
+def predicted(config):
+    return predict_run(SHAPE, config, device="cuda", devices=1, capability=(9, 0))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.35])
+def test_what_is_chosen_fits_and_keeps_the_rows_of_a_step_and_what_is_trained(backend, share):
+    config = asked(backend=backend, memory_limit_gib=3.0)
+    room = share * predicted(config).least_bytes / GIB + 0.5
+    assert not judge(predicted(config), gpu(room)).fits
+    fitted = fit_settings(FRESH, config, SHAPE, gpu(room))
+    training = fitted.config.training
+    assert judge(predicted(fitted.config), gpu(room)).fits
+    assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 48
+    assert (training.lora_rank, fitted.config.data, training.memory) == (None, config.data, "auto")
+    assert with_settings(fitted.config, fitted.fitting["written"]) == config
+    json.dumps(fitted.fitting)
+
+
+def test_as_written_is_left_alone_unless_auto_is_asked_for():
+    config = asked(memory="as_written")
+    fitted = fit_settings(FRESH, config, SHAPE, gpu(0.1))
+    assert fitted.config is config and fitted.fitting is None
+
+
+def test_where_nothing_fits_it_stays_as_written_and_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    config = asked()
+    fitted = fit_settings(FRESH, config, SHAPE, gpu(0.6))
+    assert fitted.config == config and fitted.fitting["chosen"] == {}
+    assert "is predicted to fit" in caplog.messages[-1]
+
+
+def test_what_changes_the_result_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    fitted = fit_settings(FRESH, asked(), SHAPE, gpu(1.25))
+    assert fitted.fitting["changes_the_result"]
+    assert f"It changes the result: {'; '.join(fitted.fitting['changes_the_result'])}" in caplog.messages[-1]
+
+
+# --- a run that is continued ------------------------------------------------------------------------------------------
+
+FITTING = {
+    "chosen": {"training.dtype": "bfloat16", "training.gradient_checkpointing": 0.5},
+    "written": {"training.dtype": "float32", "training.gradient_checkpointing": False},
+    "why": "a test",
+}
+
+
+@pytest.mark.parametrize("now", [{}, {"dtype": "bfloat16", "gradient_checkpointing": 0.5}])
+def test_a_run_goes_on_as_it_began_from_what_was_written_and_from_what_was_chosen(now):
+    began = with_settings(asked(), FITTING["chosen"])
+    assert config_hash(as_it_began({"fitting": FITTING}, asked(memory_limit_gib=7.0, **now))) == config_hash(began)
+
+
+def test_a_setting_that_was_neither_written_nor_chosen_is_another_run():
+    now = as_it_began({"fitting": FITTING}, asked(gradient_checkpointing=True))
+    assert now.training.gradient_checkpointing is True and now.training.dtype == "bfloat16"
+    config = asked(memory="as_written")
+    assert as_it_began({"fitting": FITTING}, config) is config
+    assert as_it_began({}, asked()) == asked()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [[], "x", {"chosen": {}}, {"chosen": {"training.dtype": "bfloat16"}, "written": {}},
+     {"chosen": {"training.colour": 1}, "written": {"training.colour": 1}}, {"chosen": 1, "written": 1}],
+)  # fmt: skip
+def test_a_choice_that_is_damaged_is_an_error_not_a_guess(damaged):
+    with pytest.raises(TunixError, match="had chosen cannot be read"):
+        fitting_of_run({"fitting": damaged})

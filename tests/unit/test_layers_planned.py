@@ -1,0 +1,103 @@
+"""What computes the layers of a run: decided once, by the plan, and obeyed by the engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tunix_rt.admission import layers_for_data
+from tunix_rt.config import RunConfig
+from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.models import resolve_model
+from tunix_rt.plan.compiling import layers_planned
+from tunix_rt.plan.prediction import predict_run
+from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.verdict import least_room
+
+GIB = 2**30
+SMOLLM2 = shape_of(resolve_model("smollm2-135m", weights="random").config)
+GEMMA_1B = shape_of(resolve_model("gemma-3-1b", weights="random").config)
+GPU = {"device": "cuda", "device_name": "NVIDIA GeForce RTX 5090"}
+
+
+def configured(rows: int, length: int, **training: Any) -> RunConfig:
+    given = {"per_device_train_batch_size": rows, "dtype": "bfloat16", **training}
+    return RunConfig.model_validate({"data": {"max_length": length}, "training": given})
+
+
+def prepared(rows: int, longest: int, *, examples: int | None = None) -> Any:
+    """As much of prepared data as decides."""
+    tokens = rows * longest
+    return SimpleNamespace(
+        rows=[None] * rows, traces=examples or 3 * rows, longest_row=longest, tokens=tokens, trained_tokens=tokens
+    )
+
+
+def gpu(free_bytes: int) -> DeviceChoice:
+    return DeviceChoice(
+        device="cuda", kind="NVIDIA GeForce RTX 5090", count=1, memory_bytes=32 * GIB, free_bytes=free_bytes, reason="test",
+        capability=(12, 0),
+    )  # fmt: skip
+
+
+def room_of(shape: ModelShape, config: RunConfig, longest: int, layers: str) -> int:
+    plan = predict_run(shape, config, device="cuda", row_tokens=longest, capability=(12, 0), layers=layers)
+    return least_room(plan)
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "layers"),
+    [
+        (3, "auto", "plain"),
+        (10**6, "auto", "compiled"),
+        (None, "auto", "compiled"),
+        (3, True, "compiled"),
+        (None, False, "plain"),
+    ],
+)
+def test_a_short_run_is_not_compiled_unless_it_is_asked_for(steps, asked, layers):
+    config = configured(8, 1024, compile=asked)
+    assert layers_planned(config, GEMMA_1B, steps=steps, **GPU) == layers
+
+
+@pytest.mark.parametrize(
+    ("changed", "layers"),
+    [
+        ({"capability": (6, 0)}, "plain"),
+        ({"capability": (7, 0)}, "compiled"),
+        ({"packed": False}, "plain"),
+        ({"device": "cpu"}, "plain"),
+    ],
+)
+def test_where_nothing_could_be_compiled_nothing_is_planned_to_be(changed, layers):
+    assert layers_planned(configured(8, 1024), GEMMA_1B, **(GPU | changed)) == layers
+
+
+def test_layers_that_wait_for_their_host_are_recorded():
+    assert layers_planned(configured(8, 512), SMOLLM2, **GPU) == "recorded"
+    for setting in ({"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}):
+        assert layers_planned(configured(8, 512, **setting), SMOLLM2, **GPU) == "compiled"
+
+
+def test_shorter_rows_do_not_slip_past_the_gate_by_being_recorded():
+    """At 1,024 tokens the layers are compiled; at the 512 that the data has they would be recorded, which takes more."""
+    config, data = configured(8, 1024), prepared(100_000, 512)
+    compiled, recorded = (room_of(SMOLLM2, config, 512, layers) for layers in ("compiled", "recorded"))
+    assert compiled < recorded
+    assert layers_for_data(config, SMOLLM2, gpu(recorded), data, 8) == "recorded"
+    assert layers_for_data(config, SMOLLM2, gpu(recorded - 1), data, 8) == "compiled"
+
+
+def test_a_short_run_is_compiled_where_it_fits_in_no_other_way():
+    config, data = configured(8, 1024, max_steps=3), prepared(100, 1024)
+    plain, compiled = (room_of(GEMMA_1B, config, 1024, layers) for layers in ("plain", "compiled"))
+    assert layers_for_data(config, GEMMA_1B, gpu(plain), data, 8) == "plain"
+    assert layers_for_data(config, GEMMA_1B, gpu(compiled), data, 8) == "compiled"
+    assert layers_for_data(config, GEMMA_1B, gpu(compiled - 1), data, 8) == "plain", "for the plan to refuse"
+
+
+def test_rows_of_one_example_each_are_not_compiled_whatever_the_setting_of_packing_says():
+    config = configured(8, 1024, max_steps=10**6)
+    alone = prepared(100, 1024, examples=100)
+    assert layers_for_data(config, GEMMA_1B, gpu(400 * GIB), alone, 8) == "plain"
+    assert layers_for_data(config, GEMMA_1B, gpu(1 * GIB), alone, 8) == "plain"
