@@ -26,12 +26,12 @@ from tunix_rt.plan.shape import ModelShape
 
 PAGE = Path("docs/concepts/memory-model.md")
 ON_CPU = RESULTS / "memory_cpu.json"
-ON_GPU = ("memory_cuda.json", "memory_cuda_again.json")
-"""A case that is in both counts as it was measured later."""
+ON_GPU = ("memory_cuda.json", "memory_cuda_again.json", "memory_cuda_capped.json", "memory_cuda_fresh.json")
+"""A case that is in several counts as it was measured later."""
 MIB = 2**20
 EAGER_BAND = 0.016
 """No case whose layers are not compiled is further off, as a share of what was measured."""
-COMPILED_BAND, COMPILED_BYTES = 0.02, 48 * MIB
+COMPILED_BAND, COMPILED_BYTES = 0.035, 48 * MIB
 """The same of compiled ones, whichever is more: a compiler tries kernels out before the first step, with memory of its own."""
 
 
@@ -127,6 +127,8 @@ def compared(case: Mapping[str, Any], plan: MemoryPlan | None = None) -> Compare
     measured["steps"] = max(measured["steps"], case["measured_bytes"]["prepare"])
     if case["code"]["layers"] == "recorded":
         del measured["answers"]
+    if case["settings"]["data"]["max_length"] > shape_named(case["preset"]).max_positions:
+        del measured["held-out"]  # the benchmark's row of several examples; a run's is one, which has no more positions
     return Compared(case=case, plan=plan, predicted={"load": totals["load"], **predicted}, measured=measured)
 
 
@@ -151,7 +153,7 @@ def summary_block(root: Path) -> str:
     lines = [
         _outside(ran(cases)),
         _caps(cases),
-        *map(_failure, failed(cases)),
+        *(_failure(case, cases) for case in failures(root)),
         *_left_out(cases),
         f"{said}; raw output in {raw}.",
     ]
@@ -190,15 +192,24 @@ def failed(cases: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [case for case in cases if "failed" in case]
 
 
-def _failure(case: Mapping[str, Any]) -> str:
+def failures(root: Path) -> list[Mapping[str, Any]]:
+    """Every measurement in which a case ran out of memory, whatever became of the case later."""
+    return failed(case for name in ON_GPU for case in read(root, name)["cases"])
+
+
+def _failure(case: Mapping[str, Any], cases: Iterable[Mapping[str, Any]]) -> str:
     plan = plan_of(case)
-    asked, short = verdict.least_room(plan) - plan.context_bytes, case["peak_bytes"] - plan.peak_bytes
-    still = f", {short / MIB:,.0f} MiB less than were given out," if short > 0 else ""
+    later = [one for one in ran(cases) if one.case["name"] == case["name"]]
+    shown = (
+        f"Measured again under the cap that the mended plan asked for, {later[0].case['cap_bytes'] / MIB:,.0f} MiB, it ran"
+        if later
+        else "It was not run again, so that this would be enough is not shown"
+    )
     return (
-        f"Said to fit, and did not run: `{case['preset']}` {_size(case)}, {_settings(case)}. It ran out of memory while it "
+        f"Once said to fit, and did not run: `{case['preset']}` {_size(case)}, {_settings(case)}. It ran out of memory while it "
         f"answered, with {case['peak_bytes'] / MIB:,.0f} MiB given out under a cap of {case['cap_bytes'] / MIB:,.0f} MiB. The "
-        f"code as it is now predicts {plan.peak_bytes / MIB:,.0f} MiB{still} and asks for {asked / MIB:,.0f} MiB. It was not run "
-        "again, so that this would be enough is not shown."
+        f"code as it is now predicts {plan.peak_bytes / MIB:,.0f} MiB and asks for "
+        f"{(verdict.least_room(plan) - plan.context_bytes) / MIB:,.0f} MiB. {shown}."
     )
 
 
@@ -373,6 +384,7 @@ FITTED: dict[str, tuple[str, str, str]] = {
 KNOWN = {
     "CUDA_CONTEXT_BYTES": "an allowance for the CUDA context, which no allocator counts",
     "CUDA_OVERHEAD_BYTES": "workspaces that torch gives cuBLAS on a Hopper GPU, for each of two threads; smaller elsewhere",
+    "RECORDING_OVERHEAD_BYTES": "the same for each of two streams, where layers are recorded",
     "HEAP_BLOCK_BYTES": "glibc serves larger blocks by themselves",
     "PUBLISHED_BYTES": "of an element of a file of pretrained weights",
     "PROOF_SPARE_BYTES": "for the process that proves the final model; no run is refused for it",

@@ -186,7 +186,7 @@ def test_a_step_that_nothing_was_fitted_to_lies_within_the_range_that_is_stated(
 
 def test_every_measured_speed_of_ours_is_among_them() -> None:
     assert len(MEASURED) == 1 + 4 + 2 + 1 + 6 + 2
-    assert len(OF_THE_SOLVER) == 2 * 3 + 6
+    assert len(OF_THE_SOLVER) == 3 * 3 + 6
     assert [predicted(one).layers for one in MEASURED if one.preset == "gpt2"] == ["recorded", "compiled"]
 
 

@@ -29,6 +29,8 @@ fits into. A choice, after one case ran out of memory with less (benchmarks/resu
 CUDA_OVERHEAD_BYTES = 64 * MIB
 """Workspaces of cuBLAS, which torch takes from its allocator: 32 MiB on Hopper, less elsewhere, for each of the two threads
 that compute (forward and backward)."""
+RECORDING_OVERHEAD_BYTES = 128 * MIB
+"""The same once more for each of two streams: layers that are recorded are tried out on one and recorded on another."""
 PUBLISHED_BYTES = 2
 """Of an element of the file that pretrained weights are read from."""
 CUDA_CONTEXT_BYTES = 512 * MIB
@@ -127,6 +129,8 @@ def predict(
     # A checkpoint is written while training goes on, by copies in the memory of the host.
     copied = run.checkpoint if device == "cpu" else 0
     during = {"snapshot": copied if training.save_steps is not None else 0}
+    if layers == "recorded":
+        during = {**during, "overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
     in_step = step_phases(run, step, max(1, int(step.tokens * target_share)), accumulating, _state(run) | during)
     pool = 0
     if layers == "recorded":
