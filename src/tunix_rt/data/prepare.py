@@ -15,7 +15,7 @@ from tunix_rt.data.containers import parse, read_raw
 from tunix_rt.data.formats import detect_format, to_sample
 from tunix_rt.data.leaks import find_leaks
 from tunix_rt.data.limits import ModelFacts, Numbers, about_length, about_vocabulary
-from tunix_rt.data.pack import Packing, Row, Rows, pack, rows_root
+from tunix_rt.data.pack import Packing, Row, RowFacts, Rows, facts_of_rows, pack
 from tunix_rt.data.registry import Dataset, FileRef, find_dataset, find_evalset, read_items
 from tunix_rt.data.render import Style, prompt_ids, style_of
 from tunix_rt.data.rules import RULES, Finding, refuse
@@ -75,12 +75,17 @@ class Prepared:
     """Held-out ones included."""
     fill: float
     """Tokens over room, of all rows but the last."""
-    merkle_root: str
-    """Over every training row, token by token."""
+    row_facts: RowFacts
+    """Of every training row."""
     format: str = "trace"
     findings: tuple[Finding, ...] = ()
     store: Store | None = None
     """None in tests that need no data."""
+
+    @property
+    def merkle_root(self) -> str:
+        """Over every training row, token by token."""
+        return self.row_facts.merkle_root
 
     @property
     def sentence(self) -> str:
@@ -133,7 +138,7 @@ def prepare(
         trained_tokens=int(_trained(seen, index)[~heldout].sum()),
         longest_row=int(max(of_row.max(), seen.lengths[heldout].max(initial=0))),
         fill=fill_of(of_row, max_length),
-        merkle_root=rows_root(rows),
+        row_facts=facts_of_rows(rows),
         findings=seen.findings,
         store=seen.store,
     )

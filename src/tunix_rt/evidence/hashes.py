@@ -15,6 +15,7 @@ from typing import Any
 
 from tunix_rt.errors import EvidenceError, StorageError, TunixError
 from tunix_rt.evidence.doubtful import nulls, parse_object, read_bytes, shown
+from tunix_rt.evidence.ledger_checks import ledger_problems
 from tunix_rt.evidence.rescore import answer_problems
 from tunix_rt.evidence.told import is_evaluation
 from tunix_rt.rundir import (
@@ -74,8 +75,9 @@ def _hashes_at_commit(run: RunDir, sound: Collection[Path]) -> dict[str, str]:
 def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:
     """Every way the run in `folder` contradicts its hashes or itself; an empty list means it verifies. Never raises.
 
-    The answers are judged again once the files are those that were hashed: else each changed file would be told of many
-    times. The output of an evaluation, which took no step, is held to its hashes and its answers.
+    The lists of rows and checkpoints are held against the rest, and the answers judged again, once the files are those that
+    were hashed: else each changed file would be told of many times. The output of an evaluation, which took no step, is held
+    to its hashes and its answers.
 
     A run brought home from another machine `may_lack_weights`, whose hashes it still has; one that is there must be right.
     """
@@ -84,7 +86,7 @@ def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:
     run = RunDir(folder)
     changed = _hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
     problems = changed + ([] if is_evaluation(run) else step_problems(run))
-    return problems if changed else problems + answer_problems(run)
+    return problems if changed else problems + ledger_problems(run) + answer_problems(run)
 
 
 def step_problems(run: RunDir) -> list[str]:
