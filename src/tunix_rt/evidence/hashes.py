@@ -84,7 +84,7 @@ def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:
     if not os.path.isdir(folder):
         return [f"{folder} is not a folder"]
     run = RunDir(folder)
-    changed = _hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
+    changed = hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
     problems = changed + ([] if is_evaluation(run) else step_problems(run))
     return problems if changed else problems + ledger_problems(run) + answer_problems(run)
 
@@ -162,7 +162,8 @@ def _name_fault(name: str) -> str | None:
     return None
 
 
-def _hash_problems(run: RunDir, *, may_lack: Callable[[str], bool]) -> list[str]:
+def hash_problems(run: RunDir, *, may_lack: Callable[[str], bool] = lambda name: False) -> list[str]:
+    """Every way the files differ from `SHA256SUMS`; nothing is read but bytes."""
     present, problems = _list_files(run.root)
     if run.hashes.is_symlink():
         return [*problems, "a symbolic link: SHA256SUMS"]
