@@ -41,7 +41,10 @@ def compare_steps(
         if line is None:
             found.setdefault("replay-steps", []).append(f"step {number} is not recorded")
             continue
-        loss, norm = max(loss, _apart(line, step, "loss")), max(norm, _share(line["grad_norm"], step["grad_norm"]))
+        loss, norm = (
+            max(loss, loss_apart(line["loss"], step["loss"])),
+            max(norm, share_apart(line["grad_norm"], step["grad_norm"])),
+        )
         for check, problem in _differences(line, step, tolerance, exact=exact):
             found.setdefault(check, []).append(f"step {number}: {problem}")
     findings = tuple(
@@ -143,11 +146,11 @@ def _differences(
     for name in ("tokens", "target_tokens"):
         if line[name] != step[name]:
             yield "replay-tokens", f"{name} {_two(line[name], step[name])}"
-    if _share(line["lr"], step["lr"]) > (0.0 if exact else LEARNING_RATE):
+    if share_apart(line["lr"], step["lr"]) > (0.0 if exact else LEARNING_RATE):
         yield "replay-learning-rate", _two(line["lr"], step["lr"])
     if not _same_loss(line, step, tolerance, exact=exact):
         yield "replay-loss", _two(line["loss"], step["loss"])
-    norms = _share(line["grad_norm"], step["grad_norm"])
+    norms = share_apart(line["grad_norm"], step["grad_norm"])
     if not norms <= (0.0 if exact else tolerance.grad_norm):
         yield "replay-grad-norm", _two(line["grad_norm"], step["grad_norm"])
 
@@ -155,15 +158,16 @@ def _differences(
 def _same_loss(line: Mapping[str, Any], again: Mapping[str, Any], tolerance: Tolerance, *, exact: bool) -> bool:
     if exact:
         return bool(line["loss_hex"] == again["loss_hex"] and line["loss"] == again["loss"])
-    return _apart(line, again, "loss") <= tolerance.loss
+    return loss_apart(line["loss"], again["loss"]) <= tolerance.loss
 
 
-def _apart(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> float:
+def loss_apart(one: float, other: float) -> float:
     """As a share of the second, or of 1 where that is more: a loss near 0 is not held to its last digits."""
-    return float(abs(one[name] - other[name]) / max(1.0, abs(other[name])))
+    return abs(one - other) / max(1.0, abs(other))
 
 
-def _share(one: float, other: float) -> float:
+def share_apart(one: float, other: float) -> float:
+    """As a share of the second."""
     return 0.0 if one == other else abs(one - other) / max(abs(other), 1e-12)
 
 
