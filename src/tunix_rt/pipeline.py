@@ -61,7 +61,7 @@ from tunix_rt.evidence.precommit import (
 from tunix_rt.evidence.record import Record
 from tunix_rt.fitting import fit_settings, within_limit
 from tunix_rt.ledgers import has_rows, note_process, write_rows
-from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
+from tunix_rt.models import ModelSource, refuse_addresses, refuse_secrets, resolve_model, resolve_tokenizer
 from tunix_rt.plan.jax_limits import refuse_dropout, refuse_for_jax, refuse_profile
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.recipe import recipe_of
@@ -136,6 +136,7 @@ def run_pipeline(
     refuse_for_jax(config)
     refuse_profile(config.training.backend, profile)
     refuse_addresses(config.model_dump())
+    refuse_secrets(config.model_dump())
     run = RunDir(output)
     with run.locked():
         stop = StopRequest(

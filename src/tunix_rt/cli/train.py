@@ -56,11 +56,12 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     from tunix_rt.cli import text
     from tunix_rt.cli.watch import watching
     from tunix_rt.evaluate.report import remarks, table
-    from tunix_rt.models import refuse_addresses
+    from tunix_rt.models import refuse_addresses, refuse_secrets
     from tunix_rt.pipeline import run_pipeline
     from tunix_rt.rundir import RunDir, read_json
 
     refuse_addresses(config.model_dump())  # before anything is written down
+    refuse_secrets(config.model_dump())
     with watching() as progress:
         report = run_pipeline(config, output, progress=progress, profile=profile, **how)
     run = RunDir(output)
