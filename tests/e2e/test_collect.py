@@ -72,14 +72,15 @@ def gpu_bundle(gpu_run, run, repo, tmp_path_factory):
 def test_a_bundle_holds_the_facts_of_the_run_and_no_weights(bundle, run, repo):
     names = files_of(bundle)
     skipped = ("checkpoints/", "final_model/", "tensorboard/", ".lock")
-    wanted = [name for name in files_of(run) if not name.startswith(skipped)]
-    assert names == sorted([*wanted, "bundle.json", "run_manifest.json", "README.md", "run-SHA256SUMS"])
+    wanted = [name for name in files_of(run) if not name.startswith(skipped) or name == "final_model/config.json"]
+    own = ["bundle.json", "run_manifest.json", "provenance.intoto.json", "README.md", "run-SHA256SUMS"]
+    assert names == sorted([*wanted, *own])
     says = json.loads((bundle / "bundle.json").read_text())
-    assert says["schema"] == "tunix-rt/bundle/2" and says["kind"] == "cpu" and says["device"] == "cpu"
+    assert says["schema"] == "tunix-rt/bundle/3" and says["kind"] == "cpu" and says["device"] == "cpu"
     assert says["commit"] == git(repo, "rev-parse", "HEAD")
     weights = run / "final_model" / "model.safetensors"
     assert says["left_out"]["final_model/model.safetensors"] == hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert set(says["left_out"]) == {name for name in files_of(run) if name.startswith(skipped[:3])}
+    assert set(says["left_out"]) == {name for name in files_of(run) if name.startswith(skipped[:3])} - set(names)
     assert not re.search(r"/(tmp|root|home|work)/", (bundle / "README.md").read_text() + json.dumps(says))
 
 
@@ -88,13 +89,15 @@ def test_a_bundle_verifies_and_says_whether_the_commit_was_looked_up(bundle, gpu
         done = tunix_rt("evidence", "verify", folder)
         assert done.returncode == 0, done.stdout
         assert done.stdout.splitlines() == [
-            f"{folder}: consistent with itself; not replayed",
+            f"{folder}: level L1 (consistent); not regenerated, not replayed",
             "commit: not looked up; add --repository CLONE",
+            "hardware: self-reported",
         ]
     done = tunix_rt("evidence", "verify", bundle, "--repository", repo)
-    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, [f"commit: found in {repo}"])
+    assert (done.returncode, done.stdout.splitlines()[1]) == (0, f"commit: found in {repo}")
     asked = json.loads(tunix_rt("evidence", "verify", bundle, "--json").stdout)
     assert asked["verified"] is True and asked["commit_looked_up"] is False
+    assert (asked["level"], asked["hardware"], asked["findings"]) == ("L1", "self-reported", [])
 
 
 def test_a_commit_that_is_not_the_one_of_the_source_is_found_in_a_repository(bundle, run, repo, tmp_path):

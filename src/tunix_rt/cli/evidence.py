@@ -225,15 +225,13 @@ def _replay(
 
 
 def _told(folder: Path, done: _Verified, level: "Level", required: str, verified: bool) -> dict[str, Any]:
-    from tunix_rt.evidence.findings import MEANINGS
-
     return {
         "schema": "tunix-rt/verification/2",
         "folder": str(folder),
         "level": level,
         "required": required,
         "verified": verified,
-        "meaning": _verdict(level, done.reached) if level != "L0" else MEANINGS["L0"],
+        "meaning": _verdict(level, done.reached),
         "hardware": SELF_REPORTED,
         "problems": [finding.problem for finding in done.findings],
         "findings": [
@@ -248,6 +246,8 @@ def _verdict(level: "Level", reached: "Sequence[Level]") -> str:
     """`level L1 (consistent); not regenerated, not replayed`."""
     from tunix_rt.evidence.findings import MEANINGS
 
+    if level == "L0":
+        return f"level L0 ({MEANINGS['L0']})"
     without = [] if "L2" in reached else ["not regenerated"]
     without += [] if {"L3", "L4"} & set(reached) else ["not replayed"]
     return f"level {level} ({MEANINGS[level]}){'; ' * bool(without)}{', '.join(without)}"

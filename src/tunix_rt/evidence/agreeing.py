@@ -137,7 +137,8 @@ def commit_problems(says: Mapping[str, Any], repository: Path | None) -> Iterato
 
 
 def claim_problems(folder: Path, says: dict[str, Any], run: RunFiles, computed: dict[str, Any]) -> list[str]:
-    """What the bundle says, figure by figure and then in words, against what its files give."""
+    """What the bundle says, figure by figure and then in words, against what its files give. That one of its own files is
+    missing is said elsewhere."""
     commit = require(SAYS, says, "commit", str)
     ended, present = run_hashes(folder / RUN_HASHES), run_hashes(folder / "SHA256SUMS")
     left_out = {name: digest for name, digest in ended.items() if name not in present}
@@ -145,12 +146,16 @@ def claim_problems(folder: Path, says: dict[str, Any], run: RunFiles, computed: 
         return [f"{SAYS}: left_out is not what {RUN_HASHES} has beyond the files here"]
     whole = computed | {"commit": commit, "left_out": left_out}
     problems = differences(SAYS, says, as_json(whole), "the files")
-    if not problems and read_bytes(folder / README)[0] != readme_text(whole).encode("utf-8", "surrogatepass"):
+    if (
+        not problems
+        and README in present
+        and read_bytes(folder / README)[0] != readme_text(whole).encode("utf-8", "surrogatepass")
+    ):
         problems.append(f"{README} is not what this version of tunix-rt writes of {SAYS}")
     if problems or whole["schema"] == OLDER_SCHEMA:
         return problems
-    problems = _manifest_problems(folder, run, whole)
-    if whole["schema"] == SCHEMA:
+    problems = _manifest_problems(folder, run, whole) if MANIFEST in present else []
+    if whole["schema"] == SCHEMA and PROVENANCE in present:
         given = as_json(provenance_of(run, whole, ended))
         problems += differences(PROVENANCE, read_object(folder / PROVENANCE), given, "the files")
     return problems

@@ -288,7 +288,7 @@ def _check_now(says: Mapping[str, Any]) -> str:
     return (
         f"{commands}\n\n`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not. "
         "`FINAL_MODEL` are the weights that this run ended with, by the hashes above. "
-        f"{'A replay needs the base model: `--model DIR`. ' if says['weights'] == 'pretrained' else ''}"
+        f"{'A replay needs the base model, `--model DIR`, unless it came with tunix-rt. ' if says['weights'] == 'pretrained' else ''}"
         "The hashes alone, without tunix-rt:\n\n"
         f"{_block('sha256sum -c SHA256SUMS')}\n\n"
         "The source of the run, by hand, at the commit above:\n\n"

@@ -40,14 +40,13 @@ def setting_problems(noted: Noted) -> Iterator[str]:
         told = value_at(committed, name)
         if value != told and not (name == "device" and value == "auto"):
             yield f"{run.where}precommit.json: {name} is {_shown(told)}, config.yaml gives {_shown(value)}"
-    yield from _eval_problems(noted)
 
 
 def _shown(value: Any) -> str:
     return shown(value) if not isinstance(value, Mapping) else ascii(dict(value))[:80]
 
 
-def _eval_problems(noted: Noted) -> Iterator[str]:
+def heldout_problems(noted: Noted) -> Iterator[str]:
     """The held-out losses: a line where one was due, and the best of them in the result."""
     run, every = noted.run, value_at(noted.run.config, "training.eval_steps")
     if not noted.heldout:

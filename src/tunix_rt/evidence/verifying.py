@@ -37,6 +37,7 @@ from tunix_rt.evidence.resumed import checkpoint_problems, process_problems, res
 from tunix_rt.evidence.steps import (
     batch_problems,
     count_problems,
+    heldout_problems,
     learning_rate_problems,
     number_problems,
     row_problems,
@@ -79,6 +80,7 @@ CHECKS = (
     Check(name="figures", ask=number_problems),
     Check(name="steps", ask=count_problems),
     Check(name="learning-rate", ask=learning_rate_problems),
+    Check(name="held-out", ask=heldout_problems),
     Check(name="rows", ask=row_problems, needs=("rows",)),
     Check(name="batch-order", ask=batch_problems, needs=("rows",)),
     Check(name="time-order", ask=order_problems),
