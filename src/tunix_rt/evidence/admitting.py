@@ -16,7 +16,7 @@ MOST_BYTES = {".json": 16 * MIB, ".jsonl": 256 * MIB, ".txt": 64 * MIB, ".md": 6
 """Of one file, by its ending; others of a run's facts are small too. Weights may have any size: they are hashed, not read."""
 MOST_OTHER = 64 * MIB
 LONGEST_LINE = 64 * 1024
-LONGEST_ANSWER = 4 * MIB
+LONGEST_ANSWER = 512 * 1024
 """A line of predictions holds a whole output."""
 WEIGHTS = ("checkpoints/", "final_model/", "tensorboard/", "profile/")
 CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa6-\xa9]")

@@ -203,3 +203,17 @@ def _different_inputs(one: Mapping[str, Any], other: Mapping[str, Any]) -> Itera
     for name in SAME:
         if value_at(one, name) is None or value_at(one, name) != value_at(other, name):
             yield f"precommit.json: {name}"
+
+
+LIKELY_COPIED = 8
+"""Steps whose losses do not come out to the same bit on a CPU and a GPU, which add up in another order."""
+
+
+def refuse_the_same_steps(run: RunFiles, cpu: RunFiles) -> None:
+    """A run on a GPU is not that on the CPU with other seconds."""
+    ours, theirs = ([line.get("loss_hex") for line in one.metrics] for one in (run, cpu))
+    if len(ours) >= LIKELY_COPIED and ours == theirs:
+        raise EvidenceError(
+            f"all {len(ours)} losses are those of the run on the CPU, to the last bit: one is a copy of the other",
+            fix="ask for an untouched copy",
+        )

@@ -105,7 +105,7 @@ def compare_states(
         (Finding(level=level, check="replay-checkpoint", problem=_some(problems, len(again))),) if problems else ()
     )
     said = [f"{len(again)} state(s) hashed"] * bool(exact and again)
-    said += [f"weights {max(far):.1e} of their way apart"] * bool(far and not exact)
+    said += [f"weights {max(far, default=0.0):.1e} of their way apart"] * bool(far and not exact)
     said += [f"the weights of {unseen} checkpoint(s) are not in the bundle, and not compared"] * bool(unseen)
     return StatesCompared(findings=findings, words="; ".join(said))
 

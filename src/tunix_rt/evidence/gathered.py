@@ -61,7 +61,13 @@ class Noted:
 
     @property
     def total(self) -> int:
-        return self.run.need("result.json", "steps_planned", int)
+        """Steps of the whole run, which is completed: as many as were taken."""
+        planned = self.run.need("result.json", "steps_planned", int)
+        if planned != len(self.run.metrics):
+            raise self.run.fault(
+                f"result.json: steps_planned is {planned}, metrics.jsonl has {len(self.run.metrics)} lines"
+            )
+        return planned
 
     @property
     def resumed_from(self) -> int:

@@ -42,6 +42,21 @@ def parameter_problems(noted: Noted) -> Iterator[str]:
             yield f"{run.where}result.json: {told:,} parameters, {run.where}{file} gives {shown(count)}"
 
 
+def account_problems(noted: Noted) -> Iterator[str]:
+    """What was predicted and measured is the same in the plan, in the account and in the result; no step held more."""
+    run, where = noted.run, noted.run.where
+    told = run.need("result.json", "memory", dict)
+    for name in ("predicted_bytes", "measured_bytes"):
+        if noted.memory is not None and noted.memory.get(name) != told.get(name):
+            yield f"{where}memory.json: {name} is {shown(noted.memory.get(name))}, result.json has {shown(told.get(name))}"
+    if noted.plan is not None and noted.plan.get("peak_bytes") != told.get("predicted_bytes"):
+        yield f"{where}plan.json: peak_bytes is not what result.json says was predicted"
+    measured = run.need("result.json", "memory.measured_bytes", int)
+    peaks = [require(f"{where}metrics.jsonl", line, "peak_bytes", int) for line in run.metrics[noted.resumed_from :]]
+    if max(peaks, default=0) > measured:
+        yield f"{where}metrics.jsonl: a step held {max(peaks):,} bytes, result.json says at most {measured:,}"
+
+
 def memory_problems(noted: Noted) -> Iterator[str]:
     """On a GPU: every peak holds at least the weights, and at most the card; so does every sample."""
     run, name = noted.run, f"{noted.run.where}metrics.jsonl"

@@ -238,7 +238,7 @@ def _again(says: Mapping[str, Any]) -> str:
             f"```bash\n{_train(says, 'config.yaml', '../reproduced')}\n```\n",
             "To have it so, in a clone of the repository:\n",
             _block(*checkout),
-            "\nAnd to make a bundle of it, which has its own times and speeds:\n",
+            "\nAnd to make a bundle of it, which has a speed of its own:\n",
             _block(*cpu, collect),
             f"\nOn another device, driver or {_engine(says)} the losses agree closely, not to the last bit.",
         ]
@@ -278,23 +278,26 @@ def _check(says: Mapping[str, Any]) -> str:
     return _check_now(says) if says["schema"] == SCHEMA else _check_before(says)
 
 
+_BASE = "A replay needs the base model, `--model DIR`, unless it came with tunix-rt. "
+
+
 def _check_now(says: Mapping[str, Any]) -> str:
     commands = _block(
-        "tunix-rt evidence verify . --repository CLONE   # L1: everything that can be computed again, without torch",
-        "tunix-rt evidence verify . --weights FINAL_MODEL   # L2: random answers, generated again",
+        "tunix-rt evidence verify . --repository CLONE   # L1: everything that follows from something else, computed again",
+        "tunix-rt evidence verify . --weights FINAL_MODEL   # L2: some of the answers, generated again",
         "tunix-rt evidence verify . --require L3   # L3: stretches of the run, taken again",
         "tunix-rt evidence verify . --require L4   # L4: all of it",
     )
     return (
         f"{commands}\n\n`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not. "
         "`FINAL_MODEL` are the weights that this run ended with, by the hashes above. "
-        f"{'A replay needs the base model, `--model DIR`, unless it came with tunix-rt. ' if says['weights'] == 'pretrained' else ''}"
+        f"{_BASE if says['weights'] == 'pretrained' else ''}"
         "The hashes alone, without tunix-rt:\n\n"
         f"{_block('sha256sum -c SHA256SUMS')}\n\n"
         "The source of the run, by hand, at the commit above:\n\n"
         "```bash\ncd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum\n"
         f"# {says['source_sha256']}\n```\n\n"
-        "At level L1 the bundle agrees with itself: batches, learning rates, scores and times follow from one another. That "
+        "At level L1 the bundle agrees with itself: batches, learning rates, scores and clocks follow from one another. That "
         "the model gave these losses and answers is shown from L2 on. Which device computed is the run's own word, "
         "unless it is replayed on such a one. What each level means and does not mean is in `docs/reference/bundle.md`."
     )

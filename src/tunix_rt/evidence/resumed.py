@@ -4,12 +4,11 @@ checkpoint shows it in three places, which must agree."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tunix_rt.evidence.claims import gpu_of, require, value_at
+from tunix_rt.evidence.claims import gpu_of, read_object, require, value_at
 from tunix_rt.evidence.doubtful import shown
 from tunix_rt.evidence.gathered import DIGEST, Noted, few
-from tunix_rt.evidence.steps import MOST_STEPS
 from tunix_rt.evidence.timing import RESUMED
-from tunix_rt.rundir import checkpoint_name
+from tunix_rt.rundir import RunDir, checkpoint_name
 
 PROCESS = {"pid", "started", "first_step", "machine"}
 ENTRY = {"step", "manifest_sha256", "metrics_head", "files"}
@@ -101,7 +100,7 @@ def checkpoint_problems(noted: Noted) -> Iterator[str]:
     run, entries = noted.run, noted.checkpoints or ()
     steps = [require(f"{run.where}checkpoints.json", entry, "step", int) for entry in entries]
     total = noted.total
-    if total > MOST_STEPS or steps != sorted(set(steps)):
+    if steps != sorted(set(steps)):
         yield f"{run.where}checkpoints.json: its steps do not ascend"
         return
     due = {total}
@@ -142,6 +141,7 @@ def _entry_problems(noted: Noted) -> Iterator[str]:
                 yield f"{where}: {shown(name)} has no hash"
             elif noted.hashes.get(f"{folder}{name}", digest) != digest:
                 yield f"{where}: {shown(name)} has another hash than the run ended with"
+        yield from (f"{where}: {fault}" for fault in _present_faults(noted, step, entry))
         there = {name for name in noted.hashes if name.startswith(folder)}
         if there and there != {f"{folder}{name}" for name in digests}:
             yield f"{where}: other files than the run ended with in {folder}"
@@ -154,3 +154,16 @@ def _entry_problems(noted: Noted) -> Iterator[str]:
         if name.startswith("checkpoints/") and name.rpartition("/")[0] + "/" not in left:
             yield f"{noted.run.where}checkpoints.json has no entry for {shown(name)}"
             return
+
+
+def _present_faults(noted: Noted, step: int, entry: Mapping[str, Any]) -> Iterator[str]:
+    """Of a checkpoint that is in the folder: its state names the line of the metrics, its sizes are those listed."""
+    folder = RunDir(noted.run.folder).checkpoints / checkpoint_name(step)
+    if not (folder / "state.json").is_file():
+        return
+    state = read_object(folder / "state.json")
+    if state.get("metrics_head") != entry["metrics_head"] or state.get("step") != step:
+        yield f"state.json of {folder.name} is of another step"
+    for name, facts in entry["files"].items():
+        if name in WEIGHTS and (folder / name).is_file() and (folder / name).stat().st_size != value_at(facts, "bytes"):
+            yield f"{name} of {folder.name} has another size"

@@ -4,15 +4,21 @@ rows, how many tokens. Nothing is computed by a model."""
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from tunix_rt import config as settings
 from tunix_rt.backends.schedule import learning_rate
-from tunix_rt.config import Training
+from tunix_rt.config import RunConfig, Training, dump_yaml
 from tunix_rt.data.merkle import merkle_root
 from tunix_rt.data.pack import rows_of_step, total_steps
 from tunix_rt.evidence.claims import RunFiles, require, value_at
-from tunix_rt.evidence.doubtful import shown
+from tunix_rt.evidence.doubtful import read_bytes, shown
 from tunix_rt.evidence.gathered import Noted, few
+from tunix_rt.evidence.precommit import settled_config
+from tunix_rt.rundir import RunDir
 
 KEYS = (
     "batch", "grad_norm", "loss", "loss_hex", "lr", "peak_bytes", "prev", "seconds", "step", "target_tokens", "tokens",
@@ -20,7 +26,8 @@ KEYS = (
 SCHEDULES = ("linear", "cosine", "constant")
 RATE_TOLERANCE = 1e-12
 """Cosines differ in the last bits between mathematical libraries."""
-MOST_STEPS = 10_000_000
+MOST_DRAWN = 2**31
+"""Rows drawn in all epochs together, beyond which a bundle only means to keep its reader busy."""
 
 
 def setting_problems(noted: Noted) -> Iterator[str]:
@@ -40,6 +47,26 @@ def setting_problems(noted: Noted) -> Iterator[str]:
         told = value_at(committed, name)
         if value != told and not (name == "device" and value == "auto"):
             yield f"{run.where}precommit.json: {name} is {_shown(told)}, config.yaml gives {_shown(value)}"
+
+    yield from _form_problems(run)
+
+
+def _form_problems(run: RunFiles) -> Iterator[str]:
+    """`config.yaml` as it is written, where the source that wrote it has the same settings as this one."""
+    ours = hashlib.sha256(Path(settings.__file__).read_bytes()).hexdigest()
+    if run.need("precommit.json", "source_files", dict).get("config.py") != ours:
+        return
+    try:
+        text = dump_yaml(settled_config(RunConfig.model_validate(dict(run.config))))
+    except ValidationError as error:
+        yield f"{run.where}config.yaml: {error.error_count()} setting(s) that no run is given, first {shown(_place(error))}"
+        return
+    if read_bytes(RunDir(run.folder).config)[0] != text.encode():
+        yield f"{run.where}config.yaml is not as tunix-rt writes these settings"
+
+
+def _place(error: ValidationError) -> str:
+    return ".".join(map(str, error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]))
 
 
 def _shown(value: Any) -> str:
@@ -69,7 +96,7 @@ def heldout_problems(noted: Noted) -> Iterator[str]:
     if noted.rows is not None:
         total, every = noted.total, every if type(every) is int and every > 0 else noted.total
         due = {0, total, *range(every, total, every)}
-        if total <= MOST_STEPS and losses.keys() != due:
+        if losses.keys() != due:
             odd = sorted(losses.keys() ^ due)
             yield f"{run.where}eval/heldout.jsonl: not one line at each step that was due, first at step {odd[0]}"
     best = run.result.get("best_step")
@@ -166,6 +193,9 @@ def batch_problems(noted: Noted) -> Iterator[str]:
 def _batch_problems(noted: Noted) -> Iterator[str]:
     run, rows = noted.run, noted.rows or ()
     seed, per_step = run.need("precommit.json", "seeds.data_seed", int), _rows_per_step(run)
+    if len(rows) * (1 + len(run.metrics) * per_step // max(len(rows), 1)) > MOST_DRAWN:
+        yield f"{run.where}metrics.jsonl: {len(run.metrics):,} steps over {len(rows):,} rows are too many to draw again"
+        return
     identities = [bytes.fromhex(row.sha256) for row in rows]
     for number, line in enumerate(run.metrics, start=1):
         chosen = rows_of_step(number, row_count=len(rows), rows_per_step=per_step, seed=seed)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tunix_rt.evidence.claims import RunFiles, require
+from tunix_rt.evidence.claims import RunFiles, require, value_at
 from tunix_rt.evidence.doubtful import shown
 from tunix_rt.evidence.gathered import LogLine, Noted, few, moment
 
@@ -148,6 +148,10 @@ def _losses_told(noted: Noted, told: Mapping[int, LogLine]) -> Iterator[str]:
 # --- nvidia-smi -------------------------------------------------------------------------------------------------------
 
 HEADER = re.compile(r"after step (\d{1,9}); our process id (\d{1,9}); NVML: (\d{1,18}) bytes (.*)")
+TOTAL = re.compile(r"MiB / +(\d{1,9})MiB")
+MIB = 2**20
+NEAR_BYTES = 1024 * MIB
+"""Between the sample and the drawing a step may go on."""
 DRAWN = re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4}")
 
 
@@ -165,6 +169,7 @@ def nvidia_smi_problems(noted: Noted) -> Iterator[str]:
         yield f"{name}: its first line is of no sample in result.json"
     if found is None and "NVML: " in text.split("\n", 1)[0]:
         yield f"{name}: its first line is not one that tunix-rt writes"
+    yield from _drawn_problems(run, name, text)
     started, finished = (moment(f"{run.where}result.json", run.result, one) for one in ("started", "finished"))
     for drawn in DRAWN.findall(text):
         try:
@@ -174,3 +179,21 @@ def nvidia_smi_problems(noted: Noted) -> Iterator[str]:
             continue
         if not started - LONGEST <= at <= finished + LONGEST:
             yield f"{name} is of {_at(at)}, the run from {_at(started)} to {_at(finished)}"
+
+
+def _drawn_problems(run: RunFiles, name: str, text: str) -> Iterator[str]:
+    """The memory that nvidia-smi drew: of the card as NVML lists it, and under our process id about that of a sample."""
+    listed = [value_at(gpu, "total_bytes") for gpu in run.need("doctor.json", "facts.nvidia.gpus", list)]
+    totals = [int(size) * MIB for size in TOTAL.findall(text)]
+    if totals and not any(abs(size - total) <= 0.03 * size for size in listed if size for total in totals):
+        yield f"{name}: a card of {totals[0]:,} bytes, which NVML does not list"
+    for sample in _samples(run):
+        row = re.search(rf"(?m)^\|.*\s{sample.get('pid')}\s.*\s(\d{{1,9}})MiB \|$", text)
+        near = (
+            [abs(int(row[1]) * MIB - int(one.get("used_bytes", 0))) <= NEAR_BYTES for one in _samples(run)]
+            if row
+            else []
+        )
+        if row and sample.get("by") == "nvml" and not any(near):
+            yield f"{name}: process {sample.get('pid')} holds {row[1]} MiB, no sample in result.json has about that"
+            return

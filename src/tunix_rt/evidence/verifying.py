@@ -21,6 +21,7 @@ from tunix_rt.evidence.agreeing import (
     has_cpu_run,
     is_bundle,
     refuse_another_setup,
+    refuse_the_same_steps,
     schema_of,
     schema_problems,
 )
@@ -31,7 +32,7 @@ from tunix_rt.evidence.gathered import Noted, gather
 from tunix_rt.evidence.hashes import hash_problems, list_uncovered, step_problems
 from tunix_rt.evidence.ledger_checks import ledger_problems
 from tunix_rt.evidence.overlapping import dataset_problems, overlap_problems
-from tunix_rt.evidence.physics import memory_problems, parameter_problems, rate_problems
+from tunix_rt.evidence.physics import account_problems, memory_problems, parameter_problems, rate_problems
 from tunix_rt.evidence.rescore import answer_problems
 from tunix_rt.evidence.resumed import checkpoint_problems, process_problems, resume_problems
 from tunix_rt.evidence.steps import (
@@ -89,6 +90,7 @@ CHECKS = (
     Check(name="log-steps", ask=log_step_problems),
     Check(name="parameters", ask=parameter_problems),
     Check(name="flop-rate", ask=rate_problems, needs=("model",)),
+    Check(name="memory", ask=account_problems),
     Check(name="gpu-memory", ask=memory_problems, on="cuda"),
     Check(name="nvidia-smi", ask=nvidia_smi_problems, on="cuda"),
     Check(name="processes", ask=process_problems, needs=("processes",)),
@@ -262,6 +264,7 @@ def _cpu_run(folder: Path, run: RunFiles) -> RunFiles:
     cpu = read_run(folder / "cpu", "cpu/")
     require_whole(cpu)
     refuse_another_setup(run, cpu)
+    refuse_the_same_steps(run, cpu)
     return cpu
 
 
