@@ -19,7 +19,6 @@ from tests.bundles import (
     edit_text,
     files_of,
     git,
-    make_repository,
     memory_samples,
     reseal,
 )
@@ -29,31 +28,20 @@ from tunix_rt.evidence.bundle import bundle_problems
 from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.rundir import RunDir, write_text
 
-SMALL = ["--max-steps", 3, "--set", "training.save_steps=3", "--set", "training.eval_steps=3"]
-SMALL += ["--set", "evaluation.max_new_tokens=4"]
+
+@pytest.fixture(scope="module")
+def repo(tiny_repo):
+    return tiny_repo
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory):
-    return make_repository(tmp_path_factory.mktemp("repo"))
+def run(tiny_run):
+    return tiny_run
 
 
 @pytest.fixture(scope="module")
-def run(repo, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "cpu"
-    done = tunix_rt(
-        "train", "smoke_tiny", "--device", "cpu", "--output", folder, *SMALL, PYTHONPATH=str(repo / "src")
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bundle(run, repo, tmp_path_factory):
-    output = tmp_path_factory.mktemp("bundles") / "new" / "v1"
-    done = collect(run, output, repo)
-    assert done.returncode == 0, done.stderr
-    return output
+def bundle(tiny_bundle):
+    return tiny_bundle
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +297,25 @@ FORGERIES = {
     "cpu-odd-key": ("cpu/config.yaml", append("1: 2\n"), "another run: 1 differ"),
     "cpu-data": ("cpu/precommit.json", inner("dataset", sha256="0" * 64), "precommit.json: dataset.sha256 differ"),
     "cpu-log": ("cpu/training_log.txt", append("Using device: cuda\n"), "cpu/training_log.txt says otherwise"),
+    "nvidia-smi": ("nvidia_smi.txt", swap("3000000000 bytes", "3000000001 bytes"), "its first line is of no sample"),
+    "nvidia-smi-memory": ("nvidia_smi.txt", swap("2861MiB", "9861MiB"), "no sample in result.json has about that"),
+    "nvidia-smi-day": ("nvidia_smi.txt", append("Sun Nov 15 10:55:27 2020\n"), "nvidia_smi.txt is of 2020-11-15"),
+    "sample-time": (
+        "result.json",
+        set_json(gpu_memory=memory_samples(3, at="2020-01-01T00:00:00+00:00")),
+        "sample 1 of gpu_memory was taken 2020",
+    ),
+    "sample-pid": (
+        "result.json",
+        set_json(gpu_memory=memory_samples(3, pid=1, at="2026-11-16T00:00:00+00:00")),
+        "of process 1, which trained nothing",
+    ),
+    "peak": ("metrics.jsonl", first_step("peak_bytes", 1), "peak_bytes is 1; the weights alone take"),
+    "other-gpu": ("processes.json", swap("NVIDIA H200", "NVIDIA H100 PCIe"), "the GPU's name is 'NVIDIA H100 PCIe'"),
+    "no-gpu": ("processes.json", swap('"device": "cuda"', '"device": "cpu"'), "device is 'cpu', the run's is 'cuda'"),
+    "card": ("doctor.json", swap("150754820096", "85520809984"), "no NVIDIA H200 has 85,520,809,984 bytes"),
+    "cpu-log-order": ("cpu/training_log.txt", append("2020-01-01T00:00:00Z INFO later\n"), "cpu/training_log.txt:"),
+    "cpu-rate": ("cpu/metrics.jsonl", first_step("lr", 0.5), "cpu/metrics.jsonl:1: lr is 0.5"),
     "cpu-torch": ("cpu/torch_version.txt", lambda path: path.write_text(""), "cpu/torch_version.txt is empty"),
 }
 

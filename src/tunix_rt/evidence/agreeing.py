@@ -152,16 +152,16 @@ def claim_problems(folder: Path, says: dict[str, Any], run: RunFiles, computed: 
         and read_bytes(folder / README)[0] != readme_text(whole).encode("utf-8", "surrogatepass")
     ):
         problems.append(f"{README} is not what this version of tunix-rt writes of {SAYS}")
-    if problems or whole["schema"] == OLDER_SCHEMA:
-        return problems
-    problems = _manifest_problems(folder, run, whole) if MANIFEST in present else []
-    if whole["schema"] == SCHEMA and PROVENANCE in present:
-        given = as_json(provenance_of(run, whole, ended))
-        problems += differences(PROVENANCE, read_object(folder / PROVENANCE), given, "the files")
     return problems
 
 
-def _manifest_problems(folder: Path, run: RunFiles, says: dict[str, Any]) -> list[str]:
+def provenance_problems(folder: Path, says: dict[str, Any], run: RunFiles) -> list[str]:
+    """The provenance against what the files give."""
+    given = as_json(provenance_of(run, says, run_hashes(folder / RUN_HASHES)))
+    return differences(PROVENANCE, read_object(folder / PROVENANCE), given, "the files")
+
+
+def manifest_problems(folder: Path, says: dict[str, Any], run: RunFiles) -> list[str]:
     """The manifest against what the files give; the name of the run is somebody's choice, and only has to be one."""
     told = read_object(folder / MANIFEST)
     if fault := fault_of_name(told.get("run_id")):

@@ -73,10 +73,11 @@ def _names(repository: Path) -> Iterator[str]:
 
 
 def _write(repository: Path, names: list[str], staged: Path) -> None:
-    with zipfile.ZipFile(staged, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    """Not compressed: another version of zlib would give other bytes."""
+    with zipfile.ZipFile(staged, "w", zipfile.ZIP_STORED) as archive:
         for name in names:
             entry = zipfile.ZipInfo(name, date_time=DATE)
-            entry.compress_type, entry.external_attr, entry.create_system = zipfile.ZIP_DEFLATED, MODE << 16, 3
+            entry.external_attr, entry.create_system = MODE << 16, 3
             archive.writestr(entry, (repository / name).read_bytes())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tunix_rt.errors import EvidenceError, TunixError
 from tunix_rt.evidence.admitting import text_problems, unreadable
@@ -20,6 +20,9 @@ from tunix_rt.evidence.agreeing import (
     copy_problems,
     has_cpu_run,
     is_bundle,
+    manifest_problems,
+    own_files,
+    provenance_problems,
     refuse_another_setup,
     refuse_the_same_steps,
     schema_of,
@@ -31,8 +34,10 @@ from tunix_rt.evidence.findings import Finding, Level
 from tunix_rt.evidence.gathered import Noted, gather
 from tunix_rt.evidence.hashes import hash_problems, list_uncovered, step_problems
 from tunix_rt.evidence.ledger_checks import ledger_problems
+from tunix_rt.evidence.manifest import MANIFEST
 from tunix_rt.evidence.overlapping import dataset_problems, overlap_problems
 from tunix_rt.evidence.physics import account_problems, memory_problems, parameter_problems, rate_problems
+from tunix_rt.evidence.provenance import PROVENANCE
 from tunix_rt.evidence.rescore import answer_problems
 from tunix_rt.evidence.resumed import checkpoint_problems, process_problems, resume_problems
 from tunix_rt.evidence.steps import (
@@ -237,7 +242,7 @@ def _examine_bundle(asking: _Asking, folder: Path, repository: Path | None) -> E
     asking.ask("L1", "copies", lambda: copy_problems(folder, schema, with_cpu=bool(with_cpu)))
     cpu = asking.have("L1", "cpu-run", lambda: _cpu_run(folder, run)) if with_cpu else None
     if cpu is not None or not with_cpu:
-        asking.ask("L1", "claims", lambda: claim_problems(folder, says, run, claims_of(run, cpu, schema)))
+        _ask_what_it_says(asking, folder, says, run, cpu)
     noted = asking.have("L1", "files", lambda: gather(run, folder / RUN_HASHES))
     if noted is not None:
         asking.ask_all(noted)
@@ -247,6 +252,20 @@ def _examine_bundle(asking: _Asking, folder: Path, repository: Path | None) -> E
             asking.ask("L1", "files", lambda: _lacking(noted))
     asking.unmade += {SCHEMA: [], SECOND_SCHEMA: ["provenance"]}.get(schema, ["provenance", "manifest"])
     return asking.examined("bundle")
+
+
+def _ask_what_it_says(asking: _Asking, folder: Path, says: dict[str, Any], run: RunFiles, cpu: RunFiles | None) -> None:
+    """Its figures and words; and from them, once they are right, the files for programs. One that is missing is said
+    already."""
+    schema, before = schema_of(says), len(asking.findings)
+    asking.ask("L1", "claims", lambda: claim_problems(folder, says, run, claims_of(run, cpu, schema)))
+    if len(asking.findings) == before:
+        for check, name, ask in (
+            ("manifest", MANIFEST, manifest_problems),
+            ("provenance", PROVENANCE, provenance_problems),
+        ):
+            if name in own_files(schema) and (folder / name).exists():
+                asking.ask("L1", check, partial(ask, folder, says, run))
 
 
 def _lacking(noted: Noted) -> Iterator[str]:
