@@ -14,7 +14,7 @@ from tunix_rt.evidence.findings import Finding, Level
 from tunix_rt.evidence.machine_class import Class, Match, class_of, worst
 from tunix_rt.evidence.recorded import Recorded, read_predictions_of, read_recorded
 from tunix_rt.evidence.segments import Segment, all_segments, choose_segments, fresh_nonce, passes_over
-from tunix_rt.evidence.tolerances import tolerance_of
+from tunix_rt.evidence.tolerances import texts_follow, tolerance_of
 from tunix_rt.recompute.process import Answer, Source, compute, source_of
 
 
@@ -173,8 +173,9 @@ def _judged(recorded: Recorded, one: Segment, answer: Answer, source: Source, le
     if one.stop == recorded.total:
         findings += _final(recorded, answer, exact=exact, level=level)
         for line in answer.of("answers"):
-            theirs = read_predictions_of(recorded.folder, line["when"])
-            findings += compare_answers(theirs, line["answers"], when=line["when"], **rule)
+            if line["when"] == "before" or texts_follow(match.name, recorded.compute):
+                theirs = read_predictions_of(recorded.folder, line["when"])
+                findings += compare_answers(theirs, line["answers"], when=line["when"], **rule)
     took = sum(line["seconds"] for line in answer.of("pass") if line["start"] == one.start)
     words = _part_words(recorded, one, steps, states.words, len(within("heldout")), exact=exact, seconds=took)
     return _Part(match=match, findings=tuple(findings), words=words)
@@ -222,9 +223,10 @@ def _class_words(match: Match, compute: str) -> str:
     if match.name == "SAME":
         return "class SAME: the machine, its threads and its libraries are the recorded ones; every bit is compared"
     allowed = tolerance_of(match.name, compute)
+    texts = "" if texts_follow(match.name, compute) else "; answers after training are not compared in 16 bits"
     return (
         f"class {match.name}, not exact ({'; '.join(match.reasons)}): losses within {allowed.loss:.0e}, gradient norms within "
-        f"{allowed.grad_norm:.0e}, weights within {allowed.weights:.0e} of their way"
+        f"{allowed.grad_norm:.0e}, weights within {allowed.weights:.0e} of their way{texts}"
     )
 
 

@@ -91,6 +91,7 @@ def compare_states(
     """The state at each checkpoint that was passed: by its hashes where bits are compared, else by the distance of its
     weights where the recorded ones are at hand."""
     problems, far, unseen = [], [], 0
+    again = [state for state in again if state["step"] in recorded]
     for state in again:
         where, apart = f"after step {state['step']}", state.get("apart")
         other = [name for name, digest in recorded[state["step"]].items() if state["files"].get(name) != digest]

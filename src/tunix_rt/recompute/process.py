@@ -109,7 +109,8 @@ def compute(
     progress: Progress,
     total: int,
 ) -> Answer:
-    """Let a fresh process do it, with so many threads, which for `jax` is a number of cores. What it could not try for want of data or a model is raised."""
+    """Let a fresh process do it, with so many threads, which for `jax` is a number of cores. What it could not try for want
+    of data or a model is raised."""
     with storage(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="tunix-rt-recompute-") as folder:
         scratch = Path(folder)
         asked, answer = scratch / "request.json", scratch / "answer.jsonl"

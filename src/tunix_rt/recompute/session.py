@@ -154,6 +154,6 @@ def planned_in(run: RunDir, config: RunConfig, device: str) -> tuple[int, str | 
     """How many questions or held-out rows were given at once, and what computes the layers on the same kind of device."""
     memory = read_json(run.plan).get("memory", {}) if run.plan.exists() else {}
     rows, layers = memory.get("eval_rows"), memory.get("layers")
-    known = isinstance(rows, int) and not isinstance(rows, bool) and rows > 0
-    given: int = rows if known else config.evaluation.per_device_eval_batch_size or 1
-    return given, layers if layers in ("plain", "compiled", "recorded") and memory.get("device") == device else None
+    if not isinstance(rows, int) or rows < 1:
+        rows = config.evaluation.per_device_eval_batch_size or 1
+    return rows, layers if layers in ("plain", "compiled", "recorded") and memory.get("device") == device else None
