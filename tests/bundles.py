@@ -7,7 +7,11 @@ import subprocess
 from pathlib import Path
 
 from tests.program import ROOT, tunix_rt
+from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved, cuda_check_text
+from tunix_rt.doctor.verdict import Ask
+from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.claims import claims_of, read_run
 from tunix_rt.evidence.hashes import parse_hashes, write_hashes
@@ -121,8 +125,16 @@ def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path
     for name, text in (JAX_FILES if with_jax else FILES).items():
         if name != "training_log.txt":
             write_text(folder / name, text)
+    dress_doctor(run, backend)
     log = run.log.read_text()
-    write_text(run.log, log.replace("Using device: cpu", "Using device: cuda").replace("device=cpu", "device=cuda"))
+    log = log.replace("Using device: cpu", "Using device: cuda").replace("device=cpu", "device=cuda")
+    log = "".join(line for line in log.splitlines(keepends=True) if " INFO Compile: " not in line)
+    last, stamp = len(run.metrics.read_text().splitlines()), log.splitlines()[-1][:21]
+    log += f"{stamp}INFO Proof on cuda in float32: held (1.0 s)\n"
+    for one in memory_samples(last):
+        where = f"{one['used_bytes'] / 2**30:.3f} GiB under our process id {PID} (NVML, after step {one['step']})"
+        log += f"{stamp}INFO GPU memory: {where}\n"
+    write_text(run.log, log)
     dress_processes(run, {"jax": "0.11.2", "jaxlib": "0.11.2"} if with_jax else {})
     edit_text(run.config, "device: cpu", "device: cuda")
     edit_json(run.precommit, device="cuda")
@@ -138,6 +150,15 @@ def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path
     chain(run)
     write_hashes(run)
     return folder
+
+
+def dress_doctor(run: RunDir, backend: str) -> None:
+    """Verdicts and texts as the doctor gives them of the facts made up."""
+    told = json.loads(run.doctor.read_text())
+    facts = facts_from_json(told["facts"])
+    edit_json(run.doctor, checks=to_plain(judge(facts, Ask(device="cuda", backend=backend, dtype="float32"))))
+    write_text(run.env_info, env_info_text(facts))
+    write_text(run.torch_version, torch_version_text(facts))
 
 
 def dress_processes(run: RunDir, versions: dict[str, str]) -> None:

@@ -69,6 +69,8 @@ def text_problems(folder: Path) -> Iterator[str]:
         if name.startswith(WEIGHTS) or path.is_symlink() or not path.is_file():
             continue
         data = path.read_bytes()
+        if (at := _not_utf8(data)) is not None:
+            yield f"{name}:{data.count(10, 0, at) + 1}: not UTF-8 text"
         if path.suffix == ".jsonl":
             longest = LONGEST_ANSWER if name.startswith("eval/") else LONGEST_LINE
             over = (number for number, line in enumerate(data.split(b"\n"), start=1) if len(line) > longest)
@@ -76,3 +78,12 @@ def text_problems(folder: Path) -> Iterator[str]:
         elif path.suffix != ".json" and name != "samples.md" and (found := CONTROL.search(data)):
             # samples.md shows what a model wrote, which may be anything
             yield f"{name}:{data.count(10, 0, found.start()) + 1}: a control character"
+
+
+def _not_utf8(data: bytes) -> int | None:
+    """Where `data` ceases to be text; None where it does not."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start
+    return None

@@ -25,6 +25,7 @@ from tunix_rt.evidence.provenance import PROVENANCE, provenance_of
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
 from tunix_rt.evidence.told import as_json, differences, flat
+from tunix_rt.rundir import json_text
 
 SAYS = "bundle.json"
 README = "README.md"
@@ -153,6 +154,14 @@ def claim_problems(folder: Path, says: dict[str, Any], run: RunFiles, computed: 
     ):
         problems.append(f"{README} is not what this version of tunix-rt writes of {SAYS}")
     return problems
+
+
+def form_problems(folder: Path) -> Iterator[str]:
+    """The bundle's own objects are written as tunix-rt writes JSON, to the byte."""
+    for name in (SAYS, MANIFEST, PROVENANCE):
+        data = read_bytes(folder / name)[0]
+        if data is not None and data != json_text(read_object(folder / name)).encode("utf-8", "surrogatepass"):
+            yield f"{name} is not in the form that tunix-rt writes"
 
 
 def provenance_problems(folder: Path, says: dict[str, Any], run: RunFiles) -> list[str]:

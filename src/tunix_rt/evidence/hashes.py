@@ -150,6 +150,15 @@ def list_uncovered(root: Path) -> list[str]:
     return sorted(found)
 
 
+def list_empty(root: Path) -> list[str]:
+    """Folders in `root` that hold nothing, which no hash can cover and no clone brings along."""
+    return sorted(
+        shown(Path(folder).relative_to(root).as_posix())
+        for folder, folders, files in os.walk(root)
+        if not folders and not files
+    )
+
+
 def _name_fault(name: str) -> str | None:
     """Why `name` cannot stand in SHA256SUMS. `sha256sum` escapes backslashes and newlines; we refuse them."""
     if "\\" in name or any(ord(letter) < 32 or ord(letter) == 127 for letter in name):

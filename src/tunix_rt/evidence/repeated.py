@@ -5,7 +5,6 @@ figures alone.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -26,11 +25,10 @@ from tunix_rt.rundir import RunDir, sha256_file
 
 LONGEST_TOKEN = 256
 """Letters that one token can stand for; the longest of the usual vocabularies has 128."""
-DATA = re.compile(r"Data: (.+): ([\d,]+) traces to train on, ([\d,]+) held out; ([\d,]+) rows, ([\d,]+) tokens, .*")
 WRITES_WORDS, JUDGES = "doctor/words.py", "doctor/"
 
 
-def memory_file_problems(noted: Noted) -> Iterator[str]:
+def _memory_file_problems(noted: Noted) -> Iterator[str]:
     """`memory.json` against the plan, and its own division. The result is asked elsewhere."""
     where = noted.run.where
     if noted.memory is None:
@@ -47,7 +45,8 @@ def memory_file_problems(noted: Noted) -> Iterator[str]:
 
 
 def plan_problems(noted: Noted) -> Iterator[str]:
-    """Each phase of the plan is the sum of its parts, and the peak is that of its phase."""
+    """Each phase of the plan is the sum of its parts, the peak is that of its phase, and the account has the same."""
+    yield from _memory_file_problems(noted)
     where, phases = f"{noted.run.where}plan.json", list(_objects(value_at(noted.plan, "memory.phases")))
     for phase in phases:
         parts = phase.get("parts")
@@ -77,18 +76,11 @@ def reload_problems(noted: Noted) -> Iterator[str]:
 
 
 def data_problems(noted: Noted) -> Iterator[str]:
-    """What the log says of the data against what the run committed to, and the shipped dataset where it is one."""
-    run, where = noted.run, noted.run.where
-    known = tuple(run.need("precommit.json", f"dataset.{name}", int) for name in ("traces", "heldout_traces", "rows"))
-    tokens = sum(row.tokens for row in noted.rows) if noted.rows is not None else None
-    for line in noted.log:
-        if line.at is not None and (found := DATA.fullmatch(line.words)):
-            told = tuple(int(one.replace(",", "")) for one in found.groups()[1:])
-            if told[:3] != known or (tokens is not None and told[3] != tokens):
-                yield f"{where}training_log.txt:{line.number}: other traces, rows or tokens than precommit.json and rows.jsonl"
-    key = run.need("precommit.json", "dataset.key", str)
-    if (held := _shipped_traces(key)) is not None and sum(known[:2]) > held:
-        yield f"{where}precommit.json: {sum(known[:2]):,} traces, the dataset {key} has {held:,}"
+    """No more traces than the dataset has, where it is one that is shipped."""
+    run, key = noted.run, noted.run.need("precommit.json", "dataset.key", str)
+    told = sum(run.need("precommit.json", f"dataset.{name}", int) for name in ("traces", "heldout_traces"))
+    if (held := _shipped_traces(key)) is not None and told > held:
+        yield f"{run.where}precommit.json: {told:,} traces, the dataset {key} has {held:,}"
 
 
 @lru_cache(maxsize=8)

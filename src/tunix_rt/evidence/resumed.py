@@ -1,6 +1,7 @@
 """The processes and checkpoints of a run: who took which steps, and what was saved where. A run that went on from a
 checkpoint shows it in three places, which must agree."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from tunix_rt.rundir import RunDir, checkpoint_name
 
 PROCESS = {"pid", "started", "first_step", "machine"}
 ENTRY = {"step", "manifest_sha256", "metrics_head", "files"}
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 WEIGHTS = ("model.safetensors", "optimizer.safetensors", "state.json")
 
 
@@ -128,6 +130,8 @@ def _entry_problems(noted: Noted) -> Iterator[str]:
             continue
         if entry["metrics_head"] != chain[step]:
             yield f"{where}: metrics_head is not the hash of line {step} of metrics.jsonl"
+        if odd := sorted(str(name) for name in files if not PLAIN.fullmatch(str(name))):
+            yield f"{where}: {shown(odd[0])} is no name of a file in a checkpoint"
         if lacking := sorted(set(WEIGHTS) - set(files)):
             yield f"{where}: without {', '.join(lacking)}"
         folder = f"checkpoints/{checkpoint_name(step)}/"

@@ -48,6 +48,9 @@ def setting_problems(noted: Noted) -> Iterator[str]:
         if value != told and not (name == "device" and value == "auto"):
             yield f"{run.where}precommit.json: {name} is {_shown(told)}, config.yaml gives {_shown(value)}"
 
+    torch, seen = value_at(committed, "versions.torch"), value_at(run.doctor, "facts.torch.version")
+    if torch is not None and str(torch).partition("+")[0] != str(seen).partition("+")[0]:
+        yield f"{run.where}precommit.json: torch is {shown(torch)}, doctor.json has {shown(seen)}"
     yield from _form_problems(run)
 
 

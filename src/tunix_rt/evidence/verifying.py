@@ -18,6 +18,7 @@ from tunix_rt.evidence.agreeing import (
     claim_problems,
     commit_problems,
     copy_problems,
+    form_problems,
     has_cpu_run,
     is_bundle,
     manifest_problems,
@@ -32,12 +33,22 @@ from tunix_rt.evidence.claims import SCHEMA, SECOND_SCHEMA, UNTOUCHED, RunFiles,
 from tunix_rt.evidence.doubtful import shown
 from tunix_rt.evidence.findings import Finding, Level
 from tunix_rt.evidence.gathered import Noted, gather
-from tunix_rt.evidence.hashes import hash_problems, list_uncovered, step_problems
+from tunix_rt.evidence.hashes import hash_problems, list_empty, list_uncovered, step_problems
 from tunix_rt.evidence.ledger_checks import ledger_problems
+from tunix_rt.evidence.log_facts import log_fact_problems
 from tunix_rt.evidence.manifest import MANIFEST
 from tunix_rt.evidence.overlapping import dataset_problems, overlap_problems
 from tunix_rt.evidence.physics import account_problems, memory_problems, parameter_problems, rate_problems
 from tunix_rt.evidence.provenance import PROVENANCE
+from tunix_rt.evidence.repeated import (
+    base_model_problems,
+    data_problems,
+    doctor_problems,
+    host_memory_problems,
+    length_problems,
+    plan_problems,
+    reload_problems,
+)
 from tunix_rt.evidence.rescore import answer_problems
 from tunix_rt.evidence.resumed import checkpoint_problems, process_problems, resume_problems
 from tunix_rt.evidence.steps import (
@@ -93,6 +104,7 @@ CHECKS = (
     Check(name="step-time", ask=seconds_problems),
     Check(name="log", ask=log_problems),
     Check(name="log-steps", ask=log_step_problems),
+    Check(name="log-facts", ask=log_fact_problems),
     Check(name="parameters", ask=parameter_problems),
     Check(name="flop-rate", ask=rate_problems, needs=("model",)),
     Check(name="memory", ask=account_problems),
@@ -103,8 +115,25 @@ CHECKS = (
     Check(name="checkpoints", ask=checkpoint_problems, needs=("processes", "checkpoints")),
     Check(name="dataset", ask=dataset_problems),
     Check(name="overlap", ask=overlap_problems),
+    Check(name="traces", ask=data_problems),
+    Check(name="base-model", ask=base_model_problems),
+    Check(name="plan", ask=plan_problems),
+    Check(name="host-memory", ask=host_memory_problems, on="cpu"),
+    Check(name="final-model", ask=reload_problems),
+    Check(name="answer-length", ask=length_problems),
+    Check(name="doctor", ask=doctor_problems),
 )
-OF_CPU_RUN = ("settings", "figures", "steps", "learning-rate", "time-order", "step-time", "log", "log-steps")
+OF_CPU_RUN = (
+    "settings",
+    "figures",
+    "steps",
+    "learning-rate",
+    "time-order",
+    "step-time",
+    "log",
+    "log-steps",
+    "log-facts",
+)
 
 
 EVERY_CHECK = (
@@ -156,6 +185,7 @@ def examine(folder: Path, repository: Path | None = None) -> Examined:
     asking.ask("L0", "hashes", lambda: hash_problems(run))
     if bundle:
         asking.ask("L0", "hashes", lambda: [f"covered by no hash: {name}" for name in list_uncovered(folder)])
+        asking.ask("L0", "hashes", lambda: [f"an empty folder: {name}" for name in list_empty(folder)])
     asking.ask("L0", "canonical", lambda: canonical_problems(run.hashes) if not asking.findings else ())
     if asking.findings:
         return asking.examined("bundle" if bundle else "run")
@@ -229,6 +259,7 @@ def _examine_run(asking: _Asking, run: RunDir) -> Examined:
 def _examine_bundle(asking: _Asking, folder: Path, repository: Path | None) -> Examined:
     asking.ask("L0", "text", lambda: text_problems(folder))
     asking.ask("L0", "canonical", lambda: canonical_problems(folder / RUN_HASHES))
+    asking.ask("L0", "canonical", lambda: form_problems(folder))
     says = asking.have("L0", "files", lambda: read_object(folder / SAYS))
     run = asking.have("L1", "files", lambda: read_run(folder))
     if says is None or run is None:
