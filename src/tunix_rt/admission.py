@@ -122,17 +122,17 @@ def layers_for_data(
         row_tokens=data.longest_row, packed=config.data.packing and data.traces > len(data.rows),
     )  # fmt: skip
     fastest = rule(steps=steps_of(config, data, rows))
-    if fastest == "compiled" or judge(_with_data(config, shape, choice, data, rows, fastest), choice).fits:
+    if fastest == "compiled" or judge(plan_with_data(config, shape, choice, data, rows, fastest), choice).fits:
         return fastest
     could = rule() != "plain"  # of a run long enough
-    if not could or not judge(_with_data(config, shape, choice, data, rows, "compiled"), choice).fits:
+    if not could or not judge(plan_with_data(config, shape, choice, data, rows, "compiled"), choice).fits:
         return fastest
     why = {"plain": "though the run is too short for it to pay", "recorded": "and launched kernel by kernel"}[fastest]
     logger.info("Layers are compiled, %s: the run fits in no other way", why)
     return "compiled"
 
 
-def _with_data(
+def plan_with_data(
     config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, rows: int, layers: str | None
 ) -> MemoryPlan:
     """The prediction for the longest row there really is, the share of targets and what computes the layers."""
@@ -168,7 +168,7 @@ def plan_for_data(
 ) -> MemoryPlan:
     """The prediction for the longest row there really is: the one that is held against the measurement. Refuses what cannot
     fit with it, as before. `fitting` is what `memory: auto` settled on."""
-    plan = _with_data(config, shape, choice, data, rows, layers_for_data(config, shape, choice, data, rows))
+    plan = plan_with_data(config, shape, choice, data, rows, layers_for_data(config, shape, choice, data, rows))
     fit = judge(plan, choice)
     if not fit.fits and config.training.backend == "torch" and "oom_attempt" not in report.facts:
         refuse_if_too_big(plan, choice, shape, config, steps=steps_of(config, data, rows))

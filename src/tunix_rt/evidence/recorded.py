@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import EvidenceError, TunixError
+from tunix_rt.evidence.claims import read_object
 from tunix_rt.evidence.doubtful import parse_object, read_bytes
 from tunix_rt.evidence.hashes import parse_hashes
 from tunix_rt.rundir import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints, sha256_file
@@ -48,7 +49,6 @@ class Recorded:
     processes: tuple[tuple[int, Mapping[str, Any]], ...]
     """First step and machine of each process that trained; empty in older bundles."""
     final_model: Mapping[str, str]
-    commit: str | None
 
     @property
     def total(self) -> int:
@@ -105,13 +105,11 @@ def read_recorded(folder: Path) -> Recorded:
     states, damaged = _states(run, checkpoints)
     config = read_yaml(run.config)
     training = config.get("training")
-    bundle = parse_object(read_bytes(folder / "bundle.json")[0] or b"")
-    commit = bundle.get("commit") if isinstance(bundle, dict) else None
     return Recorded(
         folder=folder,
         root=sha256_file(run.hashes),
-        precommit=_object(run.precommit),
-        result=_object(run.result),
+        precommit=read_object(run.precommit),
+        result=read_object(run.result),
         training=training if isinstance(training, dict) else {},
         steps=_lines(run.metrics, STEP_TYPES),
         checkpoints=checkpoints,
@@ -126,7 +124,6 @@ def read_recorded(folder: Path) -> Recorded:
             for name, digest in hashes.items()
             if name.startswith("final_model/")
         },
-        commit=commit if isinstance(commit, str) else None,
     )
 
 
@@ -135,13 +132,6 @@ def _bytes(path: Path) -> bytes:
     if data is None:
         raise EvidenceError(unread, fix=UNTOUCHED)
     return data
-
-
-def _object(path: Path) -> dict[str, Any]:
-    found = parse_object(_bytes(path))
-    if isinstance(found, str):
-        raise EvidenceError(f"{path.name}: {found}", fix=UNTOUCHED)
-    return found
 
 
 def _lines(path: Path, types: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
@@ -167,7 +157,7 @@ def _checkpoints(run: RunDir, hashes: Mapping[str, str]) -> dict[int, Mapping[st
         try:
             listed = {
                 int(one["step"]): {name: str(one["files"][name]["sha256"]) for name in REPRODUCIBLE}
-                for one in _object(run.checkpoint_list)["checkpoints"]
+                for one in read_object(run.checkpoint_list)["checkpoints"]
             }
         except (KeyError, TypeError, ValueError) as error:
             raise EvidenceError(f"{run.checkpoint_list.name} is no list of checkpoints", fix=UNTOUCHED) from error
@@ -208,7 +198,7 @@ def _processes(run: RunDir) -> tuple[tuple[int, Mapping[str, Any]], ...]:
     if not run.processes.exists():
         return ()
     try:
-        found = tuple((int(one["first_step"]), dict(one["machine"])) for one in _object(run.processes)["processes"])
+        found = tuple((int(one["first_step"]), dict(one["machine"])) for one in read_object(run.processes)["processes"])
     except (KeyError, TypeError, ValueError) as error:
         raise EvidenceError(f"{run.processes.name} is no list of processes", fix=UNTOUCHED) from error
     return found

@@ -8,11 +8,14 @@ from tunix_rt.backends import load_backend
 from tunix_rt.config import with_settings
 from tunix_rt.data.render import style_of
 from tunix_rt.data.trace import EvalItem
+from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.errors import DoesNotFitError
 from tunix_rt.evaluate.run import Questions, ask, decoding_of
 from tunix_rt.evidence.comparing import same_answer
 from tunix_rt.evidence.precommit import began_on, read_precommit
 from tunix_rt.evidence.recorded import read_predictions_of
 from tunix_rt.pipeline import find_model, tokenizer_of
+from tunix_rt.plan.shape import ModelShape
 from tunix_rt.recompute.session import planned_in, settings_here
 from tunix_rt.rundir import RunDir, to_plain
 
@@ -31,6 +34,7 @@ def answer_again(request: dict[str, Any], tell: Callable[..., None]) -> None:
     adapted = config.training.lora_rank is not None
     config = with_settings(config, alone)
     source, shape = find_model(config)
+    _refuse_too_big(shape, choice)
     tokenizer, _ = tokenizer_of(config, source, shape)
     style = style_of(config.data, tokenizer, today=began_on(committed))
     backend = load_backend(config.training.backend)
@@ -57,6 +61,17 @@ def answer_again(request: dict[str, Any], tell: Callable[..., None]) -> None:
         everything = answers_to(range(len(recorded)))
         answers = [everything[place] for place in places]
     tell("answers", answers=answers, whole=again)
+
+
+def _refuse_too_big(shape: ModelShape, choice: DeviceChoice) -> None:
+    """In float32, the widest that weights are read in; answers take what is left."""
+    needed = 4 * shape.parameters
+    if needed > choice.free_bytes:
+        raise DoesNotFitError(
+            f"{shape.parameters:,} weights take {needed / 2**30:.2f} GiB; {choice.device} has {choice.free_bytes / 2**30:.2f} "
+            "GiB free",
+            fix="verify on a machine with more memory",
+        )
 
 
 def _item(recorded: dict[str, Any]) -> EvalItem:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -16,9 +15,9 @@ import tunix_rt
 from tunix_rt import errors
 from tunix_rt.backends import Progress
 from tunix_rt.doctor.child import last_text, run_into
-from tunix_rt.errors import EvidenceError, TunixError
+from tunix_rt.errors import TunixError
 from tunix_rt.evidence.recorded import Recorded
-from tunix_rt.evidence.source import SOURCE_FOLDER, find_commit, source_hash
+from tunix_rt.evidence.source import SOURCE_FOLDER, find_commit, run_git, source_hash
 from tunix_rt.recompute import SCHEMA
 from tunix_rt.rundir import storage
 
@@ -61,7 +60,7 @@ def source_of(recorded: Recorded, repository: Path | None) -> Iterator[Source]:
     if ours == recorded.source_sha256:
         yield Source(root=None, same=True, words="the source is the recorded one")
         return
-    commit = None if repository is None else _commit(recorded, repository)
+    commit = None if repository is None else find_commit(recorded.source_sha256, repository)
     if repository is None or commit is None:
         where = "no --repository was named" if repository is None else f"{repository} has no commit of it"
         yield Source(root=None, same=False, words=f"the source here is not the recorded one, and {where}")
@@ -76,27 +75,14 @@ def source_of(recorded: Recorded, repository: Path | None) -> Iterator[Source]:
         yield Source(root=root, same=True, words=f"the source is that of commit {commit[:12]}, unpacked for it")
 
 
-def _commit(recorded: Recorded, repository: Path) -> str | None:
-    """By the hash of the source; what the bundle says is only where to look."""
-    return find_commit(recorded.source_sha256, repository)
-
-
 def _unpack(repository: Path, commit: str, root: Path) -> None:
-    listed = _git(repository, "ls-tree", "--name-only", commit).decode().split("\n")
+    listed = run_git(repository, "ls-tree", "--name-only", commit).decode().split("\n")
     folders = [name for name in SHIPPED if name.split("/")[0] in listed]
     with tempfile.TemporaryFile() as file:
-        file.write(_git(repository, "archive", "--format=tar", commit, *folders))
+        file.write(run_git(repository, "archive", "--format=tar", commit, *folders))
         file.seek(0)
         with storage(root), tarfile.open(fileobj=file) as archive:
             archive.extractall(root, filter="data")
-
-
-def _git(repository: Path, *arguments: str) -> bytes:
-    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, check=False)
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise EvidenceError(f"{repository}: {said}", fix="point --repository at a whole clone")
-    return done.stdout
 
 
 def compute(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.admission import step_shape, steps_of, with_copies_that_fit
+from tunix_rt.admission import plan_with_data, step_shape, steps_of, with_copies_that_fit
 from tunix_rt.backends import Progress, load_backend
 from tunix_rt.config import RunConfig, load_config, with_settings
 from tunix_rt.data.limits import ModelFacts
@@ -21,6 +21,7 @@ from tunix_rt.evidence.precommit import Batch, batch_of_run, began_on, model_has
 from tunix_rt.ledgers import has_rows
 from tunix_rt.models import ModelSource
 from tunix_rt.pipeline import find_model, load_engine, tokenizer_of
+from tunix_rt.plan.fit import refuse_if_too_big
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.rundir import RunDir, read_json
 
@@ -71,8 +72,8 @@ def open_session(folder: Path, *, model: str | None, progress: Progress) -> Sess
     refuse_another_tokenizer(tokenizer, committed)
     data = _data(run, config, committed, tokenizer, facts, progress)
     batch = batch_of_run(committed) or Batch(rows=config.training.per_device_train_batch_size, devices=1)
-    backend, engine = _engine(config, source, shape, choice, data, batch)
     eval_rows, layers = planned_in(run, config, choice.device)
+    backend, engine = _engine(config, source, shape, choice, data, batch, layers)
     return Session(
         run=run, config=config, model=source, tokenizer=tokenizer, data=data, backend=backend, engine=engine,
         total=steps_of(config, data, batch.rows), rows=batch.rows, eval_rows=eval_rows, layers=layers,
@@ -84,6 +85,8 @@ def settings_here(run: RunDir, committed: Mapping[str, Any], *, model: str | Non
     config = load_config(run.config)
     if model is not None:
         config = with_settings(config, {"model.model_name_or_path": model, "model.revision": "main"})
+        if (Path(model) / "tokenizer.json").is_file():  # whichever it is, its hash is looked at
+            config = with_settings(config, {"model.tokenizer_name_or_path": None})
     choice = _device(config, str(committed.get("device")))
     set_environment(choice.device, config.training.backend)
     config = with_settings(config, {"training.device": choice.device})
@@ -113,12 +116,17 @@ def refuse_another_model(source: ModelSource, committed: Mapping[str, Any]) -> N
         return
     known = wanted if isinstance(wanted, Mapping) else {}
     other = sorted(name for name in known.keys() | here.keys() if known.get(name) != here.get(name))
-    raise Differs("base-model", f"{source.folder} is not the model that was trained: {', '.join(other[:4])} differ(s)")
+    raise Differs(
+        "base-model",
+        f"{source.folder} is not the model that was trained: {', '.join(other[:4])} differ(s); --model names another folder",
+    )
 
 
 def refuse_another_tokenizer(tokenizer: Tokenizer, committed: Mapping[str, Any]) -> None:
     if committed.get("tokenizer_sha256") != tokenizer.sha256:
-        raise Differs("tokenizer", f"the tokenizer in {tokenizer.folder} is not the recorded one")
+        raise Differs(
+            "tokenizer", f"the tokenizer in {tokenizer.folder} is not the recorded one; --model names a folder with it"
+        )
 
 
 def _data(
@@ -144,10 +152,18 @@ def _data(
 
 
 def _engine(
-    config: RunConfig, source: ModelSource, shape: ModelShape, choice: DeviceChoice, data: Prepared, batch: Batch
+    config: RunConfig,
+    source: ModelSource,
+    shape: ModelShape,
+    choice: DeviceChoice,
+    data: Prepared,
+    batch: Batch,
+    layers: str | None,
 ) -> tuple[Any, Any]:
+    """Refuses what is not expected to fit here: the verifier's machine is not the one that ran."""
+    refuse_if_too_big(plan_with_data(config, shape, choice, data, batch.rows, layers), choice, shape, config)
     backend = load_backend(config.training.backend)
-    return backend, load_engine(backend, source, shape, config, choice, step_shape(config, data, batch), attempt=True)
+    return backend, load_engine(backend, source, shape, config, choice, step_shape(config, data, batch), attempt=False)
 
 
 def planned_in(run: RunDir, config: RunConfig, device: str) -> tuple[int, str | None]:
