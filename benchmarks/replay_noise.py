@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.replay_noise_worker import CHEATS, OTHER_DROPOUT, OTHER_TYPE, Job
 from tunix_rt.evidence.comparing import loss_apart, share_apart
-from tunix_rt.evidence.tolerances import EXACT, tolerance_of
+from tunix_rt.evidence.tolerances import EXACT, texts_follow, tolerance_of
 from tunix_rt.recompute.distance import distance
 
 RESULTS = Path(__file__).parent / "results"
@@ -122,7 +122,7 @@ def outside(told: dict[str, Any]) -> list[str]:
     name = told["class"]
     allowed = EXACT if name == "SAME" else tolerance_of(name, told["compute"])
     wrong = [part for part in ("loss", "grad_norm", "weights") if told.get(part, 0.0) > getattr(allowed, part)]
-    return wrong + ["texts"] * (told["texts"] < allowed.texts)
+    return wrong + ["texts"] * (texts_follow(name, told["compute"]) and told["texts"] < allowed.texts)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The tolerances of a replay in docs/concepts/evidence.md: honest noise, what is allowed, the smallest cheat. Read from raw output."""
+"""The tolerances of a replay in docs/concepts/evidence.md: honest noise, what is allowed, the smallest cheat. From raw output."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from docs.markdown import table
 from tunix_rt.evidence.machine_class import Class
-from tunix_rt.evidence.tolerances import FACTOR, TOLERANCES, Tolerance
+from tunix_rt.evidence.tolerances import FACTOR, MEASURED_STEPS, MOST_GROWTH, TOLERANCES, Tolerance
 
 RESULTS = Path("benchmarks/results")
 FILES = (RESULTS / "replay_noise.json", RESULTS / "replay_noise_cuda.json")
@@ -25,16 +25,19 @@ def tolerances_block(root: Path) -> str:
     files = ", ".join(f"`{file}`" for file in FILES if (root / file).is_file())
     return "\n\n".join(
         [
-            "Losses as shares of the loss or of 1, gradient norms as shares of the norm, weights as a share of the way they went, "
-            "texts as the share of greedy answers that are the same. Honest: the largest difference that was measured between "
-            f"machines of that class. Smallest cheat: the least of all cheats in that column, and that of one token of one row.",
+            "Losses as shares of the loss or of 1, gradient norms as shares of the norm, weights as a share of the way they "
+            "went, texts as the share of greedy answers that the same weights gave again. Honest: the largest difference that "
+            "was measured between machines of that class. Smallest cheat: the least of all cheats in that column.",
             table(columns, rows),
-            f"The tolerances are at least {FACTOR:g} times the honest noise, rounded up. Class SAME has none: there everything "
-            f"came out bit by bit, {_same(variants)}.",
+            f"Allowed are at least {FACTOR:g} times the honest noise. {MEASURED_STEPS} steps after a replay began the allowance "
+            f"grows in proportion, up to {MOST_GROWTH['float32']:g} times in float32 and {MOST_GROWTH['bfloat16']:g} times in 16 "
+            f"bits; that growth is a choice. Class SAME allows nothing: everything came out bit by bit {_same(variants)}. Texts "
+            "in 16 bits outside SAME are not held against a replay, since near ties turn; L2 asks for them all the same, and "
+            "is to be had on the recorded machine.",
             _below(variants),
             _cheats(variants),
-            f"Measured over {steps} steps of the shipped model: {files} (`python -m benchmarks.replay_noise`, `--device cuda` on a "
-            "GPU). One small model, so a larger one may lie further apart; a tolerance that refuses an honest run is a defect.",
+            f"Measured over {steps} steps of the shipped model: {files} (`python -m benchmarks.replay_noise`, `--device cuda` "
+            "on a GPU). One small model, so a larger one may lie further apart; a tolerance that refuses an honest run is a defect.",
         ]
     )
 
@@ -45,7 +48,7 @@ def _rows(name: Class, kind: str, allowed: Tolerance, variants: list[dict[str, A
     title = f"{name}, {TYPES[kind]}"
     return [
         (title, f"honest, {len(honest)} pairs", *_largest(honest), _texts(honest)),
-        ("", "**allowed**", *(f"**{getattr(allowed, part):.0e}**" for part in PARTS), f"**{allowed.texts:.0%}**"),
+        ("", "**allowed**", *(f"**{getattr(allowed, part):.1e}**" for part in PARTS), f"**{allowed.texts:.0%}**"),
         ("", "smallest cheat", *_smallest(cheats), ""),
         ("", ONE_ROW, *_smallest(one_row), ""),
     ]
@@ -93,8 +96,8 @@ def _below(variants: list[dict[str, Any]]) -> str:
         said.append(f"- {name}, {TYPES[kind]}: {words} ({len(cheats)} cheats)")
     return (
         "What each class lets pass when its numbers are all there is to go by, the weights of the checkpoint among them. The "
-        "checks of L1 do not depend on a tolerance: learning rates and batches of every step must agree in any class, so a schedule "
-        "or data that the record itself names are found there. A change that trains otherwise in secret, and is smaller than the "
+        "checks of L1 do not depend on a tolerance: learning rates and batches of every step must agree in any class, so a "
+        "schedule or data that the record itself names are found there. A change that trains otherwise in secret, and is smaller than the "
         "honest noise, is found in class SAME alone.\n\n" + "\n".join(said)
     )
 

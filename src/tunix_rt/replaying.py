@@ -14,7 +14,7 @@ from tunix_rt.evidence.findings import Finding, Level
 from tunix_rt.evidence.machine_class import Class, Match, class_of, worst
 from tunix_rt.evidence.recorded import Recorded, read_predictions_of, read_recorded
 from tunix_rt.evidence.segments import Segment, all_segments, choose_segments, fresh_nonce, passes_over
-from tunix_rt.evidence.tolerances import texts_follow, tolerance_of
+from tunix_rt.evidence.tolerances import Tolerance, grown, texts_follow, tolerance_of
 from tunix_rt.recompute.process import Answer, Source, compute, source_of
 
 
@@ -163,19 +163,28 @@ def _judged(recorded: Recorded, one: Segment, answer: Answer, source: Source, le
 
     match = _class(recorded, one, answer.machine, source)
     exact = match.name == "SAME"
-    rule: dict[str, Any] = {"tolerance": tolerance_of(match.name, recorded.compute), "exact": exact, "level": level}
-    steps = compare_steps(recorded.steps, within("step"), **rule)
-    states = compare_states(recorded.checkpoints, within("checkpoint"), **rule)
-    findings = [*steps.findings, *states.findings, *compare_heldout(recorded.heldout, within("heldout"), **rule)]
+    tolerance = tolerance_of(match.name, recorded.compute)
+    rule: dict[str, Any] = {"exact": exact, "level": level}
+
+    def allowed(step: int) -> Tolerance:
+        return grown(tolerance, recorded.compute, step - one.start)
+
+    steps = compare_steps(recorded.steps, within("step"), allowed, **rule)
+    states = compare_states(recorded.checkpoints, within("checkpoint"), allowed, **rule)
+    findings = [
+        *steps.findings,
+        *states.findings,
+        *compare_heldout(recorded.heldout, within("heldout"), allowed, **rule),
+    ]
     if steps.steps < one.steps and not answer.failed:
         problem = f"{one.words}: only {steps.steps} of {one.steps} could be taken again"
         findings.append(Finding(level=level, check="replay-steps", problem=problem))
     if one.stop == recorded.total:
         findings += _final(recorded, answer, exact=exact, level=level)
         for line in answer.of("answers"):
-            if line["when"] == "before" or texts_follow(match.name, recorded.compute):
+            if texts_follow(match.name, recorded.compute):
                 theirs = read_predictions_of(recorded.folder, line["when"])
-                findings += compare_answers(theirs, line["answers"], when=line["when"], **rule)
+                findings += compare_answers(theirs, line["answers"], tolerance, when=line["when"], **rule)
     took = sum(line["seconds"] for line in answer.of("pass") if line["start"] == one.start)
     words = _part_words(recorded, one, steps, states.words, len(within("heldout")), exact=exact, seconds=took)
     return _Part(match=match, findings=tuple(findings), words=words)
@@ -223,10 +232,10 @@ def _class_words(match: Match, compute: str) -> str:
     if match.name == "SAME":
         return "class SAME: the machine, its threads and its libraries are the recorded ones; every bit is compared"
     allowed = tolerance_of(match.name, compute)
-    texts = "" if texts_follow(match.name, compute) else "; answers after training are not compared in 16 bits"
+    texts = "" if texts_follow(match.name, compute) else "; answers are not compared in 16 bits, where near ties turn"
     return (
         f"class {match.name}, not exact ({'; '.join(match.reasons)}): losses within {allowed.loss:.0e}, gradient norms within "
-        f"{allowed.grad_norm:.0e}, weights within {allowed.weights:.0e} of their way{texts}"
+        f"{allowed.grad_norm:.0e}, weights within {allowed.weights:.0e} of their way, and more the further from the start{texts}"
     )
 
 

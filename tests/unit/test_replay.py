@@ -18,7 +18,7 @@ from tunix_rt.evidence.segments import (
     fresh_nonce,
     passes_over,
 )
-from tunix_rt.evidence.tolerances import EXACT, TOLERANCES, texts_follow, tolerance_of
+from tunix_rt.evidence.tolerances import EXACT, MEASURED_STEPS, TOLERANCES, grown, texts_follow, tolerance_of
 from tunix_rt.recompute.distance import distance
 
 ROOT = "ab" * 32
@@ -35,6 +35,10 @@ LINE = {
     "step": 1, "loss": 2.5, "loss_hex": (2.5).hex(), "lr": 1e-4, "grad_norm": 3.0, "tokens": 100, "target_tokens": 60,
     "batch": "c" * 64, "seconds": 0.1,
 }  # fmt: skip
+
+
+def exactly(step):
+    return EXACT
 
 
 def segments(*pairs):
@@ -151,7 +155,7 @@ def test_a_jax_run_has_no_capability_to_tell_and_may_still_be_same():
 
 def checks(line, again, *, name="SAME"):
     tolerance = tolerance_of(name, "float32")
-    found = compare_steps({1: line}, [again], tolerance, exact=name == "SAME", level="L3")
+    found = compare_steps({1: line}, [again], lambda step: tolerance, exact=name == "SAME", level="L3")
     return [finding.check for finding in found.findings]
 
 
@@ -191,7 +195,7 @@ def test_outside_same_rounding_passes_and_more_does_not():
 def test_many_steps_that_differ_are_one_finding_that_names_the_first_and_counts_the_rest():
     recorded = {step: LINE | {"step": step, "loss": 9.0} for step in range(1, 8)}
     again = [LINE | {"step": step} for step in range(1, 9)]
-    found = compare_steps(recorded, again, EXACT, exact=True, level="L4").findings
+    found = compare_steps(recorded, again, exactly, exact=True, level="L4").findings
     assert [one.check for one in found] == ["replay-loss", "replay-steps"] and {one.level for one in found} == {"L4"}
     assert (
         found[0].problem.startswith("step 1: 9.0 is recorded, 2.5 comes out here") and "4 more of 8" in found[0].problem
@@ -202,9 +206,9 @@ def test_a_held_out_loss_is_held_to_the_same_rule():
     line = {"step": 3, "loss": 1.5, "loss_hex": (1.5).hex(), "target_tokens": 10}
     other = line | {"loss": 1.6, "loss_hex": (1.6).hex()}
     rule = {"exact": True, "level": "L3"}
-    assert compare_heldout({3: line}, [line], EXACT, **rule) == ()
-    assert [one.check for one in compare_heldout({3: other}, [line], EXACT, **rule)] == ["held-out"]
-    assert compare_heldout({3: line | {"target_tokens": 9}}, [line], EXACT, **rule)
+    assert compare_heldout({3: line}, [line], exactly, **rule) == ()
+    assert [one.check for one in compare_heldout({3: other}, [line], exactly, **rule)] == ["held-out"]
+    assert compare_heldout({3: line | {"target_tokens": 9}}, [line], exactly, **rule)
 
 
 def test_states_are_compared_by_hash_in_same_and_by_distance_elsewhere():
@@ -212,13 +216,15 @@ def test_states_are_compared_by_hash_in_same_and_by_distance_elsewhere():
     same = {"step": 3, "files": {"model.safetensors": "a", "optimizer.safetensors": "b"}}
     other = same | {"files": {"model.safetensors": "x", "optimizer.safetensors": "b"}, "apart": 0.5}
     near = tolerance_of("NEAR", "float32")
-    assert not compare_states(recorded, [same], EXACT, exact=True, level="L3").findings
-    (finding,) = compare_states(recorded, [other], EXACT, exact=True, level="L3").findings
+    assert not compare_states(recorded, [same], exactly, exact=True, level="L3").findings
+    (finding,) = compare_states(recorded, [other], exactly, exact=True, level="L3").findings
     assert finding.check == "replay-checkpoint" and "model.safetensors" in finding.problem
-    assert compare_states(recorded, [other], near, exact=False, level="L3").findings
-    assert not compare_states(recorded, [other | {"apart": near.weights / 2}], near, exact=False, level="L3").findings
-    assert compare_states(recorded, [other | {"apart": math.nan}], near, exact=False, level="L3").findings
-    unseen = compare_states(recorded, [same], near, exact=False, level="L3")
+    assert compare_states(recorded, [other], lambda step: near, exact=False, level="L3").findings
+    assert not compare_states(
+        recorded, [other | {"apart": near.weights / 2}], lambda step: near, exact=False, level="L3"
+    ).findings
+    assert compare_states(recorded, [other | {"apart": math.nan}], lambda step: near, exact=False, level="L3").findings
+    unseen = compare_states(recorded, [same], lambda step: near, exact=False, level="L3")
     assert not unseen.findings and "not compared" in unseen.words
 
 
@@ -245,6 +251,15 @@ def test_tolerances_widen_with_the_distance_of_the_machines_and_of_the_types():
     assert tolerance_of("SAME", "bfloat16") == EXACT
     assert texts_follow("SAME", "bfloat16") and texts_follow("CROSS", "float32") and not texts_follow("NEAR", "float16")
     assert tolerance_of("NEAR", "float16") == tolerance_of("NEAR", "bfloat16")
+
+
+def test_what_is_allowed_grows_with_the_steps_since_the_start_up_to_a_limit():
+    near = tolerance_of("NEAR", "float32")
+    assert grown(near, "float32", 1) == grown(near, "float32", MEASURED_STEPS) == near
+    assert grown(near, "float32", 2 * MEASURED_STEPS).loss == pytest.approx(2 * near.loss)
+    assert grown(near, "float32", 10**6).loss == pytest.approx(10 * near.loss)
+    assert grown(near, "bfloat16", 10**6).weights == pytest.approx(2 * near.weights)
+    assert grown(EXACT, "float32", 10**6) == EXACT
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

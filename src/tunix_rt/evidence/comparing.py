@@ -1,12 +1,15 @@
 """Recorded numbers against those computed again, within a tolerance: pure functions that say every difference once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tunix_rt.evidence.doubtful import shown
 from tunix_rt.evidence.findings import Finding, Level
 from tunix_rt.evidence.tolerances import LEARNING_RATE, Tolerance
+
+Allowed = Callable[[int], Tolerance]
+"""What is allowed after a step."""
 
 NAMED_STEPS = 3
 """Of the steps that differ in one thing, how many are named."""
@@ -27,7 +30,7 @@ class Compared:
 def compare_steps(
     recorded: Mapping[int, Mapping[str, Any]],
     again: Sequence[Mapping[str, Any]],
-    tolerance: Tolerance,
+    allowed: Allowed,
     *,
     exact: bool,
     level: Level,
@@ -45,7 +48,7 @@ def compare_steps(
             max(loss, loss_apart(line["loss"], step["loss"])),
             max(norm, share_apart(line["grad_norm"], step["grad_norm"])),
         )
-        for check, problem in _differences(line, step, tolerance, exact=exact):
+        for check, problem in _differences(line, step, allowed(number), exact=exact):
             found.setdefault(check, []).append(f"step {number}: {problem}")
     findings = tuple(
         Finding(level=level, check=check, problem=_some(problems, len(again))) for check, problems in found.items()
@@ -56,7 +59,7 @@ def compare_steps(
 def compare_heldout(
     recorded: Mapping[int, Mapping[str, Any]],
     again: Sequence[Mapping[str, Any]],
-    tolerance: Tolerance,
+    allowed: Allowed,
     *,
     exact: bool,
     level: Level,
@@ -68,7 +71,7 @@ def compare_heldout(
         where = f"after step {measured['step']}"
         if line["target_tokens"] != measured["target_tokens"]:
             problems.append(f"{where}: {line['target_tokens']} tokens are recorded, {measured['target_tokens']} here")
-        elif not _same_loss(line, measured, tolerance, exact=exact):
+        elif not _same_loss(line, measured, allowed(measured["step"]), exact=exact):
             problems.append(f"{where}: {_two(line['loss'], measured['loss'])}")
     return (Finding(level=level, check="held-out", problem=_some(problems, len(again))),) if problems else ()
 
@@ -83,7 +86,7 @@ class StatesCompared:
 def compare_states(
     recorded: Mapping[int, Mapping[str, str]],
     again: Sequence[Mapping[str, Any]],
-    tolerance: Tolerance,
+    allowed: Allowed,
     *,
     exact: bool,
     level: Level,
@@ -99,7 +102,7 @@ def compare_states(
             problems.append(f"{where}: {' and '.join(other)} would have other content")
         if apart is not None:
             far.append(apart)
-            if not exact and not apart <= tolerance.weights:
+            if not exact and not apart <= allowed(state["step"]).weights:
                 problems.append(f"{where}: the weights lie {apart:.2g} of their way from the recorded ones")
         unseen += not exact and apart is None
     findings = (
