@@ -119,12 +119,15 @@ def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path
     run = RunDir(folder)
     with_jax, told = backend == "jax", json.loads(run.doctor.read_text())
     facts = told["facts"] | {"nvidia": NVIDIA} | ({"jax": JAX, "torch": None} if with_jax else {"torch": TORCH})
-    checks = [JAX_CHECK if with_jax and one["cause"] == JAX_CHECK["cause"] else one for one in told["checks"]]
+    seen = facts_from_json(facts)
+    checks = to_plain(judge(seen, Ask(device="cuda", backend=backend, dtype="float32")))
     proof = to_plain(JAX_PROVEN) if with_jax else PROOF
     edit_json(run.doctor, facts=facts, checks=checks, choice=CHOICE, proof=proof)
     for name, text in (JAX_FILES if with_jax else FILES).items():
         if name != "training_log.txt":
             write_text(folder / name, text)
+    write_text(run.env_info, env_info_text(seen))
+    write_text(run.torch_version, torch_version_text(seen))
     dress_doctor(run, backend)
     log = run.log.read_text()
     log = log.replace("Using device: cpu", "Using device: cuda").replace("device=cpu", "device=cuda")

@@ -232,7 +232,7 @@ def _told(folder: Path, done: _Verified, level: "Level", required: str, verified
         "required": required,
         "verified": verified,
         "meaning": _verdict(level, done.reached),
-        "hardware": SELF_REPORTED,
+        "hardware": _hardware(done, level),
         "problems": [finding.problem for finding in done.findings],
         "findings": [
             {"level": one.level, "check": one.check, "problem": one.problem} for one in done.findings
@@ -240,6 +240,12 @@ def _told(folder: Path, done: _Verified, level: "Level", required: str, verified
         "words": done.words,
         **done.told,
     }  # fmt: skip
+
+
+def _hardware(done: _Verified, level: "Level") -> str:
+    """What is known of the device: the run's word, unless one of its kind gave the same bits again."""
+    same = done.told.get("replayed", {}).get("class") == "SAME" and level in ("L3", "L4")
+    return f"{SELF_REPORTED}; replayed here on one of its kind, to the bit" if same else SELF_REPORTED
 
 
 def _verdict(level: "Level", reached: "Sequence[Level]") -> str:
@@ -258,7 +264,7 @@ def _lines(folder: Path, done: _Verified, level: "Level", repository: Path | Non
     lines = [*found, *done.words, f"{folder}: {_verdict(level, done.reached)}"]
     if bundle and level != "L0":
         looked_up = f"found in {repository}" if repository else "not looked up; add --repository CLONE"
-        lines += [f"commit: {looked_up}", f"hardware: {SELF_REPORTED}"]
+        lines += [f"commit: {looked_up}", f"hardware: {_hardware(done, level)}"]
     return lines
 
 
