@@ -59,7 +59,7 @@ def test_a_bundle_from_before_the_manifest_verifies_without_one_and_takes_none(t
     folder = shutil.copytree(ROOT / "submission_runs" / "m40_v1", tmp_path / "copy")
     assert json.loads((folder / "bundle.json").read_text(encoding="utf-8"))["schema"] == "tunix-rt/bundle/1"
     assert bundle_problems(folder) == []
-    assert "8 of 3" in examine(folder).words and "manifest" in examine(folder).unmade
+    assert "an older bundle: 8 of " in examine(folder).words and "manifest" in examine(folder).unmade
     (folder / "run_manifest.json").write_text("{}\n")
     write_hashes(RunDir(folder))
     assert bundle_problems(folder) == ["not of the run: run_manifest.json"]

@@ -26,7 +26,7 @@ from tests.program import ROOT, refused, tunix_rt
 from tunix_rt.evidence import bundle as bundles
 from tunix_rt.evidence.bundle import bundle_problems
 from tunix_rt.evidence.hashes import write_hashes
-from tunix_rt.rundir import RunDir, write_text
+from tunix_rt.rundir import RunDir, write_json, write_text
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_every_figure_of_a_bundle_is_computed_again_even_with_new_hashes(gpu_bun
     original = json.loads((folder / "bundle.json").read_text())
 
     def found(says):
-        write_text(folder / "bundle.json", json.dumps(says))
+        write_json(folder / "bundle.json", says)
         write_hashes(RunDir(folder))
         return bundle_problems(folder)
 
@@ -356,7 +356,7 @@ def test_a_device_that_is_no_name_and_a_figure_nested_otherwise_are_found_withou
     folder = shutil.copytree(gpu_bundle, tmp_path / "dotted")
     told = json.loads((folder / "bundle.json").read_text())
     speeds = {f"tokens_per_second.{name}": value for name, value in told.pop("tokens_per_second").items()}
-    write_text(folder / "bundle.json", json.dumps(told | speeds))
+    write_json(folder / "bundle.json", told | speeds)
     write_hashes(RunDir(folder))
     assert bundle_problems(folder) == ["bundle.json: not in the shape that tunix-rt writes"]
 

@@ -100,7 +100,7 @@ FORGERIES = {
     "a held-out loss less": ("eval/heldout.jsonl", without_last_line, "held-out"),
     "another best": ("result.json", set_json(best_heldout_loss=0.5), "held-out"),
     "a commitment after the end": ("precommit.json", set_json(created="2030-01-01T00:00:00+00:00"), "time-order"),
-    "a time that is none": ("precommit.json", set_json(created="yesterday"), "claims"),
+    "a time that is none": ("precommit.json", set_json(created="yesterday"), "provenance"),
     "a process from before": (
         "processes.json",
         inside("processes.0", started="2020-01-01T00:00:00+00:00"),

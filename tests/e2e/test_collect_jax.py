@@ -11,7 +11,7 @@ from tests.program import refused, tunix_rt
 from tunix_rt.evidence.bundle import bundle_problems
 from tunix_rt.evidence.doubtful import nulls
 from tunix_rt.evidence.hashes import write_hashes
-from tunix_rt.rundir import RunDir, write_text
+from tunix_rt.rundir import RunDir, write_json
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 
@@ -90,7 +90,7 @@ def test_every_figure_of_a_manifest_is_computed_again_even_with_new_hashes(bundl
     original = json.loads((folder / "run_manifest.json").read_text())
 
     def found(told):
-        write_text(folder / "run_manifest.json", json.dumps(told))
+        write_json(folder / "run_manifest.json", told)
         write_hashes(RunDir(folder))
         return bundle_problems(folder)
 
