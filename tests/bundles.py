@@ -7,11 +7,16 @@ import subprocess
 from pathlib import Path
 
 from tests.program import ROOT, tunix_rt
+from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved, cuda_check_text
+from tunix_rt.doctor.verdict import Ask
+from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.claims import claims_of, read_run
-from tunix_rt.evidence.hashes import write_hashes
+from tunix_rt.evidence.hashes import parse_hashes, write_hashes
 from tunix_rt.evidence.manifest import manifest_of
+from tunix_rt.evidence.provenance import provenance_of
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.rundir import RunDir, sha256_file, sha256_text, to_plain, write_json, write_text
 
@@ -82,7 +87,7 @@ def make_repository(root: Path) -> Path:
 
 
 def collect(run, output, repo, *more) -> subprocess.CompletedProcess[str]:
-    return tunix_rt("evidence", "collect", run, "--output", output, "--repository", repo, *more)
+    return tunix_rt("evidence", "collect", run, "--to", output, "--repository", repo, *more)
 
 
 def files_of(folder: Path) -> list[str]:
@@ -114,11 +119,26 @@ def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path
     run = RunDir(folder)
     with_jax, told = backend == "jax", json.loads(run.doctor.read_text())
     facts = told["facts"] | {"nvidia": NVIDIA} | ({"jax": JAX, "torch": None} if with_jax else {"torch": TORCH})
-    checks = [JAX_CHECK if with_jax and one["cause"] == JAX_CHECK["cause"] else one for one in told["checks"]]
+    seen = facts_from_json(facts)
+    checks = to_plain(judge(seen, Ask(device="cuda", backend=backend, dtype="float32")))
     proof = to_plain(JAX_PROVEN) if with_jax else PROOF
     edit_json(run.doctor, facts=facts, checks=checks, choice=CHOICE, proof=proof)
     for name, text in (JAX_FILES if with_jax else FILES).items():
-        write_text(folder / name, text)
+        if name != "training_log.txt":
+            write_text(folder / name, text)
+    write_text(run.env_info, env_info_text(seen))
+    write_text(run.torch_version, torch_version_text(seen))
+    dress_doctor(run, backend)
+    log = run.log.read_text()
+    log = log.replace("Using device: cpu", "Using device: cuda").replace("device=cpu", "device=cuda")
+    log = "".join(line for line in log.splitlines(keepends=True) if " INFO Compile: " not in line)
+    last, stamp = len(run.metrics.read_text().splitlines()), log.splitlines()[-1][:21]
+    log += f"{stamp}INFO Proof on cuda in float32: held (1.0 s)\n"
+    for one in memory_samples(last):
+        where = f"{one['used_bytes'] / 2**30:.3f} GiB under our process id {PID} (NVML, after step {one['step']})"
+        log += f"{stamp}INFO GPU memory: {where}\n"
+    write_text(run.log, log)
+    dress_processes(run, {"jax": "0.11.2", "jaxlib": "0.11.2"} if with_jax else {})
     edit_text(run.config, "device: cpu", "device: cuda")
     edit_json(run.precommit, device="cuda")
     if with_jax:
@@ -128,22 +148,55 @@ def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path
     write_text(run.metrics, faster.sub(lambda took: f'"seconds": {float(took[1]) / 10!r}', run.metrics.read_text()))
     if run.eval_summary.exists():
         edit_json(run.eval_summary, device="cuda")
-    edit_json(run.result, device="cuda", gpu_memory=memory_samples(len(run.metrics.read_text().splitlines())))
+    at = json.loads(run.result.read_text())["finished"]
+    edit_json(run.result, device="cuda", gpu_memory=memory_samples(len(run.metrics.read_text().splitlines()), at=at))
     chain(run)
     write_hashes(run)
     return folder
+
+
+def dress_doctor(run: RunDir, backend: str) -> None:
+    """Verdicts and texts as the doctor gives them of the facts made up."""
+    told = json.loads(run.doctor.read_text())
+    facts = facts_from_json(told["facts"])
+    edit_json(run.doctor, checks=to_plain(judge(facts, Ask(device="cuda", backend=backend, dtype="float32"))))
+    write_text(run.env_info, env_info_text(facts))
+    write_text(run.torch_version, torch_version_text(facts))
+
+
+def dress_processes(run: RunDir, versions: dict[str, str]) -> None:
+    """The processes of a run as those that trained on the GPU above."""
+    told = json.loads(run.processes.read_text())
+    for process in told["processes"]:
+        machine = process["machine"]
+        gpu = {
+            "name": GPU["name"],
+            "capability": "9.0",
+            "driver": NVIDIA["driver_version"],
+            "cuda": "13.0",
+            "cudnn": "91900",
+        }
+        process |= {"pid": PID, "machine": machine | {"device": "cuda", "gpu": gpu}}
+        process["machine"]["versions"] = machine["versions"] | versions
+    write_json(run.processes, told)
 
 
 def chain(run: RunDir) -> None:
     """Tie the configuration, the metrics and the result to the precommitment again, whatever their lines hold."""
     edit_json(run.precommit, config_sha256=sha256_file(run.config))
     prev = run_id = sha256_file(run.precommit)
-    lines = []
+    lines, heads = [], [prev]
     for line in run.metrics.read_text().splitlines():
         lines.append(re.sub(r'"prev": "\w+"', f'"prev": "{prev}"', line))
         prev = sha256_text(lines[-1])
+        heads.append(prev)
     write_text(run.metrics, "".join(f"{line}\n" for line in lines))
     edit_json(run.result, metrics_head=prev, run_id=run_id)
+    if run.checkpoint_list.exists():
+        told = json.loads(run.checkpoint_list.read_text())
+        for entry in told["checkpoints"]:
+            entry["metrics_head"] = heads[min(entry["step"], len(lines))]
+        write_json(run.checkpoint_list, told)
 
 
 def reseal(bundle: Path, *, chained: bool = True) -> None:
@@ -165,6 +218,8 @@ def reseal(bundle: Path, *, chained: bool = True) -> None:
         write_json(bundle / "bundle.json", says)
         write_json(bundle / "run_manifest.json", manifest_of(runs[0], says, "forged"))
         write_text(bundle / "README.md", readme_text(says))
+        ended, _ = parse_hashes((bundle / "run-SHA256SUMS").read_bytes())
+        write_json(bundle / "provenance.intoto.json", provenance_of(runs[0], says, ended))
     except (TunixError, ArithmeticError, ValueError, TypeError, KeyError):
         pass  # what cannot be computed stays as it was told
     write_hashes(RunDir(bundle))

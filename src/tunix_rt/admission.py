@@ -121,18 +121,18 @@ def layers_for_data(
         layers_planned, config, shape, device=choice.device, device_name=choice.kind, capability=choice.capability,
         row_tokens=data.longest_row, packed=config.data.packing and data.traces > len(data.rows),
     )  # fmt: skip
-    fastest = rule(steps=_steps(config, data, rows))
-    if fastest == "compiled" or judge(_with_data(config, shape, choice, data, rows, fastest), choice).fits:
+    fastest = rule(steps=steps_of(config, data, rows))
+    if fastest == "compiled" or judge(plan_with_data(config, shape, choice, data, rows, fastest), choice).fits:
         return fastest
     could = rule() != "plain"  # of a run long enough
-    if not could or not judge(_with_data(config, shape, choice, data, rows, "compiled"), choice).fits:
+    if not could or not judge(plan_with_data(config, shape, choice, data, rows, "compiled"), choice).fits:
         return fastest
     why = {"plain": "though the run is too short for it to pay", "recorded": "and launched kernel by kernel"}[fastest]
     logger.info("Layers are compiled, %s: the run fits in no other way", why)
     return "compiled"
 
 
-def _with_data(
+def plan_with_data(
     config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, rows: int, layers: str | None
 ) -> MemoryPlan:
     """The prediction for the longest row there really is, the share of targets and what computes the layers."""
@@ -150,7 +150,7 @@ def _with_data(
     )
 
 
-def _steps(config: RunConfig, data: Prepared, rows: int) -> int:
+def steps_of(config: RunConfig, data: Prepared, rows: int) -> int:
     training = config.training
     rows_per_step = rows * training.gradient_accumulation_steps
     return total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
@@ -168,10 +168,10 @@ def plan_for_data(
 ) -> MemoryPlan:
     """The prediction for the longest row there really is: the one that is held against the measurement. Refuses what cannot
     fit with it, as before. `fitting` is what `memory: auto` settled on."""
-    plan = _with_data(config, shape, choice, data, rows, layers_for_data(config, shape, choice, data, rows))
+    plan = plan_with_data(config, shape, choice, data, rows, layers_for_data(config, shape, choice, data, rows))
     fit = judge(plan, choice)
     if not fit.fits and config.training.backend == "torch" and "oom_attempt" not in report.facts:
-        refuse_if_too_big(plan, choice, shape, config, steps=_steps(config, data, rows))
+        refuse_if_too_big(plan, choice, shape, config, steps=steps_of(config, data, rows))
     disk = disk_needed_bytes(shape, config)
     held = bytes_below(report.run.checkpoints) + bytes_below(report.run.final_model)
     require_space(report.run.root, disk - held, what="the run", keep=config.training.save_total_limit)
@@ -214,7 +214,7 @@ def say_how_long(
     """The steps of the run, whose micro-batches have `rows` rows."""
     training = config.training
     rows_per_step = rows * training.gradient_accumulation_steps
-    total = _steps(config, data, rows)
+    total = steps_of(config, data, rows)
     tokens = round(data.tokens / len(data.rows) * min(rows_per_step, len(data.rows)))
     said = f"Steps: {total:,} of {min(rows_per_step, len(data.rows)):,} rows (about {tokens:,} tokens a step)"
     if choice.device == "cpu":

@@ -4,6 +4,7 @@ Canonical names are the ones Hugging Face users type. A setting is honoured or r
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from tunix_rt.errors import ConfigError
 from tunix_rt.strict_yaml import parse_yaml, read_yaml
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
+MOST_DIGITS = 12
+"""A longer number is not repeated in an error: it may be no number."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -362,7 +365,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     """`section.key=value` as (name, value); the value is read as YAML."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"--set {text!r} has no `=`", fix="write --set section.key=value")
+        known = f" {text.strip()}" if text.strip() in SETTINGS or text.strip() in OLD_NAMES else ""
+        what = "`=`" if not equals else "name before its `=`"
+        raise ConfigError(f"--set{known} has no {what}", fix="write --set section.key=value")
     return name.strip(), parse_yaml(value, f"--set {name.strip()}")
 
 
@@ -378,13 +383,23 @@ def build_config(raw: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _mistake(item: Any) -> str:
+    """The setting, what it takes, and what it was given: a short number as it is, of anything else only what it is. A text may
+    be a password that was put into the wrong place."""
     name = ".".join(str(part) for part in item["loc"] if isinstance(part, str) and not part.startswith("function-"))
-    try:
-        shown = repr(item["input"])
-    except ValueError:  # Python writes out no integer of more than 4,300 digits
-        shown = "a number of thousands of digits"
     message = item["msg"].removeprefix("Value error, ")
-    return f"  {name}: {message} (got {shown if len(shown) <= 60 else shown[:57] + '...'})"
+    return f"  {name}: {message} (got {_kind_of(item['input'])})"
+
+
+def _kind_of(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else "yes" if value else "no"
+    if isinstance(value, int | float):
+        endless = isinstance(value, float) and not math.isfinite(value)
+        short = abs(value) < 10**MOST_DIGITS  # of a longer one Python may refuse to write out the digits
+        return repr(value) if short or endless else f"a number of more than {MOST_DIGITS} digits"
+    if isinstance(value, str):
+        return f"a text of {len(value):,} letters"
+    return "a section" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
 def load_config(
@@ -393,7 +408,7 @@ def load_config(
     """File, then `--set`, then named flags, each over the one before. Raises ConfigError with every mistake."""
     source = str(path) if path else "command line"
     merged = modernise(read_yaml(path), source) if path else {}
-    later = [(dict([parse_override(text)]), f"--set {text}") for text in overrides]
+    later = [(dict([parse_override(text)]), f"--set {text.partition('=')[0].strip()}") for text in overrides]
     later.append(({name: value for name, value in (flags or {}).items() if value is not None}, "command line"))
     for names, said_by in later:
         nested = modernise(_nest(names, said_by), said_by)

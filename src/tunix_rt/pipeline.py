@@ -29,6 +29,7 @@ from tunix_rt.backends.jax_architecture import architecture_of
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.limits import ModelFacts
 from tunix_rt.data.prepare import Prepared, prepare
+from tunix_rt.data.render import Style
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.device import note_step, prove_device, sample_gpu, settle_device
@@ -59,7 +60,8 @@ from tunix_rt.evidence.precommit import (
 )
 from tunix_rt.evidence.record import Record
 from tunix_rt.fitting import fit_settings, within_limit
-from tunix_rt.models import ModelSource, refuse_addresses, resolve_model, resolve_tokenizer
+from tunix_rt.ledgers import has_rows, note_process, write_rows
+from tunix_rt.models import ModelSource, refuse_addresses, refuse_secrets, resolve_model, resolve_tokenizer
 from tunix_rt.plan.jax_limits import refuse_dropout, refuse_for_jax, refuse_profile
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.recipe import recipe_of
@@ -118,19 +120,30 @@ class Report(Record):
 
 
 def run_pipeline(
-    config: RunConfig, output: Path, *, progress: Progress, profile: int = 0, oom_attempt: bool = False
+    config: RunConfig,
+    output: Path,
+    *,
+    progress: Progress,
+    profile: int = 0,
+    oom_attempt: bool = False,
+    stop_after: int | None = None,
 ) -> Report:
     """Run everything into the folder `output`. Raises what went wrong after writing it into `result.json`.
 
     With `profile`, so many steps are recorded, to see where their time goes; no result depends on it. An `oom_attempt` goes on
-    where the plan finds that the run does not fit."""
+    where the plan finds that the run does not fit. `stop_after` that step the run is preempted."""
     require_runnable(config)
     refuse_for_jax(config)
     refuse_profile(config.training.backend, profile)
     refuse_addresses(config.model_dump())
+    refuse_secrets(config.model_dump())
     run = RunDir(output)
     with run.locked():
-        stop = StopRequest(grace_seconds=config.training.grace_seconds, time_budget=config.training.time_budget)
+        stop = StopRequest(
+            grace_seconds=config.training.grace_seconds,
+            time_budget=config.training.time_budget,
+            after_step=stop_after,
+        )
         report = Report(run=run, continued=_refuse_occupied(run, config), ending=stop.ending)
         stop.last_acts.append(report.end_at_once)
         with report.logged(), stop.listening(), report.ended():
@@ -153,7 +166,7 @@ def _run_stages(
     report.facts["device"] = choice.device
     report.facts |= _timed_before(run) if report.continued else {}
     stop.raise_if_asked(stop.kept(), starting=True)
-    model, shape = _find_model(config)
+    model, shape = find_model(config)
     report.facts["parameters"] = shape.parameters
     fitted = fit_settings(report, config, shape, choice)
     if fitted.config != config and not report.continued:
@@ -165,7 +178,7 @@ def _run_stages(
     upper = plan_worst(report, here, shape, choice, batch.rows, attempt=oom_attempt)
     uuids = prove_device(report, config, model, shape, seen, choice) if choice.device != "cpu" else frozenset()
     stop.raise_if_asked(stop.kept(), starting=True)
-    tokenizer, facts = _tokenizer_of(config, model, shape)
+    tokenizer, facts = tokenizer_of(config, model, shape)
     today = began_on(read_precommit(run)) if report.continued else None
     data = prepare(config, tokenizer, facts, stoppable(progress, stop, starting=True), today=today)
     logger.info("Data: %s", data.sentence)
@@ -174,8 +187,9 @@ def _run_stages(
     total = say_how_long(config, shape, data, choice, rows=batch.rows, eval_rows=plan.eval_rows)
     report.facts["steps_planned"] = total
     told: dict[str, Any] = {"device": choice.device, "batch": batch, "fitting": fitted.fitting}
-    _commit(run, build_precommit(config, model, tokenizer, data, **told), report)
+    _commit(run, build_precommit(config, model, tokenizer, data, **told), data, report)
     start = find_start(run, resume=report.continued)
+    stop.refuse_if_never(done=start.step, total=total)
     if profile:
         refuse_too_many(profile, done=start.step, total=total)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to the terminal; read at its import
@@ -186,7 +200,7 @@ def _run_stages(
         stop.raise_if_asked(start.kept, starting=True)
         step = step_shape(config, data, batch)
         with loading_explained(plan, choice):
-            engine = _load(backend, model, shape, here, choice, step, attempt=oom_attempt)
+            engine = load_engine(backend, model, shape, here, choice, step, attempt=oom_attempt)
         report.phases.end(engine, "load")
         report.plan = plan
         refuse_other_kernels(engine, start.checkpoint)
@@ -194,6 +208,13 @@ def _run_stages(
         _go_on(report, start)
         raise
     metrics = _go_on(report, start)
+    note_process(
+        run,
+        backend.machine_facts(engine),
+        first_step=start.step + 1,
+        started=report.began[0],
+        first=not report.continued,
+    )
     with memory_explained(engine, report.phases, plan, choice, shape, here):
         _train_and_ask(
             backend, engine, report, config=config, data=data, tokenizer=tokenizer, total=total, start=start,
@@ -262,11 +283,7 @@ def _train_and_ask(
         sample_gpu(report, uuids, total)
     if speed:
         logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
-    template = data.style.template
-    backend.save(
-        engine, run.final_model, tokenizer_folder=tokenizer.folder, stop_ids=stop_ids(tokenizer, data.style),
-        chat_template=template.jinja if template.name in NAMED_TEMPLATES else None,  # it was trained with it
-    )  # fmt: skip
+    save_final(backend, engine, run.final_model, tokenizer=tokenizer, style=data.style)
     ended("export")
     if data.items:
         saved = f"all {total} steps are saved"
@@ -283,6 +300,15 @@ def _train_and_ask(
         report.facts["final_model"] = {"proven": False}
     else:
         _prove_final_model(backend, engine, report, questions)
+
+
+def save_final(backend: Any, engine: Any, folder: Path, *, tokenizer: Tokenizer, style: Style) -> None:
+    """The trained model with its tokenizer, as others load it."""
+    template = style.template
+    backend.save(
+        engine, folder, tokenizer_folder=tokenizer.folder, stop_ids=stop_ids(tokenizer, style),
+        chat_template=template.jinja if template.name in NAMED_TEMPLATES else None,  # it was trained with it
+    )  # fmt: skip
 
 
 def _answers_before(
@@ -354,7 +380,15 @@ def _refuse_occupied(run: RunDir, config: RunConfig) -> bool:
     status = _status(run)
     if not run.holds_work() and (status == "refused" or not run.precommit.exists()):
         with storage(run.root):
-            for stale in (run.result, run.hashes, run.precommit, run.memory):
+            for stale in (
+                run.rows,
+                run.processes,
+                run.checkpoint_list,
+                run.result,
+                run.hashes,
+                run.precommit,
+                run.memory,
+            ):
                 stale.unlink(missing_ok=True)
         return False
     if config.training.resume_from_checkpoint is None:
@@ -389,7 +423,7 @@ def _timed_before(run: RunDir) -> dict[str, float]:
     return {"answering_seconds": float(seconds)} if isinstance(seconds, int | float) and 0 <= seconds < math.inf else {}
 
 
-def _find_model(config: RunConfig) -> tuple[ModelSource, ModelShape]:
+def find_model(config: RunConfig) -> tuple[ModelSource, ModelShape]:
     model = resolve_model(
         config.model.model_name_or_path or "", revision=config.model.revision, weights=config.model.weights
     )
@@ -417,10 +451,10 @@ def _say_preflight(config: RunConfig, model: ModelSource, shape: ModelShape, cho
 def find_tokenizer(config: RunConfig) -> tuple[Tokenizer, ModelFacts]:
     """The tokenizer of a configuration, and what the data stage must know of its model. Needs no weights."""
     model = resolve_model(config.model.model_name_or_path or "", revision=config.model.revision, weights="random")
-    return _tokenizer_of(config, model, shape_of(model.config))
+    return tokenizer_of(config, model, shape_of(model.config))
 
 
-def _tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape) -> tuple[Tokenizer, ModelFacts]:
+def tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape) -> tuple[Tokenizer, ModelFacts]:
     named = config.model.tokenizer_name_or_path
     folder = resolve_tokenizer(named) if named else model.folder
     model_type = str(model.config["model_type"])
@@ -439,11 +473,17 @@ def stoppable(progress: Progress, stop: StopRequest, *, fix: str = "run it again
     return tell
 
 
-def _commit(run: RunDir, committed: dict[str, Any], report: Report) -> None:
-    """Write `precommit.json` before the first step, or hold a continued run to the one it wrote."""
+def _commit(run: RunDir, committed: dict[str, Any], data: Prepared, report: Report) -> None:
+    """Write `rows.jsonl` and `precommit.json` before the first step, or hold a continued run to those it wrote.
+
+    The rows first: where a commitment is, what it speaks of is there too."""
     if run.precommit.exists():
         refuse_another_run(read_precommit(run), committed, run.root)
+        if not has_rows(run.rows, data.row_facts):
+            logger.warning("%s is missing or damaged, and written again: the rows are those committed to", run.rows)
+            report.write(write_rows, run.rows, data.row_facts)
     else:
+        write_rows(run.rows, data.row_facts)
         write_json(run.precommit, committed)
     report.facts["run_id"] = sha256_file(run.precommit)
 
@@ -462,7 +502,7 @@ def _go_on(report: Report, start: Start) -> MetricsLog:
     return cut_back(report.run, start)
 
 
-def _load(
+def load_engine(
     backend: Any, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice, step: StepShape, *,
     attempt: bool,
 ) -> Any:  # fmt: skip

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,22 @@ class RunDir:
         return self.root / "nvidia_smi.txt"
 
     @property
+    def rows(self) -> Path:
+        """What step trains on which row is a function of these and the seed."""
+        return self.root / "rows.jsonl"
+
+    @property
+    def processes(self) -> Path:
+        return self.root / "processes.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def checkpoint_list(self) -> Path:
+        """Of every checkpoint that was committed, those included that are deleted since."""
+        return self.root / "checkpoints.json"
 
     @property
     def final_model(self) -> Path:
@@ -193,11 +207,16 @@ def to_plain(value: Any) -> Any:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` whole: a reader sees the old text or the new one, also after a power cut."""
+    write_lines(path, (text,))
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """The same for a text that is longer than one wants to hold; each line brings its newline."""
     with storage(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = path.with_name(f".{path.name}.staged")
         with staged.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         staged.replace(path)

@@ -57,11 +57,14 @@ class Saver:
         sync_metrics: Callable[[], None],
         stop: StopRequest,
         sound: set[Path] | None = None,
+        published: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
-        """`sound` is told the checkpoints that are committed: their files were hashed, and need not be at the end."""
+        """`sound` is told the checkpoints that are committed: their files were hashed, and need not be at the end.
+        `published` is called with each before an older one is deleted."""
         self._backend, self._engine, self._optimizer = backend, engine, optimizer
         self._run, self._keep, self._sync_metrics, self._stop = run, keep, sync_metrics, stop
         self._sound = set() if sound is None else sound
+        self._published = published
         self._steps = [start] if start else []
         self._longest = self._guess = 0.0
         self._thread: threading.Thread | None = None
@@ -143,7 +146,9 @@ class Saver:
             if self._given_up:  # the result says already what is kept
                 shutil.rmtree(staged, ignore_errors=True)
                 return
-            self._sound.add(publish_checkpoint(staged))
+            committed = publish_checkpoint(staged)
+            self._sound.add(committed)
+            self._published(committed)
             self._prune(step, previous)
         self._longest = max(self._longest, time.monotonic() - began)
 

@@ -20,7 +20,7 @@ from types import FrameType
 
 import psutil
 
-from tunix_rt.errors import Preempted
+from tunix_rt.errors import ConfigError, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,15 @@ _ALARM = getattr(signal, "SIGALRM", None)
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT, or by a time budget that runs out."""
+    """Set by SIGTERM or SIGINT, by a time budget that runs out, or by the step after which to stop."""
 
-    def __init__(self, *, grace_seconds: float = 25.0, time_budget: float | None = None) -> None:
+    def __init__(
+        self, *, grace_seconds: float = 25.0, time_budget: float | None = None, after_step: int | None = None
+    ) -> None:
         self.signal_name = ""
+        self.after_step = after_step
+        self.step = 0
+        """The last that this process has taken; once it is `after_step`, the run is asked to stop."""
         self.kept: Callable[[], str] = lambda: "what was saved before is kept"
         """Tells what the run could be continued from, for a stop that comes anywhere."""
         self.last_acts: list[Callable[[Preempted], None]] = []
@@ -65,10 +70,20 @@ class StopRequest:
         """Why to stop now, in words; empty when work that takes `needed_seconds` may begin."""
         if self.signal_name:
             return f"stopped by {self.signal_name}"
+        if self.after_step is not None and self.step >= self.after_step:
+            return f"stopped after step {self.after_step}, as asked"
         left = self._deadline - time.monotonic()
         if left >= needed_seconds + ENDING_SECONDS:
             return ""
         return f"stopped by itself: of the time budget of {self._budget:g} s {max(0.0, left):.0f} s are left"
+
+    def refuse_if_never(self, *, done: int, total: int) -> None:
+        """A step to stop after that this process does not take is a mistake, not a wish."""
+        if self.after_step is not None and not done < self.after_step <= total:
+            taken = f"steps 1 to {total}" if not done else f"steps {done + 1} to {total}" if done < total else "no step"
+            raise ConfigError(
+                f"--stop-after {self.after_step}: this process takes {taken}", fix="name one of them, or leave it out"
+            )
 
     def raise_if_too_long(self, seconds: float, what: str, kept: str, *, in_vain: bool) -> None:
         """Before work that is lost unless it is whole: `what`, which takes so many seconds. `in_vain` says that a

@@ -22,7 +22,7 @@ class _StrictLoader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise _at(event.start_mark, "aliases (*name) are not allowed")
         if event.tag is not None:
-            raise _at(event.start_mark, f"tags ({event.tag}) are not allowed")
+            raise _at(event.start_mark, "tags (!name) are not allowed")
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _at(event.start_mark, f"nested deeper than {MAX_DEPTH}")

@@ -21,6 +21,7 @@ from tunix_rt.config import RunConfig, Training
 from tunix_rt.data.pack import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.errors import ConfigError, Preempted, TunixError
+from tunix_rt.ledgers import list_checkpoint, mend_checkpoint_list
 from tunix_rt.profiling.record import Recording, choose_first
 from tunix_rt.rundir import (
     RunDir,
@@ -160,6 +161,8 @@ def find_start(run: RunDir, *, resume: bool) -> Start:
 def cut_back(run: RunDir, start: Start) -> MetricsLog:
     """Drop what was measured after `start`, which will be taken again; the log that goes on there."""
     metrics = MetricsLog.open(run, keep_steps=start.step)
+    heads = chain_heads(sha256_file(run.precommit), _metrics_lines(run)[: start.step])
+    mend_checkpoint_list(run, heads, sound=start.checkpoint)
     again = start.step not in start.heldout_steps  # what belongs to this step is asked again, before training goes on
     for path, last in ((run.heldout, start.step), (run.samples_along, start.step - again)):
         if path.exists():
@@ -271,7 +274,7 @@ def train_run(
         measuring = measure(done)  # before the first step; or a run that was stopped between a step and its measure
         stop.raise_if_asked(start.kept)
     rows = rows or training.per_device_train_batch_size
-    batch_of = _batches(training, data, pad_id, rows)
+    batch_of = batches_of(training, data, pad_id, rows)
     code, then = {}, code_of(start.checkpoint)
     if done < total:
         code = backend.prepare_steps(
@@ -302,11 +305,13 @@ def train_run(
         sync_metrics=metrics.sync,
         sound=start.sound,
         stop=stop,
+        published=partial(list_checkpoint, run),
     )
     with contextlib.closing(steps), saver, _tensorboard(config, run) as chart:
         for step in steps:
             with stop.unbroken():  # the result must not know another last step than the metrics
                 metrics.append(step)
+                stop.step = step.step
                 note(_facts(step.step, step.loss, metrics.head))
             chart(step)
             tokens, seconds, slowest = tokens + step.tokens, seconds + step.seconds, max(slowest, step.seconds)
@@ -335,7 +340,7 @@ def train_run(
     return tokens / seconds if seconds else 0.0
 
 
-def _batches(training: Training, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
+def batches_of(training: Training, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
     """The batch of a step, a function of the seed and the step."""
     return partial(
         batch_of_step,

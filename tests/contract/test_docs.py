@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -20,6 +21,7 @@ from tunix_rt.config import SETTINGS, build_config, require_runnable
 from tunix_rt.data import sketch, store
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
 from tunix_rt.data.formats import FORMATS
+from tunix_rt.data.pack import Row, facts_of_rows
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.rules import RULES
 from tunix_rt.data.tokenise import INDEX
@@ -35,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tunix_rt"
 FOLDERS = ("docs", "models", "recipes", "benchmarks")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+ROW = Row(ids=np.ones(2, np.int32), trained=np.ones(2, np.bool_), positions=np.arange(2, dtype=np.int32))
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 FIGURES = (
     generate.MEMORY,
@@ -270,7 +273,7 @@ def test_every_file_of_a_run_is_in_the_table_and_no_other():
 def documented_and_real() -> dict[str, set[str]]:
     """Heading in run-folder.md -> the keys the code writes under it."""
     train, admission = module(SOURCE / "train.py"), module(SOURCE / "admission.py")
-    record = module(SOURCE / "evidence" / "record.py")
+    record, ledgers = module(SOURCE / "evidence" / "record.py"), module(SOURCE / "ledgers.py")
     result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
     result |= keys_of_dict(module(SOURCE / "saving.py"), "best_step")
     for file in ("pipeline.py", "admission.py", "accounting.py", "device.py"):
@@ -279,6 +282,9 @@ def documented_and_real() -> dict[str, set[str]]:
         "doctor.json": keys_of_dict(module(SOURCE / "device.py"), "proof"),
         "plan.json": keys_of_dict(admission, "tunix-rt/plan/1"),
         "precommit.json": keys_of_dict(module(SOURCE / "evidence" / "precommit.py"), "schema") | {"evalset"},
+        "rows.jsonl": set(json.loads(next(facts_of_rows([ROW]).lines()))),
+        "checkpoints.json": keys_of_dict(ledgers, "manifest_sha256"),
+        "processes.json": keys_of_dict(ledgers, "machine"),
         "metrics.jsonl": keys_of_dict(train, "prev"),
         "eval/before.json and eval/after.json": names(Scores),
         "eval/predictions-before.jsonl and eval/predictions-after.jsonl": names(Prediction),
@@ -307,7 +313,7 @@ def test_the_inner_keys_of_facts_verdicts_and_sections_are_named():
 
 
 def test_the_examples_have_the_keys_of_their_tables():
-    for heading in ("metrics.jsonl", "eval/heldout.jsonl", "MANIFEST.json", "result.json"):
+    for heading in ("rows.jsonl", "metrics.jsonl", "eval/heldout.jsonl", "MANIFEST.json", "result.json"):
         page = section(RUN_FOLDER, heading)
         (example,) = blocks(page, "json")
         on_gpus = set(

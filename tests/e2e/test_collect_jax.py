@@ -11,7 +11,7 @@ from tests.program import refused, tunix_rt
 from tunix_rt.evidence.bundle import bundle_problems
 from tunix_rt.evidence.doubtful import nulls
 from tunix_rt.evidence.hashes import write_hashes
-from tunix_rt.rundir import RunDir, write_text
+from tunix_rt.rundir import RunDir, write_json
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 
@@ -90,7 +90,7 @@ def test_every_figure_of_a_manifest_is_computed_again_even_with_new_hashes(bundl
     original = json.loads((folder / "run_manifest.json").read_text())
 
     def found(told):
-        write_text(folder / "run_manifest.json", json.dumps(told))
+        write_json(folder / "run_manifest.json", told)
         write_hashes(RunDir(folder))
         return bundle_problems(folder)
 
@@ -134,7 +134,7 @@ def test_a_gpu_run_of_jax_is_held_against_its_run_on_the_cpu_where_one_is_given(
         ("cuda_check.txt", "platform: gpu", "platform: cpu", "cuda_check.txt lacks a line with `jax.devices()"),
         ("training_log.txt", "Using device: cuda", "Using device: cpu", "lacks a line with `Using device: cuda`"),
         ("doctor.json", "jax-cuda13", "jax-rocm7", "does not tell a CUDA plugin"),
-        ("config.yaml", "backend: jax", "backend: torch", "cpu/run-SHA256SUMS is missing"),
+        ("config.yaml", "backend: jax", "backend: torch", "does not tell facts.torch.version"),
     ],
 )
 def test_a_forgery_of_a_gpu_run_of_jax_is_found(gpu_run, repo, tmp_path, name, old, new, words):

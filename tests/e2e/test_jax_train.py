@@ -29,6 +29,7 @@ from tunix_rt.backends.jax_architecture import architecture_of
 from tunix_rt.config import Training, load_config
 from tunix_rt.data.pack import batch_of_step
 from tunix_rt.data.prepare import prepare
+from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.models import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
@@ -151,6 +152,17 @@ def test_a_run_completes_and_what_determines_it_is_written_down(finished):
     state = json.loads((finished / "checkpoints" / f"step-{STEPS:06d}" / "state.json").read_text())
     assert state["batch"] == {"rows": ROWS, "devices": 1} and state["code"]["layers"] == "xla"
     assert tunix_rt("evidence", "verify", finished).returncode == 0
+
+
+def test_the_machine_the_rows_and_the_checkpoints_are_written_down(finished):
+    [process] = json.loads((finished / "processes.json").read_text())["processes"]
+    machine = process["machine"]
+    assert (machine["backend"], machine["device"], machine["devices"]) == ("jax", "cpu", 1)
+    assert machine["versions"] == {name: version(name) for name in ("jax", "jaxlib")}
+    rows = (finished / "rows.jsonl").read_text().splitlines()
+    assert len(rows) == json.loads((finished / "precommit.json").read_text())["dataset"]["rows"]
+    listed = json.loads((finished / "checkpoints.json").read_text())["checkpoints"]
+    assert listed[-1]["step"] == STEPS and list_problems(finished) == []
 
 
 def test_both_engines_take_the_same_rows_and_come_to_the_same_losses(finished, on_torch):

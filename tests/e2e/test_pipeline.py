@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import write_small_model
 from tests.program import ROOT, refused, tunix_rt
+from tunix_rt.data.merkle import merkle_root
+from tunix_rt.data.pack import rows_of_step
 
 METRICS_KEYS = {
     "step", "loss", "loss_hex", "lr", "grad_norm", "target_tokens", "tokens", "seconds", "peak_bytes", "batch", "prev",
@@ -49,7 +51,8 @@ def test_the_folder_holds_every_file_of_a_run(finished):
         "eval/after.json", "eval/predictions-before.jsonl", "eval/predictions-after.jsonl", "eval/heldout.jsonl",
         "final_model/model.safetensors", "final_model/config.json", "final_model/tokenizer.json",
         "checkpoints/step-000006/model.safetensors", "checkpoints/step-000006/optimizer.safetensors",
-        "checkpoints/step-000006/state.json", "checkpoints/step-000006/MANIFEST.json",
+        "checkpoints/step-000006/state.json", "checkpoints/step-000006/MANIFEST.json", "rows.jsonl", "checkpoints.json",
+        "processes.json",
     }  # fmt: skip
     assert wanted <= names
     assert not [name for name in names if "staged" in name]
@@ -85,6 +88,35 @@ def test_the_precommitment_names_what_determines_the_run(finished):
     assert committed["base_model"]["files"]["model.safetensors"] == hashlib.sha256(shipped.read_bytes()).hexdigest()
     data = ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl"
     assert committed["dataset"]["sha256"] == hashlib.sha256(data.read_bytes()).hexdigest()
+
+
+def test_the_batch_of_every_step_follows_from_the_seed_and_the_rows(finished):
+    folder = finished[1]
+    committed = json.loads((folder / "precommit.json").read_text())
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    hashes = [bytes.fromhex(row["sha256"]) for row in rows]
+    assert (len(rows), merkle_root(hashes)) == (committed["dataset"]["rows"], committed["dataset"]["merkle_root"])
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        taken = rows_of_step(step["step"], row_count=len(rows), rows_per_step=4, seed=committed["seeds"]["data_seed"])
+        assert step["batch"] == hashlib.sha256(b"".join(hashes[row] for row in taken)).hexdigest()
+        assert step["tokens"] == sum(rows[row]["tokens"] for row in taken)
+        assert step["target_tokens"] == sum(rows[row]["targets"] for row in taken)
+
+
+def test_the_machine_and_the_checkpoints_are_written_down(finished):
+    folder = finished[1]
+    [process] = json.loads((folder / "processes.json").read_text())["processes"]
+    assert process["first_step"] == 1 and process["machine"]["backend"] == "torch"
+    assert set(process["machine"]) == {
+        "backend", "device", "devices", "cpu", "cpu_flags_sha256", "cpu_capability", "threads", "python", "versions",
+        "deterministic",
+    }  # fmt: skip
+    listed = json.loads((folder / "checkpoints.json").read_text())["checkpoints"]
+    assert [entry["step"] for entry in listed] == [3, 6]
+    assert {"  rows.jsonl", "  checkpoints.json", "  processes.json"} <= {
+        line[64:] for line in (folder / "SHA256SUMS").read_text().splitlines()
+    }
 
 
 def test_scores_are_rates_from_0_to_1(finished):

@@ -159,6 +159,28 @@ def test_a_continued_run_accounts_for_all_its_processes(tmp_path, uninterrupted,
     assert "Completed" in said and "tokens/s" not in said, "no step was taken, so there is no speed to tell"
 
 
+def test_a_run_that_is_stopped_after_a_step_goes_on_to_the_same_lists(tmp_path, uninterrupted):
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(Preempted, match="stopped after step 3, as asked; step 3 is saved"):
+        run_pipeline(configured(), run.root, progress=quiet, stop_after=3)
+    assert (read_json(run.result)["status"], read_json(run.result)["exit_code"]) == ("preempted", 7)
+    assert list_problems(run.root) == []
+    with pytest.raises(ConfigError, match="--stop-after 2: this process takes steps 4 to 5"):
+        run_pipeline(configured(resume=True), run.root, progress=quiet, stop_after=2)
+    assert list_problems(run.root) == []
+    rows = run.rows.read_bytes()
+    run.rows.write_bytes(rows[:-1])
+    run_pipeline(configured(resume=True), run.root, progress=quiet)
+    assert run.rows.read_bytes() == rows == uninterrupted[0].rows.read_bytes()
+    assert [entry["first_step"] for entry in read_json(run.processes)["processes"]] == [1, 4]
+    listed, whole = (read_json(one.checkpoint_list)["checkpoints"] for one in (run, uninterrupted[0]))
+    assert [entry["step"] for entry in listed] == [entry["step"] for entry in whole] == [2, 3, 4, 5]
+    for entry, other in zip(listed, whole, strict=True):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert entry["files"][name] == other["files"][name]
+    assert list_problems(run.root) == []
+
+
 def test_no_signal_halves_the_ending_and_none_is_heard_after_it(tmp_path, uninterrupted, monkeypatch):
     """The first two come while a complete run is written down."""
     run = RunDir(shutil.copytree(uninterrupted[0].root, tmp_path / "run"))

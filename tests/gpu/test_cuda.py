@@ -38,6 +38,10 @@ def test_the_run_leaves_its_proof_and_its_memory_under_our_process_id(runs):
     samples = result["gpu_memory"]
     assert [sample["step"] for sample in samples] == [1, result["steps_completed"]]
     assert all(s["by"] == "nvml" and s["used_bytes"] >= 16 * result["parameters"] for s in samples)
+    assert result["started"] <= samples[0]["at"] <= samples[1]["at"] <= result["finished"]
+    [process] = json.loads((folder / "processes.json").read_text())["processes"]
+    assert process["pid"] == samples[0]["pid"] and process["machine"]["device"] == "cuda"
+    assert set(process["machine"]["gpu"]) == {"name", "capability", "driver", "cuda", "cudnn"}
     assert f" {samples[0]['pid']} " in (folder / "nvidia_smi.txt").read_text().split("Processes:")[1]
 
 

@@ -10,7 +10,7 @@ from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.bundle import different_settings, refuse_another_setup
+from tunix_rt.evidence.agreeing import different_settings, refuse_another_setup
 from tunix_rt.evidence.claims import RunFiles, claims_of, gpu_memory, tokens_per_second
 from tunix_rt.evidence.manifest import fault_of_name, manifest_of
 from tunix_rt.evidence.readme import readme_text
@@ -436,7 +436,7 @@ def test_the_readme_has_the_figures_and_how_to_make_and_check_it_again(cuda, cpu
         "| CUDA the driver reports | 13.0 |", "| GPU | NVIDIA H200 |", "| compute capability | 9.0 |",
         "| steps | 4 |", "| final loss | 2.5 |", "| tokens/s on NVIDIA H200 | 3,000.0 |",
         "(AMD EPYC, 16 cores, PyTorch 2.13.0+cpu) | 200.0 |", "| GPU against CPU | 15.00 times |",
-        "with it they are 800.0 tokens/s on the GPU and 190.5 on the CPU", "`bundle.json` and this page hold no null",
+        "with it they are 800.0 tokens/s on the GPU and 190.5 on the CPU", "Which device computed is the run's own word",
         COMMIT, "tunix-rt train config.yaml --output RUN", "tunix-rt evidence verify . --repository CLONE",
         "`final_model/model.safetensors` sha256 `" + "ab" * 32,
     ):  # fmt: skip
@@ -533,7 +533,7 @@ def test_the_readme_of_jax_says_nothing_of_torch_and_that_there_is_no_ratio(jax,
         "| JAX | 0.11.2 |", "| jaxlib | 0.11.2 |", "| CUDA plugin `jax-cuda13-plugin` | 0.11.2 |",
         "No run on the CPU was given to hold them against, so there is no ratio",
         "`_assert_on_devices` in `src/tunix_rt/backends/jax_backend.py`", 'pip install -e ".[jax]"',
-        'pip install "jax[cuda13]==0.11.2"', "tunix-rt evidence collect RUN --output NEW_BUNDLE",
+        'pip install "jax[cuda13]==0.11.2"', "tunix-rt evidence collect ../reproduced --to ../NEW_BUNDLE\n",
         "JAX by default takes its share of the memory",
     ):  # fmt: skip
         assert words in text

@@ -314,7 +314,7 @@ def test_the_value_of_set_is_read_as_yaml():
     ("override", "named"),
     [
         ("training.seed", "training.seed"),
-        ("=5", "=5"),
+        ("=5", "no name before its `=`"),
         ("training.sed=5", "training.sed"),
         ("trainig.seed=5", "trainig.seed"),
         ("training.seed=[", "training.seed"),

@@ -6,6 +6,7 @@ import os
 import sys
 import types
 import warnings
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tunix_rt.models import ModelSource, resolve_model
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.rundir import RunDir
 
+NOON = "2026-01-01T12:00:00+00:00"
 CONFIG = build_config({"model": {"model_name_or_path": "tiny-gemma3"}, "training": {"device": "cuda"}}, "test")
 HELD = tuple(Proved(name=name, ok=True, detail="ok", figures={"tflops": 1.0, "gb_s": 1.0}) for name in PROOF_NAMES)
 
@@ -85,7 +87,9 @@ def test_a_refused_continuation_leaves_its_folder_alone_and_the_report_beside_it
 def test_the_memory_of_the_gpu_is_read_after_the_first_and_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "gpu_memory", lambda step, _: GpuMemory(step=step, pid=7, used_bytes=step, by="nvml"))
+    monkeypatch.setattr(
+        device, "gpu_memory", lambda step, _: GpuMemory(step=step, pid=7, used_bytes=step, by="nvml", at=NOON)
+    )
     report = Record(run=RunDir(tmp_path), continued=False)
     for step in (1, 2, 3):
         device.note_step(report, frozenset({"GPU-aa"}), (1, 3), {"steps_completed": step})
@@ -116,7 +120,9 @@ def test_only_our_own_process_counts_and_hidden_ids_are_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", stand_in_nvml(processes))
     sample = gpu_memory(1, {"GPU-aa"})
-    assert sample == GpuMemory(step=1, pid=os.getpid(), used_bytes=used, by=by)
+    assert sample is not None
+    assert sample == GpuMemory(step=1, pid=os.getpid(), used_bytes=used, by=by, at=sample.at)
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(sample.at)) < timedelta(seconds=10)
     said = nvidia_smi_text(sample, 1).splitlines()[0]
     assert f"{used} bytes" in said and ("hides process ids" in said) == (by == "device")
 

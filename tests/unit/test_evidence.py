@@ -402,21 +402,22 @@ def test_a_run_that_has_not_ended_does_not_verify(run):
 def test_verify_says_what_it_does_and_does_not_mean(run):
     done = CliRunner().invoke(evidence, ["verify", str(run.root)])
     assert done.exit_code == 0
-    assert done.stdout == f"{run.root}: consistent with itself; not replayed\n"
+    assert done.stdout == f"{run.root}: level L1 (consistent); not regenerated, not replayed\n"
 
 
 def test_verify_lists_every_finding_and_ends_with_exit_code_6(run):
     run.config.unlink()
     (run.root / "extra").write_text("")
     done = CliRunner().invoke(evidence, ["verify", str(run.root)])
-    assert done.stdout == "missing: config.yaml\nnot in SHA256SUMS: extra\n"
+    assert done.stdout.splitlines()[:-1] == ["L0 hashes: missing: config.yaml", "L0 hashes: not in SHA256SUMS: extra"]
+    assert done.stdout.splitlines()[-1] == f"{run.root}: level L0 (malformed or contradicts itself)"
     assert isinstance(done.exception, EvidenceError) and done.exception.exit_code == 6
     assert "2 problem(s)" in done.exception.problem
 
 
 def test_verify_speaks_json(run):
     good = json.loads(CliRunner().invoke(evidence, ["verify", str(run.root), "--json"]).stdout)
-    assert (good["verified"], good["problems"], good["meaning"]) == (True, [], "consistent with itself; not replayed")
+    assert (good["verified"], good["problems"], good["meaning"]) == (True, [], "level L1 (consistent); not regenerated, not replayed")
     run.config.unlink()
     done = CliRunner().invoke(evidence, ["verify", str(run.root), "--json"])
     bad = json.loads(done.stdout)

@@ -16,6 +16,7 @@ import pytest
 
 from tunix_rt.backends import Step
 from tunix_rt.config import build_config
+from tunix_rt.data.pack import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.registry import Dataset
 from tunix_rt.errors import ConfigError, Preempted, TunixError
@@ -393,7 +394,7 @@ def nothing_prepared(tmp_path, heldout=()):
     return Prepared(
         dataset=Dataset(key="none", files=(), sha256="0" * 64), style=None, evalset=None, items=(), rows=(),
         heldout_rows=heldout, traces=0, heldout_traces=0, dropped=0, truncated=0, tokens=0, trained_tokens=0, longest_row=0,
-        fill=0.0, merkle_root="",
+        fill=0.0, row_facts=facts_of_rows(()),
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ files.
 import contextlib
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jaxlib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_rt.backends import Step, jax_optim
@@ -36,13 +39,15 @@ from tunix_rt.backends.jax_step import State, numbers
 from tunix_rt.backends.schedule import learning_rate
 from tunix_rt.config import Training
 from tunix_rt.data.pack import MicroBatch, Row, StepBatch, collate
+from tunix_rt.doctor.gpu_memory import driver_version
+from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.errors import HardwareError, TunixError
 from tunix_rt.plan.jax_memory import CUDNN_TOKENS_PER_EXAMPLE, row_length
 
 __all__ = [
-    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
-    "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save", "snapshot", "snapshot_bytes",
-    "summed_loss", "tensor_hashes", "write_direct",
+    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "machine_facts",
+    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save",
+    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "write_direct",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -204,3 +209,49 @@ def _loss(engine: Engine, micro: MicroBatch, rows: int, tokens: int) -> float:
 @partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _summed(params: Any, batch: Batch, loss: Any, architecture: Any, compute: str, attention: Any) -> Any:
     return loss(params, batch, architecture, compute=compute, attention=attention)
+
+
+# --- what decides the bits -------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+
+
+def machine_facts(engine: Engine) -> dict[str, Any]:
+    """What decides the bits of a step beside its inputs; two runs where all of it agrees give the same."""
+    facts: dict[str, Any] = {
+        "backend": "jax",
+        "device": engine.device,
+        **cpu_facts(),
+        "cpu_capability": _highest_instructions(os.environ.get("XLA_FLAGS", "")),
+        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "versions": versions(),
+        "deterministic": engine.deterministic,
+        "devices": len(engine.devices),
+    }
+    if engine.device == "cuda":
+        told = {
+            "name": engine.devices[0].device_kind,
+            "capability": str(engine.devices[0].compute_capability),
+            "driver": driver_version(),
+            **_cuda_versions(),
+        }
+        facts["gpu"] = {name: value for name, value in told.items() if value is not None}
+    return facts
+
+
+def _highest_instructions(flags: str) -> str:
+    """What XLA compiles for: all that the CPU has, unless its flag says less."""
+    found = re.search(r"--xla_cpu_max_isa=(\w+)", flags)
+    return found[1].upper() if found else "native"
+
+
+def _cuda_versions() -> dict[str, str]:
+    """Of the libraries that jax was loaded with, spelled as torch does."""
+    from jax._src.lib import cuda_versions  # there is no public way to ask
+
+    if cuda_versions is None:
+        return {}
+    cuda = int(cuda_versions.cuda_runtime_get_version())
+    return {"cuda": f"{cuda // 1000}.{cuda % 1000 // 10}", "cudnn": str(cuda_versions.cudnn_get_version())}

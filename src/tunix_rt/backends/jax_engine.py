@@ -71,6 +71,7 @@ class Engine:
     """Of a micro-batch of that step, filled up to a multiple of the devices."""
     tokens: int = 0
     """Of each of its rows."""
+    deterministic: bool = False
     implementation: str = "auto"
     """Whose model computes: `auto` is ours, `tunix` that of google-tunix."""
 
@@ -170,6 +171,7 @@ def load(
         step=compiled,
         rows=rows,
         tokens=tokens,
+        deterministic=training.deterministic,
         implementation=implementation,
     )
 

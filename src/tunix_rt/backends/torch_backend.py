@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -45,13 +46,15 @@ from tunix_rt.backends.torch_state import (
 )
 from tunix_rt.config import Training
 from tunix_rt.data.pack import Row, StepBatch, collate
+from tunix_rt.doctor.gpu_memory import driver_version
+from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.errors import HardwareError, InputError, TunixError
 from tunix_rt.plan.compiling import Compiling, choose_compiling, to_be_recorded
 
 __all__ = [
-    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "make_optimizer",
-    "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save", "snapshot", "snapshot_bytes",
-    "summed_loss", "tensor_hashes", "write_direct",
+    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "machine_facts",
+    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save",
+    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "write_direct",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -397,3 +400,28 @@ def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id
 
 def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def machine_facts(engine: Engine) -> dict[str, Any]:
+    """What decides the bits of a step beside its inputs; two runs where all of it agrees give the same."""
+    facts = {
+        "backend": "torch",
+        "device": engine.device.type,
+        **cpu_facts(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "deterministic": engine.deterministic,
+        "devices": 1,
+    }
+    if engine.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(engine.device)
+        told = {
+            "name": torch.cuda.get_device_name(engine.device),
+            "capability": f"{major}.{minor}",
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
+        facts["gpu"] = {name: value for name, value in told.items() if value is not None}
+    return facts

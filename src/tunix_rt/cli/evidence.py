@@ -1,42 +1,68 @@
 """`tunix-rt evidence`: what a reviewer runs over a folder that someone else made, and what makes such a folder."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tunix_rt.cli import text
 from tunix_rt.errors import ConfigError, EvidenceError
 
+if TYPE_CHECKING:
+    from tunix_rt.evidence.findings import Finding, Level
+
+FOLDER = click.Path(path_type=Path)
+
 
 @click.group()
 def evidence() -> None:
-    """Collect what a run left behind, and check it."""
+    """Collect what a run left behind, check it, pack it."""
 
 
 @evidence.command()
-@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the bundle; must not exist.")
+@click.argument("folder", metavar="RUN", type=FOLDER)
+@click.option("--to", "to", type=FOLDER, help="Folder of the bundle; must not exist.")
+@click.option("--output", "to_before", type=FOLDER, hidden=True)
+@click.option("--cpu-run", type=FOLDER, help="The same configuration run on the CPU, for a GPU run's speed.")
+@click.option("--without-cpu-run", is_flag=True, help="A GPU run of PyTorch without one; the README says so.")
 @click.option(
-    "--cpu-run",
-    type=click.Path(path_type=Path),
-    help="The same configuration run on the CPU; required for a GPU run of PyTorch.",
+    "--with-checkpoints", is_flag=True, help="Take the checkpoints along, so that anyone can replay from them."
+)
+@click.option("--with-model", is_flag=True, help="Take the final model along.")
+@click.option(
+    "--checkpoint-mib", type=click.IntRange(min=1), default=64, show_default=True, help="Most that these two may take."
 )
 @click.option("--run-id", metavar="NAME", help="Name of the run in run_manifest.json [that of the bundle's folder].")
-@click.option(
-    "--repository", type=click.Path(path_type=Path), default=Path(), help="Clone with the commit of the run [here]."
-)
+@click.option("--repository", type=FOLDER, default=Path(), help="Clone with the commit of the run [here].")
 @click.option("--json", "as_json", is_flag=True, help="Print bundle.json to standard output.")
 def collect(
-    folder: Path, output: Path, cpu_run: Path | None, run_id: str | None, repository: Path, as_json: bool
+    folder: Path,
+    to: Path | None,
+    to_before: Path | None,
+    cpu_run: Path | None,
+    without_cpu_run: bool,
+    with_checkpoints: bool,
+    with_model: bool,
+    checkpoint_mib: int,
+    run_id: str | None,
+    repository: Path,
+    as_json: bool,
 ) -> None:
     """Make a bundle of the completed run in RUN: its facts without its weights, a README, and hashes.
 
     A run that does not verify, lacks a file its device must leave, or comes from uncommitted source is refused (exit 6).
     A run brought home from another machine may lack its weights.
     """
-    from tunix_rt.evidence.bundle import collect
+    from tunix_rt.evidence.bundle import Extras, collect
 
-    made = collect(folder, output, cpu_folder=cpu_run, repository=repository, run_id=run_id)
+    output = _one_target(to, to_before)
+    extras = Extras(checkpoints=with_checkpoints, model=with_model, most_mib=checkpoint_mib)
+    made = collect(
+        folder, output, cpu_folder=cpu_run, repository=repository, run_id=run_id, without_cpu=without_cpu_run,
+        extras=extras,
+    )  # fmt: skip
     for place in made.places:
         click.echo(text.printable(f"warning: a path of the machine in {place}"), err=True)
     if as_json:
@@ -55,40 +81,221 @@ def collect(
     )
 
 
-@evidence.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--repository", type=click.Path(path_type=Path), help="Clone to look the commit of a bundle up in.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def verify(folder: Path, repository: Path | None, as_json: bool) -> None:
-    """Check the run or bundle in DIR against its hashes and against itself; exit 6 if anything is wrong.
+def _one_target(to: Path | None, to_before: Path | None) -> Path:
+    """`--output` is the older spelling; the two may agree, never differ."""
+    if to is not None and to_before is not None and to != to_before:
+        raise ConfigError("--to and --output name two folders", fix="give --to alone")
+    if (output := to or to_before) is None:
+        raise ConfigError("where the bundle goes is not said", fix="--to FOLDER")
+    return output
 
-    The hashes of all files, the chain through the metrics, the result, and the answers judged again must agree; of a
-    bundle also what bundle.json, run_manifest.json and its README say, which is computed again, and with --repository the
-    commit. That shows a folder consistent with itself; nothing is replayed.
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+SELF_REPORTED = "self-reported"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Verified:
+    """What the checks said, one after the other."""
+
+    findings: "list[Finding]"
+    reached: "list[Level]" = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+@evidence.command()
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.option(
+    "--require", "required", type=click.Choice(["L1", "L2", "L3", "L4"]), default="L1", show_default=True,
+    help="Level below which the exit code is 6: consistent, regenerated, replayed, reproduced.",
+)  # fmt: skip
+@click.option("--repository", type=FOLDER, help="Clone to look the commit of a bundle up in.")
+@click.option("--weights", type=FOLDER, help="The final model: random answers are generated again from it (L2).")
+@click.option("--model", metavar="DIR", help="The base model to replay from; the embedded one needs none.")
+@click.option("--segments", type=click.IntRange(min=2), help="Stretches of the run to take again (L3) [3].")
+@click.option(
+    "--nonce", metavar="TEXT", help="What chooses items and stretches [random; said, so that it can be repeated]."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def verify(
+    folder: Path,
+    required: "Level",
+    repository: Path | None,
+    weights: Path | None,
+    model: str | None,
+    segments: int | None,
+    nonce: str | None,
+    as_json: bool,
+) -> None:
+    """Check the run or bundle in DIR: all findings, and a verdict as a level; exit 6 below the required one.
+
+    \b
+    L0  malformed, or it contradicts itself
+    L1  consistent: everything that can be computed again without running anything was
+    L2  regenerated: random answers came out of the weights again (--weights)
+    L3  replayed: stretches of the run, chosen by a nonce, were taken again
+    L4  reproduced: the whole run was
+
+    Up to L1 nothing is run and neither torch nor jax is loaded. Which device really computed is the run's own word.
     """
-    from tunix_rt.evidence.bundle import bundle_problems, is_bundle
-    from tunix_rt.evidence.hashes import MEANING, list_problems
+    from tunix_rt.evidence.agreeing import is_bundle
+    from tunix_rt.evidence.findings import below, verdict_of
+    from tunix_rt.evidence.verifying import examine
 
     bundle = is_bundle(folder)
-    if repository is not None and not bundle:
-        raise ConfigError(f"{folder} is no bundle, and names no commit", fix="leave --repository out")
-    problems = bundle_problems(folder, repository) if bundle else list_problems(folder)
-    told: dict[str, object] = {
-        "schema": "tunix-rt/verification/1",
-        "folder": str(folder),
-        "verified": not problems,
-        "meaning": MEANING if not problems else "not consistent with itself",
-        "problems": problems,
-    }
+    _refuse_what_cannot_be(folder, bundle, required, repository, weights)
+    examined = examine(folder, repository)
+    done = _Verified(findings=list(examined.findings))
+    done.words += [examined.words] if examined.words else []
+    if verdict_of(done.findings) != "L0":
+        if weights is not None:
+            _regenerate(done, folder, repository, weights, nonce)
+        if segments is not None or required in ("L3", "L4"):
+            _replay(done, folder, repository, model, segments or 3, nonce, whole=required == "L4")
+    level = verdict_of(done.findings, done.reached)
+    verified = not below(level, required)
+    told = _told(folder, done, level, required, verified) | (
+        {"cannot": list(examined.unmade)} if examined.unmade else {}
+    )
     if as_json:
         text.show_json(told | ({"commit_looked_up": repository is not None} if bundle else {}))
-    elif problems:
-        text.show_lines(problems)
     else:
-        looked_up = f"found in {repository}" if repository else "not looked up; add --repository CLONE"
-        text.show_lines([f"{folder}: {MEANING}", *([f"commit: {looked_up}"] if bundle else [])])
-    if problems:
+        text.show_lines(_lines(folder, done, level, repository if bundle else None, bundle=bundle))
+    if not verified:
+        count = len(done.findings)
         raise EvidenceError(
-            f"{folder} does not verify: {len(problems)} problem(s)",
+            f"{folder} is at level {level}, required is {required}: {count} problem(s)",
             fix="ask whoever made the run for an untouched copy, or run it again",
         )
+
+
+def _refuse_what_cannot_be(
+    folder: Path, bundle: bool, required: str, repository: Path | None, weights: Path | None
+) -> None:
+    if repository is not None and not bundle:
+        raise ConfigError(f"{folder} is no bundle, and names no commit", fix="leave --repository out")
+    if required == "L2" and weights is None:
+        raise ConfigError(
+            "to generate answers again takes the weights", fix="--weights DIR, the final model of the run"
+        )
+
+
+def _regenerate(done: _Verified, folder: Path, repository: Path | None, weights: Path, nonce: str | None) -> None:
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.regenerating import regenerate
+
+    with watching() as progress:
+        made = regenerate(folder, weights, nonce=nonce, progress=progress, repository=repository)
+    done.findings += made.findings
+    done.words += made.words
+    done.reached.append("L2")
+    done.told["regenerated"] = {
+        "asked": made.asked, "same": made.same, "share": made.share, "seconds": made.seconds,
+        "class": made.class_name, "nonce": made.nonce,
+    }  # fmt: skip
+
+
+def _replay(
+    done: _Verified,
+    folder: Path,
+    repository: Path | None,
+    model: str | None,
+    count: int,
+    nonce: str | None,
+    *,
+    whole: bool,
+) -> None:
+    from tunix_rt.cli.watch import watching
+    from tunix_rt.replaying import replay
+    from tunix_rt.rundir import to_plain
+
+    with watching() as progress:
+        made = replay(
+            folder, repository=repository, model=model, count=count, nonce=nonce, whole=whole, progress=progress
+        )
+    done.findings += made.findings
+    done.words += made.words
+    done.reached.append("L4" if whole else "L3")
+    done.told["replayed"] = {
+        "class": made.class_name, "segments": to_plain(made.segments), "seconds": made.seconds,
+        "recorded_seconds": made.recorded_seconds, "nonce": made.nonce,
+    }  # fmt: skip
+
+
+def _told(folder: Path, done: _Verified, level: "Level", required: str, verified: bool) -> dict[str, Any]:
+    return {
+        "schema": "tunix-rt/verification/2",
+        "folder": str(folder),
+        "level": level,
+        "required": required,
+        "verified": verified,
+        "meaning": _verdict(level, done.reached),
+        "hardware": _hardware(done, level),
+        "problems": [finding.problem for finding in done.findings],
+        "findings": [
+            {"level": one.level, "check": one.check, "problem": one.problem} for one in done.findings
+        ],
+        "words": done.words,
+        **done.told,
+    }  # fmt: skip
+
+
+def _hardware(done: _Verified, level: "Level") -> str:
+    """What is known of the device: the run's word, unless one of its kind gave the same bits again."""
+    same = done.told.get("replayed", {}).get("class") == "SAME" and level in ("L3", "L4")
+    return f"{SELF_REPORTED}; replayed here on one of its kind, to the bit" if same else SELF_REPORTED
+
+
+def _verdict(level: "Level", reached: "Sequence[Level]") -> str:
+    """`level L1 (consistent); not regenerated, not replayed`."""
+    from tunix_rt.evidence.findings import MEANINGS
+
+    if level == "L0":
+        return f"level L0 ({MEANINGS['L0']})"
+    without = [] if "L2" in reached else ["not regenerated"]
+    without += [] if {"L3", "L4"} & set(reached) else ["not replayed"]
+    return f"level {level} ({MEANINGS[level]}){'; ' * bool(without)}{', '.join(without)}"
+
+
+def _lines(folder: Path, done: _Verified, level: "Level", repository: Path | None, *, bundle: bool) -> list[str]:
+    found = [f"{finding.level} {finding.check}: {finding.problem}" for finding in done.findings]
+    lines = [*found, *done.words, f"{folder}: {_verdict(level, done.reached)}"]
+    if bundle and level != "L0":
+        looked_up = f"found in {repository}" if repository else "not looked up; add --repository CLONE"
+        lines += [f"commit: {looked_up}", f"hardware: {_hardware(done, level)}"]
+    return lines
+
+
+# --- package ----------------------------------------------------------------------------------------------------------
+
+
+@evidence.command()
+@click.option(
+    "--to", "to", type=FOLDER, default=Path("tunix-rt-evidence.zip"), show_default=True, help="The zip to make."
+)
+@click.option("--repository", type=FOLDER, default=Path(), help="Clone to pack [here].")
+@click.option("--json", "as_json", is_flag=True, help="Print what was packed as JSON.")
+def package(to: Path, repository: Path, as_json: bool) -> None:
+    """Pack configurations, bundles, notebooks and README into one zip; the same files give the same bytes.
+
+    Every bundle is verified before it is packed, and again after the zip was unpacked elsewhere.
+    """
+    from tunix_rt.evidence.packaging import package
+
+    made = package(repository, to)
+    if as_json:
+        text.show_json(
+            {
+                "path": str(made.path), "sha256": made.sha256, "bytes": made.bytes, "files": made.files,
+                "bundles": list(made.bundles),
+            }
+        )  # fmt: skip
+        return
+    text.show_lines(
+        [
+            f"{made.path}: {made.files} files, {made.bytes:,} bytes, {len(made.bundles)} bundles, all verified",
+            f"sha256 {made.sha256}",
+        ]
+    )

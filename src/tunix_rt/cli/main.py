@@ -2,7 +2,10 @@
 
 import importlib
 import io
+import re
 import sys
+import traceback
+from types import TracebackType
 from typing import Any
 
 import click
@@ -50,6 +53,9 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            vars(error)["message"] = without_values(error.message)  # declared final, and said from here by click
+            raise
         except TunixError as error:
             report(error)
             ctx.exit(error.exit_code)
@@ -62,6 +68,21 @@ def report(error: TunixError) -> None:
     click.echo(redacted(f"error: {error.problem}\n  fix: {error.fix}"), err=True)
 
 
+def without_values(message: str) -> str:
+    """What click says of a mistake, without the value that was given: it may be a password in the wrong place."""
+    from tunix_rt.models.secrets import redacted
+
+    message = re.sub(r"^(Got unexpected extra arguments?) \(.*\)$", r"\1", message, flags=re.DOTALL)
+    return redacted(re.sub(r"^'.*?' is not ", "it is not ", message, flags=re.DOTALL))
+
+
+def say_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The traceback of a defect of ours, without secrets."""
+    from tunix_rt.models.secrets import redacted
+
+    click.echo(redacted("".join(traceback.format_exception(kind, error, trace))), err=True, nl=False)
+
+
 @click.group(cls=Verbs, context_settings={"max_content_width": 100})
 @click.version_option(__version__, prog_name="tunix-rt")
 def cli() -> None:
@@ -69,6 +90,7 @@ def cli() -> None:
 
 
 def main() -> None:
+    sys.excepthook = say_defect
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a letter that this terminal cannot show ends nothing
     cli.main(args=sys.argv[1:], prog_name="tunix-rt")

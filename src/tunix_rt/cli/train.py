@@ -23,6 +23,9 @@ MOST_RECORDED = 50
 @click.option(
     "--profile", type=click.IntRange(1, MOST_RECORDED), metavar="N", help="Record N steps: where does their time go?"
 )
+@click.option(
+    "--stop-after", type=click.IntRange(min=1), metavar="STEP", help="Keep that step and stop, to go on with --resume."
+)
 @click.option("--allow-oom-attempt", is_flag=True, help="Go on where the plan says that the run does not fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output.")
 def train(
@@ -42,22 +45,25 @@ def train(
     }
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags)
-    attempt = named["allow_oom_attempt"]
-    run_and_show(settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=attempt)
+    run_and_show(
+        settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=named["allow_oom_attempt"],
+        stop_after=named["stop_after"],
+    )  # fmt: skip
 
 
-def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, oom_attempt: bool = False) -> None:
+def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, **how: Any) -> None:
     """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
     from tunix_rt.cli import text
     from tunix_rt.cli.watch import watching
     from tunix_rt.evaluate.report import remarks, table
-    from tunix_rt.models import refuse_addresses
+    from tunix_rt.models import refuse_addresses, refuse_secrets
     from tunix_rt.pipeline import run_pipeline
     from tunix_rt.rundir import RunDir, read_json
 
     refuse_addresses(config.model_dump())  # before anything is written down
+    refuse_secrets(config.model_dump())
     with watching() as progress:
-        report = run_pipeline(config, output, progress=progress, profile=profile, oom_attempt=oom_attempt)
+        report = run_pipeline(config, output, progress=progress, profile=profile, **how)
     run = RunDir(output)
     if as_json:
         text.show_json(read_json(run.result))

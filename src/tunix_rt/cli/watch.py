@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tunix_rt.evidence.record import WithoutSecrets
+from tunix_rt.models.secrets import redacted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -53,9 +56,8 @@ def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
             if record.levelno >= logging.ERROR:  # said by the program as it ends
                 return
             if not record.getMessage().startswith("step ") or record.levelno > logging.INFO:
-                console.print(
-                    record.getMessage(), style="bold red" if record.levelno > logging.INFO else None, markup=False
-                )
+                words = redacted(record.getMessage())
+                console.print(words, style="bold red" if record.levelno > logging.INFO else None, markup=False)
 
     with rich_progress.Progress(*columns, console=console) as bar:
 
@@ -70,7 +72,7 @@ def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
 @contextmanager
 def _plain() -> Iterator[tuple[logging.Handler, Progress]]:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(WithoutSecrets("%(message)s"))
     handler.addFilter(lambda record: record.levelno < logging.ERROR)  # an error is said by the program as it ends
 
     quarters: dict[str, int] = {}  # how far each piece of work was when it last spoke

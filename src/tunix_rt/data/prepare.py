@@ -13,9 +13,10 @@ from tunix_rt.config import RunConfig
 from tunix_rt.data.checks import check_text
 from tunix_rt.data.containers import parse, read_raw
 from tunix_rt.data.formats import detect_format, to_sample
+from tunix_rt.data.holding_out import MOST_ASKED, askable, hold_out, items_of
 from tunix_rt.data.leaks import find_leaks
 from tunix_rt.data.limits import ModelFacts, Numbers, about_length, about_vocabulary
-from tunix_rt.data.pack import Packing, Row, Rows, pack, rows_root
+from tunix_rt.data.pack import Packing, Row, RowFacts, Rows, facts_of_rows, pack
 from tunix_rt.data.registry import Dataset, FileRef, find_dataset, find_evalset, read_items
 from tunix_rt.data.render import Style, prompt_ids, style_of
 from tunix_rt.data.rules import RULES, Finding, refuse
@@ -27,9 +28,6 @@ from tunix_rt.data.trace import EvalItem
 from tunix_rt.errors import InputError
 
 logger = logging.getLogger(__name__)
-
-MOST_ASKED = 500
-"""Held-out questions that are asked where no eval set is named; of more, as many evenly spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +73,17 @@ class Prepared:
     """Held-out ones included."""
     fill: float
     """Tokens over room, of all rows but the last."""
-    merkle_root: str
-    """Over every training row, token by token."""
+    row_facts: RowFacts
+    """Of every training row."""
     format: str = "trace"
     findings: tuple[Finding, ...] = ()
     store: Store | None = None
     """None in tests that need no data."""
+
+    @property
+    def merkle_root(self) -> str:
+        """Over every training row, token by token."""
+        return self.row_facts.merkle_root
 
     @property
     def sentence(self) -> str:
@@ -133,7 +136,7 @@ def prepare(
         trained_tokens=int(_trained(seen, index)[~heldout].sum()),
         longest_row=int(max(of_row.max(), seen.lengths[heldout].max(initial=0))),
         fill=fill_of(of_row, max_length),
-        merkle_root=rows_root(rows),
+        row_facts=facts_of_rows(rows),
         findings=seen.findings,
         store=seen.store,
     )
@@ -220,33 +223,12 @@ def _trained(seen: Inspected, index: npt.NDArray[Any]) -> Numbers:
 
 
 def _hold_out(seen: Inspected, config: RunConfig) -> npt.NDArray[np.bool_]:
-    """Which of the kept examples are held out. All examples of one question go to one side; the data seed decides.
-
-    Questions are taken in a shuffled order as long as they fit into the share; at least one is held out, the rarest, and
-    one is left to train on. Case, spaces and punctuation do not make another question.
-    """
-    _, first, group_of = np.unique(
-        seen.store.examples.entries["question"][seen.kept], return_index=True, return_inverse=True
-    )
-    heldout = np.zeros(len(seen.kept), dtype=np.bool_)
-    if config.data.validation_fraction and len(first) < 2:
+    """Which of the kept examples are held out; the data seed decides."""
+    questions = seen.store.examples.entries["question"][seen.kept]
+    if config.data.validation_fraction and len(np.unique(questions)) < 2:
         logger.warning("Nothing is held out: all records ask the same question")
-    if not config.data.validation_fraction or len(first) < 2:
-        return heldout
-    in_file_order = np.argsort(first)
-    sizes = np.bincount(group_of)[in_file_order]
     seed = config.training.seed if config.training.data_seed is None else config.training.data_seed
-    shuffled = np.random.Generator(np.random.PCG64([seed, len(first)])).permutation(len(first))
-    wanted = min(max(1, round(config.data.validation_fraction * len(heldout))), len(heldout) - 1)
-    chosen: list[int] = []
-    count = 0
-    for group in shuffled.tolist():
-        if count + sizes[group] <= wanted:
-            chosen.append(group)
-            count += int(sizes[group])
-    if not chosen:
-        chosen = [int(shuffled[np.argmin(sizes[shuffled])])]
-    return np.isin(group_of, in_file_order[chosen])
+    return hold_out(questions, fraction=config.data.validation_fraction, seed=seed)
 
 
 def _asked(config: RunConfig, seen: Inspected, heldout: npt.NDArray[np.bool_]) -> tuple[EvalItem, ...]:
@@ -254,23 +236,19 @@ def _asked(config: RunConfig, seen: Inspected, heldout: npt.NDArray[np.bool_]) -
     if not config.evaluation.enabled or seen.evalset is not None:
         return seen.items
     wanted = seen.kept[heldout]
-    askable = [pair for sample in _samples_at(seen, wanted) if (pair := _askable(sample, config.data.answer_tag))]
-    if not askable:
+    pairs = [pair for sample in _samples_at(seen, wanted) if (pair := askable(sample, config.data.answer_tag))]
+    if not pairs:
         raise InputError(
             f"nothing to evaluate on: no eval set is named, and of the {len(wanted):,} held-out records none is one "
             "question with one answer (a chat, a system turn or an open text cannot be asked)",
             fix="set evaluation.evalset, or data.validation_fraction above 0, or evaluation.enabled=false",
         )
-    if len(askable) > MOST_ASKED:
+    if len(pairs) > MOST_ASKED:
         logger.warning(
             "Of %s held-out questions %d are asked, evenly spread; name an eval set to choose yourself",
-            f"{len(askable):,}", MOST_ASKED,
+            f"{len(pairs):,}", MOST_ASKED,
         )  # fmt: skip
-        askable = [askable[place * len(askable) // MOST_ASKED] for place in range(MOST_ASKED)]
-    return tuple(
-        EvalItem(id=f"heldout-{number}", prompt=prompt, answer=answer, section="heldout")
-        for number, (prompt, answer) in enumerate(askable, start=1)
-    )
+    return items_of(pairs, MOST_ASKED)
 
 
 def _samples_at(seen: Inspected, wanted: Numbers) -> Iterator[Sample]:
@@ -280,20 +258,6 @@ def _samples_at(seen: Inspected, wanted: Numbers) -> Iterator[Sample]:
         if number in numbers:
             where = seen.dataset.place(raw.file, raw.line)
             yield to_sample(parse(raw, where), seen.format, where)
-
-
-def _askable(sample: Sample, answer_tag: str) -> tuple[str, str] | None:
-    """(question, answer) of a sample that is one question with one answer; None for a chat or an open text."""
-    before = [turn for turn in sample.turns if turn.role != "assistant"]
-    said = [turn.text for turn in sample.turns if turn.role == "assistant"]
-    if [turn.role for turn in before] != ["user"]:
-        return None
-    answer = sample.answer
-    if answer is None and len(said) == 1:
-        _, opened, rest = said[0].rpartition(f"<{answer_tag}>")
-        text, closed, _ = rest.partition(f"</{answer_tag}>")
-        answer = text.strip() if opened and closed else None
-    return (before[0].text, answer) if answer else None
 
 
 def _refuse_odd_questions(

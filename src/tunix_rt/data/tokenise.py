@@ -14,13 +14,13 @@ import numpy.typing as npt
 from tunix_rt.data.checks import Seen, check_example, check_text
 from tunix_rt.data.containers import Raw, parse
 from tunix_rt.data.formats import to_sample, unused_columns, words_behind_number
+from tunix_rt.data.holding_out import hash8, question_hash
 from tunix_rt.data.merkle import row_leaf
 from tunix_rt.data.registry import Dataset
 from tunix_rt.data.render import Rendered, Style, TemplateRefusal, render_batch
 from tunix_rt.data.sample import Sample
 from tunix_rt.data.sketch import sketch
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.data.words import fold
 from tunix_rt.errors import InputError
 
 SCHEMA = "tunix-rt/tokens/1"
@@ -177,7 +177,7 @@ def _part(
         one = rendered.get(at)
         length = 0 if one is None else len(one.ids)
         counts = (0, 0, 0) if one is None else (int(one.trained.sum()), one.reasoning_end, one.answer_end)
-        index[at] = (start, length, *counts, raw.file, raw.line, _hash8(fold(sample.question)), _content(sample))
+        index[at] = (start, length, *counts, raw.file, raw.line, question_hash(sample), _content(sample))
         if one is not None:
             stored.append(one.ids.astype(np.uint32) | np.where(one.trained, TRAINED, np.uint32(0)))
             leaves.append(row_leaf(one.ids, one.trained, np.arange(length, dtype=np.int32)))
@@ -198,10 +198,6 @@ def _empty_part(failure: tuple[str, str]) -> Part:
     )  # fmt: skip
 
 
-def _hash8(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
 def _content(sample: Sample) -> int:
     """The same for records that say the same, whatever else they hold."""
-    return _hash8("\0".join((*(turn.role for turn in sample.turns), "", *sample.texts)))
+    return hash8("\0".join((*(turn.role for turn in sample.turns), "", *sample.texts)))

@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 SMI_SECONDS = 20.0
 
@@ -17,6 +18,8 @@ class GpuMemory:
     pid: int
     used_bytes: int
     by: str
+    at: str
+    """When, in UTC."""
 
 
 def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> GpuMemory | None:
@@ -43,9 +46,24 @@ def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> 
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+    at = datetime.now(UTC).isoformat(timespec="seconds")
     if own:
-        return GpuMemory(step=step, pid=pid, used_bytes=sum(own), by="nvml")
-    return GpuMemory(step=step, pid=pid, used_bytes=in_use, by="device") if in_use else None
+        return GpuMemory(step=step, pid=pid, used_bytes=sum(own), by="nvml", at=at)
+    return GpuMemory(step=step, pid=pid, used_bytes=in_use, by="device", at=at) if in_use else None
+
+
+def driver_version() -> str | None:
+    """Of the driver of NVIDIA, by NVML; None where it does not tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def nvidia_smi_text(sample: GpuMemory | None, step: int) -> str:

@@ -2,6 +2,7 @@
 with a time limit, and only where an accelerator shows."""
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
@@ -109,6 +110,20 @@ def host_facts(output: Path | None = None, root: Path = ROOT) -> Host:
 def _cpu_name(root: Path) -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", read_text(root / "proc/cpuinfo"), flags=re.MULTILINE | re.IGNORECASE)
     return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def cpu_facts(root: Path = ROOT) -> dict[str, str]:
+    """What of a CPU and its Python decides how numbers are added: name, instructions, version.
+
+    The instructions as a hash of their sorted names, as Linux tells them; elsewhere of the name of the architecture."""
+    told = read_text(root / "proc/cpuinfo")
+    match = re.search(r"^(?:flags|features)\s*:\s*(.+)$", told, flags=re.MULTILINE | re.IGNORECASE)
+    flags = " ".join(sorted(set(match[1].split()))) if match else platform.machine()
+    return {
+        "cpu": _cpu_name(root),
+        "cpu_flags_sha256": hashlib.sha256(flags.encode()).hexdigest(),
+        "python": platform.python_version(),
+    }
 
 
 def _cores() -> int:

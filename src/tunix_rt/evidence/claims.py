@@ -16,9 +16,12 @@ from tunix_rt.evidence.doubtful import parse_object, read_bytes, shown
 from tunix_rt.rundir import RunDir
 from tunix_rt.strict_yaml import read_yaml
 
-SCHEMA = "tunix-rt/bundle/2"
+SCHEMA = "tunix-rt/bundle/3"
+SECOND_SCHEMA = "tunix-rt/bundle/2"
+"""Of bundles of runs that did not yet note their rows, checkpoints and processes."""
 OLDER_SCHEMA = "tunix-rt/bundle/1"
-"""Of bundles that have no `run_manifest.json`."""
+"""Of bundles that have no `run_manifest.json` either."""
+SCHEMAS = (OLDER_SCHEMA, SECOND_SCHEMA, SCHEMA)
 KINDS = {"cuda": "gpu", "cpu": "cpu"}
 COUNTS_END = 2**63
 UNTOUCHED = "ask for an untouched copy of the run"
@@ -133,9 +136,9 @@ def claims_of(run: RunFiles, cpu: RunFiles | None, schema: str = SCHEMA) -> dict
         "backend": engine_of(run),
         "source_sha256": run.need("precommit.json", "source_sha256", str),
         **engine_versions(run),
-        "model": _without_place(run.need("precommit.json", "base_model.name", str)),
+        "model": without_place(run.need("precommit.json", "base_model.name", str)),
         "weights": run.need("precommit.json", "base_model.weights", str),
-        "dataset": _without_place(run.need("precommit.json", "dataset.key", str)),
+        "dataset": without_place(run.need("precommit.json", "dataset.key", str)),
         "steps_completed": run.need("result.json", "steps_completed", int),
         "resumed_from": run.need("result.json", "resumed_from", int),
         "final_loss": run.need("result.json", "final_loss", float),
@@ -188,7 +191,7 @@ def cuda_versions(run: RunFiles) -> dict[str, Any]:
     return {"cuda_plugin": {name: run.need("doctor.json", f"facts.jax.plugins.{name}", str) for name in names}}
 
 
-def _without_place(name: str) -> str:
+def without_place(name: str) -> str:
     """A hub id or key as it is; of a folder that was named in full, its last part: where it lay is nobody's business."""
     return Path(name).name if name.startswith(("/", "~")) else name
 

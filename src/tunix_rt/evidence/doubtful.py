@@ -4,9 +4,13 @@ Nothing here raises for what it reads. It says what is wrong, in words that are 
 """
 
 import json
+import math
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+PLACEHOLDERS = ("", "unknown", "todo", "tbd", "n/a", "null", "nan", "placeholder", "fixme")
 
 
 def read_bytes(path: Path) -> tuple[bytes | None, str]:
@@ -44,16 +48,30 @@ def parse_object(data: bytes) -> dict[str, Any] | str:
 
 
 def nulls(value: Any) -> list[str]:
-    """Dotted names of all nulls. No recursion: what arrives may be nested deeper than Python's stack."""
-    found: list[str] = []
+    """Dotted names of all nulls."""
+    return sorted(name for name, inner in _leaves(value) if inner is None)
+
+
+def placeholders(value: Any) -> list[str]:
+    """Dotted names of everything that stands where a fact should: null, an empty text, `unknown`, `TODO`, a number that is
+    none."""
+    return sorted(
+        name
+        for name, inner in _leaves(value)
+        if inner is None
+        or (isinstance(inner, str) and inner.strip().casefold() in PLACEHOLDERS)
+        or (isinstance(inner, float) and not math.isfinite(inner))
+    )
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Everything inside, by dotted name. No recursion: what arrives may be nested deeper than Python's stack."""
     pending: list[tuple[str, Any]] = [("", value)]
     while pending:
         name, inner = pending.pop()
-        if inner is None:
-            found.append(name)
+        yield name, inner
         pairs = inner.items() if isinstance(inner, dict) else enumerate(inner) if isinstance(inner, list) else ()
         pending += [(f"{name}.{key}" if name else str(key), deeper) for key, deeper in pairs]
-    return sorted(found)
 
 
 def shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tunix_rt.errors import EvidenceError, StorageError, TunixError
 from tunix_rt.evidence.doubtful import nulls, parse_object, read_bytes, shown
+from tunix_rt.evidence.ledger_checks import ledger_problems
 from tunix_rt.evidence.rescore import answer_problems
 from tunix_rt.evidence.told import is_evaluation
 from tunix_rt.rundir import (
@@ -74,17 +75,18 @@ def _hashes_at_commit(run: RunDir, sound: Collection[Path]) -> dict[str, str]:
 def list_problems(folder: Path, *, may_lack_weights: bool = False) -> list[str]:
     """Every way the run in `folder` contradicts its hashes or itself; an empty list means it verifies. Never raises.
 
-    The answers are judged again once the files are those that were hashed: else each changed file would be told of many
-    times. The output of an evaluation, which took no step, is held to its hashes and its answers.
+    The lists of rows and checkpoints are held against the rest, and the answers judged again, once the files are those that
+    were hashed: else each changed file would be told of many times. The output of an evaluation, which took no step, is held
+    to its hashes and its answers.
 
     A run brought home from another machine `may_lack_weights`, whose hashes it still has; one that is there must be right.
     """
     if not os.path.isdir(folder):
         return [f"{folder} is not a folder"]
     run = RunDir(folder)
-    changed = _hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
+    changed = hash_problems(run, may_lack=is_weights if may_lack_weights else lambda name: False)
     problems = changed + ([] if is_evaluation(run) else step_problems(run))
-    return problems if changed else problems + answer_problems(run)
+    return problems if changed else problems + ledger_problems(run) + answer_problems(run)
 
 
 def step_problems(run: RunDir) -> list[str]:
@@ -148,6 +150,15 @@ def list_uncovered(root: Path) -> list[str]:
     return sorted(found)
 
 
+def list_empty(root: Path) -> list[str]:
+    """Folders in `root` that hold nothing, which no hash can cover and no clone brings along."""
+    return sorted(
+        shown(Path(folder).relative_to(root).as_posix())
+        for folder, folders, files in os.walk(root)
+        if not folders and not files
+    )
+
+
 def _name_fault(name: str) -> str | None:
     """Why `name` cannot stand in SHA256SUMS. `sha256sum` escapes backslashes and newlines; we refuse them."""
     if "\\" in name or any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
@@ -160,7 +171,8 @@ def _name_fault(name: str) -> str | None:
     return None
 
 
-def _hash_problems(run: RunDir, *, may_lack: Callable[[str], bool]) -> list[str]:
+def hash_problems(run: RunDir, *, may_lack: Callable[[str], bool] = lambda name: False) -> list[str]:
+    """Every way the files differ from `SHA256SUMS`; nothing is read but bytes."""
     present, problems = _list_files(run.root)
     if run.hashes.is_symlink():
         return [*problems, "a symbolic link: SHA256SUMS"]

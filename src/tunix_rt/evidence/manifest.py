@@ -22,7 +22,7 @@ _SAID = (
 
 def manifest_of(run: RunFiles, says: Mapping[str, Any], run_id: str) -> dict[str, Any]:
     """The manifest under the name `run_id`, from what `bundle.json` says and from the run's settings and versions."""
-    settings, left_open = _settings(run)
+    settings, left_open = settings_of(run)
     return {
         "schema": MANIFEST_SCHEMA,
         "run_id": run_id,
@@ -71,7 +71,7 @@ def _hardware(says: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": host["cpu"], "cpu_cores": host["cpu_cores"], "memory_bytes": host["memory_bytes"]}
 
 
-def _settings(run: RunFiles) -> tuple[dict[str, Any], list[str]]:
+def settings_of(run: RunFiles) -> tuple[dict[str, Any], list[str]]:
     """`config.yaml` as JSON has it, without the settings left open, and their dotted names."""
     try:
         plain = json.loads(json.dumps(run.config, allow_nan=False))

@@ -75,7 +75,7 @@ def build_precommit(
             "name": model.name,
             "revision": model.revision,
             "weights": model.weights,
-            "files": {path.name: sha256_file(path) for path in _model_files(model)},
+            "files": model_hashes(model),
         },
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
@@ -219,9 +219,10 @@ def _versions(backend: str) -> dict[str, str]:
     return found
 
 
-def _model_files(model: ModelSource) -> list[Path]:
+def model_hashes(model: ModelSource) -> dict[str, str]:
+    """By name, of every file that decides the weights that training begins with."""
     weights = model.weight_files() if model.weights == "pretrained" else []
-    return [model.folder / "config.json", *weights]
+    return {path.name: sha256_file(path) for path in (model.folder / "config.json", *weights)}
 
 
 def _data_seed(config: RunConfig) -> int:

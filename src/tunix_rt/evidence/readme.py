@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tunix_rt.evidence.claims import OLDER_SCHEMA
+from tunix_rt.evidence.claims import OLDER_SCHEMA, SCHEMA
 from tunix_rt.evidence.hashes import is_weights
 
 GIB = 2**30
@@ -206,9 +206,13 @@ def _fallback_words(says: Mapping[str, Any]) -> str:
 def _left_out(says: Mapping[str, Any]) -> str:
     left_out: Mapping[str, str] = says["left_out"]
     weights = [name for name in sorted(left_out) if is_weights(name)]
+    if not left_out:
+        return "Nothing: checkpoints and weights are in the bundle."
     traces = [name for name in left_out if name.startswith("profile/")]
     others = len(left_out) - len(weights) - len(traces)
     lines = ["Weights are not in the bundle; their hashes are (`run-SHA256SUMS`, `left_out` in `bundle.json`):", ""]
+    if not weights:
+        lines = ["Not all that the run left; the hashes of the rest are in `left_out` of `bundle.json`."]
     lines += [f"- `{name}` sha256 `{left_out[name]}`" for name in weights]
     if others:
         lines += ["", f"Nor are {others} other files of `checkpoints/`, `final_model/` and `tensorboard/`."]
@@ -218,6 +222,35 @@ def _left_out(says: Mapping[str, Any]) -> str:
 
 
 def _again(says: Mapping[str, Any]) -> str:
+    """The first block is run by a test, as it stands, in the folder of the bundle."""
+    if says["schema"] != SCHEMA:
+        return _again_before(says)
+    checkout = [f"git checkout {says['commit']}", *_install(says)]
+    collect = "tunix-rt evidence collect ../reproduced --to ../NEW_BUNDLE"
+    if "cpu_run" in says:
+        collect += " --cpu-run ../reproduced_cpu"
+    elif says["device"] == "cuda" and says["backend"] != "jax":
+        collect += " --without-cpu-run"
+    cpu = [_train(says, "cpu/config.yaml", "../reproduced_cpu")] if "cpu_run" in says else []
+    return "\n".join(
+        [
+            "In this folder, with tunix-rt installed at the commit above:\n",
+            f"```bash\n{_train(says, 'config.yaml', '../reproduced')}\n```\n",
+            "To have it so, in a clone of the repository:\n",
+            _block(*checkout),
+            "\nAnd to make a bundle of it, which has a speed of its own:\n",
+            _block(*cpu, collect),
+            f"\nOn another device, driver or {_engine(says)} the losses agree closely, not to the last bit.",
+        ]
+    )
+
+
+def _block(*lines: str) -> str:
+    return "```bash\n" + "\n".join(lines) + "\n```"
+
+
+def _again_before(says: Mapping[str, Any]) -> str:
+    """As bundles of older schemas have it, which must verify to the letter."""
     lines = [f"git checkout {says['commit']}", *_install(says), _train(says, "BUNDLE/config.yaml", "RUN")]
     if "cpu_run" in says:
         lines.append(_train(says, "BUNDLE/cpu/config.yaml", "CPU_RUN"))
@@ -242,6 +275,35 @@ def _install(says: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check(says: Mapping[str, Any]) -> str:
+    return _check_now(says) if says["schema"] == SCHEMA else _check_before(says)
+
+
+_BASE = "A replay needs the base model, `--model DIR`, unless it came with tunix-rt. "
+
+
+def _check_now(says: Mapping[str, Any]) -> str:
+    commands = _block(
+        "tunix-rt evidence verify . --repository CLONE   # L1: everything that follows from something else, computed again",
+        "tunix-rt evidence verify . --weights FINAL_MODEL   # L2: some of the answers, generated again",
+        "tunix-rt evidence verify . --require L3   # L3: stretches of the run, taken again",
+        "tunix-rt evidence verify . --require L4   # L4: all of it",
+    )
+    return (
+        f"{commands}\n\n`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not. "
+        "`FINAL_MODEL` are the weights that this run ended with, by the hashes above. "
+        f"{_BASE if says['weights'] == 'pretrained' else ''}"
+        "The hashes alone, without tunix-rt:\n\n"
+        f"{_block('sha256sum -c SHA256SUMS')}\n\n"
+        "The source of the run, by hand, at the commit above:\n\n"
+        "```bash\ncd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum\n"
+        f"# {says['source_sha256']}\n```\n\n"
+        "At level L1 the bundle agrees with itself: batches, learning rates, scores and clocks follow from one another. That "
+        "the model gave these losses and answers is shown from L2 on. Which device computed is the run's own word, "
+        "unless it is replayed on such a one. What each level means and does not mean is in `docs/reference/bundle.md`."
+    )
+
+
+def _check_before(says: Mapping[str, Any]) -> str:
     return (
         "```bash\ntunix-rt evidence verify . --repository CLONE   # hashes, steps, bundle.json and this page computed again\n"
         "sha256sum -c SHA256SUMS                         # the hashes alone, without tunix-rt\n```\n\n"

@@ -41,7 +41,9 @@ def find_commit(source_sha256: str, repo: Path) -> str | None:
 
     The oldest, because later commits that leave the source alone have the same hash and must not change the answer.
     """
-    listed = _git(repo, "rev-list", "--exclude=refs/stash", "--all", f"--max-count={NEWEST_COMMITS}").decode().split()
+    listed = (
+        run_git(repo, "rev-list", "--exclude=refs/stash", "--all", f"--max-count={NEWEST_COMMITS}").decode().split()
+    )
     found = None
     by_tree: dict[str, str] = {}
     by_blob: dict[str, str] = {}
@@ -59,7 +61,7 @@ def find_commit(source_sha256: str, repo: Path) -> str | None:
 
 def _hash_of_tree(repo: Path, tree: str, objects: "_Objects", by_blob: dict[str, str]) -> str:
     files: dict[str, str] = {}
-    for entry in _git(repo, "ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0"):
+    for entry in run_git(repo, "ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0"):
         facts, _, path = entry.partition(b"\t")
         if not path.endswith(b".py") or not facts.startswith(b"100"):  # regular files: no links, no submodules
             continue
@@ -105,7 +107,8 @@ def _object_reader(repo: Path) -> Iterator[_Objects]:
         yield _Objects(process.stdin, process.stdout)
 
 
-def _git(repo: Path, *arguments: str) -> bytes:
+def run_git(repo: Path, *arguments: str) -> bytes:
+    """What git prints; where it is missing or refuses, an EvidenceError says so."""
     try:
         return subprocess.run(["git", "-C", str(repo), *arguments], capture_output=True, check=True).stdout
     except FileNotFoundError as error:

@@ -53,6 +53,15 @@ def require_whole(run: RunFiles) -> None:
         )
 
 
+def whole_problems(run: RunFiles) -> Iterator[str]:
+    """What `require_whole` refuses, and files of a GPU beside a run that had none."""
+    require_whole(run)
+    if run.result["device"] != "cuda":
+        for name in ("cuda_check.txt", "nvidia_smi.txt"):
+            if (run.folder / name).exists():
+                yield f"{run.where}{name} in a run on {run.result['device']}"
+
+
 def _faults_of_inputs(run: RunFiles) -> Iterator[str]:
     """The source against the files it is made of; the checks that a run can only have passed."""
     files = run.need("precommit.json", "source_files", dict)

@@ -16,12 +16,12 @@ from tunix_rt import assets
 from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models.gguf import Converted, converted, only_gguf
 from tunix_rt.models.hub import from_hub
-from tunix_rt.models.secrets import redacted, refuse_address, refuse_addresses
+from tunix_rt.models.secrets import redacted, refuse_address, refuse_addresses, refuse_secrets
 from tunix_rt.models.weight_files import no_safetensors, refuse_incomplete
 
 __all__ = [
     "A_TOKENIZER", "TWO_WAYS_ON", "ModelSource", "preset_names", "redacted", "refuse_address", "refuse_addresses",
-    "resolve_architecture", "resolve_model", "resolve_tokenizer",
+    "refuse_secrets", "resolve_architecture", "resolve_model", "resolve_tokenizer",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

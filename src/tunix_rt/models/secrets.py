@@ -2,14 +2,17 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tunix_rt.errors import ConfigError
 
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY", "KAGGLE_KEY")
-SHORTEST_SECRET = 6
-"""A shorter value is no secret: it would be struck out of words that merely contain it."""
+SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "APIKEY", "PAT"})
+"""A variable with one of these between its underscores holds a secret, whoever reads it."""
+SHORTEST_SECRET, SHORTEST_OF_OTHERS = 6, 12
+"""A shorter value is no secret: it would be struck out of words that merely contain it. The second is for variables that only
+sound like one."""
 
 NAMES = {
     "model": ("model_name_or_path", "tokenizer_name_or_path"),
@@ -18,25 +21,61 @@ NAMES = {
 }
 """Settings, by section, that name something to be found."""
 
+_IN_WORDS = (re.compile(r"(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{6,}"), r"\1 ***")
+"""Of a header. In the text of a person it may be two plain words."""
 _PATTERNS = (
-    (re.compile(r"(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{6,}"), r"\1 ***"),
     (re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{16,}"), r"\1***"),
+    (re.compile(r"\b(gh[a-z]_|github_pat_|AKIA|sk-|KGAT_)[A-Za-z0-9_-]{16,}"), r"\1***"),
     (re.compile(r"(\w+://)[^/\s@]+@"), r"\1***@"),  # https://user:token@host
+    (re.compile(r"(?<![\w:/])[\w.-]+:[^/\s@:]{3,}@(?=[\w.-])"), r"***@"),  # the same without its scheme
     # Links to stored files are signed: whoever has one can fetch the file.
-    (re.compile(r"(?i)([?&](?:[\w-]*token|[\w-]*signature|api_?key|key-pair-id|policy|sig)=)[^&\s\"')]+"), r"\1***"),
+    (
+        re.compile(
+            r"(?i)([?&](?:[\w-]*token|[\w-]*signature|[\w-]*secret|[\w-]*key|passw(?:or)?d|key-pair-id|policy|sig)=)"
+            r"[^&\s\"')]+"
+        ),
+        r"\1***",
+    ),
 )
 
 
 def redacted(text: str) -> str:
     """`text` with every hub token, password in an address and signature of a link replaced by `***`.
 
-    What the variables above hold is replaced whatever it looks like."""
-    for secret in (os.environ.get(name, "").strip() for name in SECRET_VARIABLES):
-        if len(secret) >= SHORTEST_SECRET:
-            text = text.replace(secret, "***")
-    for pattern, instead in _PATTERNS:
+    What variables of the environment hold whose name says so is replaced whatever it looks like."""
+    return _without(text, (_IN_WORDS, *_PATTERNS))
+
+
+def _without(text: str, patterns: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for secret in _held_by_variables():
+        text = text.replace(secret, "***")
+    for pattern, instead in patterns:
         text = pattern.sub(instead, text)
     return text
+
+
+def _held_by_variables() -> list[str]:
+    """The longest first: one may be part of another. A path is where a secret lies, and no secret itself."""
+    found = []
+    for name, value in os.environ.items():
+        least = SHORTEST_SECRET if name in SECRET_VARIABLES else SHORTEST_OF_OTHERS
+        named = name in SECRET_VARIABLES or not SECRET_WORDS.isdisjoint(name.upper().split("_"))
+        if named and len(value.strip()) >= least and not value.strip().startswith(("/", "~", "./")):
+            found.append(value.strip())
+    return sorted(found, key=len, reverse=True)
+
+
+def refuse_secrets(settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise a ConfigError for the first setting, as `section.name`, that holds a secret: settings are written down.
+
+    To be asked before a run folder is opened. Nothing of the value is repeated."""
+    for section, values in settings.items():
+        for name, value in values.items():
+            if isinstance(value, str) and _without(value, _PATTERNS) != value:
+                raise ConfigError(
+                    f"{section}.{name} holds what looks like a token or a password, and settings are written into the run",
+                    fix="take it out; a token of the hub goes into HF_TOKEN, or `hf auth login`",
+                )
 
 
 def one_line(error: BaseException) -> str:

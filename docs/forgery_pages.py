@@ -1,0 +1,82 @@
+"""The figures in docs/concepts/evidence.md: forgeries and mutations, as benchmarks/results has them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from docs.markdown import table
+
+PAGE = Path("docs/concepts/evidence.md")
+FORGERIES = Path("benchmarks/results/forgeries.json")
+MUTATIONS = Path("benchmarks/results/mutations.json")
+LEVELS = ("L1", "L2", "L3", "L4", "missed")
+
+
+def _read(root: Path, path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((root / path).read_text(encoding="utf-8"))
+    return told
+
+
+def shares_block(root: Path) -> str:
+    """How many were tried, and at which level they are rejected."""
+    tried = _read(root, FORGERIES)["forgeries"]
+    count = Counter(one["rejected_at"] for one in tried)
+    groups = sorted({one["group"] for one in tried})
+    by_group = Counter((one["group"], one["rejected_at"]) for one in tried)
+    rows = [
+        (
+            group,
+            str(sum(one["group"] == group for one in tried)),
+            *(str(by_group[group, level] or "") for level in LEVELS),
+        )
+        for group in groups
+    ]
+    rows.append(("**all**", f"**{len(tried)}**", *(f"**{count[level]}**" for level in LEVELS)))
+    early = sum(count[level] for level in ("L1", "L2", "L3"))
+    return (
+        f"{len(tried)} forgeries were tried. {count['L1']} are rejected by the static checks alone, {early} "
+        f"({100 * early / len(tried):.1f} %) at L1 to L3, {count['L4']} at L4, and {count['missed']} are missed.\n\n"
+        + table(("what is forged", "tried", *LEVELS), rows)
+        + f"\n\nMade by `python -m benchmarks.forgeries --write`; each with its checks is in `{FORGERIES}`."
+    )
+
+
+def misses_block(root: Path) -> str:
+    """Every forgery that no level up to L3 rejects, by name and with the reason."""
+    rows = [
+        (f"`{one['name']}`", one["what"], "L4" if one["rejected_at"] == "L4" else "never", one.get("why", ""))
+        for one in _read(root, FORGERIES)["forgeries"]
+        if one["rejected_at"] in ("L4", "missed")
+    ]
+    return table(("forgery", "what it does", "found at", "why not earlier"), rows)
+
+
+def every_block(root: Path) -> str:
+    """All forgeries, with the check that finds each."""
+    rows = [
+        (f"`{one['name']}`", one["what"], one["rejected_at"], ", ".join(f"`{check}`" for check in one["checks"]))
+        for one in _read(root, FORGERIES)["forgeries"]
+    ]
+    return table(("forgery", "what it does", "rejected at", "by"), rows)
+
+
+def mutations_block(root: Path) -> str:
+    told = _read(root, MUTATIONS)
+    kinds = ", ".join(f"{count:,} of {kind}" for kind, count in told["by_kind"].items())
+    return (
+        f"{told['mutations']:,} single mutations of {len(told['bundles'])} good bundles ({', '.join(told['bundles'])}): "
+        f"{kinds}. {len(told['accepted'])} were accepted and {len(told['crashed'])} ended with an error. The slowest took "
+        f"{told['slowest_seconds']:.2f} s. Made by `scripts/mutations --write`, seed {told['seed']}; counts by check are in "
+        f"`{MUTATIONS}`."
+    )
+
+
+def blocks(root: Path) -> dict[str, str]:
+    """Name of the block -> its text."""
+    return {
+        "forgeries": shares_block(root),
+        "misses": misses_block(root),
+        "every-forgery": every_block(root),
+        "mutations": mutations_block(root),
+    }
