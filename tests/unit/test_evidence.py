@@ -417,7 +417,11 @@ def test_verify_lists_every_finding_and_ends_with_exit_code_6(run):
 
 def test_verify_speaks_json(run):
     good = json.loads(CliRunner().invoke(evidence, ["verify", str(run.root), "--json"]).stdout)
-    assert (good["verified"], good["problems"], good["meaning"]) == (True, [], "level L1 (consistent); not regenerated, not replayed")
+    assert (good["verified"], good["problems"], good["meaning"]) == (
+        True,
+        [],
+        "level L1 (consistent); not regenerated, not replayed",
+    )
     run.config.unlink()
     done = CliRunner().invoke(evidence, ["verify", str(run.root), "--json"])
     bad = json.loads(done.stdout)
