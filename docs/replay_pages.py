@@ -37,7 +37,8 @@ def tolerances_block(root: Path) -> str:
             _below(variants),
             _cheats(variants),
             f"Measured over {steps} steps of the shipped model: {files} (`python -m benchmarks.replay_noise`, `--device cuda` "
-            "on a GPU). One small model, so a larger one may lie further apart; a tolerance that refuses an honest run is a defect.",
+            "on a GPU). One small model, so a larger one may lie further apart; a tolerance that refuses an honest run is a "
+            "defect.",
         ]
     )
 
@@ -97,8 +98,8 @@ def _below(variants: list[dict[str, Any]]) -> str:
     return (
         "What each class lets pass when its numbers are all there is to go by, the weights of the checkpoint among them. The "
         "checks of L1 do not depend on a tolerance: learning rates and batches of every step must agree in any class, so a "
-        "schedule or data that the record itself names are found there. A change that trains otherwise in secret, and is smaller than the "
-        "honest noise, is found in class SAME alone.\n\n" + "\n".join(said)
+        "schedule or data that the record itself names are found there. A change that trains otherwise in secret, and is "
+        "smaller than the honest noise, is found in class SAME alone.\n\n" + "\n".join(said)
     )
 
 
