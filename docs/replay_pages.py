@@ -96,11 +96,11 @@ def _below(variants: list[dict[str, Any]]) -> str:
         words = f"lets pass: {', '.join(missed)}" if missed else "lets none pass"
         said.append(f"- {name}, {TYPES[kind]}: {words} ({len(cheats)} cheats)")
     return (
-        "What each class lets pass when its numbers are all there is to go by, the weights of the checkpoint among them. The "
+        "What each class lets pass of the cheats that were in view when its tolerances were set, "
+        "when its numbers are all there is to go by, the weights of the checkpoint among them. The "
         "checks of L1 do not depend on a tolerance: learning rates and batches of every step must agree in any class, so a "
-        "schedule or data that the record itself names are found there. A change that trains otherwise in secret, and is smaller "
-        "than the "
-        "honest noise, is found in class SAME alone.\n\n" + "\n".join(said)
+        "schedule or data that the record itself names are found there. A change that trains otherwise in secret, and is "
+        "smaller than the honest noise, is found in class SAME alone.\n\n" + "\n".join(said)
     )
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
 from tests.bundles import make_repository
@@ -21,6 +22,12 @@ WITH_JAX = [
     "--model", "tiny-gemma3", "--data", "dev-reasoning-v2", "--backend", "jax", "--set", "data.max_length=64",
     "--set", "data.on_overflow=drop", "--set", "training.per_device_train_batch_size=2",
 ]  # fmt: skip
+
+
+def shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of the tests that all its processes see."""
+    mine = tmp_path_factory.getbasetemp()
+    return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "good-bundle"
 
 
 def make_good_bundle(folder: Path) -> Path:

@@ -162,6 +162,7 @@ def forge_invented_steps(folder: Path) -> None:
     swap(folder / "training_log.txt", f"step {steps - 2}/{steps - 2}", f"step {steps}/{steps}")
     swap(folder / "training_log.txt", f"step {steps - 2}  held-out", f"step {steps}  held-out")
     swap(folder / "training_log.txt", f"/{steps - 2} ", f"/{steps} ")
+    swap(folder / "training_log.txt", f"Steps: {steps - 2} of", f"Steps: {steps} of")
     heldout = lines_of(folder / "eval" / "heldout.jsonl")
     put_lines(folder / "eval" / "heldout.jsonl", [*heldout, heldout[-1] | {"step": steps}])
     _finish(folder)

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 
+from tests.program import ROOT as REPOSITORY
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.comparing import compare_answers, compare_heldout, compare_states, compare_steps
 from tunix_rt.evidence.machine_class import class_of, worst
@@ -18,7 +19,7 @@ from tunix_rt.evidence.segments import (
     fresh_nonce,
     passes_over,
 )
-from tunix_rt.evidence.tolerances import EXACT, MEASURED_STEPS, TOLERANCES, grown, texts_follow, tolerance_of
+from tunix_rt.evidence.tolerances import EXACT, FACTOR, MEASURED_STEPS, TOLERANCES, grown, texts_follow, tolerance_of
 from tunix_rt.recompute.distance import distance
 
 ROOT = "ab" * 32
@@ -251,6 +252,19 @@ def test_tolerances_widen_with_the_distance_of_the_machines_and_of_the_types():
     assert tolerance_of("SAME", "bfloat16") == EXACT
     assert texts_follow("SAME", "bfloat16") and texts_follow("CROSS", "float32") and not texts_follow("NEAR", "float16")
     assert tolerance_of("NEAR", "float16") == tolerance_of("NEAR", "bfloat16")
+
+
+def test_every_tolerance_is_a_multiple_of_the_noise_that_is_committed():
+    told = json.loads((REPOSITORY / "benchmarks/results/replay_noise.json").read_text())
+    assert told["steps"] == MEASURED_STEPS
+    honest = [one for one in told["variants"] if one["kind"] == "honest"]
+    for (name, compute), allowed in TOLERANCES.items():
+        measured = [one for one in honest if (one["class"], one["compute"]) == (name, compute)]
+        assert measured
+        for part in ("loss", "grad_norm", "weights"):
+            assert getattr(allowed, part) >= FACTOR * max(one.get(part, 0.0) for one in measured)
+    same = [one for one in honest if one["class"] == "SAME"]
+    assert same and all(one[part] == 0 for one in same for part in ("loss", "grad_norm", "weights"))
 
 
 def test_what_is_allowed_grows_with_the_steps_since_the_start_up_to_a_limit():

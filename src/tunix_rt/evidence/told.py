@@ -172,7 +172,9 @@ def differences(
         found = said.get(name, MISSING)
         if found is MISSING:
             problems.append(f"{file}: {name} is missing, {source} give {shown(value)}")
-        elif type(found) is not type(value) or (found != value and (to_the_bit or not _is_close(found, value))):
+        elif type(found) is not type(value) or (
+            not _is_same(found, value) and (to_the_bit or not _is_close(found, value))
+        ):
             differs = f"is {shown(found)}, {source} give {shown(value)}"
             problems.append(
                 f"{file}: {name} {differs if shown(found) != shown(value) else f'is not what {source} give'}"
@@ -181,6 +183,11 @@ def differences(
     if not problems and to_the_bit and told != given:  # the same names, nested otherwise
         problems.append(f"{file}: not in the shape that tunix-rt writes")
     return problems
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    """Equal, and of floats the same bits: -0.0 is equal to 0.0."""
+    return bool(found == value and (not isinstance(found, float) or found.hex() == value.hex()))
 
 
 def _is_close(found: Any, value: Any) -> bool:

@@ -2,11 +2,13 @@
 
 Where the numbers come from: `python -m benchmarks.replay_noise`, raw output in benchmarks/results/replay_noise.json, table in
 docs/concepts/evidence.md. On a CPU, over 16 steps of the shipped model, machines of class NEAR (threads, instructions) lay apart
-by up to 2.7e-6 in the loss, 2.6e-5 in the norm and 5.5e-5 in the weights in float32; by 2.4e-2, 0.27 and 4.3e-2 in bfloat16. The
-stand-in for CROSS, the same steps by the other engine, by 1.4e-6, 1.8e-5 and 2.5e-5; 3.6e-2, 0.21 and 7.1e-2. Allowed are ten
-times that in float32, and three times in 16 bits; a hundred times for CROSS in float32, since an engine is only a stand-in for
-other hardware. Two cheats in float32: one token of one row moves the loss by 2.9e-2, a weight decay left out by 2.6e-5 and the
-weights by 1.3e-3. In 16 bits one token (3.0e-2) lies within honest noise: there the checks that need no tolerance must find it.
+by up to 2.7e-6 in the loss, 2.6e-5 in the norm and 4.3e-5 in the weights in float32; by 2.4e-2, 0.27 and 4.3e-2 in bfloat16. The
+stand-in for CROSS, the same steps by the other engine, by 1.4e-6, 1.8e-5 and 1.6e-5; 3.6e-2, 0.21 and 7.1e-2. Allowed are at
+least ten times that in float32, and three times in 16 bits; more than a hundred times for CROSS in float32, since an engine is
+only a stand-in for other hardware. They were set with the cheats of the same measurement in view, so what it says they let pass
+is no forecast for another model. Two cheats in float32: one token of one row moves the loss by 2.9e-2, a weight decay left out by
+2.6e-5 and the weights by 1.3e-3. In 16 bits one token (3.0e-2) lies within what is allowed of the loss: there the checks that
+need no tolerance must find it.
 """
 
 from dataclasses import dataclass, replace
@@ -43,9 +45,9 @@ MOST_GROWTH = {"float32": 10.0, "bfloat16": 2.0}
 
 TOLERANCES: dict[tuple[Class, str], Tolerance] = {
     ("NEAR", "float32"): Tolerance(loss=3e-5, grad_norm=3e-4, weights=6e-4, texts=0.98),
-    ("NEAR", "bfloat16"): Tolerance(loss=7.5e-2, grad_norm=0.8, weights=0.13, texts=0.98),
+    ("NEAR", "bfloat16"): Tolerance(loss=7.5e-2, grad_norm=0.85, weights=0.13, texts=0.98),
     ("CROSS", "float32"): Tolerance(loss=3e-4, grad_norm=3e-3, weights=6e-3, texts=0.98),
-    ("CROSS", "bfloat16"): Tolerance(loss=0.11, grad_norm=0.8, weights=0.22, texts=0.98),
+    ("CROSS", "bfloat16"): Tolerance(loss=0.11, grad_norm=0.85, weights=0.22, texts=0.98),
 }
 
 
