@@ -61,7 +61,7 @@ RUNS = (
     Honest(name="torch-killed", ends=(signal.SIGKILL,), settings=("training.max_steps=14",)),
     Honest(name="torch-time-budget", ends=(("--set", "training.time_budget=9"),), settings=("training.max_steps=60",)),
     Honest(name="torch-without-weights", without_weights=True),
-    Honest(name="torch-with-checkpoints", collect=("--with-checkpoints",), level="L3"),
+    Honest(name="torch-with-checkpoints", collect=("--with-checkpoints", "--checkpoint-mib", "128"), level="L3"),
     Honest(name="jax", engine=WITH_JAX, level="L3"),
     Honest(name="jax-continued", engine=WITH_JAX, ends=(("--stop-after", 3),)),
     Honest(
