@@ -1,11 +1,12 @@
 """Mutate good bundles many times, one byte or one value each, and count what the verifier accepts: it must accept none.
 
-    python -m benchmarks.mutations [--count 10000] [--seed 0] [--write]
+    python -m benchmarks.mutations [--count 10000] [--seed 0] [--keep DIR] [--write]
 
 The bundles: one of a short run here by each engine, and those in submission_runs that this version wrote.
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from typing import Any
 from tests.forging.bases import copy_of, make_good_bundle, make_good_jax_bundle
 from tests.forging.mutating import apply, mutations
 from tests.program import ROOT
+from tunix_rt.evidence import rescore
 from tunix_rt.evidence.claims import SCHEMA
 from tunix_rt.evidence.verifying import findings_of
 
@@ -34,11 +36,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for the good bundles, used again if they are there")
     parser.add_argument("--write", action="store_true", help=f"keep the counts in {RESULTS.relative_to(ROOT)}")
     asked = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutations-") as scratch:
-        bundles = _bundles(Path(scratch))
+        bundles = _bundles((asked.keep or Path(scratch)).absolute())
         jobs = _jobs(bundles, asked.count, asked.seed)
         with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
             found = pool.map(partial(_mutated, scratch=Path(scratch)), jobs, chunksize=1)
@@ -84,6 +87,8 @@ def _mutated(job: Job, scratch: Path) -> list[dict[str, Any]]:
     """What became of each mutation of one piece."""
     name, bundle, count, seed = job
     found = []
+    if not hasattr(rescore.judge, "cache_info"):  # a pure function, asked of the same answers each time
+        rescore.judge = functools.lru_cache(maxsize=None)(rescore.judge)
     with tempfile.TemporaryDirectory(dir=scratch) as room:
         for number, mutation in enumerate(mutations(bundle, count, seed)):
             folder = Path(room) / str(number)

@@ -5,7 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from docs.markdown import table
+from docs import replay_pages
+from docs.markdown import replaced, table
 
 PAGE = Path("docs/concepts/evidence.md")
 FORGERIES = Path("benchmarks/results/forgeries.json")
@@ -64,19 +65,25 @@ def every_block(root: Path) -> str:
 def mutations_block(root: Path) -> str:
     told = _read(root, MUTATIONS)
     kinds = ", ".join(f"{count:,} of {kind}" for kind, count in told["by_kind"].items())
+    named = f" Accepted: {'; '.join(told['accepted'])}." if told["accepted"] else ""
     return (
         f"{told['mutations']:,} single mutations of {len(told['bundles'])} good bundles ({', '.join(told['bundles'])}): "
-        f"{kinds}. {len(told['accepted'])} were accepted and {len(told['crashed'])} ended with an error. The slowest took "
+        f"{kinds}. Accepted {len(told['accepted'])}, ended with an error {len(told['crashed'])}.{named} The slowest took "
         f"{told['slowest_seconds']:.2f} s. Made by `scripts/mutations --write`, seed {told['seed']}; counts by check are in "
         f"`{MUTATIONS}`."
     )
 
 
-def blocks(root: Path) -> dict[str, str]:
-    """Name of the block -> its text."""
-    return {
+def page(root: Path) -> str:
+    """The page with all its blocks."""
+    text = (root / PAGE).read_text(encoding="utf-8")
+    blocks = {
+        "tolerances": replay_pages.tolerances_block(root),
         "forgeries": shares_block(root),
         "misses": misses_block(root),
-        "every-forgery": every_block(root),
         "mutations": mutations_block(root),
+        "every-forgery": every_block(root),
     }
+    for name, block in blocks.items():
+        text = replaced(text, name, block, PAGE)
+    return text

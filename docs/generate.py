@@ -1,7 +1,7 @@
 """Write the parts of the pages that code or measurements decide: `python -m docs.generate`, or `--check` to compare only.
 
 Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
-the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints}.md and
+the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints,evidence}.md and
 docs/guides/{did-it-help,plan}.md, the causes in docs/index.md,
 the compiler's verdicts in docs/decisions/m38-audit.md and docs/reference/plan-tpu.md. Everything else is written by hand and
 held by tests/contract/test_docs.py.
@@ -23,6 +23,7 @@ from docs import (
     data_pages,
     doctor_pages,
     engine_pages,
+    forgery_pages,
     jax_pages,
     memory_pages,
     plan_pages,
@@ -60,6 +61,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
             root, Path("README.md"), "demo", answer_pages.demo_block(answer_pages.read_demo(root))
         ),
         memory_pages.PAGE: memory_pages.page(root),
+        forgery_pages.PAGE: forgery_pages.page(root),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),

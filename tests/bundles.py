@@ -219,7 +219,7 @@ def reseal(bundle: Path, *, chained: bool = True) -> None:
         write_json(bundle / "run_manifest.json", manifest_of(runs[0], says, "forged"))
         write_text(bundle / "README.md", readme_text(says))
         ended, _ = parse_hashes((bundle / "run-SHA256SUMS").read_bytes())
-        write_json(bundle / "provenance.intoto.json", provenance_of(runs[0], says, ended))
+        write_json(bundle / "provenance.intoto.json", provenance_of(runs[0], says, ended, "forged"))
     except (TunixError, ArithmeticError, ValueError, TypeError, KeyError):
         pass  # what cannot be computed stays as it was told
     write_hashes(RunDir(bundle))

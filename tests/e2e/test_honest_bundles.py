@@ -61,7 +61,7 @@ RUNS = (
     Honest(name="torch-killed", ends=(signal.SIGKILL,), settings=("training.max_steps=14",)),
     Honest(name="torch-time-budget", ends=(("--set", "training.time_budget=9"),), settings=("training.max_steps=60",)),
     Honest(name="torch-without-weights", without_weights=True),
-    Honest(name="torch-with-checkpoints", collect=("--with-checkpoints",), level="L3"),
+    Honest(name="torch-with-checkpoints", collect=("--with-checkpoints", "--checkpoint-mib", "128"), level="L3"),
     Honest(name="jax", engine=WITH_JAX, level="L3"),
     Honest(name="jax-continued", engine=WITH_JAX, ends=(("--stop-after", 3),)),
     Honest(
@@ -119,10 +119,8 @@ def test_an_honest_run_is_collected_and_its_bundle_accepted(honest, repository, 
     done = tunix_rt("evidence", "collect", run, "--to", bundle, "--repository", repository, *honest.collect)
     assert done.returncode == 0, done.stderr
     assert findings_of(bundle, repository) == []
-    done = tunix_rt(
-        "evidence", "verify", bundle, "--repository", repository, "--require", honest.level,
-        XLA_FLAGS=ROUGH if honest.name.startswith("jax") else "", **honest.extra,
-    )  # fmt: skip
+    asked = ("evidence", "verify", bundle, "--repository", repository, "--require", honest.level)
+    done = tunix_rt(*asked, **{"XLA_FLAGS": ROUGH} | honest.extra)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

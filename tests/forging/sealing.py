@@ -109,10 +109,11 @@ def rebuild_claims(folder: Path) -> None:
         whole = claims_of(run, cpu, schema) | {"commit": says["commit"], "left_out": left_out}
         put(folder / "bundle.json", json_text(whole))
         put(folder / "README.md", readme_text(whole))
-        if (folder / MANIFEST).is_file():
-            put(folder / MANIFEST, json_text(manifest_of(run, whole, read(folder / MANIFEST)["run_id"])))
+        name = read(folder / MANIFEST)["run_id"] if (folder / MANIFEST).is_file() else ""
+        if name:
+            put(folder / MANIFEST, json_text(manifest_of(run, whole, name)))
         if schema == SCHEMA:
-            put(folder / PROVENANCE, json_text(provenance_of(run, whole, ended)))
+            put(folder / PROVENANCE, json_text(provenance_of(run, whole, ended, name)))
     except (TunixError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, OSError):
         return  # what cannot be computed stays as it was told
 

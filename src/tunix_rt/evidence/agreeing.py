@@ -166,12 +166,16 @@ def form_problems(folder: Path) -> Iterator[str]:
 
 def provenance_problems(folder: Path, says: dict[str, Any], run: RunFiles) -> list[str]:
     """The provenance against what the files give."""
-    given = as_json(provenance_of(run, says, run_hashes(folder / RUN_HASHES)))
-    return differences(PROVENANCE, read_object(folder / PROVENANCE), given, "the files")
+    told = read_object(folder / PROVENANCE)
+    name = value_at(told, "predicate.buildDefinition.internalParameters.run_id")
+    if os.path.lexists(folder / MANIFEST):  # that it is missing is said elsewhere
+        name = read_object(folder / MANIFEST).get("run_id")
+    given = as_json(provenance_of(run, says, run_hashes(folder / RUN_HASHES), str(name)))
+    return differences(PROVENANCE, told, given, "the files")
 
 
 def manifest_problems(folder: Path, says: dict[str, Any], run: RunFiles) -> list[str]:
-    """The manifest against what the files give; the name of the run is somebody's choice, and only has to be one."""
+    """The manifest against what the files give; the name of the run is somebody's choice, which the provenance repeats."""
     told = read_object(folder / MANIFEST)
     if fault := fault_of_name(told.get("run_id")):
         return [f"{MANIFEST}: {fault}"]

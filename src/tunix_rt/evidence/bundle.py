@@ -88,7 +88,7 @@ def collect(
         copies |= {f"cpu/{name}": cpu.folder / name for name in OF_CPU_RUN}
         copies[f"cpu/{RUN_HASHES}"] = RunDir(cpu.folder).hashes
     _refuse_secrets(copies)
-    told = {SAYS: says, MANIFEST: manifest_of(run, says, name), PROVENANCE: provenance_of(run, says, hashes)}
+    told = {SAYS: says, MANIFEST: manifest_of(run, says, name), PROVENANCE: provenance_of(run, says, hashes, name)}
     _write(output, copies, told)
     return Collected(says=says, places=tuple(_places(output, [*copies, MANIFEST])))
 

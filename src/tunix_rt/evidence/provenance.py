@@ -17,8 +17,9 @@ BYPRODUCTS = (
 )  # fmt: skip
 
 
-def provenance_of(run: RunFiles, says: Mapping[str, Any], hashes: Mapping[str, str]) -> dict[str, Any]:
-    """The statement, from the run's files, what `bundle.json` says and the hashes the run ended with."""
+def provenance_of(run: RunFiles, says: Mapping[str, Any], hashes: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The statement, from the run's files, what `bundle.json` says, the hashes the run ended with and the name it was given:
+    said here too, so that it cannot be changed in the manifest alone."""
     version = run.need("precommit.json", "versions", dict).get("tunix-rt")
     created = moment("precommit.json", run.precommit, "created")
     started = min(created, moment("result.json", run.result, "started"))
@@ -30,7 +31,11 @@ def provenance_of(run: RunFiles, says: Mapping[str, Any], hashes: Mapping[str, s
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
                 "externalParameters": settings_of(run)[0],
-                "internalParameters": {"device": says["device"], "seeds": run.need("precommit.json", "seeds", dict)},
+                "internalParameters": {
+                    "device": says["device"],
+                    "run_id": name,
+                    "seeds": run.need("precommit.json", "seeds", dict),
+                },
                 "resolvedDependencies": list(_inputs(run, says)),
             },
             "runDetails": {

@@ -36,7 +36,9 @@ def order_problems(noted: Noted) -> Iterator[str]:
         ]
         if abs(begun[-1] - started) > SLACK:
             yield f"{where}processes.json: the last process started {_at(begun[-1])}, by result.json {_at(started)}"
-        times += [("processes.json: the first process started", begun[0]), ("precommit.json was created", created)]
+        both = [("processes.json: the first process started", begun[0]), ("precommit.json was created", created)]
+        # A process that commits and is stopped before it trains is not listed; that the log reaches back so far is asked below.
+        times += sorted(both, key=lambda one: one[1])
         times += [(f"processes.json: process {number} started", at) for number, at in enumerate(begun[1:], start=2)]
     else:
         of_first = noted.resumed_from == 0
