@@ -1,7 +1,7 @@
 """The optimizers of the PyTorch engine: their state, and which code updates a parameter.
 
-The rules are in `torch_update_rules.py`. On CUDA, updates of bfloat16 weights are kernels of `triton_optim.py`, where Triton works,
-and so are those of float32 weights with moments of 8 bits: the same rules without slices, with random bits of their own.
+The rules are in `torch_update_rules.py`. On CUDA, updates of bfloat16 weights are kernels of `triton_optim.py`, where Triton
+works, and so are those of float32 weights with moments of 8 bits: the same rules without slices, with random bits of their own.
 """
 
 import functools

@@ -6,11 +6,12 @@ same update gives the same bits, and nothing waits for the device. Bytes moved f
 float32 moments, and 2 more for a norm to clip by), with moments of 8 bits 10 (16 of float32 weights), Adafactor of a matrix 10
 (the gradient three times, the weights in and out), its norm among them.
 
-The kernels are in `triton_adamw.py`, `triton_eight_bit.py` and `triton_adafactor.py`, what they share in `triton_update.py`. Here is what the optimizer
-calls, and whether it runs.
+The kernels are in `triton_adamw.py`, `triton_eight_bit.py` and `triton_adafactor.py`, what they share in `triton_update.py`. Here
+is what the optimizer calls, and whether it runs.
 """
 
 import subprocess
+from typing import Any
 
 import torch
 from triton.errors import TritonError  # type: ignore[import-not-found, unused-ignore]
@@ -36,7 +37,7 @@ def problem(device: torch.device) -> str | None:
     coded = (
         torch.zeros(1, size, dtype=kind, device=device) for size, kind in [(BLOCK, torch.uint8), (1, torch.float32)] * 2
     )
-    same = {"step": 1, "rate": 0.0, "beta1": 0.9, "beta2": 0.9, "epsilon": 1.0, "decay": 0.0, "seed": 1}
+    same: dict[str, Any] = {"step": 1, "rate": 0.0, "beta1": 0.9, "beta2": 0.9, "epsilon": 1.0, "decay": 0.0, "seed": 1}
     try:
         adamw(weights, weights.clone(), *moments, **same)
         adamw_8bit(weights, weights.clone(), *coded, stochastic=True, **same)
