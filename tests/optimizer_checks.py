@@ -229,8 +229,17 @@ def check_clipped(kind, dtype, limit, device="cpu"):
             assert found.item() == pytest.approx(exact, rel=1e-14 if dtype == torch.float64 else 1e-6), name
             if limit and limit < 1:
                 assert scale.item() < 1, "nothing is clipped"
-    if device == "cpu" or dtype != torch.bfloat16 or kind == "adamw_8bit":
+    kernels = dtype == torch.bfloat16 or (dtype == torch.float32 and kind == "adamw_8bit")
+    if device == "cpu" or not kernels:
         assert_same_bits(everything(first, clipped), everything(second, by_hand))
+        return
+    if (
+        kind == "adamw_8bit"
+    ):  # a code that is turned over is another level: a few of all, and of the weights in the next steps
+        found, expected = everything(first, clipped), everything(second, by_hand)
+        for name, tensor in expected.items():
+            off = (found[name].double() - tensor.double()).abs() > 1e-5 * tensor.double().abs() + 1e-9
+            assert off.float().mean().item() <= 2e-3, name
         return
     for name, parameter in clipped.items():
         torch.testing.assert_close(parameter, by_hand[name], rtol=3 * 2.0**-7, atol=1e-5)

@@ -280,7 +280,7 @@ def moments_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments are always rounded down."""
 
     def wrong(shares, levels, generator):
-        return (shares.view(torch.int32) - torch_rounding._lowest(levels)) >> torch_rounding._CUT
+        return (shares.view(torch.int32) - torch_rounding.lowest(levels)) >> torch_rounding.CUT
 
     monkeypatch.setattr(torch_rounding, "_cut", wrong)
 

@@ -507,7 +507,7 @@ def test_the_page_has_the_numbers_of_the_code():
     for words in (
         f"at most {torch_update_rules.SLICE_ELEMENTS:,} elements", f"blocks of {BLOCK}", f"fewer than {WHOLE_BELOW:,} elements",
         f"256 levels, from {unsigned[0].item():.1e} to 1", f"largest bfloat16 on ({torch_rounding.LARGEST:.3g})",
-        f"128 levels from {torch_rounding._FOOT:.1e} to 1".replace("e-0", "e-"),
+        f"128 levels from {torch_rounding.FOOT:.1e} to 1".replace("e-0", "e-"),
     ):  # fmt: skip
         assert words in page, words
 

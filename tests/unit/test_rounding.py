@@ -149,12 +149,12 @@ def test_every_code_comes_back_as_itself(encode, table):
 
 def test_levels_lie_6_to_13_percent_apart_and_reach_down_as_far_as_they_say():
     magnitudes = SIGNED[:128]
-    for levels in (UNSIGNED, magnitudes[magnitudes > 20 * rounding._FOOT]):
+    for levels in (UNSIGNED, magnitudes[magnitudes > 20 * rounding.FOOT]):
         apart = (levels[1:] / levels[:-1] - 1).numpy()
         assert apart.min() > 0.062 and apart.max() < 0.135
     assert UNSIGNED[0].item() == pytest.approx(2.6e-10, rel=0.01) and UNSIGNED[-1].item() == pytest.approx(1, rel=2e-6)
     assert magnitudes[0] == 0 and magnitudes[1].item() == pytest.approx(1.9e-6, rel=0.01)
-    assert 1.7e-5 < rounding._FOOT < 1.72e-5
+    assert 1.7e-5 < rounding.FOOT < 1.72e-5
     assert torch.equal(SIGNED[128:], -magnitudes)
 
 
@@ -188,8 +188,8 @@ def test_the_largest_of_a_block_keeps_size_and_sign():
 
 def test_float32_never_carries_the_largest_of_a_block_beyond_the_last_level():
     largest = torch.rand(2**20, generator=generator(4)) + 0.5
-    assert (largest * (rounding._SIGNED_SHARE / largest)).add(rounding._FOOT).max() <= 1.0
-    assert (largest * (rounding._HEADROOM / largest)).max() <= 1.0
+    assert (largest * (rounding.SIGNED_SHARE / largest)).add(rounding.FOOT).max() <= 1.0
+    assert (largest * (rounding.HEADROOM / largest)).max() <= 1.0
 
 
 def test_a_second_moment_that_is_too_small_is_rounded_up_and_never_to_0():

@@ -32,7 +32,7 @@ from tunix_rt.backends.torch_model import (
     memory_is_named,
     summed_loss,
 )
-from tunix_rt.backends.torch_optim import Optimizer, has_kernels
+from tunix_rt.backends.torch_optim import Optimizer, has_kernels, kernels_know
 from tunix_rt.backends.torch_profile import BACKWARD, BATCH, OPTIMIZER, region
 from tunix_rt.backends.torch_record import record_layers
 from tunix_rt.backends.torch_save import save
@@ -145,7 +145,7 @@ def prepare_steps(
     table = engine.model.get_output_embeddings().weight
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
     plain_head = kernel_unable(table.device, engine.compute, len(table), softcap)
-    by_kernel = engine.recipe.weights == "bfloat16" and engine.recipe.optimizer != "adamw_8bit"
+    by_kernel = kernels_know(engine.recipe.optimizer, engine.recipe.weights)
     return {
         "layers": "recorded" if engine.recorded else "compiled" if engine.compiled else "plain",
         "head": "plain" if plain_head else "kernel",

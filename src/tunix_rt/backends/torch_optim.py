@@ -1,7 +1,7 @@
 """The optimizers of the PyTorch engine: their state, and which code updates a parameter.
 
-The rules are in `torch_update_rules.py`. On CUDA, AdamW and Adafactor of bfloat16 weights are kernels of `triton_optim.py`, where
-Triton works: the same rules without slices, with random bits of their own.
+The rules are in `torch_update_rules.py`. On CUDA, updates of bfloat16 weights are kernels of `triton_optim.py`, where Triton
+works, and so are those of float32 weights with moments of 8 bits: the same rules without slices, with random bits of their own.
 """
 
 import functools
@@ -28,12 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 def _kernels_of(parameter: torch.nn.Parameter, state: State) -> ModuleType | None:
-    """`triton_optim`, where it has an update of `parameter`: of bfloat16 weights on CUDA, with moments that are not coded."""
-    if parameter.device.type != "cuda" or parameter.dtype != torch.bfloat16 or not parameter.numel():
+    """`triton_optim`, where it has an update of `parameter`: of bfloat16 weights on CUDA, with coded moments of float32 too."""
+    fit = (torch.bfloat16, torch.float32) if _coded(state) else (torch.bfloat16,)
+    if parameter.device.type != "cuda" or parameter.dtype not in fit or not parameter.numel():
         return None
-    kernels = None if "exp_avg_absmax" in state else _triton(parameter.device)
+    kernels = _triton(parameter.device)
     unfactored = "exp_avg" not in state and "exp_avg_sq" in state
     return None if kernels and unfactored and parameter.numel() > kernels.WHOLE_UP_TO else kernels
+
+
+def _coded(state: State) -> bool:
+    """Whether moments are kept in 8 bits."""
+    return "exp_avg_absmax" in state
 
 
 @functools.cache
@@ -48,24 +54,29 @@ def _triton(device: torch.device) -> ModuleType | None:
             problem = f"Triton cannot be imported: {error}"
         if problem is None:
             return kernels
-    logger.info("Updates of bfloat16 weights on %s go without Triton's kernels, and are slower: %s", device, problem)
+    logger.info("Updates on %s go without Triton's kernels, and are slower: %s", device, problem)
     return None
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether bfloat16 weights on `device` are updated by Triton's kernels."""
+    """Whether Triton's kernels update weights on `device`, of types and by rules that they know (`kernels_know`)."""
     return device.type == "cuda" and _triton(device) is not None
 
 
+def kernels_know(kind: str, weights: str) -> bool:
+    """Whether there are kernels for optimizer `kind` and weights of this type."""
+    return weights == "bfloat16" or (weights == "float32" and kind == "adamw_8bit")
+
+
 def _wide_places(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[int, int] | None:
-    """Where both lie, if they are bfloat16, in order, and from addresses on at which loads of 16 bytes can start."""
+    """Where both lie, if they are of one type, in order, and from addresses on at which loads of 16 bytes can start."""
     first, second = weights.data_ptr(), gradient.data_ptr()
-    fit = (first | second) % 16 == 0 and gradient.is_contiguous() and gradient.dtype == torch.bfloat16
+    fit = (first | second) % 16 == 0 and gradient.is_contiguous() and gradient.dtype == weights.dtype
     return (first, second) if fit else None
 
 
-_Alike = tuple[torch.device, torch.dtype]
-"""Device and type of moments: what tensors that share a launch have in common."""
+_Alike = tuple[torch.device, torch.dtype, torch.dtype]
+"""Device, type of moments and type of weights: what tensors that share a launch have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +207,16 @@ class Optimizer:
         now, state = self._begun(), self._states[parameter]
         gradient = parameter.grad if parameter.grad.is_contiguous() else parameter.grad.contiguous()
         seed = self._seed_of(parameter) if now.stochastic else None
-        same = {"step": now.step, "rate": now.rate, "decay": self._decay(parameter), "seed": seed}
+        same: dict[str, Any] = {"step": now.step, "rate": now.rate, "decay": self._decay(parameter), "seed": seed}
         if "exp_avg" in state:
             if clip is not None:
                 scale, sound = kernels.clip(gradient, sound=sound, clip=clip), clip.good
-            kernels.adamw(
-                parameter, gradient, state["exp_avg"], state["exp_avg_sq"], scale=scale, sound=sound,
-                beta1=now.beta1, beta2=now.beta2, epsilon=now.epsilon, **same,
-            )  # fmt: skip
+            same |= {"beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon, "scale": scale, "sound": sound}
+            if _coded(state):  # moments are rounded at random in any case
+                same |= {"seed": self._seed_of(parameter), "stochastic": now.stochastic}
+                kernels.adamw_8bit(parameter, gradient, *state.values(), **same)
+            else:
+                kernels.adamw(parameter, gradient, *state.values(), **same)
         else:
             rule = kernels.adafactor if "exp_avg_sq_row" in state else kernels.adafactor_whole
             rule(parameter, gradient, *state.values(), scale=scale, sound=sound, clip=clip, **same)
@@ -211,14 +224,14 @@ class Optimizer:
     def step(self, *, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None) -> None:
         """Update every parameter that has a gradient, to the bits that `update` gives.
 
-        AdamW takes one launch for all bfloat16 weights that `triton_optim.py` updates. In float32 or float64 it takes one
-        call of the fused kernel for all, and leaves the gradients scaled."""
+        AdamW takes one launch for all weights that `triton_optim.py` updates, and one more for those with moments of 8 bits.
+        Others in float32 or float64 take one call of the fused kernel, which leaves their gradients scaled."""
         together: dict[tuple[torch.device, torch.dtype, float], list[torch.nn.Parameter]] = {}
         crowds: dict[_Alike, dict[int, tuple[int, int]]] = {}
         for index, parameter in enumerate(self._named.values()):
             if (gradient := parameter.grad) is None:
                 continue
-            if self._kind == "adamw" and parameter.dtype != torch.bfloat16:
+            if self._fused(parameter):
                 alike = (parameter.device, parameter.dtype, self._decay(parameter))
                 together.setdefault(alike, []).append(parameter)
             elif (crowd := self._crowd_of(parameter)) and (lies := _wide_places(parameter, gradient)):
@@ -238,12 +251,18 @@ class Optimizer:
             same = {"now": self._now, "decay": decay, "count": self._count(device), "unsound": unsound}
             rules.fused_kernel(weights, gradients, *moments, **same)
 
+    def _fused(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether torch's fused kernel updates `parameter` in place: by AdamW, with whole moments."""
+        if self._kind == "adafactor" or parameter.dtype == torch.bfloat16:
+            return False
+        return not _coded(self._state(parameter))
+
     def _crowd_of(self, parameter: torch.nn.Parameter) -> _Alike | None:
         """Which crowd `parameter` can be in: kernels have its AdamW. Made known once, because a step has no time to ask."""
         if parameter not in self._alike:
             state = self._state(parameter)
             whole = self._kernels[parameter] is not None and "exp_avg" in state
-            self._alike[parameter] = (parameter.device, state["exp_avg"].dtype) if whole else None
+            self._alike[parameter] = (parameter.device, state["exp_avg"].dtype, parameter.dtype) if whole else None
         return self._alike[parameter]
 
     def _launch_crowd(
@@ -260,25 +279,33 @@ class Optimizer:
         crowd = self._crowds.get(alike)
         if crowd is None or not members.keys() <= crowd.numbers.keys():
             crowd = self._crowds[alike] = self._joined(kernels, crowd.numbers if crowd else {}, members)
+        coded = alike[1] == torch.uint8
         weights, gradients, seeds = ([0] * len(crowd.numbers) for _ in range(3))
         for index, lies in members.items():
             number = crowd.numbers[index]
             weights[number], gradients[number] = lies
-            if now.stochastic:
+            if now.stochastic or coded:
                 seeds[number] = rounding.seed_of(self._seed, now.step, index, alike[0].type)
-        kernels.adamw_many(
-            crowd.table, weights, gradients, seeds if now.stochastic else None, scale=scale, sound=sound, step=now.step,
-            rate=now.rate, beta1=now.beta1, beta2=now.beta2, epsilon=now.epsilon, decay=self._weight_decay,
-        )  # fmt: skip
+        same = {
+            "step": now.step, "rate": now.rate, "beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon,
+            "decay": self._weight_decay, "scale": scale, "sound": sound,
+        }  # fmt: skip
+        if coded:
+            kernels.adamw_8bit_many(
+                crowd.table, weights, gradients, seeds, dtype=alike[2], stochastic=now.stochastic, **same
+            )
+        else:
+            kernels.adamw_many(crowd.table, weights, gradients, seeds if now.stochastic else None, **same)
 
     def _joined(self, kernels: ModuleType, known: Mapping[int, int], members: Mapping[int, object]) -> _Crowd:
         """A crowd of those who were `known` and of `members`."""
         parameters, everyone = list(self._named.values()), sorted({*known, *members})
         states = [self._state(parameters[index]) for index in everyone]
-        table = kernels.Crowd.of(
-            [(state["exp_avg"], state["exp_avg_sq"]) for state in states],
-            [parameters[index].dim() >= 2 for index in everyone],
-        )
+        moments, decayed = [tuple(state.values()) for state in states], [parameters[one].dim() >= 2 for one in everyone]
+        if _coded(states[0]):
+            table = kernels.crowd_8bit(moments, decayed, [parameters[one].numel() for one in everyone])
+        else:
+            table = kernels.Crowd.of(moments, decayed)
         return _Crowd(numbers={index: number for number, index in enumerate(everyone)}, table=table)
 
     def _decay(self, parameter: torch.nn.Parameter) -> float:

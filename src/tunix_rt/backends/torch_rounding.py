@@ -46,36 +46,38 @@ def round_to_bfloat16_(target: torch.Tensor, values: torch.Tensor, generator: to
 #             of 0 beside a first moment that is not 0 would make an update of any size.
 #   signed    a sign and 128 levels, from 1.7e-5 to 1, moved down so that the first is 0: below that size they lie evenly.
 
-_CUT = 20
+CUT = 20
 """Bits of a float32 that are cut away: of 23 after the point, three stay."""
 _ONE = 0x3F80_0000
 """Bit pattern of 1.0, the last level."""
-_HEADROOM = 1.0 - 2.0**-20
+HEADROOM = 1.0 - 2.0**-20
 """The largest magnitude is put so far below the last level: rounding in float32 must not carry it beyond."""
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
+SIGNED_LEVELS, UNSIGNED_LEVELS = 128, 256
+"""A code of the signed ones from 128 on stands for a negative number."""
 
 
-def _lowest(levels: int) -> int:
+def lowest(levels: int) -> int:
     """Bit pattern of the first of `levels` levels."""
-    return _ONE - ((levels - 1) << _CUT)
+    return _ONE - ((levels - 1) << CUT)
 
 
 def _levels(levels: int) -> torch.Tensor:
-    patterns = _lowest(levels) + (torch.arange(levels, dtype=torch.int32) << _CUT)
+    patterns = lowest(levels) + (torch.arange(levels, dtype=torch.int32) << CUT)
     return patterns.view(torch.float32).double()
 
 
-_FLOOR = _levels(256)[0].item()
-_FOOT = _levels(128)[0].item()
-_SIGNED_SHARE = (1.0 - _FOOT) * _HEADROOM
+FLOOR = _levels(UNSIGNED_LEVELS)[0].item()
+FOOT = _levels(SIGNED_LEVELS)[0].item()
+SIGNED_SHARE = (1.0 - FOOT) * HEADROOM
 """What the largest magnitude of a block becomes before the foot is added."""
 
 
 @functools.cache
 def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of the 256 signed and the 256 unsigned codes, relative to their block."""
-    magnitudes = (_levels(128) - _FOOT) / _SIGNED_SHARE
-    signed, unsigned = torch.cat([magnitudes, -magnitudes]), _levels(256) / _HEADROOM
+    magnitudes = (_levels(SIGNED_LEVELS) - FOOT) / SIGNED_SHARE
+    signed, unsigned = torch.cat([magnitudes, -magnitudes]), _levels(UNSIGNED_LEVELS) / HEADROOM
     return signed.float().to(device), unsigned.float().to(device)
 
 
@@ -87,25 +89,25 @@ def decode(codes: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> to
 def encode_signed(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a first moment [blocks, elements] in float32, and what they are relative to."""
     absmax = _largest(values)
-    shares = values.abs().mul_(_SIGNED_SHARE / absmax).add_(_FOOT)
-    codes = _cut(shares, 128, generator).add_(values < 0, alpha=128)
+    shares = values.abs().mul_(SIGNED_SHARE / absmax).add_(FOOT)
+    codes = _cut(shares, SIGNED_LEVELS, generator).add_(values < 0, alpha=SIGNED_LEVELS)
     return codes.to(torch.uint8), absmax
 
 
 def encode_unsigned(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a second moment [blocks, elements] in float32, and what they are relative to."""
     absmax = _largest(values)
-    shares = torch.mul(values, _HEADROOM / absmax).clamp_(min=_FLOOR)
-    return _cut(shares, 256, generator).to(torch.uint8), absmax
+    shares = torch.mul(values, HEADROOM / absmax).clamp_(min=FLOOR)
+    return _cut(shares, UNSIGNED_LEVELS, generator).to(torch.uint8), absmax
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of each block, and never 0, which nothing can be divided by."""
-    return torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True).clamp_(min=_TINY)
+    return torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True).clamp_(min=TINY)
 
 
 def _cut(shares: torch.Tensor, levels: int, generator: torch.Generator) -> torch.Tensor:
     """The numbers of the levels next to `shares` (spoilt by it), the upper or the lower at random, as int32."""
-    lowest = _lowest(levels)
-    noise = torch.empty_like(shares, dtype=torch.int32).random_(-lowest, (1 << _CUT) - lowest, generator=generator)
-    return shares.view(torch.int32).add_(noise).bitwise_right_shift_(_CUT)
+    first = lowest(levels)
+    noise = torch.empty_like(shares, dtype=torch.int32).random_(-first, (1 << CUT) - first, generator=generator)
+    return shares.view(torch.int32).add_(noise).bitwise_right_shift_(CUT)

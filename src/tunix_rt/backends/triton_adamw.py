@@ -23,21 +23,28 @@ FLAT_BLOCK = 2048
 
 
 @triton.jit
+def moved(g, m, v, w, decay, pace, share1, beta2, share2, correction, epsilon):
+    """Moments and weights by gradient `g`, in float32. What is rounded once is written as `fma`, and `PLAIN_SUMS` keeps the
+    compiler from making more of them: left to itself it could choose otherwise in another kernel."""
+    m = tl.fma(g - m, share1, m)
+    v = tl.fma(v, beta2, share2 * g * g)
+    w = w - tl.fma(w, decay, pace * m / tl.fma(tl.sqrt_rn(v), correction, epsilon))
+    return m, v, w
+
+
+@triton.jit
 def _adamw_part(
     weights, gradient, first, second, scale, sound, at, inside, group, seed,
     decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `at` that are `inside`. What is rounded once is written as `fma`, and `_ADAMW` keeps the compiler from making
-    more of them: left to itself it could choose otherwise in another kernel."""
+    """Elements `at` that are `inside`."""
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
     if scale is not None:
         g = g * tl.load(scale).to(tl.float32)
-    m = tl.fma(g - m, share1, m)
-    v = tl.fma(v, beta2, share2 * g * g)
-    w = w - tl.fma(w, decay, pace * m / tl.fma(tl.sqrt_rn(v), correction, epsilon))
+    m, v, w = moved(g, m, v, w, decay, pace, share1, beta2, share2, correction, epsilon)
     if sound is not None:
         inside = inside & (tl.load(sound) != 0)
     tl.store(first + at, m.to(first.dtype.element_ty), mask=inside)
@@ -63,10 +70,11 @@ def _adamw_kernel(
     )  # fmt: skip
 
 
-_ADAMW = {"num_warps": 4, "enable_fp_fusion": False}
+PLAIN_SUMS = {"enable_fp_fusion": False}
+_ADAMW = {"num_warps": 4, **PLAIN_SUMS}
 
 
-def _adamw_numbers(*, step: int, rate: float, beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
+def adamw_numbers(*, step: int, rate: float, beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
     """From `pace` on, in the order of the kernels."""
     return (
         rate / (1.0 - beta1**step), 1.0 - beta1, beta2, 1.0 - beta2, (1.0 - beta2**step) ** -0.5, epsilon,
@@ -91,7 +99,7 @@ def adamw(
 ) -> None:
     """One update in place. All four lie in order in memory. Without `seed`, weights are rounded to nearest."""
     elements = weights.numel()
-    numbers = _adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    numbers = adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(weights.device):
         _adamw_kernel[(-(-elements // FLAT_BLOCK),)](
             weights, gradient, first, second, scale, sound, elements, seed or 0, rate * decay, *numbers,
@@ -103,7 +111,7 @@ def adamw(
 
 
 @triton.jit
-def _place(addresses, tensor, kind: tl.constexpr):
+def place(addresses, tensor, kind: tl.constexpr):
     """A pointer out of a table. It is aligned to 16 bytes, which the compiler cannot see."""
     return tl.multiple_of(tl.multiple_of(tl.load(addresses + tensor), 16).to(tl.pointer_type(kind)), 16)
 
@@ -115,10 +123,10 @@ def _adamw_many_kernel(
 ):  # fmt: skip
     """`kept` are rows of `Crowd.kept`, `given` rows of weights, gradients and seeds. A gradient at 0: not this time."""
     tensor = tl.load(owners + tl.program_id(0))
-    gradient = _place(given + tensors, tensor, tl.bfloat16)
+    gradient = place(given + tensors, tensor, tl.bfloat16)
     if gradient.to(tl.int64) != 0:
-        weights = _place(given, tensor, tl.bfloat16)
-        first, second = _place(kept, tensor, MOMENTS), _place(kept + tensors, tensor, MOMENTS)
+        weights = place(given, tensor, tl.bfloat16)
+        first, second = place(kept, tensor, MOMENTS), place(kept + tensors, tensor, MOMENTS)
         elements = tl.load(kept + 2 * tensors + tensor)
         program = tl.program_id(0) - tl.load(kept + 3 * tensors + tensor)
         decay = tl.where(tl.load(kept + 4 * tensors + tensor) != 0, decay, 0.0)
@@ -146,28 +154,34 @@ _MOMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 class Crowd:
     """Tensors that `adamw_many` updates in one launch, and what of them is the same in every step."""
 
-    moments: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Held, because `kept` has their addresses. Of one device and one type."""
+    moments: tuple[tuple[torch.Tensor, ...], ...]
+    """Held, because `kept` has their addresses. Of one device, and of the same types. Those of 8 bits have scales besides."""
     owners: torch.Tensor
     """Of each program, the number of the tensor that it has a block of: int32."""
     kept: torch.Tensor
-    """Of each tensor: addresses of its two moments, elements, its first program, whether it is decayed. int64."""
+    """Of each tensor: addresses of its moments, elements, its first program, whether it is decayed. int64."""
     block: int
 
     @staticmethod
-    def of(moments: Sequence[tuple[torch.Tensor, torch.Tensor]], decayed: Sequence[bool]) -> "Crowd":
-        device, sizes = moments[0][0].device, [first.numel() for first, _ in moments]
-        programs = [-(-size // FLAT_BLOCK) for size in sizes]
+    def of(
+        moments: Sequence[tuple[torch.Tensor, ...]],
+        decayed: Sequence[bool],
+        *,
+        sizes: Sequence[int] | None = None,
+        block: int | None = None,
+    ) -> "Crowd":
+        """`sizes` are the elements of each tensor, where its moments have more; `block` those of a program."""
+        device, block = moments[0][0].device, block or FLAT_BLOCK
+        sizes = [first.numel() for first, *_ in moments] if sizes is None else list(sizes)
+        programs = [-(-size // block) for size in sizes]
         starts = list(itertools.accumulate(programs, initial=0))[:-1]
         addresses = [[moment.data_ptr() for moment in moments_] for moments_ in zip(*moments, strict=True)]
         owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(programs))
         kept = torch.tensor([*addresses, sizes, starts, list(map(int, decayed))])
-        return Crowd(
-            moments=tuple(moments), owners=_sent(owners, device), kept=_sent(kept, device), block=FLAT_BLOCK
-        )  # fmt: skip
+        return Crowd(moments=tuple(moments), owners=sent(owners, device), kept=sent(kept, device), block=block)
 
 
-def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device`, not waited for. Torch gives pinned memory to nobody else before it has been copied."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
@@ -191,8 +205,8 @@ def adamw_many(
 
     `weights` and `gradients` are addresses, multiples of 16, of bfloat16 numbers that lie in order."""
     device, tensors = crowd.kept.device, len(crowd.moments)
-    given = _sent(torch.tensor([*weights, *gradients, *(seeds or ())]), device)
-    numbers = _adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    given = sent(torch.tensor([*weights, *gradients, *(seeds or ())]), device)
+    numbers = adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(device):
         _adamw_many_kernel[(len(crowd.owners),)](
             crowd.owners, crowd.kept, given, tensors, scale, sound, rate * decay, *numbers,

@@ -1,7 +1,8 @@
 """What the updates in Triton share: random bits and rounding by them, the norm of a gradient, and what is made of it.
 
 Random bits are counter based (Philox): the key is the seed, the counter the number of the group of eight neighbours that an
-element belongs to. One draw has 128 bits, 16 for each of them. Groups start anew in every row of a factored matrix, and run
+element belongs to, and of the stream: weights and both moments of 8 bits have one each. One draw has 128 bits, 16 for each of
+the eight. Groups start anew in every row of a factored matrix, and run
 through any other tensor. How the work is cut into blocks has no part in it.
 """
 
@@ -59,9 +60,15 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @triton.jit
-def noise(seed, group, height: tl.constexpr, width: tl.constexpr):
-    """16 random bits for each of [height, width] elements (height 0: [width]), of which eight neighbours are a `group`."""
-    first, second, third, fourth = tl.randint4x(seed, group)
+def noise(seed, group, height: tl.constexpr, width: tl.constexpr, stream: tl.constexpr = 0):
+    """16 random bits for each of [height, width] elements (height 0: [width]), of which eight neighbours are a `group`.
+
+    Weights have stream 0. A group of another stream has to be int64."""
+    if stream == 0:
+        first, second, third, fourth = tl.randint4x(seed, group)
+    else:
+        low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
+        first, second, third, fourth = tl.philox(seed, low, high, low * 0 + stream, low * 0)
     words = tl.join(tl.join(first, third), tl.join(second, fourth))
     halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
     drawn = tl.reshape(halves, (width,)) if height == 0 else tl.reshape(halves, (height, width))

@@ -99,11 +99,17 @@ class Footprint:
         return elements(self.tensors.tables[:1]) * self.widths.compute if self.widths.casts else 0
 
     @property
+    def updated_by_kernel(self) -> bool:
+        """Whether `triton_optim.py` has the update: of bfloat16 weights, and of float32 with moments of 8 bits."""
+        known = self.width == 2 or (self.width == 4 and self.recipe.optimizer == "adamw_8bit")
+        return known and self.device != "cpu" and self.modern
+
+    @property
     def _copies_updating(self) -> float:
         """Bytes of temporaries for one element that is updated."""
         if self.recipe.optimizer == "adamw" and not self.recipe.in_backward and self.width != 2:
             return 0  # one kernel for all, in place
-        if self.width == 2 and self.recipe.optimizer != "adamw_8bit" and self.device != "cpu" and self.modern:
+        if self.updated_by_kernel:
             return 0  # ours, in place
         return UPDATE_COPIES[self.recipe.optimizer][self.width == 2] * max(4, self.width)
 

@@ -48,8 +48,8 @@ UPDATE_LAUNCH_SECONDS, TENSORS_OF_A_LAYER = 0.00005, 9
 """A host launches the update of one tensor in so long, where each is updated by itself in the backward pass
 (solver_order.json)."""
 EIGHT_BIT_PASSES = 10
-"""Times that the temporaries of an update with moments of 8 bits are read and written: no kernel does it at once
-(solver_auto.json)."""
+"""Times that the temporaries of an update with moments of 8 bits are read and written, where no kernel does it at once
+(solver_auto.json, before there was one)."""
 JAX_SLOWER = 1.14
 """The JAX engine's steps beside the same parts of the PyTorch engine's (jax_program_h200.txt)."""
 JAX_GRADIENT_BYTES = 16
@@ -334,8 +334,8 @@ def _recomputation(run: _Run, products: float, attention: float, elementwise: fl
 def _update(run: _Run) -> float:
     """Weights and states are read and written, gradients read twice (for their norm); and temporaries where no kernel does
     all at once."""
-    footprint = footprint_of(run.shape, run.config.training, run.batch.device)
-    kernel = run.jax or (run.recipe.weights == "bfloat16" and run.recipe.optimizer != "adamw_8bit")
+    footprint = footprint_of(run.shape, run.config.training, run.batch.device, modern=run.batch.modern)
+    kernel = run.jax or footprint.updated_by_kernel
     moved = 4 * footprint.width * footprint.trained_elements + 2 * footprint.optimizer
     passes = EIGHT_BIT_PASSES if run.recipe.optimizer == "adamw_8bit" and not run.jax else 1
     return run.moving(moved + (0 if kernel else 2 * passes * footprint.updates))
