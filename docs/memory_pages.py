@@ -101,10 +101,26 @@ def kind_of(case: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def gpu_cases(root: Path) -> list[dict[str, Any]]:
-    """Every case that was measured, in the order of their kinds, models and sizes."""
-    found = {case["name"]: case for name in ON_GPU for case in read(root, name)["cases"]}
-    ordered = sorted(found.values(), key=lambda case: (case["preset"], case["name"]))
+    """Every case that was measured and says something of today's engine, in the order of their kinds, models and sizes."""
+    found = measured_last(root)
+    ordered = sorted(
+        (case for case in found.values() if not peaked_in_an_old_update(case)),
+        key=lambda case: (case["preset"], case["name"]),
+    )
     return sorted(ordered, key=lambda case: (kind_of(case)[0] != "eager", kind_of(case)[1] != "written"))
+
+
+def measured_last(root: Path) -> dict[str, dict[str, Any]]:
+    return {case["name"]: case for name in ON_GPU for case in read(root, name)["cases"]}
+
+
+def peaked_in_an_old_update(case: Mapping[str, Any]) -> bool:
+    """Whether it took most in temporaries of an update by plain operations, of moments of 8 bits, that a kernel does now."""
+    told = {name: parts for name, parts in case.get("predicted_parts", {}).items() if name not in memory.LEFT_OUT}
+    totals = {name: sum(parts.values()) for name, parts in told.items()}
+    optimizer = RunConfig.model_validate(case["settings"]).training.optim
+    eight_bit = optimizer == "adamw_8bit" and case.get("code", {}).get("update") == "plain"
+    return eight_bit and bool(totals) and max(totals, key=lambda name: totals[name]) == "update"
 
 
 def plan_of(case: Mapping[str, Any]) -> MemoryPlan:
@@ -155,6 +171,7 @@ def summary_block(root: Path) -> str:
         _caps(cases),
         *(_failure(case, cases) for case in failures(root)),
         *_left_out(cases),
+        *_outdated(root),
         f"{said}; raw output in {raw}.",
     ]
     return "\n\n".join([table(columns, rows), *lines])
@@ -219,6 +236,15 @@ def _left_out(cases: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     missing = [f"`{case['name']}`" for case in memory_on_gpu.cases() if case["name"] not in known]
     if missing:
         yield f"Of the written cases, without a measurement under a cap: {', '.join(missing)}."
+
+
+def _outdated(root: Path) -> Iterator[str]:
+    names = [f"`{name}`" for name, case in measured_last(root).items() if peaked_in_an_old_update(case)]
+    if names:
+        yield (
+            "Left out, because they took most in temporaries of updates of moments in 8 bits, which have a kernel now and none: "
+            f"{', '.join(names)}."
+        )
 
 
 def _size(case: Mapping[str, Any]) -> str:

@@ -308,7 +308,8 @@ def test_eight_bit_an_update_is_that_of_float64_and_of_the_plain_rule(shape, way
     assert other._kernels[plain] is None
     theirs = other.state_of(plain)
     for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        torch.testing.assert_close(state[f"{name}_absmax"], theirs[f"{name}_absmax"], rtol=1e-5, atol=0.0)
+        # The plain rule takes 1 - 0.999 in float32, which is off by 1.3e-5; the kernel is held to float64 above.
+        torch.testing.assert_close(state[f"{name}_absmax"], theirs[f"{name}_absmax"], rtol=2e-5, atol=0.0)
         codes = [(one[name].int() & (127 if signed else 255)).view(-1)[:size] for one in (state, theirs)]
         apart = (codes[0] - codes[1]).abs()
         assert (apart > 1).float().mean().item() <= 1e-4 and apart.ne(0).any(), "their random bits are others"
