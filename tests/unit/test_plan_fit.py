@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +317,18 @@ def test_recomputation_costs_a_forward_pass_of_the_layers_it_covers() -> None:
 
 def test_the_rate_of_this_cpu_is_measured_in_a_moment() -> None:
     assert 1e8 < measure_rate() < 1e14
+
+
+def test_a_busy_computer_is_not_taken_for_a_slow_one():
+    """The threads of a product wait for one another then; a product by one thread is over before its turn is."""
+    alone = measure_rate()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        assert min(measure_rate() for _ in range(3)) >= alone / 4
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_disk_holds_the_kept_checkpoints_the_best_one_more_and_the_final_model() -> None:

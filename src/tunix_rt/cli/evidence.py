@@ -28,7 +28,9 @@ def evidence() -> None:
 @click.option("--cpu-run", type=FOLDER, help="The same configuration run on the CPU, for a GPU run's speed.")
 @click.option("--without-cpu-run", is_flag=True, help="A GPU run of PyTorch without one; the README says so.")
 @click.option(
-    "--with-checkpoints", is_flag=True, help="Take the checkpoints along, so that anyone can replay from them."
+    "--with-checkpoints",
+    is_flag=True,
+    help="Take along the checkpoints that a replay can begin from: all that are kept but the last step's.",
 )
 @click.option("--with-model", is_flag=True, help="Take the final model along.")
 @click.option(

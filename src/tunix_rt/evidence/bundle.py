@@ -30,7 +30,7 @@ from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.verifying import findings_of
 from tunix_rt.evidence.whole import require_whole
 from tunix_rt.models import redacted
-from tunix_rt.rundir import RunDir, settle_files, storage, sync_folder, write_json, write_text
+from tunix_rt.rundir import RunDir, checkpoint_name, settle_files, storage, sync_folder, write_json, write_text
 
 MIB = 2**20
 CHECKPOINT_MIB = 64
@@ -76,7 +76,7 @@ def collect(
     says = claims_of(run, cpu)
     says["commit"] = commit_of(says["source_sha256"], repository)
     hashes = run_hashes(RunDir(folder).hashes)
-    taken = _taken_along(folder, hashes, extras or Extras())
+    taken = _taken_along(folder, hashes, extras or Extras(), steps=says["steps_completed"])
     says["left_out"] = {name: digest for name, digest in hashes.items() if may_stay_out(name) and name not in taken}
     if clash := sorted(name for name in hashes if name in OWN or name.startswith("cpu/")):
         raise EvidenceError(
@@ -93,16 +93,21 @@ def collect(
     return Collected(says=says, places=tuple(_places(output, [*copies, MANIFEST])))
 
 
-def _taken_along(folder: Path, hashes: Mapping[str, str], extras: Extras) -> set[str]:
+def _taken_along(folder: Path, hashes: Mapping[str, str], extras: Extras, *, steps: int) -> set[str]:
     """Names of the checkpoints and weights that go into the bundle, within the bytes that were allowed."""
     wanted = ("checkpoints/",) * extras.checkpoints + ("final_model/",) * extras.model
-    taken = {name for name in hashes if wanted and name.startswith(wanted)}
+    # Nothing is replayed from the checkpoint of the last step, and it is as large as the others.
+    last = f"checkpoints/{checkpoint_name(steps)}/"
+    taken = {name for name in hashes if wanted and name.startswith(wanted) and not name.startswith(last)}
     if lacking := sorted(name for name in taken if not (folder / name).is_file()):
         raise EvidenceError(
             f"{folder} lacks {lacking[0]}, which was to be taken along", fix="bring it, or leave it out"
         )
     if extras.checkpoints and not any(name.startswith("checkpoints/") for name in taken):
-        raise EvidenceError(f"{folder} has no checkpoints to take along", fix="leave --with-checkpoints out")
+        raise EvidenceError(
+            f"{folder} has no checkpoint to replay from but that of its last step",
+            fix="leave --with-checkpoints out; or run again with a smaller training.save_steps",
+        )
     size = sum((folder / name).stat().st_size for name in taken)
     if size > extras.most_mib * MIB:
         raise EvidenceError(

@@ -6,6 +6,7 @@ as it was, and the run still verifies.
 
 import logging
 import logging.handlers
+import os
 import threading
 import time
 import warnings
@@ -64,10 +65,16 @@ class LogFile(logging.Handler):
 
 
 class WithoutSecrets(logging.Formatter):
-    """Strikes tokens of the hub from what libraries say."""
+    """Strikes tokens of the hub from what libraries say, and writes ~ for the folder of whoever runs it: a log is for
+    strangers."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
+        return without_home(redacted(super().format(record)))
+
+
+def without_home(text: str) -> str:
+    home = os.path.expanduser("~")
+    return text.replace(f"{home}{os.sep}", f"~{os.sep}") if len(home) > 1 else text
 
 
 @dataclass(slots=True, kw_only=True)

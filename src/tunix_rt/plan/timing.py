@@ -69,6 +69,8 @@ RATE_SECONDS = 0.08
 """How long the matrix product that measures this CPU is repeated."""
 PRODUCT_SIZE = 256
 """Its side. Larger products come nearer to the full rate, but on a busy machine wait for a core more often."""
+ALONE_SIZE = 64
+"""Side of a product that the library computes with one thread, in microseconds: no other thread is waited for."""
 EFFICIENCY = (0.75, 0.25)
 """Share of that rate which the products of a step reach, as a range. A choice around `rate_share` of the larger cases in
 benchmarks/results/memory_cpu.json (2 cores)."""
@@ -134,20 +136,28 @@ def training_flops_per_token(shape: ModelShape, config: RunConfig) -> float:
 
 
 def measure_rate() -> float:
-    """Float32 operations per second of this CPU: the fastest of the matrix products that fit into `RATE_SECONDS`.
+    """Float32 operations per second of this CPU: of a product by all threads, or of one by a single thread, times the cores.
 
-    The fastest, because a product that waits for a core someone else holds takes ten times as long.
+    Whichever is more: on a busy computer the threads of a product wait for one another, and it takes a hundred times as long.
     """
+    import psutil
+
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    return max(_product_rate(PRODUCT_SIZE), cores * _product_rate(ALONE_SIZE))
+
+
+def _product_rate(size: int) -> float:
+    """Of the fastest product of that side within `RATE_SECONDS`: one that waits for a core says nothing about it."""
     import numpy as np
 
-    left = np.ones((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
+    left = np.ones((size, size), dtype=np.float32)
     product = left @ left  # starts the threads
-    fastest, products, until = math.inf, 0, time.perf_counter() + RATE_SECONDS
+    fastest, products, until = math.inf, 0, time.perf_counter() + RATE_SECONDS / 2
     while products < FEWEST_PRODUCTS or time.perf_counter() < until:
         started, products = time.perf_counter(), products + 1
         np.matmul(left, left, out=product)
         fastest = min(fastest, time.perf_counter() - started)
-    return 2.0 * PRODUCT_SIZE**3 / fastest
+    return 2.0 * size**3 / fastest
 
 
 # --- disk ------------------------------------------------------------------------------------------------------------
