@@ -91,9 +91,18 @@ def bundles_block(root: Path) -> str:
         rows.append((
             f"[{folder.parent.name}](submission_runs/{folder.parent.name}/README.md)",
             f"{says['model']}, {says['weights']} weights", f"{on}, {_engine(says)}",
-            f"{says['steps_completed']}", f"{says['final_loss']:.4f}", f"{speeds['device']:,.0f}{beside}",
+            f"{says['steps_completed']}", f"{says['final_loss']:.4f}", _answers(folder.with_name("eval_summary.json")),
+            f"{speeds['device']:,.0f}{beside}",
         ))  # fmt: skip
-    return table(("bundle", "model", "ran on", "steps", "final loss", "tokens/s"), rows)
+    return table(("bundle", "model", "ran on", "steps", "final loss", "right before, after", "tokens/s"), rows)
+
+
+def _answers(summary: Path) -> str:
+    """Of a bundle without a summary nothing is said."""
+    if not summary.is_file():
+        return ""
+    told = json.loads(summary.read_text(encoding="utf-8"))
+    return f"{told['before']['correct']}, {told['after']['correct']} of {told['after']['items']}"
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -229,11 +231,26 @@ def test_the_error_shown_as_an_example_is_a_real_one():
 # --- README ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_gives_exactly_two_commands():
+def commands_of(part: str) -> list[str]:
+    return [line.split("#")[0].strip() for block in blocks(part, "sh") for line in block.splitlines()]
+
+
+def test_the_readme_gives_a_newcomer_exactly_two_commands():
     readme = text_of(ROOT / "README.md")
     assert set(re.findall(r"scripts/\w+", readme)) == {"scripts/demo", "scripts/test"}
-    commands = [line.split("#")[0].strip() for block in blocks(readme, "sh") for line in block.splitlines()]
-    assert commands == ["scripts/demo", "scripts/test"]
+    assert commands_of(section(readme, "Two commands")) == ["scripts/demo", "scripts/test"]
+
+
+@pytest.mark.parametrize(
+    "level", ["L1", pytest.param("L2", marks=pytest.mark.slow), pytest.param("L3", marks=pytest.mark.slow)]
+)
+def test_the_readme_gives_a_reviewer_commands_that_hold(level):
+    name, *commands = commands_of(section(text_of(ROOT / "README.md"), "Check a run of somebody else"))
+    assert len(commands) == 3 and all(("--require L" + str(number)) in commands[number - 1] for number in (2, 3))
+    script = f"{name}\n{commands[int(level[1]) - 1]}".replace(".venv/bin/tunix-rt", f"{sys.executable} -m tunix_rt")
+    done = subprocess.run(["bash", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"submission_runs/demo_v1: level {level}" in done.stdout
 
 
 def test_the_readme_says_where_to_find_things_in_four_lines_that_are_true():
