@@ -128,7 +128,9 @@ def _environment(source: Source, threads: object) -> dict[str, str]:
     """Ours, offline, with the recorded number of threads for whichever engine it is."""
     told = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     if source.root is not None:
-        told["PYTHONPATH"] = os.pathsep.join([str(source.root / "src"), os.environ.get("PYTHONPATH", "")])
+        # An empty entry would be the working folder, which may be the bundle itself: nothing in it may be imported.
+        named = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        told["PYTHONPATH"] = os.pathsep.join([str(source.root / "src"), *named])
         told["PYTHONDONTWRITEBYTECODE"] = "1"
     if isinstance(threads, int) and 0 < threads <= MOST_THREADS:
         told |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
