@@ -124,9 +124,9 @@ def _below(variants: list[dict[str, Any]]) -> str:
         "What each class lets pass when its numbers are all there is to go by, with the weights of the checkpoints at hand "
         "(`collect --with-checkpoints`) and without. In sample: the cheats were known when the tolerances were set. Out of "
         "sample: the tolerances were set before any GPU was measured, and stood. What is allowed is taken where the growth has "
-        "made it largest. The checks of L1 do not depend on a tolerance: learning rates and batches of every step must agree in any "
-        "class, so a schedule or data that the record itself names are found there. A change that trains otherwise in secret, "
-        "and is smaller than what is allowed, is found in class SAME alone.\n\n" + table(columns, rows)
+        "made it largest. The checks of L1 do not depend on a tolerance: learning rates and batches of every step must agree in "
+        "any class, so a schedule or data that the record itself names are found there. A change that trains otherwise in "
+        "secret, and is smaller than what is allowed, is found in class SAME alone.\n\n" + table(columns, rows)
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from docs import replay_pages
 from tests.program import ROOT as REPOSITORY
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.comparing import compare_answers, compare_heldout, compare_states, compare_steps
+from tunix_rt.evidence.comparing import compare_answers, compare_gaps, compare_heldout, compare_states, compare_steps
 from tunix_rt.evidence.machine_class import class_of, worst
 from tunix_rt.evidence.segments import (
     Segment,
@@ -242,6 +242,18 @@ def test_answers_must_be_the_same_texts_all_in_same_most_elsewhere():
     assert compare_answers(asked, three, near, exact=False, **rule)
     assert compare_answers(asked, asked[1:], near, exact=False, **rule)
     assert compare_answers(asked, [asked[0] | {"ended": "length"}, *asked[1:]], EXACT, exact=True, **rule)
+
+
+def test_followed_answers_may_have_near_ties_and_few_of_them_more():
+    asked = [{"id": str(n)} for n in range(50)]
+    rule = {"most": 0.5, "share": 0.98}
+    assert compare_gaps(asked, [0.5] * 50, **rule) == compare_gaps(asked, [9.0] + [0.1] * 49, **rule) == ()
+    for far in (0.51, math.inf, math.nan):
+        (finding,) = compare_gaps(asked, [0.0] * 48 + [far] * 2, **rule)
+        assert (finding.level, finding.check) == ("L2", "followed-answers")
+        assert finding.problem.startswith(
+            "after: 2 of 50 answers have tokens that these weights do not give, first '48'"
+        )
 
 
 def test_tolerances_widen_with_the_distance_of_the_machines_and_of_the_types():

@@ -74,6 +74,10 @@ def texts_follow(name: Class, compute: str) -> bool:
     return name == "SAME" or compute in WIDE
 
 
+TIES: dict[Class, float] = {"NEAR": 0.5, "CROSS": 0.5}
+"""In 16 bits, how far the logit of a token of a greedy text may lie below the largest on another machine."""
+
+
 def tolerance_of(name: Class, compute: str) -> Tolerance:
     """For products computed in `compute`."""
     return EXACT if name == "SAME" else TOLERANCES[name, _kind(compute)]
