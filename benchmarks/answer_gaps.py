@@ -1,6 +1,7 @@
 """How far tokens of honest greedy answers lie below the likeliest ones on another machine, and how far those of forged ones.
 
-    python -m benchmarks.answer_gaps [--model DIR]      on a CPU; writes benchmarks/results/answer_gaps.json
+    python -m benchmarks.answer_gaps        on a CPU; writes benchmarks/results/answer_gaps.json
+    python -m benchmarks.answer_gaps --model tiny-gemma3 --output benchmarks/results/answer_gaps_base.json
 
 A model, by default the one that the demo trains, answers questions in bfloat16 with several kinds of instructions and by both
 engines. Every text is then followed by the others, token by token (`tunix_rt.recompute.answers.largest_gaps`); the largest gap of
@@ -105,7 +106,9 @@ def with_another_number(line: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    named = parser.parse_args().model
+    parser.add_argument("--output", type=Path, default=RESULTS / "answer_gaps.json")
+    told = parser.parse_args()
+    named = told.model
     began = time.monotonic()
     pairs = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -137,7 +140,7 @@ def main() -> int:
                               **({"same_texts": sum(same) / len(same)} if honest else {})})  # fmt: skip
     result = {"schema": "tunix-rt/answer-gaps/1", "measured": datetime.now(UTC).isoformat(timespec="seconds"),
               "new_tokens": NEW_TOKENS, "seconds": round(time.monotonic() - began, 1), "pairs": pairs}  # fmt: skip
-    (RESULTS / "answer_gaps.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    told.output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
     for pair in pairs:
         gaps = sorted(pair["largest_gaps"])
         some = "  ".join(

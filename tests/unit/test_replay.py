@@ -20,7 +20,16 @@ from tunix_rt.evidence.segments import (
     fresh_nonce,
     passes_over,
 )
-from tunix_rt.evidence.tolerances import EXACT, FACTOR, MEASURED_STEPS, TOLERANCES, grown, texts_follow, tolerance_of
+from tunix_rt.evidence.tolerances import (
+    EXACT,
+    FACTOR,
+    MEASURED_STEPS,
+    TIES,
+    TOLERANCES,
+    grown,
+    texts_follow,
+    tolerance_of,
+)
 from tunix_rt.recompute.distance import distance
 
 ROOT = "ab" * 32
@@ -281,6 +290,14 @@ def test_every_tolerance_is_a_multiple_of_the_noise_that_is_committed_of_a_cpu_a
     same = [one for one in honest if one["class"] == "SAME"]
     assert {one["on"] for one in same} == {"CPU", "GPU"}
     assert all(one[part] == 0 for one in same for part in ("loss", "grad_norm", "weights"))
+
+
+def test_near_ties_are_allowed_a_multiple_of_the_honest_gaps_that_are_committed():
+    for file in replay_pages.GAPS.values():
+        pairs = json.loads((REPOSITORY / file).read_text())["pairs"]
+        for name, limit in TIES.items():
+            gaps = [gap for one in pairs if one["kind"] == name for gap in one["largest_gaps"]]
+            assert gaps and limit >= FACTOR * max(gaps)
 
 
 def test_a_cheat_is_held_to_what_is_allowed_at_its_last_step_and_without_weights_to_the_rest():
