@@ -14,8 +14,12 @@ import pytest
 from tests.bundles import chain, edit_json, edit_text, make_repository
 from tests.program import ROOT, tunix_rt
 from tunix_rt import regenerating, replaying
+from tunix_rt.config import load_config
+from tunix_rt.data.pack import rows_of_step
+from tunix_rt.data.prepare import prepare
 from tunix_rt.errors import InputError
 from tunix_rt.evidence.hashes import write_hashes
+from tunix_rt.pipeline import find_tokenizer
 from tunix_rt.rundir import RunDir, sha256_file, write_text
 
 TINY = [
@@ -294,13 +298,31 @@ def test_a_run_on_data_with_one_other_byte_is_refused(run, repo, truth, tmp_path
     dataset = tmp_path / "data"
     shutil.copytree(ROOT / "datasets" / "dev-reasoning-v2", dataset)
     rows = next(dataset.glob("*.jsonl"))
-    data = bytearray(rows.read_bytes())
-    lines = bytes(data).split(b"\n")
-    changed = [line.replace(b"We add", b"We adb") for line in lines]
-    assert changed != lines
-    rows.write_bytes(b"\n".join(changed))
+    content = rows.read_text(encoding="utf-8")
+    changed = content.replace(*one_other_letter(content, trained_text(run)))
+    assert sum(one != two for one, two in zip(content, changed, strict=True)) == 1
+    write_text(rows, changed)
     other = train(repo, tmp_path / "other", *SILENT, "--set", f"data.dataset={rows}")
     assert "replay-loss" in checks(replay(disguised(other, run, tmp_path / "forged"), repo))
+
+
+def trained_text(run: Path) -> str:
+    """What the second step of the run read."""
+    config = load_config(RunDir(run).config)
+    tokenizer, facts = find_tokenizer(config)
+    data = prepare(config, tokenizer, facts, lambda *_: None)
+    seed = config.training.seed if config.training.data_seed is None else config.training.data_seed
+    (place,) = rows_of_step(2, row_count=len(data.rows), rows_per_step=1, seed=seed)
+    return tokenizer.decode(list(map(int, data.rows[place].ids)))
+
+
+def one_other_letter(content: str, text: str) -> tuple[str, str]:
+    """A line of the dataset that is in the text, and the same with one letter of its first step changed."""
+    traces = [line for line in content.splitlines() if json.loads(line)["prompt"] in text]
+    step = json.loads(traces[0])["steps"][0]["content"]
+    at = next(place for place, letter in enumerate(step) if letter in "aeiou")
+    other = step[:at] + ("o" if step[at] != "o" else "u") + step[at + 1 :]
+    return traces[0], traces[0].replace(step, other, 1)
 
 
 def disguised(other: Path, claimed: Path, folder: Path) -> Path:
@@ -347,6 +369,25 @@ def test_answers_of_every_kind_of_run_are_given_again(kind, repo, tmp_path):
     told = regenerate(folder, folder, repo)
     assert told.findings == () and told.asked == 28
     assert told.class_name == ("NEAR" if kind == "adapters" else "SAME")
+
+
+@pytest.mark.slow
+def test_answers_in_16_bits_of_a_machine_with_other_instructions_are_followed_and_invented_ones_are_not(repo, tmp_path):
+    older = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    folder = train(repo, tmp_path / "run", "--set", "evaluation.max_new_tokens=32", *KINDS["bfloat16"], **older)
+    told = regenerate(folder, folder, repo)
+    said = "\n".join(told.words)
+    assert (told.findings, told.asked, told.same, told.followed) == ((), 28, 28, True), said
+    assert told.class_name == "NEAR" and "not exact" in said and "the kernels chosen for the CPU: DEFAULT then" in said
+    lines = [json.loads(line) for line in RunDir(folder).predictions("after").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        if number % 3 == 0:
+            line["output"] = f"<reasoning>We add.</reasoning><answer>{line['expected']}</answer>"
+            line["ended"] = "tag"
+    write_text(RunDir(folder).predictions("after"), "".join(json.dumps(line) + "\n" for line in lines))
+    write_hashes(RunDir(folder))
+    (finding,) = regenerate(folder, folder, repo).findings
+    assert finding.check == "followed-answers" and finding.level == "L2" and "10 of 28" in finding.problem
 
 
 def test_weights_that_are_not_those_of_the_run_are_refused_before_they_are_asked(run, repo, tmp_path):

@@ -109,3 +109,7 @@ def test_the_tolerance_follows_the_types_on_both_sides():
     ]  # fmt: skip
     [merged] = reloading._places(replace(OURS, compute="bfloat16", merged=True))
     assert merged.share == reloading.WIDENED
+    for device in ("cpu", "cuda"):
+        [alone] = reloading._places(replace(gpu, device=device, autocast=None, other_engine=True))
+        assert (alone.device, alone.compute, alone.share) == ("cpu", "float32", reloading.WIDENED)
+    assert reloading._places(replace(OURS, compute="float32", other_engine=True))[0].share == reloading.EXACT

@@ -7,9 +7,10 @@ import struct
 import numpy as np
 import pytest
 
+from docs import replay_pages
 from tests.program import ROOT as REPOSITORY
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.comparing import compare_answers, compare_heldout, compare_states, compare_steps
+from tunix_rt.evidence.comparing import compare_answers, compare_gaps, compare_heldout, compare_states, compare_steps
 from tunix_rt.evidence.machine_class import class_of, worst
 from tunix_rt.evidence.segments import (
     Segment,
@@ -243,6 +244,18 @@ def test_answers_must_be_the_same_texts_all_in_same_most_elsewhere():
     assert compare_answers(asked, [asked[0] | {"ended": "length"}, *asked[1:]], EXACT, exact=True, **rule)
 
 
+def test_followed_answers_may_have_near_ties_and_few_of_them_more():
+    asked = [{"id": str(n)} for n in range(50)]
+    rule = {"most": 0.5, "share": 0.98}
+    assert compare_gaps(asked, [0.5] * 50, **rule) == compare_gaps(asked, [9.0] + [0.1] * 49, **rule) == ()
+    for far in (0.51, math.inf, math.nan):
+        (finding,) = compare_gaps(asked, [0.0] * 48 + [far] * 2, **rule)
+        assert (finding.level, finding.check) == ("L2", "followed-answers")
+        assert finding.problem.startswith(
+            "after: 2 of 50 answers have tokens that these weights do not give, first '48'"
+        )
+
+
 def test_tolerances_widen_with_the_distance_of_the_machines_and_of_the_types():
     for compute in ("float32", "bfloat16"):
         near, cross = TOLERANCES["NEAR", compute], TOLERANCES["CROSS", compute]
@@ -254,17 +267,34 @@ def test_tolerances_widen_with_the_distance_of_the_machines_and_of_the_types():
     assert tolerance_of("NEAR", "float16") == tolerance_of("NEAR", "bfloat16")
 
 
-def test_every_tolerance_is_a_multiple_of_the_noise_that_is_committed():
-    told = json.loads((REPOSITORY / "benchmarks/results/replay_noise.json").read_text())
-    assert told["steps"] == MEASURED_STEPS
-    honest = [one for one in told["variants"] if one["kind"] == "honest"]
+def test_every_tolerance_is_a_multiple_of_the_noise_that_is_committed_of_a_cpu_and_of_a_gpu():
+    pairs = replay_pages.measured(REPOSITORY)
+    assert {one["steps"] for one in pairs if one["on"] == "CPU"} == {MEASURED_STEPS}
+    honest = [one for one in pairs if one["kind"] == "honest"]
     for (name, compute), allowed in TOLERANCES.items():
-        measured = [one for one in honest if (one["class"], one["compute"]) == (name, compute)]
-        assert measured
-        for part in ("loss", "grad_norm", "weights"):
-            assert getattr(allowed, part) >= FACTOR * max(one.get(part, 0.0) for one in measured)
+        for device in ("CPU", "GPU"):
+            found = [one for one in honest if (one["class"], one["compute"], one["on"]) == (name, compute, device)]
+            assert found
+            for part in ("loss", "grad_norm", "weights"):
+                assert getattr(allowed, part) >= FACTOR * max(one.get(part, 0.0) for one in found), (name, device, part)
+            assert not texts_follow(name, compute) or min(one["texts"] for one in found) >= allowed.texts
     same = [one for one in honest if one["class"] == "SAME"]
-    assert same and all(one[part] == 0 for one in same for part in ("loss", "grad_norm", "weights"))
+    assert {one["on"] for one in same} == {"CPU", "GPU"}
+    assert all(one[part] == 0 for one in same for part in ("loss", "grad_norm", "weights"))
+
+
+def test_a_cheat_is_held_to_what_is_allowed_at_its_last_step_and_without_weights_to_the_rest():
+    allowed = tolerance_of("NEAR", "float32")
+    cheat = {
+        "compute": "float32",
+        "steps": MEASURED_STEPS,
+        "loss": 0.0,
+        "grad_norm": 0.0,
+        "weights": 1.5 * allowed.weights,
+    }
+    assert replay_pages.caught(cheat, allowed, weights=True)
+    assert not replay_pages.caught(cheat, allowed, weights=False)
+    assert not replay_pages.caught(cheat | {"steps": 2 * MEASURED_STEPS}, allowed, weights=True)
 
 
 def test_what_is_allowed_grows_with_the_steps_since_the_start_up_to_a_limit():

@@ -41,15 +41,55 @@ def last_logits(engine: Engine, prompts: Sequence[Sequence[int]]) -> npt.NDArray
     return np.array(found, np.float32)[: len(prompts)]
 
 
+def token_gaps(
+    engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], ends: Sequence[int]
+) -> list[list[float]]:
+    """How far the logit of each token of an answer lies below the largest in its place; last, the best of `ends` after it.
+    One is asked at a time: its logits are many."""
+    tokens = row_length(
+        max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)), engine.device
+    )
+    run = jax.jit(
+        partial(_gaps, engine.architecture, engine.recipe.compute, engine.attending(tokens)),
+        out_shardings=NamedSharding(engine.mesh, PartitionSpec()),
+    )
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = np.zeros((rows_for(engine.mesh, 1), tokens), np.int32)
+        ids[:, : len(prompt) + len(answer)] = [*prompt, *answer]
+        with memory_is_named("the last look at the model"):
+            next_gaps, end_gaps = (
+                np.array(part, np.float32) for part in run(engine.params, ids, np.array(ends, np.int32))
+            )
+        last = len(prompt) + len(answer) - 1
+        found.append([*next_gaps[len(prompt) - 1 : last].tolist(), float(end_gaps[last])])
+    return found
+
+
+def _gaps(
+    architecture: Architecture, compute: str, attention: Any, params: Any, ids: Any, ends: Any
+) -> tuple[Any, Any]:
+    """Of the first row, in every place: the gap of the token that follows, and of the best of `ends`."""
+    states = _states(architecture, compute, attention, params, ids)
+    logits = head_logits(states[:1], head_table(params), compute=compute, softcap=architecture.logit_cap)[0]
+    largest = logits.max(axis=1)
+    following = jnp.take_along_axis(logits, jnp.roll(ids[0], -1)[:, None], axis=1)[:, 0]
+    return largest - following, largest - logits[:, ends].max(axis=1)
+
+
 def _last(architecture: Architecture, compute: str, attention: Any, params: Any, ids: Any, last: Any) -> Any:
+    states = _states(architecture, compute, attention, params, ids)
+    chosen = jnp.take_along_axis(states, last[:, None, None], axis=1)
+    return head_logits(chosen, head_table(params), compute=compute, softcap=architecture.logit_cap)[:, 0]
+
+
+def _states(architecture: Architecture, compute: str, attention: Any, params: Any, ids: Any) -> Any:
     rows, tokens = ids.shape
     # Learned positions end somewhere; what stands behind a prompt may have any.
     positions = jnp.broadcast_to(jnp.arange(tokens) % architecture.shape.max_positions, (rows, tokens))
-    states = forward(
+    return forward(
         params, ids, positions, jnp.zeros((rows, tokens), jnp.int32), architecture, compute=compute, attention=attention
     )
-    chosen = jnp.take_along_axis(states, last[:, None, None], axis=1)
-    return head_logits(chosen, head_table(params), compute=compute, softcap=architecture.logit_cap)[:, 0]
 
 
 @memory_is_named("the hashing of the final model")

@@ -22,7 +22,7 @@ from tunix_rt.backends.torch_batches import PlacedStep, placed_steps
 from tunix_rt.backends.torch_compile import compile_layers, layers_of
 from tunix_rt.backends.torch_generate import generate
 from tunix_rt.backends.torch_head import kernel_unable
-from tunix_rt.backends.torch_logits import last_logits, release, room_beside, tensor_hashes
+from tunix_rt.backends.torch_logits import last_logits, release, room_beside, tensor_hashes, token_gaps
 from tunix_rt.backends.torch_model import (
     Engine,
     LossScale,
@@ -54,7 +54,7 @@ from tunix_rt.plan.compiling import Compiling, choose_compiling, to_be_recorded
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "machine_facts",
     "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save",
-    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "write_direct",
+    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

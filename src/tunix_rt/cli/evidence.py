@@ -195,7 +195,7 @@ def _regenerate(done: _Verified, folder: Path, repository: Path | None, weights:
     done.reached.append("L2")
     done.told["regenerated"] = {
         "asked": made.asked, "same": made.same, "share": made.share, "seconds": made.seconds,
-        "class": made.class_name, "nonce": made.nonce,
+        "class": made.class_name, "nonce": made.nonce, "followed": made.followed,
     }  # fmt: skip
 
 

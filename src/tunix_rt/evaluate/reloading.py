@@ -109,6 +109,8 @@ class Remembered:
     merged: bool
     """Adapters stand beside the weights in memory, and were added to them in the folder."""
     attention: str
+    other_engine: bool = False
+    """Other kernels than transformers' computed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,7 @@ def remember(backend: Any, engine: Any, *, tokenizer: Tokenizer, style: Style, s
         autocast=recipe.compute if recipe.casts and recipe.frozen is None else None,
         merged=recipe.frozen is not None,
         attention=engine.attention.generating,
+        other_engine=hasattr(engine, "vocabulary"),
     )
 
 
@@ -237,8 +240,12 @@ def _proof(remembered: Remembered, seen: Mapping[str, Any], place: Place, second
 
 
 def _places(remembered: Remembered) -> list[Place]:
-    """The engine's own device, then the CPU in float32."""
+    """The engine's own device, then the CPU in float32.
+
+    Where another engine rounded to 16 bits, float32 alone: two that both round lie apart by both roundings."""
     exact = remembered.compute in ("float32", "float64")
+    if remembered.other_engine and not exact:
+        return [Place(device="cpu", compute="float32", share=WIDENED)]
     near = EXACT if exact else WIDENED if remembered.merged else ROUNDED
     places = [Place(device=remembered.device, autocast=remembered.autocast, share=near)]
     if remembered.device != "cpu":

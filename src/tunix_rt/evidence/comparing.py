@@ -138,6 +138,18 @@ def compare_answers(
     return (Finding(level=level, check=check, problem=problem),)
 
 
+def compare_gaps(
+    recorded: Sequence[Mapping[str, Any]], gaps: Sequence[float], *, most: float, share: float
+) -> tuple[Finding, ...]:
+    """Recorded answers that were followed token by token. At least this `share` of them must have no gap above `most`."""
+    far = [(gap, one["id"]) for one, gap in zip(recorded, gaps, strict=True) if not gap <= most]
+    if 1 - len(far) / len(recorded) >= share:
+        return ()
+    named = ", ".join(f"{shown(name)} by {gap:.2g}" for gap, name in far[:NAMED_STEPS])
+    problem = f"after: {len(far)} of {len(recorded)} answers have tokens that these weights do not give, first {named}"
+    return (Finding(level="L2", check="followed-answers", problem=problem),)
+
+
 def same_answer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one.get(name) == other.get(name) for name in ("output", "ended"))
 

@@ -1,14 +1,17 @@
 """How far numbers that are computed again may lie from the recorded ones. In class SAME not at all.
 
-Where the numbers come from: `python -m benchmarks.replay_noise`, raw output in benchmarks/results/replay_noise.json, table in
-docs/concepts/evidence.md. On a CPU, over 16 steps of the shipped model, machines of class NEAR (threads, instructions) lay apart
-by up to 2.7e-6 in the loss, 2.6e-5 in the norm and 4.3e-5 in the weights in float32; by 2.4e-2, 0.27 and 4.3e-2 in bfloat16. The
-stand-in for CROSS, the same steps by the other engine, by 1.4e-6, 1.8e-5 and 1.6e-5; 3.6e-2, 0.21 and 7.1e-2. Allowed are at
-least ten times that in float32, and three times in 16 bits; more than a hundred times for CROSS in float32, since an engine is
-only a stand-in for other hardware. They were set with the cheats of the same measurement in view, so what it says they let pass
-is no forecast for another model. Two cheats in float32: one token of one row moves the loss by 2.9e-2, a weight decay left out by
-2.6e-5 and the weights by 1.3e-3. In 16 bits one token (3.0e-2) lies within what is allowed of the loss: there the checks that
-need no tolerance must find it.
+Where the numbers come from: `python -m benchmarks.replay_noise` on a CPU and, with `--device cuda`, on an H200; raw output in
+benchmarks/results/replay_noise.json and replay_noise_cuda.json, table in docs/concepts/evidence.md: 16 steps of the shipped model
+on the CPU, 40 on the GPU. NEAR is other threads or instructions, and kernels of a GPU that are not deterministic against those
+that are. CROSS is a GPU against a CPU, and on a CPU the other engine as a stand-in.
+
+Allowed are at least three times the largest of all honest pairs. All were set from the CPU's figures, its cheats in view, before
+a GPU was measured. For NEAR, and for CROSS in float32, the GPU's honest pairs then left that factor, and nothing was changed: for
+them the GPU is out of sample. In CROSS, 16 bits, two did not (loss 0.039 of 0.11, weights 0.086 of 0.22) and were raised, so
+there the GPU is in sample. One small model, one CPU, one GPU: what they let pass is no forecast for another model.
+
+Two cheats in float32: one token of one row moves the loss by 1.4e-2, a weight decay left out by 2.6e-5 and the weights by 1.3e-3.
+In 16 bits one token (2.6e-2) lies within what is allowed of the loss: there the checks that need no tolerance must find it.
 """
 
 from dataclasses import dataclass, replace
@@ -39,15 +42,16 @@ WIDE = ("float32", "float64")
 FACTOR = 3.0
 """Of honest noise, the least that is allowed of any."""
 MEASURED_STEPS = 16
-"""Over which the noise was measured. A replay that is further from its beginning may lie further away in proportion, up to
-`MOST_GROWTH`, which is a choice: two ways that differ in the last bit drift apart."""
+"""Over which the noise was measured on a CPU; that of a GPU over 40 steps is held to the same, without growth. A replay that is
+further from its beginning may lie further away in proportion, up to `MOST_GROWTH`, which is a choice: two ways that differ in the
+last bit drift apart."""
 MOST_GROWTH = {"float32": 10.0, "bfloat16": 2.0}
 
 TOLERANCES: dict[tuple[Class, str], Tolerance] = {
     ("NEAR", "float32"): Tolerance(loss=3e-5, grad_norm=3e-4, weights=6e-4, texts=0.98),
     ("NEAR", "bfloat16"): Tolerance(loss=7.5e-2, grad_norm=0.85, weights=0.13, texts=0.98),
     ("CROSS", "float32"): Tolerance(loss=3e-4, grad_norm=3e-3, weights=6e-3, texts=0.98),
-    ("CROSS", "bfloat16"): Tolerance(loss=0.11, grad_norm=0.85, weights=0.22, texts=0.98),
+    ("CROSS", "bfloat16"): Tolerance(loss=0.12, grad_norm=0.85, weights=0.26, texts=0.98),
 }
 
 
@@ -68,6 +72,10 @@ def texts_follow(name: Class, compute: str) -> bool:
     """Whether machines of this class give the same texts. In 16 bits they do not: of the same weights, 60 % of greedy texts were
     the same with other instructions and 23 % by the other engine, for near ties turn."""
     return name == "SAME" or compute in WIDE
+
+
+TIES: dict[Class, float] = {"NEAR": 0.5, "CROSS": 0.5}
+"""In 16 bits, how far the logit of a token of a greedy text may lie below the largest on another machine."""
 
 
 def tolerance_of(name: Class, compute: str) -> Tolerance:

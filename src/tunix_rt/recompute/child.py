@@ -31,7 +31,7 @@ def main(request_path: str, answer_path: str) -> None:
                 raise EvidenceError(
                     "the package of the recorded commit does not know this request", fix="verify with that version"
                 )
-            {"steps": _steps, "answers": _answers}[request["what"]](request, tell)
+            {"steps": _steps, "answers": _answers, "gaps": _gaps}[request["what"]](request, tell)
             tell("done")
         except Differs as difference:
             tell("finding", check=difference.check, problem=difference.problem)
@@ -63,6 +63,12 @@ def _answers(request: dict[str, Any], tell: Any) -> None:
     from tunix_rt.recompute.answers import answer_again
 
     answer_again(request, tell)
+
+
+def _gaps(request: dict[str, Any], tell: Any) -> None:
+    from tunix_rt.recompute.answers import follow_answers
+
+    follow_answers(request, tell)
 
 
 if __name__ == "__main__":
