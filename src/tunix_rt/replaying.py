@@ -1,5 +1,6 @@
 """Levels L3 and L4: steps of a recorded run taken again in a fresh process, and held against what was recorded."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.backends import Progress
+from tunix_rt.errors import InputError
+from tunix_rt.evidence.bringing import bring_words, to_bring
 from tunix_rt.evidence.comparing import Compared, compare_answers, compare_heldout, compare_states, compare_steps
 from tunix_rt.evidence.findings import Finding, Level
 from tunix_rt.evidence.machine_class import Class, Match, class_of, worst
 from tunix_rt.evidence.recorded import Recorded, read_predictions_of, read_recorded
 from tunix_rt.evidence.segments import Segment, all_segments, choose_segments, fresh_nonce, passes_over
-from tunix_rt.evidence.tolerances import Tolerance, grown, texts_follow, tolerance_of
+from tunix_rt.evidence.tolerances import MEASURED_STEPS, Tolerance, grown, texts_follow, tolerance_of
 from tunix_rt.recompute.process import Answer, Source, compute, source_of
+from tunix_rt.strict_yaml import read_yaml
+
+OF_THE_MODEL = ("base-model", "tokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,8 @@ class _Part:
     """One stretch of steps that was computed, judged."""
 
     match: Match
+    furthest: int
+    """Steps from where it began to its end."""
     findings: tuple[Finding, ...]
     words: str
 
@@ -68,7 +76,7 @@ def replay(
     findings = [Finding(level=level, check="replay-checkpoint", problem=problem) for problem in recorded.damaged]
     parts: list[_Part] = []
     with source_of(recorded, repository) as source:
-        ask = partial(_computed, recorded, model=model, whole=whole, source=source, progress=progress)
+        ask = partial(_computed, recorded, model=_whole_path(model), whole=whole, source=source, progress=progress)
         for answer, taken in _in_children(recorded, passes, ask):
             findings += _of_answer(answer, recorded, level)
             parts += [_judged(recorded, one, answer, source, level) for one in taken if _has_steps(answer, one)]
@@ -77,7 +85,7 @@ def replay(
     words = (
         _chosen_words(recorded, chosen, passes, nonce, whole=whole),
         source.words,
-        *dict.fromkeys(_class_words(part.match, recorded.compute) for part in parts),
+        *dict.fromkeys(_class_words(part.match, recorded.compute, part.furthest) for part in parts),
         *(part.words for part in parts),
         f"computed again in {seconds:.1f} s; the run took {recorded.seconds:.1f} s",
     )
@@ -130,7 +138,37 @@ def _computed(
     }
     steps = sum(one.steps for one in passes)
     how: dict[str, Any] = {"threads": threads, "jax": recorded.backend == "jax", "progress": progress}
-    return compute("steps", request, source=source, total=steps, **how)
+    try:
+        answer = compute("steps", request, source=source, total=steps, **how)
+    except InputError as error:
+        raise _to_be_brought(recorded, error.problem, error.fix) from error
+    if model is not None:
+        for line in answer.of("finding"):
+            if line["check"] in OF_THE_MODEL:  # which whoever verifies has named: it says nothing about the run
+                raise _to_be_brought(recorded, str(line["problem"]), "")
+    return answer
+
+
+def _whole_path(model: str | None) -> str | None:
+    """The process that loads it has another working folder."""
+    if model is None or not os.path.exists(os.path.expanduser(model)):
+        return model
+    return os.path.abspath(os.path.expanduser(model))
+
+
+def _to_be_brought(recorded: Recorded, problem: str, fix: str) -> InputError:
+    """With the list of all that the run was given, by hash."""
+    settings = read_yaml(recorded.folder / "config.yaml")
+    things = [bring_words(thing).replace("`", "") for thing in to_bring(recorded.precommit, settings)]
+    ways = [fix] if fix else []
+    if things:
+        ways.append(
+            "to be brought, the model by --model DIR, the rest by name in the working folder:\n    "
+            + "\n    ".join(things)
+        )
+    elif not fix:
+        ways.append("leave --model out: the model of this run comes with tunix-rt")
+    return InputError(f"could not be tried here: {problem}", fix="; ".join(ways))
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
@@ -187,7 +225,7 @@ def _judged(recorded: Recorded, one: Segment, answer: Answer, source: Source, le
                 findings += compare_answers(theirs, line["answers"], tolerance, when=line["when"], **rule)
     took = sum(line["seconds"] for line in answer.of("pass") if line["start"] == one.start)
     words = _part_words(recorded, one, steps, states.words, len(within("heldout")), exact=exact, seconds=took)
-    return _Part(match=match, findings=tuple(findings), words=words)
+    return _Part(match=match, furthest=one.steps, findings=tuple(findings), words=words)
 
 
 def _class(recorded: Recorded, one: Segment, here: Mapping[str, Any], source: Source) -> Match:
@@ -228,15 +266,25 @@ def _chosen_words(
     return said
 
 
-def _class_words(match: Match, compute: str) -> str:
+def _class_words(match: Match, compute: str, furthest: int) -> str:
+    """With what is allowed where it is most: at the end of a stretch that is `furthest` steps long."""
     if match.name == "SAME":
         return "class SAME: the machine, its threads and its libraries are the recorded ones; every bit is compared"
-    allowed = tolerance_of(match.name, compute)
+    first = tolerance_of(match.name, compute)
+    most = grown(first, compute, furthest)
+    times = most.loss / first.loss
+    grows = f", {times:.3g} times what is allowed of the first {MEASURED_STEPS} steps" if times > 1 else ""
     texts = "" if texts_follow(match.name, compute) else "; answers are not compared in 16 bits, where near ties turn"
     return (
-        f"class {match.name}, not exact ({'; '.join(match.reasons)}): losses within {allowed.loss:.0e}, gradient norms within "
-        f"{allowed.grad_norm:.0e}, weights within {allowed.weights:.0e} of their way, and more the further from the start{texts}"
+        f"class {match.name}, not exact ({'; '.join(match.reasons)}): after {furthest} steps losses must lie within "
+        f"{_share(most.loss)}, gradient norms within {_share(most.grad_norm)}, weights within {_share(most.weights)} of their "
+        f"way{grows}{texts}"
     )
+
+
+def _share(value: float) -> str:
+    """`24 %`, `0.003 %`."""
+    return f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
 
 
 def _part_words(

@@ -109,7 +109,12 @@ def test_the_page_about_bundles_names_every_key_and_every_file_of_the_cpu_run(gp
         for name in ("bundle.json", "run_manifest.json")
     )
     assert of_manifest.keys() == manifest.keys()
-    assert keys.keys() == says.keys() | {"jax", "jaxlib", "cuda_plugin"}  # of the other engine
+    assert keys.keys() == says.keys() | {
+        "jax",
+        "jaxlib",
+        "cuda_plugin",
+        "to_bring",
+    }  # of the other engine; of what is not shipped
     for name in ("host", "tokens_per_second", "gpu", "gpu_memory", "cpu_run"):
         assert says[name].keys() <= set(re.findall(r"`(\w+)`", keys[name])), name
     (cpu,) = re.findall(r"^\| `cpu/` \| (.*) \|$", page, flags=re.MULTILINE)

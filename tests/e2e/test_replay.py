@@ -6,6 +6,7 @@ for real.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tunix_rt.data.prepare import prepare
 from tunix_rt.errors import InputError
 from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.pipeline import find_tokenizer
+from tunix_rt.recompute.process import _make_working_folder
 from tunix_rt.rundir import RunDir, sha256_file, write_text
 
 TINY = [
@@ -196,9 +198,42 @@ def test_targets_of_a_row_edited_in_the_record_are_found(run, repo, tmp_path):
     assert checks(replay(folder, repo)) == {"rows"}
 
 
-def test_a_model_that_is_not_here_is_asked_for_and_another_is_a_finding(run, repo, tmp_path):
-    with pytest.raises(InputError, match="nowhere"):
+def test_a_model_that_is_not_here_or_another_could_not_be_tried_and_is_no_finding(run, repo, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"could not be tried here: .*nowhere"):
         replay(run, repo, model=str(tmp_path / "nowhere"))
+    other = shutil.copytree(ROOT / "models" / "tiny-gemma3", tmp_path / "other")
+    edit_text(other / "config.json", "{", "{ ")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"could not be tried here: .*config.json") as refused:
+        replay(run, repo, model="other")
+    assert "leave --model out" in refused.value.fix
+
+
+@pytest.mark.parametrize("where", ["in the bundle", "in the working folder"])
+def test_nothing_in_the_bundle_or_the_working_folder_is_run(where, run, repo, tmp_path, monkeypatch):
+    """Python runs a sitecustomize.py of any folder that it imports from, and an empty entry is the working folder."""
+    folder, ran = without_checkpoints(run, tmp_path / "bundle"), tmp_path / "ran"
+    working = folder if where == "in the bundle" else tmp_path / "working"
+    working.mkdir(exist_ok=True)
+    for name in ("sitecustomize.py", "usercustomize.py", "tunix_rt.py", "torch.py"):
+        (working / name).write_text(f"open({str(ran)!r}, 'a').write({name!r})\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(ROOT / "src"), ""]))
+    monkeypatch.chdir(working)
+    with pytest.raises(InputError, match="nowhere"):
+        replay(folder, repo, model="nowhere")
+    assert not ran.exists()
+
+
+def test_a_replay_finds_data_by_their_names_where_it_was_called(run, tmp_path, monkeypatch):
+    folder = without_checkpoints(run, tmp_path / "bundle")
+    edit_text(folder / "config.yaml", "dataset: dev-reasoning-v2", "dataset: own/data-*.jsonl")
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path)
+    _make_working_folder(tmp_path / "there", folder)
+    assert [(place.name, place.readlink()) for place in (tmp_path / "there").iterdir()] == [("own", tmp_path / "own")]
+    monkeypatch.chdir(folder)
+    _make_working_folder(tmp_path / "nothing", folder)
+    assert list((tmp_path / "nothing").iterdir()) == []
 
 
 # --- the slow ones: real processes for everything ---------------------------------------------------------------------

@@ -11,11 +11,13 @@ from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.doctor.words import env_info_text, torch_version_text
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.agreeing import different_settings, refuse_another_setup
+from tunix_rt.evidence.bringing import quantised, to_bring
 from tunix_rt.evidence.claims import RunFiles, claims_of, gpu_memory, tokens_per_second
 from tunix_rt.evidence.manifest import fault_of_name, manifest_of
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.evidence.source import combined_hash
 from tunix_rt.evidence.whole import require_whole
+from tunix_rt.rundir import write_json
 
 HOST = {"cpu": "AMD EPYC", "cpu_cores": 16, "ram_total_bytes": 135_000_000_000, "machine": "x86_64"}
 TRAINING = {"backend": "torch", "device": "cuda", "dtype": "float32", "seed": 0}
@@ -448,6 +450,79 @@ def test_random_weights_are_said_loudly(cuda, cpu):
     text = readme_text(says(cuda, cpu, weights="random"))
     assert "no evidence of learning" in text.split("## What ran")[0]
     assert "tunix-rt train config.yaml --output RUN --weights random" in text
+
+
+OUTCOME = {
+    "seconds": {"run": 220.4, "steps": 50.6},
+    "scores": {
+        "before": {"items": 374, "correct": 0, "well_formed": 0, "accuracy": 0.0},
+        "after": {"items": 374, "correct": 32, "well_formed": 352, "accuracy": 32 / 374},
+    },
+    "heldout_loss": {"first": {"step": 0, "loss": 2.058}, "last": {"step": 302, "loss": 0.7057}},
+}
+BROUGHT = {
+    "base_model": {
+        "name": "small-q4_k_m.gguf", "revision": "local", "weights": "pretrained",
+        "converted_from": f"small-q4_k_m.gguf sha256:{'1a' * 32}", "files": {"model.safetensors": "2b" * 32},
+    },
+    "dataset": {"key": "/data/own.jsonl", "sha256": "3c" * 32},
+    "tokenizer_sha256": "4d" * 32,
+}  # fmt: skip
+
+
+def test_the_readme_tells_the_result_and_how_long_it_took(cuda, cpu):
+    text = readme_text(says(cuda, cpu) | OUTCOME)
+    for words in (
+        "| answers that are right | 0 of 374 (0.0 %) | 32 of 374 (8.6 %) |", "| 0 of 374 | 352 of 374 |",
+        "| loss on held-out data | 2.0580 (step 0) | 0.7057 (step 302) |", "The run took 220 s, 51 s of them in its steps",
+        "A replay needs nothing but this folder and tunix-rt",
+    ):  # fmt: skip
+        assert words in text
+    assert "First bring" not in text and "quantised" not in text
+
+
+def test_the_result_is_taken_from_the_files_of_the_run(cuda):
+    write_json(cuda.folder / "eval_summary.json", OUTCOME["scores"])
+    (cuda.folder / "eval").mkdir()
+    lines = [f'{{"loss": {loss}, "step": {step}}}\n' for step, loss in ((0, 2.058), (100, 0.9), (302, 0.7057))]
+    (cuda.folder / "eval" / "heldout.jsonl").write_text("".join(lines))
+    told = claims_of(replace(cuda, result=cuda.result | {"seconds": 9.5}), None)
+    assert told["scores"] == OUTCOME["scores"] and told["heldout_loss"] == OUTCOME["heldout_loss"]
+    assert told["seconds"] == {"run": 9.5, "steps": 5.0}
+    older = claims_of(cuda, None, "tunix-rt/bundle/2")
+    assert not {"scores", "heldout_loss", "seconds", "to_bring"} & older.keys()
+
+
+def test_what_does_not_come_with_tunix_rt_is_listed_by_its_hashes(cuda, cpu):
+    settings = {"model": {"tokenizer_name_or_path": "own-tokenizer"}}
+    things = to_bring(BROUGHT, settings)
+    assert [(thing["what"], thing["name"]) for thing in things] == [
+        ("base model", "small-q4_k_m.gguf"), ("tokenizer", "own-tokenizer"), ("dataset", "own.jsonl"),
+    ]  # fmt: skip
+    text = readme_text(says(cuda, cpu) | OUTCOME | {"to_bring": things})
+    for words in (
+        f"- the dataset `own.jsonl` sha256 `{'3c' * 32}`", f"`small-q4_k_m.gguf` sha256 `{'1a' * 32}`", "4d" * 32,
+        f"`model.safetensors` sha256 `{'2b' * 32}`", "converted from a quantised file (q4_k_m)", "--model MODEL",
+    ):  # fmt: skip
+        assert words in text
+    assert "/data" not in text
+
+
+def test_what_comes_with_tunix_rt_need_not_be_brought():
+    shipped = {
+        "base_model": {"name": "tiny-gemma3", "revision": "shipped", "files": {"model.safetensors": "1a" * 32}},
+        "dataset": {"key": "dev-reasoning-v2", "sha256": "3c" * 32},
+        "evalset": {"key": "eval_v2", "sha256": "5e" * 32},
+    }
+    assert to_bring(shipped, {"model": {"tokenizer_name_or_path": "tiny-gemma3"}}) == []
+    assert to_bring(shipped, {"model": {"tokenizer_name_or_path": None}}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("a-Q8_0", "Q8_0"), ("b.IQ2_XS", "IQ2_XS"), ("gemma-f16", ""), ("qwen-q", ""), ("x-bf16", "")]
+)
+def test_a_quantised_file_is_known_by_its_name(name, form):
+    assert quantised({"converted_from": f"{name}.gguf sha256:{'1a' * 32}"}) == form
 
 
 def test_a_cpu_bundle_tells_the_hosts_memory_and_nothing_of_a_gpu(cpu):

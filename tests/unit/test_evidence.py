@@ -13,14 +13,18 @@ import pytest
 from click.testing import CliRunner
 
 import tunix_rt
+from tunix_rt import replaying
 from tunix_rt.cli.evidence import evidence
-from tunix_rt.errors import EvidenceError, TunixError
+from tunix_rt.errors import ConfigError, EvidenceError, InputError, TunixError
 from tunix_rt.evaluate.report import compare, samples_markdown
 from tunix_rt.evaluate.score import judge, score_predictions
 from tunix_rt.evaluate.summary import summary_of
+from tunix_rt.evidence.agreeing import commit_problems, refuse_without_commit
+from tunix_rt.evidence.findings import Finding, verdict_of
 from tunix_rt.evidence.hashes import list_problems, write_hashes
 from tunix_rt.evidence.record import Record
-from tunix_rt.evidence.source import find_commit, source_hash
+from tunix_rt.evidence.source import find_commit, require_repository, source_hash
+from tunix_rt.replaying import Replayed
 from tunix_rt.rundir import RunDir, json_line, sha256_text, write_json, write_jsonl, write_text
 
 LOSSES = [3.25, 2.1, 0.1 + 0.2]
@@ -429,11 +433,86 @@ def test_verify_speaks_json(run):
     assert isinstance(done.exception, EvidenceError)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "file"])
-def test_verify_of_what_is_no_folder_is_a_finding(tmp_path, name):
+@pytest.mark.parametrize(("name", "words"), [("nowhere", "no such folder"), ("file", "is not a folder")])
+def test_verify_of_what_is_no_folder_is_a_slip_and_no_verdict(tmp_path, name, words):
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(evidence, ["verify", str(tmp_path / name)])
-    assert isinstance(done.exception, EvidenceError) and "is not a folder" in done.stdout
+    assert isinstance(done.exception, InputError) and words in done.exception.problem and done.stdout == ""
+
+
+def test_verify_of_the_folder_above_bundles_asks_for_one(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bundle.json").write_text("{}")
+    done = CliRunner().invoke(evidence, ["verify", str(tmp_path)])
+    assert isinstance(done.exception, InputError) and "holds 2 bundles: name one" in done.exception.problem
+    assert str(tmp_path / "one") in done.exception.fix
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--nonce", "n"], ["--model", "."], ["--require", "L4", "--segments", "2"], ["--require", "L4", "--nonce", "n"]],
+)
+def test_an_option_that_changes_nothing_is_refused(run, options):
+    done = CliRunner().invoke(evidence, ["verify", str(run.root), *options])
+    assert isinstance(done.exception, ConfigError) and options[-2] in done.exception.problem
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_the_highest_level_that_was_reached_without_a_finding():
+    assert [verdict_of([], reached) for reached in ([], ["L2"], ["L2", "L3"], ["L4"])] == ["L1", "L2", "L3", "L4"]
+
+
+@pytest.mark.parametrize("level", ["L2", "L3", "L4"])
+def test_a_strong_check_that_failed_leaves_level_1_whatever_another_came_to(level):
+    finding = Finding(level=level, check="answers", problem="otherwise")
+    for reached in (["L2", "L3"], ["L2", "L4"], ["L3"], []):
+        assert verdict_of([finding], reached) == "L1"
+
+
+@pytest.mark.parametrize("level", ["L0", "L1"])
+def test_a_contradiction_leaves_nothing(level):
+    assert verdict_of([Finding(level=level, check="hashes", problem="changed")], ["L4"]) == "L0"
+
+
+def replayed(*findings, class_name="NEAR"):
+    return Replayed(
+        class_name=class_name, segments=(), findings=findings, words=(), seconds=1.0, recorded_seconds=1.0, nonce="n"
+    )
+
+
+def test_the_verdict_names_the_class(run, monkeypatch):
+    monkeypatch.setattr(replaying, "replay", lambda *_, **__: replayed())
+    done = CliRunner().invoke(evidence, ["verify", str(run.root), "--require", "L3"])
+    assert done.stdout == f"{run.root}: level L3 (replayed, class NEAR); not regenerated\n"
+
+
+def test_a_replay_that_came_out_otherwise_is_level_1_and_exit_6(run, monkeypatch):
+    finding = Finding(level="L3", check="replay-loss", problem="step 1: otherwise")
+    monkeypatch.setattr(replaying, "replay", lambda *_, **__: replayed(finding))
+    done = CliRunner().invoke(evidence, ["verify", str(run.root), "--require", "L3"])
+    assert isinstance(done.exception, EvidenceError) and "not what is recorded" in done.exception.fix
+    assert done.stdout.splitlines() == [
+        "L3 replay-loss: step 1: otherwise",
+        f"{run.root}: level L1 (consistent); not regenerated, replayed otherwise than recorded",
+    ]
+
+
+def test_what_cannot_be_tried_here_is_told_and_is_no_finding(run, monkeypatch):
+    def cannot(*_, **__):
+        raise InputError("could not be tried here: no such model", fix="--model DIR")
+
+    monkeypatch.setattr(replaying, "replay", cannot)
+    done = CliRunner().invoke(evidence, ["verify", str(run.root), "--require", "L3"])
+    assert isinstance(done.exception, InputError) and done.exception.exit_code == 3
+    assert done.stdout.splitlines() == [
+        "L3 could not be tried here: no such model",
+        f"{run.root}: level L1 (consistent); not regenerated, not replayed",
+    ]
+    told = json.loads(CliRunner().invoke(evidence, ["verify", str(run.root), "--require", "L3", "--json"]).stdout)
+    assert told["verified"] is False and told["findings"] == [] and list(told["untried"]) == ["L3"]
 
 
 # --- from the source hash back to a commit ----------------------------------------------------------------------------
@@ -506,6 +585,46 @@ def test_a_history_without_the_package_or_without_commits_has_no_answer(repo):
     assert find_commit("0" * 64, repo) is None
     commit(repo, {"README.md": "x"}, 1_700_000_000)
     assert find_commit("0" * 64, repo) is None
+
+
+def test_a_commit_that_is_named_is_found_however_old_it_is(repo, monkeypatch):
+    old = commit(repo, {"src/tunix_rt/a.py": "A = 1\n"}, 1_700_000_000)
+    digest = source_hash(repo / "src" / "tunix_rt")[0]
+    commit(repo, {"src/tunix_rt/a.py": "A = 2\n"}, 1_700_000_001)
+    monkeypatch.setattr("tunix_rt.evidence.source.NEWEST_COMMITS", 1)
+    assert find_commit(digest, repo) is None
+    assert find_commit(digest, repo, old) == old
+    assert list(commit_problems({"commit": old, "source_sha256": digest}, repo)) == []
+
+
+def test_a_named_commit_with_another_source_is_a_finding(repo):
+    first = commit(repo, {"src/tunix_rt/a.py": "A = 1\n"}, 1_700_000_000)
+    second = commit(repo, {"src/tunix_rt/a.py": "A = 2\n"}, 1_700_000_001)
+    digest = source_hash(repo / "src" / "tunix_rt")[0]
+    (problem,) = commit_problems({"commit": first, "source_sha256": digest}, repo)
+    assert f"commit is {first}" in problem and second in problem
+    (problem,) = commit_problems({"commit": first, "source_sha256": "0" * 64}, repo)
+    assert "has another source than the run" in problem
+
+
+def test_a_commit_that_a_shallow_clone_lacks_says_nothing_against_a_bundle(repo, tmp_path):
+    old = commit(repo, {"src/tunix_rt/a.py": "A = 1\n"}, 1_700_000_000)
+    digest = source_hash(repo / "src" / "tunix_rt")[0]
+    commit(repo, {"src/tunix_rt/a.py": "A = 2\n"}, 1_700_000_001)
+    shallow = tmp_path / "shallow"
+    git(tmp_path, "clone", "-q", "--depth=1", f"file://{repo}", str(shallow))
+    write_json(tmp_path / "bundle.json", {"commit": old, "source_sha256": digest})
+    with pytest.raises(InputError, match=r"could not be looked up.* shallow clone") as refused:
+        refuse_without_commit(tmp_path, shallow)
+    assert "--unshallow" in refused.value.fix
+    refuse_without_commit(tmp_path, repo)
+
+
+def test_a_repository_that_is_none_is_a_setting_and_no_verdict(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(ConfigError, match="not a git repository"):
+        require_repository(tmp_path / "plain")
 
 
 def test_a_folder_that_is_no_repository_is_refused(tmp_path, monkeypatch):

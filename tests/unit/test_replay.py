@@ -9,9 +9,11 @@ import pytest
 
 from docs import replay_pages
 from tests.program import ROOT as REPOSITORY
-from tunix_rt.errors import EvidenceError
+from tunix_rt import replaying
+from tunix_rt.doctor.child import Ended
+from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError
 from tunix_rt.evidence.comparing import compare_answers, compare_gaps, compare_heldout, compare_states, compare_steps
-from tunix_rt.evidence.machine_class import class_of, worst
+from tunix_rt.evidence.machine_class import Match, class_of, worst
 from tunix_rt.evidence.segments import (
     Segment,
     all_segments,
@@ -31,6 +33,7 @@ from tunix_rt.evidence.tolerances import (
     tolerance_of,
 )
 from tunix_rt.recompute.distance import distance
+from tunix_rt.recompute.process import _refuse_the_machine
 
 ROOT = "ab" * 32
 CPU = {
@@ -312,6 +315,29 @@ def test_a_cheat_is_held_to_what_is_allowed_at_its_last_step_and_without_weights
     assert replay_pages.caught(cheat, allowed, weights=True)
     assert not replay_pages.caught(cheat, allowed, weights=False)
     assert not replay_pages.caught(cheat | {"steps": 2 * MEASURED_STEPS}, allowed, weights=True)
+
+
+@pytest.mark.parametrize(
+    ("ended", "failed", "error"),
+    [
+        (Ended(code=-9, words="was ended by SIGKILL", pid=7, seconds=1.0), "killed", DoesNotFitError),
+        (Ended(code=1, words="ended with code 1", pid=7, seconds=1.0), "torch.OutOfMemoryError: CUDA", DoesNotFitError),
+        (Ended(code=-11, words="was ended by SIGSEGV", pid=7, seconds=1.0), "crashed", HardwareError),
+        (Ended(code=None, words="could not be started", pid=0, seconds=0.0), "not started", HardwareError),
+    ],
+)
+def test_a_process_that_the_machine_ended_says_nothing_about_the_run(ended, failed, error):
+    with pytest.raises(error, match="could not be tried here"):
+        _refuse_the_machine(ended, failed)
+    _refuse_the_machine(Ended(code=1, words="ended with code 1", pid=7, seconds=1.0), "KeyError: 'what it was given'")
+
+
+def test_the_words_tell_what_is_allowed_at_the_end_of_the_longest_stretch():
+    match = Match(name="CROSS", reasons=("recorded on cuda, computed again on cpu",))
+    first, last = (replaying._class_words(match, "bfloat16", steps) for steps in (10, 302))
+    assert "after 10 steps losses must lie within 12 %" in first and "times what is allowed" not in first
+    assert "after 302 steps losses must lie within 24 %, gradient norms within 170 %" in last
+    assert "2 times what is allowed of the first 16 steps" in last
 
 
 def test_what_is_allowed_grows_with_the_steps_since_the_start_up_to_a_limit():

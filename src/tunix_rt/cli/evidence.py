@@ -1,14 +1,16 @@
 """`tunix-rt evidence`: what a reviewer runs over a folder that someone else made, and what makes such a folder."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tunix_rt.cli import text
-from tunix_rt.errors import ConfigError, EvidenceError
+from tunix_rt.errors import ConfigError, EvidenceError, InputError, TunixError
 
 if TYPE_CHECKING:
     from tunix_rt.evidence.findings import Finding, Level
@@ -58,7 +60,9 @@ def collect(
     A run brought home from another machine may lack its weights.
     """
     from tunix_rt.evidence.bundle import Extras, collect
+    from tunix_rt.evidence.source import require_repository
 
+    require_repository(repository)
     output = _one_target(to, to_before)
     extras = Extras(checkpoints=with_checkpoints, model=with_model, most_mib=checkpoint_mib)
     made = collect(
@@ -105,6 +109,8 @@ class _Verified:
     reached: "list[Level]" = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     told: dict[str, Any] = field(default_factory=dict)
+    untried: TunixError | None = None
+    """What kept one of the strong checks from being tried here; it says nothing about the run."""
 
 
 @evidence.command()
@@ -146,18 +152,22 @@ def verify(
     from tunix_rt.evidence.findings import below, verdict_of
     from tunix_rt.evidence.verifying import examine
 
+    _refuse_no_bundle(folder)
     bundle = is_bundle(folder)
     _refuse_what_cannot_be(folder, bundle, required, repository, weights)
+    _refuse_what_is_not_used(required, weights, model, segments, nonce)
     examined = examine(folder, repository)
     done = _Verified(findings=list(examined.findings))
     done.words += [examined.words] if examined.words else []
     if verdict_of(done.findings) != "L0":
         if weights is not None:
-            _regenerate(done, folder, repository, weights, nonce)
+            _try(done, "L2", lambda: _regenerate(done, folder, repository, weights, nonce))
         if segments is not None or required in ("L3", "L4"):
-            _replay(done, folder, repository, model, segments or 3, nonce, whole=required == "L4")
+            whole = required == "L4"
+            replay = partial(_replay, done, folder, repository, model, segments or 3, nonce, whole=whole)
+            _try(done, "L4" if whole else "L3", replay)
     level = verdict_of(done.findings, done.reached)
-    verified = not below(level, required)
+    verified = not below(level, required) and done.untried is None
     told = _told(folder, done, level, required, verified) | (
         {"cannot": list(examined.unmade)} if examined.unmade else {}
     )
@@ -165,11 +175,60 @@ def verify(
         text.show_json(told | ({"commit_looked_up": repository is not None} if bundle else {}))
     else:
         text.show_lines(_lines(folder, done, level, repository if bundle else None, bundle=bundle))
+    if done.untried is not None and not done.findings:
+        raise done.untried
     if not verified:
-        count = len(done.findings)
+        fix = "ask whoever made the run for an untouched copy, or run it again"
+        if level != "L0":
+            fix = "what was computed again is not what is recorded: try another nonce or machine, then ask whoever made the run"
         raise EvidenceError(
-            f"{folder} is at level {level}, required is {required}: {count} problem(s)",
-            fix="ask whoever made the run for an untouched copy, or run it again",
+            f"{folder} is at level {level}, required is {required}: {len(done.findings)} problem(s)", fix=fix
+        )
+
+
+def _try(done: _Verified, level: "Level", check: Callable[[], None]) -> None:
+    """What cannot be tried here is told with the rest, and is the error in the end where nothing worse was found."""
+    try:
+        check()
+    except TunixError as error:
+        done.untried = done.untried or error
+        done.words.append(f"{level} could not be tried here: {error.problem.removeprefix('could not be tried here: ')}")
+        done.told["untried"] = {**done.told.get("untried", {}), level: error.problem}
+
+
+def _refuse_no_bundle(folder: Path) -> None:
+    """A name mistyped, or the folder above, says nothing about anybody's run."""
+    if not os.path.isdir(folder):
+        kind = f"{folder} is not a folder" if os.path.lexists(folder) else f"{folder}: no such folder"
+        raise InputError(kind, fix="name the folder of a run or of a bundle")
+    from tunix_rt.evidence.agreeing import SAYS
+
+    if any(os.path.lexists(folder / name) for name in (SAYS, "SHA256SUMS", "precommit.json")):
+        return
+    try:
+        inside = sorted(place for place in folder.iterdir() if (place / SAYS).is_file())
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read: {error.strerror or error}", fix="check the path") from error
+    if inside:
+        raise InputError(
+            f"{folder} holds {len(inside)} bundle{'s' * (len(inside) > 1)}: name one",
+            fix=f"tunix-rt evidence verify {inside[0]}",
+        )
+
+
+def _refuse_what_is_not_used(
+    required: str, weights: Path | None, model: str | None, segments: int | None, nonce: str | None
+) -> None:
+    """An option that changes nothing would be taken for one that did."""
+    replays = segments is not None or required in ("L3", "L4")
+    if segments is not None and required == "L4":
+        raise ConfigError("--segments: L4 takes the whole run again", fix="leave --segments out, or --require L3")
+    if model is not None and not replays:
+        raise ConfigError("--model: nothing is replayed", fix="add --require L3 or L4, or leave --model out")
+    if nonce is not None and weights is None and (not replays or required == "L4"):
+        why = "the whole run is taken again" if required == "L4" else "nothing is generated or replayed"
+        raise ConfigError(
+            f"--nonce: {why}, so there is nothing to choose", fix="add --require L3, or leave --nonce out"
         )
 
 
@@ -182,6 +241,12 @@ def _refuse_what_cannot_be(
         raise ConfigError(
             "to generate answers again takes the weights", fix="--weights DIR, the final model of the run"
         )
+    if repository is not None:
+        from tunix_rt.evidence.agreeing import refuse_without_commit
+        from tunix_rt.evidence.source import require_repository
+
+        require_repository(repository)
+        refuse_without_commit(folder, repository)
 
 
 def _regenerate(done: _Verified, folder: Path, repository: Path | None, weights: Path, nonce: str | None) -> None:
@@ -233,7 +298,7 @@ def _told(folder: Path, done: _Verified, level: "Level", required: str, verified
         "level": level,
         "required": required,
         "verified": verified,
-        "meaning": _verdict(level, done.reached),
+        "meaning": _verdict(level, done),
         "hardware": _hardware(done, level),
         "problems": [finding.problem for finding in done.findings],
         "findings": [
@@ -250,20 +315,30 @@ def _hardware(done: _Verified, level: "Level") -> str:
     return f"{SELF_REPORTED}; replayed here on one of its kind, to the bit" if same else SELF_REPORTED
 
 
-def _verdict(level: "Level", reached: "Sequence[Level]") -> str:
-    """`level L1 (consistent); not regenerated, not replayed`."""
+def _verdict(level: "Level", done: _Verified) -> str:
+    """`level L1 (consistent); not regenerated, not replayed`, `level L3 (replayed, class NEAR); not regenerated`."""
     from tunix_rt.evidence.findings import MEANINGS
 
     if level == "L0":
         return f"level L0 ({MEANINGS['L0']})"
-    without = [] if "L2" in reached else ["not regenerated"]
-    without += [] if {"L3", "L4"} & set(reached) else ["not replayed"]
-    return f"level {level} ({MEANINGS[level]}){'; ' * bool(without)}{', '.join(without)}"
+    without = list(_without(done, ("L2",), "regenerated"))
+    without += _without(done, ("L3", "L4"), "replayed")
+    by = done.told.get({"L2": "regenerated", "L3": "replayed", "L4": "replayed"}.get(level, ""), {}).get("class")
+    meaning = f"{MEANINGS[level]}, class {by}" if by else MEANINGS[level]
+    return f"level {level} ({meaning}){'; ' * bool(without)}{', '.join(without)}"
+
+
+def _without(done: _Verified, levels: Sequence[str], name: str) -> Iterator[str]:
+    """Whether it was not done, or done and came out otherwise."""
+    if not set(levels) & set(done.reached):
+        yield f"not {name}"
+    elif any(finding.level in levels for finding in done.findings):
+        yield f"{name} otherwise than recorded"
 
 
 def _lines(folder: Path, done: _Verified, level: "Level", repository: Path | None, *, bundle: bool) -> list[str]:
     found = [f"{finding.level} {finding.check}: {finding.problem}" for finding in done.findings]
-    lines = [*found, *done.words, f"{folder}: {_verdict(level, done.reached)}"]
+    lines = [*found, *done.words, f"{folder}: {_verdict(level, done)}"]
     if bundle and level != "L0":
         looked_up = f"found in {repository}" if repository else "not looked up; add --repository CLONE"
         lines += [f"commit: {looked_up}", f"hardware: {_hardware(done, level)}"]

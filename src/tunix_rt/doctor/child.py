@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO
 
 MOST_READ = 1 << 20
@@ -62,9 +63,11 @@ def run_into(
     *,
     seconds: float | None,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
     pulse: Callable[[float], None] | None = None,
 ) -> Ended:
-    """Run it with its output in these files (in one, without `err`); `pulse` is told the seconds now and then.
+    """Run it, in `folder` where one is named, with its output in these files (in one, without `err`); `pulse` is told the
+    seconds now and then.
 
     However it ends, also with us, its process group is killed. What even then does not end, because it is stuck in a broken
     driver, is left to the system: waiting for it would hang us as well.
@@ -77,6 +80,7 @@ def run_into(
             stdout=out,
             stderr=subprocess.STDOUT if err is None else err,
             env=environment,
+            cwd=folder,
             start_new_session=True,
         )
     except OSError as error:

@@ -2,12 +2,11 @@
 its own files say against what the copies give."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.errors import EvidenceError
+from tunix_rt.errors import EvidenceError, InputError
 from tunix_rt.evidence.claims import (
     OLDER_SCHEMA,
     SCHEMA,
@@ -18,12 +17,12 @@ from tunix_rt.evidence.claims import (
     require,
     value_at,
 )
-from tunix_rt.evidence.doubtful import read_bytes, shown
+from tunix_rt.evidence.doubtful import parse_object, read_bytes, shown
 from tunix_rt.evidence.hashes import parse_hashes
 from tunix_rt.evidence.manifest import MANIFEST, fault_of_name, manifest_of
 from tunix_rt.evidence.provenance import PROVENANCE, provenance_of
 from tunix_rt.evidence.readme import readme_text
-from tunix_rt.evidence.source import NEWEST_COMMITS, find_commit
+from tunix_rt.evidence.source import COMMIT, NEWEST_COMMITS, find_commit, is_shallow, source_of_commit
 from tunix_rt.evidence.told import as_json, differences, flat
 from tunix_rt.rundir import json_text
 
@@ -129,12 +128,39 @@ def commit_of(source_sha256: str, repository: Path) -> str:
 def commit_problems(says: Mapping[str, Any], repository: Path | None) -> Iterator[str]:
     """That it is one; and with a repository, that it has the source of the run, so that nothing was uncommitted."""
     commit = require(SAYS, says, "commit", str)
-    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", commit):
+    if not COMMIT.fullmatch(commit):
         yield f"{SAYS}: commit is no commit"
-    elif repository is not None:
-        source = require(SAYS, says, "source_sha256", str)
-        if (found := commit_of(source, repository)) != commit:
-            yield f"{SAYS}: commit is {commit}, the source of the run is that of {found}"
+        return
+    if repository is None:
+        return
+    source = require(SAYS, says, "source_sha256", str)
+    if (found := find_commit(source, repository, commit)) == commit:
+        return
+    if found is not None:
+        yield f"{SAYS}: commit is {commit}, the source of the run is that of {found}"
+    elif source_of_commit(commit, repository) is not None:
+        yield f"{SAYS}: commit is {commit}, which has another source than the run, and so have all others of {repository}"
+    else:
+        yield (
+            f"{SAYS}: commit {commit} could not be looked up: {repository} has it not, nor another with the source of the "
+            "run; fetch the history"
+        )
+
+
+def refuse_without_commit(folder: Path, repository: Path) -> None:
+    """A clone that lacks the commit shows nothing against a bundle. What can be shown is left to `commit_problems`."""
+    data, _ = read_bytes(folder / SAYS)
+    says = parse_object(data or b"")
+    commit = says.get("commit") if isinstance(says, dict) else None
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or source_of_commit(commit, repository) is not None:
+        return
+    shallow = is_shallow(repository)
+    if shallow or find_commit(str(value_at(says, "source_sha256")), repository) is None:
+        raise InputError(
+            f"commit {commit} could not be looked up: {repository} has it not{', it is a shallow clone' * shallow}",
+            fix=f"fetch the history: git -C {repository} fetch {'--unshallow' if shallow else '--all'}; "
+            "or leave --repository out, and the commit is not looked up",
+        )
 
 
 def claim_problems(folder: Path, says: dict[str, Any], run: RunFiles, computed: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tunix_rt.accelerators import accelerators_named
 from tunix_rt.doctor.prove import PROOF_NAMES
 from tunix_rt.errors import EvidenceError
+from tunix_rt.evidence.bringing import to_bring
 from tunix_rt.evidence.doubtful import parse_object, read_bytes, shown
 from tunix_rt.rundir import RunDir
 from tunix_rt.strict_yaml import read_yaml
@@ -145,6 +146,8 @@ def claims_of(run: RunFiles, cpu: RunFiles | None, schema: str = SCHEMA) -> dict
         "host": _host(run),
         "tokens_per_second": {"device": tokens_per_second(run), "device_with_first_step": _speed(run, 1)},
     }
+    if schema == SCHEMA:
+        said |= _outcome(run)
     if device == "cuda":
         said |= {
             "gpu": gpu_of(run),
@@ -160,6 +163,47 @@ def claims_of(run: RunFiles, cpu: RunFiles | None, schema: str = SCHEMA) -> dict
         if not math.isfinite(speeds["ratio"]):
             raise EvidenceError("metrics.jsonl: no GPU is that much faster than a CPU", fix=UNTOUCHED)
     return said
+
+
+def _outcome(run: RunFiles) -> dict[str, Any]:
+    """What came of it, how long it took, and what was brought to it: each where the run has it."""
+    said: dict[str, Any] = {}
+    if "seconds" in run.result:
+        said["seconds"] = {
+            "run": run.need("result.json", "seconds", float),
+            "steps": sum(require("metrics.jsonl", step, "seconds", float) for step in run.metrics),
+        }
+    if scores := _scores(run):
+        said["scores"] = scores
+    if (path := RunDir(run.folder).heldout).is_file():
+        lines = _bytes(path, run.where).removesuffix(b"\n").split(b"\n")
+        ends = {"first": (1, lines[0]), "last": (len(lines), lines[-1])}
+        said["heldout_loss"] = {
+            name: _place_and_loss(_object(line, place := f"{run.where}eval/heldout.jsonl:{number}"), place)
+            for name, (number, line) in ends.items()
+        }
+    if things := to_bring(run.precommit, run.config):
+        said["to_bring"] = things
+    return said
+
+
+def _scores(run: RunFiles) -> dict[str, Any]:
+    """Of the answers before and after training, as they are summed up."""
+    path = RunDir(run.folder).eval_summary
+    summary = read_object(path, run.where) if path.is_file() else {}
+    where = f"{run.where}{path.name}"
+    return {
+        when: {
+            **{name: require(where, summary, f"{when}.{name}", int) for name in ("items", "correct", "well_formed")},
+            "accuracy": require(where, summary, f"{when}.accuracy", float),
+        }
+        for when in ("before", "after")
+        if when in summary
+    }
+
+
+def _place_and_loss(line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {"step": require(where, line, "step", int), "loss": require(where, line, "loss", float)}
 
 
 def engine_of(run: RunFiles) -> str:

@@ -35,11 +35,10 @@ def found(level: Level, check: str, problems: Iterable[str]) -> list[Finding]:
 
 def verdict_of(findings: Sequence[Finding], reached: Iterable[Level] = ()) -> Level:
     """The level that is left: L0 under any finding of L0 or L1; else the highest of `reached`, the strong checks that were
-    run, which no finding denies; at least L1."""
-    denied = {finding.level for finding in findings}
-    if denied & {"L0", "L1"}:
+    run. One of them that found something leaves L1, whatever the others came to: the record was shown to be false."""
+    if any(finding.level in ("L0", "L1") for finding in findings):
         return "L0"
-    return max((level for level in reached if level not in denied), key=LEVELS.index, default="L1")
+    return "L1" if findings else max(reached, key=LEVELS.index, default="L1")
 
 
 def below(level: Level, required: Level) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tunix_rt.evidence.bringing import bring_words, quantised
 from tunix_rt.evidence.claims import OLDER_SCHEMA, SCHEMA
 from tunix_rt.evidence.hashes import is_weights
 
@@ -15,7 +16,8 @@ def readme_text(says: Mapping[str, Any]) -> str:
         _opening(says),
         *([_RANDOM] if says["weights"] == "random" else []),
         "## What ran\n\n" + _what_ran(says),
-        "\n".join(_table(says)),
+        *(["## What came of it\n\n" + result] if (result := _result(says)) else []),
+        *(["## With what\n\n" + "\n".join(_table(says))] if result else ["\n".join(_table(says))]),
         _speed_words(says),
         *(["## Was it really the GPU?\n\n" + "\n".join(_checklist(says))] if says["device"] == "cuda" else []),
         "## What is not here\n\n" + _left_out(says),
@@ -57,6 +59,46 @@ def _what_ran(says: Mapping[str, Any]) -> str:
 def _train(says: Mapping[str, Any], config: str, output: str) -> str:
     command = f"tunix-rt train {config} --output {output}"
     return f"{command} --weights random" if says["weights"] == "random" else command
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def _result(says: Mapping[str, Any]) -> str:
+    """What training changed, for whoever reads no further. Empty for bundles of older schemas, which have no such facts."""
+    scores, heldout = says.get("scores", {}), says.get("heldout_loss")
+    if says["schema"] != SCHEMA or not (scores or heldout):
+        return ""
+    lines = ["| | before training | after |", "|---|---|---|"] if scores or heldout else []
+    if scores:
+        sides = [scores.get(when) for when in ("before", "after")]
+        lines.append("| answers that are right | " + " | ".join(map(_right, sides)) + " |")
+        lines.append("| answers in the form that was asked for | " + " | ".join(map(_formed, sides)) + " |")
+    if heldout:
+        losses = [f"{heldout[name]['loss']:.4f} (step {heldout[name]['step']})" for name in ("first", "last")]
+        lines.append("| loss on held-out data | " + " | ".join(losses) + " |")
+    words = (
+        "The figures follow from the answers in `eval/`, which `verify` judges again, and from `eval/heldout.jsonl`."
+    )
+    return "\n".join(lines) + "\n\n" + words + _quantised(says)
+
+
+def _right(side: Mapping[str, Any] | None) -> str:
+    return f"{side['correct']} of {side['items']} ({100 * side['accuracy']:.1f} %)" if side else "not asked"
+
+
+def _formed(side: Mapping[str, Any] | None) -> str:
+    return f"{side['well_formed']} of {side['items']}" if side else "not asked"
+
+
+def _quantised(says: Mapping[str, Any]) -> str:
+    for thing in says.get("to_bring", []):
+        if form := quantised(thing):
+            return (
+                f"\n\nThe base model was converted from a quantised file ({form}): its weights are rounded ones, not those "
+                "that were published, so neither column speaks for the published model."
+            )
+    return ""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -234,7 +276,8 @@ def _again(says: Mapping[str, Any]) -> str:
     cpu = [_train(says, "cpu/config.yaml", "../reproduced_cpu")] if "cpu_run" in says else []
     return "\n".join(
         [
-            "In this folder, with tunix-rt installed at the commit above:\n",
+            *_bring(says),
+            f"In {'that copy' if 'to_bring' in says else 'this folder'}, with tunix-rt installed at the commit above:\n",
             f"```bash\n{_train(says, 'config.yaml', '../reproduced')}\n```\n",
             "To have it so, in a clone of the repository:\n",
             _block(*checkout),
@@ -278,20 +321,52 @@ def _check(says: Mapping[str, Any]) -> str:
     return _check_now(says) if says["schema"] == SCHEMA else _check_before(says)
 
 
-_BASE = "A replay needs the base model, `--model DIR`, unless it came with tunix-rt. "
+def _bring(says: Mapping[str, Any]) -> list[str]:
+    """What does not come with tunix-rt, as a list by hash; nothing where all of it does."""
+    things = says.get("to_bring", [])
+    if not things:
+        return []
+    listed = "\n".join(f"- {bring_words(thing)}" for thing in things)
+    return [
+        f"First bring what does not come with tunix-rt, into a copy of this folder (in the bundle itself it would be a "
+        f"finding), by these names:\n\n{listed}\n"
+    ]
+
+
+def _replaying(says: Mapping[str, Any]) -> str:
+    """What a replay needs, and how long it takes."""
+    whats = [thing["what"] for thing in says.get("to_bring", [])]
+    said = "A replay needs nothing but this folder and tunix-rt. "
+    if whats:
+        brought = ", ".join(f"the {what}" for what in whats)
+        model = "; `MODEL` is the base model, a folder or a file" if "base model" in whats else ""
+        said = (
+            f"L2 to L4 need what is to be brought ({brought}: the list above). Data and tokenizer lie by their names in the "
+            f"folder where `verify` is called, which must not be this one: `BUNDLE` names this one{model}. "
+        )
+    if seconds := says.get("seconds"):
+        said += (
+            f"The run took {seconds['run']:,.0f} s, {seconds['steps']:,.0f} s of them in its steps. L4 takes about as long on "
+            "such a device, and longer on a slower one; so does L3 where the bundle has no checkpoint to begin at, but for "
+            "the answers. "
+        )
+    return said
 
 
 def _check_now(says: Mapping[str, Any]) -> str:
+    whats = [thing["what"] for thing in says.get("to_bring", [])]
+    here, model = "BUNDLE" if whats else ".", " --model MODEL" * ("base model" in whats)
     commands = _block(
         "tunix-rt evidence verify . --repository CLONE   # L1: everything that follows from something else, computed again",
-        "tunix-rt evidence verify . --weights FINAL_MODEL   # L2: some of the answers, generated again",
-        "tunix-rt evidence verify . --require L3   # L3: stretches of the run, taken again",
-        "tunix-rt evidence verify . --require L4   # L4: all of it",
+        f"tunix-rt evidence verify {here} --repository CLONE --weights FINAL_MODEL   # L2: some of the answers, generated again",
+        f"tunix-rt evidence verify {here} --repository CLONE --require L3{model}   # L3: stretches of the run, taken again",
+        f"tunix-rt evidence verify {here} --repository CLONE --require L4{model}   # L4: all of it",
     )
     return (
-        f"{commands}\n\n`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not. "
+        f"{commands}\n\n`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not, "
+        "and what is computed again is computed by the source that is installed. "
         "`FINAL_MODEL` are the weights that this run ended with, by the hashes above. "
-        f"{_BASE if says['weights'] == 'pretrained' else ''}"
+        f"{_replaying(says)}"
         "The hashes alone, without tunix-rt:\n\n"
         f"{_block('sha256sum -c SHA256SUMS')}\n\n"
         "The source of the run, by hand, at the commit above:\n\n"

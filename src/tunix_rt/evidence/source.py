@@ -7,6 +7,7 @@ same hash by hand:
 """
 
 import hashlib
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tunix_rt.errors import EvidenceError
+from tunix_rt.errors import ConfigError, EvidenceError
 from tunix_rt.rundir import sha256_file, sha256_text
 
 SOURCE_FOLDER = "src/tunix_rt"
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 NEWEST_COMMITS = 500
 
 
@@ -36,11 +38,34 @@ def combined_hash(files: Mapping[str, str]) -> str:
     return sha256_text("".join(f"{digest}  {path}\n" for path, digest in sorted(files.items())))
 
 
-def find_commit(source_sha256: str, repo: Path) -> str | None:
-    """The oldest of the newest 500 commits whose package gives that hash, or None.
+def require_repository(repo: Path) -> None:
+    """A folder without a history is a slip of whoever named it, and says nothing about a run."""
+    try:
+        run_git(repo, "rev-parse", "--git-dir")
+    except EvidenceError as error:
+        raise ConfigError(f"--repository {error.problem}", fix=error.fix) from error
+
+
+def source_of_commit(commit: str, repo: Path) -> str | None:
+    """The hash of the package in that commit, however old it is; None where the clone has no such commit."""
+    with _object_reader(repo) as objects:
+        if objects.read(f"{commit}^{{commit}}") is None:
+            return None
+        tree = objects.read(f"{commit}:{SOURCE_FOLDER}")
+        return combined_hash({}) if tree is None else _hash_of_tree(repo, tree.id, objects, {})
+
+
+def is_shallow(repo: Path) -> bool:
+    return run_git(repo, "rev-parse", "--is-shallow-repository").strip() == b"true"
+
+
+def find_commit(source_sha256: str, repo: Path, named: str | None = None) -> str | None:
+    """The commit `named`, where its package gives that hash; else the oldest of the newest 500 that do, or None.
 
     The oldest, because later commits that leave the source alone have the same hash and must not change the answer.
     """
+    if named is not None and COMMIT.fullmatch(named) and source_of_commit(named, repo) == source_sha256:
+        return named
     listed = (
         run_git(repo, "rev-list", "--exclude=refs/stash", "--all", f"--max-count={NEWEST_COMMITS}").decode().split()
     )

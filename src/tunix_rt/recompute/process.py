@@ -1,8 +1,10 @@
 """The side that asks: which source computes, the process that does, and what it wrote down."""
 
 import contextlib
+import glob
 import json
 import os
+import signal
 import sys
 import tarfile
 import tempfile
@@ -14,17 +16,27 @@ from typing import IO, Any
 import tunix_rt
 from tunix_rt import errors
 from tunix_rt.backends import Progress
-from tunix_rt.doctor.child import last_text, run_into
-from tunix_rt.errors import TunixError
+from tunix_rt.doctor.child import Ended, last_text, run_into
+from tunix_rt.errors import DoesNotFitError, HardwareError, TunixError
+from tunix_rt.evidence.claims import value_at
+from tunix_rt.evidence.doubtful import parse_object, read_bytes
 from tunix_rt.evidence.recorded import Recorded
 from tunix_rt.evidence.source import SOURCE_FOLDER, find_commit, run_git, source_hash
 from tunix_rt.recompute import SCHEMA
 from tunix_rt.rundir import storage
+from tunix_rt.strict_yaml import read_yaml
 
 CHILD = "tunix_rt.recompute.child"
 SHIPPED = (SOURCE_FOLDER, "models", "presets", "datasets", "evalsets")
 """What of a commit a run of it reads."""
 MOST_THREADS = 1024
+LOOKED_IN = ("models", "datasets", "evalsets")
+"""Folders of the working folder in which models and data are looked for by name."""
+NAMED = (
+    ("model", "model_name_or_path"), ("model", "tokenizer_name_or_path"), ("data", "dataset"), ("evaluation", "evalset"),
+)  # fmt: skip
+"""Settings that may name a path."""
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "RESOURCE_EXHAUSTED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +72,9 @@ def source_of(recorded: Recorded, repository: Path | None) -> Iterator[Source]:
     if ours == recorded.source_sha256:
         yield Source(root=None, same=True, words="the source is the recorded one")
         return
-    commit = None if repository is None else find_commit(recorded.source_sha256, repository)
+    commit = None
+    if repository is not None:
+        commit = find_commit(recorded.source_sha256, repository, _named_commit(recorded.folder))
     if repository is None or commit is None:
         where = "no --repository was named" if repository is None else f"{repository} has no commit of it"
         yield Source(root=None, same=False, words=f"the source here is not the recorded one, and {where}")
@@ -73,6 +87,13 @@ def source_of(recorded: Recorded, repository: Path | None) -> Iterator[Source]:
             yield Source(root=None, same=False, words=words)
             return
         yield Source(root=root, same=True, words=f"the source is that of commit {commit[:12]}, unpacked for it")
+
+
+def _named_commit(folder: Path) -> str | None:
+    """The commit that a bundle names, which may be older than those that are searched; a run names none."""
+    told = parse_object(read_bytes(folder / "bundle.json")[0] or b"")
+    named = told.get("commit") if isinstance(told, dict) else None
+    return named if isinstance(named, str) else None
 
 
 def _unpack(repository: Path, commit: str, root: Path) -> None:
@@ -99,6 +120,8 @@ def compute(
     of data or a model is raised."""
     with storage(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="tunix-rt-recompute-") as folder:
         scratch = Path(folder)
+        working = scratch / "working"
+        _make_working_folder(working, Path(str(request["folder"])))
         asked, answer = scratch / "request.json", scratch / "answer.jsonl"
         whole = {"schema": SCHEMA, "what": what, "parent": os.getpid(), "scratch": str(scratch), **request}
         whole["cores"] = threads if jax else None
@@ -112,7 +135,7 @@ def compute(
         with tempfile.TemporaryFile() as printed:
             ended = run_into(
                 [sys.executable, "-P", "-m", CHILD, str(asked), str(answer)],
-                printed, seconds=None, environment=_environment(source, threads), pulse=pulse,
+                printed, seconds=None, environment=_environment(source, threads), folder=working, pulse=pulse,
             )  # fmt: skip
             said = _last_line(printed)
         lines = [json.loads(line) for line in answer.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
@@ -121,17 +144,60 @@ def compute(
             raise _error(line)
     finished = any(line["kind"] in ("done", "finding") for line in lines)
     failed = "" if finished else f"the process that computes it {ended.words}{': ' if said else ''}{said}"
+    if failed:
+        _refuse_the_machine(ended, failed)
     return Answer(lines=lines, failed=failed, seconds=ended.seconds)
+
+
+def _refuse_the_machine(ended: Ended, failed: str) -> None:
+    """Raised is what says nothing about the run: a process that was killed, ran out of memory or did not start. What gave up
+    by itself over what it was given did not compute what is recorded."""
+    if ended.code == -signal.SIGKILL or any(words in failed for words in OUT_OF_MEMORY):
+        raise DoesNotFitError(
+            f"could not be tried here: {failed}",
+            fix="the memory is likely too small: try it on a machine with more; that says nothing about the run",
+        )
+    if ended.pid == 0 or (ended.code is not None and ended.code < 0):
+        raise HardwareError(
+            f"could not be tried here: {failed}",
+            fix="try it again, or on another machine; it says nothing about the run",
+        )
+
+
+def _make_working_folder(working: Path, folder: Path) -> None:
+    """Where the process runs: a folder of its own, so that nothing that lies in the bundle or where we were called is taken for
+    a part of the program. What the settings name, and the folders in which names are looked for, are linked into it."""
+    working.mkdir()
+    here, bundle = Path.cwd(), folder.resolve()
+    if here.resolve().is_relative_to(bundle):
+        return
+    names = {*LOOKED_IN, *_first_parts(folder)}
+    places = {place for name in names for place in (here.glob(name) if glob.has_magic(name) else [here / name])}
+    for place in sorted(places):
+        if place.exists() and place.resolve() != bundle:
+            (working / place.name).symlink_to(place)
+
+
+def _first_parts(folder: Path) -> Iterator[str]:
+    """Of each relative path in the settings, as the run had them, the part that lies in the working folder."""
+    settings = read_yaml(folder / "config.yaml")
+    for part, name in NAMED:
+        told = value_at(settings, f"{part}.{name}")
+        parts = Path(told).parts if isinstance(told, str) and told and "\0" not in told else ()
+        if parts and parts[0] not in ("/", "~", "..", ".", "**") and not Path(told).is_absolute():
+            yield parts[0]
 
 
 def _environment(source: Source, threads: object) -> dict[str, str]:
     """Ours, offline, with the recorded number of threads for whichever engine it is."""
     told = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    # An empty entry would be the working folder, which may be the bundle itself: nothing in it may be imported. The others
+    # are made whole, for the process has another working folder than we have.
+    named = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     if source.root is not None:
-        # An empty entry would be the working folder, which may be the bundle itself: nothing in it may be imported.
-        named = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-        told["PYTHONPATH"] = os.pathsep.join([str(source.root / "src"), *named])
+        named.insert(0, str(source.root / "src"))
         told["PYTHONDONTWRITEBYTECODE"] = "1"
+    told["PYTHONPATH"] = os.pathsep.join(named)
     if isinstance(threads, int) and 0 < threads <= MOST_THREADS:
         told |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     return told
