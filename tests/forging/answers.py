@@ -13,6 +13,7 @@ from tests.forging.folder import (
     put_lines,
     read,
     rebuild_scores,
+    rebuild_scores_told,
     right_answer,
 )
 from tests.forging.sealing import reseal
@@ -23,6 +24,7 @@ ANSWERS = "answers"
 
 def _finish(folder: Path) -> None:
     rebuild_scores(folder)
+    rebuild_scores_told(folder)
     reseal(folder)
 
 

@@ -23,7 +23,7 @@ from tests.program import ROOT
 from tunix_rt.doctor.checks import judge
 from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.doctor.verdict import Ask
-from tunix_rt.doctor.words import env_info_text, torch_version_text
+from tunix_rt.doctor.words import env_info_text, platform_words, torch_version_text
 from tunix_rt.rundir import to_plain
 
 GPU = "GPU"
@@ -135,6 +135,11 @@ def dress_processes(folder: Path) -> None:
 def dress_log(folder: Path, pid: int) -> None:
     """What the program says on a GPU: that the device was proven, and what NVML saw; nothing of a CPU that computes."""
     path = folder / "training_log.txt"
+    told = read(folder / "doctor.json")
+    kind, count, size = (told["choice"][name] for name in ("kind", "count", "memory_bytes"))
+    swap_line(path, "Platform: .*", f"Platform: {platform_words(facts_from_json(told['facts']))}")
+    memory = f"memory {size / 2**30:.1f} GiB, {size / 2**30:.1f} GiB free"
+    swap_line(path, "Device kind: .*", f"Device kind: {kind}; count {count}; {memory}")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if " INFO Compile: " not in line]
     stamp = lines[-1][:21]
     lines.append(f"{stamp}INFO Proof on cuda in float32: held (1.0 s)")

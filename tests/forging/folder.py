@@ -207,6 +207,16 @@ def rebuild_log(folder: Path) -> None:
     put(path, STEP_LINE.sub(as_told, path.read_text(encoding="utf-8")))
 
 
+def rebuild_scores_told(folder: Path) -> None:
+    """What `training_log.txt` says of the evaluations, as the scores now are."""
+    for when in ("before", "after"):
+        scores = read(folder / "eval" / f"{when}.json")
+        right, items, leniently = (scores[name] for name in ("correct", "items", "correct_lenient"))
+        said = f"{right} of {items} right by the tags ({leniently} leniently), {100 * scores['format_rate']:.0f} % well-formed"
+        swap_line(folder / "training_log.txt", f"Evaluation {when}: .*", f"Evaluation {when}: {said}")
+        swap_line(folder / "training_log.txt", rf"(evaluate {when}: \d+) of \d+", rf"\g<1> of {items}")
+
+
 def smooth(values: list[float]) -> list[float]:
     width = min(3, len(values))
     return [float(np.mean(values[max(0, at - width + 1) : at + 1])) for at in range(len(values))]

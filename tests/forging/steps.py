@@ -20,6 +20,7 @@ from tests.forging.folder import (
     settings_of,
     smooth,
     swap,
+    swap_line,
 )
 from tests.forging.sealing import reseal
 from tunix_rt.backends.schedule import learning_rate
@@ -160,7 +161,11 @@ def forge_invented_steps(folder: Path) -> None:
     each_step(folder, lambda line: line.update(lr=rate_at(folder, line["step"], steps)))
     invent_checkpoint(folder, steps)
     swap(folder / "training_log.txt", f"step {steps - 2}/{steps - 2}", f"step {steps}/{steps}")
-    swap(folder / "training_log.txt", f"step {steps - 2}  held-out", f"step {steps}  held-out")
+    swap_line(
+        folder / "training_log.txt",
+        rf"(?m)^(.*)step {steps - 2}  held-out(.*)$",
+        rf"\g<0>\n\g<1>step {steps}  held-out\g<2>",
+    )
     swap(folder / "training_log.txt", f"/{steps - 2} ", f"/{steps} ")
     swap(folder / "training_log.txt", f"Steps: {steps - 2} of", f"Steps: {steps} of")
     heldout = lines_of(folder / "eval" / "heldout.jsonl")
@@ -293,8 +298,11 @@ def invent_checkpoint(folder: Path, step: int) -> None:
     kept = sorted({line.split("  ")[1].split("/")[1] for line in lines if "  checkpoints/" in line})
     with edited(folder / "checkpoints.json") as told:
         last = told["checkpoints"][-1]
-        told["checkpoints"].append(last | {"step": step})
+        weights = last["files"]["model.safetensors"]
+        other = last["files"] | {"model.safetensors": weights | {"sha256": weights["sha256"][::-1]}}
+        told["checkpoints"].append(last | {"step": step, "files": other})
     copied = [line.replace(kept[-1], f"step-{step:06d}") for line in lines if f"/{kept[-1]}/" in line]
+    copied = [line.replace(weights["sha256"], weights["sha256"][::-1]) for line in copied]
     left = [line for line in lines if f"/{kept[0]}/" not in line]
     put(sums, "".join(f"{line}\n" for line in sorted([*left, *copied], key=lambda line: line.split("  ")[1])))
 

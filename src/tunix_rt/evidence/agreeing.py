@@ -2,7 +2,8 @@
 its own files say against what the copies give."""
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ LEFT_OUT = ("checkpoints/", "final_model/", "tensorboard/", "profile/trace.json.
 """What of a run a bundle need not carry; its hashes it does. A trace is large, and names the computer and its folders."""
 ALWAYS = ("final_model/config.json",)
 """What of it there is room for: the shape of the model, by which its size and speed are judged."""
+NAMES = re.compile(
+    r"(?:config\.yaml|(?:doctor|plan|precommit|processes|checkpoints|eval_summary|memory|result)\.json"
+    r"|(?:metrics|rows)\.jsonl|(?:training_log|env_info|torch_version|cuda_check|nvidia_smi)\.txt"
+    r"|(?:samples|comparison)\.md|eval/(?:before|after)\.json|eval/(?:predictions-(?:before|after)|heldout|samples)\.jsonl"
+    r"|checkpoints/step-\d{6,9}/(?:(?:model|optimizer)\.safetensors|(?:state|MANIFEST)\.json)"
+    r"|final_model/[\w.-]{1,200}\.(?:json|jinja|safetensors|txt|md|model)|tensorboard/[\w./-]{1,200}"
+    r"|profile/[\w.-]{1,200}\.(?:json|md|json\.gz))"
+)
+"""Every file that a run writes. Whatever else lies in a bundle, its own run did not bring."""
+CODE = (".py", ".pyc", ".pyd", ".pth", ".so", ".dll", ".dylib", ".sh", ".bat", ".exe")
+"""Of a run, whose folder is somebody's own, only this is refused: what a computer would run."""
 LEDGERS = "ledgers.py"
 """A source that has this file notes its rows, checkpoints and processes, so that its bundles are of the newest schema."""
 
@@ -104,6 +116,7 @@ def copy_problems(folder: Path, schema: str, *, with_cpu: bool) -> list[str]:
         wanted |= {f"cpu/{name}": theirs.get(name, "") for name in OF_CPU_RUN}
         own.add(f"cpu/{RUN_HASHES}")
     problems = [f"missing: {name}" for name in sorted(own - present.keys())]
+    problems += [f"no run writes such a file: {shown(name)}" for name in sorted(ended) if not NAMES.fullmatch(name)]
     problems += [f"missing, though the run had it: {name}" for name in sorted(wanted.keys() - present.keys())]
     problems += [f"not of the run: {name}" for name in sorted(present.keys() - wanted.keys() - own)]
     problems += [
@@ -112,6 +125,11 @@ def copy_problems(folder: Path, schema: str, *, with_cpu: bool) -> list[str]:
         if wanted[name] != present[name]
     ]
     return problems
+
+
+def code_problems(names: Iterable[str]) -> Iterator[str]:
+    """Programs among the files of a run, which writes none."""
+    yield from (f"no run writes a program: {shown(name)}" for name in sorted(names) if name.lower().endswith(CODE))
 
 
 def commit_of(source_sha256: str, repository: Path) -> str:
@@ -242,6 +260,23 @@ def _different_inputs(one: Mapping[str, Any], other: Mapping[str, Any]) -> Itera
     for name in SAME:
         if value_at(one, name) is None or value_at(one, name) != value_at(other, name):
             yield f"precommit.json: {name}"
+
+
+FROM_THE_ROWS = ("batch", "tokens", "target_tokens")
+
+
+def refuse_other_batches(run: RunFiles, cpu: RunFiles) -> None:
+    """Both runs took the same rows in each step, so that their speeds compare. JAX spreads its batch over the devices that
+    it sees, of which there may be more on one side: there the rows alone tell, and the check of their order."""
+    if any(engine_of(one) == "jax" for one in (run, cpu)):
+        return
+    for number, (ours, theirs) in enumerate(zip(run.metrics, cpu.metrics, strict=False), start=1):
+        for name in FROM_THE_ROWS:
+            if ours.get(name) != theirs.get(name):
+                raise EvidenceError(
+                    f"cpu/metrics.jsonl:{number}: {name} is {shown(theirs.get(name))}, on the GPU {shown(ours.get(name))}",
+                    fix="ask for an untouched copy",
+                )
 
 
 LIKELY_COPIED = 8

@@ -12,17 +12,23 @@ from typing import Any
 
 import tunix_rt
 from tunix_rt import assets
+from tunix_rt.data.holding_out import MOST_ASKED
 from tunix_rt.data.registry import KEY
 from tunix_rt.doctor.checks import judge
 from tunix_rt.doctor.facts import Facts, facts_from_json
+from tunix_rt.doctor.prove import Proof, Proved, cuda_check_text
 from tunix_rt.doctor.verdict import Ask
 from tunix_rt.doctor.words import env_info_text, torch_version_text
-from tunix_rt.evidence.claims import require, value_at
+from tunix_rt.evidence.claims import require, value_at, without_place
 from tunix_rt.evidence.doubtful import read_bytes, shown
 from tunix_rt.evidence.gathered import Noted, few
 from tunix_rt.evidence.source import source_hash
 from tunix_rt.rundir import RunDir, sha256_file
 
+PLANNED = {
+    "schema", "peak_bytes", "peak_bytes_at_max_length", "longest_row_tokens", "memory", "fit", "disk_bytes", "fitting",
+    "memory_limit_bytes", "oom_attempt",
+}  # fmt: skip
 LONGEST_TOKEN = 256
 """Letters that one token can stand for; the longest of the usual vocabularies has 128."""
 WRITES_WORDS, JUDGES = "doctor/words.py", "doctor/"
@@ -47,6 +53,8 @@ def _memory_file_problems(noted: Noted) -> Iterator[str]:
 def plan_problems(noted: Noted) -> Iterator[str]:
     """Each phase of the plan is the sum of its parts, the peak is that of its phase, and the account has the same."""
     yield from _memory_file_problems(noted)
+    if extra := sorted(map(str, set(noted.plan or {}) - PLANNED)):
+        yield f"{noted.run.where}plan.json: {shown(extra[0])}, which no plan has"
     where, phases = f"{noted.run.where}plan.json", list(_objects(value_at(noted.plan, "memory.phases")))
     for phase in phases:
         parts = phase.get("parts")
@@ -81,6 +89,29 @@ def data_problems(noted: Noted) -> Iterator[str]:
     told = sum(run.need("precommit.json", f"dataset.{name}", int) for name in ("traces", "heldout_traces"))
     if (held := _shipped_traces(key)) is not None and told > held:
         yield f"{run.where}precommit.json: {told:,} traces, the dataset {key} has {held:,}"
+
+
+def dataset_not_shipped(noted: Noted) -> str:
+    """Why nothing can be looked up in the dataset; empty where it can."""
+    key = value_at(noted.run.precommit, "dataset.key")
+    if isinstance(key, str) and _shipped_traces(key) is not None:
+        return ""
+    return f"the dataset {_named(key)} does not come with tunix-rt"
+
+
+def model_not_shipped(noted: Noted) -> str:
+    """Why the model cannot be looked up; empty where it can, and where its weights were drawn at random."""
+    name = value_at(noted.run.precommit, "base_model.name")
+    if value_at(noted.run.precommit, "base_model.weights") == "random":
+        return ""
+    if isinstance(name, str) and KEY.fullmatch(name) and (assets.shipped_folder("models") / name).is_dir():
+        return ""
+    return f"the model {_named(name)} does not come with tunix-rt"
+
+
+def _named(name: Any) -> str:
+    """A name that may be hostile, without its place, in one short printable line."""
+    return shown(without_place(str(name)))[1:-1]
 
 
 @lru_cache(maxsize=8)
@@ -139,6 +170,28 @@ def length_problems(noted: Noted) -> Iterator[str]:
         yield from few((f"{file}:{number}: longer than {most} tokens can be" for number in over), file)
 
 
+def question_problems(noted: Noted) -> Iterator[str]:
+    """As many questions as were committed to: all of the eval set, or of the held-out traces no more than there are,
+    numbered without a gap. That the log says the same number is asked there."""
+    run = noted.run
+    wanted = value_at(run.precommit, "evalset.items")
+    held = value_at(run.precommit, "dataset.heldout_traces")
+    for when in ("before", "after"):
+        data = read_bytes(RunDir(run.folder).predictions(when))[0]
+        if data is None:
+            continue
+        asked = [json.loads(line).get("id") for line in data.splitlines()]
+        file = f"{run.where}eval/predictions-{when}.jsonl"
+        if type(wanted) is int:
+            if len(asked) != wanted:
+                yield f"{file}: {len(asked):,} questions, precommit.json has {wanted:,}"
+        elif "evalset" not in run.precommit:
+            if type(held) is int and len(asked) > min(held, MOST_ASKED):
+                yield f"{file}: {len(asked):,} questions, {held:,} traces were held out"
+            if asked != [f"heldout-{number}" for number in range(1, len(asked) + 1)]:
+                yield f"{file}: the held-out questions are not numbered one after the other: some were left out"
+
+
 # --- what the doctor found --------------------------------------------------------------------------------------------
 
 
@@ -152,6 +205,8 @@ def doctor_problems(noted: Noted) -> Iterator[str]:
         for name, text in texts.items():
             if read_bytes(run.folder / name)[0] != text.encode("utf-8", "surrogatepass"):
                 yield f"{where}{name} is not what the facts of doctor.json give"
+    if isinstance(proof := run.doctor.get("proof"), Mapping) and run.result.get("device") == "cuda":
+        yield from _proof_text_problems(noted, proof)
     if _had(noted, JUDGES):
         training = {name: run.need("config.yaml", f"training.{name}", str) for name in ("device", "backend", "dtype")}
         given = [(check.cause, check.verdict) for check in judge(facts, Ask(**training))]
@@ -159,6 +214,16 @@ def doctor_problems(noted: Noted) -> Iterator[str]:
         if told != given:
             odd = sorted({str(one[0]) for one in set(told) ^ set(given)}) or ["their order"]
             yield f"{where}doctor.json: its facts give other verdicts: {', '.join(odd)[:80]}"
+
+
+def _proof_text_problems(noted: Noted, proof: Mapping[str, Any]) -> Iterator[str]:
+    """`cuda_check.txt`, line for line as the proof in the report gives it, whose figures are sorted by name."""
+    results = tuple(Proved(**one) for one in proof["results"])
+    told = {name: proof[name] for name in ("backend", "device", "dtype", "head_size", "about", "pid", "seconds")}
+    text = cuda_check_text(Proof(**told, results=results, problem=proof.get("problem")))
+    data = read_bytes(noted.run.folder / "cuda_check.txt")[0]
+    if data is not None and sorted(data.split(b"\n")) != sorted(text.encode("utf-8", "surrogatepass").split(b"\n")):
+        yield f"{noted.run.where}cuda_check.txt is not what the proof in doctor.json gives"
 
 
 def _host_lines(noted: Noted, facts: Facts) -> Iterator[str]:

@@ -3,6 +3,7 @@ checkpoint shows it in three places, which must agree."""
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from tunix_rt.evidence.claims import gpu_of, read_object, require, value_at
@@ -14,12 +15,19 @@ from tunix_rt.rundir import RunDir, checkpoint_name
 PROCESS = {"pid", "started", "first_step", "machine"}
 ENTRY = {"step", "manifest_sha256", "metrics_head", "files"}
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+BYTES = {"float64": 8, "float32": 4}
+"""Of a weight, by its type; the others are of two."""
+LEAST_RATE = 1e-6
+OF_PROOF = (("cuda", "cuda_build"), ("cudnn", "cudnn"))
+"""Of the GPU of a machine, and where the proof tells it."""
 WEIGHTS = ("model.safetensors", "optimizer.safetensors", "state.json")
 
 
 def process_problems(noted: Noted) -> Iterator[str]:
-    """Each process by itself: its machine is that of the doctor, its versions are those committed to."""
-    for number, process in enumerate(noted.processes or (), start=1):
+    """Each process by itself: its versions are those committed to. The machine of the last is that of the doctor, whose
+    report is of the last process: those before may have run on another."""
+    processes = noted.processes or ()
+    for number, process in enumerate(processes, start=1):
         where = f"{noted.run.where}processes.json: process {number}"
         if set(process) != PROCESS:
             yield f"{where} does not tell {', '.join(sorted(PROCESS ^ set(map(str, process))))[:80]}"
@@ -28,6 +36,8 @@ def process_problems(noted: Noted) -> Iterator[str]:
             yield f"{where}: a process id or first step of 0"
         machine = require(where, process, "machine", dict)
         yield from (f"{where}: {fault}" for fault in _machine_faults(noted, where, machine))
+        if number == len(processes):
+            yield from (f"{where}: {fault}" for fault in _doctor_faults(noted, machine))
 
 
 def _machine_faults(noted: Noted, where: str, machine: Mapping[str, Any]) -> Iterator[str]:
@@ -45,6 +55,8 @@ def _machine_faults(noted: Noted, where: str, machine: Mapping[str, Any]) -> Ite
             yield f"{name} is 0"
     if type(machine.get("deterministic")) is not bool:
         yield f"deterministic is {shown(machine.get('deterministic'))}"
+    elif machine["deterministic"] is not value_at(run.config, "training.deterministic"):
+        yield f"deterministic is {machine['deterministic']}, config.yaml says otherwise"
     committed = run.need("precommit.json", "versions", dict)
     for name, version in require(f"{where}: machine", machine, "versions", dict).items():
         if name in committed and _plain(version) != _plain(committed[name]):
@@ -52,7 +64,7 @@ def _machine_faults(noted: Noted, where: str, machine: Mapping[str, Any]) -> Ite
     if run.need("config.yaml", "training.backend", str) not in machine["versions"]:
         yield "the version of its engine is not told"
     if run.result.get("device") == "cuda":
-        yield from _gpu_faults(noted, require(f"{where}: machine", machine, "gpu", dict))
+        require(f"{where}: machine", machine, "gpu", dict)
     elif "gpu" in machine:
         yield "a GPU in a run on the CPU"
 
@@ -62,11 +74,28 @@ def _plain(version: Any) -> str:
     return str(version).partition("+")[0]
 
 
-def _gpu_faults(noted: Noted, gpu: Mapping[str, Any]) -> Iterator[str]:
-    known = gpu_of(noted.run)
-    for name, of_doctor in (("name", "name"), ("capability", "compute_capability"), ("driver", "driver")):
-        if gpu.get(name) != known[of_doctor]:
-            yield f"the GPU's {name} is {shown(gpu.get(name))}, doctor.json has {shown(known[of_doctor])}"
+def _doctor_faults(noted: Noted, machine: Mapping[str, Any]) -> Iterator[str]:
+    """The machine against the doctor's report of it. What either does not tell is not asked."""
+    run = noted.run
+    of_jax = value_at(run.config, "training.backend") == "jax"
+    told = [
+        ("cpu", machine.get("cpu"), value_at(run.doctor, "facts.host.cpu"), "doctor.json"),
+        ("python", machine.get("python"), value_at(run.doctor, "facts.host.python"), "doctor.json"),
+    ]
+    if not of_jax or value_at(run.precommit, "batch.devices") is not None:
+        devices = value_at(run.precommit, "batch.devices") if of_jax else 1
+        told.append(("devices", machine.get("devices"), devices, "precommit.json" if of_jax else "PyTorch"))
+    if run.result.get("device") == "cuda":
+        gpu, known = machine.get("gpu", {}), gpu_of(run)
+        for name, of_doctor in (("name", "name"), ("capability", "compute_capability"), ("driver", "driver")):
+            if gpu.get(name) != known[of_doctor]:
+                yield f"the GPU's {name} is {shown(gpu.get(name))}, doctor.json has {shown(known[of_doctor])}"
+        if not of_jax:
+            about = value_at(run.doctor, "proof.about")
+            told += [(name, gpu.get(name), value_at(about, key), "the proof in doctor.json") for name, key in OF_PROOF]
+    for name, here, there, file in told:
+        if here is not None and there not in (None, "", "unknown") and str(here) != str(there):
+            yield f"{name} is {shown(here)}, {file} has {shown(there)}"
 
 
 def resume_problems(noted: Noted) -> Iterator[str]:
@@ -81,8 +110,10 @@ def resume_problems(noted: Noted) -> Iterator[str]:
         yield f"{run.where}processes.json: the first process began at step {shown(firsts[0])}"
     if step and len(processes) < 2:
         yield f"{run.where}result.json: resumed_from is {step}, processes.json has one process"
-    for first in firsts:
-        if type(first) is int and first > 1 and first - 1 not in listed:
+    for number, first in enumerate(firsts, start=1):
+        # What a process took and a later one took again is dropped, with the checkpoint that it went on from.
+        kept = not any(type(later) is int and type(first) is int and later <= first for later in firsts[number:])
+        if kept and type(first) is int and first > 1 and first - 1 not in listed:
             yield f"{run.where}checkpoints.json: none at step {first - 1}, after which a process went on"
     if step and told[-1:] != [step]:
         yield f"{run.where}training_log.txt: no `Resumed from {checkpoint_name(step)}` in the last process"
@@ -99,6 +130,7 @@ def resume_problems(noted: Noted) -> Iterator[str]:
 def checkpoint_problems(noted: Noted) -> Iterator[str]:
     """Each entry against the chain of the metrics and the hashes of the run; all of them against what was due."""
     yield from few(_entry_problems(noted), f"{noted.run.where}checkpoints.json")
+    yield from few(_weight_problems(noted), f"{noted.run.where}checkpoints.json")
     run, entries = noted.run, noted.checkpoints or ()
     steps = [require(f"{run.where}checkpoints.json", entry, "step", int) for entry in entries]
     total = noted.total
@@ -158,6 +190,29 @@ def _entry_problems(noted: Noted) -> Iterator[str]:
         if name.startswith("checkpoints/") and name.rpartition("/")[0] + "/" not in left:
             yield f"{noted.run.where}checkpoints.json has no entry for {shown(name)}"
             return
+
+
+def _weight_problems(noted: Noted) -> Iterator[str]:
+    """A checkpoint has room for the weights, and holds others than the one before it. Of LoRA it holds the adapter alone."""
+    run, where = noted.run, f"{noted.run.where}checkpoints.json"
+    kept = value_at(run.config, "training.master_dtype") or value_at(run.config, "training.dtype")
+    whole = value_at(run.config, "training.lora_rank") is None
+    least = run.need("result.json", "parameters", int) * BYTES.get(str(kept), 2) if whole else 1
+    entries = noted.checkpoints or ()
+    for entry in entries:
+        size = value_at(value_at(entry, "files").get("model.safetensors"), "bytes")
+        if type(size) is int and size < least:
+            yield f"{where}: {size:,} bytes of weights at step {shown(entry.get('step'))}, they take {least:,}"
+    for first, second in pairwise(entries):
+        digests = [value_at(one["files"].get("model.safetensors"), "sha256") for one in (first, second)]
+        if digests[0] == digests[1] and _moved(noted, first["step"], second["step"]):
+            yield f"{where}: the same weights at step {second['step']} as at step {first['step']}"
+
+
+def _moved(noted: Noted, after: int, up_to: int) -> bool:
+    """Whether a step must have changed the weights: Adam moves each by about its rate, unless that is lost in rounding."""
+    adam = str(value_at(noted.run.config, "training.optim")).startswith("adam")
+    return adam and any(line["lr"] >= LEAST_RATE and line["grad_norm"] > 0 for line in noted.run.metrics[after:up_to])
 
 
 def _present_faults(noted: Noted, step: int, entry: Mapping[str, Any]) -> Iterator[str]:

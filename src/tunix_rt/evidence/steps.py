@@ -82,6 +82,9 @@ def heldout_problems(noted: Noted) -> Iterator[str]:
     if not noted.heldout:
         if "best_heldout_loss" in run.result:
             yield f"{run.where}result.json: best_heldout_loss without eval/heldout.jsonl"
+        held = value_at(run.precommit, "dataset.heldout_traces")
+        if noted.rows is not None and type(held) is int and held > 0:
+            yield f"{run.where}eval/heldout.jsonl is missing: precommit.json has {held:,} traces held out"
         return
     losses: dict[int, float] = {}
     targets = set()
@@ -105,6 +108,10 @@ def heldout_problems(noted: Noted) -> Iterator[str]:
     best = run.result.get("best_step")
     if best is not None and (best not in losses or losses[best] != run.result.get("best_heldout_loss")):
         yield f"{run.where}result.json: best_heldout_loss is not that of step {shown(best)} in eval/heldout.jsonl"
+    listed = [entry.get("step") for entry in noted.checkpoints or ()]
+    saved = [step for step in losses if step in listed]
+    if saved and best != (lowest := min(saved, key=lambda step: losses[step])):
+        yield f"{run.where}result.json: best_step is {shown(best)}, the lowest held-out loss of a checkpoint is at {lowest}"
 
 
 def number_problems(noted: Noted) -> Iterator[str]:

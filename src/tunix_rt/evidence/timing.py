@@ -12,12 +12,15 @@ from typing import Any
 from tunix_rt.evidence.claims import RunFiles, require, value_at
 from tunix_rt.evidence.doubtful import shown
 from tunix_rt.evidence.gathered import LogLine, Noted, few, moment
+from tunix_rt.evidence.log_facts import BEGINS
 
 SLACK = timedelta(seconds=3)
 """Times are written in whole seconds, by more than one thread; a clock that is set right moves a little."""
 LONGEST = timedelta(hours=15)
 """nvidia-smi writes local time without its zone."""
 STEP = re.compile(r"step (\d{1,9})/(\d{1,9})  loss (\d+\.\d{4})\b.*")
+FIGURES = re.compile(STEP.pattern.removesuffix(".*") + r"  lr \S+  grad norm \S+  \S+ tokens/s  peak \S+ GiB")
+"""As it is worded now; what an older version worded otherwise is held to its loss alone."""
 RESUMED = re.compile(r"Resumed from step-(\d{6,9})")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """What steers a terminal, or turns its text around."""
@@ -121,7 +124,8 @@ def log_step_problems(noted: Noted) -> Iterator[str]:
     yield from few(
         (f"{where}: nothing of step {step}" for step in sorted(due - told.keys()) if step <= len(run.metrics)), where
     )
-    yield from few(_losses_told(noted, told), where)
+    yield from few(_otherwise_told(noted, told), where)
+    yield from few(_told_twice(noted), where)
     last = {step: line for step, line in told.items() if noted.resumed_from < step <= len(run.metrics)}
     marks = sorted(last)
     for first, second in itertools.pairwise(marks):
@@ -135,22 +139,47 @@ def _steps_told(log: tuple[LogLine, ...]) -> dict[int, LogLine]:
     return {int(found[1]): line for line in log if line.at and (found := STEP.fullmatch(line.words))}
 
 
-def _losses_told(noted: Noted, told: Mapping[int, LogLine]) -> Iterator[str]:
+def _told_twice(noted: Noted) -> Iterator[str]:
+    """A process takes each step once; only one that goes on from an earlier step takes it again."""
+    seen: set[str] = set()
+    for line in noted.log:
+        if line.at and (BEGINS.fullmatch(line.words) or RESUMED.fullmatch(line.words)):
+            seen = set()
+        elif line.at and (found := STEP.fullmatch(line.words)):
+            if found[1] in seen:
+                yield f"{noted.run.where}training_log.txt:{line.number}: step {found[1]} for the second time in one process"
+            seen.add(found[1])
+
+
+def _otherwise_told(noted: Noted, told: Mapping[int, LogLine]) -> Iterator[str]:
     where = f"{noted.run.where}training_log.txt"
     for step, line in sorted(told.items()):
         found = STEP.fullmatch(line.words)
         if found is None or not 0 < step <= len(noted.run.metrics) or int(found[2]) != noted.total:
             yield f"{where}:{line.number}: step {step}, which metrics.jsonl has not"
             continue
-        loss = require(f"{noted.run.where}metrics.jsonl:{step}", noted.run.metrics[step - 1], "loss", float)
+        metrics = noted.run.metrics[step - 1]
+        loss = require(f"{noted.run.where}metrics.jsonl:{step}", metrics, "loss", float)
         if found[3] != f"{loss:.4f}":
             yield f"{where}:{line.number}: the loss of step {step} is {found[3]}, metrics.jsonl has {loss:.4f}"
+        elif FIGURES.fullmatch(line.words) and line.words != (words := _step_words(metrics, noted.total)):
+            yield f"{where}:{line.number}: {shown(line.words)}, metrics.jsonl gives {shown(words)}"
+
+
+def _step_words(line: Mapping[str, Any], total: int) -> str:
+    """What the training loop logs of a step."""
+    return (
+        f"step {line['step']}/{total}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  grad norm {line['grad_norm']:.2f}  "
+        f"{line['tokens'] / line['seconds']:,.0f} tokens/s  peak {line['peak_bytes'] / 2**30:.2f} GiB"
+    )
 
 
 # --- nvidia-smi -------------------------------------------------------------------------------------------------------
 
 HEADER = re.compile(r"after step (\d{1,9}); our process id (\d{1,9}); NVML: (\d{1,18}) bytes (.*)")
 TOTAL = re.compile(r"MiB / +(\d{1,9})MiB")
+CARD = re.compile(r"(?m)^\| +\d+ +(\S.*?) +(?:On|Off|N/A) +\|")
+CUDA = re.compile(r"CUDA Version: +(\d+\.\d+)")
 MIB = 2**20
 NEAR_BYTES = 1024 * MIB
 """Between the sample and the drawing a step may go on."""
@@ -169,8 +198,10 @@ def nvidia_smi_problems(noted: Noted) -> Iterator[str]:
     samples = [(one.get("step"), one.get("pid"), one.get("used_bytes")) for one in _samples(run)]
     if found and tuple(map(int, found.groups()[:3])) not in samples:
         yield f"{name}: its first line is of no sample in result.json"
-    if found is None and "NVML: " in text.split("\n", 1)[0]:
+    if found is None and "NVML told nothing of it" not in text.split("\n", 1)[0]:
         yield f"{name}: its first line is not one that tunix-rt writes"
+    if "NVIDIA-SMI" in text and not DRAWN.search(text):
+        yield f"{name}: nvidia-smi drew it without a date"
     yield from _drawn_problems(run, name, text)
     started, finished = (moment(f"{run.where}result.json", run.result, one) for one in ("started", "finished"))
     for drawn in DRAWN.findall(text):
@@ -185,7 +216,17 @@ def nvidia_smi_problems(noted: Noted) -> Iterator[str]:
 
 def _drawn_problems(run: RunFiles, name: str, text: str) -> Iterator[str]:
     """The memory that nvidia-smi drew: of the card as NVML lists it, and under our process id about that of a sample."""
-    listed = [value_at(gpu, "total_bytes") for gpu in run.need("doctor.json", "facts.nvidia.gpus", list)]
+    gpus = run.need("doctor.json", "facts.nvidia.gpus", list)
+    names = [str(value_at(gpu, "name")) for gpu in gpus]
+    # A long name is cut, with dots in place of the rest; a slice goes by the name of its GPU.
+    cards = [card.rstrip(". ") for card in CARD.findall(text)]
+    if cards and not any(known.startswith(card) for card in cards for known in names):
+        yield f"{name}: a {shown(cards[0])}, doctor.json has {shown(names[0] if names else None)}"
+    cuda = value_at(run.doctor, "facts.nvidia.driver_cuda")
+    for told in CUDA.findall(text):
+        if cuda is not None and told != cuda:
+            yield f"{name}: CUDA {told}, doctor.json has {shown(cuda)}"
+    listed = [value_at(gpu, "total_bytes") for gpu in gpus]
     totals = [int(size) * MIB for size in TOTAL.findall(text)]
     if totals and not any(abs(size - total) <= 0.03 * size for size in listed if size for total in totals):
         yield f"{name}: a card of {totals[0]:,} bytes, which NVML does not list"

@@ -3,7 +3,7 @@ checks an older folder leaves room for. Nothing here raises for what it reads, a
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from tunix_rt.evidence.agreeing import (
     SAYS,
     canonical_problems,
     claim_problems,
+    code_problems,
     commit_problems,
     copy_problems,
     form_problems,
@@ -25,6 +26,7 @@ from tunix_rt.evidence.agreeing import (
     own_files,
     provenance_problems,
     refuse_another_setup,
+    refuse_other_batches,
     refuse_the_same_steps,
     schema_of,
     schema_problems,
@@ -38,15 +40,24 @@ from tunix_rt.evidence.ledger_checks import ledger_problems
 from tunix_rt.evidence.log_facts import log_fact_problems
 from tunix_rt.evidence.manifest import MANIFEST
 from tunix_rt.evidence.overlapping import dataset_problems, overlap_problems
-from tunix_rt.evidence.physics import account_problems, memory_problems, parameter_problems, rate_problems
+from tunix_rt.evidence.physics import (
+    account_problems,
+    memory_problems,
+    parameter_problems,
+    rate_problems,
+    unpublished,
+)
 from tunix_rt.evidence.provenance import PROVENANCE
 from tunix_rt.evidence.repeated import (
     base_model_problems,
     data_problems,
+    dataset_not_shipped,
     doctor_problems,
     host_memory_problems,
     length_problems,
+    model_not_shipped,
     plan_problems,
+    question_problems,
     reload_problems,
 )
 from tunix_rt.evidence.rescore import answer_problems
@@ -90,6 +101,8 @@ class Check:
     ask: Callable[[Noted], Iterable[str]]
     needs: tuple[str, ...] = ()
     on: str = ""
+    unable: Callable[[Noted], str] = lambda noted: ""
+    """Why a part of it cannot be made for this run, in words; empty where all of it can."""
 
 
 CHECKS = (
@@ -106,21 +119,22 @@ CHECKS = (
     Check(name="log-steps", ask=log_step_problems),
     Check(name="log-facts", ask=log_fact_problems),
     Check(name="parameters", ask=parameter_problems),
-    Check(name="flop-rate", ask=rate_problems, needs=("model",)),
+    Check(name="flop-rate", ask=rate_problems, needs=("model",), unable=unpublished),
     Check(name="memory", ask=account_problems),
-    Check(name="gpu-memory", ask=memory_problems, on="cuda"),
+    Check(name="gpu-memory", ask=memory_problems, on="cuda", unable=unpublished),
     Check(name="nvidia-smi", ask=nvidia_smi_problems, on="cuda"),
     Check(name="processes", ask=process_problems, needs=("processes",)),
     Check(name="resumed", ask=resume_problems, needs=("processes", "checkpoints")),
     Check(name="checkpoints", ask=checkpoint_problems, needs=("processes", "checkpoints")),
-    Check(name="dataset", ask=dataset_problems),
-    Check(name="overlap", ask=overlap_problems),
-    Check(name="traces", ask=data_problems),
-    Check(name="base-model", ask=base_model_problems),
+    Check(name="dataset", ask=dataset_problems, unable=dataset_not_shipped),
+    Check(name="overlap", ask=overlap_problems, unable=dataset_not_shipped),
+    Check(name="traces", ask=data_problems, unable=dataset_not_shipped),
+    Check(name="base-model", ask=base_model_problems, unable=model_not_shipped),
     Check(name="plan", ask=plan_problems),
     Check(name="host-memory", ask=host_memory_problems, on="cpu"),
     Check(name="final-model", ask=reload_problems),
     Check(name="answer-length", ask=length_problems),
+    Check(name="questions", ask=question_problems),
     Check(name="doctor", ask=doctor_problems),
 )
 OF_CPU_RUN = (
@@ -133,6 +147,10 @@ OF_CPU_RUN = (
     "log",
     "log-steps",
     "log-facts",
+    "batch-order",
+    "flop-rate",
+    "host-memory",
+    "doctor",
 )
 
 
@@ -144,7 +162,8 @@ EVERY_CHECK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """The findings, and the names of the checks that could not be made because the folder is older."""
+    """The findings, and the checks that could not be made: by name where the folder is older, with the reason after a
+    colon where what they need is not at hand."""
 
     findings: tuple[Finding, ...]
     unmade: tuple[str, ...] = ()
@@ -152,13 +171,18 @@ class Examined:
 
     @property
     def words(self) -> str:
-        """What an older folder cannot show; empty for one of this version."""
-        if not self.unmade:
-            return ""
-        return (
-            f"an older {self.kind}: {len(self.unmade)} of {len(EVERY_CHECK)} checks cannot be made: "
-            f"{', '.join(self.unmade)}"
-        )
+        """What could not be checked; empty where everything was."""
+        older = [told for told in self.unmade if ":" not in told]
+        reasons: dict[str, list[str]] = {}
+        for told in self.unmade:
+            name, _, reason = told.partition(": ")
+            if reason:
+                reasons.setdefault(reason, []).append(name)
+        said = [f"{reason}: not or not wholly checked: {', '.join(names)}" for reason, names in reasons.items()]
+        if older:
+            count = f"{len(older)} of {len(EVERY_CHECK)} checks cannot be made"
+            said.insert(0, f"an older {self.kind}: {count}: {', '.join(older)}")
+        return "; ".join(said)
 
 
 def findings_of(folder: Path, repository: Path | None = None) -> list[Finding]:
@@ -231,6 +255,8 @@ class _Asking:
             if any(getattr(noted, name) is None for name in check.needs):
                 self.unmade.append(check.name)
             else:
+                if reason := self.have("L1", check.name, partial(check.unable, noted)):
+                    self.unmade.append(f"{check.name}: {reason}")
                 self.ask("L1", check.name, partial(check.ask, noted))
 
     def _note(self, level: Level, check: str, problem: str) -> None:
@@ -250,6 +276,7 @@ def _examine_run(asking: _Asking, run: RunDir) -> Examined:
         return asking.examined("run")
     noted = asking.have("L1", "files", lambda: gather(read_run(run.root), run.hashes))
     if noted is not None:
+        asking.ask("L1", "copies", lambda: code_problems(noted.hashes))
         asking.ask_all(noted)
         if LEDGERS in part(noted.run.precommit, "source_files"):
             asking.ask("L1", "files", lambda: _lacking(noted))
@@ -278,7 +305,7 @@ def _examine_bundle(asking: _Asking, folder: Path, repository: Path | None) -> E
     if noted is not None:
         asking.ask_all(noted)
         if cpu is not None:
-            _ask_cpu_run(asking, folder, cpu)
+            _ask_cpu_run(asking, folder, cpu, noted)
         if schema == SCHEMA:
             asking.ask("L1", "files", lambda: _lacking(noted))
     asking.unmade += {SCHEMA: [], SECOND_SCHEMA: ["provenance"]}.get(schema, ["provenance", "manifest"])
@@ -315,11 +342,14 @@ def _cpu_run(folder: Path, run: RunFiles) -> RunFiles:
     require_whole(cpu)
     refuse_another_setup(run, cpu)
     refuse_the_same_steps(run, cpu)
+    refuse_other_batches(run, cpu)
     return cpu
 
 
-def _ask_cpu_run(asking: _Asking, folder: Path, cpu: RunFiles) -> None:
-    """Of the run on the CPU the bundle has less; what it has is held to the same."""
+def _ask_cpu_run(asking: _Asking, folder: Path, cpu: RunFiles, beside: Noted) -> None:
+    """Of the run on the CPU the bundle has less; what it has is held to the same. Its rows and the shape of its model are
+    those of the run it stands beside: it committed to the same hash over the rows, and to the same model."""
     noted = asking.have("L1", "cpu-run", lambda: gather(cpu, folder / "cpu" / RUN_HASHES))
     if noted is not None:
+        noted = replace(noted, rows=beside.rows, model=beside.model)
         asking.ask_all(noted, [check for check in CHECKS if check.name in OF_CPU_RUN])
