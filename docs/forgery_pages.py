@@ -94,7 +94,7 @@ def _resealed_words(told: dict[str, Any]) -> str:
     return (
         f"\n\nCounted apart: {resealed['mutations']:,} changes of one value after which every hash, chain, figure and sentence "
         f"was made anew, as a forger would. {accepted:,} of them ({100 * accepted / resealed['mutations']:.1f} %) are accepted "
-        f"at L1, most in {worst}: values that are the run's own word, which only a replay can doubt. Each is named in the file.\n\n"
+        f"at L1, most in {worst}: values that are the run's own word, which only a replay can doubt. The file names each.\n\n"
     )
 
 

@@ -145,7 +145,7 @@ def test_a_gpu_run_of_jax_is_held_against_its_run_on_the_cpu_where_one_is_given(
         ("cuda_check.txt", "platform: gpu", "platform: cpu", "cuda_check.txt lacks a line with `jax.devices()"),
         ("training_log.txt", "Using device: cuda", "Using device: cpu", "lacks a line with `Using device: cuda`"),
         ("doctor.json", "jax-cuda13", "jax-rocm7", "does not tell a CUDA plugin"),
-        ("config.yaml", "backend: jax", "backend: torch", "does not tell facts.torch.version"),
+        ("config.yaml", "backend: jax", "backend: torch", "does not tell proof.about.uuid"),
     ],
 )
 def test_a_forgery_of_a_gpu_run_of_jax_is_found(tmp_path, name, old, new, words):
