@@ -1,7 +1,8 @@
-"""Try every scripted forgery on a good bundle, with every level of the verifier: python -m benchmarks.forgeries [--write]
+"""Try every scripted forgery on good bundles, with every level of the verifier: python -m benchmarks.forgeries [--write]
 
-Each starts from a copy: static checks first; where they accept it, answers are generated again from the weights (L2),
-segments replayed (L3), and last the whole run (L4), until one finds it. `--only NAME` tries those named; `--static` stops
+Each starts from a copy of a bundle of a run here, of what passes for one of a GPU, or of a committed one of a real GPU: static
+checks first; where they accept it and the run was made here, answers are generated again from the weights (L2), segments
+replayed (L3), and last the whole run (L4), until one finds it. `--only NAME` tries those named; `--static` stops
 after the static checks. What came out is written to benchmarks/results/forgeries.json.
 """
 
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.forging.bases import copy_of, gpu_bundle, make_good_bundle
-from tests.forging.catalogue import Forgery, all_forgeries
+from tests.forging.bases import base_bundle, copy_of, make_good_bundle
+from tests.forging.catalogue import Base, Forgery, all_forgeries
 from tests.program import ROOT
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.findings import Finding
@@ -37,26 +38,29 @@ def main() -> int:
     chosen = [one for one in all_forgeries() if not asked.only or one.name in asked.only]
     with tempfile.TemporaryDirectory(prefix="forgeries-") as scratch:
         good = make_good_bundle((asked.keep or Path(scratch) / "good").absolute())
-        found = [_tried(one, good, Path(scratch) / one.name, static=asked.static) for one in chosen]
-    unlike = [one["name"] for one in found if one["rejected_at"] != one["expected_at"]]
+        found = [
+            _tried(one, base, good, Path(scratch) / f"{one.name}-{base}", static=asked.static)
+            for one in chosen
+            for base in one.bases
+        ]
+    unlike = [f"{one['name']} on {one['base']}" for one in found if one["rejected_at"] != one["expected_at"]]
     if asked.write:
-        told = {"schema": "tunix-rt/forgeries/1", "nonce": NONCE, "forgeries": found}
+        told = {"schema": "tunix-rt/forgeries/2", "nonce": NONCE, "forgeries": found}
         RESULTS.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{len(found)} forgeries; not as written down: {', '.join(unlike) or 'none'}")
+    print(f"{len(chosen)} forgeries, {len(found)} trials; not as written down: {', '.join(unlike) or 'none'}")
     return 1 if unlike and not asked.static else 0
 
 
-def _tried(forgery: Forgery, good: Path, folder: Path, *, static: bool) -> dict[str, Any]:
-    """What the verifier says of one forgery, level by level until one rejects it."""
-    base = good if forgery.base == "cpu" else gpu_bundle(good)
-    copy_of(base, folder)
+def _tried(forgery: Forgery, base: Base, good: Path, folder: Path, *, static: bool) -> dict[str, Any]:
+    """What the verifier says of one forgery of that bundle, level by level until one rejects it."""
+    copy_of(base_bundle(base, good), folder)
     forgery.forge(folder)
     began, tried = time.monotonic(), []
     told: dict[str, Any] = {
-        "name": forgery.name, "what": forgery.what, "group": forgery.group, "base": forgery.base,
+        "name": forgery.name, "what": forgery.what, "group": forgery.group, "base": base,
         "expected_at": forgery.level, "rejected_at": "missed", "checks": [], "problem": "",
     }  # fmt: skip
-    for level, ask in _levels(forgery, good, folder, static=static):
+    for level, ask in _levels(base, good, folder, static=static):
         tried.append(level)
         if findings := ask():
             told |= {"rejected_at": level, "checks": sorted({one.check for one in findings})}
@@ -65,16 +69,14 @@ def _tried(forgery: Forgery, good: Path, folder: Path, *, static: bool) -> dict[
     told |= {"tried": tried, "seconds": round(time.monotonic() - began, 2)}
     if told["rejected_at"] == "missed" and forgery.why:
         told["why"] = forgery.why
-    print(f"{forgery.name}: {told['rejected_at']} {', '.join(told['checks'])}", flush=True)
+    print(f"{forgery.name} on {base}: {told['rejected_at']} {', '.join(told['checks'])}", flush=True)
     return told
 
 
-def _levels(
-    forgery: Forgery, good: Path, folder: Path, *, static: bool
-) -> Iterator[tuple[str, Callable[[], Findings]]]:
-    repository = good.parent / "repository" if forgery.base == "cpu" else None
+def _levels(base: Base, good: Path, folder: Path, *, static: bool) -> Iterator[tuple[str, Callable[[], Findings]]]:
+    repository = good.parent / "repository" if base == "cpu" else None
     yield "L1", lambda: findings_of(folder, repository)
-    if static or forgery.base != "cpu":
+    if static or base != "cpu":
         return
     from tunix_rt.regenerating import regenerate
     from tunix_rt.replaying import replay

@@ -35,8 +35,10 @@ def shares_block(root: Path) -> str:
     ]
     rows.append(("**all**", f"**{len(tried)}**", *(f"**{count[level]}**" for level in LEVELS)))
     early = sum(count[level] for level in ("L1", "L2", "L3"))
+    forgeries = len({one["name"] for one in tried})
     return (
-        f"{len(tried)} forgeries were tried. {count['L1']} are rejected by the static checks alone, {early} "
+        f"{forgeries} forgeries were tried, those of a GPU on several bundles: {len(tried)} trials. "
+        f"{count['L1']} are rejected by the static checks alone, {early} "
         f"({100 * early / len(tried):.1f} %) at L1 to L3, {count['L4']} at L4, and {count['missed']} are missed.\n\n"
         + table(("what is forged", "tried", *LEVELS), rows)
         + f"\n\nMade by `python -m benchmarks.forgeries --write`; each with its checks is in `{FORGERIES}`."
@@ -56,10 +58,16 @@ def misses_block(root: Path) -> str:
 def every_block(root: Path) -> str:
     """All forgeries, with the check that finds each."""
     rows = [
-        (f"`{one['name']}`", one["what"], one["rejected_at"], ", ".join(f"`{check}`" for check in one["checks"]))
+        (
+            f"`{one['name']}`",
+            one["what"],
+            one["base"],
+            one["rejected_at"],
+            ", ".join(f"`{check}`" for check in one["checks"]),
+        )
         for one in _read(root, FORGERIES)["forgeries"]
     ]
-    return table(("forgery", "what it does", "rejected at", "by"), rows)
+    return table(("forgery", "what it does", "on", "rejected at", "by"), rows)
 
 
 def mutations_block(root: Path) -> str:
@@ -69,8 +77,24 @@ def mutations_block(root: Path) -> str:
     return (
         f"{told['mutations']:,} single mutations of {len(told['bundles'])} good bundles ({', '.join(told['bundles'])}): "
         f"{kinds}. Accepted {len(told['accepted'])}, ended with an error {len(told['crashed'])}.{named} The slowest took "
-        f"{told['slowest_seconds']:.2f} s. Made by `scripts/mutations --write`, seed {told['seed']}; counts by check are in "
+        f"{told['slowest_seconds']:.2f} s."
+        f"{_resealed_words(told)} Made by `scripts/mutations --write`, seed {told['seed']}; counts by check are in "
         f"`{MUTATIONS}`."
+    )
+
+
+def _resealed_words(told: dict[str, Any]) -> str:
+    """The rate of those that a forger would have sealed again; nothing where none were tried."""
+    resealed = told.get("resealed", {"mutations": 0})
+    if not resealed["mutations"]:
+        return ""
+    accepted = len(resealed["accepted"])
+    files = sorted(resealed["by_file"].items(), key=lambda one: -one[1]["accepted"])
+    worst = ", ".join(f"`{name}` {share['accepted']} of {share['tried']}" for name, share in files[:5])
+    return (
+        f"\n\nCounted apart: {resealed['mutations']:,} changes of one value after which every hash, chain, figure and sentence "
+        f"was made anew, as a forger would. {accepted:,} of them ({100 * accepted / resealed['mutations']:.1f} %) are accepted "
+        f"at L1, most in {worst}: values that are the run's own word, which only a replay can doubt. The file names each.\n\n"
     )
 
 

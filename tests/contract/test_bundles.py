@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from tests.program import ROOT, environment, tunix_rt
 from tunix_rt.errors import ConfigError, EvidenceError
 from tunix_rt.evidence.bundle import bundle_problems
+from tunix_rt.evidence.claims import SCHEMA
 from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.evidence.packaging import package
 from tunix_rt.evidence.source import find_commit
@@ -26,8 +29,24 @@ DONE = (
 )  # fmt: skip
 
 
-def test_the_milestone_of_the_gpu_is_recorded():
-    assert ROOT / "submission_runs" / "m40_v1" in BUNDLES
+MILESTONES = {"m40": ("cuda", "torch", 50), "m39": ("cuda", "jax", 300), "m39_cpu": ("cpu", "torch", 20)}
+"""Device, engine and steps of each milestone. Its first bundle stays; the newest is what counts."""
+
+
+def newest(milestone: str) -> Path:
+    """The bundle of that name with the highest version."""
+    versions = {int(path.name.removeprefix(f"{milestone}_v")): path for path in BUNDLES
+                if re.fullmatch(rf"{milestone}_v\d+", path.name)}  # fmt: skip
+    return versions[max(versions)]
+
+
+@pytest.mark.parametrize("milestone", MILESTONES)
+def test_a_milestone_is_recorded_by_this_version_and_on_the_device_it_names(milestone):
+    assert ROOT / "submission_runs" / f"{milestone}_v1" in BUNDLES
+    says = json.loads((newest(milestone) / "bundle.json").read_text(encoding="utf-8"))
+    assert says["schema"] == SCHEMA
+    device, backend, steps = MILESTONES[milestone]
+    assert (says["device"], says["backend"]) == (device, backend) and says["steps_completed"] >= steps
 
 
 @pytest.mark.parametrize("bundle", BUNDLES, ids=lambda path: path.name)
@@ -65,8 +84,8 @@ def test_a_bundle_from_before_the_manifest_verifies_without_one_and_takes_none(t
     assert bundle_problems(folder) == ["not of the run: run_manifest.json"]
 
 
-def test_the_gpu_bundle_has_every_file_and_every_point_of_the_definition_of_done():
-    bundle = ROOT / "submission_runs" / "m40_v1"
+@pytest.mark.parametrize("bundle", [ROOT / "submission_runs" / "m40_v1", newest("m40")], ids=lambda path: path.name)
+def test_the_gpu_bundle_has_every_file_and_every_point_of_the_definition_of_done(bundle):
     assert all((bundle / name).stat().st_size > 50 for name in GPU_FILES)
     readme = (bundle / "README.md").read_text(encoding="utf-8")
     assert [point for point in DONE if f"- [x] {point}" not in readme] == []

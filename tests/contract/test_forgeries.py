@@ -6,16 +6,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.forging.bases import copy_of, gpu_bundle, make_good_bundle, shared_by_workers
-from tests.forging.catalogue import Forgery, all_forgeries
+from tests.forging.bases import REAL, base_bundle, copy_of, gpu_bundle, make_good_bundle, shared_by_workers
+from tests.forging.catalogue import Base, Forgery, all_forgeries
 from tests.program import tunix_rt
 from tunix_rt.evidence import rescore
 from tunix_rt.evidence.findings import Finding
 from tunix_rt.evidence.verifying import findings_of
 
 FORGERIES = all_forgeries()
-STATIC = [one for one in FORGERIES if one.level == "L1"]
-DEEPER = [one for one in FORGERIES if one.level != "L1"]
+AWAITED = {
+    "borrowed_cuda_check", "slower_cpu", "batches_of_the_cpu", "smi_of_another_gpu", "smi_of_another_cuda",
+    "log_of_rates", "log_of_speeds", "log_of_heldout", "log_of_scores", "log_of_another_gpu", "log_of_a_version",
+    "cuda_check_of_more_memory", "smi_without_header", "step_told_twice", "best_that_is_not", "no_best",
+    "no_heldout", "heldout_tokens", "process_on_another_cpu", "process_of_another_python",
+    "process_on_eight_devices", "process_made_deterministic", "process_of_another_cuda", "small_checkpoints",
+    "same_checkpoints", "program", "word_in_the_plan", "picked_questions", "twenty_questions", "fewer_held_out",
+}  # fmt: skip
+"""Forgeries of real bundles that no check finds yet; a name whose forgery is found fails until it is taken out of here."""
+TRIALS = [
+    pytest.param(
+        one, base, id=one.name if len(one.bases) == 1 else f"{one.name}-{base}",
+        # What is tried on several bundles is tried by default on the smaller real one.
+        marks=[
+            *[pytest.mark.slow] * (len(one.bases) > 1 and base != "m40_v2"),
+            *[pytest.mark.xfail(reason="no check finds it yet")] * (one.name in AWAITED and base in REAL),
+        ],
+    )
+    for one in FORGERIES
+    for base in one.bases
+]  # fmt: skip
+STATIC = [trial for trial in TRIALS if trial.values[0].level == "L1"]
+DEEPER = [trial for trial in TRIALS if trial.values[0].level != "L1"]
 UNPRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -32,11 +53,10 @@ def good(tmp_path_factory) -> Path:
     return make_good_bundle(shared_by_workers(tmp_path_factory))
 
 
-def findings_after(forgery: Forgery, good: Path, folder: Path) -> list[Finding]:
-    base = good if forgery.base == "cpu" else gpu_bundle(good)
-    copy_of(base, folder)
+def findings_after(forgery: Forgery, base: Base, good: Path, folder: Path) -> list[Finding]:
+    copy_of(base_bundle(base, good), folder)
     forgery.forge(folder)
-    looked_up = forgery.group == "source"  # which takes as long as all other checks together
+    looked_up = forgery.group == "source" and base == "cpu"  # which takes as long as all other checks together
     return findings_of(folder, good.parent / "repository" if looked_up else None)
 
 
@@ -45,17 +65,17 @@ def test_the_good_bundles_are_accepted(good):
     assert findings_of(gpu_bundle(good), None) == []
 
 
-@pytest.mark.parametrize("forgery", STATIC, ids=lambda one: one.name)
-def test_a_forgery_that_a_static_check_can_find_is_found(forgery, good, tmp_path):
-    found = findings_after(forgery, good, tmp_path / "bundle")
+@pytest.mark.parametrize(("forgery", "base"), STATIC)
+def test_a_forgery_that_a_static_check_can_find_is_found(forgery, base, good, tmp_path):
+    found = findings_after(forgery, base, good, tmp_path / "bundle")
     assert {one.level for one in found} & {"L0", "L1"}, f"{forgery.what}: accepted"
     assert [one.problem for one in found if UNPRINTED.search(one.problem)] == []
 
 
-@pytest.mark.parametrize("forgery", DEEPER, ids=lambda one: one.name)
-def test_a_forgery_left_to_a_deeper_check_is_not_found_by_a_static_one(forgery, good, tmp_path):
+@pytest.mark.parametrize(("forgery", "base"), DEEPER)
+def test_a_forgery_left_to_a_deeper_check_is_not_found_by_a_static_one(forgery, base, good, tmp_path):
     """Else the table in the documentation would say that it needs more than it does."""
-    assert findings_after(forgery, good, tmp_path / "bundle") == []
+    assert findings_after(forgery, base, good, tmp_path / "bundle") == []
 
 
 def test_there_are_enough_forgeries_and_few_are_missed():
@@ -65,7 +85,7 @@ def test_there_are_enough_forgeries_and_few_are_missed():
 
 
 def test_the_program_says_what_is_wrong_with_a_forgery_and_exits_with_6(good, tmp_path):
-    forgery = next(one for one in STATIC if one.name == "escape_in_name")
+    forgery = next(one for one in FORGERIES if one.name == "escape_in_name")
     copy_of(good, tmp_path / "bundle")
     forgery.forge(tmp_path / "bundle")
     done = tunix_rt("evidence", "verify", tmp_path / "bundle")

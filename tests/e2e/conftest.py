@@ -1,32 +1,32 @@
-"""One small run of the embedded model, and a bundle of it, made once by the real program and shared by the tests of both."""
+"""One small run of the embedded model and its bundle, made once by the real program for all tests that look at one."""
+
+import functools
 
 import pytest
 
-from tests.bundles import collect, make_repository
-from tests.program import tunix_rt
-
-SMALL = ["--max-steps", 3, "--set", "training.save_steps=3", "--set", "training.eval_steps=3"]
-SMALL += ["--set", "evaluation.max_new_tokens=4"]
+from tests.forging.bases import make_good_bundle, shared_by_workers
+from tunix_rt.evidence import rescore
 
 
 @pytest.fixture(scope="session")
-def tiny_repo(tmp_path_factory):
-    return make_repository(tmp_path_factory.mktemp("tiny") / "repo")
+def tiny_bundle(tmp_path_factory):
+    return make_good_bundle(shared_by_workers(tmp_path_factory))
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tiny_repo, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny-runs") / "cpu"
-    done = tunix_rt(
-        "train", "smoke_tiny", "--device", "cpu", "--output", folder, *SMALL, PYTHONPATH=str(tiny_repo / "src")
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder
+def tiny_repo(tiny_bundle):
+    return tiny_bundle.parent / "repository"
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tiny_run, tiny_repo, tmp_path_factory):
-    output = tmp_path_factory.mktemp("tiny-bundles") / "new" / "v1"
-    done = collect(tiny_run, output, tiny_repo)
-    assert done.returncode == 0, done.stderr
-    return output
+def tiny_run(tiny_bundle):
+    """Six steps with checkpoints at 2, 4 and 6; the questions are those of eval_v2."""
+    return tiny_bundle.parent / "run"
+
+
+@pytest.fixture(scope="module")
+def judged_once():
+    """The same answers are judged for every edit; their judge is a pure function, so that once is enough."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rescore, "judge", functools.lru_cache(maxsize=None)(rescore.judge))
+        yield

@@ -6,16 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.bundles import collect, edit_json, edit_text, files_of, reseal
+from tests.forging.folder import configure
 from tests.program import ROOT, environment, refused, tunix_rt
 from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.evidence.verifying import EVERY_CHECK, examine, findings_of
 from tunix_rt.rundir import RunDir, sha256_file, write_json, write_text
 
-pytestmark = pytest.mark.usefixtures("unsynced")
+pytestmark = pytest.mark.usefixtures("judged_once", "unsynced")
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def without_entries(path):
 
 
 def other_weights(path):
-    path.write_text(re.sub(r'("sha256": ")[0-9a-f]{64}', r"\g<1>" + "0" * 64, path.read_text(), count=1))
+    """Those of the last checkpoint, which the run still had when it ended."""
+    before, found, after = path.read_text().rpartition('"sha256": "')
+    path.write_text(before + found + "0" * 64 + after[64:])
 
 
 def swap_rows(path):
@@ -80,7 +84,7 @@ def swap_rows(path):
 
 
 def log_loss(path):
-    path.write_text(re.sub(r"(step 1/3  loss )[\d.]+", r"\g<1>0.1234", path.read_text()))
+    path.write_text(re.sub(r"(step 1/6  loss )[\d.]+", r"\g<1>0.1234", path.read_text()))
 
 
 FORGERIES = {
@@ -91,7 +95,7 @@ FORGERIES = {
     "the order of the rows": ("rows.jsonl", swap_rows, "rows"),
     "a row less": ("rows.jsonl", without_last_line, "rows"),
     "a row of another length": ("rows.jsonl", each_step("tokens", 255), "batch-order"),
-    "more steps in the settings": ("config.yaml", swap("max_steps: 3", "max_steps: 30"), "steps"),
+    "more steps in the settings": ("config.yaml", swap("max_steps: 6", "max_steps: 60"), "steps"),
     "another seed": ("precommit.json", inside("seeds", seed=7), "settings"),
     "another order of the data": ("precommit.json", inside("seeds", data_seed=7), "batch-order"),
     "a setting that there is not": ("config.yaml", append("accuracy: 1.0\n"), "settings"),
@@ -148,13 +152,10 @@ def test_a_forgery_is_found_by_the_check_that_is_there_for_it(copy, what):
     assert check in EVERY_CHECK
 
 
-def test_questions_that_were_trained_on_are_found(copy, tiny_bundle):
-    """The prompts of both sides swapped for one of the training data, judged and counted anew."""
-    for when in ("before", "after"):
-        path = copy / "eval" / f"predictions-{when}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[0]["prompt"] = "What is 1 + 1?"
-        write_text(path, "".join(json.dumps(line, sort_keys=True, ensure_ascii=False) + "\n" for line in lines))
+def test_questions_that_are_not_those_that_were_held_out_are_found(copy):
+    """Told as a run that asks its held-out questions, whose answers are to others."""
+    edit_json(copy / "precommit.json", evalset=...)
+    configure(copy, "evaluation", evalset=None)
     reseal(copy)
     assert any("not the questions that were held out" in one.problem for one in findings_of(copy))
 
@@ -262,6 +263,7 @@ def test_a_folder_from_before_hashes_is_read_and_reported_as_such(tmp_path):
 # --- collecting -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_in_the_readme_makes_the_run_again(tiny_bundle, tmp_path):
     bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
     readme = (bundle / "README.md").read_text()
@@ -287,10 +289,11 @@ def test_checkpoints_and_the_model_are_taken_along_within_the_bytes_allowed(tiny
     done = collect(tiny_run, tmp_path / "v1", tiny_repo, "--with-checkpoints", "--with-model")
     assert done.returncode == 0, done.stderr
     names = files_of(tmp_path / "v1")
-    assert {"checkpoints/step-000003/model.safetensors", "final_model/model.safetensors"} <= set(names)
-    assert json.loads((tmp_path / "v1" / "bundle.json").read_text())["left_out"] == {}
+    assert {"checkpoints/step-000004/model.safetensors", "final_model/model.safetensors"} <= set(names)
+    left_out = json.loads((tmp_path / "v1" / "bundle.json").read_text())["left_out"]
+    assert {Path(name).parts[1] for name in left_out} == {"step-000006"}  # from which nothing can be replayed
     assert findings_of(tmp_path / "v1", tiny_repo) == []
-    (tmp_path / "v1" / "checkpoints" / "step-000003" / "state.json").write_text("{}")
+    (tmp_path / "v1" / "checkpoints" / "step-000004" / "state.json").write_text("{}")
     assert [finding.check for finding in findings_of(tmp_path / "v1")] == ["hashes"]
 
 

@@ -132,4 +132,6 @@ def test_a_committed_bundle_is_accepted(bundle):
 def test_at_least_twenty_honest_runs_are_tried_by_both_engines_and_on_a_gpu():
     assert len(RUNS) >= 20 and {one.name.split("-")[0] for one in RUNS} == {"torch", "jax"}
     assert any(read_json(bundle / "bundle.json")["device"] == "cuda" for bundle in COMMITTED)
-    assert SCHEMA.startswith("tunix-rt/bundle/")
+    newest = [bundle for bundle in COMMITTED if read_json(bundle / "bundle.json")["schema"] == SCHEMA]
+    assert {read_json(bundle / "bundle.json")["device"] for bundle in newest} == {"cpu", "cuda"}
+    assert {read_json(bundle / "bundle.json")["backend"] for bundle in newest} == {"torch", "jax"}

@@ -21,6 +21,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.bundles import collect, make_repository
 from tests.conftest import ROOT, SHIPPED, write_small_model
 from tests.e2e.test_pipeline import METRICS_KEYS
 from tests.program import command, environment, refused, tunix_rt
@@ -30,6 +31,7 @@ from tunix_rt.config import Training, load_config
 from tunix_rt.data.pack import batch_of_step
 from tunix_rt.data.prepare import prepare
 from tunix_rt.evidence.hashes import list_problems
+from tunix_rt.evidence.verifying import findings_of
 from tunix_rt.models import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
@@ -152,6 +154,15 @@ def test_a_run_completes_and_what_determines_it_is_written_down(finished):
     state = json.loads((finished / "checkpoints" / f"step-{STEPS:06d}" / "state.json").read_text())
     assert state["batch"] == {"rows": ROWS, "devices": 1} and state["code"]["layers"] == "xla"
     assert tunix_rt("evidence", "verify", finished).returncode == 0
+
+
+def test_a_run_is_collected_and_its_bundle_verifies(finished, tmp_path):
+    repository, bundle = make_repository(tmp_path / "repository"), tmp_path / "v1"
+    done = collect(finished, bundle, repository)
+    assert done.returncode == 0, done.stderr
+    assert findings_of(bundle, repository) == []
+    says = json.loads((bundle / "bundle.json").read_text())
+    assert (says["jax"], says["jaxlib"]) == (version("jax"), version("jaxlib")) and "torch" not in says
 
 
 def test_the_machine_the_rows_and_the_checkpoints_are_written_down(finished):

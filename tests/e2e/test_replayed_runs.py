@@ -1,18 +1,20 @@
 """Steps of real runs taken again, and answers given again, by real processes; and forged records held against the truth.
 
-The default tests make one tiny run and compute it again once; what was computed then is held against many forged records of it:
+The default tests compute the run that all tests share again once; what came out then is held against many forged records of it:
 a replay computes from settings and data, so what comes out does not depend on what was recorded. The slow tests train the cheats
 for real.
 """
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.bundles import chain, edit_json, edit_text, make_repository
+from tests.bundles import chain, edit_json, edit_text
+from tests.forging.bases import ASKED, STEPS
 from tests.program import ROOT, tunix_rt
 from tunix_rt import regenerating, replaying
 from tunix_rt.config import load_config
@@ -24,43 +26,26 @@ from tunix_rt.pipeline import find_tokenizer
 from tunix_rt.recompute.process import _make_working_folder
 from tunix_rt.rundir import RunDir, sha256_file, write_text
 
-TINY = [
-    "--max-steps",
-    4,
-    "--set",
-    "training.save_steps=2",
-    "--set",
-    "training.eval_steps=2",
-    "--set",
-    "data.max_length=128",
-]
-TINY += ["--set", "training.per_device_train_batch_size=1", "--set", "training.save_total_limit=4"]
 SILENT = ["--set", "evaluation.enabled=false"]
-ASKED = ["--set", "evaluation.max_new_tokens=8"]
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory):
-    return make_repository(tmp_path_factory.mktemp("repo"))
+def repo(tiny_repo):
+    return tiny_repo
 
 
 def train(repo, folder, *settings, code=0, **environment):
     done = tunix_rt(
-        "train", "smoke_tiny", "--device", "cpu", "--output", folder, *TINY, *settings, PYTHONPATH=str(repo / "src"),
-        **{"OMP_NUM_THREADS": "2", **environment},
+        "train", "smoke_tiny", "--device", "cpu", "--output", folder, *STEPS, *settings, PYTHONPATH=str(repo / "src"),
+        **environment,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(repo, tmp_path_factory):
-    return train(repo, tmp_path_factory.mktemp("runs") / "run", *SILENT)
-
-
-@pytest.fixture(scope="module")
-def asked_run(repo, tmp_path_factory):
-    return train(repo, tmp_path_factory.mktemp("runs") / "asked", *ASKED)
+def run(tiny_run):
+    return tiny_run
 
 
 def replay(folder, repo, **changed):
@@ -69,13 +54,13 @@ def replay(folder, repo, **changed):
 
 
 @pytest.fixture(scope="module")
-def honest(run, repo):
+def honest(run, repo, tmp_path_factory):
     """The honest replay, from the base model to the end, and what its process answered."""
     answers = []
     compute = replaying.compute
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replaying, "compute", lambda *asked, **how: answers.append(compute(*asked, **how)) or answers[-1])
-        return replay(without_checkpoints(run, run.parent / "bare"), repo), answers
+        return replay(without_checkpoints(run, tmp_path_factory.mktemp("bare") / "run"), repo), answers
 
 
 @pytest.fixture
@@ -104,10 +89,10 @@ def edit_lines(path: Path, step: int, **changed) -> None:
 def test_an_honest_run_comes_out_bit_by_bit_on_the_machine_that_made_it(honest, run):
     replayed, _ = honest
     assert replayed.findings == () and replayed.class_name == "SAME"
-    assert [(one.start, one.stop) for one in replayed.segments] == [(0, 2), (2, 4)]
+    assert [(one.start, one.stop) for one in replayed.segments] == [(0, 2), (2, 3), (4, 6)]
     said = "\n".join(replayed.words)
-    assert "nonce nonce: 2 of 2 segments" in said and "every bit is compared" in said
-    assert "steps 1 to 4 from the base model: 4 steps, the same bits; 2 state(s) hashed" in said
+    assert "nonce nonce: 3 of 4 segments" in said and "every bit is compared" in said
+    assert re.search(r"steps 1 to 6 from the base model: [56] steps, the same bits; [23] state\(s\) hashed", said), said
     assert f"the run took {json.loads((run / 'result.json').read_text())['seconds']:.1f} s" in said
 
 
@@ -125,7 +110,7 @@ FORGED = {
 def test_a_number_edited_in_the_record_is_found_though_every_hash_was_made_anew(name, run, repo, truth, tmp_path):
     file, changed, check = FORGED[name]
     folder = without_checkpoints(run, tmp_path / "forged")
-    edit_lines(folder / file, 2, **changed)
+    edit_lines(folder / file, 3, **changed)
     chain(RunDir(folder))
     write_hashes(RunDir(folder))
     assert checks(replay(folder, repo)) == {check}
@@ -153,7 +138,7 @@ def test_another_final_model_is_found_by_its_hash(run, repo, truth, tmp_path):
 def test_steps_that_are_missing_at_the_end_are_found(run, repo, truth, tmp_path):
     folder = without_checkpoints(run, tmp_path / "forged")
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    write_text(folder / "metrics.jsonl", "".join(lines[:3]))
+    write_text(folder / "metrics.jsonl", "".join(lines[:5]))
     write_hashes(RunDir(folder))
     assert "replay-steps" in checks(replay(folder, repo))
 
@@ -243,16 +228,16 @@ def test_a_replay_finds_data_by_their_names_where_it_was_called(run, tmp_path, m
 def test_parts_begin_at_checkpoints_that_are_in_the_folder(run, repo):
     replayed = replay(run, repo)
     assert replayed.findings == () and replayed.class_name == "SAME"
-    assert any("steps 3 to 4 from the checkpoint of step 2: 2 steps, the same bits" in word for word in replayed.words)
+    assert any("steps 5 to 6 from the checkpoint of step 4: 2 steps, the same bits" in word for word in replayed.words)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_in_the_folder_that_was_changed_is_a_finding(run, repo, tmp_path):
     folder = shutil.copytree(run, tmp_path / "changed")
-    weights = folder / "checkpoints" / "step-000002" / "model.safetensors"
+    weights = folder / "checkpoints" / "step-000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     (finding,) = replay(folder, repo).findings
-    assert finding.check == "replay-checkpoint" and "step-000002: changed: model.safetensors" in finding.problem
+    assert finding.check == "replay-checkpoint" and "step-000004: changed: model.safetensors" in finding.problem
 
 
 KINDS = {
@@ -307,7 +292,7 @@ def test_a_whole_run_is_reproduced_with_its_answers_and_its_final_model(backend,
     folder = train(repo, tmp_path / "run", *ASKED, "--set", f"training.backend={backend}")
     replayed = replay(folder, repo, whole=True)
     assert (replayed.class_name, replayed.findings) == ("SAME", ())
-    assert "the whole run: 4 steps" in replayed.words[0]
+    assert "the whole run: 6 steps" in replayed.words[0]
     edit_text(folder / "eval" / "predictions-before.jsonl", '"output": "', '"output": "I say ')
     assert checks(replay(folder, repo, whole=True)) == {"replay-answers"}
 
@@ -384,17 +369,17 @@ def regenerate(folder, weights, repo, **changed):
 
 
 @pytest.mark.slow
-def test_answers_are_given_again_by_the_weights_that_gave_them_and_invented_ones_are_not(asked_run, repo, tmp_path):
-    told = regenerate(asked_run, asked_run / "final_model", repo, count=10)
+def test_answers_are_given_again_by_the_weights_that_gave_them_and_invented_ones_are_not(run, repo, tmp_path):
+    told = regenerate(run, run / "final_model", repo, count=10)
     assert (told.findings, told.class_name, told.asked, told.same) == ((), "SAME", 10, 10)
-    assert "nonce nonce: 10 of 28 answers" in told.words[0]
-    folder = shutil.copytree(asked_run, tmp_path / "invented")
+    assert "nonce nonce: 10 of 100 answers" in told.words[0]
+    folder = shutil.copytree(run, tmp_path / "invented")
     lines = [json.loads(line) for line in RunDir(folder).predictions("after").read_text().splitlines()]
     told_lines = [line | {"output": f"<answer>{line['expected']}</answer>"} for line in lines]
     write_text(RunDir(folder).predictions("after"), "".join(json.dumps(line) + "\n" for line in told_lines))
     write_hashes(RunDir(folder))
     (finding,) = regenerate(folder, folder, repo).findings
-    assert finding.check == "regenerated-answers" and finding.level == "L2" and "28 of 28" in finding.problem
+    assert finding.check == "regenerated-answers" and finding.level == "L2" and "50 of 50" in finding.problem
 
 
 @pytest.mark.slow
@@ -402,7 +387,7 @@ def test_answers_are_given_again_by_the_weights_that_gave_them_and_invented_ones
 def test_answers_of_every_kind_of_run_are_given_again(kind, repo, tmp_path):
     folder = train(repo, tmp_path / "run", *ASKED, *KINDS[kind])
     told = regenerate(folder, folder, repo)
-    assert told.findings == () and told.asked == 28
+    assert told.findings == () and told.asked == 50
     assert told.class_name == ("NEAR" if kind == "adapters" else "SAME")
 
 

@@ -9,26 +9,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.bundles import collect, make_repository
+from tests.planted import IN_THE_ENVIRONMENT, NETRC, planted_home
 from tests.program import command, environment, tunix_rt
 from tunix_rt.cli.main import cli
 from tunix_rt.models.secrets import redacted
 
-IN_THE_ENVIRONMENT = {
-    "HF_TOKEN": "hf_" + "EnvironmentHubTokenAbCdEfGhIjKl",
-    "HUGGING_FACE_HUB_TOKEN": "older-hub-token-5f1c",
-    "WANDB_API_KEY": "7b1f0c9a4e2d4c5f8a6b3d2e1f0a9b8c7d6e5f40",
-    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYPLANTED",
-    "GITHUB_TOKEN": "ghp_" + "PlantedGithubTokenAbCdEfGhIjKlMnOp12",
-    "KAGGLE_KEY": "4d2c6b8a0f1e3c5d7b9a2f4e6c8d0b1a",
-}
 UNKNOWN_KEY = "plain-words-of-an-unknown-key-81"
 WRONG_TYPE = "plain-words-of-a-known-key-4417"
 LOOKS_LIKE_ONE = "hf_" + "ValueOfAKnownSettingAbCdEfGhIjKl"
 IN_A_FILE = "plain-words-of-an-unknown-key-in-a-file-29"
 USERINFO = "password-in-an-address-63"
 QUERY = "query-of-an-address-9051"
-NETRC = "password-in-netrc-7726"
 SAID_BY_THE_HUB = "hf_" + "RepeatedByTheHubAbCdEfGhIjKlMnOp"
 PLANTED = [
     *IN_THE_ENVIRONMENT.values(), UNKNOWN_KEY, WRONG_TYPE, LOOKS_LIKE_ONE, IN_A_FILE, USERINFO, QUERY, NETRC,
@@ -48,32 +39,18 @@ def leaks(said: str, *folders: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The home of somebody who has logged in everywhere."""
-    home = tmp_path_factory.mktemp("home")
-    (home / ".netrc").write_text(f"machine 127.0.0.1 login me password {NETRC}\n")
-    (home / ".netrc").chmod(0o600)
-    return home
-
-
-@pytest.fixture(scope="module")
-def planted(home: Path) -> dict[str, str]:
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cache = environment().get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # or everything is made again
-    return {**IN_THE_ENVIRONMENT, "HOME": str(home), "HF_HOME": str(home / "hub"), "XDG_CACHE_HOME": cache}
+    return {**planted_home(tmp_path_factory.mktemp("home")), "XDG_CACHE_HOME": cache}
 
 
-def test_a_run_that_succeeds_and_its_bundle_hold_no_secret(
-    planted: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    repo, root = make_repository(tmp_path_factory.mktemp("repo")), tmp_path_factory.mktemp("run")
-    named = planted | {"PYTHONPATH": str(repo / "src")}
-    done = tunix_rt("train", "smoke_tiny", "--output", root / "run", *SMALL, **named)
-    assert done.returncode == 0, done.stderr
-    collected = collect(root / "run", root / "bundle", repo)
-    assert collected.returncode == 0, collected.stderr
-    assert (root / "run" / "rows.jsonl").is_file() and (root / "bundle" / "README.md").is_file()
-    said = done.stdout + done.stderr + collected.stdout + collected.stderr
-    assert leaks(said, root) == []
+def test_a_run_that_succeeds_and_its_bundle_hold_no_secret(tiny_run: Path, tiny_bundle: Path) -> None:
+    """The run that all tests share was made with the secrets in its environment."""
+    assert (tiny_run / "rows.jsonl").is_file() and (tiny_bundle / "README.md").is_file()
+    said = (tiny_bundle.parent / "said.txt").read_text(encoding="utf-8")
+    assert "Completed" in said
+    assert leaks(said, tiny_run, tiny_bundle) == []
+    assert leaks("", tiny_bundle.parent / "home") == [f".netrc: {NETRC}"], "the secrets were there to be found"
 
 
 WRONG = {

@@ -1,4 +1,5 @@
-"""The good bundles that forgeries and mutations start from: of a short real run here, and what passes for one of a GPU.
+"""The good bundles that forgeries and mutations start from: of a short real run here, what passes for one of a GPU, and
+bundles of real runs on a GPU that are committed.
 
 There need be no GPU: every static check accepts the second, which is itself the forgery `dressed_with_care`.
 """
@@ -11,7 +12,11 @@ import pytest
 from filelock import FileLock
 
 from tests.bundles import make_repository
-from tests.program import tunix_rt
+from tests.planted import planted_home
+from tests.program import ROOT, environment, tunix_rt
+
+REAL = ("m40_v2", "gemma3_270m_gsm8k_v1")
+"""Committed bundles of runs on a GPU: one of random weights with its run on the CPU, one of a pretrained model."""
 
 STEPS = ["--max-steps", 6, "--set", "training.save_steps=2", "--set", "training.eval_steps=3"]
 ASKED = ["--set", "evaluation.evalset=eval_v2", "--set", "evaluation.max_new_tokens=8"]
@@ -31,7 +36,10 @@ def shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_good_bundle(folder: Path) -> Path:
-    """In `folder`: `repository` with the source, `run`, and `bundle`, which comes back. Made once, whoever asks."""
+    """In `folder`: `repository` with the source, `run`, and `bundle`, which comes back. Made once, whoever asks.
+
+    Secrets are planted in the environment, and `said.txt` is what the program said: the tests of secrets look there.
+    """
     return _made(folder, ("train", "smoke_tiny", *STEPS, *ASKED))
 
 
@@ -48,12 +56,24 @@ def _made(folder: Path, train: tuple[object, ...], **extra: str) -> Path:
             return bundle
         repository = make_repository(folder / "repository")
         source = str(repository / "src")
+        cache = environment().get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # or everything is made again
+        named = planted_home(folder / "home") | {"PYTHONPATH": source, "XDG_CACHE_HOME": cache} | extra
         train = (*train, "--device", "cpu", "--output", folder / "run")
         collect = ("evidence", "collect", folder / "run", "--to", bundle, "--repository", repository)
+        said = ""
         for asked in (train, collect):
-            done = tunix_rt(*asked, PYTHONPATH=source, **extra)
+            done = tunix_rt(*asked, **named)
             assert done.returncode == 0, done.stderr
+            said += done.stdout + done.stderr
+        (folder / "said.txt").write_text(said, encoding="utf-8")
         return bundle
+
+
+def base_bundle(base: str, good: Path) -> Path:
+    """The bundle that a forgery of that base starts from, where `good` is of the run here."""
+    if base in REAL:
+        return ROOT / "submission_runs" / base
+    return gpu_bundle(good) if base == "gpu" else good
 
 
 def gpu_bundle(good: Path) -> Path:
@@ -70,9 +90,12 @@ def gpu_bundle(good: Path) -> Path:
 
 
 def copy_of(bundle: Path, to: Path) -> Path:
-    """A copy to edit: hard links, which the forger's tools replace and never write through."""
+    """A copy to edit: hard links, which the forger's tools replace and never write through; copies on another volume."""
     return Path(shutil.copytree(bundle, to, copy_function=_link))
 
 
 def _link(source: str, target: str) -> None:
-    os.link(source, target)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

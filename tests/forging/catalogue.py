@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Base = Literal["cpu", "gpu"]
+Base = Literal["cpu", "gpu", "m40_v2", "gemma3_270m_gsm8k_v1"]
+ON_A_GPU: tuple[Base, ...] = ("gpu", "m40_v2", "gemma3_270m_gsm8k_v1")
 Level = Literal["L1", "L2", "L3", "L4", "missed"]
 
 
@@ -16,8 +17,9 @@ class Forgery:
     name: str
     what: str
     group: str
-    base: Base
-    """The bundle it starts from: of a run on the CPU with the embedded model, or of one on a GPU."""
+    bases: tuple[Base, ...]
+    """The bundles it is tried on, one by one: of a run on the CPU with the embedded model, of what passes for one on a GPU, and
+    committed ones of real runs on a GPU."""
     level: Level
     why: str
     forge: Callable[[Path], None]
@@ -27,7 +29,7 @@ FORGERIES: dict[str, Forgery] = {}
 
 
 def forgery(
-    what: str, *, group: str, level: Level = "L1", base: Base = "cpu", why: str = ""
+    what: str, *, group: str, level: Level = "L1", bases: tuple[Base, ...] = ("cpu",), why: str = ""
 ) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
     """Enter the function under its name without `forge_`. Static checks find what needs L1; `why` goes with a miss."""
 
@@ -36,7 +38,7 @@ def forgery(
         assert name not in FORGERIES, name
         assert (level == "missed") == bool(why), f"{name}: a miss has a reason, and only a miss"
         FORGERIES[name] = Forgery(
-            name=name, what=what, group=group, base=base, level=level, why=why, forge=forge
+            name=name, what=what, group=group, bases=bases, level=level, why=why, forge=forge
         )  # fmt: skip
         return forge
 
@@ -45,6 +47,6 @@ def forgery(
 
 def all_forgeries() -> list[Forgery]:
     """All of them, by group and in the order they are written."""
-    from tests.forging import answers, claims, devices, hostile, inputs, steps  # noqa: F401  each enters its own
+    from tests.forging import answers, claims, devices, hostile, inputs, real, steps  # noqa: F401  each enters its own
 
     return list(FORGERIES.values())

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from tests.bundles import CHOICE, FILES, NVIDIA, PROOF, TORCH, memory_samples
-from tests.forging.catalogue import forgery
+from tests.forging.catalogue import ON_A_GPU, forgery
 from tests.forging.folder import (
     configure,
     each_step,
@@ -152,69 +152,69 @@ def dress_log(folder: Path, pid: int) -> None:
 # --- a run on a GPU ---------------------------------------------------------------------------------------------------
 
 
-@forgery("nvidia_smi.txt of another bundle", group=GPU, base="gpu")
+@forgery("nvidia_smi.txt of another bundle", group=GPU, bases=ON_A_GPU)
 def forge_borrowed_nvidia_smi(folder: Path) -> None:
     _borrowed(folder, "nvidia_smi.txt")
 
 
-@forgery("cuda_check.txt of another bundle", group=GPU, base="gpu")
+@forgery("cuda_check.txt of another bundle", group=GPU, bases=ON_A_GPU)
 def forge_borrowed_cuda_check(folder: Path) -> None:
     _borrowed(folder, "cuda_check.txt")
 
 
-@forgery("doctor.json of another bundle", group=GPU, base="gpu")
+@forgery("doctor.json of another bundle", group=GPU, bases=ON_A_GPU)
 def forge_borrowed_doctor(folder: Path) -> None:
     _borrowed(folder, "doctor.json")
 
 
-@forgery("env_info.txt of another bundle", group=GPU, base="gpu")
+@forgery("env_info.txt of another bundle", group=GPU, bases=ON_A_GPU)
 def forge_borrowed_env_info(folder: Path) -> None:
     _borrowed(folder, "env_info.txt")
     swap_line(folder / "env_info.txt", r"(?m)^cpu: .*$", "cpu: AMD EPYC 9965 192-Core Processor, 384 cores")
     reseal(folder)
 
 
-@forgery("training_log.txt of another bundle", group=GPU, base="gpu")
+@forgery("training_log.txt of another bundle", group=GPU, bases=ON_A_GPU)
 def forge_borrowed_log(folder: Path) -> None:
     _borrowed(folder, "training_log.txt")
 
 
-@forgery("memory.json of another bundle", group=GPU, base="gpu")
+@forgery("memory.json of another bundle", group=GPU, bases=ON_A_GPU)
 def forge_borrowed_memory(folder: Path) -> None:
     _borrowed(folder, "memory.json")
 
 
-@forgery("another GPU in doctor.json only", group=GPU, base="gpu")
+@forgery("another GPU in doctor.json only", group=GPU, bases=ON_A_GPU)
 def forge_gpu_name(folder: Path) -> None:
     swap(folder / "doctor.json", "H200", "B200")
     reseal(folder)
 
 
-@forgery("another GPU of another generation in every file", group=GPU, base="gpu")
+@forgery("another GPU of another generation in every file", group=GPU, bases=ON_A_GPU)
 def forge_newer_gpu(folder: Path) -> None:
     swap_everywhere(folder, "NVIDIA H200", "NVIDIA B200")
     reseal(folder)
 
 
-@forgery("another GPU of the same generation in every file", group=GPU, base="gpu")
+@forgery("another GPU of the same generation in every file", group=GPU, bases=ON_A_GPU)
 def forge_gpu_of_the_generation(folder: Path) -> None:
     swap_everywhere(folder, "NVIDIA H200", "NVIDIA H100 80GB HBM3")
     reseal(folder)
 
 
-@forgery("another uuid of the GPU in doctor.json", group=GPU, base="gpu")
+@forgery("another uuid of the GPU in doctor.json", group=GPU, bases=ON_A_GPU)
 def forge_uuid(folder: Path) -> None:
     swap_line(folder / "doctor.json", r"GPU-[0-9a-f]{8}", "GPU-00c0ffee")
     reseal(folder)
 
 
-@forgery("another driver in doctor.json", group=GPU, base="gpu")
+@forgery("another driver in doctor.json", group=GPU, bases=ON_A_GPU)
 def forge_driver(folder: Path) -> None:
     swap_line(folder / "doctor.json", r'("driver_version": )"[^"]+"', r'\1"999.99"')
     reseal(folder)
 
 
-@forgery("memory samples under another process id", group=GPU, base="gpu")
+@forgery("memory samples under another process id", group=GPU, bases=ON_A_GPU)
 def forge_process_id(folder: Path) -> None:
     with edited(folder / "result.json") as result:
         for sample in result["gpu_memory"]:
@@ -222,7 +222,7 @@ def forge_process_id(folder: Path) -> None:
     reseal(folder)
 
 
-@forgery("memory samples larger than the GPU", group=GPU, base="gpu")
+@forgery("memory samples larger than the GPU", group=GPU, bases=ON_A_GPU)
 def forge_memory_above_the_gpu(folder: Path) -> None:
     with edited(folder / "result.json") as result:
         for sample in result["gpu_memory"]:
@@ -230,7 +230,7 @@ def forge_memory_above_the_gpu(folder: Path) -> None:
     reseal(folder)
 
 
-@forgery("memory samples smaller than what the allocator held", group=GPU, base="gpu")
+@forgery("memory samples smaller than what the allocator held", group=GPU, bases=ON_A_GPU)
 def forge_memory_below_the_peak(folder: Path) -> None:
     with edited(folder / "result.json") as result:
         for sample in result["gpu_memory"]:
@@ -238,14 +238,14 @@ def forge_memory_below_the_peak(folder: Path) -> None:
     reseal(folder)
 
 
-@forgery("peaks of the steps smaller than the parameters", group=GPU, base="gpu")
+@forgery("peaks of the steps smaller than the parameters", group=GPU, bases=ON_A_GPU)
 def forge_peaks(folder: Path) -> None:
     each_step(folder, lambda line: line.update(peak_bytes=1000))
     rebuild_log(folder)
     reseal(folder)
 
 
-@forgery("peaks of the steps larger than the GPU's memory, and samples too", group=GPU, base="gpu")
+@forgery("peaks of the steps larger than the GPU's memory, and samples too", group=GPU, bases=ON_A_GPU)
 def forge_peaks_above_the_gpu(folder: Path) -> None:
     each_step(folder, lambda line: line.update(peak_bytes=10**13))
     with edited(folder / "result.json") as result:
@@ -255,68 +255,68 @@ def forge_peaks_above_the_gpu(folder: Path) -> None:
     reseal(folder)
 
 
-@forgery("no memory samples", group=GPU, base="gpu")
+@forgery("no memory samples", group=GPU, bases=ON_A_GPU)
 def forge_no_samples(folder: Path) -> None:
     with edited(folder / "result.json") as result:
         result["gpu_memory"] = []
     reseal(folder)
 
 
-@forgery("memory samples of the first step only", group=GPU, base="gpu")
+@forgery("memory samples of the first step only", group=GPU, bases=ON_A_GPU)
 def forge_first_sample_only(folder: Path) -> None:
     with edited(folder / "result.json") as result:
         result["gpu_memory"] = result["gpu_memory"][:1]
     reseal(folder)
 
 
-@forgery("nvidia_smi.txt dated a year before the run", group=GPU, base="gpu")
+@forgery("nvidia_smi.txt dated a year before the run", group=GPU, bases=ON_A_GPU)
 def forge_old_nvidia_smi(folder: Path) -> None:
     swap_line(folder / "nvidia_smi.txt", r"(?m)^(\w{3} \w{3} +\d+ [\d:]+) \d{4}\s*$", r"\1 2025")
     reseal(folder)
 
 
-@forgery("nvidia_smi.txt without our process", group=GPU, base="gpu")
+@forgery("nvidia_smi.txt without our process", group=GPU, bases=ON_A_GPU)
 def forge_nvidia_smi_without_process(folder: Path) -> None:
     path = folder / "nvidia_smi.txt"
     put(path, re.sub(r"(?m)^\|\s+\d+\s+N/A.*MiB \|$\n", "", path.read_text(encoding="utf-8")))
     reseal(folder)
 
 
-@forgery("steps faster than the GPU's arithmetic", group=GPU, base="gpu")
+@forgery("steps faster than the GPU's arithmetic", group=GPU, bases=ON_A_GPU)
 def forge_speed_above_the_gpu(folder: Path) -> None:
     each_step(folder, lambda line: line.update(seconds=line["seconds"] / 10**6))
     rebuild_log(folder)
     reseal(folder)
 
 
-@forgery("a failed proof of the device told as one that held", group=GPU, base="gpu")
+@forgery("a failed proof of the device told as one that held", group=GPU, bases=ON_A_GPU)
 def forge_proof(folder: Path) -> None:
     with edited(folder / "doctor.json") as told:
         told["proof"]["results"][1]["ok"] = False
     reseal(folder)
 
 
-@forgery("a proof left out of doctor.json", group=GPU, base="gpu")
+@forgery("a proof left out of doctor.json", group=GPU, bases=ON_A_GPU)
 def forge_fewer_proofs(folder: Path) -> None:
     with edited(folder / "doctor.json") as told:
         del told["proof"]["results"][-1]
     reseal(folder)
 
 
-@forgery("a failed check of the doctor taken out", group=GPU, base="gpu")
+@forgery("a failed check of the doctor taken out", group=GPU, bases=ON_A_GPU)
 def forge_checks(folder: Path) -> None:
     with edited(folder / "doctor.json") as told:
         told["checks"] = told["checks"][:3]
     reseal(folder)
 
 
-@forgery("the log says that it ran on the CPU", group=GPU, base="gpu")
+@forgery("the log says that it ran on the CPU", group=GPU, bases=ON_A_GPU)
 def forge_log_of_a_cpu(folder: Path) -> None:
     swap(folder / "training_log.txt", "Using device: cuda", "Using device: cpu")
     reseal(folder)
 
 
-@forgery("a GPU run told as one of a week later, in every file but nvidia_smi.txt", group=GPU, base="gpu")
+@forgery("a GPU run told as one of a week later, in every file but nvidia_smi.txt", group=GPU, bases=ON_A_GPU)
 def forge_later_run(folder: Path) -> None:
     def later(match: re.Match[str]) -> str:
         return (datetime.fromisoformat(match[0]) + timedelta(days=7)).strftime("%Y-%m-%dT%H:%M:%S")

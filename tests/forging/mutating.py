@@ -1,7 +1,8 @@
 """Single mutations of a good bundle: one byte anywhere, or one value of a JSON file, by a generator with a seed.
 
 A byte is flipped with the hashes as they were or with `SHA256SUMS` made anew; a value always with. Whatever else the bundle
-says stays, so that each must be found.
+says stays, so that each of these must be found. Counted apart: a value changed, and then everything that follows from it made
+anew as a forger would. Of these not all can be found: some values are the run's own word.
 """
 
 import copy
@@ -13,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.forging.folder import put
-from tests.forging.sealing import reseal_sums
+from tests.forging.sealing import reseal, reseal_run_sums, reseal_sums
 from tunix_rt.rundir import json_line, json_text
 
 SUMS = "SHA256SUMS"
 OWN = ("bundle.json", "run_manifest.json", "provenance.intoto.json", "README.md", "run-SHA256SUMS")
 """The bundle's own files, which no hash of the run covers: half of all mutations are of these."""
 KINDS = ("byte", "byte with new hashes", "value with new hashes")
-VALUES = ("null", "type", "negated", "off by one", "deleted", "doubled", "swapped", "emptied")
+"""All of these must be rejected."""
+RESEALED = "value, everything resealed"
+VALUES = ("null", "type", "negated", "off by one", "nudged", "deleted", "doubled", "swapped", "emptied")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,26 +40,53 @@ class Mutation:
         return f"{self.kind}: {self.file}: {self.how}"
 
 
-def mutations(bundle: Path, count: int, seed: int) -> Iterator[Mutation]:
+def mutations(bundle: Path, count: int, seed: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Mutation]:
     """`count` of them, each of which changes something. Files are drawn by name, so that small ones are not passed over."""
     draw = random.Random(seed)
     names = sorted(path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file())
-    structured = [name for name in names if name.endswith((".json", ".jsonl"))]
     made = 0
     while made < count:
-        kind = KINDS[made % len(KINDS)]
-        among = structured if kind == KINDS[2] else names if kind == KINDS[0] else [one for one in names if one != SUMS]
-        name = draw.choice([one for one in among if one in OWN] if draw.random() < 0.5 else among)
+        kind = kinds[made % len(kinds)]
+        name = _drawn(draw, kind, names)
         before = (bundle / name).read_bytes()
-        mutated = _value(draw, kind, name, before) if kind == KINDS[2] else _byte(draw, kind, name, before)
+        mutated = (_byte if kind in KINDS[:2] else _value)(draw, kind, name, before)
         if mutated is not None and mutated.content != before:
             made += 1
             yield mutated
 
 
-def apply(mutation: Mutation, folder: Path) -> None:
+def _drawn(draw: random.Random, kind: str, names: list[str]) -> str:
+    """The file to mutate. Of those made anew by resealing there is nothing to change: it would be undone."""
+    structured = [name for name in names if name.endswith((".json", ".jsonl"))]
+    if kind == RESEALED:
+        return draw.choice([one for one in structured if one not in OWN])
+    among = structured if kind == KINDS[2] else names if kind == KINDS[0] else [one for one in names if one != SUMS]
+    return draw.choice([one for one in among if one in OWN] if draw.random() < 0.5 else among)
+
+
+def apply(mutation: Mutation, folder: Path) -> bool:
+    """False where resealing gave back the bundle as it was: the value follows from others, and nothing is forged."""
+    before = (folder / SUMS).read_bytes()
     put(folder / mutation.file, mutation.content)
+    if mutation.kind == RESEALED:
+        _reseal_as_far_as_it_goes(folder)
+        return (folder / SUMS).read_bytes() != before
     if mutation.kind != KINDS[0]:
+        reseal_sums(folder)
+    return True
+
+
+def _reseal_as_far_as_it_goes(folder: Path) -> None:
+    try:
+        reseal(folder)
+    except (
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # a shape that no chain can be made of
+        reseal_run_sums(folder)
         reseal_sums(folder)
 
 
@@ -126,6 +156,8 @@ def _changed(how: str, old: Any) -> Any:
         return str(old) if number or isinstance(old, bool) else 1
     if how == "negated":
         return not old if isinstance(old, bool) else -old if number else _SAME
+    if how == "nudged":
+        return old * 1.01 if type(old) is float else old + max(1, old // 100) if type(old) is int else _SAME
     if how == "off by one":
         if number:
             return old + 1

@@ -23,7 +23,7 @@ def reseal(folder: Path, *, ending: bool = True, heads: bool = True) -> None:
     for run in (folder, folder / "cpu"):
         if (run / "precommit.json").is_file():
             _rechain(run, ending=ending, heads=heads)
-            _rehash_run(run)
+    reseal_run_sums(folder)
     rebuild_claims(folder)
     reseal_sums(folder)
 
@@ -75,8 +75,15 @@ def _reseal_checkpoint(kept: Path, head: str) -> dict[str, Any]:
     return {"manifest_sha256": sha256_file(kept / "MANIFEST.json"), "files": files}
 
 
+def reseal_run_sums(folder: Path) -> None:
+    """`run-SHA256SUMS` of the run, and of the one on the CPU where there is one."""
+    for run in (folder, folder / "cpu"):
+        if (run / "precommit.json").is_file():
+            _rehash_run(run)
+
+
 def _rehash_run(run: Path) -> None:
-    """`run-SHA256SUMS`: files that are here by what they are now; the others keep the hash that is told."""
+    """Files that are here by what they are now; the others keep the hash that is told."""
     sums = run / "run-SHA256SUMS"
     told = _listed(sums)
     now = {name: sha256_file(run / name) if (run / name).is_file() else digest for name, digest in told.items()}

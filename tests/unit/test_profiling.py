@@ -12,7 +12,7 @@ import pytest
 
 from tests.program import ROOT
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.evidence.bundle import LEFT_OUT
+from tunix_rt.evidence.agreeing import LEFT_OUT
 from tunix_rt.plan.flops import StepFlops
 from tunix_rt.profiling import parts
 from tunix_rt.profiling.parts import breakdown, part_of, short_name
