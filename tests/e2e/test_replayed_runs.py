@@ -92,7 +92,7 @@ def test_an_honest_run_comes_out_bit_by_bit_on_the_machine_that_made_it(honest, 
     assert [(one.start, one.stop) for one in replayed.segments] == [(0, 2), (2, 3), (4, 6)]
     said = "\n".join(replayed.words)
     assert "nonce nonce: 3 of 4 segments" in said and "every bit is compared" in said
-    assert re.search(r"steps 1 to 6 from the base model: [56] steps, the same bits; [23] state\(s\) hashed", said), said
+    assert re.search(r"steps 1 to 6 from the base model: 6 steps, the same bits; \d state\(s\) hashed", said), said
     assert f"the run took {json.loads((run / 'result.json').read_text())['seconds']:.1f} s" in said
 
 
