@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
 
 from tests.program import ROOT, tunix_rt
@@ -11,7 +12,7 @@ from tunix_rt.doctor.checks import judge
 from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved, cuda_check_text
 from tunix_rt.doctor.verdict import Ask
-from tunix_rt.doctor.words import env_info_text, torch_version_text
+from tunix_rt.doctor.words import env_info_text, platform_words, torch_version_text
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.claims import claims_of, read_run
 from tunix_rt.evidence.hashes import parse_hashes, write_hashes
@@ -150,9 +151,26 @@ def dress_as_cuda(source: Path, folder: Path, *, backend: str = "torch") -> Path
         edit_json(run.eval_summary, device="cuda")
     at = json.loads(run.result.read_text())["finished"]
     edit_json(run.result, device="cuda", gpu_memory=memory_samples(len(run.metrics.read_text().splitlines()), at=at))
+    smi = folder / "nvidia_smi.txt"
+    drawn = f"{datetime.fromisoformat(at):%a %b %d %H:%M:%S %Y}"
+    write_text(smi, smi.read_text().replace("\n\n", f"\n\n{drawn}\n", 1))
+    dress_words(folder)
     chain(run)
     write_hashes(run)
     return folder
+
+
+def dress_words(folder: Path) -> None:
+    """What the log says of the computer and of its steps, as the other files now have it."""
+    from tests.forging.folder import rebuild_log, swap_line  # which takes the edits of JSON from here
+
+    told = json.loads((folder / "doctor.json").read_text())
+    kind, count, size = (told["choice"][name] for name in ("kind", "count", "memory_bytes"))
+    memory = f"memory {size / 2**30:.1f} GiB, {size / 2**30:.1f} GiB free"
+    log = folder / "training_log.txt"
+    swap_line(log, "Platform: .*", f"Platform: {platform_words(facts_from_json(told['facts']))}")
+    swap_line(log, "Device kind: .*", f"Device kind: {kind}; count {count}; {memory}")
+    rebuild_log(folder)
 
 
 def dress_doctor(run: RunDir, backend: str) -> None:

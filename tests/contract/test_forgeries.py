@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forging.bases import REAL, base_bundle, copy_of, gpu_bundle, make_good_bundle, shared_by_workers
+from tests.forging.bases import base_bundle, copy_of, gpu_bundle, make_good_bundle, shared_by_workers
 from tests.forging.catalogue import Base, Forgery, all_forgeries
 from tests.program import tunix_rt
 from tunix_rt.evidence import rescore
@@ -14,23 +14,11 @@ from tunix_rt.evidence.findings import Finding
 from tunix_rt.evidence.verifying import findings_of
 
 FORGERIES = all_forgeries()
-AWAITED = {
-    "borrowed_cuda_check", "slower_cpu", "batches_of_the_cpu", "smi_of_another_gpu", "smi_of_another_cuda",
-    "log_of_rates", "log_of_speeds", "log_of_heldout", "log_of_scores", "log_of_another_gpu", "log_of_a_version",
-    "cuda_check_of_more_memory", "smi_without_header", "step_told_twice", "best_that_is_not", "no_best",
-    "no_heldout", "heldout_tokens", "process_on_another_cpu", "process_of_another_python",
-    "process_on_eight_devices", "process_made_deterministic", "process_of_another_cuda", "small_checkpoints",
-    "same_checkpoints", "program", "word_in_the_plan", "picked_questions", "twenty_questions", "fewer_held_out",
-}  # fmt: skip
-"""Forgeries of real bundles that no check finds yet; a name whose forgery is found fails until it is taken out of here."""
 TRIALS = [
     pytest.param(
         one, base, id=one.name if len(one.bases) == 1 else f"{one.name}-{base}",
         # What is tried on several bundles is tried by default on the smaller real one.
-        marks=[
-            *[pytest.mark.slow] * (len(one.bases) > 1 and base != "m40_v2"),
-            *[pytest.mark.xfail(reason="no check finds it yet")] * (one.name in AWAITED and base in REAL),
-        ],
+        marks=[pytest.mark.slow] * (len(one.bases) > 1 and base != "m40_v2"),
     )
     for one in FORGERIES
     for base in one.bases

@@ -89,7 +89,8 @@ def edit_lines(path: Path, step: int, **changed) -> None:
 def test_an_honest_run_comes_out_bit_by_bit_on_the_machine_that_made_it(honest, run):
     replayed, _ = honest
     assert replayed.findings == () and replayed.class_name == "SAME"
-    assert [(one.start, one.stop) for one in replayed.segments] == [(0, 2), (2, 3), (4, 6)]
+    first, drawn, last = ((one.start, one.stop) for one in replayed.segments)  # drawn by the run's own hash
+    assert (first, last) == ((0, 2), (4, 6)) and drawn in ((2, 3), (3, 4))
     said = "\n".join(replayed.words)
     assert "nonce nonce: 3 of 4 segments" in said and "every bit is compared" in said
     assert re.search(r"steps 1 to 6 from the base model: 6 steps, the same bits; \d state\(s\) hashed", said), said

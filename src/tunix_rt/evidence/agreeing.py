@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import EvidenceError, InputError
+from tunix_rt.evidence.bringing import is_of_the_run
 from tunix_rt.evidence.claims import (
     OLDER_SCHEMA,
     SCHEMA,
@@ -190,6 +191,9 @@ def claim_problems(folder: Path, says: dict[str, Any], run: RunFiles, computed: 
     if says.get("left_out") != left_out:
         return [f"{SAYS}: left_out is not what {RUN_HASHES} has beyond the files here"]
     whole = computed | {"commit": commit, "left_out": left_out}
+    if is_of_the_run(says.get("to_bring", []), run.precommit, run.config):
+        whole = {name: value for name, value in whole.items() if name != "to_bring"}
+        whole |= {"to_bring": says["to_bring"]} if says.get("to_bring") else {}
     problems = differences(SAYS, says, as_json(whole), "the files")
     if (
         not problems

@@ -16,7 +16,19 @@ QUANTISED = re.compile(r"(?i)(?:^|[-_.])(i?q[1-8](?:_[a-z0-9]+)*|mxfp4|nvfp4)(?=
 
 def to_bring(committed: Mapping[str, Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One object for each thing, from what the run committed to and its settings: `what`, `name`, and hashes."""
-    return [*_model(committed, settings), *_data(committed)]
+    return [thing for thing, comes_along in _things(committed, settings) if not comes_along]
+
+
+def is_of_the_run(told: object, committed: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether `told` lists things of the run by their hashes. Which of them come along depends on who collects and which
+    version verifies, so that both may differ about it."""
+    things = [thing for thing, _ in _things(committed, settings)]
+    return isinstance(told, list) and all(thing in things for thing in told)
+
+
+def _things(committed: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
+    yield from _model(committed, settings)
+    yield from _data(committed)
 
 
 def bring_words(thing: Mapping[str, Any]) -> str:
@@ -41,23 +53,24 @@ def quantised(thing: Mapping[str, Any]) -> str:
     return found[1] if found else ""
 
 
-def _model(committed: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _model(committed: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
     told = committed.get("base_model")
     model: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
     revision, files = model.get("revision"), model.get("files")
-    own = isinstance(revision, str) and revision not in COMES_ALONG
-    if own and isinstance(files, Mapping) and files and not _is_shipped(model.get("name"), files):
-        yield {
+    if isinstance(revision, str) and isinstance(files, Mapping) and files:
+        thing = {
             "what": "base model",
             "name": _name(model.get("name")),
             "files": {str(name): str(digest) for name, digest in files.items()},
             **({"revision": revision} if revision != "local" else {}),
             **({"converted_from": str(model["converted_from"])} if model.get("converted_from") else {}),
         }
+        yield thing, revision in COMES_ALONG or _is_shipped(model.get("name"), files)
     part = settings.get("model")
     named = part.get("tokenizer_name_or_path") if isinstance(part, Mapping) else None
-    if named is not None and not _comes_along("models", named):
-        yield {"what": "tokenizer", "name": _name(named), "sha256": str(committed.get("tokenizer_sha256"))}
+    if named is not None:
+        thing = {"what": "tokenizer", "name": _name(named), "sha256": str(committed.get("tokenizer_sha256"))}
+        yield thing, _comes_along("models", named)
 
 
 def _is_shipped(name: object, files: Mapping[str, str]) -> bool:
@@ -71,11 +84,12 @@ def _is_shipped(name: object, files: Mapping[str, str]) -> bool:
     )
 
 
-def _data(committed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _data(committed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
     for what, place, kind in (("dataset", "dataset", "datasets"), ("eval set", "evalset", "evalsets")):
         told = committed.get(place)
-        if isinstance(told, Mapping) and told.get("sha256") and not _comes_along(kind, told.get("key")):
-            yield {"what": what, "name": _name(told.get("key")), "sha256": str(told["sha256"])}
+        if isinstance(told, Mapping) and told.get("sha256"):
+            thing = {"what": what, "name": _name(told.get("key")), "sha256": str(told["sha256"])}
+            yield thing, _comes_along(kind, told.get("key"))
 
 
 def _comes_along(kind: str, key: object) -> bool:

@@ -32,6 +32,8 @@ PLANNED = {
 LONGEST_TOKEN = 256
 """Letters that one token can stand for; the longest of the usual vocabularies has 128."""
 WRITES_WORDS, JUDGES = "doctor/words.py", "doctor/"
+GATHERS = {f"doctor/{name}.py" for name in ("child", "gpu_memory", "nvidia", "probe")}
+"""Modules of the doctor that look and do not judge."""
 
 
 def _memory_file_problems(noted: Noted) -> Iterator[str]:
@@ -236,7 +238,7 @@ def _host_lines(noted: Noted, facts: Facts) -> Iterator[str]:
 def _had(noted: Noted, prefix: str) -> bool:
     """Whether the run had the modules under `prefix` that are here now."""
     source = noted.run.precommit.get("source_files")
-    mine = {name: digest for name, digest in _ours().items() if name.startswith(prefix)}
+    mine = {name: digest for name, digest in _ours().items() if name.startswith(prefix) and name not in GATHERS}
     return isinstance(source, Mapping) and all(source.get(name) == digest for name, digest in mine.items())
 
 
