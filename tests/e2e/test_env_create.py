@@ -110,6 +110,7 @@ def test_two_wheels_that_cannot_compute_end_in_a_report_and_not_on_the_cpu(place
     assert any(line.startswith("installing torch==2.13.0+cu129") for line in said)
 
 
+@pytest.mark.slow
 def test_a_wheel_that_is_not_there_is_looked_for_elsewhere_and_one_without_cuda_is_not_taken(place):
     (place / "whl" / "cu130" / "torch").mkdir(parents=True)
     (place / "whl" / "cu130" / "torch" / "index.html").write_text("")
@@ -123,6 +124,7 @@ def test_a_wheel_that_is_not_there_is_looked_for_elsewhere_and_one_without_cuda_
     assert error_of(report).exit_code == 4
 
 
+@pytest.mark.slow
 def test_an_index_that_cannot_be_reached_is_told_from_a_wheel_that_is_not_there(place, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
     report = create_environment(H200, device="cuda", path=Path(".venv-gpu"), index_base="http://me:secret@127.0.0.1:9")

@@ -238,6 +238,7 @@ def test_a_damaged_answer_is_named_by_its_line(tmp_path, evaluated):
     assert "predictions-answers.jsonl:2: strict" in refused(ask(evaluated[1], copy, verb="compare"), 3)
 
 
+@pytest.mark.slow
 def test_a_run_is_compared_with_its_base_and_answers_the_same_when_evaluated_again(tmp_path, questions):
     run, again = tmp_path / "run", tmp_path / "again"
     done = tunix_rt(

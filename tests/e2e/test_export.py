@@ -198,6 +198,7 @@ def test_a_defect_of_an_export_is_found_and_named(exports, defect):
 # --- the verb --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_shipped_model_is_exported_with_its_proof(tmp_path):
     done = tunix_rt(
         "export", "tiny-gemma3", "--output", tmp_path / "out", "--dtype", "bfloat16", "--device", "cpu", "--json"
@@ -212,6 +213,7 @@ def test_a_shipped_model_is_exported_with_its_proof(tmp_path):
     assert "already holds something" in refused(again, 2)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_exported_with_the_name_of_the_file_in_its_proof(tmp_path):
     pytest.importorskip("gguf", reason="needs the extra `gguf` (scripts/setup --dev installs it)")
     from tests.e2e.test_gguf import small_model, write_gguf

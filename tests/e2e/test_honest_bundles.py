@@ -52,7 +52,10 @@ RUNS = (
     Honest(name="torch-accumulation", settings=("training.gradient_accumulation_steps=2",)),
     Honest(name="torch-one-example-per-row", settings=("data.packing=false",)),
     Honest(name="torch-without-answers", settings=("evaluation.enabled=false",)),
-    Honest(name="torch-without-heldout", settings=("data.validation_fraction=0", "evaluation.evalset=eval_v2")),
+    Honest(
+        name="torch-without-heldout",
+        settings=("data.validation_fraction=0", "evaluation.evalset=eval_v2", "training.eval_steps=null"),
+    ),
     Honest(name="torch-memory-auto", settings=("training.memory=auto",)),
     Honest(name="torch-profiled", more=("--profile", 2)),
     Honest(name="torch-continued", ends=(("--stop-after", 3),), level="L3"),

@@ -117,7 +117,7 @@ SLOW = """
     ("where", "goes_on"),
     [
         ("a step", False),
-        ("a call", False),
+        pytest.param("a call", False, marks=pytest.mark.slow),
         ("a save", True),
         pytest.param("a step", True, marks=pytest.mark.slow),
         pytest.param("a call", True, marks=pytest.mark.slow),
@@ -166,6 +166,7 @@ def test_another_configuration_may_not_continue_a_run(tmp_path):
     assert "already holds a run (unfinished)" in refused(tunix_rt("train", *ARGUMENTS, "--output", folder), 2)
 
 
+@pytest.mark.slow
 def test_two_programs_do_not_share_a_folder(tmp_path):
     folder = tmp_path / "run"
     with subprocess.Popen(

@@ -156,6 +156,7 @@ def test_a_run_completes_and_what_determines_it_is_written_down(finished):
     assert tunix_rt("evidence", "verify", finished).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_collected_and_its_bundle_verifies(finished, tmp_path):
     repository, bundle = make_repository(tmp_path / "repository"), tmp_path / "v1"
     done = collect(finished, bundle, repository)
@@ -228,7 +229,9 @@ def test_a_killed_run_goes_on_bit_for_bit(finished, tmp_path):
         assert ours.read_bytes() == whole.read_bytes(), name
 
 
-@pytest.mark.parametrize(("first", "then"), [(8, 1), pytest.param(1, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "then"), [pytest.param(8, 1, marks=pytest.mark.slow), pytest.param(1, 8, marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_with_its_rows_on_another_number_of_devices(finished, tmp_path, first, then):
     run, rows = tmp_path / "run", ROWS // first
     run_killed(run, asked(rows=rows), step=SAVED, devices=first)

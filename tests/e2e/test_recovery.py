@@ -316,6 +316,7 @@ def test_without_any_sound_checkpoint_the_steps_are_taken_again(crashed, uninter
     assert list_problems(crashed.root) == []
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_stops_it_and_the_run_continues_with_it(tmp_path):
     asked = ["evaluation.enabled=true", "evaluation.max_new_tokens=2", "evaluation.per_device_eval_batch_size=4"]
     run, seen = RunDir(tmp_path / "run"), []
@@ -409,6 +410,7 @@ def test_a_measure_that_was_timed_before_the_first_step_is_not_begun_after_the_l
     assert steps == [0, STEPS] and read_json(run.result)["status"] == "completed" and list_problems(run.root) == []
 
 
+@pytest.mark.slow
 def test_answers_after_training_are_not_begun_when_those_before_took_longer_than_is_left(
     tmp_path, monkeypatch, caplog, stops
 ):
@@ -453,6 +455,7 @@ def test_a_budget_that_is_used_up_before_the_first_step_says_so(tmp_path):
 # --- after a refusal --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_command_can_be_given_again_after_a_refusal(tmp_path, monkeypatch, capsys):
     """Refused without the model, then while its weights load; then everything is there."""
     run, model = RunDir(tmp_path / "run"), tmp_path / "model"
@@ -579,6 +582,7 @@ def test_a_final_model_that_is_another_when_reloaded_fails_the_run_and_is_made_a
 
 
 @pytest.mark.usefixtures("proofs_are_made")
+@pytest.mark.slow
 def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS", 0.1)
     monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS_PER_GIB", 0.0)
