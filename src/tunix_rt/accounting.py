@@ -11,13 +11,13 @@ from tunix_rt.backends import PhasePeak
 from tunix_rt.config import RunConfig
 from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import DoesNotFitError, TunixError
-from tunix_rt.evidence.record import Record
 from tunix_rt.plan.fit import explain_out_of_memory
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.seen_errors import SeenError, add
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.rundir import read_json, write_json
+from tunix_rt.runs.journal import Record
 
 logger = logging.getLogger(__name__)
 

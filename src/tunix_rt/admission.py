@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 from tunix_rt.backends import StepShape
+from tunix_rt.commitment import Batch, batch_of_run, read_precommit
 from tunix_rt.config import RunConfig
 from tunix_rt.data.pack import total_steps
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import ConfigError, DoesNotFitError
-from tunix_rt.evidence.precommit import Batch, batch_of_run, read_precommit
-from tunix_rt.evidence.record import Record
 from tunix_rt.plan.compiling import layers_planned
 from tunix_rt.plan.fit import (
     disk_needed_bytes,
@@ -26,6 +25,7 @@ from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.rundir import bytes_below, require_space, write_json
+from tunix_rt.runs.journal import Record
 
 logger = logging.getLogger(__name__)
 

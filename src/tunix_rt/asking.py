@@ -21,11 +21,11 @@ from tunix_rt.evaluate.report import Comparison, Side, compare_runs, comparison_
 from tunix_rt.evaluate.run import Questions, ask, decoding_of, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores, score_predictions
 from tunix_rt.evaluate.summary import summary_of
-from tunix_rt.evidence.hashes import write_hashes
 from tunix_rt.models import ModelSource, refuse_address, resolve_model, resolve_tokenizer
 from tunix_rt.plan.answering import rows_that_fit
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.rundir import RunDir, storage, write_json, write_jsonl, write_text
+from tunix_rt.runs.checksums import write_sums
 
 logger = logging.getLogger(__name__)
 
@@ -347,4 +347,4 @@ def _write_summary(
         write_text(run.samples, samples_markdown(before, after, comparison))
         write_text(run.comparison, comparison_markdown(comparison, table(*(side.scores for side in sides))))
     write_json(run.eval_summary, summary)
-    write_hashes(run)
+    write_sums(run)

@@ -184,6 +184,11 @@ class Training(Section):
     """Checkpoint every so many steps (and at the end)."""
     save_total_limit: Annotated[int, Field(ge=2, le=10**6)] = 2
     """Checkpoints kept besides the one with the lowest held-out loss; at least two, because the newest may be damaged."""
+    save_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+    ] = None
+    """Type of the weights in `final_model`; unset: as they are kept. They are rounded before the evaluation after training."""
     time_budget: Annotated[Annotated[float, Field(gt=0, le=10**9)] | None, BeforeValidator(_seconds)] = None
     """Stop and save by itself before so much time has passed since the program began: seconds, or as `2h30m`."""
     grace_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
@@ -528,6 +533,11 @@ def _unfit(training: Training) -> Iterator[tuple[bool, str, str]]:
         master != "bfloat16" and not training.stochastic_rounding,
         "training.stochastic_rounding: only weights in bfloat16 are rounded, and these are not",
         "set training.master_dtype: bfloat16, or leave training.stochastic_rounding out",
+    )
+    yield (
+        training.lora_rank is not None and training.save_dtype is not None,
+        "training.save_dtype: a model with merged adapters is saved in float32, rounding would lose most of what they learned",
+        "leave training.save_dtype out, and convert the final model with `tunix-rt export`",
     )
     unused = [n for n in ("adam_beta1", "adam_beta2", "adam_epsilon") if getattr(training, n) != _default_of(n)]
     yield (

@@ -15,11 +15,11 @@ from tunix_rt.doctor.prove import cuda_check_text, proof_lines, proof_problem, p
 from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
 from tunix_rt.errors import HardwareError
-from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.rundir import to_plain, write_json, write_text
+from tunix_rt.runs.journal import Record
 
 logger = logging.getLogger(__name__)
 

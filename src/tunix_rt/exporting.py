@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.backends import load_backend
+from tunix_rt.commitment import began_on, read_precommit
 from tunix_rt.config import Data, RunConfig, Training, load_config
 from tunix_rt.data.render import Style, style_of
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
@@ -20,7 +21,6 @@ from tunix_rt.device import find_device
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError
 from tunix_rt.evaluate.reloading import ReloadProof, prove_folder, remember
 from tunix_rt.evaluate.run import stop_ids
-from tunix_rt.evidence.precommit import began_on, read_precommit
 from tunix_rt.models import ModelSource, refuse_address, resolve_model, resolve_tokenizer
 from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.rundir import (

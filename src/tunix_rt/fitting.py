@@ -9,10 +9,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tunix_rt.commitment import as_it_began, fitting_of_run, read_precommit
 from tunix_rt.config import RunConfig, Training, require_runnable, with_settings
 from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.evidence.precommit import as_it_began, fitting_of_run, read_precommit
-from tunix_rt.evidence.record import Record
 from tunix_rt.plan.fit import judge
 from tunix_rt.plan.jax_limits import refuse_for_jax
 from tunix_rt.plan.prediction import predict_run
@@ -21,6 +20,7 @@ from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import rates_for
 from tunix_rt.plan.timing import estimate_time
 from tunix_rt.plan.verdict import limited
+from tunix_rt.runs.journal import Record
 
 logger = logging.getLogger(__name__)
 

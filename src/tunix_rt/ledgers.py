@@ -7,7 +7,7 @@ checkpoint in the folder; what was noted of steps that are taken again is droppe
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tunix_rt.rundir import (
     list_checkpoints,
     read_json,
     sha256_file,
+    sha256_text,
     write_json,
     write_lines,
 )
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_SCHEMA = "tunix-rt/checkpoints/1"
 PROCESSES_SCHEMA = "tunix-rt/processes/1"
+STATE_FILES = ("model.safetensors", "optimizer.safetensors")
+"""Of a checkpoint: everything that the next step is computed from, beside the data and the seed."""
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -50,11 +53,37 @@ def has_rows(path: Path, facts: RowFacts) -> bool:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def list_checkpoint(run: RunDir, checkpoint: Path) -> None:
-    """Add a checkpoint that was just committed to `checkpoints.json`."""
+def state_hash(files: Mapping[str, str]) -> str:
+    """One hash over the weights and optimizer states of a checkpoint, given the SHA-256 of its files by name."""
+    return sha256_text("".join(f"{files[name]}  {name}\n" for name in sorted(files.keys() & set(STATE_FILES))))
+
+
+def list_checkpoint(run: RunDir, checkpoint: Path) -> dict[str, str]:
+    """Add a checkpoint that was just committed to `checkpoints.json`; its state hash by its step."""
     entry = _entry_of(checkpoint)
     known = read_json(run.checkpoint_list)["checkpoints"] if run.checkpoint_list.exists() else []
     _write_list(run, [one for one in known if one["step"] < entry["step"]] + [entry])
+    return _states([entry])
+
+
+def unchained_states(run: RunDir, chained: Collection[str]) -> dict[str, str]:
+    """State hashes, by step, of the listed checkpoints whose steps are not among those that the metrics name."""
+    states = _states(_listed(run, expected=False))
+    return {step: state for step, state in states.items() if step not in chained}
+
+
+def final_state(run: RunDir) -> dict[str, str]:
+    """`final_state` of `result.json`: the state hash of the last checkpoint; empty without one."""
+    states = list(_states(_listed(run, expected=False)).values())
+    return {"final_state": states[-1]} if states else {}
+
+
+def _states(entries: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """State hashes by step, in decimal digits as JSON has its keys."""
+    return {
+        str(entry["step"]): state_hash({name: facts["sha256"] for name, facts in entry["files"].items()})
+        for entry in entries
+    }
 
 
 def mend_checkpoint_list(run: RunDir, heads: Sequence[str], *, sound: Path | None) -> None:
@@ -85,18 +114,24 @@ def _entry_of(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def _belongs(entry: Any, heads: Sequence[str]) -> bool:
-    """Whether an entry is whole, and of a kept step as it was taken."""
-    if not isinstance(entry, dict) or entry.keys() != {"step", "manifest_sha256", "metrics_head", "files"}:
-        return False
+def _belongs(entry: dict[str, Any], heads: Sequence[str]) -> bool:
+    """Whether an entry is of a kept step as it was taken."""
     step = entry["step"]
-    return type(step) is int and 0 < step < len(heads) and entry["metrics_head"] == heads[step]
+    return 0 < step < len(heads) and bool(entry["metrics_head"] == heads[step])
 
 
-def _listed(run: RunDir, *, expected: bool) -> list[Any]:
-    return _read_list(
-        run.checkpoint_list, "checkpoints", "tells only of the checkpoints that are still there", expected=expected
-    )
+def _is_entry(found: Any) -> bool:
+    if not isinstance(found, dict) or found.keys() != {"step", "manifest_sha256", "metrics_head", "files"}:
+        return False
+    files = found["files"].values() if isinstance(found["files"], dict) else [None]
+    hashed = all(isinstance(facts, dict) and isinstance(facts.get("sha256"), str) for facts in files)
+    return hashed and type(found["step"]) is int
+
+
+def _listed(run: RunDir, *, expected: bool) -> list[dict[str, Any]]:
+    """The valid entries of `checkpoints.json`."""
+    instead = "tells only of the checkpoints that are still there"
+    return [one for one in _read_list(run.checkpoint_list, "checkpoints", instead, expected=expected) if _is_entry(one)]
 
 
 def _read_list(path: Path, key: str, instead: str, *, expected: bool) -> list[Any]:

@@ -26,6 +26,16 @@ from tunix_rt.admission import (
 )
 from tunix_rt.backends import Progress, StepShape, load_backend
 from tunix_rt.backends.jax_architecture import architecture_of
+from tunix_rt.commitment import (
+    Batch,
+    began_on,
+    build_precommit,
+    read_precommit,
+    refuse_another_config,
+    refuse_another_format,
+    refuse_another_run,
+    settled_config,
+)
 from tunix_rt.config import RunConfig, dump_yaml, require_runnable
 from tunix_rt.data.limits import ModelFacts
 from tunix_rt.data.prepare import Prepared, prepare
@@ -49,18 +59,8 @@ from tunix_rt.evaluate.report import Comparison, compare, samples_markdown
 from tunix_rt.evaluate.run import Questions, decoding_of, evaluate_model, read_along, stop_ids
 from tunix_rt.evaluate.score import Prediction, Scores
 from tunix_rt.evaluate.summary import summary_of
-from tunix_rt.evidence.precommit import (
-    Batch,
-    began_on,
-    build_precommit,
-    read_precommit,
-    refuse_another_config,
-    refuse_another_run,
-    settled_config,
-)
-from tunix_rt.evidence.record import Record
 from tunix_rt.fitting import fit_settings, within_limit
-from tunix_rt.ledgers import has_rows, note_process, write_rows
+from tunix_rt.ledgers import final_state, has_rows, note_process, write_rows
 from tunix_rt.models import ModelSource, refuse_addresses, refuse_secrets, resolve_model, resolve_tokenizer
 from tunix_rt.plan.jax_limits import refuse_dropout, refuse_for_jax, refuse_profile
 from tunix_rt.plan.memory import MemoryPlan
@@ -68,6 +68,7 @@ from tunix_rt.plan.recipe import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.profiling.record import refuse_too_many
 from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, to_plain, write_json, write_text
+from tunix_rt.runs.journal import Record
 from tunix_rt.saving import best_checkpoint
 from tunix_rt.stopping import StopRequest
 from tunix_rt.train import MetricsLog, Start, cut_back, find_start, refuse_other_kernels, require_charts, train_run
@@ -92,7 +93,7 @@ class Report(Record):
 
     def end_at_once(self, error: Preempted) -> None:
         """Write the ending from another thread: the one that runs is in a call that does not return."""
-        self.note_best()
+        self.note_checkpoints()
         self._end("preempted", error.exit_code, error.problem, *self.began)
 
     def _end(self, status: str, exit_code: int, reason: str, started: datetime, clock: float) -> None:
@@ -103,10 +104,10 @@ class Report(Record):
                 write_account(self, self.plan, self.phases, status)
         Record._end(self, status, exit_code, reason, started, clock)
 
-    def note_best(self) -> None:
-        """Which checkpoint is the best; on a disk that cannot be read nothing is said, and no other error is hidden."""
+    def note_checkpoints(self) -> None:
+        """The best checkpoint, and the state of the last. A disk that cannot be read hides no other error."""
         with contextlib.suppress(StorageError):
-            self.facts |= best_checkpoint(self.run)
+            self.facts |= final_state(self.run) | best_checkpoint(self.run)
 
     def note_scores(self, when: str, scores: Scores) -> None:
         self.scores[when] = scores
@@ -139,6 +140,7 @@ def run_pipeline(
     refuse_secrets(config.model_dump())
     run = RunDir(output)
     with run.locked():
+        run.refuse_links()
         stop = StopRequest(
             grace_seconds=config.training.grace_seconds,
             time_budget=config.training.time_budget,
@@ -278,12 +280,13 @@ def _train_and_ask(
             rows=batch.rows, profile=profile, ended=ended,
         )  # fmt: skip
     finally:
-        report.note_best()
+        report.note_checkpoints()
     if uuids and "gpu_memory" not in report.facts:  # every step was taken by an earlier process
         sample_gpu(report, uuids, total)
     if speed:
         logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
-    save_final(backend, engine, run.final_model, tokenizer=tokenizer, style=data.style)
+    dtype = config.training.save_dtype
+    save_final(backend, engine, run.final_model, tokenizer=tokenizer, style=data.style, dtype=dtype)
     ended("export")
     if data.items:
         saved = f"all {total} steps are saved"
@@ -302,8 +305,14 @@ def _train_and_ask(
         _prove_final_model(backend, engine, report, questions)
 
 
-def save_final(backend: Any, engine: Any, folder: Path, *, tokenizer: Tokenizer, style: Style) -> None:
-    """The trained model with its tokenizer, as others load it."""
+def save_final(
+    backend: Any, engine: Any, folder: Path, *, tokenizer: Tokenizer, style: Style, dtype: str | None
+) -> None:
+    """The trained model with its tokenizer, as others load it. With `dtype`, the weights of `engine` are rounded to it first:
+    what it generates afterwards is what the saved model generates."""
+    if dtype is not None:
+        backend.round_weights(engine, dtype)
+        logger.info("Final model: weights rounded to %s", dtype)
     template = style.template
     backend.save(
         engine, folder, tokenizer_folder=tokenizer.folder, stop_ids=stop_ids(tokenizer, style),
@@ -401,7 +410,9 @@ def _refuse_occupied(run: RunDir, config: RunConfig) -> bool:
         raise ConfigError(
             f"{run.root} holds a run without the precommit.json it began with", fix="choose another --output"
         )
-    refuse_another_config(read_precommit(run), config, run.root)
+    committed = read_precommit(run)
+    refuse_another_format(committed, run.root)
+    refuse_another_config(committed, config, run.root)
     return True
 
 
@@ -478,7 +489,10 @@ def _commit(run: RunDir, committed: dict[str, Any], data: Prepared, report: Repo
 
     The rows first: where a commitment is, what it speaks of is there too."""
     if run.precommit.exists():
-        refuse_another_run(read_precommit(run), committed, run.root)
+        before = read_precommit(run)
+        refuse_another_run(before, committed, run.root)
+        if before.get("source_sha256") != committed["source_sha256"]:
+            report.warn(f"resuming with another source of tunix-rt; numerics {committed['numerics']} is the same")
         if not has_rows(run.rows, data.row_facts):
             logger.warning("%s is missing or damaged, and written again: the rows are those committed to", run.rows)
             report.write(write_rows, run.rows, data.row_facts)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from filelock import FileLock, Timeout
 
 from tunix_rt.errors import StorageError, TunixError
 
+FORMAT = 4
+"""`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
+FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
+"""Of a run, in its folder."""
 RESULT_STATUS = ("completed", "refused", "failed", "preempted")
 _UMASK = os.umask(0o077)  # there is no way to ask that does not set; asked once, before there are threads
 os.umask(_UMASK)
@@ -161,6 +166,25 @@ class RunDir:
     def holds_work(self) -> bool:
         """Whether anything here took time to make; a run that was refused leaves only words."""
         return any(path.exists() for path in (self.metrics, self.checkpoints, self.predictions("before")))
+
+    def refuse_links(self) -> None:
+        """Refuse a folder with a symbolic link or a special file where a run writes: what is written or deleted through it
+        lies elsewhere. The folder itself may be reached through a link. Called before anything in it but the lock is opened."""
+        with storage(self.root):
+            for path in self._written():
+                kind = path.lstat().st_mode
+                if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
+                    continue
+                raise StorageError(
+                    f"{path} is {'a symbolic link' if stat.S_ISLNK(kind) else 'a special file'}, which a run does not write to",
+                    fix="remove it, or choose another --output",
+                )
+
+    def _written(self) -> Iterator[Path]:
+        """Everything at the top and below the folders of a run; links are not followed."""
+        yield from self.root.iterdir() if self.root.is_dir() else ()
+        for name in FOLDERS:
+            yield from (self.root / name).rglob("*")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

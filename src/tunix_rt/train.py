@@ -20,8 +20,8 @@ from tunix_rt.backends import Progress, Step
 from tunix_rt.config import RunConfig, Training
 from tunix_rt.data.pack import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
-from tunix_rt.errors import ConfigError, Preempted, TunixError
-from tunix_rt.ledgers import list_checkpoint, mend_checkpoint_list
+from tunix_rt.errors import ConfigError, Preempted, StorageError, TunixError
+from tunix_rt.ledgers import list_checkpoint, mend_checkpoint_list, unchained_states
 from tunix_rt.profiling.record import Recording, choose_first
 from tunix_rt.rundir import (
     RunDir,
@@ -36,6 +36,7 @@ from tunix_rt.rundir import (
     sync_folder,
     write_text,
 )
+from tunix_rt.runs.record import RunRecord
 from tunix_rt.saving import Saver
 from tunix_rt.stopping import RESUME, StopRequest
 
@@ -43,11 +44,16 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one flushed line per step, each carrying the hash of the line before it."""
+    """`metrics.jsonl`: one flushed line per step, each carrying the hash of the line before it.
+
+    `states` are the hashes of checkpoints that no line carries yet, by step. A line written where a checkpoint is saved
+    carries them, so that the chain covers every state but the last, which `result.json` has.
+    """
 
     def __init__(self, path: Path, head: str) -> None:
         self._path = path
         self.head = head
+        self.states: dict[str, str] = {}
 
     @classmethod
     def open(cls, run: RunDir, *, keep_steps: int) -> "MetricsLog":
@@ -76,9 +82,12 @@ class MetricsLog:
                 os.fsync(file.fileno())
             sync_folder(self._path.parent)
 
-    def append(self, step: Step) -> None:
+    def append(self, step: Step, *, saved: bool = False) -> None:
+        """Write the line of `step`. Where a checkpoint of it is `saved` next, the line carries the states before it."""
+        states = {"states": self.states} if saved and self.states else {}
         line = json_line(
             {
+                **states,
                 "step": step.step,
                 "loss": step.loss,
                 "loss_hex": step.loss.hex(),
@@ -95,6 +104,8 @@ class MetricsLog:
         with storage(self._path), self._path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(line)
         self.head = hashlib.sha256(line.rstrip("\n").encode()).hexdigest()
+        if states:
+            self.states = {}
 
 
 def _step_and_prev(line: bytes) -> tuple[object, object]:
@@ -161,8 +172,10 @@ def find_start(run: RunDir, *, resume: bool) -> Start:
 def cut_back(run: RunDir, start: Start) -> MetricsLog:
     """Drop what was measured after `start`, which will be taken again; the log that goes on there."""
     metrics = MetricsLog.open(run, keep_steps=start.step)
-    heads = chain_heads(sha256_file(run.precommit), _metrics_lines(run)[: start.step])
-    mend_checkpoint_list(run, heads, sound=start.checkpoint)
+    lines = _metrics_lines(run)[: start.step]
+    mend_checkpoint_list(run, chain_heads(sha256_file(run.precommit), lines), sound=start.checkpoint)
+    chained = [step for line in lines if b'"states"' in line for step in json.loads(line)["states"]]
+    metrics.states = unchained_states(run, frozenset(chained))
     again = start.step not in start.heldout_steps  # what belongs to this step is asked again, before training goes on
     for path, last in ((run.heldout, start.step), (run.samples_along, start.step - again)):
         if path.exists():
@@ -172,10 +185,12 @@ def cut_back(run: RunDir, start: Start) -> MetricsLog:
 
 
 def _metrics_lines(run: RunDir) -> list[bytes]:
-    if not run.metrics.exists():
-        return []
-    with storage(run.metrics):
-        return run.metrics.read_bytes().splitlines(keepends=True)
+    """Without a torn last one, which no checkpoint needs."""
+    record = RunRecord(run.root)
+    lines = record.raw_lines(run.metrics.name)
+    if problems := record.problems.get(run.metrics.name):
+        raise StorageError(problems[0], fix="check the volume and the permissions, or restore the file from a copy")
+    return [line + b"\n" for line in lines]
 
 
 def newest_checkpoint(run: RunDir, passed_over: dict[str, list[str]] | None = None) -> tuple[Path | None, int]:
@@ -305,12 +320,16 @@ def train_run(
         sync_metrics=metrics.sync,
         sound=start.sound,
         stop=stop,
-        published=partial(list_checkpoint, run),
+        published=lambda checkpoint: metrics.states.update(list_checkpoint(run, checkpoint)),
     )
     with contextlib.closing(steps), saver, _tensorboard(config, run) as chart:
         for step in steps:
+            measured = _due(step.step, training.eval_steps, total)
+            saved = measured or _due(step.step, training.save_steps, total)
+            if saved:  # its line carries the state of the save under way
+                saver.wait()
             with stop.unbroken():  # the result must not know another last step than the metrics
-                metrics.append(step)
+                metrics.append(step, saved=saved)
                 stop.step = step.step
                 note(_facts(step.step, step.loss, metrics.head))
             chart(step)
@@ -320,8 +339,6 @@ def train_run(
                 _log_step(step, total)
             saver.raise_if_failed()
             state = _state(step, metrics.head, engine.attention.name, code) | spread
-            measured = _due(step.step, training.eval_steps, total)
-            saved = measured or _due(step.step, training.save_steps, total)
             if saved or step.step == done + 1:
                 ended("steps" if step.step > done + 1 else "first_step")
             if saved:  # before an evaluation too: nothing that goes wrong in it costs a step

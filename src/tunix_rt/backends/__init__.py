@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunix_rt.assets import cache_root
+from tunix_rt.errors import TunixError
 
+NUMERICS: dict[str, int] = {"torch": 1, "jax": 1}
+"""By engine. Raised only when its results change in their bits: a run is resumed and replayed by the same numerics alone."""
 Progress = Callable[[str, int, int, str], None]
 """Told as work goes on: (what, done, total, a note such as "loss 0.41, 4,512 tokens/s")."""
 
@@ -57,6 +60,14 @@ class StepShape:
     """Micro-batches in a step."""
     tokens: int
     """Of the longest row."""
+
+
+def out_of_range(name: str, dtype: str) -> TunixError:
+    """The error of `round_weights` where a weight is too large for `dtype`."""
+    return TunixError(
+        f"training.save_dtype: {name} has weights that are too large for {dtype}",
+        fix="export the last checkpoint with `tunix-rt export`, or train with training.save_dtype: bfloat16",
+    )
 
 
 def load_backend(name: str) -> Any:

@@ -27,7 +27,7 @@ from tunix_rt.backends.jax_generate import generate
 from tunix_rt.backends.jax_logits import last_logits, release, room_beside, tensor_hashes, token_gaps
 from tunix_rt.backends.jax_mesh import ROWS, parameter_shardings, rows_for
 from tunix_rt.backends.jax_models import Batch
-from tunix_rt.backends.jax_save import save
+from tunix_rt.backends.jax_save import round_weights, save
 from tunix_rt.backends.jax_state import (
     host_has_room,
     restore_state,
@@ -46,7 +46,7 @@ from tunix_rt.plan.jax_memory import CUDNN_TOKENS_PER_EXAMPLE, row_length
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "machine_facts",
-    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save",
+    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
     "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
 ]  # fmt: skip
 

@@ -71,6 +71,8 @@ class Engine:
     """Of a micro-batch of that step, filled up to a multiple of the devices."""
     tokens: int = 0
     """Of each of its rows."""
+    saved_dtype: str | None = None
+    """Type in which `save` writes the weights, which are rounded to it; None: as they are kept."""
     deterministic: bool = False
     implementation: str = "auto"
     """Whose model computes: `auto` is ours, `tunix` that of google-tunix."""

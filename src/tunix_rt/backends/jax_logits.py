@@ -17,7 +17,7 @@ from tunix_rt.backends.jax_engine import Engine, memory_is_named
 from tunix_rt.backends.jax_head import head_logits
 from tunix_rt.backends.jax_mesh import rows_for
 from tunix_rt.backends.jax_models import forward, head_table
-from tunix_rt.backends.jax_state import host_copy, leaves_of
+from tunix_rt.backends.jax_state import host_copy, saved_leaves
 from tunix_rt.backends.jax_weights import entries
 from tunix_rt.plan.jax_memory import row_length
 
@@ -97,7 +97,7 @@ def tensor_hashes(engine: Engine) -> dict[str, list[Any]]:
     """Type, shape and SHA-256 of every tensor as `save` writes it; of a tied head also under its own name, as transformers
     lists it."""
     found: dict[str, list[Any]] = {}
-    for leaf in leaves_of(entries(engine.architecture), engine.architecture.shape.layers, engine.params):
+    for leaf in saved_leaves(engine):
         values = host_copy(leaf.array)
         for name, tensor in zip(leaf.names, values if leaf.of_layers else [values], strict=True):
             digest = hashlib.sha256(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data).hexdigest()

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from tunix_rt.backends import out_of_range
 from tunix_rt.backends.jax_engine import Engine, memory_is_named
-from tunix_rt.backends.jax_state import MODEL, leaves_of, write_leaves
-from tunix_rt.backends.jax_weights import entries
+from tunix_rt.backends.jax_state import MODEL, saved_leaves, write_leaves
 from tunix_rt.errors import InputError
 from tunix_rt.rundir import settle_files, storage, sync_folder
 
@@ -20,6 +23,22 @@ CLASSES = {
 """The class of transformers that a `config.json` names; other programs go by it."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What transformers takes over from `config.json` where a model has no settings for generation."""
+
+
+@memory_is_named("the rounding of the weights")
+def round_weights(engine: Engine, dtype: str) -> None:
+    """Round every weight to `dtype`, in which `save` writes it from here on.
+
+    In memory it keeps its type: the engine computes what the saved model computes once it is loaded in that type."""
+
+    def rounded(path: Any, weight: Any) -> Any:
+        narrow = weight.astype(dtype)  # by itself: a compiler that sees both casts leaves them out
+        if not bool(jnp.isfinite(narrow).all()):
+            raise out_of_range(jax.tree_util.keystr(path), dtype)
+        return narrow.astype(weight.dtype)
+
+    engine.params = jax.tree_util.tree_map_with_path(rounded, engine.params)
+    engine.saved_dtype = dtype
 
 
 @memory_is_named("the saving of the final model")
@@ -37,8 +56,7 @@ def save(
             if leftover.exists():
                 shutil.rmtree(leftover)
         staged.mkdir(parents=True)
-        listed, layers = entries(engine.architecture), engine.architecture.shape.layers
-        write_leaves(staged / MODEL, list(leaves_of(listed, layers, engine.params)), {"format": "pt"})
+        write_leaves(staged / MODEL, list(saved_leaves(engine)), {"format": "pt"})
         _write(staged / "config.json", _config(engine))
         _write(staged / "generation_config.json", _generation(engine, stop_ids))
         for name in TOKENIZER_FILES:
@@ -55,7 +73,7 @@ def _config(engine: Engine) -> dict[str, Any]:
     """That of the base model, with the type of the weights that lie beside it."""
     said = {key: value for key, value in engine.source.config.items() if key != "torch_dtype"}  # its older name
     said.setdefault("architectures", [CLASSES[engine.architecture.shape.model_type]])
-    return said | {"dtype": engine.recipe.weights}
+    return said | {"dtype": engine.saved_dtype or engine.recipe.weights}
 
 
 def _generation(engine: Engine, stop_ids: Sequence[int]) -> dict[str, Any]:

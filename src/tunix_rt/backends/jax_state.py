@@ -9,7 +9,7 @@ import json
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,12 @@ def leaves_of(entry_list: list[Entry], layers: int, tree: Mapping[str, Any], pre
         if array is not None:
             names = tuple(prefix + name for name in entry.names(layers))
             yield Leaf(array=array, names=names, of_layers=entry.of_layers)
+
+
+def saved_leaves(engine: Engine) -> Iterator[Leaf]:
+    """The parameters in the type in which the final model is written."""
+    for leaf in leaves_of(entries(engine.architecture), engine.architecture.shape.layers, engine.params):
+        yield leaf if engine.saved_dtype is None else replace(leaf, array=leaf.array.astype(engine.saved_dtype))
 
 
 def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:

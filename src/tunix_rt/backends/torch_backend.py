@@ -35,7 +35,7 @@ from tunix_rt.backends.torch_model import (
 from tunix_rt.backends.torch_optim import Optimizer, has_kernels, kernels_know
 from tunix_rt.backends.torch_profile import BACKWARD, BATCH, OPTIMIZER, region
 from tunix_rt.backends.torch_record import record_layers
-from tunix_rt.backends.torch_save import save
+from tunix_rt.backends.torch_save import round_weights, save
 from tunix_rt.backends.torch_state import (
     await_copy,
     host_has_room,
@@ -53,7 +53,7 @@ from tunix_rt.plan.compiling import Compiling, choose_compiling, to_be_recorded
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "machine_facts",
-    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "save",
+    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
     "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 
 from tunix_rt.backends import torch_reload
 from tunix_rt.backends.torch_model import Engine, memory_is_named
+from tunix_rt.backends.torch_save import saved_weights
 
 
 def last_logits(engine: Engine, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
@@ -47,12 +48,8 @@ def _last_of(engine: Engine, rows: Sequence[tuple[Sequence[int], int]]) -> Itera
 
 
 def tensor_hashes(engine: Engine) -> dict[str, list[Any]]:
-    """Type, shape and SHA-256 of every tensor as `save` writes it. Adapters are added to their weights on the host."""
-    if engine.recipe.frozen is None:
-        return torch_reload.tensor_hashes(engine.model.state_dict())
-    from tunix_rt.backends.torch_lora import merged_weights
-
-    return torch_reload.tensor_hashes(merged_weights(engine.model))
+    """Type, shape and SHA-256 of every tensor as `save` writes it."""
+    return torch_reload.tensor_hashes(saved_weights(engine) or engine.model.state_dict())
 
 
 def room_beside(engine: Engine) -> int:

@@ -92,6 +92,8 @@ class Engine:
     """Rows and tokens that the layers of a training step are compiled for; None: they are not compiled."""
     recorded: Any = None
     """The `torch_record.Recorded` of the compiled layers; None: they are launched kernel by kernel."""
+    saved_dtype: str | None = None
+    """Type in which `save` writes the weights, which are rounded to it; None: as they are kept."""
     limit_bytes: int | None = None
     """What the CUDA allocator may hold at most; None: whatever there is."""
     taken_bytes: int = 0

@@ -91,17 +91,16 @@ def _written(tokenizer: Any, conversation: list[dict[str, str]]) -> str:
 
 def _answers_of(asked: dict[str, Any], folder: str, logits: Path) -> dict[str, Any]:
     """What the model of the folder is made of, and what it says. Its type is the one that the folder itself names."""
-    kinds = {"attn_implementation": asked["attention"]} if asked["attention"] else {}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
-        output_loading_info=True, **kinds,
-    )  # fmt: skip
+    model, info = _load(asked, folder, "auto")
     own = model.generation_config
     found: dict[str, Any] = {
         "loading": {kind: sorted(map(str, names)) for kind, names in info.items() if names},
         "tensors": tensor_hashes(model.state_dict()),
         "eos_token_id": own.eos_token_id,
     }
+    if asked["weights"]:  # from the file: buffers that `to` would widen were computed in the narrow type
+        del model
+        model, _ = _load(asked, folder, asked["weights"])
     if asked["compute"]:
         model = model.to(getattr(torch, asked["compute"]))
     model = model.to(asked["device"]).eval()
@@ -121,6 +120,14 @@ def _answers_of(asked: dict[str, Any], folder: str, logits: Path) -> dict[str, A
             greedy.append(_greedy(model, ids))
     np.save(logits, torch.stack(last).numpy())
     return found | {"greedy": greedy, "logits": logits.name}
+
+
+def _load(asked: dict[str, Any], folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+    kinds = {"attn_implementation": asked["attention"]} if asked["attention"] else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+        output_loading_info=True, **kinds,
+    )  # fmt: skip
 
 
 def _greedy(model: Any, ids: torch.Tensor) -> dict[str, list[Any]]:

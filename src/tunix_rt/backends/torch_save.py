@@ -10,10 +10,24 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from tunix_rt.backends import out_of_range
 from tunix_rt.backends.torch_model import Engine, one_line
 from tunix_rt.rundir import settle_files, storage, sync_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def round_weights(engine: Engine, dtype: str) -> None:
+    """Round every weight to `dtype`, in which `save` writes it from here on.
+
+    In memory it keeps its type: the engine computes what the saved model computes once it is loaded in that type."""
+    for name, weight in engine.model.state_dict().items():
+        if weight.is_floating_point():
+            rounded = weight.to(getattr(torch, dtype))
+            if not rounded.isfinite().all():
+                raise out_of_range(name, dtype)
+            weight.copy_(rounded)
+    engine.saved_dtype = dtype
 
 
 def save(
@@ -31,10 +45,11 @@ def save(
         if leftover.exists():
             shutil.rmtree(leftover)
     with _disk_is_named(folder):
-        engine.model.save_pretrained(staged, state_dict=_whole_weights(engine))
-        if engine.recipe.frozen is not None:  # what is loaded later is rounded to the type that the configuration names
+        engine.model.save_pretrained(staged, state_dict=saved_weights(engine))
+        dtype = "float32" if engine.recipe.frozen is not None else engine.saved_dtype
+        if dtype is not None:  # what is loaded later is rounded to the type that the configuration names
             config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
-            (staged / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2), encoding="utf-8")
+            (staged / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
         settings.save_pretrained(staged)
         for name in TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
@@ -46,13 +61,23 @@ def save(
         sync_folder(folder.parent)
 
 
-def _whole_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
-    """With LoRA, weights to which the adapters are added; None leaves the model's own."""
-    if engine.recipe.frozen is None:
-        return None
-    from tunix_rt.backends.torch_lora import merged_weights
+def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
+    """Weights as `save` writes them where they are not those in memory: with merged adapters, or in another type. On the
+    host; names of one tensor, as of a tied embedding, stay names of one."""
+    if engine.recipe.frozen is not None:
+        from tunix_rt.backends.torch_lora import merged_weights
 
-    return merged_weights(engine.model)
+        return merged_weights(engine.model)
+    if engine.saved_dtype is None:
+        return None
+    kind, cast = getattr(torch, engine.saved_dtype), dict[tuple[int, torch.Size], torch.Tensor]()
+    named = {}
+    for name, tensor in engine.model.state_dict().items():
+        place = tensor.data_ptr(), tensor.shape
+        if place not in cast:
+            cast[place] = tensor.to("cpu", kind if tensor.is_floating_point() else None)
+        named[name] = cast[place]
+    return named
 
 
 @contextlib.contextmanager

@@ -90,17 +90,18 @@ def compare(first: Path, second: Path | None, as_json: bool) -> None:
     from tunix_rt.evaluate.report import compare_runs, computing_remarks, remarks, table
     from tunix_rt.evaluate.score import score_predictions
     from tunix_rt.evaluate.summary import read_both, read_side, summary_of
-    from tunix_rt.evidence.rescore import rejudged
-    from tunix_rt.evidence.told import tags_in
+    from tunix_rt.evidence.answers import tags_in, verdict_problems
 
     sides = read_both(first) if second is None else (read_side(first), read_side(second))
     if second is not None and sides[0].name == sides[1].name:
         sides = (replace(sides[0], name=str(first)), replace(sides[1], name=str(second)))
     for side in sides:
-        if problems := rejudged(side.predictions, tags_in(side.decoding)):
-            raise EvidenceError(
-                f"{side.name}: {problems[0]}", fix="evaluate again; verdicts follow from the outputs alone"
-            )
+        for one in side.predictions:
+            for problem in verdict_problems(one, tags_in(side.decoding)):
+                raise EvidenceError(
+                    f"{side.name}: question {one.id!r}: {problem}",
+                    fix="evaluate again; verdicts follow from the outputs alone",
+                )
     comparison = compare_runs(*sides)
     old, new = (score_predictions(side.predictions, when=when) for side, when in zip(sides, SIDES, strict=True))
     if as_json:

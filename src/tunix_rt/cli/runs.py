@@ -4,23 +4,21 @@ A run may be under way while it is looked at, so a missing file is a fact that i
 line is passed over; a damaged file is named.
 """
 
-import json
-import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from tunix_rt.cli import text
-from tunix_rt.errors import InputError, TunixError
+from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:
     from tunix_rt.evaluate.report import Row
-    from tunix_rt.rundir import RunDir
+    from tunix_rt.runs.record import RunRecord
 
 UNFINISHED = "running or interrupted"
 DEFAULT_FOLDER = "runs"
@@ -112,12 +110,14 @@ def show(run: Path, as_json: bool) -> None:
 
 def list_runs(folder: Path | None) -> list[RunSummary]:
     """The runs below `folder`, newest first. A folder that was named and is not there is an InputError."""
+    from tunix_rt.runs.record import RunRecord
+
     below = folder if folder is not None else Path(DEFAULT_FOLDER)
     if not below.is_dir():
         if folder is None:
             return []
         raise InputError(f"there is no folder {str(below)!r}", fix="give the folder that holds the run folders")
-    found = [_Reader(root).summary() for root in _run_folders(below)]
+    found = [_summary(RunRecord(root)) for root in _run_folders(below)]
     return sorted(found, key=lambda run: (run.when or "", run.folder), reverse=True)
 
 
@@ -135,31 +135,67 @@ def find_run(name: Path) -> Path:
 
 
 def read_run(root: Path) -> RunDetail:
-    """Everything `show` tells about the run in `root`."""
-    reader = _Reader(root)
-    result, memory, config = reader.object(reader.run.result), reader.object(reader.run.memory), reader.config()
-    losses, heldout = reader.curve(reader.run.metrics), reader.curve(reader.run.heldout)
-    model, data = _mapping(config.get("model")), _mapping(config.get("data"))
-    rows = reader.table()
-    return RunDetail(
-        summary=reader.summary(),
-        reason=_words(result.get("reason")),
-        model=_words(model.get("model_name_or_path")),
-        dataset=_words(data.get("dataset")),
-        parameters=_count(result.get("parameters")),
-        seconds=_finite(result.get("seconds")),
+    """Everything `show` displays about the run in `root`."""
+    from tunix_rt.runs.record import RunRecord
+
+    record = RunRecord(root)
+    result, memory, config = record.result, record.memory, record.config
+    losses, heldout = ([(line.step, line.loss) for line in lines] for lines in (record.metrics, record.heldout))
+    skipped = (result.skipped_checkpoints or ()) if result else ()
+    detail = RunDetail(
+        summary=_summary(record),
+        reason=result.reason if result else None,
+        model=config.model.model_name_or_path if config else None,
+        dataset=config.data.dataset if config else None,
+        parameters=result.parameters if result else None,
+        seconds=result.seconds if result else None,
         losses=losses,
         heldout=heldout,
-        predicted_bytes=_count(memory.get("predicted_bytes")),
-        measured_bytes=_count(memory.get("measured_bytes")),
-        best_step=_count(result.get("best_step")),
-        best_heldout_loss=_finite(result.get("best_heldout_loss")),
-        resumed_from=_count(result.get("resumed_from")) or None,
-        skipped_checkpoints=tuple(_skipped(result.get("skipped_checkpoints"))),
-        table=rows,
-        paths=_paths(reader.run),
-        notes=(*reader.notes.values(), *dict.fromkeys(reader.half_written)),
+        predicted_bytes=memory.predicted_bytes if memory else None,
+        measured_bytes=memory.measured_bytes if memory else None,
+        best_step=result.best_step if result else None,
+        best_heldout_loss=result.best_heldout_loss if result else None,
+        resumed_from=(result.resumed_from or None) if result else None,
+        skipped_checkpoints=tuple(f"{one.name}: {', '.join(one.problems)}" for one in skipped),
+        table=_table(record),
+        paths=_paths(root),
     )
+    half = [f"the last line of {name} is half-written" for name in record.torn]
+    return replace(detail, notes=(*record.listing.problems, *(one[0] for one in record.problems.values()), *half))
+
+
+def _summary(record: "RunRecord") -> RunSummary:
+    result, before, after = record.result, record.scores("before"), record.scores("after")
+    finished = "result.json" in record
+    metrics = () if finished else record.metrics
+    return RunSummary(
+        folder=str(record.root),
+        status=result.status if result else "unknown" if finished else UNFINISHED,
+        steps_completed=metrics[-1].step if metrics else result.steps_completed if result else None,
+        steps_planned=result.steps_planned if result else None,
+        final_loss=result.final_loss if result else None,
+        accuracy_before=before.accuracy if before else None,
+        accuracy_after=after.accuracy if after else None,
+        lenient_before=before.accuracy_lenient if before else None,
+        lenient_after=after.accuracy_lenient if after else None,
+        device=result.device if result else None,
+        when=result.finished if result else _last_write(record.root),
+        damaged=tuple(sorted(record.problems)),
+    )
+
+
+def _table(record: "RunRecord") -> "list[Row]":
+    from tunix_rt.evaluate.report import table
+
+    before = record.scores("before")
+    return table(before, record.scores("after")) if before else []
+
+
+def _last_write(root: Path) -> str | None:
+    times = [
+        os.lstat(root / name).st_mtime for name in ("metrics.jsonl", "precommit.json") if os.path.lexists(root / name)
+    ]
+    return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None
 
 
 def _run_folders(below: Path) -> Iterator[Path]:
@@ -173,140 +209,11 @@ def _run_folders(below: Path) -> Iterator[Path]:
         inner[:] = sorted(name for name in inner if not name.startswith("."))
 
 
-def _paths(run: "RunDir") -> dict[str, str]:
-    from tunix_rt.rundir import list_checkpoints
+def _paths(root: Path) -> dict[str, str]:
+    from tunix_rt.rundir import RunDir, list_checkpoints
 
+    run = RunDir(root)
     places = {"model": run.final_model, "samples": run.samples, "log": run.log, "hashes": run.hashes}
     if checkpoints := list_checkpoints(run.checkpoints):
         places["newest checkpoint"] = checkpoints[0]
     return {name: str(path) for name, path in places.items() if path.exists()}
-
-
-class _Reader:
-    """Reads the files of one run. What is damaged is remembered by file name in `notes`, and read as not known."""
-
-    def __init__(self, root: Path) -> None:
-        from tunix_rt.rundir import RunDir
-
-        self.run = RunDir(root)
-        self.notes: dict[str, str] = {}
-        self.half_written: list[str] = []
-
-    def summary(self) -> RunSummary:
-        result = self.object(self.run.result)
-        losses = [] if self.run.result.exists() else self.curve(self.run.metrics)
-        before, after = self.object(self.run.scores("before")), self.object(self.run.scores("after"))
-        status = _words(result.get("status")) or ("unknown" if self.run.result.exists() else UNFINISHED)
-        return RunSummary(
-            folder=str(self.run.root),
-            status=status,
-            steps_completed=losses[-1][0] if losses else _count(result.get("steps_completed")),
-            steps_planned=_count(result.get("steps_planned")),
-            final_loss=_finite(result.get("final_loss")),
-            accuracy_before=_finite(before.get("accuracy")),
-            accuracy_after=_finite(after.get("accuracy")),
-            lenient_before=_finite(before.get("accuracy_lenient")),
-            lenient_after=_finite(after.get("accuracy_lenient")),
-            device=_words(result.get("device")),
-            when=_words(result.get("finished")) or self._last_write(),
-            damaged=tuple(sorted(self.notes)),
-        )
-
-    def object(self, path: Path) -> Mapping[str, Any]:
-        """The JSON object in `path`, empty when the file is missing or damaged."""
-        from tunix_rt.rundir import read_json
-
-        if not path.exists():
-            return {}
-        try:
-            value = read_json(path)
-        except (TunixError, ValueError) as error:
-            return self._damaged(path, error.problem if isinstance(error, TunixError) else str(error))
-        return value if isinstance(value, dict) else self._damaged(path, f"{path} is not a JSON object")
-
-    def config(self) -> Mapping[str, Any]:
-        from tunix_rt.strict_yaml import read_yaml
-
-        if not self.run.config.exists():
-            return {}
-        try:
-            return read_yaml(self.run.config)
-        except TunixError as error:
-            return self._damaged(self.run.config, error.problem)
-
-    def curve(self, path: Path) -> list[tuple[int, float]]:
-        """(step, loss) of every line. A last line without newline is still being written."""
-        if not path.exists():
-            return []
-        try:
-            *lines, rest = path.read_bytes().split(b"\n")
-        except OSError as error:
-            self._damaged(path, f"{path} cannot be read: {error.strerror}")
-            return []
-        points = []
-        for number, line in enumerate(lines, start=1):
-            if (point := _point(line)) is None:
-                self._damaged(path, f"{path.name}:{number} is not a step with a finite loss")
-            else:
-                points.append(point)
-        if rest:
-            self.half_written.append(f"the last line of {path.name} is half-written")
-        return points
-
-    def table(self) -> "list[Row]":
-        from tunix_rt.evaluate.reading import read_scores
-        from tunix_rt.evaluate.report import table
-
-        before, after = self.run.scores("before"), self.run.scores("after")
-        if not before.exists():
-            return []
-        try:
-            return table(read_scores(before), read_scores(after) if after.exists() else None)
-        except TunixError as error:
-            self._damaged(before, error.problem)
-            return []
-
-    def _damaged(self, path: Path, problem: str) -> dict[str, Any]:
-        self.notes.setdefault(path.name, problem)
-        return {}
-
-    def _last_write(self) -> str | None:
-        times = [path.stat().st_mtime for path in (self.run.metrics, self.run.precommit) if path.exists()]
-        return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None
-
-
-def _point(line: bytes) -> tuple[int, float] | None:
-    try:
-        value = _mapping(json.loads(line))
-    except (ValueError, RecursionError):
-        return None
-    step, loss = _count(value.get("step")), _finite(value.get("loss"))
-    return None if step is None or loss is None else (step, loss)
-
-
-def _skipped(value: object) -> Iterator[str]:
-    """`step-000050: changed: model.safetensors` of every entry that names a checkpoint."""
-    for entry in value if isinstance(value, list) else ():
-        if name := _words(_mapping(entry).get("name")):
-            problems = _mapping(entry).get("problems")
-            said = [word for word in problems if isinstance(word, str)] if isinstance(problems, list) else []
-            yield f"{name}: {', '.join(said)}" if said else name
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _words(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None
-
-
-def _finite(value: object) -> float | None:
-    """A number that can be shown; a huge integer cannot."""
-    if type(value) is int and abs(value) < 2**53:
-        return float(value)
-    return value if isinstance(value, float) and math.isfinite(value) else None

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tunix_rt.evidence.record import WithoutSecrets
 from tunix_rt.models.secrets import redacted
+from tunix_rt.runs.journal import WithoutSecrets
 
 if TYPE_CHECKING:
     from rich.console import Console

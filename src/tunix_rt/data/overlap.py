@@ -1,8 +1,12 @@
-"""Evaluation questions that the training data holds: letter by letter, but for case and marks, or 13 words in a row."""
+"""Evaluation questions that the training data holds: letter by letter, but for case and marks, or 13 words in a row.
 
+Invisible characters and letters of other alphabets that look like Latin ones hide nothing."""
+
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -14,6 +18,32 @@ RUN_WORDS = 13
 """The length that is usual for this since GPT-3; below it, common phrases are found."""
 SHORT_WORDS = 5
 """A question of fewer than 13 words, but at least so many, is looked for whole."""
+
+ZERO_WIDTH_SPACE = "\u200b"
+"""May stand inside a word or between two."""
+_LOOK_ALIKE = dict(
+    zip(
+        "авеіјкӏмнорԛѕстухѵԁԝһү" + "αβεζηικνορτυχϳ" + "ıɑɡ",
+        "abeijklmhopqsctyxvdwhy" + "abezhikvoptyxj" + "iag",
+        strict=True,
+    )
+)
+"""Cyrillic, Greek and other letters in lower case -> the Latin letter that they, or their capitals, look like."""
+
+
+class _Visible(dict[int, str | None]):
+    """A letter as it looks; None for what cannot be seen: format characters, joiners, variation selectors, fillers."""
+
+    def __missing__(self, code: int) -> str | None:
+        character = chr(code)
+        hidden = unicodedata.category(character) == "Cf" or code in (0x034F, 0x115F, 0x1160, 0x3164)
+        hidden = hidden or 0xFE00 <= code <= 0xFE0F
+        seen = character if character == ZERO_WIDTH_SPACE or not hidden else None
+        self[code] = seen
+        return seen
+
+
+_VISIBLE = _Visible({ord(foreign): latin for foreign, latin in _LOOK_ALIKE.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +77,9 @@ def questions_of(items: Iterable[EvalItem]) -> Questions:
     how_many: Counter[str] = Counter()
     short: dict[str, list[tuple[str, int]]] = {}
     for number, item in enumerate(items):
-        listed = words(item.prompt)
-        whole = fold(item.prompt)
+        prompt = _as_seen(item.prompt)
+        listed = words(prompt)
+        whole = fold(prompt)
         exact.setdefault(item.prompt.strip(), number)
         if folded.setdefault(whole, number) != number:
             continue  # the same question again
@@ -80,10 +111,23 @@ def find_overlap(sample: Sample, questions: Questions) -> Match | None:
     for text in asked:
         if (item := questions.exact.get(text.strip())) is not None:
             return Match(rule="overlap_exact", item=item, shared=text.strip()[:60])
-    for text in asked:
-        if (item := questions.folded.get(fold(text))) is not None:
-            return Match(rule="overlap_normalised", item=item, shared=fold(text)[:60])
-    return next(_shared_runs(words(" ".join(sample.texts)), questions), None)
+    for whole in (fold(reading) for text in asked for reading in _readings(text)):
+        if (item := questions.folded.get(whole)) is not None:
+            return Match(rule="overlap_normalised", item=item, shared=whole[:60])
+    runs = (_shared_runs(words(reading), questions) for reading in _readings(" ".join(sample.texts)))
+    return next(chain.from_iterable(runs), None)
+
+
+def _readings(text: str) -> Iterator[str]:
+    """`text` as it is seen; with zero-width spaces, both as spaces and as nothing."""
+    seen = _as_seen(text)
+    yield seen
+    if ZERO_WIDTH_SPACE in seen:
+        yield seen.replace(ZERO_WIDTH_SPACE, "")
+
+
+def _as_seen(text: str) -> str:
+    return text if text.isascii() else unicodedata.normalize("NFKC", text).casefold().translate(_VISIBLE)
 
 
 def _shared_runs(listed: list[str], questions: Questions) -> Iterator[Match]:

@@ -109,6 +109,8 @@ class Remembered:
     merged: bool
     """Adapters stand beside the weights in memory, and were added to them in the folder."""
     attention: str
+    weights: str | None = None
+    """Type of the weights in memory, where the folder has another."""
     other_engine: bool = False
     """Other kernels than transformers' computed it."""
 
@@ -120,6 +122,8 @@ class Place:
     device: str
     compute: str | None = None
     """None: in the type that the folder names."""
+    weights: str | None = None
+    """Type in which the weights are loaded to compute; None: that of the folder."""
     autocast: str | None = None
     share: float
 
@@ -181,6 +185,7 @@ def remember(backend: Any, engine: Any, *, tokenizer: Tokenizer, style: Style, s
         autocast=recipe.compute if recipe.casts and recipe.frozen is None else None,
         merged=recipe.frozen is not None,
         attention=engine.attention.generating,
+        weights=None if engine.saved_dtype is None else recipe.weights,
         other_engine=hasattr(engine, "vocabulary"),
     )
 
@@ -234,7 +239,7 @@ def _proof(remembered: Remembered, seen: Mapping[str, Any], place: Place, second
         chat_template_sha256=remembered.chat_template_sha256,
         stop_ids=remembered.stop_ids,
         device=place.device,
-        dtype=place.compute or place.autocast or str(next(iter(remembered.tensors.values()))[0]),
+        dtype=place.compute or place.autocast or place.weights or str(next(iter(remembered.tensors.values()))[0]),
         seconds=round(seconds, 3),
     )
 
@@ -247,7 +252,7 @@ def _places(remembered: Remembered) -> list[Place]:
     if remembered.other_engine and not exact:
         return [Place(device="cpu", compute="float32", share=WIDENED)]
     near = EXACT if exact else WIDENED if remembered.merged else ROUNDED
-    places = [Place(device=remembered.device, autocast=remembered.autocast, share=near)]
+    places = [Place(device=remembered.device, weights=remembered.weights, autocast=remembered.autocast, share=near)]
     if remembered.device != "cpu":
         places.append(Place(device="cpu", compute="float32", share=MOVED if exact else WIDENED))
     return places
@@ -257,10 +262,10 @@ def _too_small(place: Place, folder: Path, device_room: int | None) -> str | Non
     """Why the folder cannot be loaded there, or None. On its way to a GPU it lies in the host's memory as well."""
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     host = host_facts().ram_available_bytes
-    widest = 2 * weights if place.compute else weights  # 16-bit weights widened to float32
+    widest = 2 * weights if place.compute or place.weights else weights  # 16-bit weights widened to float32
     needed = {"the host": (widest + SPARE_BYTES, host)}
     if place.device != "cpu" and device_room is not None:
-        there = reloaded_bytes(weights, device=place.device, autocast=place.autocast is not None)
+        there = reloaded_bytes(widest, device=place.device, autocast=place.autocast is not None)
         needed[place.device] = (there + SPARE_BYTES, device_room)
     for where, (most, free) in needed.items():
         if most > free:
@@ -283,6 +288,7 @@ def ask_fresh_process(
         "pad_id": remembered.pad_id,
         "device": place.device,
         "compute": place.compute,
+        "weights": place.weights,
         "autocast": place.autocast,
         "attention": remembered.attention,
     }

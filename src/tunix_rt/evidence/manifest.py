@@ -1,86 +1,289 @@
-"""`run_manifest.json` of a bundle: one flat account of the run for programs, with its settings. It holds no null: a setting
-left open is named apart."""
+"""`run_manifest.json`: what a bundle states about its run, computed from the facts of the run and nothing else, so that whoever
+verifies it computes it again. It contains no null: a setting left open is listed by name."""
 
-import json
-from collections.abc import Mapping
+import hashlib
+import math
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
-from tunix_rt.errors import ConfigError
-from tunix_rt.evidence.claims import AGAIN, UNPRINTED, UNTOUCHED, RunFiles, require
-from tunix_rt.evidence.doubtful import nulls, shown
+from pydantic import ValidationError
 
-MANIFEST = "run_manifest.json"
-MANIFEST_SCHEMA = "tunix-rt/run-manifest/1"
-LONGEST_NAME = 100
-NO_NAMES = ("unknown", "todo", "tbd", "none", "null", "n/a", "placeholder")
+from tunix_rt.evidence.checks import left_out
+from tunix_rt.evidence.facts import Run
+from tunix_rt.runs.checksums import SUMS
+from tunix_rt.runs.reading import parse_object, shown
+from tunix_rt.runs.record import MANIFEST
+from tunix_rt.runs.schemas import Manifest, problems_of
 
-_SAID = (
-    "commit", "source_sha256", "backend", "device", "model", "weights", "dataset", "steps_completed", "resumed_from",
-    "final_loss",
-)  # fmt: skip
+PLACEHOLDERS = ("unknown", "todo", "tbd", "none", "null", "n/a", "placeholder")
+SAME = ("source_sha256", "numerics", "dataset", "base_model", "tokenizer_sha256", "seeds", "evalset")
+"""What the same run on the CPU committed to as well."""
+SPEEDS, OF_BOTH = ("device", "device_with_first_step"), ("cpu", "cpu_with_first_step", "ratio")
+OF_A_GPU = ("capability", "driver", "driver_cuda", "count")
 
 
-def manifest_of(run: RunFiles, says: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """The manifest under the name `run_id`, from what `bundle.json` says and from the run's settings and versions."""
-    settings, left_open = settings_of(run)
-    return {
-        "schema": MANIFEST_SCHEMA,
-        "run_id": run_id,
-        "precommit_sha256": says["run_id"],
-        **{name: says[name] for name in _SAID},
-        "versions": _versions(run, says),
-        "hardware": _hardware(says),
-        "configuration": settings,
-        **({"configuration_left_open": left_open} if left_open else {}),
-        "tokens_per_second": says["tokens_per_second"]["device"],
+def manifest_of(run: Run, cpu: Run | None, *, name: str, commit: str | None) -> dict[str, Any]:
+    """Everything that the bundle of `run` states under the name `name`. `cpu` is the same configuration on the CPU."""
+    committed, result = run.commitment, run.result
+    stated = {
+        "format": committed.format,
+        "run_id": name,
+        "precommit_sha256": run.run_id,
+        "commit": commit,
+        "source_sha256": committed.source_sha256,
+        "numerics": committed.numerics,
+        "backend": run.backend,
+        "device": run.device,
+        "model": without_place(committed.base_model.name),
+        "weights": committed.base_model.weights,
+        "dataset": without_place(committed.dataset.key),
+        "steps_completed": result.steps_completed,
+        "resumed_from": result.resumed_from or 0,
+        "final_loss": result.final_loss,
+        "heldout_loss": _heldout(run),
+        "scores": _scores(run),
+        "versions": _versions(run),
+        "hardware": _hardware(run),
+        "gpu_memory": _gpu_memory(run),
+        **_configuration(run),
+        "tokens_per_second": _speeds(run, cpu),
+        "seconds": _known({"run": result.seconds, "steps": _finite(_total(run, 1)[1])}),
+        "peak_bytes": max((line.peak_bytes for line in run.metrics), default=0),
+        "inputs": _inputs(run),
+        "left_out": left_out(run),
+        "cpu_run": _cpu_run(cpu) if cpu else None,
     }
+    return _known(stated)
 
 
-def fault_of_name(run_id: Any) -> str | None:
-    """Why `run_id` names no run; None for one that does."""
-    if not isinstance(run_id, str) or not run_id.strip() or run_id != run_id.strip() or UNPRINTED.search(run_id):
-        return f"run_id is {shown(run_id)}, not a line of text"
-    if len(run_id) > LONGEST_NAME:
-        return f"run_id has {len(run_id)} letters, {LONGEST_NAME} are the most"
-    return f"run_id is {shown(run_id)}, a placeholder" if run_id.casefold() in NO_NAMES else None
+def manifest_problems(run: Run, cpu: Run | None) -> Iterator[str]:
+    """How the run_manifest.json of the bundle differs from what its run gives under the same name and commit."""
+    recorded = parse_object(run.record.data(MANIFEST) or b"")
+    if isinstance(recorded, str):
+        yield f"{MANIFEST}: {recorded}"
+        return
+    expected = manifest_of(run, cpu, name=recorded.get("run_id", ""), commit=recorded.get("commit"))
+    yield from (f"{MANIFEST}: {problem}" for problem in incomplete(recorded))
+    yield from (f"{MANIFEST}: {problem}" for problem in _differences(recorded, expected))
 
 
-def require_name(run_id: str) -> str:
-    if fault := fault_of_name(run_id):
-        raise ConfigError(f"--run-id: {fault}", fix="name the run in one short line: --run-id m39-local-cpu-proof")
-    return run_id
+def companion_problems(run: Run, cpu: Run | None) -> Iterator[str]:
+    """How the run that a GPU is compared with is not the same run on the CPU."""
+    if cpu is None:
+        yield "cpu/: not a completed run"
+        return
+    yield from (f"{cpu.where}{problem}" for problem in _other_setup(run, cpu))
 
 
-def _versions(run: RunFiles, says: Mapping[str, Any]) -> dict[str, str]:
-    """Of everything that computed; on a GPU also of what ties it to CUDA."""
-    found = {name: str(says[name]) for name in ("torch", "jax", "jaxlib", "cuda") if name in says}
-    found |= says.get("cuda_plugin", {})
-    for name in run.need("precommit.json", "versions", dict):
-        version = require(f"{run.where}precommit.json: versions", run.precommit["versions"], str(name), str)
-        if UNPRINTED.search(str(name)) or version == "not installed":
-            raise run.fault(f"precommit.json: the version of {shown(name)} is {shown(version)}", AGAIN)
-        found.setdefault(str(name), version)
+def _other_setup(run: Run, cpu: Run) -> Iterator[str]:
+    if cpu.device != "cpu":
+        yield f"result.json: ran on {cpu.device}, not on the CPU"
+    ours, theirs = (one.config.model_dump(mode="json") for one in (run, cpu))
+    ours["training"]["device"] = theirs["training"]["device"]
+    yield from (f"config.yaml: {problem}" for problem in _differences(theirs, ours))
+    for name in SAME:
+        if getattr(run.commitment, name) != getattr(cpu.commitment, name):
+            yield f"precommit.json: {name} is not that of the run on {run.device}"
+    if run.backend == "torch":  # JAX spreads its batch over the devices that it sees
+        steps = ([(line.batch, line.tokens, line.target_tokens) for line in one.metrics] for one in (run, cpu))
+        if next(steps) != next(steps):
+            yield f"metrics.jsonl: other batches than on {run.device}"
+
+
+def incomplete(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """What a manifest lacks or cannot contain: `dotted.key: problem`."""
+    try:
+        found = Manifest.model_validate(manifest)
+    except ValidationError as error:
+        yield from problems_of(error)
+        return
+    if found.run_id.casefold() in PLACEHOLDERS:
+        yield f"run_id: {shown(found.run_id)} is a placeholder"
+    speeds = SPEEDS if found.cpu_run is None else SPEEDS + OF_BOTH
+    yield from (f"tokens_per_second.{name}: missing" for name in speeds if name not in found.tokens_per_second)
+    yield from (f"seconds.{name}: missing" for name in ("run", "steps") if name not in found.seconds)
+    if found.device == "cuda":
+        yield from (f"hardware.{name}: missing" for name in OF_A_GPU if getattr(found.hardware, name) is None)
+        if found.gpu_memory is None:
+            yield "gpu_memory: missing"
+
+
+def without_place(name: str) -> str:
+    """A key, a hub id or a relative path as it is; of an absolute path its last part."""
+    return os.path.basename(name.rstrip("/")) or name if name.startswith(("/", "~")) else name
+
+
+def _differences(recorded: Any, expected: Any, name: str = "") -> Iterator[str]:
+    if isinstance(recorded, dict) and isinstance(expected, dict):
+        for key in sorted(recorded.keys() | expected.keys()):
+            inner = f"{name}.{key}" if name else key
+            if key not in recorded:
+                yield f"{inner}: missing, the run has {shown(expected[key])}"
+            elif key not in expected:
+                yield f"{shown(inner)}: {shown(recorded[key])}, the run has none"
+            else:
+                yield from _differences(recorded[key], expected[key], inner)
+    elif recorded != expected or type(recorded) is not type(expected):
+        yield f"{name}: {shown(recorded)}, the run has {shown(expected)}"
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is not known."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# --- the outcome ------------------------------------------------------------------------------------------------------
+
+
+def _heldout(run: Run) -> dict[str, Any] | None:
+    lines = run.record.heldout
+    ends = {"first": lines[0], "last": lines[-1]} if lines else {}
+    return {name: {"step": line.step, "loss": line.loss} for name, line in ends.items()} or None
+
+
+def _scores(run: Run) -> dict[str, Any] | None:
+    both = {when: run.record.scores(when) for when in ("before", "after")}
+    names = ("items", "correct", "well_formed", "accuracy")
+    return {when: {name: getattr(one, name) for name in names} for when, one in both.items() if one} or None
+
+
+def _speeds(run: Run, cpu: Run | None) -> dict[str, float]:
+    """Tokens over seconds of all steps but the first, which also warms up; and with it."""
+    found = {"device": _speed(run, 2), "device_with_first_step": _speed(run, 1)}
+    if cpu is not None:
+        found |= {"cpu": _speed(cpu, 2), "cpu_with_first_step": _speed(cpu, 1)}
+        if found["device"] and found["cpu"]:
+            found["ratio"] = _finite(found["device"] / found["cpu"])
+    return _known(found)
+
+
+def _speed(run: Run, first: int) -> float | None:
+    tokens, seconds = _total(run, first)
+    return _finite(tokens / seconds) if tokens and seconds else None
+
+
+def _total(run: Run, first: int) -> tuple[int, float]:
+    """Tokens and seconds from step `first` on. Added one by one: what `sum` gives for floats depends on the Python."""
+    lines = run.metrics[first - 1 :]
+    return sum(line.tokens for line in lines), reduce(operator.add, (line.seconds for line in lines), 0.0)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# --- the computer -----------------------------------------------------------------------------------------------------
+
+
+def _versions(run: Run) -> dict[str, str]:
+    """Of the packages that computed; on a GPU also of what ties the engine to CUDA."""
+    torch, jax = run.doctor.facts.torch, run.doctor.facts.jax
+    found = {name: version for name, version in run.commitment.versions.items() if version != "not installed"}
+    if run.device == "cuda" and run.backend == "torch" and torch is not None and torch.cuda_build is not None:
+        found["cuda"] = torch.cuda_build
+    if run.device != "cpu" and run.backend == "jax" and jax is not None:
+        found |= jax.plugins
     return found
 
 
-def _hardware(says: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and memory of the device; of a run on the CPU, the host's."""
-    host = says["host"]
-    if says["device"] == "cuda":
-        return {**says["gpu"], "host": host}
-    return {"name": host["cpu"], "cpu_cores": host["cpu_cores"], "memory_bytes": host["memory_bytes"]}
+def _host(run: Run) -> dict[str, Any]:
+    """A CPU without a name goes by its architecture."""
+    host = run.doctor.facts.host
+    named = host.cpu.casefold() not in PLACEHOLDERS
+    return {
+        "cpu": host.cpu if named else host.machine,
+        "cpu_cores": host.cpu_cores,
+        "memory_bytes": host.ram_total_bytes,
+    }
 
 
-def settings_of(run: RunFiles) -> tuple[dict[str, Any], list[str]]:
-    """`config.yaml` as JSON has it, without the settings left open, and their dotted names."""
-    try:
-        plain = json.loads(json.dumps(run.config, allow_nan=False))
-        return _without_nulls(plain), nulls(plain)
-    except (TypeError, ValueError, RecursionError) as error:  # a date, say, or something that is no number
-        raise run.fault(f"config.yaml: its settings are none that JSON can have ({error})", UNTOUCHED) from error
+def _hardware(run: Run) -> dict[str, Any]:
+    """The device, and the computer around it."""
+    host, choice, proof = _host(run), run.doctor.choice, run.doctor.proof
+    if run.device == "cpu" or choice is None:
+        return {"name": host["cpu"], "memory_bytes": host["memory_bytes"], "host": host}
+    about, nvidia, batch = proof.about if proof else None, run.doctor.facts.nvidia, run.commitment.batch
+    capability = (about.capability if about else None) or choice.capability
+    return _known(
+        {
+            "name": (about.name if about else None) or choice.kind,
+            "memory_bytes": choice.memory_bytes,
+            "capability": ".".join(map(str, capability)) if capability else None,
+            "driver": nvidia.driver_version,
+            "driver_cuda": nvidia.driver_cuda,
+            "count": batch.devices if batch else 1,
+            "uuid": about.uuid if about else None,
+            "host": host,
+        }
+    )
+
+
+def _gpu_memory(run: Run) -> dict[str, Any] | None:
+    """The largest sample under the process id of the run; of the whole device where NVML hides process ids."""
+    samples = run.result.gpu_memory or ()
+    ours = [sample for sample in samples if sample.by == "nvml"] or list(samples)
+    if not ours or run.device != "cuda":
+        return None
+    largest = max(ours, key=lambda sample: sample.used_bytes)
+    return {"samples": len(ours), **{name: getattr(largest, name) for name in ("by", "step", "pid", "used_bytes")}}
+
+
+# --- settings and inputs ----------------------------------------------------------------------------------------------
+
+
+def _configuration(run: Run) -> dict[str, Any]:
+    """`config.yaml` without the settings left open, and their dotted names."""
+    settings = run.config.model_dump(mode="json")
+    left_open = sorted(_nulls(settings))
+    return {"configuration": _without_nulls(settings)} | ({"configuration_left_open": left_open} if left_open else {})
+
+
+def _nulls(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _nulls(inner, f"{name}.{key}" if name else str(key))
+    elif value is None:
+        yield name
 
 
 def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value if inner is not None] if isinstance(value, list) else value
+    return (
+        {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        if isinstance(value, dict)
+        else value
+    )
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    """What the run was given, by name and hash."""
+    committed = run.commitment
+    model = committed.base_model
+    dataset, evalset = committed.dataset, committed.evalset
+    return _known(
+        {
+            "dataset": {"name": without_place(dataset.key), "sha256": dataset.sha256},
+            "evalset": {"name": without_place(evalset.key), "sha256": evalset.sha256} if evalset else None,
+            "base_model": _known(
+                {
+                    "name": without_place(model.name),
+                    "revision": model.revision,
+                    "files": dict(model.files),
+                    "converted_from": model.converted_from,
+                }
+            ),
+            "tokenizer_sha256": committed.tokenizer_sha256,
+        }
+    )
+
+
+def _cpu_run(cpu: Run) -> dict[str, Any]:
+    sums = cpu.record.data(SUMS) or b""
+    return {
+        "precommit_sha256": cpu.run_id,
+        "versions": _versions(cpu),
+        "host": _host(cpu),
+        "sums_sha256": hashlib.sha256(sums).hexdigest(),
+    }

@@ -1,392 +1,236 @@
-"""The README of a bundle: what `bundle.json` says, in sentences. Pure; every figure comes from there."""
+"""README.md of a bundle, from run_manifest.json. For people: it is hashed, and nothing parses it.
 
-from collections.abc import Iterator, Mapping
+Names come from machines and settings of strangers: Markdown is escaped in prose, and shell words are quoted in commands.
+"""
+
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tunix_rt.evidence.bringing import bring_words, quantised
-from tunix_rt.evidence.claims import OLDER_SCHEMA, SCHEMA
-from tunix_rt.evidence.hashes import is_weights
+from tunix_rt.runs.checksums import is_weights
 
-GIB = 2**30
+Stated = Mapping[str, Any]
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|~$&])")
+_QUANTIZED = re.compile(r"(?i)(?:^|[-_.])(i?q[1-8](?:_[a-z0-9]+)*|mxfp4|nvfp4)(?=[-_.]|$)")
+"""As GGUF files are named after their quantization: Q4_K_M."""
+_RANDOM = """**RANDOM WEIGHTS: this run is no evidence of learning.** Architecture and size are the real ones, so it shows that \
+the device computes, what that costs and how fast it is. Its loss and its answers say nothing about the model."""
+_BY_HAND = r"""cd src/tunix_rt && find . -type f ! -path '*/.*' ! -path '*/__pycache__/*' ! -path './packaged/*' -printf '%P\n' \
+    | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum"""
+_LEVELS = """At L1 the bundle agrees with itself. That the weights give these answers is shown from L2 on, that training gives \
+these losses from L3 on. Which device computed is the run's own statement, unless it is replayed on one like it."""
 
 
-def readme_text(says: Mapping[str, Any]) -> str:
+def readme_text(manifest: Stated, external: Collection[str] = ()) -> str:
+    """The page. `external` are the keys of `inputs` that do not ship with tunix-rt."""
+    on_gpu = manifest["device"] == "cuda"
     parts = [
-        f"# {says['model']} trained on {_where(says)}",
-        _opening(says),
-        *([_RANDOM] if says["weights"] == "random" else []),
-        "## What ran\n\n" + _what_ran(says),
-        *(["## What came of it\n\n" + result] if (result := _result(says)) else []),
-        *(["## With what\n\n" + "\n".join(_table(says))] if result else ["\n".join(_table(says))]),
-        _speed_words(says),
-        *(["## Was it really the GPU?\n\n" + "\n".join(_checklist(says))] if says["device"] == "cuda" else []),
-        "## What is not here\n\n" + _left_out(says),
-        "## Make it again\n\n" + _again(says),
-        "## Check it\n\n" + _check(says),
+        f"# {_safe(manifest['model'])} trained on {_device(manifest)}",
+        f"{manifest['steps_completed']} optimizer steps on `device={manifest['device']}`, completed. tunix-rt generated this "
+        "page from `run_manifest.json`; no figure was typed by hand.",
+        *([_RANDOM] if manifest["weights"] == "random" else []),
+        *("## The run", *_run(manifest)),
+        *("## Results", *_results(manifest)),
+        *("## Environment and speed", _table(_environment(manifest)), _speed(manifest)),
+        *(["## Did training run on the GPU?", "\n".join(_checklist(manifest))] if on_gpu else []),
+        *("## Not in this folder", *_left_out(manifest["left_out"])),
+        *("## Reproduce", *_reproduce(manifest, external)),
+        *("## Verify", *_verify(manifest, external)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-_RANDOM = (
-    "**THE WEIGHTS WERE RANDOM. This run is no evidence of learning.** Architecture and size are the real ones, so it shows "
-    "that the device computes, what it costs and how fast it is. Its loss and its answers say nothing about the model."
-)
+def _safe(text: Any) -> str:
+    """One line in which nothing is Markdown or HTML."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(str(text).split()))
 
 
-def _where(says: Mapping[str, Any]) -> str:
-    return str(says["gpu"]["name"] if says["device"] == "cuda" else "the CPU")
-
-
-def _opening(says: Mapping[str, Any]) -> str:
-    ran = f"{says['steps_completed']} optimizer steps on `device={says['device']}`, completed"
-    written = f"{ran}. Written by tunix-rt from the files in this folder; no figure was typed by hand."
-    return written if says["schema"] == OLDER_SCHEMA else f"{written} {_MANIFEST}"
-
-
-_MANIFEST = "`run_manifest.json` says it for programs, with the settings; it names those left open, and holds no null."
-
-
-def _what_ran(says: Mapping[str, Any]) -> str:
-    continued = f" It was continued after step {says['resumed_from']}." if says["resumed_from"] else ""
-    return (
-        f"The model {says['model']} ({says['weights']} weights) on the dataset {says['dataset']}, by the settings in "
-        f"`config.yaml`:\n\n```bash\n{_train(says, 'config.yaml', 'RUN')}\n```\n\n"
-        f"Source: commit `{says['commit']}`. It was found from the hash of the package's files that the run wrote down "
-        f"before its first step, not from the state of a working tree.{continued}"
-    )
-
-
-def _train(says: Mapping[str, Any], config: str, output: str) -> str:
-    command = f"tunix-rt train {config} --output {output}"
-    return f"{command} --weights random" if says["weights"] == "random" else command
-
-
-# --- the result -------------------------------------------------------------------------------------------------------
-
-
-def _result(says: Mapping[str, Any]) -> str:
-    """What training changed, for whoever reads no further. Empty for bundles of older schemas, which have no such facts."""
-    scores, heldout = says.get("scores", {}), says.get("heldout_loss")
-    if says["schema"] != SCHEMA or not (scores or heldout):
-        return ""
-    lines = ["| | before training | after |", "|---|---|---|"] if scores or heldout else []
-    if scores:
-        sides = [scores.get(when) for when in ("before", "after")]
-        lines.append("| answers that are right | " + " | ".join(map(_right, sides)) + " |")
-        lines.append("| answers in the form that was asked for | " + " | ".join(map(_formed, sides)) + " |")
-    if heldout:
-        losses = [f"{heldout[name]['loss']:.4f} (step {heldout[name]['step']})" for name in ("first", "last")]
-        lines.append("| loss on held-out data | " + " | ".join(losses) + " |")
-    words = (
-        "The figures follow from the answers in `eval/`, which `verify` judges again, and from `eval/heldout.jsonl`."
-    )
-    return "\n".join(lines) + "\n\n" + words + _quantised(says)
-
-
-def _right(side: Mapping[str, Any] | None) -> str:
-    return f"{side['correct']} of {side['items']} ({100 * side['accuracy']:.1f} %)" if side else "not asked"
-
-
-def _formed(side: Mapping[str, Any] | None) -> str:
-    return f"{side['well_formed']} of {side['items']}" if side else "not asked"
-
-
-def _quantised(says: Mapping[str, Any]) -> str:
-    for thing in says.get("to_bring", []):
-        if form := quantised(thing):
-            return (
-                f"\n\nThe base model was converted from a quantised file ({form}): its weights are rounded ones, not those "
-                "that were published, so neither column speaks for the published model."
-            )
-    return ""
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def _table(says: Mapping[str, Any]) -> Iterator[str]:
-    yield "| | |\n|---|---|"
-    for name, value in _figures(says):
-        yield f"| {name} | {value} |"
-
-
-def _figures(says: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    speeds = says["tokens_per_second"]
-    yield from _versions(says)
-    if says["device"] == "cuda":
-        gpu = says["gpu"]
-        yield "driver", gpu["driver"]
-        yield "CUDA the driver reports", gpu["driver_cuda"]
-        yield "GPU", gpu["name"] if gpu.get("count", 1) == 1 else f"{gpu['count']} x {gpu['name']}"
-        yield "compute capability", gpu["compute_capability"]
-        yield "memory of the GPU", _bytes(gpu["memory_bytes"])
-    yield "CPU", f"{says['host']['cpu']}, {says['host']['cpu_cores']} cores"
-    yield "memory of the host", _bytes(says["host"]["memory_bytes"])
-    yield "steps", str(says["steps_completed"])
-    yield "final loss", repr(says["final_loss"])
-    yield f"tokens/s on {_where(says)}", _speed(speeds["device"])
-    if "cpu" in speeds:
-        host = says["cpu_run"]["host"]
-        engine = f"{_engine(says)} {says['cpu_run'][says['backend']]}"
-        on = f"{host['cpu']}, {host['cpu_cores']} cores, {engine}"
-        yield f"tokens/s of the same configuration on the CPU ({on})", _speed(speeds["cpu"])
-        yield "GPU against CPU", f"{speeds['ratio']:.2f} times"
-
-
-def _engine(says: Mapping[str, Any]) -> str:
-    return "JAX" if says["backend"] == "jax" else "PyTorch"
-
-
-def _versions(says: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if says["backend"] == "jax":
-        yield "JAX", says["jax"]
-        yield "jaxlib", says["jaxlib"]
-        for name, version in sorted(says.get("cuda_plugin", {}).items()):
-            yield f"CUDA plugin `{name}`", version
-        return
-    yield "PyTorch", says["torch"]
-    if says["device"] == "cuda":
-        yield "CUDA of the PyTorch wheel", says["cuda"]
-
-
-def _bytes(size: int) -> str:
-    return f"{size:,} bytes ({size / GIB:.1f} GiB)"
-
-
-def _speed(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:,.1f}"
-
-
-def _speed_words(says: Mapping[str, Any]) -> str:
-    speeds = says["tokens_per_second"]
-    with_first = f"{_speed(speeds['device_with_first_step'])} tokens/s"
-    files = "`metrics.jsonl`"
-    if "cpu" in speeds:
-        with_first = f"{_speed(speeds['device_with_first_step'])} tokens/s on the GPU and "
-        with_first += f"{_speed(speeds['cpu_with_first_step'])} on the CPU"
-        files = "`metrics.jsonl` and `cpu/metrics.jsonl`"
-    return (
-        "Speeds are all tokens over all seconds of the steps after the first, which also warms up; with it they are "
-        f"{with_first}. They come from {files}. {_runs(says)}: a confirmation, not a benchmark."
-    )
-
-
-def _runs(says: Mapping[str, Any]) -> str:
-    if says["device"] == "cuda" and "cpu_run" not in says:
-        return "No run on the CPU was given to hold them against, so there is no ratio. One run"
-    return "One run each"
-
-
-# --- the definition of done -------------------------------------------------------------------------------------------
-
-
-def _checklist(says: Mapping[str, Any]) -> Iterator[str]:
-    gpu, memory, with_jax = says["gpu"], says["gpu_memory"], says["backend"] == "jax"
-    seen = "`jax.devices()[0].platform` was `gpu`" if with_jax else "`torch.cuda.is_available()` returned `True`"
-    yield f"- [x] {seen}: `cuda_check.txt`."
-    expected = "as the milestone expected"
-    if "RTX 5090" not in gpu["name"]:
-        expected = "the milestone expected an RTX 5090, this is the GPU that was there"
-    yield (
-        f"- [x] The GPU was explicitly detected: {gpu['name']}, compute capability {gpu['compute_capability']} "
-        f"({expected}): `doctor.json`, `cuda_check.txt`, `env_info.txt`."
-    )
-    yield "- [x] Training ran on `device=cuda`: `training_log.txt`, the lines with `Using device: cuda` and `device=cuda`."
-    yield f"- [x] {_JAX_HAS_CODE if with_jax else _TORCH_HAS_CODE}"
-    yield f"- [x] {_memory_words(memory)}{_JAX_TAKES if with_jax else ''}"
-    yield "- [x] The evidence is saved: the files in this folder, hashed in `SHA256SUMS`."
-    yield f"- [x] No silent CPU fallback. {_fallback_words(says)}"
-
-
-_TORCH_HAS_CODE = (
-    "No warnings about unsupported compute capability: PyTorch gave none of those it has, in `training_log.txt` "
-    "or `cuda_check.txt`."
-)
-_JAX_HAS_CODE = (
-    "The compute capability is supported: the doctor judged that JAX's CUDA plugin has code for it (the check "
-    "`jax-plugin-lacks-architecture` passed: `doctor.json`), and the kernels of the proof ran: `cuda_check.txt`."
-)
-_JAX_TAKES = (
-    " JAX by default takes its share of the memory when it starts: this is what it held, not what the steps needed of it "
-    "(`peak_bytes` in `metrics.jsonl`)."
-)
-
-
-def _memory_words(memory: Mapping[str, Any]) -> str:
-    at = f"at step {memory['step']}"
-    if memory["by"] == "nvml":
-        return (
-            f"GPU memory was allocated under our process id: {_bytes(memory['used_bytes'])} for process {memory['pid']} "
-            f"{at}, the most of {memory['samples']} samples that NVML gave while it trained: `result.json` (`gpu_memory`), "
-            "`nvidia_smi.txt`."
-        )
-    return (
-        f"GPU memory was allocated during training: {_bytes(memory['used_bytes'])} {at}, the most of {memory['samples']} "
-        "samples. NVML hides process ids on this machine, so this is the memory in use on the whole device, "
-        f"not that of our process ({memory['pid']}) alone: `result.json` (`gpu_memory`), `nvidia_smi.txt`."
-    )
-
-
-def _fallback_words(says: Mapping[str, Any]) -> str:
-    names = ", ".join(says["proof"])
-    where = "parameters, optimizer state and loss live on the device"
-    by = "`_assert_on_device` in `src/tunix_rt/backends/torch_backend.py`"
-    if says["backend"] == "jax":
-        where = "parameters and optimizer state live on the device"
-        by = "`_assert_on_devices` in `src/tunix_rt/backends/jax_backend.py`"
-    return (
-        f"After its first step the engine asserts that {where}, and ends "
-        f"the run if one does not ({by} at this commit); this "
-        f"run completed (`result.json`). Before training, {len(says['proof'])} proofs ran on the device and passed: "
-        f"{names} (`doctor.json`)."
-    )
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-def _left_out(says: Mapping[str, Any]) -> str:
-    left_out: Mapping[str, str] = says["left_out"]
-    weights = [name for name in sorted(left_out) if is_weights(name)]
-    if not left_out:
-        return "Nothing: checkpoints and weights are in the bundle."
-    traces = [name for name in left_out if name.startswith("profile/")]
-    others = len(left_out) - len(weights) - len(traces)
-    lines = ["Weights are not in the bundle; their hashes are (`run-SHA256SUMS`, `left_out` in `bundle.json`):", ""]
-    if not weights:
-        lines = ["Not all that the run left; the hashes of the rest are in `left_out` of `bundle.json`."]
-    lines += [f"- `{name}` sha256 `{left_out[name]}`" for name in weights]
-    if others:
-        lines += ["", f"Nor are {others} other files of `checkpoints/`, `final_model/` and `tensorboard/`."]
-    if traces:
-        lines += ["", "Nor is the trace of the steps that were recorded (`profile/trace.json.gz`)."]
-    return "\n".join(lines)
-
-
-def _again(says: Mapping[str, Any]) -> str:
-    """The first block is run by a test, as it stands, in the folder of the bundle."""
-    if says["schema"] != SCHEMA:
-        return _again_before(says)
-    checkout = [f"git checkout {says['commit']}", *_install(says)]
-    collect = "tunix-rt evidence collect ../reproduced --to ../NEW_BUNDLE"
-    if "cpu_run" in says:
-        collect += " --cpu-run ../reproduced_cpu"
-    elif says["device"] == "cuda" and says["backend"] != "jax":
-        collect += " --without-cpu-run"
-    cpu = [_train(says, "cpu/config.yaml", "../reproduced_cpu")] if "cpu_run" in says else []
-    return "\n".join(
-        [
-            *_bring(says),
-            f"In {'that copy' if 'to_bring' in says else 'this folder'}, with tunix-rt installed at the commit above:\n",
-            f"```bash\n{_train(says, 'config.yaml', '../reproduced')}\n```\n",
-            "To have it so, in a clone of the repository:\n",
-            _block(*checkout),
-            "\nAnd to make a bundle of it, which has a speed of its own:\n",
-            _block(*cpu, collect),
-            f"\nOn another device, driver or {_engine(says)} the losses agree closely, not to the last bit.",
-        ]
-    )
+def _code(text: Any) -> str:
+    """An inline code span: a backtick would end it, a bar a table cell."""
+    return f"`{re.sub('[`|]', '?', ' '.join(str(text).split()))}`"
 
 
 def _block(*lines: str) -> str:
     return "```bash\n" + "\n".join(lines) + "\n```"
 
 
-def _again_before(says: Mapping[str, Any]) -> str:
-    """As bundles of older schemas have it, which must verify to the letter."""
-    lines = [f"git checkout {says['commit']}", *_install(says), _train(says, "BUNDLE/config.yaml", "RUN")]
-    if "cpu_run" in says:
-        lines.append(_train(says, "BUNDLE/cpu/config.yaml", "CPU_RUN"))
-        lines.append("tunix-rt evidence collect RUN --cpu-run CPU_RUN --output NEW_BUNDLE")
-    else:
-        lines.append("tunix-rt evidence collect RUN --output NEW_BUNDLE")
-    words = (
-        f"`BUNDLE` is this folder. On another device, driver or {_engine(says)} the losses agree closely, "
-        "not to the last bit."
-    )
-    return "```bash\n" + "\n".join(lines) + "\n```\n\n" + words
+def _table(rows: Iterator[tuple[str, ...]]) -> str:
+    first, *others = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (first, ("---",) * len(first), *others))
 
 
-def _install(says: Mapping[str, Any]) -> Iterator[str]:
-    """With JAX, which has its CUDA libraries from an extra of its own, named as in `jax-cuda13-plugin`."""
-    if says["backend"] != "jax":
-        yield 'pip install -e ".[training]"'
-        return
-    yield 'pip install -e ".[jax]"'
-    cuda = {name.split("-")[1] for name in says.get("cuda_plugin", {})}
-    yield from (f'pip install "jax[{one}]=={says["jax"]}"' for one in sorted(cuda))
+def _device(manifest: Stated) -> str:
+    hardware = manifest["hardware"]
+    several = f"{hardware['count']} x " if hardware.get("count", 1) > 1 else ""
+    return "the CPU" if manifest["device"] == "cpu" else several + _safe(hardware["name"])
 
 
-def _check(says: Mapping[str, Any]) -> str:
-    return _check_now(says) if says["schema"] == SCHEMA else _check_before(says)
+def _bytes(size: int) -> str:
+    return f"{size:,} bytes ({size / 2**30:.1f} GiB)"
 
 
-def _bring(says: Mapping[str, Any]) -> list[str]:
-    """What does not come with tunix-rt, as a list by hash; nothing where all of it does."""
-    things = says.get("to_bring", [])
-    if not things:
-        return []
-    listed = "\n".join(f"- {bring_words(thing)}" for thing in things)
-    return [
-        f"First bring what does not come with tunix-rt, into a copy of this folder (in the bundle itself it would be a "
-        f"finding), by these names:\n\n{listed}\n"
-    ]
+def _train(manifest: Stated, config: str, output: str) -> str:
+    random = " --weights random" if manifest["weights"] == "random" else ""
+    return f"tunix-rt train {config} --output {output}{random}"
 
 
-def _replaying(says: Mapping[str, Any]) -> str:
-    """What a replay needs, and how long it takes."""
-    whats = [thing["what"] for thing in says.get("to_bring", [])]
-    said = "A replay needs nothing but this folder and tunix-rt. "
-    if whats:
-        brought = ", ".join(f"the {what}" for what in whats)
-        model = "; `MODEL` is the base model, a folder or a file" if "base model" in whats else ""
-        said = (
-            f"L2 to L4 need what is to be brought ({brought}: the list above). Data and tokenizer lie by their names in the "
-            f"folder where `verify` is called, which must not be this one: `BUNDLE` names this one{model}. "
+# --- what ran, and what came of it ------------------------------------------------------------------------------------
+
+
+def _run(manifest: Stated) -> Iterator[str]:
+    model, dataset = _safe(manifest["model"]), _safe(manifest["dataset"])
+    yield f"Model {model} ({manifest['weights']} weights), dataset {dataset}, settings in `config.yaml`:"
+    yield _block(_train(manifest, "config.yaml", "RUN"))
+    resumed = f" The run was resumed after step {manifest['resumed_from']}." if manifest["resumed_from"] else ""
+    commit = f"commit {_code(manifest['commit'])}, found by" if "commit" in manifest else "known by"
+    yield f"Source: {commit} the hash of the package's files that the run recorded before its first step.{resumed}"
+
+
+def _results(manifest: Stated) -> Iterator[str]:
+    yield _table(_results_rows(manifest.get("scores", {}), manifest.get("heldout_loss")))
+    origin = manifest["inputs"]["base_model"].get("converted_from", "").partition(" sha256:")[0]
+    if form := _QUANTIZED.search(origin.removesuffix(".gguf")):
+        of = f"The base model was converted from a quantized file ({_safe(form[1])}): its weights are rounded"
+        yield f"{of}, so neither column speaks for the published model."
+
+
+def _results_rows(scores: Stated, heldout: Stated | None) -> Iterator[tuple[str, ...]]:
+    yield "", "before training", "after training"
+    for name, title in (("correct", "correct answers"), ("well_formed", "answers in the requested format")):
+        sides = (scores.get(when) for when in ("before", "after"))
+        yield title, *(f"{side[name]} of {side['items']}" if side else "not evaluated" for side in sides)
+    if heldout:
+        yield (
+            "held-out loss",
+            *(f"{end['loss']:.4f} (step {end['step']})" for end in (heldout["first"], heldout["last"])),
         )
-    if seconds := says.get("seconds"):
-        said += (
-            f"The run took {seconds['run']:,.0f} s, {seconds['steps']:,.0f} s of them in its steps. L4 takes about as long on "
-            "such a device, and longer on a slower one; so does L3 where the bundle has no checkpoint to begin at, but for "
-            "the answers. "
-        )
-    return said
 
 
-def _check_now(says: Mapping[str, Any]) -> str:
-    whats = [thing["what"] for thing in says.get("to_bring", [])]
-    here, model = "BUNDLE" if whats else ".", " --model MODEL" * ("base model" in whats)
-    commands = _block(
-        "tunix-rt evidence verify . --repository CLONE   # L1: everything that follows from something else, computed again",
-        f"tunix-rt evidence verify {here} --repository CLONE --weights FINAL_MODEL   # L2: some of the answers, generated again",
-        f"tunix-rt evidence verify {here} --repository CLONE --require L3{model}   # L3: stretches of the run, taken again",
-        f"tunix-rt evidence verify {here} --repository CLONE --require L4{model}   # L4: all of it",
-    )
+def _environment(manifest: Stated) -> Iterator[tuple[str, ...]]:
+    hardware, speeds, host = manifest["hardware"], manifest["tokens_per_second"], manifest["hardware"]["host"]
+    names = {"torch": "PyTorch", "jax": "JAX", "cuda": "CUDA of the PyTorch wheel"}
+    yield "", ""
+    yield from ((names.get(name, _safe(name)), _safe(version)) for name, version in manifest["versions"].items())
+    if manifest["device"] != "cpu":
+        yield "GPU" if manifest["device"] == "cuda" else "device", _device(manifest)
+        yield "device memory", _bytes(hardware["memory_bytes"])
+    known = {"capability": "compute capability", "driver": "driver", "driver_cuda": "CUDA version of the driver"}
+    yield from ((title, _safe(hardware[name])) for name, title in known.items() if name in hardware)
+    yield "CPU", f"{_safe(host['cpu'])}, {host['cpu_cores']} cores"
+    yield "host memory", _bytes(host["memory_bytes"])
+    yield "peak memory of the steps", _bytes(manifest["peak_bytes"])
+    yield "final loss", repr(manifest["final_loss"])
+    yield f"tokens/s on {_device(manifest)}", f"{speeds['device']:,.1f}"
+    if "cpu" in speeds:
+        on = manifest["cpu_run"]["host"]
+        yield f"tokens/s of the same configuration on the CPU ({_safe(on['cpu'])})", f"{speeds['cpu']:,.1f}"
+        yield "GPU against CPU", f"{speeds['ratio']:.2f} times"
+
+
+def _speed(manifest: Stated) -> str:
+    speeds = manifest["tokens_per_second"]
+    first = f"{speeds['device_with_first_step']:,.1f} tokens/s"
+    first += f", on the CPU {speeds['cpu_with_first_step']:,.1f}" if "cpu" in speeds else ""
+    alone = " There is no CPU run to compare with." if manifest["device"] != "cpu" and "cpu" not in speeds else ""
     return (
-        f"{commands}\n\n`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not, "
-        "and what is computed again is computed by the source that is installed. "
-        "`FINAL_MODEL` are the weights that this run ended with, by the hashes above. "
-        f"{_replaying(says)}"
-        "The hashes alone, without tunix-rt:\n\n"
-        f"{_block('sha256sum -c SHA256SUMS')}\n\n"
-        "The source of the run, by hand, at the commit above:\n\n"
-        "```bash\ncd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum\n"
-        f"# {says['source_sha256']}\n```\n\n"
-        "At level L1 the bundle agrees with itself: batches, learning rates, scores and clocks follow from one another. That "
-        "the model gave these losses and answers is shown from L2 on. Which device computed is the run's own word, "
-        "unless it is replayed on such a one. What each level means and does not mean is in `docs/reference/bundle.md`."
+        "Speed is all tokens over all seconds of the steps after the first, which also warms up; with the first it is "
+        f"{first} (`metrics.jsonl`). A single run is a confirmation, not a benchmark.{alone}"
     )
 
 
-def _check_before(says: Mapping[str, Any]) -> str:
-    return (
-        "```bash\ntunix-rt evidence verify . --repository CLONE   # hashes, steps, bundle.json and this page computed again\n"
-        "sha256sum -c SHA256SUMS                         # the hashes alone, without tunix-rt\n```\n\n"
-        "`CLONE` is a clone of the repository, in which the commit is looked up again; without it, it is not.\n\n"
-        "The source of the run, by hand, at the commit above:\n\n"
-        "```bash\ncd src/tunix_rt && find . -name '*.py' -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum\n"
-        f"# {says['source_sha256']}\n```\n\n"
-        "`verify` shows that the bundle agrees with itself; nothing is replayed. Copied files are as the run wrote them: "
-        "what it could not find out is null in `doctor.json`, and so is a setting left open in `config.yaml`. "
-        "`bundle.json` and this page hold no null."
+def _checklist(manifest: Stated) -> Iterator[str]:
+    """The definition of done of the milestone: each point, and the file that shows it."""
+    hardware, peak, with_jax = manifest["hardware"], manifest["gpu_memory"], manifest["backend"] == "jax"
+    seen = "`jax.devices()[0].platform` was `gpu`" if with_jax else "`torch.cuda.is_available()` returned `True`"
+    yield f"- [x] {seen}: `cuda_check.txt`."
+    expected = "as" if "RTX 5090" in hardware["name"] else "an RTX 5090 was"
+    gpu = f"{_safe(hardware['name'])}, compute capability {_safe(hardware['capability'])} ({expected} expected)"
+    yield f"- [x] The GPU was explicitly detected: {gpu}: `doctor.json`, `cuda_check.txt`, `env_info.txt`."
+    yield "- [x] Training ran on `device=cuda`: `result.json`, `processes.json`, `training_log.txt`."
+    yield "- [x] The compute capability is supported: the kernel self-test passed on the device: `doctor.json`."
+    under = (
+        f"under process id {peak['pid']}"
+        if peak["by"] == "nvml"
+        else "(of the whole device: NVML hides process ids here)"
     )
+    largest = f"{_bytes(peak['used_bytes'])} at step {peak['step']}, the largest of {peak['samples']} samples"
+    yield f"- [x] GPU memory was allocated {under}: {largest}: `result.json`, `nvidia_smi.txt`."
+    yield "- [x] The evidence is saved: the files in this folder, hashed in `SHA256SUMS`."
+    placed = "parameters and optimizer state" if with_jax else "parameters, optimizer state and loss"
+    ends = "are on the device, and fails otherwise; this run completed: `result.json`."
+    yield f"- [x] No silent CPU fallback: after its first step the engine asserts that {placed} {ends}"
+
+
+# --- what a reader needs ----------------------------------------------------------------------------------------------
+
+
+def _left_out(left_out: Mapping[str, str]) -> Iterator[str]:
+    weights = [name for name in sorted(left_out) if is_weights(name)]
+    yield "Weights, by hash:" if weights else "No weights are left out."
+    yield from ["\n".join(f"- {_code(name)} sha256 `{left_out[name]}`" for name in weights)] if weights else []
+    if others := len(left_out) - len(weights):
+        yield f"{others} smaller files of the run: `left_out` in `run_manifest.json`."
+
+
+def _external(inputs: Stated, external: Collection[str]) -> Iterator[str]:
+    if "base_model" in external:
+        model = inputs["base_model"]
+        origin = f", converted from {_code(model['converted_from'])}" if "converted_from" in model else ""
+        yield f"- base model {_code(model['name'])}, revision {_code(model['revision'])}{origin}:"
+        yield from (f"  - {_code(name)} sha256 `{digest}`" for name, digest in sorted(model["files"].items()))
+    if "tokenizer_sha256" in external:
+        yield f"- tokenizer, hash by tunix-rt `{inputs['tokenizer_sha256']}`: the run saved it in `final_model/`"
+    for key in ("dataset", "evalset"):
+        if key in external:
+            yield f"- {key} {_code(inputs[key]['name'])} sha256 `{inputs[key]['sha256']}`"
+
+
+def _reproduce(manifest: Stated, external: Collection[str]) -> Iterator[str]:
+    """The first block is tested by running it in the folder of the bundle."""
+    if external:
+        yield "These inputs do not ship with tunix-rt. Place them in a copy of this folder under the names in `config.yaml`:"
+        yield "\n".join(_external(manifest["inputs"], external))
+    yield f"In {'that copy' if external else 'this folder'}, with tunix-rt installed at the commit above:"
+    yield _block(_train(manifest, "config.yaml", "../reproduced"))
+    yield "To install it, in a clone of the repository:"
+    yield _block(f"git checkout {shlex.quote(manifest.get('commit', 'COMMIT'))}", *_install(manifest))
+    yield "To make a bundle of the new run:"
+    collect, cpu = "tunix-rt evidence collect ../reproduced --to ../NEW_BUNDLE", []
+    if "cpu_run" in manifest:
+        collect += " --cpu-run ../reproduced_cpu"
+        cpu = [_train(manifest, "cpu/config.yaml", "../reproduced_cpu")]
+    elif manifest["device"] == "cuda" and manifest["backend"] == "torch":
+        collect += " --without-cpu-run"
+    yield _block(*cpu, collect)
+    yield "On another device or with other versions the losses agree closely, not bit by bit."
+
+
+def _install(manifest: Stated) -> Iterator[str]:
+    """JAX gets its CUDA libraries from an extra of its own, named as in `jax-cuda13-plugin`."""
+    versions = manifest["versions"]
+    yield f'pip install -e ".[{"jax" if manifest["backend"] == "jax" else "training"}]"'
+    for cuda in sorted({match[1] for name in versions if (match := re.fullmatch(r"jax-(cuda\d+)-\w+", name))}):
+        yield "pip install " + shlex.quote(f"jax[{cuda}]=={versions['jax']}")
+
+
+def _verify(manifest: Stated, external: Collection[str]) -> Iterator[str]:
+    flags = {"base_model": "--model MODEL", "dataset": "--data DATA", "evalset": "--data EVALSET"}
+    given = [flag for key, flag in (flags | {"tokenizer_sha256": "--tokenizer DIR"}).items() if key in external]
+    verify = " ".join(["tunix-rt evidence verify . --repository CLONE", *given])
+    yield _block(
+        f"{verify}   # L1: everything that follows from recorded facts, computed again",
+        f"{verify} --require L2   # some of the answers, generated again from the final model",
+        f"{verify} --require L3   # segments of the run and its end, trained again",
+        f"{verify} --require L4   # the whole run",
+    )
+    took = f"The run took {manifest['seconds']['run']:,.0f} s, its steps {manifest['seconds']['steps']:,.0f} s of them"
+    yield (
+        "`CLONE` is a clone of the repository, in which the commit is looked up. L2 needs the final model: `--weights DIR` if it "
+        f"is not here. {took}; L4 takes about as long on such a device, and L3 where there is no checkpoint to start from."
+    )
+    yield "The hashes alone, without tunix-rt:"
+    yield _block("sha256sum -c SHA256SUMS")
+    yield "The source by hand, in a clone at the commit above:"
+    yield _block(_BY_HAND, f"# {manifest['source_sha256']}")
+    yield _LEVELS

@@ -26,12 +26,13 @@ _IN_WORDS = (re.compile(r"(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{6,}"), r"\1 *
 _PATTERNS = (
     (re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{16,}"), r"\1***"),
     (re.compile(r"\b(gh[a-z]_|github_pat_|AKIA|sk-|KGAT_)[A-Za-z0-9_-]{16,}"), r"\1***"),
-    (re.compile(r"(\w+://)[^/\s@]+@"), r"\1***@"),  # https://user:token@host
-    (re.compile(r"(?<![\w:/])[\w.-]+:[^/\s@:]{3,}@(?=[\w.-])"), r"***@"),  # the same without its scheme
+    (re.compile(r"(?<=\w)(://)[^/\s@]+@"), r"\1***@"),  # https://user:token@host
+    # The same without its scheme. A name begins where a word does; behind `:` or `/`, after the first dot or dash of it.
+    (re.compile(r"((?<![\w.:/-])|(?<=[:/])\w*+[.-])[\w.-]++:[^/\s@:]{3,}+@(?=[\w.-])"), r"\1***@"),
     # Links to stored files are signed: whoever has one can fetch the file.
     (
         re.compile(
-            r"(?i)([?&](?:[\w-]*token|[\w-]*signature|[\w-]*secret|[\w-]*key|passw(?:or)?d|key-pair-id|policy|sig)=)"
+            r"(?i)([?&](?:[\w-]*(?:token|signature|secret|key)|passw(?:or)?d|key-pair-id|policy|sig)=)"
             r"[^&\s\"')]+"
         ),
         r"\1***",

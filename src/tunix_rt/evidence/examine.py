@@ -1,0 +1,215 @@
+"""Levels L0 and L1 of a run, a bundle or the output of an evaluation: everything that can be checked without a model. Neither
+torch nor jax is loaded, and nothing raises for what the folder contains; a run of another format is an InputError."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tunix_rt.errors import TunixError
+from tunix_rt.evidence.answers import answer_problems, answered_in
+from tunix_rt.evidence.checks import CHECKS, may_stay_out
+from tunix_rt.evidence.claims import Claim, Finding, Label, Level, level_of
+from tunix_rt.evidence.data_checks import data_problems
+from tunix_rt.evidence.facts import Run, completed_run, missing_files
+from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.manifest import companion_problems, manifest_problems
+from tunix_rt.runs.checksums import RUN_SUMS, SUMS, is_weights, sums_problems
+from tunix_rt.runs.reading import few, is_leftover, shown
+from tunix_rt.runs.record import MANIFEST, README, RunRecord, require_format
+
+BROKEN = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""What a value within its schema can still do to a function that computes with it."""
+OWN = {SUMS, RUN_SUMS, MANIFEST, README}
+
+
+@dataclass(slots=True, kw_only=True)
+class Examined:
+    """What was found, and the facts that later levels work on."""
+
+    record: RunRecord
+    run: Run | None = None
+    cpu: Run | None = None
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    passed: list[Level] = field(default_factory=list)
+
+    @property
+    def level(self) -> Level:
+        return level_of(self.findings, self.passed)
+
+    def check(self, level: Level, name: str, problems: Callable[[], Iterable[str]]) -> None:
+        """Run one check. One that cannot be computed from what the files contain is a finding too."""
+        try:
+            self.findings += [Finding(level=level, check=name, problem=problem) for problem in few(problems())]
+        except TunixError as error:
+            self.findings += [
+                Finding(level=level, check=name, problem=line.strip()) for line in error.problem.splitlines()[:9]
+            ]
+        except BROKEN as error:
+            problem = f"cannot be computed from these files: {type(error).__name__}: {shown(str(error))}"
+            self.findings.append(Finding(level=level, check=name, problem=problem))
+
+
+def examine(
+    folder: Path, *, inputs: Inputs | None = None, weights: Path | None = None, may_lack_weights: bool = False
+) -> Examined:
+    """All checks of L0, then those of L1 if L0 found nothing. `weights` is where the weights lie, if not in `folder`."""
+    done, inputs = Examined(record=RunRecord(folder)), inputs or Inputs()
+    record = done.record
+    done.check("L0", "folder", lambda: record.listing.problems)
+    if not done.findings:
+        require_format(record)
+        _check_files(done, record, weights or folder, may_lack_weights=may_lack_weights)
+    if done.findings:
+        return done
+    done.passed.append("L0")
+    left = [name for name in record.listing.outside if not is_leftover(name)]
+    done.notes += [f"not part of the run: {', '.join(left[:5])}"] if left else []
+    done.run = completed_run(record)
+    if done.run is None and not record.is_evaluation:
+        status = record.result.status if record.result else "unfinished"
+        done.notes.append(f"the run is {status}, not completed: L1 needs a completed run")
+        return done
+    _check_consistency(done, inputs)
+    if not done.findings:
+        done.passed.append("L1")
+    done.claims = claims_of(done, inputs)
+    return done
+
+
+def _check_files(done: Examined, record: RunRecord, weights: Path, *, may_lack_weights: bool) -> None:
+    done.check("L0", "schema", record.schema_problems)
+    if done.findings:
+        return
+    if record.is_bundle:
+        done.check("L0", "copies", lambda: _copy_problems(record))
+        if any(name.startswith("cpu/") for name in record.listing.files):
+            _check_files(done, RunRecord(record.root / "cpu", "cpu/"), record.root / "cpu", may_lack_weights=True)
+    elif SUMS not in record:
+        done.check("L0", "hashes", lambda: [f"{record.where}{SUMS}: missing, so nothing can be checked"])
+    done.check("L0", "hashes", lambda: _hash_problems(record, weights, may_lack_weights=may_lack_weights))
+    if record.result is not None and record.result.status == "completed":
+        done.check("L0", "files", lambda: missing_files(record))
+
+
+def _hash_problems(record: RunRecord, weights: Path, *, may_lack_weights: bool) -> Iterator[str]:
+    """Every file against SHA256SUMS. A run that was brought home from another machine may lack its weights."""
+    heavy = {name for name in record.sums if is_weights(name)} if weights != record.root else set()
+    listing = RunRecord(weights).listing if heavy else record.listing
+    there = {name for name in heavy if name in listing.files}
+    facts = {
+        name
+        for name in record.listing.files
+        if name not in heavy and not (record.is_bundle and name.startswith("cpu/"))
+    }
+    claimed = {name: digest for name, digest in record.sums.items() if name not in heavy}
+    if record.is_bundle:
+        claimed = {name: digest for name, digest in claimed.items() if not name.startswith("cpu/")}
+        inner = {name for name in record.listing.files if name.startswith("cpu/")}
+        covered = {name: digest for name, digest in record.sums.items() if name.startswith("cpu/")}
+        yield from sums_problems(record.root, inner, covered, may_lack=())
+    lack = [name for name in record.sums if may_stay_out(name)] if may_lack_weights else []
+    yield from (f"{record.where}{one}" for one in sums_problems(record.root, facts, claimed, may_lack=lack))
+    hashes = {name: record.sums[name] for name in heavy}
+    yield from (f"{record.where}{one}" for one in sums_problems(weights, there, hashes, may_lack=lack))
+
+
+def _copy_problems(record: RunRecord) -> Iterator[str]:
+    """The files of a bundle are those that the run ended with, and its own."""
+    ended, present = record.run_sums, record.sums
+    for name in sorted(OWN - {SUMS} - present.keys()):
+        yield f"{name}: missing"
+    for name in sorted(ended.keys() - present.keys()):
+        if not may_stay_out(name):
+            yield f"{name}: missing, though the run had it"
+    for name in sorted(present.keys() - OWN):
+        if not name.startswith("cpu/") and ended.get(name) != present[name]:
+            yield f"{name}: not as the run left it"
+
+
+def _check_consistency(done: Examined, inputs: Inputs) -> None:
+    record, run = done.record, done.run
+    if run is not None:
+        for name, check in CHECKS.items():
+            done.check("L1", name, lambda check=check: check(run))  # type: ignore[misc]
+        done.check("L1", "data", lambda: data_problems(run, inputs))
+    answered = answered_in(record, run)
+    if answered is not None:
+        done.check("L1", "answers", lambda: answer_problems(answered))
+    if run is None or not record.is_bundle:
+        return
+    inner = (
+        RunRecord(record.root / "cpu", "cpu/")
+        if any(name.startswith("cpu/") for name in record.listing.files)
+        else None
+    )
+    if inner is not None:
+        cpu = done.cpu = completed_run(inner)
+        done.check("L1", "cpu-run", lambda: companion_problems(run, cpu))
+        for name, check in CHECKS.items() if cpu is not None else ():
+            done.check("L1", name, lambda check=check: check(cpu))  # type: ignore[misc]
+    done.check("L1", "manifest", lambda: manifest_problems(run, done.cpu))
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def claims_of(done: Examined, inputs: Inputs) -> list[Claim]:
+    """What the run claims, with what L1 can say about it."""
+    run = done.run
+    if run is None:
+        return []
+    committed, result = run.commitment, run.result
+    after = run.record.scores("after") if run.answered else None
+    accuracy = f"{after.correct} of {after.items} ({100 * after.accuracy:.1f} %)" if after else "not evaluated"
+    dataset = inputs.dataset(committed.dataset.sha256)
+    model = inputs.base_model(committed.base_model.files, committed.base_model.weights)
+    machine = run.record.processes[-1].machine
+    device = f"{machine.device} ({machine.gpu.name if machine.gpu else machine.cpu})"
+    seconds = sum(line.seconds for line in run.metrics)
+    tokens = sum(line.tokens for line in run.metrics[1:]) / max(sum(line.seconds for line in run.metrics[1:]), 1e-9)
+    measured = result.memory.measured_bytes if result.memory and result.memory.measured_bytes else 0
+    return [
+        claim("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
+        claim(
+            "accuracy",
+            accuracy,
+            "self-reported" if after else "not checked",
+            "follows from the recorded answers" if after else "",
+        ),
+        claim(
+            "steps",
+            str(run.total),
+            "consistent",
+            "from settings, seed and rows; batches and learning rates of every step",
+        ),
+        _looked_up("dataset", committed.dataset.key, dataset),
+        _looked_up("base model", f"{committed.base_model.name} ({committed.base_model.weights} weights)", model),
+        claim("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named"),
+        claim("device", device, "self-reported"),
+        claim("speed", f"{tokens:,.1f} tokens/s", "self-reported"),
+        claim("memory", f"{measured / 2**30:.2f} GiB", "self-reported"),
+        claim("time", f"{result.seconds:,.1f} s, {seconds:,.1f} s in steps", "self-reported"),
+        claim("signer", "none", "not checked", "--signed-by KEY"),
+    ]
+
+
+def claim(name: str, value: str, label: Label, how: str = "") -> Claim:
+    return Claim(name=name, value=value, label=label, how=how)
+
+
+def _looked_up(name: str, value: str, found: str | None) -> Claim:
+    if found is None:
+        return claim(name, value, "self-reported", "none with its hash is at hand")
+    return claim(name, value, "consistent", "one with its hash is at hand")

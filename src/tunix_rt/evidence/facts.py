@@ -1,0 +1,117 @@
+"""A completed run, every fact file read and valid: what the checks of L1 and the replay work on."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tunix_rt.config import RunConfig
+from tunix_rt.evaluate.score import Tags
+from tunix_rt.runs import schemas
+from tunix_rt.runs.record import RunRecord
+
+ALWAYS = (
+    "config.yaml", "precommit.json", "doctor.json", "plan.json", "memory.json", "result.json", "metrics.jsonl", "rows.jsonl",
+    "checkpoints.json", "processes.json", "final_model/config.json", "training_log.txt", "env_info.txt", "torch_version.txt",
+)  # fmt: skip
+ON_A_GPU = ("cuda_check.txt", "nvidia_smi.txt")
+ANSWERED = (
+    "eval/predictions-before.jsonl", "eval/predictions-after.jsonl", "eval/before.json", "eval/after.json",
+    "eval_summary.json", "samples.md",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The facts of one completed run."""
+
+    record: RunRecord
+    config: RunConfig
+    commitment: schemas.Commitment
+    result: schemas.Result
+    doctor: schemas.Doctor
+    run_id: str
+    """Hash of precommit.json."""
+    metric_lines: tuple[bytes, ...]
+
+    @property
+    def where(self) -> str:
+        return self.record.where
+
+    @property
+    def metrics(self) -> tuple[schemas.StepLine, ...]:
+        return self.record.metrics
+
+    @property
+    def total(self) -> int:
+        return len(self.metrics)
+
+    @property
+    def device(self) -> str:
+        return self.commitment.device
+
+    @property
+    def backend(self) -> str:
+        return self.config.training.backend
+
+    @property
+    def tags(self) -> Tags:
+        return Tags(reasoning=self.config.data.reasoning_tag, answer=self.config.data.answer_tag)
+
+    @property
+    def heads(self) -> list[str]:
+        """The head of the metrics chain after each step; at 0 the hash of the commitment."""
+        return [self.run_id, *(hashlib.sha256(line).hexdigest() for line in self.metric_lines)]
+
+    @property
+    def rows_per_step(self) -> int:
+        """JAX spreads its micro-batch over the devices it sees, and committed to how many rows that makes."""
+        batch = self.commitment.batch
+        rows = batch.rows if batch is not None else self.config.training.per_device_train_batch_size
+        return rows * self.config.training.gradient_accumulation_steps
+
+    @property
+    def answered(self) -> bool:
+        """Whether the model was evaluated before and after training."""
+        return "eval/predictions-after.jsonl" in self.record
+
+    def machines(self, after: int, up_to: int) -> list[schemas.Machine]:
+        """Of the processes that took the steps after `after` up to `up_to`. A later process may have taken steps again."""
+        processes = self.record.processes
+        ends = [process.first_step for process in processes[1:]] + [self.total + 1]
+        return [
+            process.machine
+            for process, end in zip(processes, ends, strict=True)
+            if process.first_step <= up_to and end > after + 1 and end > process.first_step
+        ]
+
+
+def missing_files(record: RunRecord) -> Iterator[str]:
+    """What a completed run always leaves behind and this folder lacks; and files of a GPU beside a run that had none."""
+    result, config, commitment = record.result, record.config, record.commitment
+    needed = list(ALWAYS)
+    if result is not None and result.device == "cuda":
+        needed += ON_A_GPU
+    elif extra := [name for name in ON_A_GPU if name in record]:
+        yield f"{record.where}{extra[0]}: in a run on {result.device if result else 'no device'}"
+    if commitment is not None and commitment.dataset.heldout_traces:
+        needed.append("eval/heldout.jsonl")
+    if (config is not None and config.evaluation.enabled) or any(name in record for name in ANSWERED):
+        needed += ANSWERED
+    yield from (f"{record.where}{name}: missing" for name in needed if name not in record)
+
+
+def completed_run(record: RunRecord) -> Run | None:
+    """The run in `record` once L0 has found nothing; None where it did not complete."""
+    config, commitment, result, doctor = record.config, record.commitment, record.result, record.doctor
+    if config is None or commitment is None or result is None or doctor is None or result.status != "completed":
+        return None
+    data = record.data("precommit.json", 2 * 2**20) or b""
+    return Run(
+        record=record,
+        config=config,
+        commitment=commitment,
+        result=result,
+        doctor=doctor,
+        run_id=hashlib.sha256(data).hexdigest(),
+        metric_lines=tuple(record.raw_lines("metrics.jsonl")),
+    )

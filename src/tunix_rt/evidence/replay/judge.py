@@ -1,0 +1,222 @@
+"""What was computed again, held against what is recorded: findings, notes and what they say about each claim."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tunix_rt.evaluate.score import score_predictions
+from tunix_rt.evidence.answers import judged_again
+from tunix_rt.evidence.facts import Run
+from tunix_rt.evidence.replay import compare
+from tunix_rt.evidence.replay.machine import Match, loosest, match_machines
+from tunix_rt.evidence.replay.regenerate import Regenerated
+from tunix_rt.evidence.replay.steps import Passed
+from tunix_rt.evidence.replay.tolerances import ROUNDED_HELDOUT, TIES, WIDE, Tolerance, grown, precision, tolerance_of
+from tunix_rt.runs.schemas import PredictionLine
+
+WORDING = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files that a tokenizer folder may spell differently; the tokenizer itself is compared by its hash."""
+VERSIONED = ("config.json", "generation_config.json")
+"""Files in which transformers writes its own version."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """Collected over all comparisons of one level."""
+
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """(check, problem)."""
+    notes: list[str] = field(default_factory=list)
+    recomputed: dict[str, str] = field(default_factory=dict)
+    """Claim -> its value as computed here."""
+    comparison: str = ""
+
+    def add(self, check: str, *problems: str) -> None:
+        self.problems += [(check, problem) for problem in problems if problem]
+
+
+def match_of(run: Run, after: int, up_to: int, here: Mapping[str, Any], numerics: int) -> Match:
+    """The loosest match over the machines that took these steps."""
+    matches = [match_machines(machine, here) for machine in run.machines(after, up_to)]
+    reasons = tuple(dict.fromkeys(reason for match in matches for reason in match.reasons))
+    match = Match(name=loosest(match.name for match in matches), reasons=reasons)
+    if run.commitment.numerics != numerics:
+        return match.at_most(
+            "same hardware", f"numerics {run.commitment.numerics} recorded, {numerics} here; --source REF"
+        )
+    return match
+
+
+# --- L2 ---------------------------------------------------------------------------------------------------------------
+
+
+def judge_weights(run: Run, made: Regenerated, recorded: Sequence[PredictionLine], numerics: int) -> Outcome:
+    """Answers and held-out loss of the given weights."""
+    outcome, compute = Outcome(), run.config.training.dtype
+    match = match_of(run, run.total - 1, run.total, made.machine, numerics)
+    if made.adapted:
+        match = match.at_most("same hardware", "adapters are merged into the weights")
+    exact = match.name == "bitwise"
+    outcome.comparison = match.describe()
+    if made.answers:
+        if exact:
+            outcome.add("answers", compare.answers_problem("after", recorded, made.answers, texts=1.0))
+        else:
+            followed = [recorded[place] for place in made.gaps]
+            outcome.add(
+                "answers", compare.gaps_problem("after", followed, made.gaps.values(), TIES[precision(compute)])
+            )
+        same = len(recorded) - len(made.gaps)
+        outcome.notes.append(
+            f"answers: {same} of {len(recorded)} have the recorded text"
+            + (f", {len(made.gaps)} were followed token by token" if made.gaps else "")
+        )
+        outcome.recomputed["accuracy"] = accuracy_here(run, recorded, made.answers)
+    if made.heldout is not None and run.record.heldout:
+        loss, targets = made.heldout
+        outcome.add(
+            "held-out", compare.heldout_problem(run.record.heldout[-1], loss, targets, _heldout_tolerance(run, match))
+        )
+        outcome.notes.append(f"held-out loss of the weights: {loss:.6f}, recorded {run.record.heldout[-1].loss:.6f}")
+    return outcome
+
+
+def _heldout_tolerance(run: Run, match: Match) -> float:
+    training = run.config.training
+    tolerance = tolerance_of(match.name, training.dtype).loss
+    rounded = training.save_dtype not in (None, training.master_dtype or training.dtype)
+    return max(tolerance, ROUNDED_HELDOUT) if rounded else tolerance
+
+
+def accuracy_here(run: Run, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]) -> str:
+    """The score of the answers that were generated here."""
+    lines = [replace(one, output=two["output"], ended=two["ended"]) for one, two in zip(recorded, answers, strict=True)]
+    scores = score_predictions([judged_again(line, run.tags) for line in lines], "after")
+    return f"{scores.correct} of {scores.items} ({100 * scores.accuracy:.1f} %)"
+
+
+# --- L3, L4 -----------------------------------------------------------------------------------------------------------
+
+
+def judge_pass(run: Run, found: Passed, match: Match, recorded: Mapping[str, Sequence[PredictionLine]]) -> Outcome:
+    """The steps, states, held-out losses, final model and answers of one pass."""
+    outcome, segment, compute = Outcome(), found.segment, run.config.training.dtype
+    first = tolerance_of(match.name, compute)
+
+    def allowed(step: int) -> Tolerance:
+        return grown(first, compute, step - segment.start)
+
+    exact = match.name == "bitwise"
+    steps = compare.compare_steps(run.metrics, found.steps, allowed, exact=exact)
+    outcome.add("steps", *steps.problems)
+    if len(found.steps) < segment.steps:
+        outcome.add("steps", f"{segment.describe()}: only {len(found.steps)} of {segment.steps} could be taken again")
+    strict = exact or steps.bit_equal
+    outcome.add("states", *_state_problems(run, found, allowed, strict=strict))
+    for line in run.record.heldout:
+        if line.step in found.heldout:
+            tolerance = 0.0 if strict else allowed(max(line.step, 1)).loss
+            outcome.add("held-out", compare.heldout_problem(line, *found.heldout[line.step], tolerance))
+    if segment.stop == run.total:
+        _judge_end(run, found, allowed(run.total), outcome, strict=strict)
+    for when, answers in found.answers.items():
+        _judge_answers(
+            run, when, recorded[when], answers, match, outcome, strict=strict or (when == "before" and exact)
+        )
+    differ = "differ" if steps.problems else "bit-equal" if strict else "within tolerance"
+    outcome.comparison = match.describe() + (
+        "; all losses are bit-equal, so states are held to bits" * (strict and not exact)
+    )
+    outcome.notes.append(
+        f"{segment.describe()} from {'the base model' if not segment.start else f'the checkpoint of step {segment.start}'}: "
+        f"losses {differ}" + (f" (largest difference {steps.largest_loss:.1e})" if not strict else "")
+        + f", {len(found.states)} state(s), {len(found.heldout)} held-out loss(es)"
+    )  # fmt: skip
+    return outcome
+
+
+def _state_problems(run: Run, found: Passed, allowed: compare.Allowed, *, strict: bool) -> Iterator[str]:
+    recorded = {entry.step: entry.files for entry in run.record.checkpoints}
+    for step, files in found.states.items():
+        other = [
+            name for name, digest in files.items() if name in recorded[step] and recorded[step][name].sha256 != digest
+        ]
+        if strict and other:
+            yield f"state after step {step}: {' and '.join(other)} differ from the recorded hashes"
+        elif not strict and not found.distances.get(step, 0.0) <= allowed(step).weights:
+            yield f"state after step {step}: the weights lie {found.distances[step]:.2g} of their way from the recorded ones"
+
+
+def _judge_end(run: Run, found: Passed, tolerance: Tolerance, outcome: Outcome, *, strict: bool) -> None:
+    """The final model is the last state."""
+    recorded = {
+        name.removeprefix("final_model/"): digest
+        for name, digest in run.record.run_sums.items()
+        if name.startswith("final_model/")
+    }
+    other = [
+        name
+        for name in sorted(recorded.keys() | found.final_model.keys())
+        if recorded.get(name) != found.final_model.get(name)
+    ]
+    weights = [name for name in other if name.endswith((".safetensors", ".safetensors.index.json"))]
+    rest = [name for name in other if name not in weights and name not in WORDING]
+    if not strict:
+        rest = [
+            name for name in rest if name not in VERSIONED or not _same_config(run, name, found.final_config.get(name))
+        ]
+    outcome.add("final-model", *(f"final_model/{name} is not what training gives here" for name in rest))
+    if strict:
+        outcome.add("final-model", *(f"final_model/{name}: other weights than training gives here" for name in weights))
+    elif found.final_distance is None:
+        outcome.notes.append("final model: its weights were not given, so they were not compared")
+    elif not found.final_distance <= tolerance.weights:
+        outcome.add(
+            "final-model",
+            f"the final model lies {found.final_distance:.2g} of its way from the weights that training gives here",
+        )
+    last = found.steps[-1] if found.steps else None
+    if last is not None:
+        outcome.recomputed["loss"] = f"{last.loss:.6f}"
+
+
+def _same_config(run: Run, name: str, here: bytes | None) -> bool:
+    """Equal but for the version of transformers; a file that the bundle leaves out cannot be compared."""
+    recorded = run.record.data(f"final_model/{name}", 2**20)
+    if recorded is None or here is None:
+        return recorded is None
+    try:
+        both = [json.loads(data) for data in (recorded, here)]
+    except ValueError:
+        return False
+    return bool({**both[0], "transformers_version": 0} == {**both[1], "transformers_version": 0})
+
+
+def _judge_answers(
+    run: Run, when: str, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]], match: Match, outcome: Outcome,
+    *, strict: bool,
+) -> None:  # fmt: skip
+    compute = run.config.training.dtype
+    if strict or compute in WIDE:
+        texts = 1.0 if strict else tolerance_of(match.name, compute).texts
+        outcome.add("answers", compare.answers_problem(when, recorded, answers, texts=texts))
+    else:
+        outcome.add("answers", _accuracy_problem(run, when, recorded, answers))
+    if when == "after":
+        outcome.recomputed["accuracy"] = accuracy_here(run, recorded, answers)
+
+
+def _accuracy_problem(
+    run: Run, when: str, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]
+) -> str:
+    """In 16 bits on another machine texts turn at near ties; how many are right may differ no more than by chance."""
+    right = sum(line.strict for line in recorded)
+    here = int(accuracy_here(run, recorded, answers).split()[0])
+    p = max(right, here, 1) / len(recorded)
+    most = max(3.0, 4 * (len(recorded) * p * max(1 - p, 0.05)) ** 0.5)
+    return (
+        f"answers {when}: {right} of {len(recorded)} right are recorded, {here} here"
+        if abs(right - here) > most
+        else ""
+    )

@@ -1,0 +1,212 @@
+"""Levels L2 to L4 of one prepared run: what is computed again, and how it compares."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tunix_rt.backends import NUMERICS
+from tunix_rt.errors import EvidenceError, InputError
+from tunix_rt.evidence.claims import Finding, Level
+from tunix_rt.evidence.facts import Run
+from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of
+from tunix_rt.evidence.replay.regenerate import regenerate
+from tunix_rt.evidence.replay.segments import Segment, all_segments, chance_of_detection, draw_segments, passes_over
+from tunix_rt.evidence.replay.session import Progress, Ready, open_session
+from tunix_rt.evidence.replay.steps import Wanted, take_steps
+from tunix_rt.ledgers import STATE_FILES
+from tunix_rt.rundir import checkpoint_name
+from tunix_rt.runs.checksums import is_weights, sha256_below
+from tunix_rt.runs.schemas import PredictionLine
+
+LOADED = (".safetensors", ".json", ".jinja", ".bin", ".model", ".py")
+"""Endings of files that decide what a model folder computes: none may be there that the run did not write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    run: Run
+    ready: Ready
+    weights: Path | None
+    """The final model, given; None: not at hand."""
+    weights_root: Path
+    """The folder in which checkpoints of the run lie."""
+    scratch: Path
+    segments: int | Literal["all"] | None
+    """How many are drawn; None: no replay."""
+    whole: bool
+    root: str
+    nonce: str
+    progress: Progress
+
+
+@dataclass(slots=True, kw_only=True)
+class Made:
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    passed: list[Level] = field(default_factory=list)
+    recomputed: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, level: Level, outcome: Outcome) -> None:
+        self.findings += [Finding(level=level, check=check, problem=problem) for check, problem in outcome.problems]
+        self.notes += outcome.notes
+        self.recomputed |= outcome.recomputed
+
+
+def compute(work: Work) -> Made:
+    made = Made()
+    recorded = {when: work.run.record.predictions(when) for when in ("before", "after")}
+    asked = _same_questions(work, recorded["after"]) if work.run.answered else False
+    if work.run.answered and not asked:
+        made.notes.append("answers: not checked, the eval set is not at hand by its hash")
+    if work.weights is not None:
+        _weights(work, made, recorded["after"] if asked else ())
+    if work.segments is not None:
+        _replay(work, made, recorded, asked=asked)
+    return made
+
+
+def _same_questions(work: Work, recorded: Sequence[PredictionLine]) -> bool:
+    """Whether the questions are at hand; other questions than the recorded ones are a finding of L1."""
+    items = work.ready.items
+    return items is not None and [item.id for item in items] == [line.id for line in recorded]
+
+
+# --- L2 ---------------------------------------------------------------------------------------------------------------
+
+
+def _weights(work: Work, made: Made, recorded: Sequence[PredictionLine]) -> None:
+    assert work.weights is not None
+    if problems := weights_problems(work.run, work.weights):
+        made.findings += [Finding(level="L2", check="weights", problem=problem) for problem in problems]
+        return
+    try:
+        found = regenerate(work.ready, work.weights, recorded)
+    except (InputError, EvidenceError) as error:  # the files are the recorded ones, so this is about the run
+        made.findings.append(
+            Finding(level="L2", check="weights", problem=f"the final model cannot be loaded: {error.problem}")
+        )
+        return
+    outcome = judge_weights(work.run, found, recorded, NUMERICS[work.run.backend])
+    made.take("L2", outcome)
+    made.notes.append(f"L2 {outcome.comparison}")
+    made.details["regenerated"] = {
+        "comparison": outcome.comparison,
+        "followed": len(found.gaps),
+        "answers": len(found.answers),
+    }
+    if recorded and not outcome.problems:
+        made.passed.append("L2")
+
+
+def weights_problems(run: Run, weights: Path) -> list[str]:
+    """The folder has exactly the files of the recorded final model."""
+    wanted = {
+        name.removeprefix("final_model/"): digest
+        for name, digest in run.record.run_sums.items()
+        if name.startswith("final_model/")
+    }
+    here = {path.name for path in weights.iterdir() if path.name.endswith(LOADED)}
+    problems = [f"{name}: not a file of the recorded final model" for name in sorted(here - wanted.keys())]
+    for name, digest in wanted.items():
+        try:
+            if sha256_below(weights, name) != digest:
+                problems.append(f"{name}: not the file that the run saved")
+        except OSError as error:
+            if is_weights(f"final_model/{name}") or name == "config.json":
+                problems.append(f"{name}: {error.strerror or error}")
+    return problems
+
+
+# --- L3, L4 -----------------------------------------------------------------------------------------------------------
+
+
+def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLine]], *, asked: bool) -> None:
+    """Take the drawn segments again, and the end of the run: the final loss and the final model hang on it."""
+    run = work.run
+    level: Level = "L4" if work.whole else "L3"
+    of = all_segments([entry.step for entry in run.record.checkpoints], run.total)
+    count = len(of) if work.segments == "all" or work.whole else min(int(work.segments or 0), len(of))
+    drawn = draw_segments(of, count, root=work.root, nonce=work.nonce)
+    states = {} if work.whole else _states(work, made)
+    taken = passes_over(sorted({*drawn, of[-1]}), states)
+    _describe_draw(work, made, of, drawn, taken)
+    session = open_session(work.ready)
+    if session.total != run.total:
+        made.findings.append(
+            Finding(
+                level=level,
+                check="steps",
+                problem=f"{run.total} steps are recorded, settings and data give {session.total}",
+            )
+        )
+        return
+    here = session.backend.machine_facts(session.engine)
+    comparisons = []
+    for segment in taken:
+        wanted = Wanted(
+            checkpoints={entry.step for entry in run.record.checkpoints}, states=states,
+            heldout={line.step for line in run.record.heldout}, before=work.whole and asked and not segment.start, after=asked,
+            final_weights=work.weights,
+        )  # fmt: skip
+        found = take_steps(session, segment, wanted, scratch=work.scratch, progress=work.progress)
+        match = match_of(run, segment.start, segment.stop, here, NUMERICS[run.backend])
+        outcome = judge_pass(run, found, match, recorded)
+        made.take(level, outcome)
+        comparisons.append(outcome.comparison)
+    made.notes += [f"{level} {one}" for one in dict.fromkeys(comparisons)]
+    made.details["replayed"] = {
+        "nonce": work.nonce, "segments": [[one.start, one.stop] for one in drawn], "of": len(of),
+        "passes": [[one.start, one.stop] for one in taken], "comparison": list(dict.fromkeys(comparisons)),
+    }  # fmt: skip
+    made.recomputed["dataset"] = run.commitment.dataset.key
+    if any(not segment.start for segment in taken):
+        made.recomputed["base model"] = (
+            f"{run.commitment.base_model.name} ({run.commitment.base_model.weights} weights)"
+        )
+    if work.whole or work.segments == "all":
+        made.recomputed["steps"] = str(run.total)
+    if not any(finding.level in ("L2", level) for finding in made.findings):
+        made.passed.append(level)
+
+
+def _states(work: Work, made: Made) -> dict[int, Path]:
+    """Checkpoints that lie in the folder with the recorded hashes."""
+    found: dict[int, Path] = {}
+    for entry in work.run.record.checkpoints:
+        folder = f"checkpoints/{checkpoint_name(entry.step)}"
+        if not (work.weights_root / folder).is_dir():
+            continue
+        try:
+            names = (*STATE_FILES, "state.json")
+            other = [
+                name
+                for name in names
+                if sha256_below(work.weights_root, f"{folder}/{name}") != entry.files[name].sha256
+            ]
+        except (OSError, KeyError) as error:
+            made.notes.append(f"{folder} is not used: {error}")
+            continue
+        if other:
+            made.findings.append(Finding(level="L3", check="states", problem=f"{folder}: {', '.join(other)} changed"))
+        else:
+            found[entry.step] = work.weights_root / folder
+    return found
+
+
+def _describe_draw(
+    work: Work, made: Made, of: Sequence[Segment], drawn: Sequence[Segment], taken: Sequence[Segment]
+) -> None:
+    if work.whole:
+        made.notes.append(f"the whole run: {work.run.total} steps from the base model")
+        return
+    chance = chance_of_detection(of, len(drawn))
+    steps = sum(one.steps for one in drawn)
+    named = ", ".join(one.describe() for one in drawn[:6]) + (" ..." if len(drawn) > 6 else "")
+    made.notes.append(
+        f"nonce {work.nonce}: {len(drawn)} of {len(of)} segments ({steps} of {work.run.total} steps): {named}; "
+        f"a change inside one segment is found with probability {100 * chance:.0f} %"
+    )
+    if list(taken) != list(drawn):
+        made.notes.append(f"computed: {', '.join(one.describe() for one in taken)}; the end of the run is always taken")

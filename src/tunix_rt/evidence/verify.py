@@ -1,0 +1,369 @@
+"""`verify(folder, require="L3") -> Verdict`: every level, each in a process with limits, by the code that runs here."""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tunix_rt import errors
+from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, InputError, TunixError
+from tunix_rt.evidence.claims import LEVELS, Claim, Finding, Level, Verdict, level_of
+from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.replay.segments import fresh_nonce
+from tunix_rt.evidence.sandbox import Ended, Limits, run_limited
+from tunix_rt.evidence.sign import signer_of
+from tunix_rt.rundir import sha256_file, storage
+from tunix_rt.runs.checksums import SUMS, is_weights
+from tunix_rt.runs.reading import list_folder, open_regular
+from tunix_rt.runs.record import MANIFEST
+from tunix_rt.runs.source import find_commit, write_source
+
+GIB = 2**30
+MOST_FACTS = 2 * GIB
+MOST_BUNDLE = 8 * GIB
+READING = Limits(wall_seconds=240, cpu_seconds=45, address_bytes=GIB, file_bytes=64 * 2**20)
+"""Of L0 and L1: reading what a stranger wrote takes a second."""
+PREPARING = Limits(wall_seconds=60, resident_bytes=GIB, open_files=4096)
+"""Of L2 to L4 until tokenizer, chat template and data are prepared; data that the reviewer supplies add to it."""
+BYTES_PER_SECOND = 100e6
+"""Hashing, at the least."""
+MOST_COMPUTING = 24 * 3600.0
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "RESOURCE_EXHAUSTED", "std::bad_alloc")
+
+Progress = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a reviewer names beside the folder."""
+
+    inputs: Inputs = field(default_factory=Inputs)
+    weights: Path | None = None
+    """The final model; None: that of the bundle, where it has one."""
+    repository: Path | None = None
+    refs: tuple[str, ...] = ()
+    """Branches and tags in which the commit is looked for; none: what the repository has checked out."""
+    source: str | None = None
+    """A ref: compute with the recorded source, from a commit that is reachable from it."""
+    segments: int | Literal["all"] | None = None
+    nonce: str | None = None
+    signed_by: Path | None = None
+    time_limit: float = MOST_COMPUTING
+    may_lack_weights: bool = False
+
+
+def _quiet(what: str, done: int, total: int, note: str) -> None:
+    """Without a terminal nothing is shown."""
+
+
+def verify(folder: Path, require: Level = "L1", options: Options | None = None, progress: Progress = _quiet) -> Verdict:
+    """Check the run or bundle in `folder` up to `require`. What cannot be tried here is raised: a missing input or a run of
+    another format (3), too little memory (5). Everything else is in the verdict."""
+    chosen = options or Options()
+    chosen = replace(chosen, inputs=chosen.inputs.absolute())
+    with _snapshot(folder) as shot:
+        verdict = Verdict(folder=str(folder), level="none", required=require, findings=shot.findings)
+        if shot.findings:
+            return verdict
+        seen = _examined(shot, chosen)
+        findings = [Finding(**one) for one in seen["findings"]]
+        passed, notes = list(seen["passed"]), list(seen["notes"])
+        claims = [Claim(**one) for one in seen["claims"]]
+        claims, signed = _signed(folder, claims, chosen, shot.sums_sha256)
+        claims = _committed(claims, seen["about"], chosen)
+        findings += signed
+        details: dict[str, Any] = {}
+        if not findings and "L1" in passed and _computes(require, chosen) and seen["about"]:
+            made = _computed(shot, seen["about"], require, chosen, progress)
+            findings += [Finding(**one) for one in made["findings"]]
+            passed, notes, details = passed + made["passed"], notes + made["notes"], made["details"]
+            claims = [_recomputed(one, made["recomputed"], findings) for one in claims]
+        level = level_of(findings, passed)
+        return replace(
+            verdict, level=level, findings=tuple(findings), claims=tuple(claims), notes=tuple(notes), details=details
+        )
+
+
+def _computes(require: Level, options: Options) -> bool:
+    return LEVELS.index(require) >= LEVELS.index("L2") or options.weights is not None or options.segments is not None
+
+
+def _recomputed(claim: Claim, values: Mapping[str, str], findings: Sequence[Finding]) -> Claim:
+    if claim.name not in values or findings:
+        return claim
+    value = values[claim.name]
+    how = "computed again here" if value == claim.value else f"computed here: {value}"
+    return replace(claim, label="recomputed", how=how)
+
+
+# --- a private copy ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """The facts, copied once: what is verified cannot change meanwhile. The weights of a bundle are copied too; those of a run
+    folder stay where they are and are hashed when they are used."""
+
+    root: Path
+    weights: Path
+    scratch: Path
+    heavy_bytes: int = 0
+    sums_sha256: str = ""
+    findings: tuple[Finding, ...] = ()
+
+
+@contextlib.contextmanager
+def _snapshot(folder: Path) -> Iterator[_Snapshot]:
+    with storage(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="tunix-rt-verify-") as place:
+        root, scratch = Path(place) / "facts", Path(place) / "scratch"
+        root.mkdir()
+        scratch.mkdir()
+        yield _copied(folder, root, scratch)
+
+
+def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
+    listing = list_folder(folder)
+    bundle = MANIFEST in listing.files
+    taken = [name for name in listing.files if bundle or not is_weights(name)]
+    size, most = sum(listing.files[name] for name in taken), MOST_BUNDLE if bundle else MOST_FACTS
+    problems = list(listing.problems[:50])
+    if size > most:
+        problems.append(f"{size / GIB:.1f} GiB, at most {most / GIB:.0f} GiB are read")
+    for name in taken if not problems else ():
+        target = root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(open_regular(folder, name), "rb") as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 2**20)
+        except OSError as error:
+            problems.append(f"{name}: cannot be read: {error.strerror or error}")
+            break
+    heavy = (
+        sum(os.stat(folder / name).st_blocks * 512 for name in listing.files if is_weights(name)) if not problems else 0
+    )
+    return _Snapshot(
+        root=root, weights=root if bundle else folder.absolute(), scratch=scratch, heavy_bytes=heavy,
+        sums_sha256=sha256_file(root / SUMS) if (root / SUMS).is_file() else "",
+        findings=tuple(Finding(level="L0", check="folder", problem=problem) for problem in problems),
+    )  # fmt: skip
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def _examined(shot: _Snapshot, options: Options) -> dict[str, Any]:
+    seconds = int(shot.heavy_bytes / BYTES_PER_SECOND)
+    limits = replace(
+        READING, cpu_seconds=(READING.cpu_seconds or 0) + seconds, wall_seconds=READING.wall_seconds + 4 * seconds
+    )
+    request = _request(shot, options) | {"mode": "examine", "may_lack_weights": options.may_lack_weights}
+    environment = _environment(shot, None) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    lines, ended, said = _run(shot, request, limits, environment)
+    if found := _last(lines, "outcome"):
+        return found
+    what = f"takes more than {ended.breach}" if ended.breach else f"ended with code {ended.code}: {said}"
+    return _failed("L0", f"reading it {what}")
+
+
+def _computed(
+    shot: _Snapshot, about: Mapping[str, Any], require: Level, options: Options, progress: Progress
+) -> dict[str, Any]:
+    """L2 with the weights, L3 or L4 with the base model, in one process."""
+    weights = _model_folder(options.weights) if options.weights else None
+    if weights is None and any((shot.weights / "final_model").glob("*.safetensors")):
+        weights = shot.weights / "final_model"
+    replays = require in ("L3", "L4") or options.segments is not None
+    if require == "L2" and weights is None:
+        raise InputError("L2 needs the weights of the final model, and the bundle has none", fix="add --weights DIR")
+    request = _request(shot, options) | {
+        "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(shot.scratch),
+        "segments": (options.segments or 3) if replays else None, "whole": require == "L4", "root": shot.sums_sha256,
+        "nonce": options.nonce or fresh_nonce(),
+    }  # fmt: skip
+    with _source(shot, about, options) as source:
+        environment = _environment(shot, source) | _threads(about)
+        supplied = sum(_bytes_of(path) for path in options.inputs.data)
+        preparing = replace(
+            PREPARING, wall_seconds=PREPARING.wall_seconds + supplied / 1e6, resident_bytes=GIB + 4 * supplied
+        )
+        watch = _Watch(progress, options.time_limit)
+        lines, ended, said = _run(shot, request, preparing, environment, watch=watch, network=source is None)
+    if found := _last(lines, "outcome"):
+        return found
+    return _not_finished(ended, said, prepared=watch.prepared, level="L3" if replays else "L2")
+
+
+def _not_finished(ended: Ended, said: str, *, prepared: bool, level: Level) -> dict[str, Any]:
+    """A breach is a finding; what the machine lacks says nothing about the run and is raised."""
+    if not ended.breach and (ended.code == -9 or any(words in said for words in OUT_OF_MEMORY)):
+        raise DoesNotFitError(
+            f"could not be tried here: {said or 'killed'}", fix="try it on a machine with more memory"
+        )
+    if not ended.breach and ended.code is not None and ended.code < 0 and prepared:
+        raise HardwareError(
+            f"could not be tried here: ended by signal {-ended.code}: {said}", fix="try it on another machine"
+        )
+    what = "computing" if prepared else "preparing tokenizer, chat template and data"
+    return _failed(level, f"{what} takes more than {ended.breach}" if ended.breach else f"{what} failed: {said}")
+
+
+def _failed(level: Level, problem: str) -> dict[str, Any]:
+    """The outcome of a worker that wrote none."""
+    found = {"level": level, "check": "limits", "problem": problem}
+    return {"findings": [found], "claims": [], "notes": [], "passed": [], "about": {}, "recomputed": {}, "details": {}}
+
+
+class _Watch:
+    """Reads what the worker writes as it goes on: progress, and that the preparation is over."""
+
+    def __init__(self, progress: Progress, seconds: float) -> None:
+        self.progress, self.seconds, self.prepared = progress, seconds, False
+        self.answer = Path()
+
+    def __call__(self, elapsed: float) -> Limits | None:
+        text = self.answer.read_text(encoding="utf-8", errors="replace") if self.answer.is_file() else ""
+        lines = [line for line in text.splitlines() if line.endswith("}")]
+        if lines and (last := json.loads(lines[-1]))["kind"] == "progress":
+            self.progress("replay", last["done"], last["total"], f"{elapsed:.0f} s")
+        if not self.prepared and any('"kind": "prepared"' in line for line in lines[:2]):
+            self.prepared = True
+            return replace(PREPARING, wall_seconds=self.seconds, resident_bytes=None)
+        return None
+
+
+def _run(
+    shot: _Snapshot, request: Mapping[str, Any], limits: Limits, environment: Mapping[str, str], *,
+    watch: _Watch | None = None, network: bool = True,
+) -> tuple[list[dict[str, Any]], Ended, str]:  # fmt: skip
+    """One worker. Errors that say nothing about the run are raised as they are."""
+    working = shot.scratch / "working"
+    working.mkdir(exist_ok=True)
+    asked, answer = shot.scratch / "request.json", shot.scratch / "answer.jsonl"
+    asked.write_text(json.dumps(request), encoding="utf-8")
+    answer.unlink(missing_ok=True)
+    if watch is not None:
+        watch.answer = answer
+    command = [sys.executable, "-P", "-m", "tunix_rt.evidence.worker", str(asked), str(answer)]
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as failed:
+        ended = run_limited(
+            command, limits=limits, environment=environment, folder=working, stdin=b"", stdout=printed, stderr=failed,
+            network=network, **({"pulse": watch} if watch else {}),
+        )  # fmt: skip
+        failed.seek(max(0, failed.seek(0, os.SEEK_END) - 4096))
+        said = next(iter(failed.read().decode("utf-8", "replace").strip().splitlines()[-1:]), "")[:300]
+    text = answer.read_text(encoding="utf-8") if answer.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    if error := _last(lines, "error"):
+        kind = getattr(errors, str(error["error"]), TunixError)
+        raise (kind if isinstance(kind, type) and issubclass(kind, TunixError) else TunixError)(
+            error["problem"], fix=error["fix"]
+        )
+    return lines, ended, said
+
+
+def _last(lines: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return lines[-1] if lines and lines[-1]["kind"] == kind else {}
+
+
+def _request(shot: _Snapshot, options: Options) -> dict[str, Any]:
+    return {
+        "folder": str(shot.root), "weights_root": str(shot.weights), "data": list(options.inputs.data),
+        "model": options.inputs.model, "tokenizer": options.inputs.tokenizer,
+    }  # fmt: skip
+
+
+def _environment(shot: _Snapshot, source: Path | None) -> dict[str, str]:
+    """Ours, offline, with a cache of its own: nothing that a bundle makes us prepare is kept."""
+    found = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "XDG_CACHE_HOME": str(shot.scratch / "cache"),
+    }
+    found.setdefault("HF_HOME", os.path.join(os.path.expanduser("~"), ".cache", "huggingface"))
+    # An empty entry would be the working folder. The others are made absolute, for the process has another one.
+    named = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    if source is not None:
+        named.insert(0, str(source / "src"))
+        found |= {"HOME": str(shot.scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    found["PYTHONPATH"] = os.pathsep.join(named)
+    return found
+
+
+def _threads(about: Mapping[str, Any]) -> dict[str, str]:
+    """The recorded number of threads, which decides the order of sums; never more than there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(min(int(about["threads"]), cores)))
+
+
+@contextlib.contextmanager
+def _source(shot: _Snapshot, about: Mapping[str, Any], options: Options) -> Iterator[Path | None]:
+    """With `--source`, the recorded source, written out from a commit that is reachable from the named ref."""
+    if options.source is None:
+        yield None
+        return
+    repository = options.repository or Path()
+    found = find_commit(about["source_sha256"], repository, [options.source])
+    if found is None:
+        raise InputError(
+            f"no commit that is reachable from {options.source} has the recorded source {about['source_sha256'][:12]}",
+            fix="name the ref that has it; or leave --source out: the code here computes, within tolerance",
+        )
+    target = shot.scratch / "source"
+    write_source(found.commit, repository, target)
+    yield target
+
+
+def _model_folder(weights: Path) -> Path:
+    """The folder of the model; that of a run stands for its final model."""
+    for folder in (weights, weights / "final_model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise InputError(f"{weights}: no model folder", fix="point --weights at the final_model of the run")
+
+
+def _bytes_of(path: str) -> int:
+    if os.path.isdir(path):
+        return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    return os.path.getsize(path) if os.path.isfile(path) else 0
+
+
+# --- commit and signer ------------------------------------------------------------------------------------------------
+
+
+def _committed(claims: list[Claim], about: Mapping[str, Any], options: Options) -> list[Claim]:
+    """Consistent if a commit that is reachable from a ref the reviewer names has exactly the recorded source."""
+    if options.repository is None or not about:
+        return claims
+    found = find_commit(about["source_sha256"], options.repository, options.refs)
+    if found is None:
+        how = f"no commit of {', '.join(options.refs) or 'the checked-out branch'} has this source"
+        return [replace(one, how=how) if one.name == "commit" else one for one in claims]
+    how = f"reachable from {found.ref}, exactly the recorded files"
+    return [
+        replace(one, value=found.commit, label="consistent", how=how) if one.name == "commit" else one for one in claims
+    ]
+
+
+def _signed(folder: Path, claims: list[Claim], options: Options, sums_sha256: str) -> tuple[list[Claim], list[Finding]]:
+    if options.signed_by is None:
+        return claims, []
+    try:
+        signature = signer_of(folder, options.signed_by)
+        if signature.sums_sha256 != sums_sha256:
+            raise EvidenceError("SHA256SUMS changed while it was verified", fix="")
+    except EvidenceError as error:
+        return claims, [Finding(level="L0", check="signature", problem=error.problem)]
+    signer = Claim(
+        name="signer",
+        value=signature.signer,
+        label="recomputed",
+        how=f"signature over {SUMS}, key {signature.fingerprint}",
+    )
+    return [signer if one.name == "signer" else one for one in claims], []

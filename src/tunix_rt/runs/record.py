@@ -1,0 +1,228 @@
+"""`RunRecord`: the one reader of a run folder, for `runs`, resume, `evidence` and whatever looks at runs.
+
+The folder may be live, torn or hostile. Nothing is written, no link is followed, no exception leaves for what a file contains:
+what is wrong is in `problems` by file name, and the valid part is there. Only `evidence` requires completeness.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from tunix_rt.config import RunConfig
+from tunix_rt.errors import ConfigError, InputError
+from tunix_rt.rundir import FORMAT
+from tunix_rt.runs import schemas
+from tunix_rt.runs.checksums import RUN_SUMS, SUMS, parse_sums
+from tunix_rt.runs.reading import FEW, LONGEST_LINE, few, list_folder, parse_object, plain, read_file, shown
+from tunix_rt.runs.schemas import Schema, problems_of, schema_of
+from tunix_rt.strict_yaml import MAX_CONFIG_BYTES, parse_yaml
+
+M = TypeVar("M")
+
+MANIFEST = "run_manifest.json"
+README = "README.md"
+MOST_SUMS = 8 * 2**20
+MOST_PROSE = 64 * 2**20
+PROSE = re.compile(
+    r"(?:README|samples|comparison)\.md|(?:training_log|env_info|torch_version|cuda_check|nvidia_smi)\.txt|profile/profile\.md"
+)
+"""For people: hashed, never parsed."""
+OPAQUE = re.compile(
+    r"config\.yaml|checkpoints/step-\d{6,9}/(?:model|optimizer)\.safetensors|profile/trace\.json\.gz"
+    r"|final_model/[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.(?:json|jinja|safetensors|txt|md|model)"
+)
+"""Not in a schema of ours: settings have the schema of `RunConfig`, a model folder that of transformers."""
+
+
+class _File(Generic[M]):
+    """An attribute of a record: what the file contains."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: "RunRecord", owner: type) -> M:
+        found: M = record.read(self.name)
+        return found
+
+
+class RunRecord:
+    """One run folder, or a bundle, or the output of `tunix-rt evaluate`."""
+
+    def __init__(self, root: Path, where: str = "") -> None:
+        """`where` stands before file names in problems: `cpu/` for the second run of a bundle."""
+        self.root, self.where = root, where
+        self.listing = list_folder(root)
+        self.problems: dict[str, list[str]] = {}
+        self.torn: list[str] = []
+        self._known: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.listing.files
+
+    # --- any file -----------------------------------------------------------------------------------------------------
+
+    def data(self, name: str, most_bytes: int | None = None) -> bytes | None:
+        """The content of a file; None where it is missing, which is no problem, or cannot be read, which is one.
+
+        Of a file with a schema, at most as much is read as that allows."""
+        if name not in self:
+            return None
+        schema = schema_of(name)
+        data, problem = read_file(self.root, name, most_bytes or (schema.most_bytes if schema else MOST_SUMS))
+        if data is None:
+            self._problem(name, problem)
+        return data
+
+    def read(self, name: str) -> Any:
+        """The object in a file with a schema, or None where it has another shape; or its lines, up to the first that has. A
+        last line without newline is still being written."""
+        schema = schema_of(name)
+        if name not in self._known and schema is not None and schema.lines:
+            self._known[name] = tuple(self._each_line(schema, name))
+        elif name not in self._known and schema is not None and (data := self.data(name)) is not None:
+            self._known[name] = self._validated(schema, name, name, data)
+        return self._known.get(name)
+
+    def raw_lines(self, name: str) -> list[bytes]:
+        """The whole lines of `name` without their newlines."""
+        *lines, rest = (self.data(name) or b"").split(b"\n")
+        if rest and name not in self.torn:
+            self.torn.append(name)
+        return lines
+
+    def _each_line(self, schema: Schema, name: str) -> Iterator[Any]:
+        for number, line in enumerate(self.raw_lines(name), start=1):
+            one = self._validated(schema, name, f"{name}:{number}", line)
+            if one is None:
+                return
+            yield one
+
+    def _validated(self, schema: Schema, name: str, place: str, data: bytes) -> Any:
+        too_long = schema.lines and len(data) > LONGEST_LINE
+        value = f"a line of {len(data):,} bytes" if too_long else parse_object(data)
+        if isinstance(value, str):
+            self._problem(name, f"{place}: {value}")
+            return None
+        try:
+            return schema.validate(data)
+        except ValidationError as error:
+            for problem in problems_of(error):
+                self._problem(name, f"{place}: {problem}")
+            return None
+
+    def _problem(self, name: str, problem: str) -> None:
+        known, problem = self.problems.setdefault(name, []), self.where + problem
+        if len(known) < FEW and problem not in known:
+            known.append(problem)
+
+    # --- the files of a run -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def config(self) -> RunConfig | None:
+        data = self.data("config.yaml", MAX_CONFIG_BYTES)
+        if data is None:
+            return None
+        try:
+            return RunConfig.model_validate(parse_yaml(data.decode("utf-8"), "config.yaml"))
+        except UnicodeDecodeError:
+            self._problem("config.yaml", "config.yaml: not UTF-8 text")
+        except ConfigError as error:
+            self._problem("config.yaml", error.problem)
+        except ValidationError as error:
+            for problem in problems_of(error):
+                self._problem("config.yaml", f"config.yaml: {problem}")
+        return None
+
+    commitment = _File[schemas.Commitment | None]("precommit.json")
+    result = _File[schemas.Result | None]("result.json")
+    metrics = _File[tuple[schemas.StepLine, ...]]("metrics.jsonl")
+    rows = _File[tuple[schemas.RowLine, ...]]("rows.jsonl")
+    heldout = _File[tuple[schemas.HeldoutLine, ...]]("eval/heldout.jsonl")
+    doctor = _File[schemas.Doctor | None]("doctor.json")
+    plan = _File[schemas.Plan | None]("plan.json")
+    memory = _File[schemas.MemoryReport | None]("memory.json")
+    summary = _File[schemas.EvalSummary | None]("eval_summary.json")
+    manifest = _File[schemas.Manifest | None](MANIFEST)
+
+    @property
+    def checkpoints(self) -> tuple[schemas.CheckpointEntry, ...]:
+        found: schemas.Checkpoints | None = self.read("checkpoints.json")
+        return found.checkpoints if found else ()
+
+    @property
+    def processes(self) -> tuple[schemas.Process, ...]:
+        found: schemas.Processes | None = self.read("processes.json")
+        return found.processes if found else ()
+
+    def predictions(self, when: str) -> tuple[schemas.PredictionLine, ...]:
+        found: tuple[schemas.PredictionLine, ...] | None = self.read(f"eval/predictions-{when}.jsonl")
+        return found or ()
+
+    def scores(self, when: str) -> schemas.ScoresFile | None:
+        found: schemas.ScoresFile | None = self.read(f"eval/{when}.json")
+        return found
+
+    @cached_property
+    def sums(self) -> dict[str, str]:
+        return self._sums(SUMS)
+
+    @cached_property
+    def run_sums(self) -> dict[str, str]:
+        """The hashes that the run ended with; in a run folder that is SHA256SUMS itself."""
+        return self._sums(RUN_SUMS) if self.is_bundle else self.sums
+
+    def _sums(self, name: str) -> dict[str, str]:
+        claimed, problems = parse_sums(self.data(name) or b"", name)
+        for problem in few(problems):
+            self._problem(name, problem)
+        return claimed
+
+    @property
+    def is_bundle(self) -> bool:
+        return MANIFEST in self
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the folder is the `--output` of `tunix-rt evaluate`: answers, and nothing of a run."""
+        of_run = ("precommit.json", "metrics.jsonl", "result.json", "config.yaml")
+        return "eval/predictions-answers.jsonl" in self and not any(name in self for name in of_run)
+
+    # --- everything at once -------------------------------------------------------------------------------------------
+
+    def schema_problems(self) -> Iterator[str]:
+        """Every file against its declared shape, and every name that no run writes."""
+        for name in self.listing.files:
+            self.read(name)
+            if schema_of(name) is None and not self._is_declared(name):
+                self._problem(name, f"{plain(name)}: no run writes such a file")
+            elif PROSE.fullmatch(name) and self.listing.files[name] > MOST_PROSE:
+                self._problem(name, f"{plain(name)}: {self.listing.files[name]:,} bytes of text")
+        _ = (self.config, self.sums, self.run_sums)
+        for name in self.torn:
+            self._problem(name, f"{name}: the last line is torn")
+        for problems in self.problems.values():
+            yield from problems
+
+    def _is_declared(self, name: str) -> bool:
+        own = (SUMS, "SHA256SUMS.sig", *((RUN_SUMS,) if self.is_bundle else ()))
+        inside = self.is_bundle and name.startswith("cpu/")  # a record of its own
+        return bool(name in own or inside or PROSE.fullmatch(name) or OPAQUE.fullmatch(name))
+
+
+def require_format(record: RunRecord) -> None:
+    """Refuse a run of another format by name, before its files are held to the schemas of this one."""
+    found = parse_object(record.data("precommit.json") or b"")
+    if isinstance(found, str):
+        return
+    number = found.get("format")
+    if type(number) is not int or number != FORMAT:
+        newer = type(number) is int and number > FORMAT
+        raise InputError(
+            f"{record.root}: the run is in {'a format before 4' if number is None else f'format {shown(number)}'}, "
+            f"this version of tunix-rt reads format {FORMAT}",
+            fix="update tunix-rt" if newer else "record the run again, or verify it with the version that made it",
+        )

@@ -1,0 +1,156 @@
+"""Shapes of the files about the computer of a run and what the run costs on it, predicted and measured."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.doctor.facts import Facts as Computer
+from tunix_rt.doctor.prove import Proved
+from tunix_rt.doctor.verdict import Check
+from tunix_rt.plan.memory import MemoryPlan
+from tunix_rt.plan.verdict import Fit
+from tunix_rt.profiling.parts import Part
+from tunix_rt.profiling.table import DenseProduct
+from tunix_rt.runs import fields as f
+
+# --- doctor.json, processes.json --------------------------------------------------------------------------------------
+
+
+class Engaged(f.Facts, extra="allow"):
+    """The engine and the device as the child process of the self-test saw them."""
+
+    name: f.Maybe[f.Name] = None
+    capability: f.Maybe[tuple[f.Count, f.Count]] = None
+    uuid: f.Maybe[f.Text] = None
+
+
+class Proof(f.Facts):
+    """The kernels of a run against float64, in a child process."""
+
+    backend: f.Engine
+    device: f.Device
+    dtype: f.Name
+    head_size: f.Positive
+    results: Annotated[f.Many[Proved], Field(max_length=64)]
+    about: Engaged
+    pid: f.Count
+    seconds: f.Amount
+    problem: str | None
+    ok: bool
+
+
+class Doctor(f.Facts):
+    """`doctor.json`. A refused run has no choice; only an accelerator has a proof."""
+
+    facts: Computer
+    checks: Annotated[f.Many[Check], Field(max_length=256)]
+    choice: f.Maybe[DeviceChoice] = None
+    proof: f.Maybe[Proof] = None
+
+
+class MachineGpu(f.Facts):
+    name: f.Name
+    capability: f.Version
+    driver: f.Maybe[f.Version] = None
+    cuda: f.Maybe[f.Version] = None
+    cudnn: f.Maybe[f.Version] = None
+
+
+class Machine(f.Facts):
+    """What decides the bits of a step beside its inputs."""
+
+    backend: f.Engine
+    device: f.Device
+    cpu: f.Name
+    cpu_flags_sha256: f.Digest
+    cpu_capability: f.Name
+    python: f.Version
+    threads: f.Positive
+    versions: f.Versions
+    deterministic: bool
+    devices: f.Positive
+    gpu: f.Maybe[MachineGpu] = None
+
+
+class Process(f.Facts):
+    pid: f.Count
+    started: f.Moment
+    first_step: f.Positive
+    machine: Machine
+
+
+class Processes(f.Facts):
+    """`processes.json`: the process of a step is the last one that began at it or before."""
+
+    schema_: Literal["tunix-rt/processes/1"] = Field(alias="schema")
+    processes: Annotated[f.Many[Process], Field(max_length=10_000)]
+
+
+# --- plan.json, memory.json, profile/profile.json ---------------------------------------------------------------------
+
+
+class Footprint(f.Facts):
+    """`available_bytes` of an attempt that was predicted not to fit."""
+
+    predicted_bytes: f.Count
+    measured_bytes: f.Maybe[f.Count] = None
+    available_bytes: f.Maybe[f.Count] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory(MemoryPlan):
+    eval_rows: f.Positive
+    """A replay evaluates in batches of this size."""
+
+
+class Plan(f.Facts):
+    schema_: Literal["tunix-rt/plan/1"] = Field(alias="schema")
+    peak_bytes: f.Count
+    peak_bytes_at_max_length: f.Count
+    longest_row_tokens: f.Positive
+    memory: PlannedMemory
+    fit: Fit
+    disk_bytes: f.Count
+    fitting: f.Maybe[f.Figures] = None
+    memory_limit_bytes: f.Maybe[f.Count] = None
+    oom_attempt: f.Maybe[Footprint] = None
+
+
+class MemoryReport(f.Facts):
+    """`memory.json`. `measured_bytes_before` is the peak of steps of earlier processes."""
+
+    schema_: Literal["tunix-rt/memory/2"] = Field(alias="schema")
+    status: f.Status
+    predicted_bytes: f.Count
+    predicted_parts: MemoryPlan
+    measured_bytes: f.Count
+    measured_as: f.Text
+    error: float
+    phases: dict[f.Name, dict[f.Name, float]]
+    measured_bytes_before: f.Maybe[f.Count] = None
+    reserved_bytes: f.Maybe[f.Count] = None
+    nvml_bytes: f.Maybe[f.Count] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePart(Part):
+    tflops: float | None = None
+
+
+class Profile(f.Facts):
+    schema_: Literal["tunix-rt/profile/1"] = Field(alias="schema")
+    first_step: f.Positive
+    steps: f.Positive
+    steps_before: f.Count
+    measured_on: f.Text
+    step_milliseconds: f.Amount
+    parts: tuple[ProfilePart, ...]
+    tokens: f.Amount
+    flops: dict[f.Name, f.Amount]
+    tflops: f.Amount
+    executed_tflops: f.Amount
+    dense_product: f.Maybe[DenseProduct] = None
+    share_of_dense_product: f.Maybe[f.Amount] = None
+    unrecorded_step_milliseconds: f.Maybe[f.Amount] = None
