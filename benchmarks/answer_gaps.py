@@ -4,9 +4,10 @@
     python -m benchmarks.answer_gaps --model tiny-gemma3 --output benchmarks/results/answer_gaps_base.json
 
 A model, by default the one that the demo trains, answers questions in bfloat16 with several kinds of instructions and by both
-engines. Every text is then followed by the others, token by token (`tunix_rt.recompute.answers.largest_gaps`); the largest gap of
-each answer is kept. Forged texts are the same with the last number in them changed, the expected answer alone, the answer to the
-next question, and those of the model before it was trained. `TIES` in `tunix_rt.evidence.tolerances` is taken from what is found.
+engines. Every text is then followed by the others, token by token (`largest_gaps` in `tunix_rt.evidence.replay.regenerate`); the
+largest gap of each answer is kept. Forged texts are the same with the last number in them changed, the expected answer alone, the
+answer to the next question, and those of the model before it was trained. `TIES` in `tunix_rt.evidence.replay.tolerances` comes
+from these figures.
 """
 
 import argparse
@@ -39,9 +40,9 @@ def child(path: str) -> None:
     from tunix_rt.data.prepare import prepare
     from tunix_rt.doctor.choose import set_environment
     from tunix_rt.evaluate.run import Questions, ask, decoding_of
+    from tunix_rt.evidence.replay.regenerate import largest_gaps
     from tunix_rt.models import resolve_model
     from tunix_rt.pipeline import find_tokenizer
-    from tunix_rt.recompute.answers import largest_gaps
     from tunix_rt.rundir import to_plain
 
     request = json.loads(Path(path).read_text())
@@ -59,7 +60,7 @@ def child(path: str) -> None:
     told: Any
     if "texts" in request:
         told = {
-            name: largest_gaps(backend, engine, questions, lines, positions=2**20)
+            name: list(largest_gaps(backend, engine, questions, _by_place(lines), 2**20).values())
             for name, lines in request["texts"].items()
         }
     else:
@@ -67,6 +68,12 @@ def child(path: str) -> None:
         given = ask(backend, engine, questions, what="", rows_at=lambda length: ROWS, **silent)
         told = [to_plain(answer) for answer in given]
     Path(path).with_suffix(".told").write_text(json.dumps(told))
+
+
+def _by_place(lines: list[dict[str, Any]]) -> dict[int, Any]:
+    from tunix_rt.evaluate.score import Prediction
+
+    return {place: Prediction(**line) for place, line in enumerate(lines)}
 
 
 def trained(folder: Path) -> Path:
@@ -130,7 +137,9 @@ def main() -> int:
                 honest = name in WAYS
                 engines = {way["backend"], WAYS[name]["backend"]} if honest else set()
                 kind = (
-                    ("SAME" if name == follower else "NEAR" if len(engines) == 1 else "CROSS") if honest else "forged"
+                    ("bitwise" if name == follower else "same hardware" if len(engines) == 1 else "other hardware")
+                    if honest
+                    else "forged"
                 )
                 same = [
                     one["output"] == two["output"]
@@ -146,7 +155,7 @@ def main() -> int:
         some = "  ".join(
             f"{share:.0%} {gaps[min(len(gaps) - 1, int(share * len(gaps)))]:.3f}" for share in (0.1, 0.5, 0.9, 0.98)
         )
-        print(f"{pair['kind']:7} {pair['texts']:28} by {pair['followed_by']:18} same {pair.get('same_texts', 0):.0%}  {some}  "
+        print(f"{pair['kind']:14} {pair['texts']:28} by {pair['followed_by']:18} same {pair.get('same_texts', 0):.0%}  {some}  "
               f"most {gaps[-1]:.3f} of {len(gaps)}")  # fmt: skip
     return 0
 

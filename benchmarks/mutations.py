@@ -1,14 +1,15 @@
-"""Mutate good bundles many times, one byte or one value each, and count what the verifier accepts: it must accept none.
+"""Mutate good bundles, one byte or one value each, and count what `examine` accepts: python -m benchmarks.mutations --write
 
-    python -m benchmarks.mutations [--count 10000] [--resealed 2000] [--seed 0] [--keep DIR] [--write]
+    --count 10000      without resealing: none may be accepted
+    --resealed 2000    one value changed and everything sealed again: accepted only if the claims it touches are self-reported
 
-The bundles: one of a short run here by each engine, and those in submission_runs that this version wrote, real ones of a GPU
-among them. `--resealed` more have everything that follows from the changed value made anew, as a forger would; these are counted
-apart, for some values are the run's own word and cannot be found out.
+The bundles: a short run by each engine, made here, and those of submission_runs up to 20 MiB. Bundles and finished chunks are
+kept in .cache/mutations: an interrupted run resumes there, unless code or bundles have changed. The exit code is 1 for a defect.
 """
 
 import argparse
 import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,20 +19,33 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.forging.bases import REAL, copy_of, make_good_bundle, make_good_jax_bundle
-from tests.forging.mutating import KINDS, RESEALED, apply, mutations
+from docs import markdown
+from tests.forging.bases import copy_of, make_good_bundle, make_good_jax_bundle
+from tests.forging.mutating import RESEALED, UNSEALED, Mutation, apply, mutations, touched
 from tests.program import ROOT
-from tunix_rt.evidence import rescore
-from tunix_rt.evidence.claims import SCHEMA
-from tunix_rt.evidence.verifying import findings_of
+from tunix_rt.errors import TunixError
+from tunix_rt.evidence import answers, data_checks
+from tunix_rt.evidence.examine import Examined, examine
+from tunix_rt.rundir import json_text, sha256_file
+from tunix_rt.runs.checksums import SUMS
+from tunix_rt.runs.source import package_hash
 
-RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
-LARGEST_BYTES = 20 * 2**20
-"""Of a bundle that is taken: its files are read once per mutation."""
+RESULTS = Path("benchmarks/results/mutations.json")
+PLACE = ROOT / ".cache" / "mutations"
+CHUNK = 100
+MOST_BYTES = 20 * 2**20
+LABELS = ("self-reported", "consistent", "recomputed", "not checked")
+COMMAND = "scripts/mutations --write"
+REMEMBERED = ((answers, "judge"), (data_checks, "_samples"))
+"""Pure functions that get the same answers and traces for each mutation."""
+
+Row = dict[str, Any]
+Job = tuple[str, str, int, int, tuple[str, ...]]
+"""Name of the bundle, its folder, number of mutations, seed, kinds."""
 
 
 def main() -> int:
@@ -39,116 +53,191 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--resealed", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for the good bundles, used again if they are there")
-    parser.add_argument("--write", action="store_true", help=f"keep the counts in {RESULTS.relative_to(ROOT)}")
-    asked = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help=f"write the counts to {RESULTS}")
+    options = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch:
-        bundles = _bundles((asked.keep or Path(scratch)).absolute())
-        jobs = _jobs(bundles, asked.count, asked.seed, KINDS) + _jobs(bundles, asked.resealed, asked.seed, (RESEALED,))
-        with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-            found = pool.map(partial(_mutated, scratch=Path(scratch)), jobs, chunksize=1)
-    told = _told(found, list(bundles), asked.seed, time.monotonic() - began)
-    print(json.dumps(told, indent=2))
-    if asked.write:
-        RESULTS.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return 1 if told["accepted"] or told["crashed"] else 0
+    bundles = _bundles(PLACE)
+    jobs = _jobs(bundles, options.count, options.seed, UNSEALED)
+    jobs += _jobs(bundles, options.resealed, options.seed, (RESEALED,))
+    rows = [row for chunk in _finished(jobs, bundles) for row in chunk]
+    found = summary(rows, list(bundles), options.seed) | {"seconds": round(time.monotonic() - began, 1)}
+    print(json.dumps(found, indent=2))
+    if options.write:
+        (ROOT / RESULTS).write_text(json_text(found), encoding="utf-8")
+    return 1 if found["defects"] else 0
 
 
-def _bundles(scratch: Path) -> dict[str, Path]:
+def _bundles(place: Path) -> dict[str, Path]:
     """Name -> folder. Each verifies before anything is done to it."""
-    found = {
-        "torch on the CPU": make_good_bundle(scratch / "torch"),
-        "JAX on the CPU": make_good_jax_bundle(scratch / "jax"),
-    }
-    for told in sorted((ROOT / "submission_runs").glob("*/bundle.json")):
-        size = sum(path.stat().st_size for path in told.parent.rglob("*") if path.is_file())
-        if json.loads(told.read_text(encoding="utf-8"))["schema"] == SCHEMA and size <= LARGEST_BYTES:
-            found[told.parent.name] = told.parent
-    if missing := set(REAL) - found.keys():
-        raise SystemExit(f"not among the bundles: {', '.join(sorted(missing))}")
+    fresh = place / _source()
+    found = {"torch": make_good_bundle(fresh / "torch"), "jax": make_good_jax_bundle(fresh / "jax")}
+    for manifest in sorted((ROOT / "submission_runs").glob("*/run_manifest.json")):
+        if sum(path.stat().st_size for path in manifest.parent.rglob("*") if path.is_file()) <= MOST_BYTES:
+            found[manifest.parent.name] = manifest.parent
+    good = {}
     for name, folder in found.items():
-        if findings := findings_of(folder, None):
-            raise SystemExit(f"{name} does not verify by itself: {findings[0]}")
-    return found
+        try:
+            examined = examine(folder)
+        except TunixError as error:  # a run of another format
+            print(f"{name} is left out: {error.problem}", file=sys.stderr)
+            continue
+        if examined.level != "L1":
+            raise SystemExit(f"{name} does not verify by itself: {examined.findings[:1]}")
+        good[name] = folder
+    return good
 
 
-Job = tuple[str, Path, int, int, tuple[str, ...]]
-
-
-def _jobs(bundles: dict[str, Path], count: int, seed: int, kinds: tuple[str, ...]) -> list[Job]:
-    """So many mutations of each bundle, in pieces that a process takes at a time."""
-    share, piece = -(-count // len(bundles)), 100
-    jobs, left = [], count
+def _jobs(bundles: Mapping[str, Path], count: int, seed: int, kinds: tuple[str, ...]) -> list[Job]:
+    """An equal share of each bundle, in chunks."""
+    jobs: list[Job] = []
+    share, left = -(-count // len(bundles)), count
     for number, (name, folder) in enumerate(bundles.items()):
         mine = min(share, left)
         left -= mine
-        for at in range(0, mine, piece):
-            jobs.append((name, folder, min(piece, mine - at), seed * 1_000_003 + number * 10_007 + at, kinds))
+        for at in range(0, mine, CHUNK):
+            jobs.append((name, str(folder), min(CHUNK, mine - at), seed * 10**9 + number * 10**6 + at, kinds))
     return jobs
 
 
-def _mutated(job: Job, scratch: Path) -> list[dict[str, Any]]:
-    """What became of each mutation of one piece. One that resealing undid is left out: there is nothing to find."""
-    name, bundle, count, seed, kinds = job
-    found = []
-    if not hasattr(rescore.judge, "cache_info"):  # a pure function, asked of the same answers each time
-        rescore.judge = functools.lru_cache(maxsize=None)(rescore.judge)
-    with tempfile.TemporaryDirectory(dir=scratch) as room:
-        for number, mutation in enumerate(mutations(bundle, count, seed, kinds)):
-            folder = Path(room) / str(number)
-            copy_of(bundle, folder)
-            if not apply(mutation, folder):
-                shutil.rmtree(folder)
-                continue
-            began = time.monotonic()
-            one: dict[str, Any] = {"bundle": name, "kind": mutation.kind, "file": mutation.file, "how": mutation.how}
-            try:
-                findings = findings_of(folder, None)
-                one["checks"] = sorted({finding.check for finding in findings})
-                one["level"] = min((finding.level for finding in findings), default="accepted")
-            except Exception:  # noqa: BLE001  whatever it is: a verifier that ends by it is what is looked for
-                one["level"], one["checks"] = "crashed", [traceback.format_exc().splitlines()[-1]]
-            one["seconds"] = time.monotonic() - began
-            found.append(one)
-            shutil.rmtree(folder)
-    return found
+def _finished(jobs: list[Job], bundles: Mapping[str, Path]) -> Iterator[list[Row]]:
+    """The rows of every chunk; those of an interrupted run are read from its file."""
+    roots = [_source(), *(sha256_file(folder / SUMS) for folder in bundles.values())]
+    roots.append(hashlib.sha256(b"".join(path.read_bytes() for path in _own_code())).hexdigest())
+    file = PLACE / f"{hashlib.sha256(json.dumps(roots).encode()).hexdigest()[:16]}.jsonl"
+    kept = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("]]")] if file.exists() else []
+    known = {json.dumps(job): rows for job, rows in kept}
+    todo = [job for job in jobs if json.dumps(job) not in known]
+    yield from (known[json.dumps(job)] for job in jobs if json.dumps(job) in known)
+    done, total, began = sum(len(known[key]) for key in known), sum(job[2] for job in jobs), time.monotonic()
+    with file.open("a", encoding="utf-8") as log, multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        for job, rows in pool.imap_unordered(_mutated, todo):
+            log.write(json.dumps([job, rows]) + "\n")
+            log.flush()
+            done += job[2]
+            print(f"\r{done:,} of {total:,} mutations, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
+            yield rows
+    print(file=sys.stderr)
 
 
-def _told(found: list[list[dict[str, Any]]], bundles: list[str], seed: int, seconds: float) -> dict[str, Any]:
-    every = [one for piece in found for one in piece]
-    ones, resealed = ([one for one in every if (one["kind"] == RESEALED) == apart] for apart in (False, True))
+def _source() -> str:
+    return package_hash(ROOT / "src" / "tunix_rt")[0][:16]
+
+
+def _own_code() -> list[Path]:
+    return [Path(__file__), *sorted((ROOT / "tests" / "forging").glob("*.py"))]
+
+
+def _mutated(job: Job) -> tuple[Job, list[Row]]:
+    name, folder, count, seed, kinds = job
+    remember_answers()
+    original, rows = examine(Path(folder)), []
+    with tempfile.TemporaryDirectory(prefix="mutations-", dir=PLACE) as scratch:
+        for number, mutation in enumerate(mutations(Path(folder), count, seed, kinds)):
+            copy = copy_of(Path(folder), Path(scratch) / str(number))
+            row = {"bundle": name, "seed": seed, "number": number, "file": mutation.file, "kind": mutation.kind}
+            rows.append(row | {"how": mutation.how} | outcome(mutation, copy, original))
+            shutil.rmtree(copy)
+    return job, rows
+
+
+def remember_answers() -> None:
+    for module, function in REMEMBERED:
+        if not hasattr(getattr(module, function), "cache_info"):
+            setattr(module, function, functools.lru_cache(maxsize=4096)(getattr(module, function)))
+
+
+def outcome(mutation: Mutation, folder: Path, original: Examined) -> Row:
+    """What became of one mutation: undone, found (by which checks), accepted (touching which claims) or an error of ours."""
+    began = time.monotonic()
+    try:
+        if not apply(mutation, folder):
+            return {"outcome": "undone"}
+        after = examine(folder)
+    except TunixError as error:  # refused as a run of another format
+        return {"outcome": "found", "checks": [f"refused, exit {error.exit_code}"]}
+    except Exception:  # noqa: BLE001  whatever ends the verifier is what is looked for
+        return {"outcome": "error", "how": traceback.format_exc().splitlines()[-1]}
+    row: Row = {"seconds": round(time.monotonic() - began, 3)}
+    if after.findings or after.level != original.level:
+        return row | {"outcome": "found", "checks": sorted({finding.check for finding in after.findings})}
+    claims = {claim.name: claim.label for claim in touched(original, after)}
+    return row | {"outcome": "accepted", "claims": claims}
+
+
+def is_defect(row: Row) -> bool:
+    """Accepted without resealing, or with a claim that is more than self-reported; or no verdict at all."""
+    if row["outcome"] == "accepted":
+        return row["kind"] != RESEALED or any(label != "self-reported" for label in row["claims"].values())
+    return bool(row["outcome"] == "error")
+
+
+# --- what came of it --------------------------------------------------------------------------------------------------
+
+
+def summary(rows: list[Row], bundles: list[str], seed: int) -> dict[str, Any]:
+    unsealed = [row for row in rows if row["kind"] != RESEALED]
+    resealed = [row for row in rows if row["kind"] == RESEALED and row["outcome"] != "undone"]
+    labels = Counter(label for row in resealed for label in row.get("claims", {}).values())
     return {
-        "schema": "tunix-rt/mutations/2",
+        "schema": "tunix-rt/mutations/3",
         "bundles": bundles,
         "seed": seed,
-        "mutations": len(ones),
-        "by_kind": dict(sorted(Counter(one["kind"] for one in ones).items())),
-        "by_bundle": dict(sorted(Counter(one["bundle"] for one in ones).items())),
-        "by_level": dict(sorted(Counter(one["level"] for one in ones).items())),
-        "by_check": dict(sorted(Counter(check for one in ones for check in one["checks"]).items())),
-        "accepted": _words(ones, "accepted"),
-        "crashed": _words(every, "crashed"),
+        "unsealed": {
+            "mutations": len(unsealed),
+            "by_kind": _counts(row["kind"] for row in unsealed),
+            "by_check": _counts(check for row in unsealed for check in row.get("checks", ())),
+            "accepted": sum(row["outcome"] == "accepted" for row in unsealed),
+        },
         "resealed": {
             "mutations": len(resealed),
-            "by_bundle": _shares(resealed, "bundle"),
-            "by_file": _shares(resealed, "file"),
-            "accepted": _words(resealed, "accepted"),
+            "undone": sum(row["kind"] == RESEALED for row in rows) - len(resealed),
+            "accepted": sum(row["outcome"] == "accepted" for row in resealed),
+            "accepted_without_touching_a_claim": sum(row.get("claims") == {} for row in resealed),
+            "claims_touched_by_label": {label: labels[label] for label in LABELS},
+            "claims_touched": _counts(name for row in resealed for name in row.get("claims", {})),
+            "by_file": _by_file(resealed),
         },
-        "slowest_seconds": round(max(one["seconds"] for one in every), 3),
-        "seconds": round(seconds, 1),
+        "defects": [row for row in rows if is_defect(row)],
+        "slowest_seconds": max((row.get("seconds", 0.0) for row in rows), default=0.0),
     }
 
 
-def _words(ones: list[dict[str, Any]], level: str) -> list[str]:
-    return [f"{one['bundle']}: {one['kind']}: {one['file']}: {one['how']}" for one in ones if one["level"] == level]
+def _counts(names: Iterator[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
 
 
-def _shares(ones: list[dict[str, Any]], name: str) -> dict[str, dict[str, int]]:
-    """How many were tried and accepted of each bundle or file."""
-    tried = Counter(one[name] for one in ones)
-    accepted = Counter(one[name] for one in ones if one["level"] == "accepted")
-    return {key: {"tried": count, "accepted": accepted[key]} for key, count in sorted(tried.items())}
+def _by_file(rows: list[Row]) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row["file"], Counter())[row["outcome"]] += 1
+    return {name: dict(sorted(counts.items())) for name, counts in sorted(found.items())}
+
+
+def block(root: Path) -> str:
+    """The counts, for docs/concepts/evidence.md."""
+    found = json.loads((root / RESULTS).read_text(encoding="utf-8"))
+    unsealed, resealed = found["unsealed"], found["resealed"]
+    kinds = ", ".join(f"{count:,} of one {kind}" for kind, count in unsealed["by_kind"].items())
+    silent, labels = resealed["accepted_without_touching_a_claim"], resealed["claims_touched_by_label"]
+    rows = [
+        ("one byte or one value, hashes as they were", f"{unsealed['mutations']:,}", f"{unsealed['accepted']:,}", ""),
+        (
+            "one value, everything sealed again",
+            f"{resealed['mutations']:,}",
+            f"{resealed['accepted']:,}",
+            f"none in {silent:,}; otherwise " + ", ".join(f"{count:,} {label}" for label, count in labels.items()),
+        ),
+    ]
+    files = sorted(resealed["by_file"].items(), key=lambda one: -one[1].get("accepted", 0))[:6]
+    most = ", ".join(f"`{name}` {counts.get('accepted', 0)} of {sum(counts.values())}" for name, counts in files)
+    return (
+        f"L1 against single mutations of {len(found['bundles'])} bundles ({', '.join(found['bundles'])}); {kinds}.\n\n"
+        + markdown.table(("mutation", "tried", "accepted at L1", "claims touched by the accepted ones"), rows)
+        + f"\n\nAccepted after sealing again, most in: {most}. These are values that only the run states, or that a replay "
+        f"decides: losses, settings of the optimizer, generated texts, facts of the machine. Defects: {len(found['defects'])}. "
+        f"The slowest verdict took {found['slowest_seconds']:.2f} s. `{COMMAND}`, seed {found['seed']}; counts by check and file "
+        f"are in `{RESULTS}`."
+    )
 
 
 if __name__ == "__main__":

@@ -12,25 +12,25 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from benchmarks import accumulation_error, kills
+from benchmarks import accumulation_error, kills, mutations
 from docs import (
     answer_pages,
     data_pages,
     doctor_pages,
     engine_pages,
-    forgery_pages,
     jax_pages,
     memory_pages,
     plan_pages,
+    replay_pages,
     speed_pages,
     tpu_pages,
 )
-from docs.markdown import WRITTEN, table, with_block
+from docs.markdown import WRITTEN, replaced, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
 
@@ -39,6 +39,7 @@ HELP_COLUMNS = 100
 MEMORY = memory_pages.ON_CPU
 DATA_PAGE = Path("docs/concepts/data-at-scale.md")
 CHECKPOINTS_PAGE = Path("docs/concepts/checkpoints.md")
+EVIDENCE_PAGE = Path("docs/concepts/evidence.md")
 OPTIMIZERS_PAGE = Path("docs/concepts/optimizers.md")
 INDEX_PAGE = Path("docs/index.md")
 ANSWERS_PAGE = Path("docs/guides/did-it-help.md")
@@ -61,7 +62,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
             root, Path("README.md"), "demo", answer_pages.demo_block(answer_pages.read_demo(root))
         ),
         memory_pages.PAGE: memory_pages.page(root),
-        forgery_pages.PAGE: forgery_pages.page(root),
+        EVIDENCE_PAGE: evidence_page(root),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
@@ -76,33 +77,28 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     }
 
 
-def _engine(says: Mapping[str, Any]) -> str:
-    return f"JAX {says['jax']}" if says["backend"] == "jax" else f"PyTorch {says['torch']}"
+def evidence_page(root: Path) -> str:
+    text = with_block(root, EVIDENCE_PAGE, "tolerances", replay_pages.tolerances_block(root))
+    return replaced(text, "mutations", mutations.block(root), EVIDENCE_PAGE)
 
 
 def bundles_block(root: Path) -> str:
-    """The bundles of submission_runs in a table, their figures as `bundle.json` has them."""
+    """The bundles of submission_runs in a table, with the figures of run_manifest.json."""
     rows = []
-    for folder in sorted((root / "submission_runs").glob("*/bundle.json")):
-        says = json.loads(folder.read_text(encoding="utf-8"))
-        speeds = says["tokens_per_second"]
-        on = says["gpu"]["name"] if says["device"] == "cuda" else says["host"]["cpu"]
-        beside = f", {speeds['ratio']:.1f} times the CPU's {speeds['cpu']:,.0f}" if "cpu" in speeds else ""
+    for file in sorted((root / "submission_runs").glob("*/run_manifest.json")):
+        stated = json.loads(file.read_text(encoding="utf-8"))
+        speeds, backend = stated["tokens_per_second"], stated["backend"]
+        engine = f"{'JAX' if backend == 'jax' else 'PyTorch'} {stated['versions'][backend]}"
+        cpu = f", {speeds['ratio']:.1f} times the CPU's {speeds['cpu']:,.0f}" if "ratio" in speeds else ""
+        scores = stated.get("scores")
         rows.append((
-            f"[{folder.parent.name}](submission_runs/{folder.parent.name}/README.md)",
-            f"{says['model']}, {says['weights']} weights", f"{on}, {_engine(says)}",
-            f"{says['steps_completed']}", f"{says['final_loss']:.4f}", _answers(folder.with_name("eval_summary.json")),
-            f"{speeds['device']:,.0f}{beside}",
+            f"[{file.parent.name}](submission_runs/{file.parent.name}/README.md)",
+            f"{stated['model']}, {stated['weights']} weights", f"{stated['hardware']['name']}, {engine}",
+            f"{stated['steps_completed']}", f"{stated['final_loss']:.4f}",
+            f"{scores['before']['correct']}, {scores['after']['correct']} of {scores['after']['items']}" if scores else "",
+            f"{speeds['device']:,.0f}{cpu}",
         ))  # fmt: skip
     return table(("bundle", "model", "ran on", "steps", "final loss", "right before, after", "tokens/s"), rows)
-
-
-def _answers(summary: Path) -> str:
-    """Of a bundle without a summary nothing is said."""
-    if not summary.is_file():
-        return ""
-    told = json.loads(summary.read_text(encoding="utf-8"))
-    return f"{told['before']['correct']}, {told['after']['correct']} of {told['after']['items']}"
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models import ModelSource
 from tunix_rt.rundir import FORMAT, RunDir, json_text, read_json, sha256_file, sha256_text
 from tunix_rt.runs.schemas import Commitment, problems_of
-from tunix_rt.runs.source import source_hash
+from tunix_rt.runs.source import package_hash
 from tunix_rt.strict_yaml import read_yaml
 
 SCHEMA = "tunix-rt/precommit/1"
@@ -54,7 +54,7 @@ def build_precommit(
 ) -> dict[str, Any]:
     """Everything that determines the run. The same inputs give the same values, but for `created`. `batch` belongs to a run
     over several devices, that of a continued one to how it began; so does `fitting`, what `memory: auto` settled on."""
-    source_sha256, source_files = source_hash(Path(tunix_rt.__file__).parent)
+    source_sha256, source_files = package_hash(Path(tunix_rt.__file__).parent)
     seeds = {"seed": config.training.seed, "data_seed": _data_seed(config)}
     committed: dict[str, Any] = {
         "schema": SCHEMA,

@@ -8,8 +8,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
-import numpy as np
 import pytest
 import yaml
 
@@ -23,23 +23,24 @@ from tunix_rt.config import SETTINGS, build_config, require_runnable
 from tunix_rt.data import sketch, store
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
 from tunix_rt.data.formats import FORMATS
-from tunix_rt.data.pack import Row, facts_of_rows
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.rules import RULES
 from tunix_rt.data.tokenise import INDEX
 from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.doctor.facts import Facts
-from tunix_rt.evaluate.score import Prediction, Scores, SectionScores
+from tunix_rt.evaluate.score import SectionScores
+from tunix_rt.evidence.checks import CHECKS
+from tunix_rt.evidence.claims import MEANINGS, Label
 from tunix_rt.plan.fit import SAFETY_SHARE, Fit
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import _FAMILIES, shape_of
 from tunix_rt.rundir import RunDir
+from tunix_rt.runs import schemas
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tunix_rt"
 FOLDERS = ("docs", "models", "recipes", "benchmarks")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-ROW = Row(ids=np.ones(2, np.int32), trained=np.ones(2, np.bool_), positions=np.arange(2, dtype=np.int32))
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 FIGURES = (
     generate.MEMORY,
@@ -52,6 +53,7 @@ FIGURES = (
     ),
 )
 RUN_FOLDER = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
+BUNDLE = (ROOT / "docs" / "reference" / "bundle.md").read_text(encoding="utf-8")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -81,22 +83,6 @@ def function_in(path: Path, name: str) -> ast.FunctionDef:
     ]
     assert found, f"{path.name} has no function {name}"
     return found[0]
-
-
-def keys_of_dict(node: ast.AST, holding: str) -> set[str]:
-    """The keys of the one dict literal below `node` that has the key or the value `holding`."""
-    dicts = [
-        ({key.value for key in inner.keys if isinstance(key, ast.Constant)}, inner)
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Dict)
-    ]
-    values = [{value.value for value in inner.values if isinstance(value, ast.Constant)} for _, inner in dicts]
-    (keys,) = [keys for (keys, _), said in zip(dicts, values, strict=True) if holding in keys | said]
-    return keys
-
-
-def module(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
 
 
 def names(kind: type) -> set[str]:
@@ -287,35 +273,58 @@ def test_every_file_of_a_run_is_in_the_table_and_no_other():
     assert keys_in_table(table) == {path.relative_to("DIR").as_posix() for path in known}
 
 
-def documented_and_real() -> dict[str, set[str]]:
-    """Heading in run-folder.md -> the keys the code writes under it."""
-    train, admission = module(SOURCE / "train.py"), module(SOURCE / "admission.py")
-    record, ledgers = module(SOURCE / "evidence" / "record.py"), module(SOURCE / "ledgers.py")
-    result = keys_of_dict(record, "tunix-rt/result/1") | keys_of_dict(train, "steps_completed") | {"scores"}
-    result |= keys_of_dict(module(SOURCE / "saving.py"), "best_step")
-    for file in ("pipeline.py", "admission.py", "accounting.py", "device.py"):
-        result |= set(re.findall(r'report\.facts\["(\w+)"\]', text_of(SOURCE / file)))
-    return {
-        "doctor.json": keys_of_dict(module(SOURCE / "device.py"), "proof"),
-        "plan.json": keys_of_dict(admission, "tunix-rt/plan/1"),
-        "precommit.json": keys_of_dict(module(SOURCE / "evidence" / "precommit.py"), "schema") | {"evalset"},
-        "rows.jsonl": set(json.loads(next(facts_of_rows([ROW]).lines()))),
-        "checkpoints.json": keys_of_dict(ledgers, "manifest_sha256"),
-        "processes.json": keys_of_dict(ledgers, "machine"),
-        "metrics.jsonl": keys_of_dict(train, "prev"),
-        "eval/before.json and eval/after.json": names(Scores),
-        "eval/predictions-before.jsonl and eval/predictions-after.jsonl": names(Prediction),
-        "eval/heldout.jsonl": keys_of_dict(function_in(SOURCE / "train.py", "_measure_heldout"), "loss_hex"),
-        "state.json": keys_of_dict(train, "tunix-rt/state/1"),
-        "MANIFEST.json": keys_of_dict(module(SOURCE / "rundir.py"), "tunix-rt/checkpoint/1"),
-        "memory.json": keys_of_dict(module(SOURCE / "accounting.py"), "tunix-rt/memory/2"),
-        "result.json": result,
-    }
+SHAPES = {
+    "doctor.json": schemas.Doctor,
+    "plan.json": schemas.Plan,
+    "precommit.json": schemas.Commitment,
+    "rows.jsonl": schemas.RowLine,
+    "checkpoints.json": schemas.CheckpointEntry,
+    "processes.json": schemas.Process,
+    "metrics.jsonl": schemas.StepLine,
+    "eval/before.json and eval/after.json": schemas.ScoresFile,
+    "eval/predictions-before.jsonl and eval/predictions-after.jsonl": schemas.PredictionLine,
+    "eval/heldout.jsonl": schemas.HeldoutLine,
+    "eval_summary.json": schemas.EvalSummary,
+    "state.json": schemas.CheckpointState,
+    "MANIFEST.json": schemas.CheckpointManifest,
+    "memory.json": schemas.MemoryReport,
+    "profile/profile.json": schemas.Profile,
+    "result.json": schemas.Result,
+    "run_manifest.json": schemas.Manifest,
+}
+"""Heading in run-folder.md or bundle.md -> the schema of the file."""
 
 
-@pytest.mark.parametrize("heading", documented_and_real())
-def test_the_keys_of_every_file_are_those_the_code_writes(heading):
-    assert keys_in_table(section(RUN_FOLDER, heading)) == documented_and_real()[heading]
+def keys_of(schema: type) -> set[str]:
+    if dataclasses.is_dataclass(schema):
+        return names(schema)
+    return {field.alias or name for name, field in schema.model_fields.items()}
+
+
+@pytest.mark.parametrize("heading", SHAPES)
+def test_the_keys_of_every_file_are_those_of_its_schema(heading):
+    page = section(BUNDLE if heading == "run_manifest.json" else RUN_FOLDER, heading)
+    keys = keys_of(SHAPES[heading])
+    assert keys_in_table(page) <= keys
+    assert {key for key in keys if f"`{key}`" not in page} == set(), "documented in the table or below it"
+
+
+def test_the_reference_of_a_bundle_has_every_option_check_level_and_label():
+    for command in ("collect", "verify"):
+        options = {
+            name for name in re.findall(r"^ +(--[a-z-]+)", dict(generate.help_texts())["evidence", command], re.M)
+        }
+        assert set(re.findall(r"^\| `(--[a-z-]+)` \|", section(BUNDLE, command), re.M)) == options - {"--help"}
+    code = "".join(text_of(path) for path in sorted((SOURCE / "evidence").rglob("*.py")))
+    literals = re.findall(r'"?check"?(?:=|: )"([a-z-]+)"|\.check\("L\d", "([a-z-]+)"|\.add\(\s*"([a-z-]+)"', code)
+    checks = set(CHECKS) | {name for found in literals for name in found if name}
+    assert keys_in_table(section(BUNDLE, "What is checked")) == checks
+    evidence = text_of(ROOT / "docs/concepts/evidence.md")
+    for level, meaning in MEANINGS.items():
+        assert level == "none" or f"| {level} {meaning} |" in section(evidence, "Levels")
+    assert set(re.findall(r"^\| ([a-z-]+(?: checked)?) \|", section(evidence, "Claims and labels"), re.M)) >= set(
+        get_args(Label)
+    )
 
 
 def test_the_inner_keys_of_facts_verdicts_and_sections_are_named():

@@ -1,81 +1,204 @@
-"""Every scripted forgery is found at the level it is written for, and nothing it does breaks the verifier."""
+"""One forgery for each check of L0 and L1: resealed as far as a forger can, and found by that check and no other."""
 
-import functools
-import re
+import ast
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.forging.bases import base_bundle, copy_of, gpu_bundle, make_good_bundle, shared_by_workers
-from tests.forging.catalogue import Base, Forgery, all_forgeries
-from tests.program import tunix_rt
-from tunix_rt.evidence import rescore
-from tunix_rt.evidence.findings import Finding
-from tunix_rt.evidence.verifying import findings_of
+from tests.forging import sealing
+from tests.forging.bases import copy_of
+from tests.forging.dressing import dressed_as_gpu
+from tests.forging.edits import Json, configure, each_line, edited, lines_of, put, put_lines
+from tests.forging.sealing import reseal, reseal_sums
+from tunix_rt.evidence import examine as examining
+from tunix_rt.evidence.checks import CHECKS
+from tunix_rt.evidence.examine import examine
 
-FORGERIES = all_forgeries()
-TRIALS = [
-    pytest.param(
-        one, base, id=one.name if len(one.bases) == 1 else f"{one.name}-{base}",
-        # What is tried on several bundles is tried by default on the smaller real one.
-        marks=[pytest.mark.slow] * (len(one.bases) > 1 and base != "m40_v2"),
-    )
-    for one in FORGERIES
-    for base in one.bases
-]  # fmt: skip
-STATIC = [trial for trial in TRIALS if trial.values[0].level == "L1"]
-DEEPER = [trial for trial in TRIALS if trial.values[0].level != "L1"]
-UNPRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+pytestmark = pytest.mark.usefixtures("judged_once")
+
+Change = Callable[[Path], object]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _judged_once():
-    """The same answers are judged for every forgery; their judge is a pure function, so that once is enough."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rescore, "judge", functools.lru_cache(maxsize=None)(rescore.judge))
-        yield
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forgery:
+    check: str
+    change: Change
+    seal: Change = reseal
+    base: str = "bundle"
+
+
+def line(file: str, number: int, change: Callable[[Json], object]) -> Change:
+    def edit(folder: Path) -> None:
+        lines = lines_of(folder / file)
+        change(lines[number])
+        put_lines(folder / file, lines)
+
+    return edit
+
+
+def edit(file: str, change: Callable[[Json], object]) -> Change:
+    def apply(folder: Path) -> None:
+        with edited(folder / file) as value:
+            change(value)
+
+    return apply
+
+
+def unsealed(_folder: Path) -> None:
+    """Nothing follows that a forger could compute."""
+
+
+def rewire(folder: Path) -> None:
+    """Sealed, but the first line does not follow from the commitment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sealing, "_head_of_run", lambda folder: "0" * 64)
+        reseal(folder)
+
+
+def repeat_weights(listed: Json) -> None:
+    second, third = listed["checkpoints"][:2]
+    third["files"]["model.safetensors"] = second["files"]["model.safetensors"]
+
+
+FORGERIES = {
+    "a link out of the folder": Forgery(
+        check="folder", change=lambda folder: os.symlink("/etc/hostname", folder / "samples.txt"), seal=unsealed
+    ),
+    "a pipe in place of a file": Forgery(check="folder", change=lambda folder: os.mkfifo(folder / "x"), seal=unsealed),
+    "a key that no run writes": Forgery(check="schema", change=edit("result.json", lambda one: one.update(verified="L4"))),
+    "a file that no run writes": Forgery(check="schema", change=lambda folder: put(folder / "eval/verified.json", "{}")),
+    "one byte of a log": Forgery(
+        check="hashes", change=lambda folder: put(folder / "training_log.txt", "all is well\n"), seal=unsealed
+    ),
+    "a log that the run did not end with": Forgery(
+        check="copies", change=lambda folder: put(folder / "training_log.txt", "all is well\n"), seal=reseal_sums
+    ),
+    "a run without its log": Forgery(check="files", change=lambda folder: (folder / "training_log.txt").unlink()),
+    "another seed than in the settings": Forgery(
+        check="commitment", change=edit("precommit.json", lambda one: one["seeds"].update(seed=7))
+    ),
+    "source files that do not give the source hash": Forgery(
+        check="commitment", change=edit("precommit.json", lambda one: one["source_files"].update({"x.py": "0" * 64}))
+    ),
+    "a smaller loss beside the recorded bits": Forgery(
+        check="chain", change=line("metrics.jsonl", 2, lambda one: one.update(loss=0.5))
+    ),
+    "a chain that begins with another commitment": Forgery(check="chain", change=unsealed, seal=rewire),
+    "more parameters than the model has": Forgery(
+        check="result", change=edit("result.json", lambda one: one.update(parameters=70_000_000_000))
+    ),
+    "a learning rate off the schedule": Forgery(
+        check="schedule", change=line("metrics.jsonl", 3, lambda one: one.update(lr=one["lr"] * 1.001))
+    ),
+    "ten times the tokens": Forgery(
+        check="batches", change=lambda folder: each_line(
+            folder / "metrics.jsonl", lambda one: one.update(tokens=10 * one["tokens"])
+        ),
+    ),
+    "a held-out loss over fewer tokens": Forgery(
+        check="held-out", change=line("eval/heldout.jsonl", 2, lambda one: one.update(target_tokens=1))
+    ),
+    "weights that did not move": Forgery(check="checkpoints", change=edit("checkpoints.json", repeat_weights)),
+    "a chain without a state": Forgery(
+        check="states", change=lambda folder: each_line(folder / "metrics.jsonl", lambda one: one.pop("states", None))
+    ),
+    "a process of another version": Forgery(
+        check="processes",
+        change=edit("processes.json", lambda one: one["processes"][0]["machine"]["versions"].update(torch="9.9")),
+    ),
+    "a GPU whose self-test failed": Forgery(
+        check="gpu", change=edit("doctor.json", lambda one: one["proof"].update(ok=False)), base="gpu"
+    ),
+    "a GPU without memory in use": Forgery(
+        check="gpu", change=edit("result.json", lambda one: one["gpu_memory"][0].update(pid=1)), base="gpu"
+    ),
+    "fewer traces than the dataset has": Forgery(
+        check="data", change=edit("precommit.json", lambda one: one["dataset"].update(traces=1))
+    ),
+    "a wrong answer counted as right": Forgery(
+        check="answers", change=line("eval/predictions-after.jsonl", 5, lambda one: one.update(strict=True))
+    ),
+    "another eval set in the summary": Forgery(
+        check="answers", change=edit("eval_summary.json", lambda one: one.update(evalset="gsm8k"))
+    ),
+    "more tokens in the summary": Forgery(
+        check="answers", change=edit("eval_summary.json", lambda one: one["decoding"].update(max_new_tokens=512))
+    ),
+    "a CPU run with other settings": Forgery(
+        check="cpu-run", change=lambda folder: configure(folder / "cpu", "training", weight_decay=0.5), base="gpu"
+    ),
+    "another speed in the manifest": Forgery(
+        check="manifest", seal=reseal_sums,
+        change=edit("run_manifest.json", lambda one: one["tokens_per_second"].update(device=1e6)),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    return make_good_bundle(shared_by_workers(tmp_path_factory))
+def bases(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"bundle": tiny_bundle, "gpu": dressed_as_gpu(tiny_bundle, tmp_path_factory.mktemp("gpu") / "bundle")}
 
 
-def findings_after(forgery: Forgery, base: Base, good: Path, folder: Path) -> list[Finding]:
-    copy_of(base_bundle(base, good), folder)
-    forgery.forge(folder)
-    looked_up = forgery.group == "source" and base == "cpu"  # which takes as long as all other checks together
-    return findings_of(folder, good.parent / "repository" if looked_up else None)
+@pytest.mark.parametrize("base", ["bundle", "gpu", "replayable", "run"])
+def test_a_resealed_honest_folder_is_consistent(base: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    source = bases.get(base, bases["bundle"].with_name(base))
+    folder = copy_of(source, tmp_path / "folder")
+    reseal(folder)
+    examined = examine(folder)
+    assert (examined.level, examined.findings) == ("L1", [])
+    names = [path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert all((folder / name).read_bytes() == (source / name).read_bytes() for name in names)
 
 
-def test_the_good_bundles_are_accepted(good):
-    assert findings_of(good, good.parent / "repository") == []
-    assert findings_of(gpu_bundle(good), None) == []
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_is_found_by_the_check_for_it(name: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    forgery = FORGERIES[name]
+    folder = copy_of(bases[forgery.base], tmp_path / "folder")
+    forgery.change(folder)
+    forgery.seal(folder)
+    examined = examine(folder)
+    assert {one.check for one in examined.findings} == {forgery.check}, examined.findings
+    assert all(one.problem.isprintable() for one in examined.findings)
+    assert "L1" not in examined.passed
 
 
-@pytest.mark.parametrize(("forgery", "base"), STATIC)
-def test_a_forgery_that_a_static_check_can_find_is_found(forgery, base, good, tmp_path):
-    found = findings_after(forgery, base, good, tmp_path / "bundle")
-    assert {one.level for one in found} & {"L0", "L1"}, f"{forgery.what}: accepted"
-    assert [one.problem for one in found if UNPRINTED.search(one.problem)] == []
+@pytest.mark.parametrize(
+    ("firsts", "found"),
+    [
+        ((1, 5), set()),  # resumed on another machine from the checkpoint of step 4
+        ((1, 6, 5), set()),  # the checkpoint of step 5 was corrupt, so the third process repeated its steps
+        ((1, 6), {"processes"}),  # of step 5 there is no checkpoint
+        ((2,), {"processes"}),
+    ],
+)
+def test_a_process_resumes_from_a_listed_checkpoint_on_whatever_machine(
+    firsts: tuple[int, ...], found: set[str], tiny_bundle: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(tiny_bundle, tmp_path / "folder")
+    with edited(folder / "processes.json") as listed:
+        process = listed["processes"][0]
+        other = process["machine"] | {"cpu": "another", "threads": 7}
+        listed["processes"] = [process | {"first_step": first, "machine": other} for first in firsts[:-1]]
+        listed["processes"].append(process | {"first_step": firsts[-1]})
+    with edited(folder / "result.json") as result:
+        result["resumed_from"] = firsts[-1] - 1
+    reseal(folder)
+    assert {one.check for one in examine(folder).findings} == found
 
 
-@pytest.mark.parametrize(("forgery", "base"), DEEPER)
-def test_a_forgery_left_to_a_deeper_check_is_not_found_by_a_static_one(forgery, base, good, tmp_path):
-    """Else the table in the documentation would say that it needs more than it does."""
-    assert findings_after(forgery, base, good, tmp_path / "bundle") == []
-
-
-def test_there_are_enough_forgeries_and_few_are_missed():
-    assert len(FORGERIES) >= 60
-    missed = [one for one in FORGERIES if one.level == "missed"]
-    assert all(one.why for one in missed) and len(missed) / len(FORGERIES) <= 0.05
-
-
-def test_the_program_says_what_is_wrong_with_a_forgery_and_exits_with_6(good, tmp_path):
-    forgery = next(one for one in FORGERIES if one.name == "escape_in_name")
-    copy_of(good, tmp_path / "bundle")
-    forgery.forge(tmp_path / "bundle")
-    done = tunix_rt("evidence", "verify", tmp_path / "bundle")
-    assert done.returncode == 6 and "Traceback" not in done.stderr
-    assert "\x1b" not in done.stdout + done.stderr and "run_manifest.json" in done.stdout
+def test_every_check_has_a_forgery() -> None:
+    """Names in the table of checks, and those that `examine` passes literally."""
+    calls = [
+        node.args[1].value
+        for node in ast.walk(ast.parse(inspect.getsource(examining)))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "check"
+        and isinstance(node.args[1], ast.Constant)
+    ]
+    assert len(calls) > 5
+    assert {*CHECKS, *calls} == {forgery.check for forgery in FORGERIES.values()}

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.e2e.test_recovery import at, crash, losses, quiet, terminate
+from tests.integrity import list_problems
 from tunix_rt import pipeline
 from tunix_rt.accounting import PREDICTED_BY
 from tunix_rt.backends import PhasePeak, load_backend, process_memory
 from tunix_rt.cli.main import cli
 from tunix_rt.config import Training, dump_yaml, find_config, load_config
 from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted
-from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.models import resolve_model
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.plan.prediction import predict_run

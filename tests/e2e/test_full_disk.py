@@ -9,11 +9,11 @@ import subprocess
 import pytest
 
 from tests.conftest import write_small_model
+from tests.integrity import list_problems
 from tests.program import ROOT, command, environment, refused, tunix_rt
 from tunix_rt import pipeline, saving
 from tunix_rt.config import find_config, load_config
 from tunix_rt.errors import StorageError
-from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.rundir import RunDir, checkpoint_problems, list_checkpoints, read_json
 

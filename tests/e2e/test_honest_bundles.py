@@ -1,26 +1,24 @@
-"""Honest runs of every kind become bundles that are accepted: a verifier that doubts the truth is of no use.
-
-Each is a short real run by the real program, collected and verified at L1 with the repository; some are replayed. Those that
-are committed are verified as they are.
-"""
+"""Honest runs of every kind become bundles that are accepted, wherever they are verified: a verifier that refuses the truth is of
+no use. Runs and verifications are those of the real program."""
 
 import importlib.util
+import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.bundles import make_repository
+from tests.bundles import git, make_repository
 from tests.forging.bases import ROUGH, WITH_JAX
 from tests.program import ROOT, command, environment, tunix_rt
-from tunix_rt.evidence.claims import SCHEMA
-from tunix_rt.evidence.verifying import findings_of
 from tunix_rt.rundir import read_json
 
-COMMITTED = sorted(path.parent for path in (ROOT / "submission_runs").glob("*/bundle.json"))
 TORCH = ("smoke_tiny",)
 SHORT = ("--max-steps", 6, "--set", "training.save_steps=2", "--set", "training.eval_steps=3")
 SHORT += ("--set", "evaluation.max_new_tokens=4")
@@ -28,14 +26,14 @@ SHORT += ("--set", "evaluation.max_new_tokens=4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Honest:
-    """One kind of run: what it is told, how its first processes end, and what is asked of its bundle."""
+    """One kind of run: its settings, how its first processes end, and the level that its bundle reaches."""
 
     name: str
     engine: tuple[object, ...] = TORCH
     settings: tuple[str, ...] = ()
     more: tuple[object, ...] = ()
     ends: tuple[object, ...] = ()
-    """How each process but the last ends: a signal once three steps are taken, or the words that make it stop by itself."""
+    """How each process but the last ends: a signal after three steps, or options that make it stop by itself."""
     collect: tuple[str, ...] = ()
     without_weights: bool = False
     level: str = "L1"
@@ -45,9 +43,12 @@ class Honest:
 RUNS = (
     Honest(name="torch", level="L3"),
     Honest(name="torch-deterministic", settings=("training.deterministic=true",)),
-    Honest(name="torch-bf16", settings=("training.dtype=bfloat16",)),
+    Honest(
+        name="torch-bf16", settings=("training.dtype=bfloat16", "training.save_dtype=bfloat16"), collect=("--with-model",),
+        level="L2",
+    ),
     Honest(name="torch-adafactor", settings=("training.optim=adafactor",), level="L3"),
-    Honest(name="torch-adamw-8bit", settings=("training.optim=adamw_8bit",)),
+    Honest(name="torch-adamw-8bit", settings=("training.optim=adamw_8bit",), collect=("--with-model",), level="L2"),
     Honest(name="torch-lora", settings=("training.lora_rank=4",), level="L3"),
     Honest(name="torch-accumulation", settings=("training.gradient_accumulation_steps=2",)),
     Honest(name="torch-one-example-per-row", settings=("data.packing=false",)),
@@ -82,32 +83,32 @@ def repository(tmp_path_factory) -> Path:
 def _train(run: Path, honest: Honest, repository: Path) -> None:
     """To the end, through all processes."""
     given = [part for setting in honest.settings for part in ("--set", setting)]
-    asked = ("train", *honest.engine, "--device", "cpu", *SHORT, *given, "--output", run)
+    arguments = ("train", *honest.engine, "--device", "cpu", *SHORT, *given, "--output", run)
     extra = {"PYTHONPATH": str(repository / "src"), "XLA_FLAGS": ROUGH} | honest.extra
     resume: tuple[str, ...] = ()
     for end in honest.ends:
         if isinstance(end, signal.Signals):
-            _interrupted(command(*asked, *resume), run, end, extra)
+            _interrupted(command(*arguments, *resume), run, end, extra)
         else:
-            done = tunix_rt(*asked, *end, *resume, **extra)
+            done = tunix_rt(*arguments, *end, *resume, **extra)
             assert done.returncode == 7, done.stderr
         resume = ("--resume",)
-    done = tunix_rt(*asked, *honest.more, *resume, **extra)
+    done = tunix_rt(*arguments, *honest.more, *resume, **extra)
     assert done.returncode == 0, done.stderr
 
 
-def _interrupted(told: list[str], run: Path, how: signal.Signals, extra: dict[str, str]) -> None:
-    """A process that is sent `how` once it has taken three steps."""
+def _interrupted(program: list[str], run: Path, how: signal.Signals, extra: dict[str, str]) -> None:
+    """A process that gets the signal `how` after three steps."""
     with subprocess.Popen(
-        told, env=environment(**extra), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as program:
+        program, env=environment(**extra), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         deadline = time.monotonic() + 200
-        while program.poll() is None and time.monotonic() < deadline:
+        while process.poll() is None and time.monotonic() < deadline:
             if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 3:
-                program.send_signal(how)
+                process.send_signal(how)
                 break
             time.sleep(0.002)
-        assert program.wait(timeout=200) == (7 if how is signal.SIGTERM else -how)
+        assert process.wait(timeout=200) == (7 if how is signal.SIGTERM else -how)
 
 
 @pytest.mark.slow
@@ -121,20 +122,144 @@ def test_an_honest_run_is_collected_and_its_bundle_accepted(honest, repository, 
         weights.unlink()
     done = tunix_rt("evidence", "collect", run, "--to", bundle, "--repository", repository, *honest.collect)
     assert done.returncode == 0, done.stderr
-    assert findings_of(bundle, repository) == []
-    asked = ("evidence", "verify", bundle, "--repository", repository, "--require", honest.level)
-    done = tunix_rt(*asked, **{"XLA_FLAGS": ROUGH} | honest.extra)
+    extra = {"XLA_FLAGS": ROUGH} | honest.extra
+    _accepted(tunix_rt("evidence", "verify", bundle, "--require", honest.level, **extra), honest.level)
+    done = tunix_rt("evidence", "verify", bundle, "--repository", repository)
+    _accepted(done, "L1")
+    assert "consistent     reachable from main" in done.stdout
+
+
+def test_honest_runs_of_22_kinds_are_tried_by_both_engines():
+    assert len(RUNS) >= 22 and {one.name.split("-")[0] for one in RUNS} == {"torch", "jax"}
+
+
+def test_the_committed_bundles_are_of_both_engines_on_a_cpu_and_a_gpu():
+    stated = [read_json(file) for file in (ROOT / "submission_runs").glob("*/run_manifest.json")]
+    assert {one["device"] for one in stated} == {"cpu", "cuda"} and {one["backend"] for one in stated} == {
+        "torch",
+        "jax",
+    }
+
+
+# --- wherever a bundle is verified ------------------------------------------------------------------------------------
+
+
+def _accepted(done: subprocess.CompletedProcess[str], level: str = "L1") -> None:
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f": level {level} (" in done.stdout and "untouched copy" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("bundle", COMMITTED, ids=lambda path: path.name)
-def test_a_committed_bundle_is_accepted(bundle):
-    assert findings_of(bundle, None) == []
+def _run(*arguments: object, before: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:
+    """`tunix-rt evidence verify` behind the commands of `before`."""
+    line = [*before, *command("evidence", "verify", *arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, **{"env": environment()} | options)
 
 
-def test_at_least_twenty_honest_runs_are_tried_by_both_engines_and_on_a_gpu():
-    assert len(RUNS) >= 20 and {one.name.split("-")[0] for one in RUNS} == {"torch", "jax"}
-    assert any(read_json(bundle / "bundle.json")["device"] == "cuda" for bundle in COMMITTED)
-    newest = [bundle for bundle in COMMITTED if read_json(bundle / "bundle.json")["schema"] == SCHEMA]
-    assert {read_json(bundle / "bundle.json")["device"] for bundle in newest} == {"cpu", "cuda"}
-    assert {read_json(bundle / "bundle.json")["backend"] for bundle in newest} == {"torch", "jax"}
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"LANG": "tr_TR.UTF-8", "LC_ALL": "tr_TR.UTF-8", "TZ": "Pacific/Kiritimati"},
+        pytest.param({"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "TZ": "Etc/GMT+12"}, marks=pytest.mark.slow),
+    ],
+    ids=["turkish-in-kiritimati", "c-in-the-far-west"],
+)
+def test_a_bundle_is_accepted_in_another_locale_and_time_zone(tiny_bundle, where):
+    _accepted(tunix_rt("evidence", "verify", tiny_bundle, **where))
+
+
+def test_a_bundle_is_accepted_in_a_folder_with_any_name(tiny_bundle, tmp_path):
+    moved = shutil.copytree(tiny_bundle, tmp_path / "a 'b\" $x;y" / "Prüfung Ä" / "証拠 *")
+    _accepted(tunix_rt("evidence", "verify", moved))
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(id, t);
+    if (!result && id == CLOCK_REALTIME) t->tv_sec += atol(getenv("CLOCK_OFF_BY"));
+    return result;
+}
+time_t time(time_t *p) { struct timespec t; clock_gettime(CLOCK_REALTIME, &t); if (p) *p = t.tv_sec; return t.tv_sec; }
+int gettimeofday(struct timeval *v, void *z) {
+    struct timespec t; clock_gettime(CLOCK_REALTIME, &t); v->tv_sec = t.tv_sec; v->tv_usec = t.tv_nsec / 1000; return 0;
+}
+"""
+DAY = 86_400
+
+
+@pytest.mark.parametrize(
+    "seconds", [-2 * DAY, pytest.param(3650 * DAY, marks=pytest.mark.slow)], ids=["two-days-behind", "ten-years-ahead"]
+)
+def test_a_bundle_is_accepted_by_a_verifier_whose_clock_is_wrong(tiny_bundle, tmp_path, seconds):
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path / "clock.so"
+    (tmp_path / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
+    off = {"LD_PRELOAD": str(library), "CLOCK_OFF_BY": str(seconds)}
+    shown = subprocess.run(
+        [command()[0], "-c", "import time; print(time.time())"], env=environment(**off), capture_output=True
+    )
+    assert abs(float(shown.stdout) - time.time() - seconds) < 600, "the clock is wrong"
+    _accepted(tunix_rt("evidence", "verify", tiny_bundle, **off))
+
+
+@pytest.mark.slow
+def test_a_bundle_is_accepted_on_a_read_only_file_system(tiny_bundle):
+    place = str(tiny_bundle)
+    script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && ! touch "$0/new" 2>/dev/null && exec "$@"'
+    before = ("unshare", "--mount", "sh", "-c", script, place)
+    if subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    _accepted(_run(place, before=before))
+
+
+@pytest.mark.slow
+def test_a_bundle_survives_a_clone_that_converts_line_ends(tiny_bundle, tmp_path):
+    origin = tmp_path / "origin"
+    shutil.copytree(tiny_bundle, origin / "bundle")
+    shutil.copy(ROOT / ".gitattributes", origin)
+    git(origin, "init", "-q", "-b", "main")
+    git(origin, "add", "-A")
+    git(origin, "commit", "-q", "-m", "bundle")
+    settings = ["-c", "core.autocrlf=true", "-c", "core.eol=crlf"]
+    subprocess.run(["git", *settings, "clone", "-q", origin, tmp_path / "clone"], check=True)
+    _accepted(tunix_rt("evidence", "verify", tmp_path / "clone" / "bundle"))
+
+
+@pytest.fixture
+def public(tiny_bundle, tiny_replayable, tiny_repo) -> Iterator[Path]:
+    """Copies that everybody may read; pytest's folders are its user's alone."""
+    with tempfile.TemporaryDirectory(prefix="tunix-rt-public-") as place:
+        for source in (tiny_bundle, tiny_replayable, tiny_repo):
+            shutil.copytree(source, Path(place) / source.name)
+        subprocess.run(["chmod", "-R", "a+rX", place], check=True)
+        yield Path(place)
+
+
+@pytest.mark.parametrize(
+    ("bundle", "level"), [("bundle", "L1"), pytest.param("replayable", "L3", marks=pytest.mark.slow)]
+)
+def test_another_user_without_a_home_and_with_umask_077_verifies(public, bundle, level):
+    """Nobody may search folders, for the interpreter may lie in the home of root; write they may not."""
+    reads = "+dac_read_search"
+    nobody = (
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        f"--inh-caps={reads}",
+        f"--ambient-caps={reads}",
+    )
+    if os.geteuid() or shutil.which("setpriv") is None or subprocess.run([*nobody, "true"]).returncode:
+        pytest.skip("needs root and setpriv")
+    kept = {name: value for name, value in environment().items() if name not in ("HOME", "XDG_CACHE_HOME", "TMPDIR")}
+    arguments = (public / bundle, "--repository", public / "repository", "--require", level)
+    done = _run(*arguments, before=nobody, env=kept, umask=0o077, cwd="/")
+    _accepted(done, level)
+    assert "consistent     reachable from main" in done.stdout, "a clone of another owner is read"

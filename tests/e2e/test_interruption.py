@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrity import list_problems
 from tests.program import ROOT, command, environment, refused, tunix_rt
 
 STEPS = 14
@@ -59,13 +60,14 @@ def test_each_signal_saves_the_step_and_the_run_continues_exactly(tmp_path, unin
         result = json.loads((folder / "result.json").read_text())
         assert result["status"] == "preempted" and how.name in result["reason"]
         assert result["steps_completed"] >= steps and result["resumed_from"] == before
-        assert tunix_rt("evidence", "verify", folder).returncode == 0
+        assert list_problems(folder) == []
         before = result["steps_completed"]
     done = tunix_rt("train", *ARGUMENTS, "--output", folder, "--resume")
     assert done.returncode == 0, done.stderr
     assert weights(folder) == weights(uninterrupted)
     assert losses(folder) == losses(uninterrupted)
     assert json.loads((folder / "result.json").read_text())["resumed_from"] == before
+    assert list_problems(folder) == []
 
 
 @pytest.mark.slow  # a kill and a damage, each by itself, are in every run of the tests: test_kills, test_damaged_checkpoints
@@ -150,7 +152,8 @@ def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, reque
     assert f"the grace of {GRACE_SECONDS} s after SIGTERM is over" in said and "step 4 is saved" in said
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["exit_code"]) == ("preempted", 7) and "step 4 is saved" in result["reason"]
-    assert tunix_rt("evidence", "verify", folder).returncode == 0
+    assert list_problems(folder) == [] and tunix_rt("evidence", "verify", folder, "--require", "L0").returncode == 0
+    assert "the run is preempted" in tunix_rt("evidence", "verify", folder).stdout, "L1 is for completed runs"
     if goes_on:
         done = tunix_rt("train", *arguments, "--output", folder, "--resume")
         assert done.returncode == 0, done.stderr

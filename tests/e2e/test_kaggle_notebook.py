@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integrity import list_problems
 from tests.program import ROOT, environment
 
 NOTEBOOK = ROOT / "notebooks" / "kaggle_tpu.ipynb"
@@ -140,8 +141,6 @@ def test_a_complete_run_is_kept_with_its_final_model_and_without_the_weights_of_
     _, kept = second
     assert (kept / "final_model" / "model.safetensors").is_file()
     assert list((kept / "checkpoints").rglob("*.safetensors")) == []
-    from tunix_rt.evidence.hashes import list_problems
-
     assert list_problems(kept, may_lack_weights=True) == []
 
 

@@ -64,20 +64,30 @@ def test_metrics_have_the_fixed_keys_and_chain_from_the_precommitment(finished):
     assert len(lines) == 6
     for number, line in enumerate(lines, start=1):
         record = json.loads(line)
-        assert set(record) == METRICS_KEYS
+        assert set(record) == METRICS_KEYS | ({"states"} if number == 6 else set())
         assert record["step"] == number and record["prev"] == head
         assert float.fromhex(record["loss_hex"]) == record["loss"]
         assert record["target_tokens"] < record["tokens"] and record["seconds"] > 0 and record["peak_bytes"] > 0
         head = hashlib.sha256(line).hexdigest()
     result = json.loads((finished[1] / "result.json").read_text())
     assert result["metrics_head"] == head and result["status"] == "completed" and result["exit_code"] == 0
+    listed = json.loads((finished[1] / "checkpoints.json").read_text())["checkpoints"]
+    states = [
+        hashlib.sha256(
+            "".join(
+                f"{one['files'][name]['sha256']}  {name}\n" for name in ("model.safetensors", "optimizer.safetensors")
+            ).encode()
+        ).hexdigest()
+        for one in listed
+    ]
+    assert record["states"] == {"3": states[0]} and result["final_state"] == states[1]
 
 
 def test_the_precommitment_names_what_determines_the_run(finished):
     committed = json.loads((finished[1] / "precommit.json").read_text())
     assert set(committed) == {
-        "schema", "created", "device", "versions", "config_sha256", "source_sha256", "source_files", "dataset",
-        "base_model", "tokenizer_sha256", "seeds",
+        "schema", "format", "numerics", "created", "device", "versions", "config_sha256", "source_sha256", "source_files",
+        "dataset", "base_model", "tokenizer_sha256", "seeds",
     }  # fmt: skip
     assert committed["device"] == "cpu"
     assert committed["versions"] == {name: version(name) for name in ("tunix-rt", "torch", "transformers")}

@@ -15,16 +15,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_small_model
+from tests.integrity import list_problems
 from tunix_rt import pipeline, stopping, train
 from tunix_rt.backends import load_backend, torch_backend
 from tunix_rt.cli.train import run_and_show
 from tunix_rt.config import find_config, load_config
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError, Preempted, StorageError, TunixError
 from tunix_rt.evaluate import reloading
-from tunix_rt.evidence import record
-from tunix_rt.evidence.hashes import list_problems
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.rundir import RunDir, list_checkpoints, read_json
+from tunix_rt.runs import journal
 
 STEPS = 5
 
@@ -127,9 +127,9 @@ def test_a_crash_while_the_ending_is_written_leaves_a_run_that_can_be_continued(
     run = RunDir(shutil.copytree(uninterrupted[0].root, tmp_path / "run"))
     for ending in (run.result, run.hashes):
         ending.unlink()
-    module = "hashes" if name == "SHA256SUMS" else "record"
+    module = "checksums" if name == "SHA256SUMS" else "journal"
     with monkeypatch.context() as patch:
-        patch.setattr(f"tunix_rt.evidence.{module}.write_text", lambda path, text: crash())
+        patch.setattr(f"tunix_rt.runs.{module}.write_text", lambda path, text: crash())
         with pytest.raises(KeyboardInterrupt):
             run_pipeline(configured(resume=True), run.root, progress=quiet)
     assert list_problems(run.root), "without its ending a run does not verify"
@@ -185,18 +185,16 @@ def test_no_signal_halves_the_ending_and_none_is_heard_after_it(tmp_path, uninte
     """The first two come while a complete run is written down."""
     run = RunDir(shutil.copytree(uninterrupted[0].root, tmp_path / "run"))
     run.result.unlink()
-    write = record.write_hashes
-    monkeypatch.setattr(
-        record, "write_hashes", lambda *told, **named: (terminate(), terminate(), write(*told, **named))
-    )
+    write = journal.write_sums
+    monkeypatch.setattr(journal, "write_sums", lambda *told, **named: (terminate(), terminate(), write(*told, **named)))
     run_pipeline(configured(resume=True), run.root, progress=quiet)
     terminate()
     assert read_json(run.result)["status"] == "completed" and list_problems(run.root) == []
 
 
 def test_a_third_signal_does_not_keep_a_stopped_run_from_being_written_down(tmp_path, monkeypatch):
-    run, write = RunDir(tmp_path / "run"), record.write_hashes
-    monkeypatch.setattr(record, "write_hashes", lambda *told, **named: (terminate(), write(*told, **named)))
+    run, write = RunDir(tmp_path / "run"), journal.write_sums
+    monkeypatch.setattr(journal, "write_sums", lambda *told, **named: (terminate(), write(*told, **named)))
     with pytest.raises(Preempted, match="second SIGTERM"):
         run_pipeline(configured(), run.root, progress=at(("train", 3), lambda: (terminate(), terminate())))
     terminate()
@@ -205,13 +203,20 @@ def test_a_third_signal_does_not_keep_a_stopped_run_from_being_written_down(tmp_
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk here that is always full")
 def test_a_disk_that_is_full_under_the_log_ends_the_run_with_one_line(tmp_path, capsys, caplog):
-    """The ending cannot be written either, for the log is a link; what is raised is what happened first."""
+    """The ending cannot be written either, for the log is a link by then; what is raised is what happened first."""
     caplog.set_level(logging.INFO, logger="tunix_rt")
     run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.log.symlink_to("/dev/full")
+
+    def fill_up() -> None:
+        opened = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == str(run.log)]
+        with open("/dev/full", "wb") as full:
+            for descriptor in opened:
+                os.dup2(full.fileno(), int(descriptor))
+        run.log.unlink()
+        run.log.symlink_to("/dev/full")
+
     with pytest.raises(StorageError, match=r"training_log\.txt: No space left on device") as caught:
-        run_pipeline(configured(), run.root, progress=quiet)
+        run_pipeline(configured(), run.root, progress=at(("train", 2), fill_up))
     assert caught.value.exit_code == 8
     assert "Logging error" not in capsys.readouterr().err
     assert not run.result.exists() and "how the run ended could not be written down" in caplog.text
@@ -249,8 +254,9 @@ def test_a_damaged_checkpoint_that_is_passed_over_does_not_keep_the_run_from_ver
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails when it is read")
-def test_a_checkpoint_that_cannot_be_read_is_not_given_up(crashed):
-    """The memory of this process is a regular file whose first byte is an input/output error."""
+def test_a_checkpoint_that_cannot_be_read_is_not_given_up(crashed, monkeypatch):
+    """The memory of this process is a regular file whose first byte is an input/output error. It can only be linked to."""
+    monkeypatch.setattr(RunDir, "refuse_links", lambda run: None)
     unreadable = crashed.checkpoints / "step-000002" / "model.safetensors"
     unreadable.unlink()
     before = content(crashed)
@@ -573,7 +579,7 @@ def test_a_final_model_that_is_another_when_reloaded_fails_the_run_and_is_made_a
     with pytest.raises(EvidenceError, match=r"is not the model in memory: .*q_proj\.weight"):
         run_pipeline(configured(), run.root, progress=at(("train", STEPS), put_aside_before))
     assert read_json(run.result)["status"] == "failed" and not run.final_model.exists()
-    assert load_file(aside / "model.safetensors")
+    assert load_file(aside / "model.safetensors") and list_problems(run.root) == []
     monkeypatch.setattr(torch_backend, "save", save)
     run_pipeline(configured(resume=True), run.root, progress=quiet)
     assert read_json(run.result)["final_model"]["proven"] is True

@@ -44,12 +44,16 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**planted_home(tmp_path_factory.mktemp("home")), "XDG_CACHE_HOME": cache}
 
 
-def test_a_run_that_succeeds_and_its_bundle_hold_no_secret(tiny_run: Path, tiny_bundle: Path) -> None:
+def test_a_run_that_succeeds_and_its_bundles_contain_no_secret(
+    tiny_run: Path, tiny_bundle: Path, tiny_replayable: Path, planted: dict[str, str]
+) -> None:
     """The run that all tests share was made with the secrets in its environment."""
-    assert (tiny_run / "rows.jsonl").is_file() and (tiny_bundle / "README.md").is_file()
+    assert (tiny_run / "rows.jsonl").is_file() and (tiny_bundle / "run_manifest.json").is_file()
     said = (tiny_bundle.parent / "said.txt").read_text(encoding="utf-8")
     assert "Completed" in said
-    assert leaks(said, tiny_run, tiny_bundle) == []
+    done = tunix_rt("evidence", "verify", tiny_bundle, "--json", **planted)
+    assert done.returncode == 0, done.stderr
+    assert leaks(said + done.stdout + done.stderr, tiny_run, tiny_bundle, tiny_replayable) == []
     assert leaks("", tiny_bundle.parent / "home") == [f".netrc: {NETRC}"], "the secrets were there to be found"
 
 

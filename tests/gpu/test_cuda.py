@@ -57,7 +57,7 @@ def test_a_bundle_is_collected_from_it_and_verifies(runs, tmp_path):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     bundle = tmp_path / "bundle"
     done = tunix_rt(
-        "evidence", "collect", runs / "cuda", "--cpu-run", runs / "cpu", "--output", bundle, "--repository", tmp_path
+        "evidence", "collect", runs / "cuda", "--cpu-run", runs / "cpu", "--to", bundle, "--repository", tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert tunix_rt("evidence", "verify", bundle, "--repository", tmp_path).returncode == 0

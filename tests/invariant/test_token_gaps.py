@@ -1,6 +1,7 @@
 """A text followed token by token: the gaps are those of the logits, and a text that the weights do not give is seen."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,8 @@ from tunix_rt.data.render import prompt_ids, style_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.trace import EvalItem
 from tunix_rt.evaluate.run import Questions, ask, decoding_of
+from tunix_rt.evidence.replay.regenerate import largest_gaps
 from tunix_rt.models import resolve_model
-from tunix_rt.recompute.answers import largest_gaps
-from tunix_rt.rundir import to_plain
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
@@ -43,17 +43,16 @@ def asked(tmp_path_factory):
     questions = Questions(items=items, tokenizer=probe, style=style, decoding=decoding_of(style, max_new_tokens=40))
     silent = {"progress": lambda *_: None, "stop": lambda: None}
     (given,) = ask(backend, engine, questions, what="", rows_at=lambda length: 1, **silent)
-    return backend, engine, questions, to_plain(given)
+    return backend, engine, questions, given
 
 
 def gap(asked, **changed):
     backend, engine, questions, given = asked
-    (found,) = largest_gaps(backend, engine, questions, [given | changed], positions=256)
-    return found
+    return largest_gaps(backend, engine, questions, {0: replace(given, **changed)}, positions=256)[0]
 
 
 def test_what_the_weights_say_is_followed_and_what_they_do_not_say_is_not(asked):
-    assert asked[3]["output"].strip() == "The sum is four" and asked[3]["ended"] == "stop"
+    assert asked[3].output.strip() == "The sum is four" and asked[3].ended == "stop"
     assert gap(asked) == 0
     for invented in ("The sum is five", "<answer>4</answer>", "The sum is", "", "The sum is four and more"):
         assert gap(asked, output=invented) > 1, invented

@@ -13,13 +13,13 @@ from tunix_rt.backends.process_memory import RiseMeter
 from tunix_rt.config import build_config, find_config, load_config
 from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import Preempted
-from tunix_rt.evidence.record import Record
 from tunix_rt.fitting import fit_settings, within_limit
 from tunix_rt.models import resolve_model
 from tunix_rt.plan import timing
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.rundir import RunDir, read_json
+from tunix_rt.runs.journal import Record
 
 MIB, GIB = 2**20, 2**30
 

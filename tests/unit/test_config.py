@@ -70,6 +70,8 @@ def test_a_learning_rate_is_a_number_however_yaml_reads_it(written, text):
         ("dtype: bf16", "training", "dtype", "bfloat16"),
         ("dtype: fp16", "training", "dtype", "float16"),
         ("dtype: fp32", "training", "dtype", "float32"),
+        ("save_dtype: BF16", "training", "save_dtype", "bfloat16"),
+        ("save_dtype: null", "training", "save_dtype", None),
         ("optim: adamw_torch", "training", "optim", "adamw"),
         ("optim: adamw_torch_fused", "training", "optim", "adamw"),
         ("optim: AdamW", "training", "optim", "adamw"),
@@ -425,6 +427,7 @@ def test_recomputation_is_all_nothing_or_a_share(written, kept):
         ({"optim_in_backward": True, "dtype": "float16"}, "training.optim_in_backward"),
         ({"optim_in_backward": True, "lora_rank": 8}, "training.optim_in_backward"),
         ({"lora_rank": 8, "dtype": "bfloat16", "master_dtype": "bfloat16"}, "training.master_dtype: adapters"),
+        ({"lora_rank": 8, "save_dtype": "bfloat16"}, "training.save_dtype: a model with merged adapters"),
         ({"eval_steps": 5, "validation_fraction": 0}, "training.eval_steps"),
     ],
 )

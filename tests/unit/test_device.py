@@ -19,10 +19,10 @@ from tunix_rt.doctor.gpu_memory import GpuMemory, gpu_memory, nvidia_smi_text
 from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved
 from tunix_rt.doctor.verdict import Ask
 from tunix_rt.errors import HardwareError
-from tunix_rt.evidence.record import Record
 from tunix_rt.models import ModelSource, resolve_model
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.rundir import RunDir
+from tunix_rt.runs.journal import Record
 
 NOON = "2026-01-01T12:00:00+00:00"
 CONFIG = build_config({"model": {"model_name_or_path": "tiny-gemma3"}, "training": {"device": "cuda"}}, "test")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tunix_rt.commitment import as_it_began, config_hash, fitting_of_run
 from tunix_rt.config import build_config, with_settings
 from tunix_rt.doctor.choose import DeviceChoice
 from tunix_rt.errors import TunixError
-from tunix_rt.evidence.precommit import as_it_began, config_hash, fitting_of_run
 from tunix_rt.fitting import fit_settings
 from tunix_rt.plan.fit import judge
 from tunix_rt.plan.prediction import predict_run

@@ -1,6 +1,7 @@
 """The gate: for every rule a file that only this rule speaks of, and its repaired twin that none does."""
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,39 @@ PERU = "What is the capital of Peru?"
 )
 def test_a_question_in_other_words_around_it_is_found(training, asked):
     assert overlap_of(training, asked) == "overlap_ngram"
+
+
+HIDDEN = {
+    "joiners": PERU.replace("a", "a\u200d"), "soft hyphens": PERU.replace("t", "t\u00ad"),
+    "zero-width spaces in words": PERU.replace("a", "a\u200b"), "and between words": PERU.replace(" ", "\u200b"),
+    "word joiners": PERU.replace("c", "c\u2060"), "variation selectors": PERU.replace("e", "e\ufe0f"),
+    "Cyrillic": PERU.translate(str.maketrans("aceopPi", "асеорРі")), "Greek": PERU.translate(str.maketrans("oPi", "οΡι")),
+    "Cyrillic capitals": PERU.upper().translate(str.maketrans("AEHTOPC", "АЕНТОРС")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_a_question_with_invisible_or_look_alike_letters_is_found(how):
+    assert HIDDEN[how] != PERU
+    assert overlap_of(trace(HIDDEN[how]), PERU) == "overlap_normalised"
+    assert overlap_of(trace(f"Please answer this: {HIDDEN[how]}"), PERU) == "overlap_ngram"
+
+
+def test_a_question_in_cyrillic_is_found_in_capitals_and_not_in_another():
+    asked = "Сколько тетрадей купил Виктор в среду утром?"
+    assert overlap_of(trace(asked.upper()), asked) == "overlap_normalised"
+    assert overlap_of(trace("Сколько карандашей купил Виктор в среду утром?"), asked) is None
+
+
+def test_looking_through_invisible_letters_takes_linear_time():
+    from tunix_rt.data.overlap import find_overlap, questions_of
+    from tunix_rt.data.sample import Sample, Turn
+
+    text = "а\u200d\u200b" * 300_000
+    sample = Sample(turns=(Turn(role="user", text=text), Turn(role="assistant", text="7")))
+    began = time.process_time()
+    assert find_overlap(sample, questions_of([])) is None
+    assert time.process_time() - began < 3
 
 
 def test_a_common_instruction_is_no_overlap():

@@ -272,6 +272,30 @@ def test_secrets_are_struck_from_any_text(monkeypatch, said, left):
     assert redacted(said) == left
 
 
+@pytest.mark.parametrize(
+    "part", ["a", "a.", "-", "a:", "a://", "abc:def", "?a", "&-", "?token", "a:bcd@", "bearer ", "hf_", "/a.", ":a.b"]
+)
+def test_a_text_of_a_million_characters_is_redacted_in_half_a_second(part):
+    text = part * (1_000_000 // len(part))
+    began = time.process_time()
+    redacted(text)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("git clone me:s3cret@hub.example:x", "git clone ***@hub.example:x"),
+        ("(first.last:s3cret@hub)", "(***@hub)"),
+        ("registry/owner.image:v1.2@sha256", "registry/owner.***@sha256"),
+        ("registry/image:v1.2@sha256 stays", "registry/image:v1.2@sha256 stays"),
+        ("12:30:45@x stays", "12:30:45@x stays"),
+    ],
+)
+def test_a_password_before_a_host_is_struck_without_a_scheme_too(said, left):
+    assert redacted(said) == left
+
+
 ADDRESS = f"https://me:{TOKEN}@hub.example/owner/{TOKEN}"
 
 

@@ -1,10 +1,13 @@
 """What a run writes down of itself is for strangers."""
 
+import json
 import logging
+import warnings
 
 import pytest
 
-from tunix_rt.evidence.record import WithoutSecrets, without_home
+from tunix_rt.rundir import RunDir, write_json
+from tunix_rt.runs.journal import LONGEST_WARNING, MOST_WARNINGS, Record, WithoutSecrets, without_home
 
 
 def test_a_log_does_not_name_the_folder_of_whoever_ran_it(monkeypatch):
@@ -24,3 +27,43 @@ def test_other_places_stay_as_they_are(text, monkeypatch):
 def test_a_home_at_the_root_strikes_nothing(monkeypatch):
     monkeypatch.setenv("HOME", "/")
     assert without_home("/etc/x") == "/etc/x"
+
+
+# --- warnings --------------------------------------------------------------------------------------------------------
+
+
+def warned(folder, *texts, continued=False):
+    """The warnings in the result of a run in which a library warned so."""
+    record = Record(run=RunDir(folder), continued=continued)
+    with record.logged(), record.ended(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        if continued:
+            record.accept()
+        for text in texts:
+            warnings.warn(text, UserWarning, stacklevel=1)
+    return json.loads(record.run.result.read_text())["warnings"]
+
+
+def test_the_result_lists_each_warning_of_a_library_once_on_one_line_and_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    said = "slow\nkernel \x1b[31m for hf_abcdefghijklmnop1234 in /home/somebody/x"
+    listed = warned(tmp_path, said, said, "another")
+    assert listed == ["UserWarning: slow kernel [31m for hf_*** in ~/x", "UserWarning: another"]
+    assert (tmp_path / "training_log.txt").read_text().count("slow kernel") == 2
+
+
+def test_the_list_of_warnings_is_bounded(tmp_path):
+    listed = warned(tmp_path, *(f"{number} " + "x" * 2000 for number in range(80)))
+    assert len(listed) == MOST_WARNINGS and {len(one) for one in listed} == {LONGEST_WARNING}
+
+
+def test_a_run_without_warnings_lists_none(tmp_path):
+    assert warned(tmp_path) == []
+
+
+@pytest.mark.parametrize("before", [["first"], None, "damaged", [1, "first"]])
+def test_a_resumed_run_keeps_the_warnings_of_the_process_before(tmp_path, before):
+    write_json(tmp_path / "result.json", {"warnings": before})
+    kept = ["first"] if isinstance(before, list) else []
+    assert warned(tmp_path, "second", continued=True) == [*kept, "UserWarning: second"]

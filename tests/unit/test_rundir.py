@@ -258,6 +258,40 @@ def test_the_lock_is_let_go_when_the_run_fails(tmp_path):
         pass
 
 
+# --- links -----------------------------------------------------------------------------------------------------------
+
+PLACES = (
+    "training_log.txt", "eval", "checkpoints", "checkpoints/step-000001", "checkpoints/step-000001/model.safetensors",
+    "checkpoints/.staged-step-000002", "final_model/config.json", "profile/profile.md", "tensorboard/events", "eval/after.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_folder_with_a_link_where_a_run_writes_is_refused_by_name(tmp_path, place):
+    run = RunDir(tmp_path / "run")
+    (run.root / place).parent.mkdir(parents=True)
+    run.refuse_links()
+    (tmp_path / "elsewhere").mkdir()
+    (run.root / place).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=f"{place} is a symbolic link") as caught:
+        run.refuse_links()
+    assert caught.value.exit_code == 8 and "another --output" in caught.value.fix
+
+
+def test_a_special_file_is_refused_and_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "result.json")
+    with pytest.raises(StorageError, match=r"result\.json is a special file"):
+        RunDir(tmp_path).refuse_links()
+
+
+def test_a_folder_that_is_not_there_or_reached_through_a_link_is_fine(tmp_path):
+    RunDir(tmp_path / "new").refuse_links()
+    (tmp_path / "real" / "notes").mkdir(parents=True)
+    (tmp_path / "real" / "notes" / "mine").symlink_to(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    RunDir(tmp_path / "linked").refuse_links()
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 FILES = {"model.safetensors": b"weights" * 100, "optimizer.safetensors": b"moments" * 100, "state.json": b"{}\n"}

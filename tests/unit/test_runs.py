@@ -11,8 +11,17 @@ from tunix_rt.cli import text
 from tunix_rt.cli.runs import list_runs, read_run, runs
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.score import judge, score_predictions
-from tunix_rt.rundir import RunDir, write_json, write_jsonl, write_text
+from tunix_rt.plan.memory import MemoryPlan
+from tunix_rt.rundir import RunDir, to_plain, write_json, write_jsonl, write_text
 
+PARTS = MemoryPlan(
+    device="cpu", dtype="float32", parameters=1_234_567, rows=1, row_tokens=16, target_share=1.0, phases=(),
+    peak_phase="steps", peak_bytes=3 * 2**30, least_bytes=3 * 2**30, context_bytes=0, eval_rows=1,
+)  # fmt: skip
+MEMORY = {
+    "schema": "tunix-rt/memory/2", "status": "completed", "predicted_bytes": 3 * 2**30,
+    "predicted_parts": to_plain(PARTS), "measured_bytes": 2 * 2**30, "measured_as": "resident memory", "error": 0.5, "phases": {},
+}  # fmt: skip
 RIGHT, WRONG = "<reasoning>a</reasoning><answer>5</answer>", "6"
 
 
@@ -31,11 +40,22 @@ def scores(when, right):
     )
 
 
+def step_line(step, loss):
+    return {
+        "step": step, "loss": loss, "loss_hex": loss.hex(), "lr": 1e-3, "grad_norm": 1.0, "target_tokens": 8,
+        "tokens": 16, "seconds": 0.5, "peak_bytes": 0, "batch": "b" * 64, "prev": "c" * 64,
+    }  # fmt: skip
+
+
+def heldout_line(step, loss):
+    return {"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": 8}
+
+
 def make_unfinished(root, losses=(3.0, 2.0, 1.0)):
     run = RunDir(root)
     write_text(run.config, "model:\n  model_name_or_path: tiny-gemma3\ndata:\n  dataset: dev-reasoning-v2\n")
     write_json(run.precommit, {"seed": 0})
-    write_jsonl(run.metrics, [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
+    write_jsonl(run.metrics, [step_line(step, loss) for step, loss in enumerate(losses, start=1)])
     write_json(run.scores("before"), scores("before", right=1))
     return run
 
@@ -43,8 +63,8 @@ def make_unfinished(root, losses=(3.0, 2.0, 1.0)):
 def make_finished(root, *, finished="2026-01-02T03:04:05+00:00", **changed):
     run = make_unfinished(root)
     write_json(run.scores("after"), scores("after", right=3))
-    write_jsonl(run.heldout, [{"step": 2, "loss": 2.5}, {"step": 3, "loss": 1.5}])
-    write_json(run.memory, {"predicted_bytes": 3 * 2**30, "measured_bytes": 2 * 2**30})
+    write_jsonl(run.heldout, [heldout_line(2, 2.5), heldout_line(3, 1.5)])
+    write_json(run.memory, MEMORY)
     write_text(run.samples, "# Samples\n")
     write_text(run.final_model / "config.json", "{}")
     for step in (2, 3):
@@ -52,6 +72,9 @@ def make_finished(root, *, finished="2026-01-02T03:04:05+00:00", **changed):
     result = {
         "schema": "tunix-rt/result/1",
         "status": "completed",
+        "exit_code": 0,
+        "reason": "all steps taken",
+        "started": "2026-01-01T00:00:00+00:00",
         "steps_completed": 3,
         "steps_planned": 3,
         "final_loss": 1.0,
@@ -172,7 +195,7 @@ def test_show_speaks_json_with_the_same_facts(tmp_path):
         "gain_points": 50.0,
     }
     assert (told["predicted_bytes"], told["measured_bytes"]) == (3 * 2**30, 2 * 2**30)
-    assert "reason" not in told
+    assert told["reason"] == "all steps taken" and told["summary"]["damaged"] == []
 
 
 def test_show_tells_where_a_run_went_on_what_it_passed_over_and_which_checkpoint_is_best(tmp_path):
@@ -194,10 +217,14 @@ def test_show_tells_where_a_run_went_on_what_it_passed_over_and_which_checkpoint
     assert not any(word in shown for word in ("continued", "passed over", "best checkpoint"))
 
 
-@pytest.mark.parametrize("odd", [5, "x", {"name": 1}, [None, 3, {"problems": 4}, {"name": "s", "problems": {}}], -1.5])
-def test_odd_words_about_checkpoints_in_a_result_stop_nothing(tmp_path, odd):
-    make_finished(tmp_path / "a", resumed_from=odd, best_step=odd, best_heldout_loss=odd, skipped_checkpoints=odd)
-    assert invoke("show", tmp_path / "a").exit_code == 0
+@pytest.mark.parametrize("odd", ["x", {"name": 1}, [None, 3, {"problems": 4}, {"name": "s", "problems": {}}], -1.5])
+@pytest.mark.parametrize("key", ["resumed_from", "best_step", "best_heldout_loss", "skipped_checkpoints"])
+def test_a_value_that_no_run_writes_names_the_result_damaged_and_the_rest_is_shown(tmp_path, key, odd):
+    make_finished(tmp_path / "a", **{key: odd})
+    done = json.loads(invoke("show", tmp_path / "a", "--json").stdout)
+    assert done["summary"]["damaged"] == ["result.json"] and done["summary"]["status"] == "unknown"
+    assert any(note.startswith(f"result.json: {key}") for note in done["notes"])
+    assert done["losses"][-1] == [3, 1.0] and done["model"] == "tiny-gemma3"
 
 
 def test_show_finds_a_run_by_its_name_below_runs(tmp_path, monkeypatch):
@@ -228,22 +255,35 @@ def test_a_damaged_file_is_named_in_the_list_and_on_the_page(tmp_path):
     run.config.write_text("a: [")
     assert read_run(run.root).summary.damaged == ("config.yaml", "result.json")
     assert "damaged: result.json" in invoke(tmp_path).stdout
-    assert "result.json cannot be read" in invoke("show", run.root).stdout
+    shown = invoke("show", run.root).stdout
+    assert "note: result.json: not JSON" in shown and "note: config.yaml" in shown
+    assert "1.0000 at step 3" in shown, "the rest is shown"
 
 
 def test_a_line_in_the_middle_of_the_metrics_that_cannot_be_read_is_named(tmp_path):
     run = make_finished(tmp_path / "a")
-    run.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 1.0}\n')
+    lines = run.metrics.read_text()
+    assert '"loss": 2.0' in lines
+    run.metrics.write_text(lines.replace('"loss": 2.0', '"loss": NaN'))
     detail = read_run(run.root)
-    assert detail.losses == [(1, 3.0), (3, 1.0)]
-    assert detail.notes == ("metrics.jsonl:2 is not a step with a finite loss",)
+    assert detail.losses == [(1, 3.0)], "the lines before it are shown"
+    assert detail.notes == ("metrics.jsonl:2: not JSON: NaN is not a number",)
 
 
-def test_words_from_a_run_folder_cannot_steer_the_terminal(tmp_path):
-    make_finished(tmp_path / "a", device="\x1b[31mred\x07 [bold]x[/bold] :smile:", reason="\x1b]0;title\x07")
-    for shown in (invoke(tmp_path).stdout, invoke("show", tmp_path / "a").stdout):
+def test_words_from_a_run_folder_cannot_steer_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "\x1b[31mred\x07 [bold]x[bold] :smile:"
+    make_finished(tmp_path / "runs" / words, reason=f"because {words}")
+    for shown in (invoke().stdout, invoke("show", words).stdout):
         assert "\x1b" not in shown and "\x07" not in shown
-        assert "[bold]x[/bold] :smile:" in shown
+        assert "?[31mred? [bold]x[bold] :smile:" in shown
+    assert "because ?[31mred? [bold]x[bold] :smile:" in shown
+
+
+def test_a_device_that_no_run_has_is_named_and_steers_no_terminal(tmp_path):
+    make_finished(tmp_path / "a", device="\x1b[31mred\x07")
+    for shown in (invoke(tmp_path).stdout, invoke("show", tmp_path / "a").stdout):
+        assert "\x1b" not in shown and "\x07" not in shown and "result.json" in shown
 
 
 def test_looking_at_a_run_changes_nothing_in_it(tmp_path):

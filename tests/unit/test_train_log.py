@@ -20,7 +20,7 @@ from tunix_rt.data.pack import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.registry import Dataset
 from tunix_rt.errors import ConfigError, Preempted, TunixError
-from tunix_rt.evidence.hashes import list_problems
+from tunix_rt.ledgers import final_state, state_hash
 from tunix_rt.rundir import (
     RunDir,
     append_jsonl,
@@ -172,10 +172,6 @@ def test_metrics_of_another_precommit_are_found(five_steps):
     write_json(five_steps.precommit, {"schema": "tunix-rt/precommit/1", "seed": 1})
     with pytest.raises(TunixError, match=r"metrics\.jsonl:1 "):
         MetricsLog.open(five_steps, keep_steps=5)
-
-
-def test_the_evidence_accepts_the_chain_that_training_writes(five_steps):
-    assert not [problem for problem in list_problems(five_steps.root) if "metrics" in problem]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -343,6 +339,13 @@ def test_a_checkpoint_with_a_manifest_of_nonsense_is_passed_over(run, commit):
     assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
 
 
+def test_the_state_of_a_checkpoint_is_one_hash_over_weights_and_optimizer():
+    """As `sha256sum model.safetensors optimizer.safetensors | sha256sum` prints it."""
+    files = {"optimizer.safetensors": "b" * 64, "state.json": "c" * 64, "model.safetensors": "a" * 64}
+    listed = f"{'a' * 64}  model.safetensors\n{'b' * 64}  optimizer.safetensors\n"
+    assert state_hash(files) == hashlib.sha256(listed.encode()).hexdigest()
+
+
 # --- the loop around an engine ---------------------------------------------------------------------------------------
 
 
@@ -432,6 +435,34 @@ def test_a_run_keeps_its_newest_checkpoints_and_a_line_for_every_step(run):
     assert [json.loads(line)["step"] for line in run.heldout.read_text().splitlines()] == [0, 2, 4, 6, 7]
 
 
+def measured(line):
+    """A line without what an extra checkpoint changes."""
+    return {name: value for name, value in json.loads(line).items() if name not in ("states", "prev")}
+
+
+@pytest.mark.parametrize("stop_after", [None, 1, 3, 4, 7])
+def test_every_state_that_was_saved_is_covered_by_the_metrics_or_by_the_result(run, stop_after):
+    if stop_after is not None:
+        with pytest.raises(Preempted):
+            train(run, total=7, stop_after=stop_after)
+    train(run, total=7, resume=stop_after is not None)
+    saved = read_json(run.checkpoint_list)["checkpoints"]
+    hashes = {
+        str(entry["step"]): hashlib.sha256(
+            f"{entry['files']['model.safetensors']['sha256']}  model.safetensors\n".encode()
+        ).hexdigest()
+        for entry in saved
+    }
+    chained = {json.loads(line)["step"]: json.loads(line).get("states", {}) for line in lines(run)}
+    covered = {number: state for states in chained.values() for number, state in states.items()}
+    assert covered | {"7": final_state(run)["final_state"]} == hashes
+    assert "7" not in covered, "the result has the last"
+    if stop_after is None:
+        assert {at: sorted(states) for at, states in chained.items() if states} == {4: ["2"], 6: ["4"], 7: ["6"]}
+    if stop_after == 3:
+        assert sorted(chained[4]) == ["2", "3"], "saved because the run was stopped"
+
+
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 6, 7])
 def test_a_stopped_run_saves_its_step_and_continues_to_the_same_end(run, tmp_path, stop_after):
     uninterrupted = RunDir(tmp_path / "whole")
@@ -440,8 +471,12 @@ def test_a_stopped_run_saves_its_step_and_continues_to_the_same_end(run, tmp_pat
     with pytest.raises(Preempted, match=f"step {stop_after} is saved") as caught:
         train(run, total=7, stop_after=stop_after)
     assert caught.value.exit_code == 7
-    assert train(run, total=7, resume=True) == whole
-    assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
+    ended = train(run, total=7, resume=True)
+    assert_chain(run, 7, ended.pop("metrics_head"))
+    assert ended == {name: value for name, value in whole.items() if name != "metrics_head"}
+    assert [measured(line) for line in lines(run)] == [measured(line) for line in lines(uninterrupted)]
+    if stop_after % 2 == 0 or stop_after == 7:  # a checkpoint was due there
+        assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
     assert run.heldout.read_bytes() == uninterrupted.heldout.read_bytes()
 
 

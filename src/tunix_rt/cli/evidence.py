@@ -22,8 +22,7 @@ def evidence() -> None:
 
 @evidence.command()
 @click.argument("folder", metavar="RUN", type=FOLDER)
-@click.option("--to", "to", type=FOLDER, help="Folder of the bundle; must not exist.")
-@click.option("--output", "to_before", type=FOLDER, hidden=True)
+@click.option("--to", "to", type=FOLDER, required=True, help="Folder of the bundle; must not exist.")
 @click.option("--cpu-run", type=FOLDER, help="The same configuration run on the CPU, for a GPU run's speed.")
 @click.option("--without-cpu-run", is_flag=True, help="A PyTorch GPU run without one; the README states it.")
 @click.option("--with-checkpoints", is_flag=True, help="Include the checkpoints that a replay can begin from.")
@@ -35,7 +34,7 @@ def evidence() -> None:
 @click.option("--repository", type=FOLDER, default=Path(), help="Clone with the commit of the run [here].")
 @click.option("--json", "as_json", is_flag=True, help="Print run_manifest.json.")
 def collect(
-    folder: Path, to: Path | None, to_before: Path | None, cpu_run: Path | None, without_cpu_run: bool,
+    folder: Path, to: Path, cpu_run: Path | None, without_cpu_run: bool,
     with_checkpoints: bool, with_model: bool, checkpoint_mib: int, run_id: str | None, repository: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Make a bundle of the completed run in RUN: its facts without its weights, a README, and hashes.
@@ -47,20 +46,10 @@ def collect(
     from tunix_rt.runs.source import require_repository
 
     require_repository(repository)
-    if to is not None and to_before is not None and to != to_before:
-        raise ConfigError("--to and --output name two folders", fix="give --to alone")
-    if (output := to or to_before) is None:
-        raise ConfigError("the folder of the bundle is missing", fix="--to FOLDER")
     extras = Extras(checkpoints=with_checkpoints, model=with_model, most_mib=checkpoint_mib)
     made = collect(
-        folder,
-        output,
-        cpu_folder=cpu_run,
-        repository=repository,
-        run_id=run_id,
-        without_cpu=without_cpu_run,
-        extras=extras,
-    )
+        folder, to, cpu_folder=cpu_run, repository=repository, run_id=run_id, without_cpu=without_cpu_run, extras=extras
+    )  # fmt: skip
     for place in made.places:
         click.echo(text.printable(f"warning: a path of the machine in {place}"), err=True)
     if as_json:
@@ -70,7 +59,7 @@ def collect(
     speeds = manifest["tokens_per_second"]
     against = f", {speeds['ratio']:.2f} times the CPU" if "ratio" in speeds else ""
     text.show_lines([
-        f"Bundle: {output}  (tunix-rt evidence verify {output})",
+        f"Bundle: {to}  (tunix-rt evidence verify {to})",
         f"{manifest['steps_completed']} steps on {manifest['device']}, final loss {manifest['final_loss']:.4f}, "
         f"{speeds['device']:,.1f} tokens/s{against}",
         f"commit {manifest['commit']}",
@@ -140,13 +129,9 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
     else:
         text.show_lines(_markdown(verdict) if as_markdown else _lines(verdict))
     if not verdict.ok:
-        failed = f"{len(verdict.findings)} finding(s)" if verdict.findings else "no finding"
-        raise EvidenceError(
-            f"{folder} is at level {verdict.level}, required is {required}: {failed}",
-            fix="ask whoever made it for an untouched copy"
-            if verdict.findings
-            else "see the notes for what is missing",
-        )
+        failed = f"{len(verdict.findings)} finding(s)" if verdict.findings else "see the notes for what is missing"
+        problem = f"{folder} is at level {verdict.level}, required is {required}: {failed}"
+        raise EvidenceError(problem, fix="docs/reference/bundle.md explains levels and checks")
 
 
 def _require_folder(folder: Path) -> None:
@@ -157,7 +142,7 @@ def _require_folder(folder: Path) -> None:
         inside = sorted(place for place in folder.iterdir() if (place / "run_manifest.json").is_file())
         if inside:
             raise InputError(
-                f"{folder} contains {len(inside)} bundle(s): name one", fix=f"tunix-rt evidence verify {inside[0]}"
+                f"{folder}: {len(inside)} bundle(s), name one", fix=f"tunix-rt evidence verify {inside[0]}"
             )
 
 
@@ -178,37 +163,34 @@ def _refuse_unused(required: str, given: dict[str, Any]) -> None:
 
 
 def _lines(verdict: "Verdict") -> list[str]:
-    widths = [
-        max((len(getattr(one, name)) for one in verdict.claims), default=0) for name in ("name", "value", "label")
-    ]
+    rows = [(one.name, one.value, one.label, one.how) for one in verdict.claims]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     claims = [
-        f"  {one.name:<{widths[0]}}  {one.value:<{widths[1]}}  {one.label:<{widths[2]}}  {one.how}".rstrip()
-        for one in verdict.claims
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     found = [f"{one.level} {one.check}: {one.problem}" for one in verdict.findings]
-    return [
-        *found,
-        *verdict.notes,
-        *(["claims:", *claims] if claims else []),
-        f"{verdict.folder}: {verdict.describe()}",
-    ]
+    return [*found, *verdict.notes, *["claims:"] * bool(claims), *claims, f"{verdict.folder}: {verdict.describe()}"]
 
 
 def _markdown(verdict: "Verdict") -> list[str]:
     rows = [f"| {' | '.join(map(_escaped, (one.name, one.value, one.label, one.how)))} |" for one in verdict.claims]
-    found = [f"- **{one.level} {one.check}**: {_escaped(one.problem)}" for one in verdict.findings]
     table = ["| claim | value | label | how |", "|---|---|---|---|", *rows, ""] if rows else []
-    return [
-        f"**{_escaped(verdict.describe())}**",
-        "",
-        *table,
-        *found,
-        *(f"- {_escaped(note)}" for note in verdict.notes),
-    ]
+    found = [f"- **{one.level} {one.check}**: {_escaped(one.problem)}" for one in verdict.findings]
+    return [f"**{_escaped(verdict.describe())}**", "", *table, *found, *(f"- {_escaped(one)}" for one in verdict.notes)]
 
 
 def _escaped(value: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>|#!" else letter for letter in value)
+
+
+@evidence.command(hidden=True)
+@click.argument("request", type=FOLDER)
+@click.argument("answer", type=FOLDER)
+def worker(request: Path, answer: Path) -> None:
+    """Read or compute for `verify`, in the process that it limits. Its name does not change between versions."""
+    from tunix_rt.evidence.worker import main
+
+    main(request, answer)
 
 
 # --- sign, package ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ outputs is shown only from L2 on."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,17 +31,31 @@ class Answered:
     whens: tuple[str, ...]
     tags: Tags
     models: tuple[str, ...] = ()
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    """What eval_summary.json repeats of a run's commitment and settings."""
 
 
 def answered_in(record: RunRecord, run: Run | None) -> Answered | None:
     """The answers of a run, or of the output of `tunix-rt evaluate`; None where nothing was evaluated."""
     if run is not None:
-        return Answered(record=record, whens=OF_RUN, tags=run.tags) if run.answered else None
+        return Answered(record=record, whens=OF_RUN, tags=run.tags, stated=_stated(run)) if run.answered else None
     whens = tuple(when for when in OF_EVALUATION if f"eval/predictions-{when}.jsonl" in record)
     summary = record.summary
     if summary is None:
         return None
     return Answered(record=record, whens=whens, tags=tags_in(_plain(summary.decoding)), models=tuple(summary.models))
+
+
+def _stated(run: Run) -> dict[str, Any]:
+    committed, config, evalset = run.commitment, run.config, run.commitment.evalset
+    decoding = run.record.summary.decoding if run.record.summary else {}
+    decided = {"max_new_tokens": config.evaluation.max_new_tokens, "tokenizer": committed.tokenizer_sha256}
+    decided |= {"temperature": 0.0, "reasoning_tag": run.tags.reasoning, "answer_tag": run.tags.answer}
+    return {
+        "models": [committed.base_model.name], "weights": committed.base_model.weights, "device": run.device,
+        "dtype": config.training.dtype, "evalset": evalset.key if evalset else "held out",
+        "evalset_sha256": evalset.sha256 if evalset else None, "decoding": {**decoding, **decided},
+    }  # fmt: skip
 
 
 def tags_in(decoding: Mapping[str, Any]) -> Tags:
@@ -83,6 +97,10 @@ def verdict_problems(line: Prediction, tags: Tags) -> Iterator[str]:
             yield f"{name} is {shown(getattr(line, name))}, the output gives {shown(value)}"
 
 
+def accuracy_of(scores: Scores) -> str:
+    return f"{scores.correct} of {scores.items} ({100 * scores.accuracy:.1f} %)"
+
+
 def _score_problems(record: RunRecord, when: str, scores: Scores) -> Iterator[str]:
     found, rates = record.scores(when), (record.result.scores or {}).get(when, {}) if record.result else {}  # type: ignore[call-overload]
     if any(rate != getattr(scores, name, None) for name, rate in rates.items()):
@@ -114,6 +132,9 @@ def _summary_problems(answered: Answered, sides: Mapping[str, Sequence[Predictio
     for name, value in expected.items():
         if not same(recorded.get(name), to_plain(value)):
             yield f"{where}eval_summary.json: {name} is not what the answers give"
+    for name, value in answered.stated.items():
+        if not same(recorded.get(name), value):
+            yield f"{where}eval_summary.json: {name} is not that of the run"
 
 
 def _plain(value: Any) -> Any:

@@ -58,6 +58,13 @@ def commitment(run: Run) -> Iterator[str]:
     )
     if training.device not in ("auto", committed.device):
         yield f"{file}: device is {committed.device}, config.yaml has {training.device}"
+    if run.doctor.choice is not None:
+        yield from differs(f"{run.where}doctor.json", "choice.device", run.doctor.choice.device, committed.device)
+    if (
+        committed.batch is not None
+        and committed.batch.rows != training.per_device_train_batch_size * committed.batch.devices
+    ):
+        yield f"{file}: batch.rows is not training.per_device_train_batch_size on each device"
     if combined_hash(committed.source_files) != committed.source_sha256:
         yield f"{file}: source_sha256 is not the hash of source_files"
     with_weights = any(name.endswith((".safetensors", ".gguf")) for name in committed.base_model.files)

@@ -70,7 +70,3 @@ def level_of(findings: Sequence[Finding], passed: Sequence[Level]) -> Level:
     """The highest of the levels that were `passed` and lie below every one that a finding denies."""
     denied = min((LEVELS.index(finding.level) for finding in findings), default=len(LEVELS))
     return max((level for level in passed if LEVELS.index(level) < denied), key=LEVELS.index, default="none")
-
-
-def findings_of(level: Level, check: str, problems: Sequence[str]) -> list[Finding]:
-    return [Finding(level=level, check=check, problem=problem) for problem in problems]

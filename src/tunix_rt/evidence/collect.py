@@ -1,10 +1,9 @@
 """Make a bundle: the facts of a completed run without its weights, in a folder of its own, verified as a reader would."""
 
-import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from tunix_rt import assets
 from tunix_rt.errors import ConfigError, EvidenceError
 from tunix_rt.evidence.checks import may_stay_out
-from tunix_rt.evidence.claims import Finding
 from tunix_rt.evidence.examine import examine
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.inputs import Inputs
@@ -21,23 +19,19 @@ from tunix_rt.evidence.readme import readme_text
 from tunix_rt.models import redacted
 from tunix_rt.rundir import RunDir, checkpoint_name, settle_files, storage, sync_folder, write_json, write_text
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS, write_sums
-from tunix_rt.runs.reading import few, open_regular
+from tunix_rt.runs.reading import copy_regular, few
 from tunix_rt.runs.record import MANIFEST, README
 from tunix_rt.runs.source import NEWEST_COMMITS, find_commit
 
 MIB = 2**20
-CHECKPOINT_MIB = 64
-"""Checkpoints and weights in a bundle by default: it is meant for a repository."""
-BLOCK = 16 * MIB
-AGAIN = "run it again with this version of tunix-rt"
 _PLACE = re.compile(r"(?<![\w./:])(?:/(?:tmp|root|home|work|Users)/|[A-Z]:\\)[^\s\"',;:]*")
 _UNSCANNED = re.compile(
     r".*\.safetensors|(?:.*/)?(?:rows|metrics)\.jsonl|final_model/(?:tokenizer\.json|vocab\..*|merges\.txt|.*\.model)"
 )
 """Weights, numbers and vocabularies."""
 _OF_MACHINES = re.compile(r"(?:cpu/)?(?:[^/]*\.txt|doctor\.json|result\.json)")
+"""Where `Basic` and `Bearer` start a header; in settings, questions and answers they are words: "a basic salary"."""
 _TWO_WORDS = re.compile(r"(?i)\b(?:bearer|basic) +")
-"""The start of a header in a log; in settings, questions and answers plain words: "a basic salary"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +40,8 @@ class Extras:
 
     checkpoints: bool = False
     model: bool = False
-    most_mib: int = CHECKPOINT_MIB
+    most_mib: int = 64
+    """Of both together: a bundle is meant for a repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +53,9 @@ class Collected:
 
 
 def collect(
-    folder: Path,
-    output: Path,
-    *,
-    cpu_folder: Path | None,
-    repository: Path,
-    run_id: str | None = None,
-    without_cpu: bool = False,
-    extras: Extras | None = None,
-    refs: Sequence[str] = (),
-) -> Collected:
+    folder: Path, output: Path, *, cpu_folder: Path | None, repository: Path, run_id: str | None = None,
+    without_cpu: bool = False, extras: Extras | None = None, refs: Sequence[str] = (),
+) -> Collected:  # fmt: skip
     """Make the bundle `output` of the run in `folder`, named `run_id` or like `output`. Nothing is written before the run has
     passed every check of L1, its commit is found from `refs` and its CPU run fits."""
     output = Path(os.path.abspath(output))
@@ -75,8 +63,7 @@ def collect(
     run = _consistent_run(folder)
     cpu = _companion(run, cpu_folder, without=without_cpu)
     commit = _commit_of(run.commitment.source_sha256, repository, refs)
-    hashes = run.record.run_sums
-    taken = _taken_along(run, extras or Extras())
+    hashes, taken = run.record.run_sums, _taken_along(run, extras or Extras())
     left_out = {name: digest for name, digest in hashes.items() if may_stay_out(name) and name not in taken}
     manifest = manifest_of(run, cpu, name=output.name if run_id is None else run_id, commit=commit)
     manifest["left_out"] = left_out
@@ -104,19 +91,17 @@ def _consistent_run(folder: Path) -> Run:
     if examined.record.is_bundle:
         raise EvidenceError(f"{folder} is a bundle", fix="give the run folder that it was made of")
     if result is not None and result.status != "completed":
-        raise EvidenceError(
-            f"{folder}: the run is {result.status!r}, not completed", fix="finish it with --resume, or run it again"
-        )
+        problem = f"{folder}: the run is {result.status!r}, not completed"
+        raise EvidenceError(problem, fix="finish it with --resume, or run it again")
     if examined.findings or examined.run is None:
-        raise EvidenceError(
-            f"{folder} does not verify\n{_listed(examined.findings)}",
-            fix="bring an untouched copy of the run (its weights may be missing), or run it again",
-        )
+        problems = [finding.problem for finding in examined.findings] or ["no completed run"]
+        fix = "bring an untouched copy of the run (its weights may be missing), or run it again"
+        raise EvidenceError(_listed(f"{folder} does not verify", problems), fix=fix)
     return examined.run
 
 
-def _listed(findings: Sequence[Finding]) -> str:
-    return "\n".join(f"  {finding.problem}" for finding in findings) or "  no completed run"
+def _listed(title: str, problems: Iterable[str]) -> str:
+    return "\n  ".join([title, *few(problems)])
 
 
 def _companion(run: Run, cpu_folder: Path | None, *, without: bool) -> Run | None:
@@ -128,17 +113,15 @@ def _companion(run: Run, cpu_folder: Path | None, *, without: bool) -> Run | Non
     if cpu_folder is None:
         if without or run.device == "cpu" or run.backend != "torch":
             return None
+        train = f"tunix-rt train {run.record.root / 'config.yaml'} --device cpu --output CPU_RUN"
         raise EvidenceError(
             "the bundle of a GPU run compares its speed with the same configuration on the CPU",
-            fix=f"tunix-rt train {run.record.root / 'config.yaml'} --device cpu --output CPU_RUN, then --cpu-run CPU_RUN; "
-            "or --without-cpu-run",
+            fix=f"{train}, then --cpu-run CPU_RUN; or --without-cpu-run",
         )
     cpu = _consistent_run(cpu_folder)
-    if problems := list(few(companion_problems(run, cpu))):
-        raise EvidenceError(
-            f"{cpu_folder} is another run\n" + "\n".join(f"  {problem}" for problem in problems),
-            fix="run the same configuration, of the same source, with --device cpu",
-        )
+    if problems := list(companion_problems(run, cpu)):
+        fix = "run the same configuration, of the same source, with --device cpu"
+        raise EvidenceError(_listed(f"{cpu_folder} is another run", problems), fix=fix)
     return cpu
 
 
@@ -154,20 +137,14 @@ def _commit_of(source_sha256: str, repository: Path, refs: Sequence[str]) -> str
 
 
 def _taken_along(run: Run, extras: Extras) -> set[str]:
-    """Names of the checkpoints and weights that go into the bundle, within `most_mib`."""
-    files, folder = run.record.listing.files, run.record.root
-    wanted = ("checkpoints/",) * extras.checkpoints + ("final_model/",) * extras.model
-    last = f"checkpoints/{checkpoint_name(run.total)}/"  # no replay starts there
-    taken = (
-        {name for name in run.record.run_sums if name.startswith(wanted) and not name.startswith(last)}
-        if wanted
-        else set()
-    )
-    if lacking := sorted(taken - files.keys()):
-        raise EvidenceError(
-            f"{folder} lacks {lacking[0]}", fix="bring it, or leave --with-checkpoints and --with-model out"
-        )
-    if extras.checkpoints and not any(name.startswith("checkpoints/") for name in taken):
+    """Names of the checkpoints and weights that go into the bundle, within `most_mib`. No replay starts at the last step."""
+    files, folder, last = run.record.listing.files, run.record.root, f"checkpoints/{checkpoint_name(run.total)}/"
+    earlier = {name for name in run.record.run_sums if name.startswith("checkpoints/") and not name.startswith(last)}
+    model = {name for name in run.record.run_sums if name.startswith("final_model/")}
+    taken = (earlier if extras.checkpoints else set()) | (model if extras.model else set())
+    if lacking := min(taken - files.keys(), default=""):
+        raise EvidenceError(f"{folder} lacks {lacking}", fix="bring it, or leave --with-checkpoints, --with-model out")
+    if extras.checkpoints and not earlier:
         raise EvidenceError(
             f"{folder} has no checkpoint before that of its last step, so that nothing can be replayed from one",
             fix="leave --with-checkpoints out; or run again with a smaller training.save_steps",
@@ -183,12 +160,10 @@ def _taken_along(run: Run, extras: Extras) -> set[str]:
 
 def _refuse_incomplete(manifest: Mapping[str, Any]) -> None:
     problems = list(incomplete(manifest))
-    if any(problem.startswith("run_id:") for problem in problems):
-        raise ConfigError(
-            f"--run-id: {problems[0]}", fix="name the run in one short line: --run-id m39-local-cpu-proof"
-        )
+    if named := [problem for problem in problems if problem.startswith("run_id:")]:
+        raise ConfigError(f"--run-id: {named[0]}", fix="name the run in one short line: --run-id m39-local-cpu-proof")
     if problems:
-        raise EvidenceError("the run lacks facts\n" + "\n".join(f"  {problem}" for problem in problems), fix=AGAIN)
+        raise EvidenceError(_listed("the run lacks facts", problems), fix="run it again with this version of tunix-rt")
 
 
 def external_inputs(run: Run) -> frozenset[str]:
@@ -214,23 +189,20 @@ Copies = Mapping[str, tuple[Path, str]]
 def _write(output: Path, copies: Copies, manifest: dict[str, Any], external: frozenset[str]) -> tuple[str, ...]:
     """Fill a folder beside `output`, verify it, and rename it. Returns the lines that contain paths of this machine."""
     staged = output.with_name(f".staged-{output.name}")
-    with storage(output), _removed_unless(output):
+    with storage(output):
         if staged.exists():  # left by a collect that was killed
             shutil.rmtree(staged)
-        staged.mkdir(parents=True)
         try:
             for name, source in copies.items():
-                _copy(*source, staged / name)
+                copy_regular(*source, staged / name)
             write_json(staged / MANIFEST, manifest)
             places = tuple(few(_places(staged, sorted([*copies, MANIFEST]))))
             write_text(staged / README, readme_text(manifest, external))
             write_sums(RunDir(staged))
             settle_files(staged)
-            if findings := examine(staged, inputs=Inputs()).findings:
-                raise EvidenceError(
-                    f"the bundle does not verify and was removed\n{_listed(findings)}",
-                    fix="did the run change meanwhile? Otherwise this is a defect; please report it with these lines",
-                )
+            if problems := [finding.problem for finding in examine(staged, inputs=Inputs()).findings]:
+                fix = "did the run change meanwhile? Otherwise this is a defect; please report it with these lines"
+                raise EvidenceError(_listed("the bundle does not verify and was removed", problems), fix=fix)
             staged.rename(output)
         finally:
             if staged.exists():
@@ -239,48 +211,26 @@ def _write(output: Path, copies: Copies, manifest: dict[str, Any], external: fro
     return places
 
 
-def _copy(root: Path, name: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(open_regular(root, name), "rb") as source, target.open("xb") as copy:
-        shutil.copyfileobj(source, copy, MIB)
-
-
-@contextlib.contextmanager
-def _removed_unless(made: Path) -> Iterator[None]:
-    """Remove the folders above `made` that were created inside where `made` was not."""
-    missing = [folder for folder in made.parents if not folder.exists()]
-    try:
-        yield
-    finally:
-        if not made.exists():
-            for folder in missing:
-                with contextlib.suppress(OSError):  # never created, or not empty
-                    folder.rmdir()
-
-
-def _places(folder: Path, names: Sequence[str]) -> Iterator[str]:
+def _places(folder: Path, names: Iterable[str]) -> Iterator[str]:
     """`name:line: path` for each line with an absolute path of this machine. A secret is an EvidenceError."""
     home = str(Path.home())
     for name in names:
         if _UNSCANNED.fullmatch(name):
             continue
-        for number, line in _lines(folder, name):
+        text = (folder / name).read_bytes().decode("utf-8", "replace")
+        _refuse_secrets(name, text if _OF_MACHINES.fullmatch(name) else _TWO_WORDS.sub("", text))
+        for number, line in enumerate(text.split("\n"), start=1):
             place = _PLACE.search(line)
             if place or (len(home) > 1 and home in line):
                 yield f"{name}:{number}: {place[0] if place else home}"
 
 
-def _lines(folder: Path, name: str) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a text file, without secrets: what strangers will read is checked once more."""
-    number = 0
-    with (folder / name).open(encoding="utf-8", errors="replace", newline="\n") as file:
-        while block := file.readlines(BLOCK):
-            checked = block if _OF_MACHINES.fullmatch(name) else [_TWO_WORDS.sub("", line) for line in block]
-            if redacted(text := "".join(checked)) != text:
-                at = next((index for index, line in enumerate(checked) if redacted(line) != line), 0)
-                raise EvidenceError(
-                    f"{name}:{number + at + 1} contains what looks like a token, a password or a signed address",
-                    fix="revoke it, then run again without it: strangers read a bundle",
-                )
-            yield from enumerate(block, start=number + 1)
-            number += len(block)
+def _refuse_secrets(name: str, text: str) -> None:
+    """What strangers will read is checked once more."""
+    if (clean := redacted(text)) != text:
+        pairs = zip(text.split("\n"), clean.split("\n"), strict=False)
+        number = next((number for number, (line, shown) in enumerate(pairs, start=1) if line != shown), 1)
+        raise EvidenceError(
+            f"{name}:{number} contains what looks like a token, a password or a signed address",
+            fix="revoke it, then run again without it: strangers read a bundle",
+        )

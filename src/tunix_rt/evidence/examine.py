@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunix_rt.errors import TunixError
-from tunix_rt.evidence.answers import answer_problems, answered_in
+from tunix_rt.evidence.answers import accuracy_of, answer_problems, answered_in
 from tunix_rt.evidence.checks import CHECKS, may_stay_out
 from tunix_rt.evidence.claims import Claim, Finding, Label, Level, level_of
 from tunix_rt.evidence.data_checks import data_problems
@@ -14,7 +14,7 @@ from tunix_rt.evidence.facts import Run, completed_run, missing_files
 from tunix_rt.evidence.inputs import Inputs
 from tunix_rt.evidence.manifest import companion_problems, manifest_problems
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS, is_weights, sums_problems
-from tunix_rt.runs.reading import few, is_leftover, shown
+from tunix_rt.runs.reading import few, is_leftover, list_folder, shown
 from tunix_rt.runs.record import MANIFEST, README, RunRecord, require_format
 
 BROKEN = (
@@ -84,7 +84,7 @@ def examine(
     _check_consistency(done, inputs)
     if not done.findings:
         done.passed.append("L1")
-    done.claims = claims_of(done, inputs)
+        done.claims = claims_of(done.run, inputs) if done.run else []
     return done
 
 
@@ -105,24 +105,13 @@ def _check_files(done: Examined, record: RunRecord, weights: Path, *, may_lack_w
 
 def _hash_problems(record: RunRecord, weights: Path, *, may_lack_weights: bool) -> Iterator[str]:
     """Every file against SHA256SUMS. A run that was brought home from another machine may lack its weights."""
-    heavy = {name for name in record.sums if is_weights(name)} if weights != record.root else set()
-    listing = RunRecord(weights).listing if heavy else record.listing
-    there = {name for name in heavy if name in listing.files}
-    facts = {
-        name
-        for name in record.listing.files
-        if name not in heavy and not (record.is_bundle and name.startswith("cpu/"))
-    }
-    claimed = {name: digest for name, digest in record.sums.items() if name not in heavy}
-    if record.is_bundle:
-        claimed = {name: digest for name, digest in claimed.items() if not name.startswith("cpu/")}
-        inner = {name for name in record.listing.files if name.startswith("cpu/")}
-        covered = {name: digest for name, digest in record.sums.items() if name.startswith("cpu/")}
-        yield from sums_problems(record.root, inner, covered, may_lack=())
     lack = [name for name in record.sums if may_stay_out(name)] if may_lack_weights else []
-    yield from (f"{record.where}{one}" for one in sums_problems(record.root, facts, claimed, may_lack=lack))
-    hashes = {name: record.sums[name] for name in heavy}
-    yield from (f"{record.where}{one}" for one in sums_problems(weights, there, hashes, may_lack=lack))
+    together = record.root == weights
+    for root, heavy in ((record.root, False), (weights, True))[: 1 if together else 2]:
+        there = record.listing.files if root == record.root else list_folder(root).files
+        present = {name for name in there if together or is_weights(name) == heavy}
+        hashes = {name: digest for name, digest in record.sums.items() if together or is_weights(name) == heavy}
+        yield from (f"{record.where}{one}" for one in sums_problems(root, present, hashes, may_lack=lack))
 
 
 def _copy_problems(record: RunRecord) -> Iterator[str]:
@@ -165,51 +154,33 @@ def _check_consistency(done: Examined, inputs: Inputs) -> None:
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
-def claims_of(done: Examined, inputs: Inputs) -> list[Claim]:
+def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
     """What the run claims, with what L1 can say about it."""
-    run = done.run
-    if run is None:
-        return []
     committed, result = run.commitment, run.result
     after = run.record.scores("after") if run.answered else None
-    accuracy = f"{after.correct} of {after.items} ({100 * after.accuracy:.1f} %)" if after else "not evaluated"
-    dataset = inputs.dataset(committed.dataset.sha256)
-    model = inputs.base_model(committed.base_model.files, committed.base_model.weights)
     machine = run.record.processes[-1].machine
-    device = f"{machine.device} ({machine.gpu.name if machine.gpu else machine.cpu})"
-    seconds = sum(line.seconds for line in run.metrics)
-    tokens = sum(line.tokens for line in run.metrics[1:]) / max(sum(line.seconds for line in run.metrics[1:]), 1e-9)
-    measured = result.memory.measured_bytes if result.memory and result.memory.measured_bytes else 0
-    return [
-        claim("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
-        claim(
-            "accuracy",
-            accuracy,
-            "self-reported" if after else "not checked",
-            "follows from the recorded answers" if after else "",
-        ),
-        claim(
-            "steps",
-            str(run.total),
-            "consistent",
-            "from settings, seed and rows; batches and learning rates of every step",
-        ),
-        _looked_up("dataset", committed.dataset.key, dataset),
-        _looked_up("base model", f"{committed.base_model.name} ({committed.base_model.weights} weights)", model),
-        claim("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named"),
-        claim("device", device, "self-reported"),
-        claim("speed", f"{tokens:,.1f} tokens/s", "self-reported"),
-        claim("memory", f"{measured / 2**30:.2f} GiB", "self-reported"),
-        claim("time", f"{result.seconds:,.1f} s, {seconds:,.1f} s in steps", "self-reported"),
-        claim("signer", "none", "not checked", "--signed-by KEY"),
-    ]
+    tokens, seconds = (sum(getattr(line, name) for line in run.metrics[1:]) for name in ("tokens", "seconds"))
+    measured = (result.memory.measured_bytes or 0) if result.memory else 0
+    answers: tuple[Label, str] = (
+        ("self-reported", "follows from the recorded answers") if after else ("not checked", "")
+    )
+    rows: list[tuple[str, str, Label, str]] = [
+        ("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
+        ("accuracy", accuracy_of(after) if after else "not evaluated", *answers),
+        ("steps", str(run.total), "consistent", "from settings, seed and rows; batches and learning rates of every step"),
+        ("dataset", committed.dataset.key, *_looked_up(inputs.dataset(committed.dataset.sha256))),
+        ("base model", run.base_model, *_looked_up(inputs.base_model(committed.base_model.files, committed.base_model.weights))),
+        ("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named"),
+        ("device", f"{machine.device} ({machine.gpu.name if machine.gpu else machine.cpu})", "self-reported", ""),
+        ("speed", f"{tokens / max(seconds, 1e-9):,.1f} tokens/s after the first step", "self-reported", ""),
+        ("memory", f"{measured / 2**30:.2f} GiB", "self-reported", ""),
+        ("time", f"{result.seconds:,.1f} s", "self-reported", ""),
+        ("signer", "none", "not checked", "--signed-by KEY"),
+    ]  # fmt: skip
+    return [Claim(name=name, value=value, label=label, how=how) for name, value, label, how in rows]
 
 
-def claim(name: str, value: str, label: Label, how: str = "") -> Claim:
-    return Claim(name=name, value=value, label=label, how=how)
-
-
-def _looked_up(name: str, value: str, found: str | None) -> Claim:
+def _looked_up(found: str | None) -> tuple[Label, str]:
     if found is None:
-        return claim(name, value, "self-reported", "none with its hash is at hand")
-    return claim(name, value, "consistent", "one with its hash is at hand")
+        return "self-reported", "none with its hash is at hand"
+    return "consistent", "one with its hash is at hand"

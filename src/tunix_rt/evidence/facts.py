@@ -74,6 +74,18 @@ class Run:
         """Whether the model was evaluated before and after training."""
         return "eval/predictions-after.jsonl" in self.record
 
+    @property
+    def base_model(self) -> str:
+        return f"{self.commitment.base_model.name} ({self.commitment.base_model.weights} weights)"
+
+    @property
+    def final_model(self) -> dict[str, str]:
+        """Hashes of the files of the final model."""
+        inside = {
+            name.removeprefix("final_model/"): name for name in self.record.run_sums if name.startswith("final_model/")
+        }
+        return {name: self.record.run_sums[whole] for name, whole in inside.items()}
+
     def machines(self, after: int, up_to: int) -> list[schemas.Machine]:
         """Of the processes that took the steps after `after` up to `up_to`. A later process may have taken steps again."""
         processes = self.record.processes

@@ -29,9 +29,16 @@ class Inputs:
     tokenizer: str | None = None
 
     def absolute(self) -> "Inputs":
-        """The same for a process with another working folder."""
+        """The same for a process with another working folder and little memory: a GGUF file is converted here."""
         model, tokenizer = (_absolute(name) for name in (self.model, self.tokenizer))
+        if model is not None and os.path.isfile(model):
+            model = str(resolve_model(model).folder)
         return Inputs(data=tuple(map(os.path.abspath, self.data)), model=model, tokenizer=tokenizer)
+
+    def files(self) -> list[str]:
+        """What the reviewer supplies and a process has to read as a whole."""
+        folders = [folder for folder in (self.model, self.tokenizer) if folder is not None]
+        return [*self.data, *(os.path.join(folder, "tokenizer.json") for folder in folders)]
 
     def dataset(self, sha256: str) -> str | None:
         """The path of the dataset with this hash."""
@@ -46,17 +53,15 @@ class Inputs:
 
     def base_model(self, files: Mapping[str, str], weights: str) -> str | None:
         """The name of the model whose files have these hashes."""
-        shipped = [str(path) for path in sorted(assets.shipped_folder("models").iterdir()) if path.is_dir()]
         presets = assets.shipped_folder("models").with_name("presets")
         architectures = [str(presets / name) for name in preset_names()] if weights == "random" else []
-        for name in (*([self.model] if self.model else []), *shipped, *architectures):
+        for name in (*([self.model] if self.model else []), *_shipped("models", "*/"), *architectures):
             if _has_files(name, files, weights):
                 return name
         return None
 
     def tokenizer_folder(self, sha256: str, model_type: str) -> str | None:
-        shipped = [str(path) for path in sorted(assets.shipped_folder("models").iterdir()) if path.is_dir()]
-        for name in (self.tokenizer, self.model, *shipped):
+        for name in (self.tokenizer, self.model, *_shipped("models", "*/")):
             if name is not None and os.path.isfile(os.path.join(name, "tokenizer.json")):
                 try:
                     if load_tokenizer(Path(name), model_type).sha256 == sha256:

@@ -21,42 +21,32 @@ from tunix_rt.runs.schemas import Manifest, problems_of
 PLACEHOLDERS = ("unknown", "todo", "tbd", "none", "null", "n/a", "placeholder")
 SAME = ("source_sha256", "numerics", "dataset", "base_model", "tokenizer_sha256", "seeds", "evalset")
 """What the same run on the CPU committed to as well."""
-SPEEDS, OF_BOTH = ("device", "device_with_first_step"), ("cpu", "cpu_with_first_step", "ratio")
-OF_A_GPU = ("capability", "driver", "driver_cuda", "count")
+OF_A_GPU = ("hardware.capability", "hardware.driver", "hardware.driver_cuda", "hardware.count", "gpu_memory")
+WITH_A_CPU_RUN = ("tokens_per_second.cpu", "tokens_per_second.cpu_with_first_step", "tokens_per_second.ratio")
 
 
 def manifest_of(run: Run, cpu: Run | None, *, name: str, commit: str | None) -> dict[str, Any]:
     """Everything that the bundle of `run` states under the name `name`. `cpu` is the same configuration on the CPU."""
     committed, result = run.commitment, run.result
+    left_open: list[str] = []
+    configuration = _without_nulls(run.config.model_dump(mode="json"), left_open)
+    seconds = _total(run, 1)[1]
     stated = {
-        "format": committed.format,
-        "run_id": name,
-        "precommit_sha256": run.run_id,
-        "commit": commit,
-        "source_sha256": committed.source_sha256,
-        "numerics": committed.numerics,
-        "backend": run.backend,
-        "device": run.device,
-        "model": without_place(committed.base_model.name),
-        "weights": committed.base_model.weights,
+        "format": committed.format, "run_id": name, "precommit_sha256": run.run_id, "commit": commit,
+        "source_sha256": committed.source_sha256, "numerics": committed.numerics,
+        "backend": run.backend, "device": run.device,
+        "model": without_place(committed.base_model.name), "weights": committed.base_model.weights,
         "dataset": without_place(committed.dataset.key),
-        "steps_completed": result.steps_completed,
-        "resumed_from": result.resumed_from or 0,
-        "final_loss": result.final_loss,
-        "heldout_loss": _heldout(run),
-        "scores": _scores(run),
-        "versions": _versions(run),
-        "hardware": _hardware(run),
-        "gpu_memory": _gpu_memory(run),
-        **_configuration(run),
+        "steps_completed": result.steps_completed, "resumed_from": result.resumed_from or 0,
+        "final_loss": result.final_loss, "heldout_loss": _heldout(run), "scores": _scores(run),
+        "versions": _versions(run), "hardware": _hardware(run), "gpu_memory": _gpu_memory(run),
+        "configuration": configuration, "configuration_left_open": sorted(left_open) or None,
         "tokens_per_second": _speeds(run, cpu),
-        "seconds": _known({"run": result.seconds, "steps": _finite(_total(run, 1)[1])}),
+        "seconds": {"run": result.seconds, "steps": seconds if math.isfinite(seconds) else None},
         "peak_bytes": max((line.peak_bytes for line in run.metrics), default=0),
-        "inputs": _inputs(run),
-        "left_out": left_out(run),
-        "cpu_run": _cpu_run(cpu) if cpu else None,
-    }
-    return _known(stated)
+        "inputs": _inputs(run), "left_out": left_out(run), "cpu_run": _cpu_run(cpu) if cpu else None,
+    }  # fmt: skip
+    return dict(_without_nulls(stated, []))
 
 
 def manifest_problems(run: Run, cpu: Run | None) -> Iterator[str]:
@@ -75,22 +65,18 @@ def companion_problems(run: Run, cpu: Run | None) -> Iterator[str]:
     if cpu is None:
         yield "cpu/: not a completed run"
         return
-    yield from (f"{cpu.where}{problem}" for problem in _other_setup(run, cpu))
-
-
-def _other_setup(run: Run, cpu: Run) -> Iterator[str]:
     if cpu.device != "cpu":
-        yield f"result.json: ran on {cpu.device}, not on the CPU"
+        yield f"{cpu.where}result.json: ran on {cpu.device}, not on the CPU"
     ours, theirs = (one.config.model_dump(mode="json") for one in (run, cpu))
     ours["training"]["device"] = theirs["training"]["device"]
-    yield from (f"config.yaml: {problem}" for problem in _differences(theirs, ours))
+    yield from (f"{cpu.where}config.yaml: {problem}" for problem in _differences(theirs, ours))
     for name in SAME:
         if getattr(run.commitment, name) != getattr(cpu.commitment, name):
-            yield f"precommit.json: {name} is not that of the run on {run.device}"
+            yield f"{cpu.where}precommit.json: {name} is not that of the run on {run.device}"
     if run.backend == "torch":  # JAX spreads its batch over the devices that it sees
         steps = ([(line.batch, line.tokens, line.target_tokens) for line in one.metrics] for one in (run, cpu))
         if next(steps) != next(steps):
-            yield f"metrics.jsonl: other batches than on {run.device}"
+            yield f"{cpu.where}metrics.jsonl: other batches than on {run.device}"
 
 
 def incomplete(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -102,13 +88,8 @@ def incomplete(manifest: Mapping[str, Any]) -> Iterator[str]:
         return
     if found.run_id.casefold() in PLACEHOLDERS:
         yield f"run_id: {shown(found.run_id)} is a placeholder"
-    speeds = SPEEDS if found.cpu_run is None else SPEEDS + OF_BOTH
-    yield from (f"tokens_per_second.{name}: missing" for name in speeds if name not in found.tokens_per_second)
-    yield from (f"seconds.{name}: missing" for name in ("run", "steps") if name not in found.seconds)
-    if found.device == "cuda":
-        yield from (f"hardware.{name}: missing" for name in OF_A_GPU if getattr(found.hardware, name) is None)
-        if found.gpu_memory is None:
-            yield "gpu_memory: missing"
+    needed = (OF_A_GPU if found.device == "cuda" else ()) + (WITH_A_CPU_RUN if found.cpu_run else ())
+    yield from (f"{name}: missing" for name in needed if operator.attrgetter(name)(found) is None)
 
 
 def without_place(name: str) -> str:
@@ -130,12 +111,16 @@ def _differences(recorded: Any, expected: Any, name: str = "") -> Iterator[str]:
         yield f"{name}: {shown(recorded)}, the run has {shown(expected)}"
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is not known."""
-    return {name: value for name, value in values.items() if value is not None}
+def _without_nulls(value: Any, left_open: list[str], name: str = "") -> Any:
+    """`value` without the nulls in its objects; adds their dotted names to `left_open`."""
+    if not isinstance(value, dict):
+        return value
+    left_open += [f"{name}{key}" for key, inner in value.items() if inner is None]
+    known = {key: inner for key, inner in value.items() if inner is not None}
+    return {key: _without_nulls(inner, left_open, f"{name}{key}.") for key, inner in known.items()}
 
 
-# --- the outcome ------------------------------------------------------------------------------------------------------
+# --- the parts; a null in them is left out ----------------------------------------------------------------------------
 
 
 def _heldout(run: Run) -> dict[str, Any] | None:
@@ -150,19 +135,13 @@ def _scores(run: Run) -> dict[str, Any] | None:
     return {when: {name: getattr(one, name) for name in names} for when, one in both.items() if one} or None
 
 
-def _speeds(run: Run, cpu: Run | None) -> dict[str, float]:
+def _speeds(run: Run, cpu: Run | None) -> dict[str, float | None]:
     """Tokens over seconds of all steps but the first, which also warms up; and with it."""
-    found = {"device": _speed(run, 2), "device_with_first_step": _speed(run, 1)}
+    found = {"device": _quotient(*_total(run, 2)), "device_with_first_step": _quotient(*_total(run, 1))}
     if cpu is not None:
-        found |= {"cpu": _speed(cpu, 2), "cpu_with_first_step": _speed(cpu, 1)}
-        if found["device"] and found["cpu"]:
-            found["ratio"] = _finite(found["device"] / found["cpu"])
-    return _known(found)
-
-
-def _speed(run: Run, first: int) -> float | None:
-    tokens, seconds = _total(run, first)
-    return _finite(tokens / seconds) if tokens and seconds else None
+        found |= {"cpu": _quotient(*_total(cpu, 2)), "cpu_with_first_step": _quotient(*_total(cpu, 1))}
+        found["ratio"] = _quotient(found["device"], found["cpu"])
+    return found
 
 
 def _total(run: Run, first: int) -> tuple[int, float]:
@@ -171,33 +150,25 @@ def _total(run: Run, first: int) -> tuple[int, float]:
     return sum(line.tokens for line in lines), reduce(operator.add, (line.seconds for line in lines), 0.0)
 
 
-def _finite(value: float) -> float | None:
+def _quotient(amount: float | None, by: float | None) -> float | None:
+    value = amount / by if amount and by else math.inf
     return value if math.isfinite(value) else None
 
 
-# --- the computer -----------------------------------------------------------------------------------------------------
-
-
-def _versions(run: Run) -> dict[str, str]:
+def _versions(run: Run) -> dict[str, str | None]:
     """Of the packages that computed; on a GPU also of what ties the engine to CUDA."""
     torch, jax = run.doctor.facts.torch, run.doctor.facts.jax
     found = {name: version for name, version in run.commitment.versions.items() if version != "not installed"}
-    if run.device == "cuda" and run.backend == "torch" and torch is not None and torch.cuda_build is not None:
-        found["cuda"] = torch.cuda_build
-    if run.device != "cpu" and run.backend == "jax" and jax is not None:
-        found |= jax.plugins
-    return found
+    if run.device == "cuda" and run.backend == "torch" and torch is not None:
+        return {**found, "cuda": torch.cuda_build}
+    return {**found, **(jax.plugins if run.device != "cpu" and run.backend == "jax" and jax else {})}
 
 
 def _host(run: Run) -> dict[str, Any]:
     """A CPU without a name goes by its architecture."""
     host = run.doctor.facts.host
-    named = host.cpu.casefold() not in PLACEHOLDERS
-    return {
-        "cpu": host.cpu if named else host.machine,
-        "cpu_cores": host.cpu_cores,
-        "memory_bytes": host.ram_total_bytes,
-    }
+    cpu = host.machine if host.cpu.casefold() in PLACEHOLDERS else host.cpu
+    return {"cpu": cpu, "cpu_cores": host.cpu_cores, "memory_bytes": host.ram_total_bytes}
 
 
 def _hardware(run: Run) -> dict[str, Any]:
@@ -207,18 +178,12 @@ def _hardware(run: Run) -> dict[str, Any]:
         return {"name": host["cpu"], "memory_bytes": host["memory_bytes"], "host": host}
     about, nvidia, batch = proof.about if proof else None, run.doctor.facts.nvidia, run.commitment.batch
     capability = (about.capability if about else None) or choice.capability
-    return _known(
-        {
-            "name": (about.name if about else None) or choice.kind,
-            "memory_bytes": choice.memory_bytes,
-            "capability": ".".join(map(str, capability)) if capability else None,
-            "driver": nvidia.driver_version,
-            "driver_cuda": nvidia.driver_cuda,
-            "count": batch.devices if batch else 1,
-            "uuid": about.uuid if about else None,
-            "host": host,
-        }
-    )
+    return {
+        "name": (about.name if about else None) or choice.kind, "memory_bytes": choice.memory_bytes,
+        "capability": ".".join(map(str, capability)) if capability else None,
+        "driver": nvidia.driver_version, "driver_cuda": nvidia.driver_cuda,
+        "count": batch.devices if batch else 1, "uuid": about.uuid if about else None, "host": host,
+    }  # fmt: skip
 
 
 def _gpu_memory(run: Run) -> dict[str, Any] | None:
@@ -231,59 +196,15 @@ def _gpu_memory(run: Run) -> dict[str, Any] | None:
     return {"samples": len(ours), **{name: getattr(largest, name) for name in ("by", "step", "pid", "used_bytes")}}
 
 
-# --- settings and inputs ----------------------------------------------------------------------------------------------
-
-
-def _configuration(run: Run) -> dict[str, Any]:
-    """`config.yaml` without the settings left open, and their dotted names."""
-    settings = run.config.model_dump(mode="json")
-    left_open = sorted(_nulls(settings))
-    return {"configuration": _without_nulls(settings)} | ({"configuration_left_open": left_open} if left_open else {})
-
-
-def _nulls(value: Any, name: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _nulls(inner, f"{name}.{key}" if name else str(key))
-    elif value is None:
-        yield name
-
-
-def _without_nulls(value: Any) -> Any:
-    return (
-        {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-        if isinstance(value, dict)
-        else value
-    )
-
-
 def _inputs(run: Run) -> dict[str, Any]:
     """What the run was given, by name and hash."""
     committed = run.commitment
-    model = committed.base_model
-    dataset, evalset = committed.dataset, committed.evalset
-    return _known(
-        {
-            "dataset": {"name": without_place(dataset.key), "sha256": dataset.sha256},
-            "evalset": {"name": without_place(evalset.key), "sha256": evalset.sha256} if evalset else None,
-            "base_model": _known(
-                {
-                    "name": without_place(model.name),
-                    "revision": model.revision,
-                    "files": dict(model.files),
-                    "converted_from": model.converted_from,
-                }
-            ),
-            "tokenizer_sha256": committed.tokenizer_sha256,
-        }
-    )
+    sets = {"dataset": committed.dataset, "evalset": committed.evalset}
+    named = {name: {"name": without_place(one.key), "sha256": one.sha256} for name, one in sets.items() if one}
+    model = committed.base_model.model_dump(exclude={"weights"}) | {"name": without_place(committed.base_model.name)}
+    return named | {"base_model": model, "tokenizer_sha256": committed.tokenizer_sha256}
 
 
 def _cpu_run(cpu: Run) -> dict[str, Any]:
-    sums = cpu.record.data(SUMS) or b""
-    return {
-        "precommit_sha256": cpu.run_id,
-        "versions": _versions(cpu),
-        "host": _host(cpu),
-        "sums_sha256": hashlib.sha256(sums).hexdigest(),
-    }
+    sums = hashlib.sha256(cpu.record.data(SUMS) or b"").hexdigest()
+    return {"precommit_sha256": cpu.run_id, "versions": _versions(cpu), "host": _host(cpu), "sums_sha256": sums}

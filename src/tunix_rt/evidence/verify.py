@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +19,23 @@ from tunix_rt.evidence.sandbox import Ended, Limits, run_limited
 from tunix_rt.evidence.sign import signer_of
 from tunix_rt.rundir import sha256_file, storage
 from tunix_rt.runs.checksums import SUMS, is_weights
-from tunix_rt.runs.reading import list_folder, open_regular
+from tunix_rt.runs.reading import copy_regular, list_folder
 from tunix_rt.runs.record import MANIFEST
+from tunix_rt.runs.schemas import schema_of
 from tunix_rt.runs.source import find_commit, write_source
 
 GIB = 2**30
 MOST_FACTS = 2 * GIB
 MOST_BUNDLE = 8 * GIB
-READING = Limits(wall_seconds=240, cpu_seconds=45, address_bytes=GIB, file_bytes=64 * 2**20)
+READING_SECONDS = 30
+READING = Limits(wall_seconds=5 * READING_SECONDS, cpu_seconds=READING_SECONDS, address_bytes=GIB, file_bytes=2**26)
 """Of L0 and L1: reading what a stranger wrote takes a second."""
-PREPARING = Limits(wall_seconds=60, resident_bytes=GIB, open_files=4096)
-"""Of L2 to L4 until tokenizer, chat template and data are prepared; data that the reviewer supplies add to it."""
+PREPARING = Limits(wall_seconds=50, resident_bytes=GIB, open_files=4096)
+"""Of L2 to L4 until tokenizer, chat template and data are prepared; what the reviewer supplies adds to it."""
 BYTES_PER_SECOND = 100e6
 """Hashing, at the least."""
+BYTES_PER_BYTE = 100
+"""Memory that a process on each core may take for a byte of tokenizer or data: a Gemma tokenizer of 33 MB takes 1.5 GB."""
 MOST_COMPUTING = 24 * 3600.0
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "RESOURCE_EXHAUSTED", "std::bad_alloc")
 
@@ -55,14 +58,11 @@ class Options:
     nonce: str | None = None
     signed_by: Path | None = None
     time_limit: float = MOST_COMPUTING
-    may_lack_weights: bool = False
 
 
-def _quiet(what: str, done: int, total: int, note: str) -> None:
-    """Without a terminal nothing is shown."""
-
-
-def verify(folder: Path, require: Level = "L1", options: Options | None = None, progress: Progress = _quiet) -> Verdict:
+def verify(
+    folder: Path, require: Level = "L1", options: Options | None = None, progress: Progress = lambda *_: None
+) -> Verdict:
     """Check the run or bundle in `folder` up to `require`. What cannot be tried here is raised: a missing input or a run of
     another format (3), too little memory (5). Everything else is in the verdict."""
     chosen = options or Options()
@@ -74,30 +74,28 @@ def verify(folder: Path, require: Level = "L1", options: Options | None = None, 
         seen = _examined(shot, chosen)
         findings = [Finding(**one) for one in seen["findings"]]
         passed, notes = list(seen["passed"]), list(seen["notes"])
-        claims = [Claim(**one) for one in seen["claims"]]
-        claims, signed = _signed(folder, claims, chosen, shot.sums_sha256)
-        claims = _committed(claims, seen["about"], chosen)
-        findings += signed
+        claims = {one["name"]: Claim(**one) for one in seen["claims"]}
+        findings += _sign_claim(folder, claims, chosen, shot.sums_sha256)
+        _commit_claim(claims, seen["about"], chosen)
         details: dict[str, Any] = {}
         if not findings and "L1" in passed and _computes(require, chosen) and seen["about"]:
             made = _computed(shot, seen["about"], require, chosen, progress)
             findings += [Finding(**one) for one in made["findings"]]
             passed, notes, details = passed + made["passed"], notes + made["notes"], made["details"]
-            claims = [_recomputed(one, made["recomputed"], findings) for one in claims]
-        level = level_of(findings, passed)
+            claims |= {
+                name: _recomputed(claims[name], value) for name, value in made["recomputed"].items() if not findings
+            }
         return replace(
-            verdict, level=level, findings=tuple(findings), claims=tuple(claims), notes=tuple(notes), details=details
-        )
+            verdict, level=level_of(findings, passed), findings=tuple(findings), claims=tuple(claims.values()),
+            notes=tuple(notes), details=details,
+        )  # fmt: skip
 
 
 def _computes(require: Level, options: Options) -> bool:
     return LEVELS.index(require) >= LEVELS.index("L2") or options.weights is not None or options.segments is not None
 
 
-def _recomputed(claim: Claim, values: Mapping[str, str], findings: Sequence[Finding]) -> Claim:
-    if claim.name not in values or findings:
-        return claim
-    value = values[claim.name]
+def _recomputed(claim: Claim, value: str) -> Claim:
     how = "computed again here" if value == claim.value else f"computed here: {value}"
     return replace(claim, label="recomputed", how=how)
 
@@ -110,6 +108,7 @@ class _Snapshot:
     """The facts, copied once: what is verified cannot change meanwhile. The weights of a bundle are copied too; those of a run
     folder stay where they are and are hashed when they are used."""
 
+    name: str
     root: Path
     weights: Path
     scratch: Path
@@ -135,20 +134,19 @@ def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
     problems = list(listing.problems[:50])
     if size > most:
         problems.append(f"{size / GIB:.1f} GiB, at most {most / GIB:.0f} GiB are read")
+    for name in taken:
+        schema = schema_of(name.removeprefix("cpu/"))
+        if schema is not None and listing.files[name] > schema.most_bytes:
+            problems.append(f"{name}: {listing.files[name]:,} bytes, at most {schema.most_bytes:,} are read")
     for name in taken if not problems else ():
-        target = root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(open_regular(folder, name), "rb") as source, target.open("wb") as copy:
-                shutil.copyfileobj(source, copy, 2**20)
+            copy_regular(folder, name, root / name)
         except OSError as error:
             problems.append(f"{name}: cannot be read: {error.strerror or error}")
             break
-    heavy = (
-        sum(os.stat(folder / name).st_blocks * 512 for name in listing.files if is_weights(name)) if not problems else 0
-    )
+    heavy = sum(os.lstat(folder / name).st_blocks * 512 for name in listing.files if is_weights(name))
     return _Snapshot(
-        root=root, weights=root if bundle else folder.absolute(), scratch=scratch, heavy_bytes=heavy,
+        name=str(folder), root=root, weights=root if bundle else folder.absolute(), scratch=scratch, heavy_bytes=heavy,
         sums_sha256=sha256_file(root / SUMS) if (root / SUMS).is_file() else "",
         findings=tuple(Finding(level="L0", check="folder", problem=problem) for problem in problems),
     )  # fmt: skip
@@ -158,11 +156,9 @@ def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
 
 
 def _examined(shot: _Snapshot, options: Options) -> dict[str, Any]:
-    seconds = int(shot.heavy_bytes / BYTES_PER_SECOND)
-    limits = replace(
-        READING, cpu_seconds=(READING.cpu_seconds or 0) + seconds, wall_seconds=READING.wall_seconds + 4 * seconds
-    )
-    request = _request(shot, options) | {"mode": "examine", "may_lack_weights": options.may_lack_weights}
+    seconds = READING_SECONDS + int(shot.heavy_bytes / BYTES_PER_SECOND)
+    limits = replace(READING, cpu_seconds=seconds, wall_seconds=5 * seconds)
+    request = _request(shot, options) | {"mode": "examine"}
     environment = _environment(shot, None) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     lines, ended, said = _run(shot, request, limits, environment)
     if found := _last(lines, "outcome"):
@@ -184,14 +180,13 @@ def _computed(
     request = _request(shot, options) | {
         "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(shot.scratch),
         "segments": (options.segments or 3) if replays else None, "whole": require == "L4", "root": shot.sums_sha256,
-        "nonce": options.nonce or fresh_nonce(),
+        "nonce": options.nonce or fresh_nonce(), "cores": about["threads"] if about["backend"] == "jax" else None,
     }  # fmt: skip
     with _source(shot, about, options) as source:
         environment = _environment(shot, source) | _threads(about)
-        supplied = sum(_bytes_of(path) for path in options.inputs.data)
-        preparing = replace(
-            PREPARING, wall_seconds=PREPARING.wall_seconds + supplied / 1e6, resident_bytes=GIB + 4 * supplied
-        )
+        supplied = sum(_bytes_of(path) for path in options.inputs.files())
+        seconds = PREPARING.wall_seconds + supplied / 1e6
+        preparing = replace(PREPARING, wall_seconds=seconds, resident_bytes=GIB + BYTES_PER_BYTE * supplied)
         watch = _Watch(progress, options.time_limit)
         lines, ended, said = _run(shot, request, preparing, environment, watch=watch, network=source is None)
     if found := _last(lines, "outcome"):
@@ -202,15 +197,13 @@ def _computed(
 def _not_finished(ended: Ended, said: str, *, prepared: bool, level: Level) -> dict[str, Any]:
     """A breach is a finding; what the machine lacks says nothing about the run and is raised."""
     if not ended.breach and (ended.code == -9 or any(words in said for words in OUT_OF_MEMORY)):
-        raise DoesNotFitError(
-            f"could not be tried here: {said or 'killed'}", fix="try it on a machine with more memory"
-        )
+        raise DoesNotFitError(f"could not be tried here: {said or 'killed'}", fix="try a machine with more memory")
     if not ended.breach and ended.code is not None and ended.code < 0 and prepared:
-        raise HardwareError(
-            f"could not be tried here: ended by signal {-ended.code}: {said}", fix="try it on another machine"
-        )
+        raise HardwareError(f"could not be tried here: signal {-ended.code}: {said}", fix="try another machine")
     what = "computing" if prepared else "preparing tokenizer, chat template and data"
-    return _failed(level, f"{what} takes more than {ended.breach}" if ended.breach else f"{what} failed: {said}")
+    if not ended.breach:
+        raise TunixError(f"{what} failed: {said}", fix="this is a defect of tunix-rt; please report it with the bundle")
+    return _failed(level, f"{what} takes more than {ended.breach}")
 
 
 def _failed(level: Level, problem: str) -> dict[str, Any]:
@@ -249,7 +242,7 @@ def _run(
     answer.unlink(missing_ok=True)
     if watch is not None:
         watch.answer = answer
-    command = [sys.executable, "-P", "-m", "tunix_rt.evidence.worker", str(asked), str(answer)]
+    command = [sys.executable, "-P", "-m", "tunix_rt", "evidence", "worker", str(asked), str(answer)]
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as failed:
         ended = run_limited(
             command, limits=limits, environment=environment, folder=working, stdin=b"", stdout=printed, stderr=failed,
@@ -261,9 +254,8 @@ def _run(
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     if error := _last(lines, "error"):
         kind = getattr(errors, str(error["error"]), TunixError)
-        raise (kind if isinstance(kind, type) and issubclass(kind, TunixError) else TunixError)(
-            error["problem"], fix=error["fix"]
-        )
+        kind = kind if isinstance(kind, type) and issubclass(kind, TunixError) else TunixError
+        raise kind(error["problem"].replace(str(shot.root), shot.name), fix=error["fix"])
     return lines, ended, said
 
 
@@ -275,17 +267,14 @@ def _request(shot: _Snapshot, options: Options) -> dict[str, Any]:
     return {
         "folder": str(shot.root), "weights_root": str(shot.weights), "data": list(options.inputs.data),
         "model": options.inputs.model, "tokenizer": options.inputs.tokenizer,
+        "preparing_bytes": 3 * GIB + BYTES_PER_BYTE * sum(_bytes_of(path) for path in options.inputs.files()),
     }  # fmt: skip
 
 
 def _environment(shot: _Snapshot, source: Path | None) -> dict[str, str]:
     """Ours, offline, with a cache of its own: nothing that a bundle makes us prepare is kept."""
-    found = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-        "XDG_CACHE_HOME": str(shot.scratch / "cache"),
-    }
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "XDG_CACHE_HOME": str(shot.scratch / "cache")}
+    found = os.environ | offline
     found.setdefault("HF_HOME", os.path.join(os.path.expanduser("~"), ".cache", "huggingface"))
     # An empty entry would be the working folder. The others are made absolute, for the process has another one.
     named = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
@@ -316,7 +305,8 @@ def _source(shot: _Snapshot, about: Mapping[str, Any], options: Options) -> Iter
             fix="name the ref that has it; or leave --source out: the code here computes, within tolerance",
         )
     target = shot.scratch / "source"
-    write_source(found.commit, repository, target)
+    if write_source(found.commit, repository, target) != about["source_sha256"]:
+        raise EvidenceError(f"{found.commit}: other files than its hash", fix="use a full clone")
     yield target
 
 
@@ -337,33 +327,28 @@ def _bytes_of(path: str) -> int:
 # --- commit and signer ------------------------------------------------------------------------------------------------
 
 
-def _committed(claims: list[Claim], about: Mapping[str, Any], options: Options) -> list[Claim]:
+def _commit_claim(claims: dict[str, Claim], about: Mapping[str, Any], options: Options) -> None:
     """Consistent if a commit that is reachable from a ref the reviewer names has exactly the recorded source."""
-    if options.repository is None or not about:
-        return claims
+    if options.repository is None or "commit" not in claims:
+        return
     found = find_commit(about["source_sha256"], options.repository, options.refs)
     if found is None:
         how = f"no commit of {', '.join(options.refs) or 'the checked-out branch'} has this source"
-        return [replace(one, how=how) if one.name == "commit" else one for one in claims]
-    how = f"reachable from {found.ref}, exactly the recorded files"
-    return [
-        replace(one, value=found.commit, label="consistent", how=how) if one.name == "commit" else one for one in claims
-    ]
+        claims["commit"] = replace(claims["commit"], how=how)
+    else:
+        how = f"reachable from {found.ref}, exactly the recorded files"
+        claims["commit"] = Claim(name="commit", value=found.commit, label="consistent", how=how)
 
 
-def _signed(folder: Path, claims: list[Claim], options: Options, sums_sha256: str) -> tuple[list[Claim], list[Finding]]:
+def _sign_claim(folder: Path, claims: dict[str, Claim], options: Options, sums_sha256: str) -> list[Finding]:
     if options.signed_by is None:
-        return claims, []
+        return []
     try:
         signature = signer_of(folder, options.signed_by)
         if signature.sums_sha256 != sums_sha256:
             raise EvidenceError("SHA256SUMS changed while it was verified", fix="")
     except EvidenceError as error:
-        return claims, [Finding(level="L0", check="signature", problem=error.problem)]
-    signer = Claim(
-        name="signer",
-        value=signature.signer,
-        label="recomputed",
-        how=f"signature over {SUMS}, key {signature.fingerprint}",
-    )
-    return [signer if one.name == "signer" else one for one in claims], []
+        return [Finding(level="L0", check="signature", problem=error.problem)]
+    how = f"signature over {SUMS}, key {signature.fingerprint}"
+    claims["signer"] = Claim(name="signer", value=signature.signer, label="recomputed", how=how)
+    return []

@@ -6,6 +6,7 @@ What a file contains never raises here. A problem is one printable sentence.
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -96,6 +97,13 @@ def open_regular(root: Path, name: str) -> int:
         os.close(found)
         raise OSError(0, "not a regular file", name)
     return found
+
+
+def copy_regular(root: Path, name: str, target: Path) -> None:
+    """Copy the regular file `name` below `root` to the new file `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(open_regular(root, name), "rb") as source, target.open("xb") as copy:
+        shutil.copyfileobj(source, copy, 2**20)
 
 
 def read_file(root: Path, name: str, most_bytes: int) -> tuple[bytes | None, str]:

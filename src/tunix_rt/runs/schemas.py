@@ -53,7 +53,7 @@ class BaseModelFacts(ModelInput):
 class EvalsetFacts(f.Facts):
     key: f.Name
     sha256: f.Digest
-    items: f.Positive
+    items: f.Count
 
 
 class Seeds(f.Facts):
@@ -287,7 +287,19 @@ class Outcome(f.Facts):
     accuracy: f.Share
 
 
-Speed = Literal["device", "device_with_first_step", "cpu", "cpu_with_first_step", "ratio"]
+class Speeds(f.Facts):
+    """Tokens per second; with the run on the CPU also its own, and how many times as fast the device is."""
+
+    device: f.Amount
+    device_with_first_step: f.Amount
+    cpu: f.Maybe[f.Amount] = None
+    cpu_with_first_step: f.Maybe[f.Amount] = None
+    ratio: f.Maybe[f.Amount] = None
+
+
+class Seconds(f.Facts):
+    run: f.Amount
+    steps: f.Amount
 
 
 class CpuRun(f.Facts):
@@ -323,8 +335,8 @@ class Manifest(f.Facts):
     gpu_memory: f.Maybe[PeakSample] = None
     configuration: f.Figures
     configuration_left_open: f.Maybe[Annotated[f.Many[f.Name], Field(max_length=1_000)]] = None
-    tokens_per_second: dict[Speed, f.Amount]
-    seconds: dict[Literal["run", "steps"], f.Amount]
+    tokens_per_second: Speeds
+    seconds: Seconds
     peak_bytes: f.Count
     inputs: Inputs
     left_out: f.Digests

@@ -60,9 +60,6 @@ def package_hash(package_root: Path) -> tuple[str, dict[str, str]]:
     return combined_hash(files), dict(sorted(files.items()))
 
 
-source_hash = package_hash
-
-
 def combined_hash(files: Mapping[str, str]) -> str:
     """One hash over the hash of each file by its path."""
     return sha256_text("".join(f"{digest}  {path}\n" for path, digest in sorted(files.items())))

@@ -23,20 +23,19 @@ class Steps:
     bit_equal: bool
     """Whether every loss is, in two steps or more."""
     largest_loss: float
-    largest_norm: float
 
 
 def compare_steps(recorded: Sequence[StepLine], again: Sequence[Step], allowed: Allowed, *, exact: bool) -> Steps:
     found: dict[str, list[str]] = {}
-    loss = norm = 0.0
+    loss = 0.0
     for step in again:
         line = recorded[step.step - 1]
-        loss, norm = max(loss, loss_apart(line.loss, step.loss)), max(norm, relative(line.grad_norm, step.grad_norm))
+        loss = max(loss, loss_apart(line.loss, step.loss))
         for what, problem in _differences(line, step, allowed(step.step), exact=exact):
             found.setdefault(what, []).append(f"step {step.step}: {problem}")
     equal = len(again) > 1 and all(recorded[step.step - 1].loss_hex == step.loss.hex() for step in again)
     problems = tuple(f"{what}: {listed(problems, len(again))}" for what, problems in found.items())
-    return Steps(problems=problems, bit_equal=equal, largest_loss=loss, largest_norm=norm)
+    return Steps(problems=problems, bit_equal=equal, largest_loss=loss)
 
 
 def _differences(line: StepLine, step: Step, tolerance: Tolerance, *, exact: bool) -> Iterator[tuple[str, str]]:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tunix_rt.evaluate.score import score_predictions
-from tunix_rt.evidence.answers import judged_again
+from tunix_rt.evaluate.score import Scores, score_predictions
+from tunix_rt.evidence.answers import accuracy_of, judged_again
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.replay import compare
 from tunix_rt.evidence.replay.machine import Match, loosest, match_machines
@@ -72,7 +72,7 @@ def judge_weights(run: Run, made: Regenerated, recorded: Sequence[PredictionLine
             f"answers: {same} of {len(recorded)} have the recorded text"
             + (f", {len(made.gaps)} were followed token by token" if made.gaps else "")
         )
-        outcome.recomputed["accuracy"] = accuracy_here(run, recorded, made.answers)
+        outcome.recomputed["accuracy"] = accuracy_of(scores_here(run, recorded, made.answers))
     if made.heldout is not None and run.record.heldout:
         loss, targets = made.heldout
         outcome.add(
@@ -85,15 +85,15 @@ def judge_weights(run: Run, made: Regenerated, recorded: Sequence[PredictionLine
 def _heldout_tolerance(run: Run, match: Match) -> float:
     training = run.config.training
     tolerance = tolerance_of(match.name, training.dtype).loss
-    rounded = training.save_dtype not in (None, training.master_dtype or training.dtype)
+    kept = training.master_dtype or ("float64" if training.dtype == "float64" else "float32")
+    rounded = training.save_dtype not in (None, kept)
     return max(tolerance, ROUNDED_HELDOUT) if rounded else tolerance
 
 
-def accuracy_here(run: Run, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]) -> str:
-    """The score of the answers that were generated here."""
+def scores_here(run: Run, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]) -> Scores:
+    """The scores of the answers that were generated here."""
     lines = [replace(one, output=two["output"], ended=two["ended"]) for one, two in zip(recorded, answers, strict=True)]
-    scores = score_predictions([judged_again(line, run.tags) for line in lines], "after")
-    return f"{scores.correct} of {scores.items} ({100 * scores.accuracy:.1f} %)"
+    return score_predictions([judged_again(line, run.tags) for line in lines], "after")
 
 
 # --- L3, L4 -----------------------------------------------------------------------------------------------------------
@@ -150,35 +150,24 @@ def _state_problems(run: Run, found: Passed, allowed: compare.Allowed, *, strict
 
 def _judge_end(run: Run, found: Passed, tolerance: Tolerance, outcome: Outcome, *, strict: bool) -> None:
     """The final model is the last state."""
-    recorded = {
-        name.removeprefix("final_model/"): digest
-        for name, digest in run.record.run_sums.items()
-        if name.startswith("final_model/")
-    }
-    other = [
-        name
-        for name in sorted(recorded.keys() | found.final_model.keys())
-        if recorded.get(name) != found.final_model.get(name)
-    ]
-    weights = [name for name in other if name.endswith((".safetensors", ".safetensors.index.json"))]
-    rest = [name for name in other if name not in weights and name not in WORDING]
+    recorded = run.final_model
+    names = sorted(recorded.keys() | found.final_model.keys())
+    other = [name for name in names if recorded.get(name) != found.final_model.get(name) and name not in WORDING]
+    weights = [name for name in other if ".safetensors" in name]
+    rest = [name for name in other if name not in weights]
     if not strict:
         rest = [
             name for name in rest if name not in VERSIONED or not _same_config(run, name, found.final_config.get(name))
         ]
-    outcome.add("final-model", *(f"final_model/{name} is not what training gives here" for name in rest))
-    if strict:
-        outcome.add("final-model", *(f"final_model/{name}: other weights than training gives here" for name in weights))
-    elif found.final_distance is None:
+    wrong = [*rest, *weights] if strict else rest
+    outcome.add("final-model", *(f"final_model/{name} is not what training gives here" for name in wrong))
+    if not strict and found.final_distance is None:
         outcome.notes.append("final model: its weights were not given, so they were not compared")
-    elif not found.final_distance <= tolerance.weights:
-        outcome.add(
-            "final-model",
-            f"the final model lies {found.final_distance:.2g} of its way from the weights that training gives here",
-        )
-    last = found.steps[-1] if found.steps else None
-    if last is not None:
-        outcome.recomputed["loss"] = f"{last.loss:.6f}"
+    elif not strict and not (found.final_distance or 0.0) <= tolerance.weights:
+        far = f"{found.final_distance:.2g} of its way"
+        outcome.add("final-model", f"the final model lies {far} from the weights that training gives here")
+    if found.steps:
+        outcome.recomputed["loss"] = f"{found.steps[-1].loss:.6f}"
 
 
 def _same_config(run: Run, name: str, here: bytes | None) -> bool:
@@ -197,26 +186,15 @@ def _judge_answers(
     run: Run, when: str, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]], match: Match, outcome: Outcome,
     *, strict: bool,
 ) -> None:  # fmt: skip
-    compute = run.config.training.dtype
+    """In 16 bits on another machine texts turn at near ties; there the number of right answers may differ only by chance."""
+    compute, here = run.config.training.dtype, scores_here(run, recorded, answers)
     if strict or compute in WIDE:
         texts = 1.0 if strict else tolerance_of(match.name, compute).texts
         outcome.add("answers", compare.answers_problem(when, recorded, answers, texts=texts))
     else:
-        outcome.add("answers", _accuracy_problem(run, when, recorded, answers))
+        right, count = sum(line.strict for line in recorded), len(recorded)
+        p = max(right, here.correct, 1) / count
+        if abs(right - here.correct) > max(3.0, 4 * (count * p * max(1 - p, 0.05)) ** 0.5):
+            outcome.add("answers", f"answers {when}: {right} of {count} right are recorded, {here.correct} here")
     if when == "after":
-        outcome.recomputed["accuracy"] = accuracy_here(run, recorded, answers)
-
-
-def _accuracy_problem(
-    run: Run, when: str, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]
-) -> str:
-    """In 16 bits on another machine texts turn at near ties; how many are right may differ no more than by chance."""
-    right = sum(line.strict for line in recorded)
-    here = int(accuracy_here(run, recorded, answers).split()[0])
-    p = max(right, here, 1) / len(recorded)
-    most = max(3.0, 4 * (len(recorded) * p * max(1 - p, 0.05)) ** 0.5)
-    return (
-        f"answers {when}: {right} of {len(recorded)} right are recorded, {here} here"
-        if abs(right - here) > most
-        else ""
-    )
+        outcome.recomputed["accuracy"] = accuracy_of(here)

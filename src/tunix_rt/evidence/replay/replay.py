@@ -48,8 +48,12 @@ class Made:
     recomputed: dict[str, str] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
+    def fail(self, level: Level, check: str, *problems: str) -> None:
+        self.findings += [Finding(level=level, check=check, problem=problem) for problem in problems]
+
     def take(self, level: Level, outcome: Outcome) -> None:
-        self.findings += [Finding(level=level, check=check, problem=problem) for check, problem in outcome.problems]
+        for check, problem in outcome.problems:
+            self.fail(level, check, problem)
         self.notes += outcome.notes
         self.recomputed |= outcome.recomputed
 
@@ -79,34 +83,24 @@ def _same_questions(work: Work, recorded: Sequence[PredictionLine]) -> bool:
 def _weights(work: Work, made: Made, recorded: Sequence[PredictionLine]) -> None:
     assert work.weights is not None
     if problems := weights_problems(work.run, work.weights):
-        made.findings += [Finding(level="L2", check="weights", problem=problem) for problem in problems]
+        made.fail("L2", "weights", *problems)
         return
     try:
         found = regenerate(work.ready, work.weights, recorded)
     except (InputError, EvidenceError) as error:  # the files are the recorded ones, so this is about the run
-        made.findings.append(
-            Finding(level="L2", check="weights", problem=f"the final model cannot be loaded: {error.problem}")
-        )
+        made.fail("L2", "weights", f"the final model cannot be loaded: {error.problem}")
         return
     outcome = judge_weights(work.run, found, recorded, NUMERICS[work.run.backend])
     made.take("L2", outcome)
     made.notes.append(f"L2 {outcome.comparison}")
-    made.details["regenerated"] = {
-        "comparison": outcome.comparison,
-        "followed": len(found.gaps),
-        "answers": len(found.answers),
-    }
+    made.details["regenerated"] = {"comparison": outcome.comparison, "followed": len(found.gaps)}
     if recorded and not outcome.problems:
         made.passed.append("L2")
 
 
 def weights_problems(run: Run, weights: Path) -> list[str]:
     """The folder has exactly the files of the recorded final model."""
-    wanted = {
-        name.removeprefix("final_model/"): digest
-        for name, digest in run.record.run_sums.items()
-        if name.startswith("final_model/")
-    }
+    wanted = run.final_model
     here = {path.name for path in weights.iterdir() if path.name.endswith(LOADED)}
     problems = [f"{name}: not a file of the recorded final model" for name in sorted(here - wanted.keys())]
     for name, digest in wanted.items():
@@ -134,13 +128,7 @@ def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLi
     _describe_draw(work, made, of, drawn, taken)
     session = open_session(work.ready)
     if session.total != run.total:
-        made.findings.append(
-            Finding(
-                level=level,
-                check="steps",
-                problem=f"{run.total} steps are recorded, settings and data give {session.total}",
-            )
-        )
+        made.fail(level, "steps", f"{run.total} steps are recorded, settings and data give {session.total}")
         return
     here = session.backend.machine_facts(session.engine)
     comparisons = []
@@ -162,9 +150,7 @@ def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLi
     }  # fmt: skip
     made.recomputed["dataset"] = run.commitment.dataset.key
     if any(not segment.start for segment in taken):
-        made.recomputed["base model"] = (
-            f"{run.commitment.base_model.name} ({run.commitment.base_model.weights} weights)"
-        )
+        made.recomputed["base model"] = run.base_model
     if work.whole or work.segments == "all":
         made.recomputed["steps"] = str(run.total)
     if not any(finding.level in ("L2", level) for finding in made.findings):
@@ -179,17 +165,13 @@ def _states(work: Work, made: Made) -> dict[int, Path]:
         if not (work.weights_root / folder).is_dir():
             continue
         try:
-            names = (*STATE_FILES, "state.json")
-            other = [
-                name
-                for name in names
-                if sha256_below(work.weights_root, f"{folder}/{name}") != entry.files[name].sha256
-            ]
+            here = {name: sha256_below(work.weights_root, f"{folder}/{name}") for name in (*STATE_FILES, "state.json")}
+            other = [name for name, digest in here.items() if digest != entry.files[name].sha256]
         except (OSError, KeyError) as error:
             made.notes.append(f"{folder} is not used: {error}")
             continue
         if other:
-            made.findings.append(Finding(level="L3", check="states", problem=f"{folder}: {', '.join(other)} changed"))
+            made.fail("L3", "states", f"{folder}: {', '.join(other)} changed")
         else:
             found[entry.step] = work.weights_root / folder
     return found

@@ -1,7 +1,7 @@
 """A recorded run made ready to be computed again from the verifier's own inputs: settings, tokenizer, data, questions, engine."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -30,6 +30,7 @@ from tunix_rt.pipeline import load_engine
 from tunix_rt.plan.fit import refuse_if_too_big
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.rundir import RunDir
+from tunix_rt.runs.reading import parse_object
 
 logger = logging.getLogger(__name__)
 
@@ -68,33 +69,34 @@ class Ready:
 def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
     """Find the inputs by hash and prepare them. What is missing is an InputError that lists it; what is there and does not give
     what the run committed to is an EvidenceError. `to_train` needs the base model and the dataset too."""
-    committed, config = run.commitment, run.config
-    model_name = inputs.base_model(committed.base_model.files, committed.base_model.weights)
-    dataset = inputs.dataset(committed.dataset.sha256)
-    evalset = inputs.evalset(committed.evalset.sha256) if committed.evalset else None
-    model = resolve_model(model_name, weights=committed.base_model.weights) if model_name else None
-    final_model = ModelSource(
-        name="final_model", folder=run.record.root / "final_model", revision="local", weights="random",
-        config=_model_config(run),
-    )  # fmt: skip
-    shape = shape_of((model or final_model).config)
-    model_type = str((model or final_model).config.get("model_type"))
+    committed, evalset = run.commitment, None
+    base = inputs.base_model(committed.base_model.files, committed.base_model.weights)
+    model = resolve_model(base, weights=committed.base_model.weights) if base else None
+    described = model.config if model else parse_object(run.record.data("final_model/config.json") or b"")
+    if not isinstance(described, Mapping):
+        raise EvidenceError(f"final_model/config.json: {described}", fix="")
+    shape, model_type = shape_of(described), str(described.get("model_type"))
     folder = inputs.tokenizer_folder(committed.tokenizer_sha256, model_type)
+    dataset = inputs.dataset(committed.dataset.sha256)
     lacking = [
-        name for name, found in (("tokenizer", folder), ("base model", model), ("dataset", dataset)) if found is None
+        name for name, found in (("tokenizer", folder), ("base model", base), ("dataset", dataset)) if found is None
     ]
     if folder is None or (to_train and lacking):
         raise missing_inputs(run, lacking if to_train else ["tokenizer"])
-    tokenizer = load_tokenizer(Path(folder), model_type)
-    changes: dict[str, Any] = {"model.tokenizer_name_or_path": folder, "evaluation.evalset": evalset}
-    changes |= {"model.model_name_or_path": model_name, "model.revision": "main"} if model_name else {}
+    changes: dict[str, Any] = {"model.tokenizer_name_or_path": folder, "model.revision": "main"}
+    changes |= {"model.model_name_or_path": base} if base else {}
     changes |= {"data.dataset": dataset} if dataset else {}
-    if committed.evalset is not None and evalset is None:
-        changes["evaluation.enabled"] = False
-    choice = _device(config, committed.device)
-    config = with_settings(config, changes | {"training.device": choice.device})
+    if committed.evalset is not None:
+        evalset = inputs.evalset(committed.evalset.sha256)
+        changes |= {
+            "evaluation.evalset": evalset,
+            "evaluation.enabled": run.config.evaluation.enabled and evalset is not None,
+        }
+    choice = _device(run.config, committed.device)
+    config = with_settings(run.config, changes | {"training.device": choice.device})
     config = with_copies_that_fit(config, choice.count, continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
+    tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
     if style.sha256 != committed.dataset.style_sha256:
         raise EvidenceError("tokenizer and settings give another chat template than the recorded one", fix="")
@@ -102,27 +104,11 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
     data = prepare(config, tokenizer, facts, lambda *_: None, today=today) if dataset else None
     if data is not None:
         _require_committed(run, data)
-    items = tuple(read_items(find_evalset(evalset))) if evalset else None
-    if committed.evalset is None and data is not None:
-        items = data.items
+    items = data.items if data is not None and committed.evalset is None else None
     return Ready(
-        run=run,
-        config=config,
-        choice=choice,
-        model=model,
-        shape=shape,
-        tokenizer=tokenizer,
-        style=style,
-        data=data,
-        items=items,
-    )
-
-
-def _model_config(run: Run) -> dict[str, Any]:
-    from tunix_rt.runs.reading import parse_object
-
-    found = parse_object(run.record.data("final_model/config.json", 2**20) or b"")
-    return found if isinstance(found, dict) else {}
+        run=run, config=config, choice=choice, model=model, shape=shape, tokenizer=tokenizer, style=style, data=data,
+        items=tuple(read_items(find_evalset(evalset))) if evalset else items,
+    )  # fmt: skip
 
 
 def missing_inputs(run: Run, lacking: list[str]) -> InputError:
@@ -176,26 +162,17 @@ class Session:
 
 def open_session(ready: Ready) -> Session:
     """Load the base model. Refuses what does not fit here: the verifier's machine is not the one that ran."""
-    config, data, batch = ready.config, ready.data, ready.run.commitment.batch
+    config, data, recorded = ready.config, ready.data, ready.run.commitment.batch
     if data is None or ready.model is None:
         raise missing_inputs(ready.run, ["base model", "dataset"])
-    rows = (
-        Batch(rows=batch.rows, devices=batch.devices)
-        if batch
-        else Batch(rows=config.training.per_device_train_batch_size, devices=1)
-    )
-    refuse_if_too_big(
-        plan_with_data(config, ready.shape, ready.choice, data, rows.rows, ready.layers),
-        ready.choice,
-        ready.shape,
-        config,
-    )
-    backend = load_backend(config.training.backend)
-    step = step_shape(config, data, rows)
+    alone = Batch(rows=config.training.per_device_train_batch_size, devices=1)
+    batch = Batch(rows=recorded.rows, devices=recorded.devices) if recorded else alone
+    plan = plan_with_data(config, ready.shape, ready.choice, data, batch.rows, ready.layers)
+    refuse_if_too_big(plan, ready.choice, ready.shape, config)
+    backend, step = load_backend(config.training.backend), step_shape(config, data, batch)
     engine = load_engine(backend, ready.model, ready.shape, config, ready.choice, step, attempt=False)
-    return Session(
-        ready=ready, data=data, backend=backend, engine=engine, total=steps_of(config, data, rows.rows), rows=rows.rows
-    )
+    total = steps_of(config, data, batch.rows)
+    return Session(ready=ready, data=data, backend=backend, engine=engine, total=total, rows=batch.rows)
 
 
 Progress = Callable[[str, int, int], None]
