@@ -28,9 +28,7 @@ from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.schemas import SCHEMAS, problems_of, schema_of
 
 BUNDLES = ROOT / "submission_runs"
-NEW = {"precommit.json": {"format": 4, "numerics": 1}}
-"""Keys that files of an older format lack. Its manifest was another file, and is left out."""
-A_RUN = ("demo_v1", "m40_v2")
+A_RUN = ("demo_v1", "m40_v1")
 ALL_MODELS = sorted(
     {
         model
@@ -52,9 +50,7 @@ def objects(bundle: Path) -> Iterator[tuple[str, schemas.Schema, dict[str, Any]]
         if schema := schema_of(name):
             texts = path.read_text(encoding="utf-8").split("\n")[:-1] if schema.lines else [path.read_text("utf-8")]
             for text in texts:
-                value = NEW.get(name, {}) | json.loads(text)
-                if schema.model is not schemas.Manifest or "format" in value:
-                    yield name, schema, value
+                yield name, schema, json.loads(text)
 
 
 def problems(model: Any, value: Any) -> list[str]:
@@ -81,7 +77,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", [*A_RUN, "m39_v2", "m39_cpu_v2", "gemma3_270m_gsm8k_v1", "m40_v2/cpu"])
+@pytest.mark.parametrize("name", [*A_RUN, "m39_v1", "m39_cpu_v1", "gemma3_270m_gsm8k_v1", "m40_v1/cpu"])
 def test_every_file_of_a_real_run_has_the_declared_shape(name: str) -> None:
     seen = set()
     for file, schema, value in objects(BUNDLES / name):
@@ -250,7 +246,7 @@ def test_a_dataclass_is_held_as_strictly_as_a_schema(wrong: dict[str, Any], prob
     ],
 )
 def test_facts_of_a_computer_are_not_converted(path: tuple[Any, ...], value: Any) -> None:
-    report = json.loads((BUNDLES / "m40_v2" / "doctor.json").read_text())
+    report = json.loads((BUNDLES / "m40_v1" / "doctor.json").read_text())
     at(report, path[:-1])[path[-1]] = value
     (problem,) = problems(schemas.Doctor, report)
     assert problem.startswith(".".join(map(str, path)) + ": ")

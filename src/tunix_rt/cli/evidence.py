@@ -183,16 +183,6 @@ def _escaped(value: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>|#!" else letter for letter in value)
 
 
-@evidence.command(hidden=True)
-@click.argument("request", type=FOLDER)
-@click.argument("answer", type=FOLDER)
-def worker(request: Path, answer: Path) -> None:
-    """Read or compute for `verify`, in the process that it limits. Its name does not change between versions."""
-    from tunix_rt.evidence.worker import main
-
-    main(request, answer)
-
-
 # --- sign, package ----------------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,8 @@ BYTES_PER_SECOND = 100e6
 BYTES_PER_BYTE = 100
 """Memory that a process on each core may take for a byte of tokenizer or data: a Gemma tokenizer of 33 MB takes 1.5 GB."""
 MOST_COMPUTING = 24 * 3600.0
+WORKER = "tunix_rt.evidence.worker"
+"""Of every source since format 4, so that `--source` can start it. Requests and answers keep their keys."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "RESOURCE_EXHAUSTED", "std::bad_alloc")
 
 Progress = Callable[[str, int, int, str], None]
@@ -201,9 +203,10 @@ def _not_finished(ended: Ended, said: str, *, prepared: bool, level: Level) -> d
     if not ended.breach and ended.code is not None and ended.code < 0 and prepared:
         raise HardwareError(f"could not be tried here: signal {-ended.code}: {said}", fix="try another machine")
     what = "computing" if prepared else "preparing tokenizer, chat template and data"
-    if not ended.breach:
-        raise TunixError(f"{what} failed: {said}", fix="this is a defect of tunix-rt; please report it with the bundle")
-    return _failed(level, f"{what} takes more than {ended.breach}")
+    how = (
+        f"takes more than {ended.breach}" if ended.breach else f"failed, which an honest bundle does not cause: {said}"
+    )
+    return _failed(level, f"{what} {how}")
 
 
 def _failed(level: Level, problem: str) -> dict[str, Any]:
@@ -242,7 +245,7 @@ def _run(
     answer.unlink(missing_ok=True)
     if watch is not None:
         watch.answer = answer
-    command = [sys.executable, "-P", "-m", "tunix_rt", "evidence", "worker", str(asked), str(answer)]
+    command = [sys.executable, "-P", "-m", WORKER, str(asked), str(answer)]
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as failed:
         ended = run_limited(
             command, limits=limits, environment=environment, folder=working, stdin=b"", stdout=printed, stderr=failed,

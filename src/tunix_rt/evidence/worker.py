@@ -1,5 +1,5 @@
-"""The process that reads and computes for `verify`: `tunix-rt evidence worker REQUEST ANSWER`, under the limits of `sandbox`. It
-writes JSON lines as it goes: `prepared`, `progress`, at last `outcome`, or `error` for what could not be tried."""
+"""The process that reads and computes for `verify`: `python -m tunix_rt.evidence.worker REQUEST ANSWER`, under the limits of
+`sandbox`. It writes JSON lines as it goes: `prepared`, `progress`, at last `outcome`, or `error` for what could not be tried."""
 
 import contextlib
 import dataclasses
@@ -100,3 +100,7 @@ def _little_memory(most_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
