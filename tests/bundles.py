@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from tests.program import ROOT, tunix_rt
+from tunix_rt.runs.source import write_source
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -19,8 +20,18 @@ def make_repository(root: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "packaged")
     for folder in ("src/tunix_rt", "models", "presets", "datasets", "evalsets"):
         shutil.copytree(ROOT / folder, root / folder, ignore=ignore)
+    return _committed(root)
+
+
+def make_source_repository(commit: str, root: Path) -> Path:
+    """A repository with the package of a commit of this one."""
+    write_source(commit, ROOT, root)
+    return _committed(root)
+
+
+def _committed(root: Path) -> Path:
     git(root, "init", "-q", "-b", "main")
-    git(root, "add", "-A")
+    git(root, "add", "-A", "-f")
     git(root, "commit", "-q", "-m", "source")
     return root
 

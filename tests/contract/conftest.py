@@ -1,5 +1,25 @@
 """The real bundles, made once for all tests."""
 
-from tests.forging.bases import judged_once, tiny_bundle, tiny_replayable, tiny_repo, tiny_run
+from tests.forging.bases import (
+    cpu_bundle,
+    cpu_run,
+    gpu_bundle,
+    judged_once,
+    source_repo,
+    tiny_bundle,
+    tiny_replayable,
+    tiny_repo,
+    tiny_run,
+)
 
-__all__ = ["judged_once", "tiny_bundle", "tiny_replayable", "tiny_repo", "tiny_run"]
+__all__ = [
+    "cpu_bundle",
+    "cpu_run",
+    "gpu_bundle",
+    "judged_once",
+    "source_repo",
+    "tiny_bundle",
+    "tiny_replayable",
+    "tiny_repo",
+    "tiny_run",
+]

@@ -13,7 +13,6 @@ import pytest
 
 from tests.bundles import git
 from tests.forging.bases import copy_of
-from tests.forging.dressing import dressed_as_gpu
 from tests.forging.edits import Json, answer, configure, each_line, edited, lines_of, put_lines, right_answer
 from tests.forging.sealing import reseal
 from tests.program import ROOT, refused, tunix_rt
@@ -29,13 +28,8 @@ pytestmark = pytest.mark.usefixtures("judged_once")
 
 
 @pytest.fixture
-def folder(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return copy_of(tiny_bundle, tmp_path / "folder")
-
-
-@pytest.fixture(scope="module")
-def gpu_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dressed_as_gpu(tiny_bundle, tmp_path_factory.mktemp("gpu") / "bundle")
+def folder(cpu_bundle: Path, tmp_path: Path) -> Path:
+    return copy_of(cpu_bundle, tmp_path / "folder")
 
 
 def claims(found: list[Claim] | tuple[Claim, ...]) -> dict[str, Claim]:
@@ -53,6 +47,7 @@ def touched(before: Path, after: Path) -> dict[str, Claim]:
 # --- source -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_c1_c2_m1_no_source_outside_the_named_branch_is_run(
     tiny_repo: Path, tiny_replayable: Path, tmp_path: Path
 ) -> None:
@@ -92,8 +87,8 @@ def test_m4_a_run_cannot_pass_for_an_older_one(folder: Path) -> None:
     with edited(folder / "precommit.json") as committed:
         committed["format"] = 3
     reseal(folder)
-    stderr = refused(tunix_rt("evidence", "verify", folder), 3)
-    assert "reads format 4" in stderr and "untouched" not in stderr
+    with pytest.raises(InputError, match="reads format 4"):
+        verify(folder)
     with edited(folder / "precommit.json") as committed:
         del committed["format"]
     reseal(folder)
@@ -104,13 +99,13 @@ def test_m4_a_run_cannot_pass_for_an_older_one(folder: Path) -> None:
 # --- what a run folder lacks, what a file contains --------------------------------------------------------------------
 
 
-def test_h3_a_run_folder_without_its_log_is_rejected(tiny_run: Path, tmp_path: Path) -> None:
-    run = copy_of(tiny_run, tmp_path / "run")
+def test_h3_a_run_folder_without_its_log_is_rejected(cpu_run: Path, tmp_path: Path) -> None:
+    run = copy_of(cpu_run, tmp_path / "run")
     for name in ("training_log.txt", "memory.json", "rows.jsonl"):
         (run / name).unlink()
     answer(run, right_answer)
     reseal(run)
-    missing = [one.problem for one in examine(run).findings if one.check == "files"]
+    missing = [one.problem for one in examine(run, may_lack_weights=True).findings if one.check == "files"]
     assert missing == ["memory.json: missing", "rows.jsonl: missing", "training_log.txt: missing"]
 
 
@@ -151,10 +146,10 @@ def test_h4_m11_names_and_versions_contain_neither_shell_code_nor_markup(
 # --- what only the run reports ----------------------------------------------------------------------------------------
 
 
-def test_h5_another_speed_changes_self_reported_claims_alone(tiny_bundle: Path, folder: Path) -> None:
+def test_h5_another_speed_changes_self_reported_claims_alone(cpu_bundle: Path, folder: Path) -> None:
     each_line(folder / "metrics.jsonl", lambda line: line.update(seconds=line["seconds"] / 500))
     reseal(folder)
-    changed = touched(tiny_bundle, folder)
+    changed = touched(cpu_bundle, folder)
     assert "speed" in changed and changed.keys() <= {"speed", "time"}
     assert {one.label for one in changed.values()} == {"self-reported"}
 
@@ -170,28 +165,28 @@ def test_m2_another_gpu_changes_a_self_reported_claim_alone(gpu_bundle: Path, tm
     assert {name: one.label for name, one in changed.items()} == {"device": "self-reported"}
 
 
-def test_m3_another_cpu_changes_a_self_reported_claim_alone(tiny_bundle: Path, folder: Path) -> None:
+def test_m3_another_cpu_changes_a_self_reported_claim_alone(cpu_bundle: Path, folder: Path) -> None:
     set_cpu(folder, "NVIDIA Grace Hopper Superchip GH200")
     with edited(folder / "doctor.json") as doctor:
         doctor["facts"]["host"] |= {"cpu_cores": 72, "ram_total_bytes": 480 * 2**30}
     reseal(folder)
-    changed = touched(tiny_bundle, folder)
+    changed = touched(cpu_bundle, folder)
     assert {name: one.label for name, one in changed.items()} == {"device": "self-reported"}
 
 
-def test_m10_another_memory_changes_a_self_reported_claim_alone(tiny_bundle: Path, folder: Path) -> None:
+def test_m10_another_memory_changes_a_self_reported_claim_alone(cpu_bundle: Path, folder: Path) -> None:
     each_line(folder / "metrics.jsonl", lambda line: line.update(peak_bytes=1_600_000))
     with edited(folder / "result.json") as result, edited(folder / "memory.json") as memory:
         result["memory"]["measured_bytes"] = memory["measured_bytes"] = 1_600_000
     reseal(folder)
-    changed = touched(tiny_bundle, folder)
+    changed = touched(cpu_bundle, folder)
     assert {name: one.label for name, one in changed.items()} == {"memory": "self-reported"}
 
 
-def test_invented_answers_without_weights_leave_the_accuracy_self_reported(tiny_bundle: Path, folder: Path) -> None:
+def test_invented_answers_without_weights_leave_the_accuracy_self_reported(cpu_bundle: Path, folder: Path) -> None:
     answer(folder, right_answer)
     reseal(folder)
-    changed = touched(tiny_bundle, folder)
+    changed = touched(cpu_bundle, folder)
     assert {name: (one.value, one.label) for name, one in changed.items()} == {
         "accuracy": ("100 of 100 (100.0 %)", "self-reported")
     }
@@ -212,11 +207,11 @@ def ask(folder: Path, key: str, sha256: str, keep: Callable[[Json], bool]) -> No
         summary |= {"evalset": key, "evalset_sha256": sha256}
 
 
-def test_m5_an_eval_set_that_nobody_has_leaves_the_accuracy_self_reported(tiny_bundle: Path, folder: Path) -> None:
+def test_m5_an_eval_set_that_nobody_has_leaves_the_accuracy_self_reported(cpu_bundle: Path, folder: Path) -> None:
     answer(folder, lambda one: right_answer(one) if one["difficulty"] == "easy" else one["output"])
     ask(folder, "eval-v2-hard", "ab" * 32, lambda one: one["difficulty"] == "easy")
     reseal(folder)
-    accuracy = touched(tiny_bundle, folder)["accuracy"]
+    accuracy = touched(cpu_bundle, folder)["accuracy"]
     assert accuracy.label == "self-reported" and accuracy.value.endswith("(100.0 %)")
 
 
@@ -259,9 +254,9 @@ def test_m12_training_questions_as_eval_set_are_found_in_any_disguise(
 
 
 @pytest.mark.parametrize("link", ["LICENSE", "notebooks"])
-def test_m8_nothing_is_packed_through_a_link(link: str, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_m8_nothing_is_packed_through_a_link(link: str, cpu_bundle: Path, tmp_path: Path) -> None:
     clone, private = tmp_path / "clone", tmp_path / "private"
-    shutil.copytree(tiny_bundle, clone / "submission_runs" / "v1")
+    shutil.copytree(cpu_bundle, clone / "submission_runs" / "v1")
     private.mkdir()
     (private / "key").write_text("private")
     (clone / link).symlink_to(private / "key" if link == "LICENSE" else private)
@@ -270,28 +265,27 @@ def test_m8_nothing_is_packed_through_a_link(link: str, tiny_bundle: Path, tmp_p
     assert not (tmp_path / "made.zip").exists()
 
 
-def test_m9_resume_writes_nothing_through_a_link(tiny_run: Path, tmp_path: Path) -> None:
-    run, outside = copy_of(tiny_run, tmp_path / "run"), tmp_path / "outside"
-    shutil.rmtree(run / "checkpoints")
+def test_m9_resume_writes_nothing_through_a_link(cpu_run: Path, tmp_path: Path) -> None:
+    run, outside = copy_of(cpu_run, tmp_path / "run"), tmp_path / "outside"
     (outside / "step-000000001").mkdir(parents=True)
     (outside / "step-000000001" / "thesis.txt").write_text("mine")
     (run / "checkpoints").symlink_to(outside)
     before = (run / "training_log.txt").read_bytes()
-    refused(tunix_rt("train", run / "config.yaml", "--output", run, "--resume"), 8)
+    assert "symbolic link" in refused(tunix_rt("train", run / "config.yaml", "--output", run, "--resume"), 8)
     assert (outside / "step-000000001" / "thesis.txt").read_text() == "mine"
     assert (run / "training_log.txt").read_bytes() == before
 
 
 @pytest.mark.parametrize("forged_first", [False, True])
 def test_files_exchanged_after_the_copy_have_no_effect(
-    forged_first: bool, folder: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    forged_first: bool, folder: Path, cpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is verified is the copy: a forgery that is put there later is not seen, one that was there is."""
     forged = json.loads((folder / "result.json").read_text()) | {"final_loss": 0.1}
 
     def write(honest: bool) -> None:
         (folder / "result.json").unlink()
-        text = (tiny_bundle / "result.json").read_text() if honest else json.dumps(forged)
+        text = (cpu_bundle / "result.json").read_text() if honest else json.dumps(forged)
         (folder / "result.json").write_text(text)
 
     copied = verifying._copied

@@ -560,7 +560,7 @@ def test_the_gpu_milestone_has_its_files_and_a_readme_with_versions_gpu_and_spee
     assert "compute capability: (" in check and manifest["versions"]["torch"].split("+")[0] in check
     assert all(hardware[key] in read(folder / "env_info.txt") for key in ("driver", "driver_cuda"))
     assert manifest["versions"]["torch"].split("+")[0] in read(folder / "torch_version.txt")
-    for words in (manifest["versions"]["torch"], cuda, hardware["name"], hardware["compute_capability"], PREFLIGHT):
+    for words in (manifest["versions"]["torch"], cuda, hardware["name"], hardware["capability"], PREFLIGHT):
         assert words in readme
     assert re.search(r"tokens/s .*CPU", readme) and lines(folder / "cpu" / "metrics.jsonl")
 

@@ -19,7 +19,7 @@ from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.runs.checksums import SUMS
 
 GIB = 2**30
-STATE = "checkpoints/step-000004/state.json"
+STATE = "checkpoints/step-000010/state.json"
 MODEL = "final_model/model.safetensors"
 
 
@@ -66,6 +66,8 @@ IN_A_BUNDLE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "files without end": (without_end, ["metrics.jsonl: not a regular file", "result.json: a symbolic link"]),
 }  # fmt: skip
 
+QUICK = ("weights of 200 GB on no disk", "files without end", "facts of 4 GB on no disk")
+
 
 def within_limits(done: Measured, seconds: float = 60.0) -> str:
     assert done.seconds < seconds and done.peak_bytes < GIB, done
@@ -73,9 +75,11 @@ def within_limits(done: Measured, seconds: float = 60.0) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("name", IN_A_BUNDLE)
-def test_m6_a_flood_in_a_bundle_is_found_within_seconds(name: str, tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "folder")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in IN_A_BUNDLE]
+)
+def test_m6_a_flood_in_a_bundle_is_found_within_seconds(name: str, cpu_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(cpu_bundle, tmp_path / "folder")
     change, found = IN_A_BUNDLE[name]
     change(folder)
     done = measured("evidence", "verify", folder)
@@ -84,24 +88,27 @@ def test_m6_a_flood_in_a_bundle_is_found_within_seconds(name: str, tiny_bundle: 
     assert output.count("\n") < 120, "the findings are few"
 
 
-def test_m6_a_log_line_of_10_mb_is_hashed_and_not_parsed(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "folder")
+@pytest.mark.slow
+def test_m6_a_log_line_of_10_mb_is_hashed_and_not_parsed(cpu_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(cpu_bundle, tmp_path / "folder")
     put(folder / "training_log.txt", b"Preflight: model=" + b"x " * 5_000_000)
     reseal(folder)
     done = measured("evidence", "verify", folder)
     assert done.code == 0 and "level L1" in within_limits(done)
 
 
-def test_m6_runs_lists_and_shows_a_folder_with_files_without_end(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "runs" / "hostile")
+@pytest.mark.slow
+def test_m6_runs_lists_and_shows_a_folder_with_files_without_end(cpu_bundle: Path, tmp_path: Path) -> None:
+    folder = copy_of(cpu_bundle, tmp_path / "runs" / "hostile")
     without_end(folder)
     shown = within_limits(measured("runs", "show", folder, seconds=30.0), 30.0)
     assert "metrics.jsonl" in shown and "result.json" in shown
     assert "hostile" in within_limits(measured("runs", tmp_path / "runs", seconds=30.0), 30.0)
 
 
-def test_m6_a_pipe_in_a_run_folder_is_a_finding(tiny_run: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_run, tmp_path / "run")
+@pytest.mark.slow
+def test_m6_a_pipe_in_a_run_folder_is_a_finding(cpu_run: Path, tmp_path: Path) -> None:
+    folder = copy_of(cpu_run, tmp_path / "run")
     in_place_of("result.json", os.mkfifo)(folder)
     done = measured("evidence", "verify", folder)
     assert done.code == 6 and "result.json: not a regular file" in within_limits(done)
@@ -139,9 +146,10 @@ def with_template(bundle: Path, tokenizer: Path, template: str, to: Path) -> Pat
     return folder
 
 
-def test_m7_a_chat_template_of_the_bundle_is_never_rendered(tiny_bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_m7_a_chat_template_of_the_bundle_is_never_rendered(cpu_bundle: Path, tmp_path: Path) -> None:
     """The tokenizer is the verifier's, by its hash; none is at hand with a template that the run brought itself."""
-    folder = with_template(tiny_bundle, tmp_path / "tokenizer", ENDLESS, tmp_path / "folder")
+    folder = with_template(cpu_bundle, tmp_path / "tokenizer", ENDLESS, tmp_path / "folder")
     put(folder / "final_model" / "chat_template.jinja", ENDLESS)
     reseal(folder)
     done = measured("evidence", "verify", folder, "--require", "L3")

@@ -316,7 +316,8 @@ def test_the_reference_of_a_bundle_has_every_option_check_level_and_label():
         }
         assert set(re.findall(r"^\| `(--[a-z-]+)` \|", section(BUNDLE, command), re.M)) == options - {"--help"}
     code = "".join(text_of(path) for path in sorted((SOURCE / "evidence").rglob("*.py")))
-    literals = re.findall(r'"?check"?(?:=|: )"([a-z-]+)"|\.check\("L\d", "([a-z-]+)"|\.add\(\s*"([a-z-]+)"', code)
+    calls = r'\.(?:check|fail)\((?:"L\d"|level), "([a-z-]+)"|\.add\(\s*"([a-z-]+)"'
+    literals = re.findall(rf'"?check"?(?:=|: )"([a-z-]+)"|{calls}', code)
     checks = set(CHECKS) | {name for found in literals for name in found if name}
     assert keys_in_table(section(BUNDLE, "What is checked")) == checks
     evidence = text_of(ROOT / "docs/concepts/evidence.md")

@@ -16,36 +16,38 @@ from tunix_rt.evidence.examine import examine
 
 
 @pytest.fixture(scope="module")
-def original(tiny_bundle):
+def original(cpu_bundle):
     with pytest.MonkeyPatch.context() as patched:
         for module, function in REMEMBERED:
             patched.setattr(module, function, getattr(module, function))
         remember_answers()
-        yield examine(tiny_bundle)
+        yield examine(cpu_bundle)
 
 
-def rows_of(tiny_bundle, original, folder, count, kinds):
-    for number, mutation in enumerate(mutations(tiny_bundle, count, 1, kinds)):
-        copy = copy_of(tiny_bundle, folder / str(number))
+def rows_of(cpu_bundle, original, folder, count, kinds):
+    for number, mutation in enumerate(mutations(cpu_bundle, count, 1, kinds)):
+        copy = copy_of(cpu_bundle, folder / str(number))
         yield {"kind": mutation.kind, "file": mutation.file, "how": mutation.how} | outcome(mutation, copy, original)
         shutil.rmtree(copy)
 
 
-def test_60_single_mutations_are_all_found(tiny_bundle, original, tmp_path):
-    rows = list(rows_of(tiny_bundle, original, tmp_path, 60, UNSEALED))
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_single_mutations_are_all_found(count, cpu_bundle, original, tmp_path):
+    rows = list(rows_of(cpu_bundle, original, tmp_path, count, UNSEALED))
     assert [row for row in rows if row["outcome"] != "found"] == []
     assert {row["kind"] for row in rows} == set(UNSEALED) and len({row["file"] for row in rows}) > 15
 
 
-def test_of_40_resealed_mutations_none_changes_a_claim_that_was_checked(tiny_bundle, original, tmp_path):
-    rows = list(rows_of(tiny_bundle, original, tmp_path, 40, (RESEALED,)))
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_resealed_mutation_changes_a_claim_that_was_checked(count, cpu_bundle, original, tmp_path):
+    rows = list(rows_of(cpu_bundle, original, tmp_path, count, (RESEALED,)))
     assert [row for row in rows if is_defect(row)] == []
     outcomes = [row["outcome"] for row in rows]
     assert outcomes.count("found") > outcomes.count("accepted") > 0, "some values only the run states"
 
 
-def test_a_changed_claim_counts_as_touched_with_its_label(tiny_bundle, original, tmp_path):
-    folder = copy_of(tiny_bundle, tmp_path / "slower")
+def test_a_changed_claim_counts_as_touched_with_its_label(cpu_bundle, original, tmp_path):
+    folder = copy_of(cpu_bundle, tmp_path / "slower")
     with edited(folder / "result.json") as result:
         result["seconds"] += 100
     reseal(folder)
@@ -58,13 +60,13 @@ def test_a_changed_claim_counts_as_touched_with_its_label(tiny_bundle, original,
     assert is_defect({"kind": UNSEALED[0], "outcome": "accepted", "claims": {}})
 
 
-def test_a_value_that_resealing_computes_again_is_no_mutation(tiny_bundle, tmp_path):
-    folder = copy_of(tiny_bundle, tmp_path / "bundle")
+def test_a_value_that_resealing_computes_again_is_no_mutation(cpu_bundle, tmp_path):
+    folder = copy_of(cpu_bundle, tmp_path / "bundle")
     forged = (folder / "result.json").read_bytes().replace(b'"metrics_head": "', b'"metrics_head": "0', 1)
     assert not apply(Mutation(kind=RESEALED, file="result.json", how="head", content=forged), folder)
     assert examine(folder).findings == []
 
 
-def test_mutations_are_a_function_of_the_seed(tiny_bundle):
-    first, again, other = (list(mutations(tiny_bundle, 30, seed)) for seed in (7, 7, 8))
+def test_mutations_are_a_function_of_the_seed(cpu_bundle):
+    first, again, other = (list(mutations(cpu_bundle, 30, seed)) for seed in (7, 7, 8))
     assert first == again != other

@@ -1,4 +1,6 @@
-"""Attacks that L1 cannot see, on real runs: what the verifier computes itself finds them. By number as in test_attacks.py."""
+"""Attacks that L1 cannot see, on real runs: what the verifier computes itself finds them. By number as in test_attacks.py.
+
+One default test replays: test_bundles.py regenerates the answers of the demo bundle."""
 
 import shutil
 from pathlib import Path
@@ -40,6 +42,7 @@ def scale(path: Path, by: float) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_c3_a_final_model_that_training_did_not_give_is_found_on_a_machine_claimed_to_be_another(
     tiny_replayable: Path, tmp_path: Path
 ) -> None:
@@ -54,7 +57,7 @@ def test_c3_a_final_model_that_training_did_not_give_is_found_on_a_machine_claim
     assert any("not bitwise (same hardware: threads 3 recorded" in note for note in verdict.notes)
 
 
-# --- slow: more real runs ---------------------------------------------------------------------------------------------
+# --- more real runs ---------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, *settings: object) -> Path:

@@ -155,20 +155,22 @@ def _run(*arguments: object, before: tuple[str, ...] = (), **options: object) ->
     return subprocess.run(line, capture_output=True, text=True, timeout=300, **{"env": environment()} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [
         {"LANG": "tr_TR.UTF-8", "LC_ALL": "tr_TR.UTF-8", "TZ": "Pacific/Kiritimati"},
-        pytest.param({"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "TZ": "Etc/GMT+12"}, marks=pytest.mark.slow),
+        {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "TZ": "Etc/GMT+12"},
     ],
     ids=["turkish-in-kiritimati", "c-in-the-far-west"],
 )
-def test_a_bundle_is_accepted_in_another_locale_and_time_zone(tiny_bundle, where):
-    _accepted(tunix_rt("evidence", "verify", tiny_bundle, **where))
+def test_a_bundle_is_accepted_in_another_locale_and_time_zone(cpu_bundle, where):
+    _accepted(tunix_rt("evidence", "verify", cpu_bundle, **where))
 
 
-def test_a_bundle_is_accepted_in_a_folder_with_any_name(tiny_bundle, tmp_path):
-    moved = shutil.copytree(tiny_bundle, tmp_path / "a 'b\" $x;y" / "Prüfung Ä" / "証拠 *")
+@pytest.mark.slow
+def test_a_bundle_is_accepted_in_a_folder_with_any_name(cpu_bundle, tmp_path):
+    moved = shutil.copytree(cpu_bundle, tmp_path / "a 'b\" $x;y" / "Prüfung Ä" / "証拠 *")
     _accepted(tunix_rt("evidence", "verify", moved))
 
 
@@ -195,7 +197,7 @@ DAY = 86_400
 @pytest.mark.parametrize(
     "seconds", [-2 * DAY, pytest.param(3650 * DAY, marks=pytest.mark.slow)], ids=["two-days-behind", "ten-years-ahead"]
 )
-def test_a_bundle_is_accepted_by_a_verifier_whose_clock_is_wrong(tiny_bundle, tmp_path, seconds):
+def test_a_bundle_is_accepted_by_a_verifier_whose_clock_is_wrong(cpu_bundle, tmp_path, seconds):
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     library = tmp_path / "clock.so"
@@ -206,12 +208,12 @@ def test_a_bundle_is_accepted_by_a_verifier_whose_clock_is_wrong(tiny_bundle, tm
         [command()[0], "-c", "import time; print(time.time())"], env=environment(**off), capture_output=True
     )
     assert abs(float(shown.stdout) - time.time() - seconds) < 600, "the clock is wrong"
-    _accepted(tunix_rt("evidence", "verify", tiny_bundle, **off))
+    _accepted(tunix_rt("evidence", "verify", cpu_bundle, **off))
 
 
 @pytest.mark.slow
-def test_a_bundle_is_accepted_on_a_read_only_file_system(tiny_bundle):
-    place = str(tiny_bundle)
+def test_a_bundle_is_accepted_on_a_read_only_file_system(cpu_bundle):
+    place = str(cpu_bundle)
     script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && ! touch "$0/new" 2>/dev/null && exec "$@"'
     before = ("unshare", "--mount", "sh", "-c", script, place)
     if subprocess.run([*before, "true"], capture_output=True).returncode:
@@ -220,9 +222,9 @@ def test_a_bundle_is_accepted_on_a_read_only_file_system(tiny_bundle):
 
 
 @pytest.mark.slow
-def test_a_bundle_survives_a_clone_that_converts_line_ends(tiny_bundle, tmp_path):
+def test_a_bundle_survives_a_clone_that_converts_line_ends(cpu_bundle, tmp_path):
     origin = tmp_path / "origin"
-    shutil.copytree(tiny_bundle, origin / "bundle")
+    shutil.copytree(cpu_bundle, origin / "bundle")
     shutil.copy(ROOT / ".gitattributes", origin)
     git(origin, "init", "-q", "-b", "main")
     git(origin, "add", "-A")
@@ -233,19 +235,18 @@ def test_a_bundle_survives_a_clone_that_converts_line_ends(tiny_bundle, tmp_path
 
 
 @pytest.fixture
-def public(tiny_bundle, tiny_replayable, tiny_repo) -> Iterator[Path]:
-    """Copies that everybody may read; pytest's folders are its user's alone."""
+def public() -> Iterator[Path]:
+    """A folder that everybody may read; pytest's folders are its user's alone."""
     with tempfile.TemporaryDirectory(prefix="tunix-rt-public-") as place:
-        for source in (tiny_bundle, tiny_replayable, tiny_repo):
-            shutil.copytree(source, Path(place) / source.name)
-        subprocess.run(["chmod", "-R", "a+rX", place], check=True)
+        Path(place).chmod(0o755)
         yield Path(place)
 
 
 @pytest.mark.parametrize(
-    ("bundle", "level"), [("bundle", "L1"), pytest.param("replayable", "L3", marks=pytest.mark.slow)]
+    ("bundle", "repository", "level"),
+    [("cpu_bundle", "source_repo", "L1"), pytest.param("tiny_replayable", "tiny_repo", "L3", marks=pytest.mark.slow)],
 )
-def test_another_user_without_a_home_and_with_umask_077_verifies(public, bundle, level):
+def test_another_user_without_a_home_and_with_umask_077_verifies(public, bundle, repository, level, request):
     """Nobody may search folders, for the interpreter may lie in the home of root; write they may not."""
     reads = "+dac_read_search"
     nobody = (
@@ -259,7 +260,10 @@ def test_another_user_without_a_home_and_with_umask_077_verifies(public, bundle,
     if os.geteuid() or shutil.which("setpriv") is None or subprocess.run([*nobody, "true"]).returncode:
         pytest.skip("needs root and setpriv")
     kept = {name: value for name, value in environment().items() if name not in ("HOME", "XDG_CACHE_HOME", "TMPDIR")}
-    arguments = (public / bundle, "--repository", public / "repository", "--require", level)
+    for name, source in (("bundle", bundle), ("repository", repository)):
+        shutil.copytree(request.getfixturevalue(source), public / name)
+    subprocess.run(["chmod", "-R", "a+rX", public], check=True)
+    arguments = (public / "bundle", "--repository", public / "repository", "--require", level)
     done = _run(*arguments, before=nobody, env=kept, umask=0o077, cwd="/")
     _accepted(done, level)
     assert "consistent     reachable from main" in done.stdout, "a clone of another owner is read"

@@ -83,6 +83,7 @@ def test_a_public_key_gives_the_fingerprint_of_the_signer_and_an_allowed_signers
     assert (found.signer, found.fingerprint) == ("a@example.com", fingerprint(keys / "alice"))
 
 
+@pytest.mark.slow
 def test_ssh_keygen_alone_verifies_the_same_signature(bundle: Path, tmp_path: Path):
     key = make_key(tmp_path / "key", kind="ecdsa")
     allowed = tmp_path / "allowed_signers"
@@ -152,6 +153,7 @@ def test_a_bundle_without_a_readable_signature_is_refused(signed: Path, keys: Pa
         assert refused.value.problem.isprintable(), name
 
 
+@pytest.mark.slow
 def test_a_file_without_a_valid_public_key_is_an_input_error(signed: Path, keys: Path, tmp_path: Path):
     alice = public(keys / "alice").read_text()
     file = tmp_path / "signers"
@@ -184,6 +186,7 @@ def test_signing_leaves_nothing_of_the_private_key_in_the_bundle(signed: Path, k
         sign(signed, make_key(signed / "cpu" / "key"), overwrite=True)
 
 
+@pytest.mark.slow
 def test_a_signature_is_replaced_on_request_only_and_by_a_valid_one_only(signed: Path, keys: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="exists"):
         sign(signed, keys / "mallory")
@@ -199,6 +202,7 @@ def test_a_signature_is_replaced_on_request_only_and_by_a_valid_one_only(signed:
         sign(signed, keys / "alice", overwrite=True)
 
 
+@pytest.mark.slow
 def test_a_key_with_a_passphrase_never_prompts_and_signs_through_the_agent(
     bundle: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,4 +1,5 @@
-"""The real bundles that forgeries and mutations start from, made once by the real program for all tests and their processes."""
+"""The real bundles that forgeries and mutations start from: recorded ones, and one that the real program makes once for all tests
+and their processes, for what needs checkpoints or the secrets in its environment."""
 
 import functools
 import os
@@ -9,10 +10,16 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.bundles import make_repository
+from tests.bundles import git, make_repository, make_source_repository
 from tests.planted import planted_home
-from tests.program import environment, tunix_rt
+from tests.program import ROOT, environment, tunix_rt
 from tunix_rt.evidence import answers
+from tunix_rt.rundir import read_json
+from tunix_rt.runs.checksums import RUN_SUMS, SUMS
+from tunix_rt.runs.record import MANIFEST, README
+
+CPU, GPU = (ROOT / "submission_runs" / name for name in ("m39_cpu_v1", "m40_v1"))
+"""20 steps with checkpoints at 10 and 20, without weights; on the GPU, with its CPU companion run."""
 
 STEPS = ["--max-steps", 6, "--set", "training.save_steps=2", "--set", "training.eval_steps=3"]
 ASKED = ["--set", "evaluation.evalset=eval_v2", "--set", "evaluation.max_new_tokens=8"]
@@ -78,12 +85,43 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
+def run_of(bundle: Path, to: Path) -> Path:
+    """The run folder that a bundle was collected from, as far as the bundle contains it: without its weights."""
+    shutil.copytree(bundle, to, ignore=shutil.ignore_patterns(SUMS, MANIFEST, README, "cpu"))
+    (to / RUN_SUMS).rename(to / SUMS)
+    return to
+
+
 # --- fixtures, for the conftest.py of every folder that uses them -----------------------------------------------------
 
 
 @pytest.fixture(scope="session")
+def cpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a recorded bundle: no test writes to submission_runs."""
+    return Path(shutil.copytree(CPU, tmp_path_factory.mktemp("recorded") / "bundle"))
+
+
+@pytest.fixture(scope="session")
+def gpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(GPU, tmp_path_factory.mktemp("recorded") / "bundle"))
+
+
+@pytest.fixture(scope="session")
+def cpu_run(cpu_bundle: Path) -> Path:
+    return run_of(cpu_bundle, cpu_bundle.with_name("run"))
+
+
+@pytest.fixture(scope="session")
+def source_repo(cpu_bundle: Path) -> Path:
+    """A small repository with the source of the recorded runs on its branch main."""
+    if git(ROOT, "rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("this copy has no history to take the source of the recorded runs from")
+    return make_source_repository(read_json(cpu_bundle / MANIFEST)["commit"], cpu_bundle.with_name("repository"))
+
+
+@pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real bundle without weights."""
+    """A bundle without weights, made here: takes twenty seconds."""
     return make_good_bundle(shared_by_workers(tmp_path_factory))
 
 

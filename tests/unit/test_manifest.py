@@ -107,6 +107,12 @@ def leaves(value, place=()):
         yield place, value
 
 
+def holder(value, place):
+    for key in place[:-1]:
+        value = value[key]
+    return value
+
+
 def test_a_manifest_states_the_run_and_contains_no_null(gpu, cpu):
     manifest = stated(gpu, cpu)
     assert list(incomplete(manifest)) == []
@@ -172,17 +178,15 @@ def test_every_value_of_a_manifest_is_computed_again(tmp_path, gpu, cpu):
         return list(manifest_problems(opened(folder), cpu))
 
     assert problems(manifest) == [] and problems(manifest | {"run_id": "another"}) == []
-    for place, value in leaves(manifest):
-        if place in (("run_id",), ("commit",)):
-            continue
-        forged = copy.deepcopy(manifest)
-        inner = forged
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = "forged" if value != "forged" else 0
-        assert any(".".join(place) in problem for problem in problems(forged)), place
-        del inner[place[-1]]
-        assert any(".".join(place) in problem for problem in problems(forged)), place
+    values = {place: value for place, value in leaves(manifest) if place not in (("run_id",), ("commit",))}
+    forged, emptied = copy.deepcopy(manifest), copy.deepcopy(manifest)
+    for place, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        holder(forged, place)[place[-1]] = value + 1 if number else not value if isinstance(value, bool) else "forged"
+        del holder(emptied, place)[place[-1]]
+    for changed in (forged, emptied):
+        found = problems(changed)
+        assert [place for place in values if not any(".".join(place) in problem for problem in found)] == []
     assert any("accuracy" in problem for problem in problems(manifest | {"accuracy": 1.0}))
 
 

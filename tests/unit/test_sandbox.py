@@ -117,6 +117,7 @@ def test_resident_memory_of_the_process_and_its_children_is_limited():
     assert ended.peak_bytes > 256 * MIB
 
 
+@pytest.mark.slow
 def test_cpu_time_ends_a_process_that_ignores_the_signal_too_and_another_sigkill_is_no_breach():
     limits = Limits(wall_seconds=60.0, cpu_seconds=1)
     ignore = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
@@ -150,6 +151,7 @@ def test_files_above_the_limit_are_refused_by_the_kernel(tmp_path: Path):
     assert (ended.code, ended.breach) == (None, "1.0 MiB in one file")
 
 
+@pytest.mark.slow
 def test_the_pulse_replaces_time_and_memory_limits():
     beats: list[float] = []
 

@@ -312,6 +312,7 @@ def test_files_without_a_schema_have_none() -> None:
     assert all(schema.most_bytes >= 2**20 for schema in SCHEMAS)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_are_read_within_five_seconds(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(LINE | {"step": step}) + "\n" for step in range(1, 100_001))

@@ -1,11 +1,8 @@
 """The scorer is the judge of every claim about learning: each row here was written and decided by hand."""
 
-from pathlib import Path
-
 import pytest
 
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.reading import read_predictions, read_scores
 from tunix_rt.evaluate.score import (
     Tags,
     is_well_formed,
@@ -17,8 +14,6 @@ from tunix_rt.evaluate.score import (
     score_predictions,
 )
 from tunix_rt.rundir import to_plain
-
-OLD = Path(__file__).parents[2] / "submission_runs" / "m40_v1" / "eval"
 
 
 def tagged(answer: str, reasoning: str = "12 + 25 = 37") -> str:
@@ -331,20 +326,6 @@ def test_a_reasoning_that_was_cut_off_is_not_right_by_its_last_number(ended):
         "\\boxed{7} and",
     ):
         assert right(f"<reasoning>We have 3 + 4 = 7.</reasoning>{begun}")
-
-
-def test_files_of_the_first_schema_are_read_and_judged_again_with_the_same_verdicts():
-    for when in ("before", "after"):
-        then = read_predictions(OLD / f"predictions-{when}.jsonl")
-        assert {(item.ended, item.difficulty, item.equations) for item in then} == {("unknown", "none", 0)}
-        fields = ("id", "prompt", "expected", "output", "section", "category")
-        now = [judge(**{name: getattr(item, name) for name in fields}) for item in then]
-        for one, other in zip(then, now, strict=True):
-            assert (one.strict, one.lenient, one.well_formed) == (other.strict, other.lenient, other.well_formed)
-        old, new = read_scores(OLD / f"{when}.json"), score_predictions(then, when)
-        assert old.schema == "tunix-rt/scores/1" and old.by_category == {} and old.ended == {}
-        same = ("items", "correct", "correct_lenient", "well_formed", "accuracy", "by_section", "mean_output_chars")
-        assert [getattr(old, name) for name in same] == [getattr(new, name) for name in same]
 
 
 def test_an_empty_eval_set_is_refused():

@@ -163,7 +163,7 @@ def _refuse_unused(required: str, given: dict[str, Any]) -> None:
 
 
 def _lines(verdict: "Verdict") -> list[str]:
-    rows = [(one.name, one.value, one.label, one.how) for one in verdict.claims]
+    rows = [(one.name, " ".join(one.value.split()), one.label, one.how) for one in verdict.claims]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     claims = [
         "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -22,8 +22,7 @@ from tunix_rt.evaluate.answers import same_value
 from tunix_rt.evaluate.arithmetic import check_arithmetic
 from tunix_rt.evaluate.last_value import Found, has_mark, lenient_same, lenient_value
 
-# 2 judges by the rules of `answers.py` and `last_value.py`, and counts equations, words and endings. Files of 1 are read:
-# what they lack is left at its default.
+# Judged by the rules of `answers.py` and `last_value.py`; equations, words and endings are counted.
 SCORES_SCHEMA = "tunix-rt/scores/2"
 
 CUT_OFF = (LENGTH, TIME, CONTEXT)

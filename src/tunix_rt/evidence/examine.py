@@ -156,20 +156,19 @@ def _check_consistency(done: Examined, inputs: Inputs) -> None:
 
 def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
     """What the run claims, with what L1 can say about it."""
-    committed, result = run.commitment, run.result
+    committed, result, model = run.commitment, run.result, run.commitment.base_model
     after = run.record.scores("after") if run.answered else None
     machine = run.record.processes[-1].machine
     tokens, seconds = (sum(getattr(line, name) for line in run.metrics[1:]) for name in ("tokens", "seconds"))
     measured = (result.memory.measured_bytes or 0) if result.memory else 0
-    answers: tuple[Label, str] = (
-        ("self-reported", "follows from the recorded answers") if after else ("not checked", "")
-    )
+    asked = "the held-out questions" if committed.evalset is None else committed.evalset.key
+    answers: tuple[Label, str] = ("self-reported", f"recorded answers to {asked}") if after else ("not checked", "")
     rows: list[tuple[str, str, Label, str]] = [
         ("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
         ("accuracy", accuracy_of(after) if after else "not evaluated", *answers),
         ("steps", str(run.total), "consistent", "from settings, seed and rows; batches and learning rates of every step"),
-        ("dataset", committed.dataset.key, *_looked_up(inputs.dataset(committed.dataset.sha256))),
-        ("base model", run.base_model, *_looked_up(inputs.base_model(committed.base_model.files, committed.base_model.weights))),
+        ("dataset", *_looked_up(committed.dataset.key, inputs.dataset(committed.dataset.sha256))),
+        ("base model", *_looked_up(model.name, inputs.base_model(model.files, model.weights), f" ({model.weights} weights)")),
         ("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named"),
         ("device", f"{machine.device} ({machine.gpu.name if machine.gpu else machine.cpu})", "self-reported", ""),
         ("speed", f"{tokens / max(seconds, 1e-9):,.1f} tokens/s after the first step", "self-reported", ""),
@@ -180,7 +179,9 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
     return [Claim(name=name, value=value, label=label, how=how) for name, value, label, how in rows]
 
 
-def _looked_up(found: str | None) -> tuple[Label, str]:
+def _looked_up(recorded: str, found: str | None, more: str = "") -> tuple[str, Label, str]:
+    """A name is the run's own word; what has the hash is known by the name it has here."""
     if found is None:
-        return "self-reported", "none with its hash is at hand"
-    return "consistent", "one with its hash is at hand"
+        return recorded + more, "self-reported", "none with its hash is at hand"
+    name = found.rstrip("/").removesuffix("/dataset.jsonl").rpartition("/")[2]
+    return name + more, "consistent", f"by its hash; recorded as {recorded}"

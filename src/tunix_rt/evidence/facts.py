@@ -75,10 +75,6 @@ class Run:
         return "eval/predictions-after.jsonl" in self.record
 
     @property
-    def base_model(self) -> str:
-        return f"{self.commitment.base_model.name} ({self.commitment.base_model.weights} weights)"
-
-    @property
     def final_model(self) -> dict[str, str]:
         """Hashes of the files of the final model."""
         inside = {

@@ -12,7 +12,7 @@ from tunix_rt import assets
 from tunix_rt.commitment import model_hashes
 from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.errors import TunixError
+from tunix_rt.errors import InputError, TunixError
 from tunix_rt.models import preset_names, resolve_model
 from tunix_rt.rundir import sha256_file
 from tunix_rt.runs.schemas import Commitment
@@ -33,6 +33,8 @@ class Inputs:
         model, tokenizer = (_absolute(name) for name in (self.model, self.tokenizer))
         if model is not None and os.path.isfile(model):
             model = str(resolve_model(model).folder)
+        if missing := [path for path in self.data if "*" not in path and not os.path.exists(path)]:
+            raise InputError(f"--data {missing[0]}: no such file", fix="name a file, a folder or a pattern with *")
         return Inputs(data=tuple(map(os.path.abspath, self.data)), model=model, tokenizer=tokenizer)
 
     def files(self) -> list[str]:

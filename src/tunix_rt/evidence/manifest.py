@@ -29,7 +29,7 @@ def manifest_of(run: Run, cpu: Run | None, *, name: str, commit: str | None) -> 
     """Everything that the bundle of `run` states under the name `name`. `cpu` is the same configuration on the CPU."""
     committed, result = run.commitment, run.result
     left_open: list[str] = []
-    configuration = _without_nulls(run.config.model_dump(mode="json"), left_open)
+    configuration = _without_nulls(run.config.model_dump(mode="json", exclude_unset=True), left_open)
     seconds = _total(run, 1)[1]
     stated = {
         "format": committed.format, "run_id": name, "precommit_sha256": run.run_id, "commit": commit,

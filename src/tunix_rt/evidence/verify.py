@@ -1,6 +1,7 @@
 """`verify(folder, require="L3") -> Verdict`: every level, each in a process with limits, by the code that runs here."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -84,9 +85,8 @@ def verify(
             made = _computed(shot, seen["about"], require, chosen, progress)
             findings += [Finding(**one) for one in made["findings"]]
             passed, notes, details = passed + made["passed"], notes + made["notes"], made["details"]
-            claims |= {
-                name: _recomputed(claims[name], value) for name, value in made["recomputed"].items() if not findings
-            }
+            for name, found in made["recomputed"].items() if not findings else ():
+                claims[name] = _recomputed(claims[name], *found)
         return replace(
             verdict, level=level_of(findings, passed), findings=tuple(findings), claims=tuple(claims.values()),
             notes=tuple(notes), details=details,
@@ -97,9 +97,10 @@ def _computes(require: Level, options: Options) -> bool:
     return LEVELS.index(require) >= LEVELS.index("L2") or options.weights is not None or options.segments is not None
 
 
-def _recomputed(claim: Claim, value: str) -> Claim:
-    how = "computed again here" if value == claim.value else f"computed here: {value}"
-    return replace(claim, label="recomputed", how=how)
+def _recomputed(claim: Claim, value: str, how: str) -> Claim:
+    """The value is the one computed here."""
+    how += f"; recorded is {claim.value}" if value not in ("", claim.value) else ""
+    return replace(claim, label="recomputed", value=value or claim.value, how=how)
 
 
 # --- a private copy ---------------------------------------------------------------------------------------------------
@@ -144,6 +145,8 @@ def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
         try:
             copy_regular(folder, name, root / name)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # of the volume here
+                raise
             problems.append(f"{name}: cannot be read: {error.strerror or error}")
             break
     heavy = sum(os.lstat(folder / name).st_blocks * 512 for name in listing.files if is_weights(name))
@@ -158,7 +161,10 @@ def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
 
 
 def _examined(shot: _Snapshot, options: Options) -> dict[str, Any]:
-    seconds = READING_SECONDS + int(shot.heavy_bytes / BYTES_PER_SECOND)
+    supplied = sum(
+        _bytes_of(path) for path in (*options.inputs.data, *([options.inputs.model] if options.inputs.model else []))
+    )
+    seconds = READING_SECONDS + int((shot.heavy_bytes + supplied) / BYTES_PER_SECOND)
     limits = replace(READING, cpu_seconds=seconds, wall_seconds=5 * seconds)
     request = _request(shot, options) | {"mode": "examine"}
     environment = _environment(shot, None) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -181,7 +187,7 @@ def _computed(
         raise InputError("L2 needs the weights of the final model, and the bundle has none", fix="add --weights DIR")
     request = _request(shot, options) | {
         "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(shot.scratch),
-        "segments": (options.segments or 3) if replays else None, "whole": require == "L4", "root": shot.sums_sha256,
+        "segments": (options.segments or "default") if replays else None, "whole": require == "L4", "root": shot.sums_sha256,
         "nonce": options.nonce or fresh_nonce(), "cores": about["threads"] if about["backend"] == "jax" else None,
     }  # fmt: skip
     with _source(shot, about, options) as source:

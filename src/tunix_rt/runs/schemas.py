@@ -385,7 +385,7 @@ SCHEMAS = (
     _file(r"checkpoints/step-[0-9]{6,18}/state\.json", CheckpointState),
     _file(r"checkpoints/step-[0-9]{6,18}/MANIFEST\.json", CheckpointManifest),
     _file(r"metrics\.jsonl", StepLine, 256, lines=True),
-    _file(r"rows\.jsonl", RowLine, 1024, lines=True),
+    _file(r"rows\.jsonl", RowLine, 80, lines=True),
     _file(r"eval/heldout\.jsonl", HeldoutLine, 64, lines=True),
     _file(r"eval/samples\.jsonl", SampleLine, 256, lines=True),
     _file(r"eval/predictions-(before|after|base|answers)\.jsonl", PredictionLine, 256, lines=True),

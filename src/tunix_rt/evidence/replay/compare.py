@@ -20,8 +20,6 @@ class Steps:
     """How the steps of one pass came out."""
 
     problems: tuple[str, ...]
-    bit_equal: bool
-    """Whether every loss is, in two steps or more."""
     largest_loss: float
 
 
@@ -33,9 +31,8 @@ def compare_steps(recorded: Sequence[StepLine], again: Sequence[Step], allowed: 
         loss = max(loss, loss_apart(line.loss, step.loss))
         for what, problem in _differences(line, step, allowed(step.step), exact=exact):
             found.setdefault(what, []).append(f"step {step.step}: {problem}")
-    equal = len(again) > 1 and all(recorded[step.step - 1].loss_hex == step.loss.hex() for step in again)
     problems = tuple(f"{what}: {listed(problems, len(again))}" for what, problems in found.items())
-    return Steps(problems=problems, bit_equal=equal, largest_loss=loss)
+    return Steps(problems=problems, largest_loss=loss)
 
 
 def _differences(line: StepLine, step: Step, tolerance: Tolerance, *, exact: bool) -> Iterator[tuple[str, str]]:

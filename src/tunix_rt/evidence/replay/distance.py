@@ -21,7 +21,7 @@ Tensors = dict[str, tuple[Path, str, int, int]]
 
 
 def distance(first: Path, recorded: Path, here: Path) -> float:
-    """Distance of `here` from `recorded`, over that of `recorded` from `first`; infinite where they contain other tensors.
+    """Distance of `here` from `recorded`, over that of `here` from `first`; infinite where they contain other tensors.
     Each is a file or a folder of files."""
     sets = [_tensors(path) for path in (first, recorded, here)]
     sizes = [{name: (end - begin) // _width(kind) for name, (_, kind, begin, end) in one.items()} for one in sets]
@@ -30,7 +30,7 @@ def distance(first: Path, recorded: Path, here: Path) -> float:
     moved = apart = 0.0
     for name in sorted(sets[0]):
         for a, b, c in zip(*(_pieces(*one[name]) for one in sets), strict=True):
-            moved += float(np.square(b - a).sum())
+            moved += float(np.square(c - a).sum())
             apart += float(np.square(c - b).sum())
     if not moved:
         return 0.0 if not apart else math.inf
@@ -51,6 +51,8 @@ def _tensors(path: Path) -> Tensors:
                 raise EvidenceError(
                     f"{file.name}: tensors of type {entry['dtype']}", fix="report it with the name of the model"
                 )
+            if name in found:
+                raise EvidenceError(f"{file.name}: {name!r} is in two files", fix="")
             begin, end = entry["data_offsets"]
             found[name] = (file, entry["dtype"], 8 + length + begin, 8 + length + end)
     return found

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunix_rt.backends import NUMERICS
-from tunix_rt.errors import EvidenceError, InputError
+from tunix_rt.errors import EvidenceError, InputError, StorageError
+from tunix_rt.evidence.answers import question_problems
 from tunix_rt.evidence.claims import Finding, Level
 from tunix_rt.evidence.facts import Run
-from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of
+from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of, mostly_bit_equal
 from tunix_rt.evidence.replay.regenerate import regenerate
 from tunix_rt.evidence.replay.segments import Segment, all_segments, chance_of_detection, draw_segments, passes_over
 from tunix_rt.evidence.replay.session import Progress, Ready, open_session
 from tunix_rt.evidence.replay.steps import Wanted, take_steps
 from tunix_rt.ledgers import STATE_FILES
-from tunix_rt.rundir import checkpoint_name
+from tunix_rt.rundir import checkpoint_name, sha256_file
 from tunix_rt.runs.checksums import is_weights, sha256_below
 from tunix_rt.runs.schemas import PredictionLine
 
@@ -32,7 +33,7 @@ class Work:
     weights_root: Path
     """The folder in which checkpoints of the run lie."""
     scratch: Path
-    segments: int | Literal["all"] | None
+    segments: int | Literal["all", "default"] | None
     """How many are drawn; None: no replay."""
     whole: bool
     root: str
@@ -45,7 +46,8 @@ class Made:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     passed: list[Level] = field(default_factory=list)
-    recomputed: dict[str, str] = field(default_factory=dict)
+    recomputed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Claim -> its value as computed here, empty where that is the recorded one, and how."""
     details: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, level: Level, check: str, *problems: str) -> None:
@@ -59,9 +61,12 @@ class Made:
 
 
 def compute(work: Work) -> Made:
-    made = Made()
+    made, items = Made(), work.ready.items
     recorded = {when: work.run.record.predictions(when) for when in ("before", "after")}
-    asked = _same_questions(work, recorded["after"]) if work.run.answered else False
+    asked = work.run.answered and items is not None
+    if asked and (problems := list(question_problems(work.run, items or ()))):
+        made.fail("L2", "answers", *problems)
+        return made
     if work.run.answered and not asked:
         made.notes.append("answers: not checked, the eval set is not at hand by its hash")
     if work.weights is not None:
@@ -69,12 +74,6 @@ def compute(work: Work) -> Made:
     if work.segments is not None:
         _replay(work, made, recorded, asked=asked)
     return made
-
-
-def _same_questions(work: Work, recorded: Sequence[PredictionLine]) -> bool:
-    """Whether the questions are at hand; other questions than the recorded ones are a finding of L1."""
-    items = work.ready.items
-    return items is not None and [item.id for item in items] == [line.id for line in recorded]
 
 
 # --- L2 ---------------------------------------------------------------------------------------------------------------
@@ -105,11 +104,11 @@ def weights_problems(run: Run, weights: Path) -> list[str]:
     problems = [f"{name}: not a file of the recorded final model" for name in sorted(here - wanted.keys())]
     for name, digest in wanted.items():
         try:
-            if sha256_below(weights, name) != digest:
+            if sha256_file(weights / name) != digest:
                 problems.append(f"{name}: not the file that the run saved")
-        except OSError as error:
+        except StorageError as error:
             if is_weights(f"final_model/{name}") or name == "config.json":
-                problems.append(f"{name}: {error.strerror or error}")
+                problems.append(error.problem)
     return problems
 
 
@@ -121,8 +120,8 @@ def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLi
     run = work.run
     level: Level = "L4" if work.whole else "L3"
     of = all_segments([entry.step for entry in run.record.checkpoints], run.total)
-    count = len(of) if work.segments == "all" or work.whole else min(int(work.segments or 0), len(of))
-    drawn = draw_segments(of, count, root=work.root, nonce=work.nonce)
+    count = len(of) if work.segments == "all" or work.whole else work.segments
+    drawn = draw_segments(of, count if isinstance(count, int) else None, root=work.root, nonce=work.nonce)
     states = {} if work.whole else _states(work, made)
     taken = passes_over(sorted({*drawn, of[-1]}), states)
     _describe_draw(work, made, of, drawn, taken)
@@ -131,16 +130,16 @@ def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLi
         made.fail(level, "steps", f"{run.total} steps are recorded, settings and data give {session.total}")
         return
     here = session.backend.machine_facts(session.engine)
+    wanted = Wanted(
+        checkpoints={entry.step for entry in run.record.checkpoints}, states=states,
+        heldout={line.step for line in run.record.heldout}, before=work.whole and asked, after=asked, final_weights=work.weights,
+    )  # fmt: skip
+    passed = [take_steps(session, one, wanted, scratch=work.scratch, progress=work.progress) for one in taken]
+    strict = mostly_bit_equal(run, passed)
     comparisons = []
-    for segment in taken:
-        wanted = Wanted(
-            checkpoints={entry.step for entry in run.record.checkpoints}, states=states,
-            heldout={line.step for line in run.record.heldout}, before=work.whole and asked and not segment.start, after=asked,
-            final_weights=work.weights,
-        )  # fmt: skip
-        found = take_steps(session, segment, wanted, scratch=work.scratch, progress=work.progress)
-        match = match_of(run, segment.start, segment.stop, here, NUMERICS[run.backend])
-        outcome = judge_pass(run, found, match, recorded)
+    for found in passed:
+        match = match_of(run, found.segment.start, found.segment.stop, here, NUMERICS[run.backend])
+        outcome = judge_pass(run, found, match, recorded, strict=strict)
         made.take(level, outcome)
         comparisons.append(outcome.comparison)
     made.notes += [f"{level} {one}" for one in dict.fromkeys(comparisons)]
@@ -148,11 +147,11 @@ def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLi
         "nonce": work.nonce, "segments": [[one.start, one.stop] for one in drawn], "of": len(of),
         "passes": [[one.start, one.stop] for one in taken], "comparison": list(dict.fromkeys(comparisons)),
     }  # fmt: skip
-    made.recomputed["dataset"] = run.commitment.dataset.key
-    if any(not segment.start for segment in taken):
-        made.recomputed["base model"] = run.base_model
+    made.recomputed["dataset"] = ("", "prepared again from the file with this hash")
+    if not taken[0].start:
+        made.recomputed["base model"] = ("", "trained again from the files with these hashes")
     if work.whole or work.segments == "all":
-        made.recomputed["steps"] = str(run.total)
+        made.recomputed["steps"] = (str(run.total), "all taken again")
     if not any(finding.level in ("L2", level) for finding in made.findings):
         made.passed.append(level)
 
@@ -183,12 +182,12 @@ def _describe_draw(
     if work.whole:
         made.notes.append(f"the whole run: {work.run.total} steps from the base model")
         return
-    chance = chance_of_detection(of, len(drawn))
-    steps = sum(one.steps for one in drawn)
+    steps, chance = sum(one.steps for one in drawn), 100 * chance_of_detection(of, len(drawn))
+    bound = "at least " * (len({one.steps for one in of}) > 1)
     named = ", ".join(one.describe() for one in drawn[:6]) + (" ..." if len(drawn) > 6 else "")
     made.notes.append(
         f"nonce {work.nonce}: {len(drawn)} of {len(of)} segments ({steps} of {work.run.total} steps): {named}; "
-        f"a change inside one segment is found with probability {100 * chance:.0f} %"
+        f"a change inside one segment is found with probability {bound}{chance:.0f} %"
     )
     if list(taken) != list(drawn):
         made.notes.append(f"computed: {', '.join(one.describe() for one in taken)}; the end of the run is always taken")

@@ -8,9 +8,10 @@ import hashlib
 import secrets
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 NONCE_BYTES = 16
-TRIALS = 2000
+LEAST_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -38,8 +39,9 @@ def all_segments(checkpoints: Iterable[int], total: int) -> list[Segment]:
     return [Segment(start=start, stop=stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
-def draw_segments(segments: Sequence[Segment], count: int, *, root: str, nonce: str) -> tuple[Segment, ...]:
-    """`count` of the segments without replacement, each with a chance in proportion to its steps; in order."""
+def draw_segments(segments: Sequence[Segment], count: int | None, *, root: str, nonce: str) -> tuple[Segment, ...]:
+    """`count` of the segments without replacement, each with a chance in proportion to its steps; in order. Without a count,
+    three, and more until they have a fifth of the steps: whoever made the run chose how short segments are."""
 
     def key(segment: Segment) -> float:
         digest = hashlib.sha256(f"{root}\n{nonce}\n{segment.stop}".encode()).digest()
@@ -48,17 +50,17 @@ def draw_segments(segments: Sequence[Segment], count: int, *, root: str, nonce: 
             uniform ** (1 / segment.steps)
         )  # the largest keys are a weighted sample (Efraimidis and Spirakis, 2006)
 
-    return tuple(sorted(sorted(segments, key=key, reverse=True)[:count]))
+    drawn = sorted(segments, key=key, reverse=True)
+    covered = accumulate(segment.steps for segment in drawn)
+    enough = sum(steps < LEAST_SHARE * segments[-1].stop for steps in covered) + 1
+    return tuple(sorted(drawn[: max(3, enough) if count is None else count]))
 
 
 def chance_of_detection(segments: Sequence[Segment], count: int) -> float:
-    """The least probability that a draw contains any one given segment."""
-    if count >= len(segments):
-        return 1.0
-    if len({segment.steps for segment in segments}) == 1:
-        return count / len(segments)
-    drawn = [draw_segments(segments, count, root="chance", nonce=str(trial)) for trial in range(TRIALS)]
-    return min(sum(segment in one for one in drawn) / TRIALS for segment in segments)
+    """The least probability that a draw contains any one given segment: exact for segments of one length, else a lower bound."""
+    if count >= len(segments) or len({segment.steps for segment in segments}) == 1:
+        return min(1.0, count / len(segments))
+    return 1 - (1 - min(segment.steps for segment in segments) / segments[-1].stop) ** count
 
 
 def passes_over(segments: Sequence[Segment], states: Collection[int]) -> tuple[Segment, ...]:

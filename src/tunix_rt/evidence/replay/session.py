@@ -78,9 +78,8 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
     shape, model_type = shape_of(described), str(described.get("model_type"))
     folder = inputs.tokenizer_folder(committed.tokenizer_sha256, model_type)
     dataset = inputs.dataset(committed.dataset.sha256)
-    lacking = [
-        name for name, found in (("tokenizer", folder), ("base model", base), ("dataset", dataset)) if found is None
-    ]
+    found = {"tokenizer": folder, "base model": base, "dataset": dataset}
+    lacking = [name for name, place in found.items() if place is None]
     if folder is None or (to_train and lacking):
         raise missing_inputs(run, lacking if to_train else ["tokenizer"])
     changes: dict[str, Any] = {"model.tokenizer_name_or_path": folder, "model.revision": "main"}
@@ -88,10 +87,8 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
     changes |= {"data.dataset": dataset} if dataset else {}
     if committed.evalset is not None:
         evalset = inputs.evalset(committed.evalset.sha256)
-        changes |= {
-            "evaluation.evalset": evalset,
-            "evaluation.enabled": run.config.evaluation.enabled and evalset is not None,
-        }
+        enabled = run.config.evaluation.enabled and evalset is not None
+        changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
     config = with_copies_that_fit(config, choice.count, continued=True)
@@ -120,11 +117,11 @@ def missing_inputs(run: Run, lacking: list[str]) -> InputError:
 
 
 def _require_committed(run: Run, data: Prepared) -> None:
-    if data.merkle_root != run.commitment.dataset.merkle_root:
+    facts = run.commitment.dataset
+    here = (data.merkle_root, data.traces, data.heldout_traces)
+    if here != (facts.merkle_root, facts.traces, facts.heldout_traces):
         raise EvidenceError(
-            f"the dataset gives {len(data.rows):,} rows of Merkle root {data.merkle_root[:12]}, recorded is "
-            f"{run.commitment.dataset.merkle_root[:12]}",
-            fix="",
+            "the dataset gives other rows, or other numbers of traces, than the run committed to", fix=""
         )
     if not has_rows(RunDir(run.record.root).rows, data.row_facts):
         raise EvidenceError("rows.jsonl is not what the dataset gives", fix="")

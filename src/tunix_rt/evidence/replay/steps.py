@@ -58,7 +58,7 @@ def take_steps(session: Session, segment: Segment, wanted: Wanted, *, scratch: P
     start = wanted.states.get(segment.start)
     if segment.start and start is not None:
         backend.restore_state(engine, optimizer, start, step=segment.start)
-    elif wanted.before:
+    elif wanted.before and not segment.start:
         found.answers["before"] = _answers(session)
     if not segment.start and 0 in wanted.heldout:
         found.heldout[0] = _heldout_loss(session)
@@ -114,13 +114,9 @@ def _measure_state(
 
 
 def _heldout_loss(session: Session) -> tuple[float, int]:
-    loss, targets = session.backend.heldout_loss(
-        session.engine,
-        session.data.heldout_rows,
-        batch_size=session.ready.eval_rows,
-        pad_id=session.ready.tokenizer.pad_id,
-    )
-    return loss, targets
+    rows, pad_id = session.data.heldout_rows, session.ready.tokenizer.pad_id
+    found = session.backend.heldout_loss(session.engine, rows, batch_size=session.ready.eval_rows, pad_id=pad_id)
+    return found[0], found[1]
 
 
 def _measure_end(session: Session, wanted: Wanted, first: Path | None, scratch: Path, found: Passed) -> None:
