@@ -69,17 +69,16 @@ def _compute(request: Mapping[str, Any], file: IO[str]) -> dict[str, Any]:
     try:
         with _little_memory(request["preparing_bytes"]):
             ready = prepare_run(run, _inputs(request), to_train=to_train)
-    except (EvidenceError, MemoryError, RecursionError) as error:
-        problem = error.problem if isinstance(error, EvidenceError) else "preparing it takes too much memory"
-        return _outcome(Made(findings=[Finding(level="L3" if to_train else "L2", check="inputs", problem=problem)]))
-    _write(file, "prepared")
-    work = Work(
-        run=run, ready=ready, weights=Path(request["weights"]) if request["weights"] else None,
-        weights_root=Path(request["weights_root"]), scratch=Path(request["scratch"]), segments=request["segments"],
-        whole=request["whole"], root=request["root"], nonce=request["nonce"],
-        progress=lambda what, done, total: _write(file, "progress", what=what, done=done, total=total),
-    )  # fmt: skip
-    return _outcome(compute(work))
+        _write(file, "prepared")
+        made = compute(Work(
+            run=run, ready=ready, weights=Path(request["weights"]) if request["weights"] else None,
+            weights_root=Path(request["weights_root"]), scratch=Path(request["scratch"]), segments=request["segments"],
+            whole=request["whole"], root=request["root"], nonce=request["nonce"],
+            progress=lambda what, done, total: _write(file, "progress", what=what, done=done, total=total),
+        ))  # fmt: skip
+    except EvidenceError as error:
+        made = Made(findings=[Finding(level="L3" if to_train else "L2", check="inputs", problem=error.problem)])
+    return _outcome(made)
 
 
 def _outcome(made: "Made") -> dict[str, Any]:
@@ -98,6 +97,8 @@ def _little_memory(most_bytes: int) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))
     try:
         yield
+    except (MemoryError, RecursionError) as error:
+        raise EvidenceError("preparing it takes too much memory", fix="") from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

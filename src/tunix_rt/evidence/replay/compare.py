@@ -58,15 +58,16 @@ def heldout_problem(line: HeldoutLine, loss: float, targets: int, tolerance: flo
 def answers_problem(
     when: str, recorded: Sequence[PredictionLine], again: Sequence[Mapping[str, Any]], *, texts: float
 ) -> str:
-    """Answers to the same questions. Another text, or another way to its end, is another answer."""
-    other = [one.id for one, two in zip(recorded, again, strict=True) if not same_answer(one, two)]
+    other = [one.id for one in other_answers(recorded, again).values()]
     if not recorded or 1 - len(other) / len(recorded) >= texts:
         return ""
     return f"answers {when}: {len(other)} of {len(recorded)} differ, first {', '.join(map(shown, other[:LISTED]))}"
 
 
-def same_answer(recorded: PredictionLine, again: Mapping[str, Any]) -> bool:
-    return bool(recorded.output == again["output"] and recorded.ended == again["ended"])
+def other_answers(recorded: Sequence[PredictionLine], again: Sequence[Mapping[str, Any]]) -> dict[int, PredictionLine]:
+    """Recorded answers, by place, that came out differently: another text, or another way to its end."""
+    pairs = enumerate(zip(recorded, again, strict=True))
+    return {place: one for place, (one, two) in pairs if (one.output, one.ended) != (two["output"], two["ended"])}
 
 
 def gaps_problem(when: str, recorded: Sequence[PredictionLine], gaps: Iterable[float], most: float) -> str:

@@ -13,7 +13,16 @@ from tunix_rt.evidence.replay.machine import Match, loosest, match_machines
 from tunix_rt.evidence.replay.regenerate import Regenerated
 from tunix_rt.evidence.replay.segments import Segment
 from tunix_rt.evidence.replay.steps import Passed
-from tunix_rt.evidence.replay.tolerances import ROUNDED_HELDOUT, TIES, WIDE, Tolerance, grown, precision, tolerance_of
+from tunix_rt.evidence.replay.tolerances import (
+    REPLAYED_TIES,
+    ROUNDED_HELDOUT,
+    TIES,
+    WIDE,
+    Tolerance,
+    grown,
+    precision,
+    tolerance_of,
+)  # fmt: skip
 from tunix_rt.runs.schemas import PredictionLine
 
 WORDING = ("tokenizer_config.json", "special_tokens_map.json")
@@ -109,9 +118,7 @@ def mostly_bit_equal(run: Run, passed: Sequence[Passed]) -> bool:
     return len(equal) > 1 and 2 * sum(equal) >= len(equal)
 
 
-def judge_pass(
-    run: Run, found: Passed, match: Match, recorded: Mapping[str, Sequence[PredictionLine]], *, strict: bool
-) -> Outcome:
+def judge_pass(run: Run, found: Passed, match: Match, *, strict: bool) -> Outcome:
     """The steps, states, held-out losses, final model and answers of one pass; `strict` compares bits whatever the match."""
     outcome, segment, compute = Outcome(), found.segment, run.config.training.dtype
     strict = strict or match.name == "bitwise"
@@ -131,8 +138,8 @@ def judge_pass(
             outcome.add("held-out", compare.heldout_problem(line, *found.heldout[line.step], tolerance))
     if segment.stop == run.total:
         _judge_end(run, found, allowed(run.total), outcome, strict=strict)
-    for when, answers in found.answers.items():
-        _judge_answers(run, when, recorded[when], answers, match, outcome, strict=strict)
+    for when in found.answers:
+        _judge_answers(run, when, found, match, outcome, strict=strict)
     differ = "differ" if steps.problems else "bit-equal" if strict else "within tolerance"
     bits = strict and match.name != "bitwise"
     outcome.comparison = match.describe() + "; most losses are bit-equal, so everything is held to bits" * bits
@@ -193,19 +200,16 @@ def _same_config(run: Run, name: str, here: bytes | None) -> bool:
     return bool({**both[0], "transformers_version": 0} == {**both[1], "transformers_version": 0})
 
 
-def _judge_answers(
-    run: Run, when: str, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]], match: Match, outcome: Outcome,
-    *, strict: bool,
-) -> None:  # fmt: skip
-    """In 16 bits on another machine texts turn at near ties; there the number of right answers may differ only by chance."""
-    compute, here = run.config.training.dtype, scores_here(run, recorded, answers)
+def _judge_answers(run: Run, when: str, found: Passed, match: Match, outcome: Outcome, *, strict: bool) -> None:
+    """In 16 bits on another machine texts turn at near ties: there the recorded texts are followed token by token."""
+    compute, recorded = run.config.training.dtype, run.record.predictions(when)
     if strict or compute in WIDE:
         texts = 1.0 if strict else tolerance_of(match.name, compute).texts
-        outcome.add("answers", compare.answers_problem(when, recorded, answers, texts=texts))
+        outcome.add("answers", compare.answers_problem(when, recorded, found.answers[when], texts=texts))
     else:
-        right, count = sum(line.strict for line in recorded), len(recorded)
-        p = max(right, here.correct, 1) / count
-        if abs(right - here.correct) > 4 * (count * p * max(1 - p, 0.05)) ** 0.5:
-            outcome.add("answers", f"answers {when}: {right} of {count} right are recorded, {here.correct} here")
+        most = TIES["bfloat16"] if when == "before" else REPLAYED_TIES
+        followed = [recorded[place] for place in found.gaps[when]]
+        outcome.add("answers", compare.gaps_problem(when, followed, found.gaps[when].values(), most))
     if when == "after":
-        outcome.recomputed["accuracy"] = accuracy_of(here), "generated again by the replayed final model"
+        accuracy = accuracy_of(scores_here(run, recorded, found.answers[when]))
+        outcome.recomputed["accuracy"] = accuracy, "generated again by the replayed final model"

@@ -1,7 +1,7 @@
 """Level L2: the given weights answer the recorded questions again, and have the recorded held-out loss."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tunix_rt.config import with_settings
 from tunix_rt.data.render import prompt_ids
 from tunix_rt.errors import DoesNotFitError
 from tunix_rt.evaluate.run import Questions, ask, stop_ids
-from tunix_rt.evidence.replay.compare import same_answer
+from tunix_rt.evidence.replay.compare import other_answers
 from tunix_rt.evidence.replay.session import Ready
 from tunix_rt.models import resolve_model
 from tunix_rt.plan.shape import shape_of
@@ -33,7 +33,7 @@ class Regenerated:
     heldout: tuple[float, int] | None
 
 
-def regenerate(ready: Ready, weights: Path, recorded: Sequence[PredictionLine]) -> Regenerated:
+def regenerate(ready: Ready, weights: Path, *, asked: bool) -> Regenerated:
     """Load the model in `weights` and answer all questions; those that come out differently are followed token by token."""
     alone = {"model.model_name_or_path": str(weights), "model.weights": "pretrained", "training.lora_rank": None}
     config = with_settings(ready.config, alone)
@@ -47,31 +47,24 @@ def regenerate(ready: Ready, weights: Path, recorded: Sequence[PredictionLine]) 
         )
     backend = load_backend(config.training.backend)
     engine = backend.load(source, device=ready.choice.device, training=config.training)
-    heldout = None
-    if ready.data is not None and ready.data.heldout_rows:
-        heldout = backend.heldout_loss(
-            engine, ready.data.heldout_rows, batch_size=ready.eval_rows, pad_id=ready.tokenizer.pad_id
-        )
-    answers, gaps = (
-        _answers(ready, backend, engine, recorded, shape.max_positions) if ready.items and recorded else ([], {})
-    )
-    return Regenerated(
-        machine=backend.machine_facts(engine), adapted=ready.config.training.lora_rank is not None, answers=answers, gaps=gaps,
-        heldout=heldout,
-    )  # fmt: skip
+    rows, pad_id = ready.data.heldout_rows if ready.data else (), ready.tokenizer.pad_id
+    heldout = backend.heldout_loss(engine, rows, batch_size=ready.eval_rows, pad_id=pad_id) if rows else None
+    answers, gaps = generate(ready, backend, engine, "after") if asked else ([], {})
+    adapted = ready.config.training.lora_rank is not None
+    machine = backend.machine_facts(engine)
+    return Regenerated(machine=machine, adapted=adapted, answers=answers, gaps=gaps, heldout=heldout)
 
 
-def _answers(
-    ready: Ready, backend: Any, engine: Any, recorded: Sequence[PredictionLine], positions: int
-) -> tuple[list[dict[str, Any]], dict[int, float]]:
+def generate(ready: Ready, backend: Any, engine: Any, when: str) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The answers of the engine; those that differ from the recorded ones are followed token by token."""
     questions = ready.questions()
     given = ask(
-        backend, engine, questions, what="regenerate", rows_at=lambda length: ready.eval_rows,
-        progress=lambda *_: None, stop=lambda: None,
+        backend, engine, questions, what="answers", rows_at=lambda length: ready.eval_rows, progress=lambda *_: None,
+        stop=lambda: None,
     )  # fmt: skip
     answers = [to_plain(answer) for answer in given]
-    other = [place for place, (one, two) in enumerate(zip(recorded, answers, strict=True)) if not same_answer(one, two)]
-    return answers, largest_gaps(backend, engine, questions, {place: recorded[place] for place in other}, positions)
+    other = other_answers(ready.run.record.predictions(when), answers)
+    return answers, largest_gaps(backend, engine, questions, other, ready.shape.max_positions)
 
 
 def largest_gaps(

@@ -1,6 +1,6 @@
 """Levels L2 to L4 of one prepared run: what is computed again, and how it compares."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +62,6 @@ class Made:
 
 def compute(work: Work) -> Made:
     made, items = Made(), work.ready.items
-    recorded = {when: work.run.record.predictions(when) for when in ("before", "after")}
     asked = work.run.answered and items is not None
     if asked and (problems := list(question_problems(work.run, items or ()))):
         made.fail("L2", "answers", *problems)
@@ -70,9 +69,9 @@ def compute(work: Work) -> Made:
     if work.run.answered and not asked:
         made.notes.append("answers: not checked, the eval set is not at hand by its hash")
     if work.weights is not None:
-        _weights(work, made, recorded["after"] if asked else ())
+        _weights(work, made, work.run.record.predictions("after") if asked else ())
     if work.segments is not None:
-        _replay(work, made, recorded, asked=asked)
+        _replay(work, made, asked=asked)
     return made
 
 
@@ -85,7 +84,7 @@ def _weights(work: Work, made: Made, recorded: Sequence[PredictionLine]) -> None
         made.fail("L2", "weights", *problems)
         return
     try:
-        found = regenerate(work.ready, work.weights, recorded)
+        found = regenerate(work.ready, work.weights, asked=bool(recorded))
     except (InputError, EvidenceError) as error:  # the files are the recorded ones, so this is about the run
         made.fail("L2", "weights", f"the final model cannot be loaded: {error.problem}")
         return
@@ -115,7 +114,7 @@ def weights_problems(run: Run, weights: Path) -> list[str]:
 # --- L3, L4 -----------------------------------------------------------------------------------------------------------
 
 
-def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLine]], *, asked: bool) -> None:
+def _replay(work: Work, made: Made, *, asked: bool) -> None:
     """Take the drawn segments again, and the end of the run: the final loss and the final model hang on it."""
     run = work.run
     level: Level = "L4" if work.whole else "L3"
@@ -139,7 +138,7 @@ def _replay(work: Work, made: Made, recorded: Mapping[str, Sequence[PredictionLi
     comparisons = []
     for found in passed:
         match = match_of(run, found.segment.start, found.segment.stop, here, NUMERICS[run.backend])
-        outcome = judge_pass(run, found, match, recorded, strict=strict)
+        outcome = judge_pass(run, found, match, strict=strict)
         made.take(level, outcome)
         comparisons.append(outcome.comparison)
     made.notes += [f"{level} {one}" for one in dict.fromkeys(comparisons)]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.backends import Step
-from tunix_rt.evaluate.run import ask
 from tunix_rt.evidence.replay.distance import distance
+from tunix_rt.evidence.replay.regenerate import generate
 from tunix_rt.evidence.replay.segments import Segment
 from tunix_rt.evidence.replay.session import Progress, Session
 from tunix_rt.pipeline import save_final
-from tunix_rt.rundir import sha256_file, to_plain
+from tunix_rt.rundir import sha256_file
 from tunix_rt.train import batches_of, code_of
 
 MODEL = "model.safetensors"
@@ -45,6 +45,7 @@ class Passed:
     distances: dict[int, float] = field(default_factory=dict)
     heldout: dict[int, tuple[float, int]] = field(default_factory=dict)
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    gaps: dict[str, dict[int, float]] = field(default_factory=dict)
     final_model: dict[str, str] = field(default_factory=dict)
     final_config: dict[str, bytes] = field(default_factory=dict)
     final_distance: float | None = None
@@ -59,7 +60,7 @@ def take_steps(session: Session, segment: Segment, wanted: Wanted, *, scratch: P
     if segment.start and start is not None:
         backend.restore_state(engine, optimizer, start, step=segment.start)
     elif wanted.before and not segment.start:
-        found.answers["before"] = _answers(session)
+        found.answers["before"], found.gaps["before"] = generate(ready, backend, engine, "before")
     if not segment.start and 0 in wanted.heldout:
         found.heldout[0] = _heldout_loss(session)
     first = _first_weights(session, optimizer, segment, wanted, scratch)
@@ -129,17 +130,9 @@ def _measure_end(session: Session, wanted: Wanted, first: Path | None, scratch: 
     if first is not None and wanted.final_weights is not None:
         found.final_distance = distance(first / "final_model", wanted.final_weights, folder)
     if wanted.after:
-        found.answers["after"] = _answers(session)
+        found.answers["after"], found.gaps["after"] = generate(session.ready, session.backend, session.engine, "after")
 
 
 def _save(session: Session, folder: Path, *, dtype: str | None) -> None:
     ready = session.ready
     save_final(session.backend, session.engine, folder, tokenizer=ready.tokenizer, style=ready.style, dtype=dtype)
-
-
-def _answers(session: Session) -> list[dict[str, Any]]:
-    answers = ask(
-        session.backend, session.engine, session.ready.questions(), what="answers",
-        rows_at=lambda length: session.ready.eval_rows, progress=lambda *_: None, stop=lambda: None,
-    )  # fmt: skip
-    return [to_plain(answer) for answer in answers]
