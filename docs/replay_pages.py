@@ -46,7 +46,7 @@ def tolerances_block(root: Path) -> str:
             f"replay it grows in proportion, up to {MOST_GROWTH['float32']:g} times in float32 and "
             f"{MOST_GROWTH['bfloat16']:g} times in 16 bits; that growth is a choice. A bitwise comparison allows nothing: all "
             f"numbers were bit-equal {_same(variants)}. In 16 bits on another machine greedy texts turn at near ties: L2 "
-            "follows them token by token, L4 compares how many are right.",
+            "and a replay follow them token by token.",
             _ties(root),
             _below(variants),
             _cheats(variants),

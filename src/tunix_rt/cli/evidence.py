@@ -92,7 +92,7 @@ class _Segments(click.ParamType):  # type: ignore[type-arg]
 @click.option("--model", metavar="DIR", help="The base model, if it does not ship with tunix-rt.")
 @click.option("--tokenizer", metavar="DIR", help="The tokenizer, if it is not that of --model.")
 @click.option("--data", metavar="FILE", multiple=True, help="Dataset or eval set, found by its hash.")
-@click.option("--segments", type=_Segments(), help="Segments to draw and replay (L3) [3].")
+@click.option("--segments", type=_Segments(), help="Segments to draw and replay (L3) [3 or more].")
 @click.option("--nonce", metavar="TEXT", help="Decides the draw [random; printed, so that it can be repeated].")
 @click.option("--signed-by", type=FOLDER, help="Public key or allowed-signers file that must have signed the bundle.")
 @click.option("--time-limit", type=click.FloatRange(min=1), help="Seconds that computing may take [24 hours].")
