@@ -20,7 +20,7 @@ from tunix_rt.evaluate.score import Prediction, judge
 from tunix_rt.evidence.claims import LEVELS, Finding, Verdict, level_of
 from tunix_rt.evidence.replay.compare import answers_problem, compare_steps, gaps_problem, heldout_problem
 from tunix_rt.evidence.replay.distance import distance
-from tunix_rt.evidence.replay.judge import mostly_bit_equal
+from tunix_rt.evidence.replay.judge import Outcome, _judge_end, mostly_bit_equal
 from tunix_rt.evidence.replay.machine import COMPARISONS, Match, loosest, match_machines
 from tunix_rt.evidence.replay.segments import (
     Segment,
@@ -389,3 +389,23 @@ def test_a_process_that_the_input_ended_is_a_finding(code: int | None, breach: s
     (found,) = _not_finished(ended(code, breach), "ValueError: odd", prepared=False, level="L2")["findings"]
     assert (found["level"], found["check"]) == ("L2", "limits")
     assert breach in found["problem"] and found["problem"].startswith("preparing")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_file_that_training_does_not_write_into_the_final_model_is_found_in_every_class(strict: bool) -> None:
+    """A second shard could hide foreign weights in the first."""
+    run = SimpleNamespace(final_model={"model.safetensors": "a", "z.safetensors": "b"}, record=None)
+    found = Passed(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "a"}, final_distance=0.0)
+    outcome = Outcome()
+    _judge_end(run, found, EXACT, outcome, strict=strict)  # type: ignore[arg-type]
+    assert outcome.problems == [("final-model", "final_model/z.safetensors is not what training gives here")]
+
+
+def test_a_final_model_that_lies_too_far_from_the_replayed_one_is_found_where_bits_do_not_repeat() -> None:
+    run = SimpleNamespace(final_model={"model.safetensors": "a"}, record=None)
+    found = Passed(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "c"}, final_distance=0.5)
+    near, far = Outcome(), Outcome()
+    tolerance = TOLERANCES["same hardware", "bfloat16"]
+    _judge_end(run, replace(found, final_distance=0.1), tolerance, near, strict=False)  # type: ignore[arg-type]
+    _judge_end(run, found, tolerance, far, strict=False)  # type: ignore[arg-type]
+    assert near.problems == [] and [check for check, _ in far.problems] == ["final-model"]
