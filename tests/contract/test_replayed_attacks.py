@@ -204,4 +204,6 @@ def test_h2_a_jump_of_the_weights_is_found_whenever_its_segment_is_drawn(
     drawn = [JUMP in draw_segments(of, 1, root=root, nonce=nonce) for nonce in nonces]
     found, missed = (verify(folder, "L3", Options(segments=1, nonce=nonces[drawn.index(one)])) for one in (True, False))
     assert ("L3", "states") in checks(found) and missed.ok
-    assert any("is found with probability at least 17 %" in note for note in missed.notes), "the verdict states what it can miss"
+    assert any("is found with probability at least 17 %" in note for note in missed.notes), (
+        "the verdict states what it can miss"
+    )
