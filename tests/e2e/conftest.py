@@ -1,25 +1,3 @@
 """The real bundles, made once for all tests."""
 
-from tests.forging.bases import (
-    cpu_bundle,
-    cpu_run,
-    gpu_bundle,
-    judged_once,
-    source_repo,
-    tiny_bundle,
-    tiny_replayable,
-    tiny_repo,
-    tiny_run,
-)
-
-__all__ = [
-    "cpu_bundle",
-    "cpu_run",
-    "gpu_bundle",
-    "judged_once",
-    "source_repo",
-    "tiny_bundle",
-    "tiny_replayable",
-    "tiny_repo",
-    "tiny_run",
-]
+from tests.contract.conftest import *  # noqa: F403

@@ -161,8 +161,8 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
     machine = run.record.processes[-1].machine
     tokens, seconds = (sum(getattr(line, name) for line in run.metrics[1:]) for name in ("tokens", "seconds"))
     measured = (result.memory.measured_bytes or 0) if result.memory else 0
-    asked = "the held-out questions" if committed.evalset is None else committed.evalset.key
-    answers: tuple[Label, str] = ("self-reported", f"recorded answers to {asked}") if after else ("not checked", "")
+    questions = "the held-out questions" if committed.evalset is None else committed.evalset.key
+    answers: tuple[Label, str] = ("self-reported", f"recorded answers to {questions}") if after else ("not checked", "")
     rows: list[tuple[str, str, Label, str]] = [
         ("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
         ("accuracy", accuracy_of(after) if after else "not evaluated", *answers),

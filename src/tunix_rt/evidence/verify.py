@@ -168,10 +168,10 @@ def _examined(shot: _Snapshot, options: Options) -> dict[str, Any]:
     limits = replace(READING, cpu_seconds=seconds, wall_seconds=5 * seconds)
     request = _request(shot, options) | {"mode": "examine"}
     environment = _environment(shot, None) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    lines, ended, said = _run(shot, request, limits, environment)
+    lines, ended, last_line = _run(shot, request, limits, environment)
     if found := _last(lines, "outcome"):
         return found
-    what = f"takes more than {ended.breach}" if ended.breach else f"ended with code {ended.code}: {said}"
+    what = f"takes more than {ended.breach}" if ended.breach else f"ended with code {ended.code}: {last_line}"
     return _failed("L0", f"reading it {what}")
 
 
@@ -196,21 +196,23 @@ def _computed(
         seconds = PREPARING.wall_seconds + supplied / 1e6
         preparing = replace(PREPARING, wall_seconds=seconds, resident_bytes=GIB + BYTES_PER_BYTE * supplied)
         watch = _Watch(progress, options.time_limit)
-        lines, ended, said = _run(shot, request, preparing, environment, watch=watch, network=source is None)
+        lines, ended, last_line = _run(shot, request, preparing, environment, watch=watch, network=source is None)
     if found := _last(lines, "outcome"):
         return found
-    return _not_finished(ended, said, prepared=watch.prepared, level="L3" if replays else "L2")
+    return _not_finished(ended, last_line, prepared=watch.prepared, level="L3" if replays else "L2")
 
 
-def _not_finished(ended: Ended, said: str, *, prepared: bool, level: Level) -> dict[str, Any]:
+def _not_finished(ended: Ended, last_line: str, *, prepared: bool, level: Level) -> dict[str, Any]:
     """A breach is a finding; what the machine lacks says nothing about the run and is raised."""
-    if not ended.breach and (ended.code == -9 or any(words in said for words in OUT_OF_MEMORY)):
-        raise DoesNotFitError(f"could not be tried here: {said or 'killed'}", fix="try a machine with more memory")
+    if not ended.breach and (ended.code == -9 or any(words in last_line for words in OUT_OF_MEMORY)):
+        raise DoesNotFitError(f"could not be tried here: {last_line or 'killed'}", fix="try a machine with more memory")
     if not ended.breach and ended.code is not None and ended.code < 0 and prepared:
-        raise HardwareError(f"could not be tried here: signal {-ended.code}: {said}", fix="try another machine")
+        raise HardwareError(f"could not be tried here: signal {-ended.code}: {last_line}", fix="try another machine")
     what = "computing" if prepared else "preparing tokenizer, chat template and data"
     how = (
-        f"takes more than {ended.breach}" if ended.breach else f"failed, which an honest bundle does not cause: {said}"
+        f"takes more than {ended.breach}"
+        if ended.breach
+        else f"failed, which an honest bundle does not cause: {last_line}"
     )
     return _failed(level, f"{what} {how}")
 
@@ -246,26 +248,26 @@ def _run(
     """One worker. Errors that say nothing about the run are raised as they are."""
     working = shot.scratch / "working"
     working.mkdir(exist_ok=True)
-    asked, answer = shot.scratch / "request.json", shot.scratch / "answer.jsonl"
-    asked.write_text(json.dumps(request), encoding="utf-8")
+    request_file, answer = shot.scratch / "request.json", shot.scratch / "answer.jsonl"
+    request_file.write_text(json.dumps(request), encoding="utf-8")
     answer.unlink(missing_ok=True)
     if watch is not None:
         watch.answer = answer
-    command = [sys.executable, "-P", "-m", WORKER, str(asked), str(answer)]
+    command = [sys.executable, "-P", "-m", WORKER, str(request_file), str(answer)]
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as failed:
         ended = run_limited(
             command, limits=limits, environment=environment, folder=working, stdin=b"", stdout=printed, stderr=failed,
             network=network, **({"pulse": watch} if watch else {}),
         )  # fmt: skip
         failed.seek(max(0, failed.seek(0, os.SEEK_END) - 4096))
-        said = next(iter(failed.read().decode("utf-8", "replace").strip().splitlines()[-1:]), "")[:300]
+        last_line = next(iter(failed.read().decode("utf-8", "replace").strip().splitlines()[-1:]), "")[:300]
     text = answer.read_text(encoding="utf-8") if answer.is_file() else ""
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     if error := _last(lines, "error"):
         kind = getattr(errors, str(error["error"]), TunixError)
         kind = kind if isinstance(kind, type) and issubclass(kind, TunixError) else TunixError
         raise kind(error["problem"].replace(str(shot.root), shot.name), fix=error["fix"])
-    return lines, ended, said
+    return lines, ended, last_line
 
 
 def _last(lines: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Regenerated:
     heldout: tuple[float, int] | None
 
 
-def regenerate(ready: Ready, weights: Path, *, asked: bool) -> Regenerated:
+def regenerate(ready: Ready, weights: Path, *, with_answers: bool) -> Regenerated:
     """Load the model in `weights` and answer all questions; those that come out differently are followed token by token."""
     alone = {"model.model_name_or_path": str(weights), "model.weights": "pretrained", "training.lora_rank": None}
     config = with_settings(ready.config, alone)
@@ -49,7 +49,7 @@ def regenerate(ready: Ready, weights: Path, *, asked: bool) -> Regenerated:
     engine = backend.load(source, device=ready.choice.device, training=config.training)
     rows, pad_id = ready.data.heldout_rows if ready.data else (), ready.tokenizer.pad_id
     heldout = backend.heldout_loss(engine, rows, batch_size=ready.eval_rows, pad_id=pad_id) if rows else None
-    answers, gaps = generate(ready, backend, engine, "after") if asked else ([], {})
+    answers, gaps = generate(ready, backend, engine, "after") if with_answers else ([], {})
     adapted = ready.config.training.lora_rank is not None
     machine = backend.machine_facts(engine)
     return Regenerated(machine=machine, adapted=adapted, answers=answers, gaps=gaps, heldout=heldout)

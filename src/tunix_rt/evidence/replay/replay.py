@@ -62,16 +62,16 @@ class Made:
 
 def compute(work: Work) -> Made:
     made, items = Made(), work.ready.items
-    asked = work.run.answered and items is not None
-    if asked and (problems := list(question_problems(work.run, items or ()))):
+    with_answers = work.run.answered and items is not None
+    if with_answers and (problems := list(question_problems(work.run, items or ()))):
         made.fail("L2", "answers", *problems)
         return made
-    if work.run.answered and not asked:
+    if work.run.answered and not with_answers:
         made.notes.append("answers: not checked, the eval set is not at hand by its hash")
     if work.weights is not None:
-        _weights(work, made, work.run.record.predictions("after") if asked else ())
+        _weights(work, made, work.run.record.predictions("after") if with_answers else ())
     if work.segments is not None:
-        _replay(work, made, asked=asked)
+        _replay(work, made, with_answers=with_answers)
     return made
 
 
@@ -84,7 +84,7 @@ def _weights(work: Work, made: Made, recorded: Sequence[PredictionLine]) -> None
         made.fail("L2", "weights", *problems)
         return
     try:
-        found = regenerate(work.ready, work.weights, asked=bool(recorded))
+        found = regenerate(work.ready, work.weights, with_answers=bool(recorded))
     except (InputError, EvidenceError) as error:  # the files are the recorded ones, so this is about the run
         made.fail("L2", "weights", f"the final model cannot be loaded: {error.problem}")
         return
@@ -114,7 +114,7 @@ def weights_problems(run: Run, weights: Path) -> list[str]:
 # --- L3, L4 -----------------------------------------------------------------------------------------------------------
 
 
-def _replay(work: Work, made: Made, *, asked: bool) -> None:
+def _replay(work: Work, made: Made, *, with_answers: bool) -> None:
     """Take the drawn segments again, and the end of the run: the final loss and the final model hang on it."""
     run = work.run
     level: Level = "L4" if work.whole else "L3"
@@ -131,7 +131,8 @@ def _replay(work: Work, made: Made, *, asked: bool) -> None:
     here = session.backend.machine_facts(session.engine)
     wanted = Wanted(
         checkpoints={entry.step for entry in run.record.checkpoints}, states=states,
-        heldout={line.step for line in run.record.heldout}, before=work.whole and asked, after=asked, final_weights=work.weights,
+        heldout={line.step for line in run.record.heldout}, before=work.whole and with_answers, after=with_answers,
+        final_weights=work.weights,
     )  # fmt: skip
     passed = [take_steps(session, one, wanted, scratch=work.scratch, progress=work.progress) for one in taken]
     strict = mostly_bit_equal(run, passed)
