@@ -103,7 +103,7 @@ def test_m6_runs_lists_and_shows_a_folder_with_files_without_end(cpu_bundle: Pat
     without_end(folder)
     shown = within_limits(measured("runs", "show", folder, seconds=30.0), 30.0)
     assert "metrics.jsonl" in shown and "result.json" in shown
-    assert "hostile" in within_limits(measured("runs", tmp_path / "runs", seconds=30.0), 30.0)
+    assert "hostile" in within_limits(measured("runs", tmp_path / "runs", "--json", seconds=30.0), 30.0)
 
 
 @pytest.mark.slow
