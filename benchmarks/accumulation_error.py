@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from docs import markdown
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import Training, build_config
-from tunix_rt.data.pack import StepBatch, batch_of_step
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import prepare
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
 RESULT = Path("benchmarks/results/accumulation_cpu.json")

@@ -6,7 +6,7 @@
 A model, by default the one that the demo trains, answers questions in bfloat16 with several kinds of instructions and by both
 engines. Every text is then followed by the others, token by token (`largest_gaps` in `tunix_rt.evidence.replay.regenerate`); the
 largest gap of each answer is kept. Forged texts are the same with the last number in them changed, the expected answer alone, the
-answer to the next question, and those of the model before it was trained. `TIES` in `tunix_rt.evidence.replay.tolerances` comes
+answer to the next question, and those of the model before it was trained. `TIES` in `tunix_rt.evidence.replay.compare` comes
 from these figures.
 """
 
@@ -36,14 +36,14 @@ NEW_TOKENS, ROWS = 96, 16
 def child(path: str) -> None:
     """Answer, or follow the texts that the request has."""
     from benchmarks.replay_noise_worker import Job, config_of
-    from tunix_rt.backends import load_backend
     from tunix_rt.data.prepare import prepare
-    from tunix_rt.doctor.choose import set_environment
-    from tunix_rt.evaluate.run import Questions, ask, decoding_of
+    from tunix_rt.doctor.selection import set_environment
+    from tunix_rt.engines.base import load_backend
+    from tunix_rt.evaluate.generate import Questions, ask, decoding_of
     from tunix_rt.evidence.replay.regenerate import largest_gaps
-    from tunix_rt.models import resolve_model
+    from tunix_rt.models.resolve import resolve_model
     from tunix_rt.pipeline import find_tokenizer
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.storage import to_plain
 
     request = json.loads(Path(path).read_text())
     job = Job(
@@ -71,7 +71,7 @@ def child(path: str) -> None:
 
 
 def _by_place(lines: list[dict[str, Any]]) -> dict[int, Any]:
-    from tunix_rt.evaluate.score import Prediction
+    from tunix_rt.scoring.score import Prediction
 
     return {place: Prediction(**line) for place, line in enumerate(lines)}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from math_verify import parse, verify
 
 from tests.unit.answer_pairs import IN_BLOCK, tagged
-from tunix_rt.evaluate.score import matches_lenient, matches_strict
+from tunix_rt.scoring.score import matches_lenient, matches_strict
 
 RESULT = Path(__file__).parent / "results" / "answers_math_verify.json"
 

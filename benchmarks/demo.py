@@ -33,11 +33,11 @@ def told_before() -> dict[str, int]:
     from their question and are left out."""
     from recipes.base_model.corpus import _SENTENCE_END
     from recipes.dev_reasoning.generate import generate_rows
-    from tunix_rt.backends import load_backend
-    from tunix_rt.backends.decoding import Decoding
-    from tunix_rt.config import Training
+    from tunix_rt.config.settings import Training
     from tunix_rt.data.tokenizer import load_tokenizer
-    from tunix_rt.models import resolve_model
+    from tunix_rt.engines.base import load_backend
+    from tunix_rt.engines.decoding import Decoding
+    from tunix_rt.models.resolve import resolve_model
 
     source = resolve_model("tiny-gemma3")
     tokenizer = load_tokenizer(source.folder)

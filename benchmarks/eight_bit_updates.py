@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tunix_rt.backends import torch_optim
-from tunix_rt.backends.torch_optim import Optimizer
+from tunix_rt.engines.torch import optim as torch_optim
+from tunix_rt.engines.torch.optim import Optimizer
 
 LAYER = [
     (2048, 2048),
@@ -87,7 +87,7 @@ def main() -> None:
     triton = torch_optim._triton
     device = torch.empty(0, device="cuda").device
     assert triton(device) is not None, "no kernels: see the log"
-    from tunix_rt.backends import triton_eight_bit
+    from tunix_rt.engines.torch.triton import adamw_8bit as triton_eight_bit
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {elements:,} weights")
     print(f"{'rule':<11} {'weights':<9} {'way':<8} {'by':<7} {'launch':<16} {'ms':>8} {'GB/s':>7} {'MiB besides':>12}")

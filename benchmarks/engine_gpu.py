@@ -25,12 +25,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends.torch_head import head_loss
-from tunix_rt.config import RunConfig, Training, build_config
-from tunix_rt.data.pack import Row, StepBatch, batch_of_step, collate
-from tunix_rt.models import resolve_model
-from tunix_rt.plan.recipe import loss_rows
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.data.packing import Row, StepBatch, batch_of_step, collate
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.engines.torch.chunked_loss import head_loss
+from tunix_rt.models.resolve import resolve_model
+from tunix_rt.plan.precision import loss_rows
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import transformers
 
-from tunix_rt.asking import OpenModel, find_model, load_found, name_model, settle_device
-from tunix_rt.backends.decoding import Decoding
 from tunix_rt.data.render import prompt_ids
+from tunix_rt.engines.decoding import Decoding
 from tunix_rt.evaluate.evalsets import load_evalset
-from tunix_rt.evaluate.run import stop_ids
+from tunix_rt.evaluate.generate import stop_ids
+from tunix_rt.inference import OpenModel, find_model, load_found, name_model, settle_device
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -8,10 +8,10 @@ import argparse
 import json
 from pathlib import Path
 
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import load_config
+from tunix_rt.config.load import load_config
 from tunix_rt.data.prepare import prepare
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
 

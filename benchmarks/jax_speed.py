@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed_jobs import CONFIGS, make_job
-from tunix_rt.backends import StepShape, jax_backend
+from tunix_rt.engines.base import StepShape
+from tunix_rt.engines.jax import loop as jax_backend
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

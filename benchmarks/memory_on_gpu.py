@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_prediction import random_data
-from tunix_rt.config import RunConfig
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import TunixError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.plan.verdict import least_room
+from tunix_rt.plan.target import least_room
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -161,8 +161,8 @@ def measure(spec: dict[str, Any], device: str, cap_bytes: int | None = None) -> 
     import torch
 
     from benchmarks.engine_gpu import start_afresh
-    from tunix_rt.backends import torch_backend as engine_of
-    from tunix_rt.backends.decoding import Decoding
+    from tunix_rt.engines.decoding import Decoding
+    from tunix_rt.engines.torch import loop as engine_of
 
     config = RunConfig.model_validate(spec["settings"])
     training, rows = config.training, config.evaluation.per_device_eval_batch_size
@@ -222,8 +222,8 @@ def _kept(engine: Any, batch_of: Any) -> list[Any]:
     """Shapes, types and bytes of the tensors that the last layer of a training step keeps, its weights left out."""
     import torch
 
-    from tunix_rt.backends.torch_compile import layers_of
-    from tunix_rt.backends.torch_model import summed_loss
+    from tunix_rt.engines.torch.compile import layers_of
+    from tunix_rt.engines.torch.model import summed_loss
 
     weights = {one.untyped_storage().data_ptr() for one in engine.model.parameters()}
     storages: dict[int, list[Any]] = {}
@@ -286,7 +286,7 @@ def work(device: str) -> None:
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     import benchmarks.engine_gpu  # noqa: F401
-    import tunix_rt.backends.torch_backend  # noqa: F401
+    import tunix_rt.engines.torch.loop  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints, prints elsewhere

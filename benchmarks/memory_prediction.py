@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from tunix_rt.backends.decoding import Decoding  # noqa: E402
-from tunix_rt.config import RunConfig  # noqa: E402
-from tunix_rt.plan.fit import measure_rate, training_flops_per_token  # noqa: E402
+from tunix_rt.config.settings import RunConfig  # noqa: E402
+from tunix_rt.engines.decoding import Decoding  # noqa: E402
 from tunix_rt.plan.memory import predict  # noqa: E402
 from tunix_rt.plan.shape import shape_of  # noqa: E402
+from tunix_rt.plan.timing import measure_rate, training_flops_per_token  # noqa: E402
 
 if TYPE_CHECKING:
-    from tunix_rt.data.pack import Row, StepBatch
+    from tunix_rt.data.packing import Row, StepBatch
 
 CHILD_SECONDS = 300
 
@@ -134,7 +134,7 @@ def random_data(config: RunConfig, vocabulary: int) -> tuple[Callable[[], "Row"]
     """What makes a row of random tokens, all of them targets, two examples where rows are packed; and a step of such."""
     import numpy as np
 
-    from tunix_rt.data.pack import Row, StepBatch, collate
+    from tunix_rt.data.packing import Row, StepBatch, collate
 
     training, length, random = config.training, config.data.max_length, np.random.default_rng(0)
 
@@ -159,8 +159,8 @@ def random_data(config: RunConfig, vocabulary: int) -> tuple[Callable[[], "Row"]
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Peak bytes after training and after everything, from a real run of the engine."""
-    from tunix_rt.backends import torch_backend as engine_of
-    from tunix_rt.models import ModelSource
+    from tunix_rt.engines.torch import loop as engine_of
+    from tunix_rt.models.resolve import ModelSource
 
     config = RunConfig.model_validate(spec["settings"])
     training = config.training

@@ -28,11 +28,12 @@ from tests.forging.bases import copy_of, make_good_bundle, make_good_jax_bundle
 from tests.forging.mutating import RESEALED, UNSEALED, Mutation, apply, mutations, touched
 from tests.program import ROOT
 from tunix_rt.errors import TunixError
-from tunix_rt.evidence import answers, data_checks
+from tunix_rt.evidence import answer_checks as answers
+from tunix_rt.evidence import data_checks
 from tunix_rt.evidence.examine import Examined, examine
-from tunix_rt.rundir import json_text, sha256_file
 from tunix_rt.runs.checksums import SUMS
 from tunix_rt.runs.source import package_hash
+from tunix_rt.storage import json_text, sha256_file
 
 RESULTS = Path("benchmarks/results/mutations.json")
 PLACE = ROOT / ".cache" / "mutations"

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tunix_rt.backends import jax_ahead_compile, jax_spread
-from tunix_rt.backends.jax_head import head_logits
-from tunix_rt.backends.jax_mesh import ROWS
+from tunix_rt.engines.jax import aot_worker as jax_ahead_compile
+from tunix_rt.engines.jax import fsdp as jax_spread
+from tunix_rt.engines.jax.chunked_loss import head_logits
+from tunix_rt.engines.jax.mesh import ROWS
 
 
 def head_loss(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_rt.data.pack import collate, make_rows
+from tunix_rt.data.packing import collate, make_rows
 from tunix_rt.data.render import Example
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ for folder in sys.argv[1:]:
 _CONVERT = """
 import sys
 from tests.materials import gemma3_270m_gguf
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 with open(sys.argv[1], "w") as told:
     told.write(str(resolve_model(str(gemma3_270m_gguf())).folder))
 """

@@ -81,10 +81,11 @@ class Ours:
     laid = "packed"
 
     def __init__(self, folder: Path, asked: Mapping[str, Any], implementation: str = "auto") -> None:
-        from tunix_rt.backends import jax_models, jax_tunix
-        from tunix_rt.backends.jax_architecture import architecture_of
-        from tunix_rt.backends.jax_weights import load_weights
-        from tunix_rt.models import resolve_model
+        from tunix_rt.engines.jax import model as jax_models
+        from tunix_rt.engines.jax import tunix as jax_tunix
+        from tunix_rt.engines.jax.architecture import architecture_of
+        from tunix_rt.engines.jax.weights import load_weights
+        from tunix_rt.models.resolve import resolve_model
 
         self.asked, self.implementation = asked, implementation
         self.source = resolve_model(str(folder))
@@ -95,8 +96,8 @@ class Ours:
     def logits(self, ids: Any) -> Any:
         import jax
 
-        from tunix_rt.backends.jax_head import head_logits
-        from tunix_rt.backends.jax_models import head_table
+        from tunix_rt.engines.jax.chunked_loss import head_logits
+        from tunix_rt.engines.jax.model import head_table
 
         def asked_for(params: Any) -> Any:
             places = np.arange(ids.shape[1], dtype=np.int32)[None]
@@ -110,8 +111,8 @@ class Ours:
         return np.asarray(jax.jit(asked_for)(self.params))
 
     def _batch(self, batch: Mapping[str, Any]) -> tuple[Any, int]:
-        from tunix_rt.backends.jax_models import batch_of
-        from tunix_rt.data.pack import MicroBatch
+        from tunix_rt.data.packing import MicroBatch
+        from tunix_rt.engines.jax.model import batch_of
 
         laid = batch_of(MicroBatch(**batch))
         return laid, int(laid.weights.sum())
@@ -126,8 +127,8 @@ class Ours:
     def train(self, batches: list[dict[str, Any]]) -> list[float]:
         import jax
 
-        from tunix_rt.backends import jax_optim
-        from tunix_rt.backends.jax_step import State, StepPlan, numbers, take_step
+        from tunix_rt.engines.jax import optim as jax_optim
+        from tunix_rt.engines.jax.step import State, StepPlan, numbers, take_step
 
         asked = self.asked
         optim = jax_optim.Optim(
@@ -150,7 +151,7 @@ class Ours:
         return found
 
     def save(self, folder: Path) -> None:
-        from tunix_rt.backends.jax_weights import save_weights
+        from tunix_rt.engines.jax.weights import save_weights
 
         save_weights(self.params, self.architecture, folder, config=self.source.config)
 
@@ -159,8 +160,8 @@ class Tunix:
     laid = "alone"
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
-        from tunix_rt.backends import jax_tunix
-        from tunix_rt.backends.jax_architecture import architecture_of
+        from tunix_rt.engines.jax import tunix as jax_tunix
+        from tunix_rt.engines.jax.architecture import architecture_of
 
         self.asked, self.config = asked, json.loads((folder / "config.json").read_text())
         self.architecture = architecture_of(self.config)
@@ -220,8 +221,8 @@ class Tunix:
         return found
 
     def save(self, folder: Path) -> None:
-        from tunix_rt.backends import jax_tunix
-        from tunix_rt.backends.jax_weights import save_weights
+        from tunix_rt.engines.jax import tunix as jax_tunix
+        from tunix_rt.engines.jax.weights import save_weights
 
         save_weights(jax_tunix.params_of(self.model, self.architecture), self.architecture, folder, config=self.config)
 

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.backends.jax_ahead import STEP_SOURCES, Case, ChipMemory, ask_compiler, compiler_versions
-from tunix_rt.config import RunConfig, build_config
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.engines.jax.aot import STEP_SOURCES, Case, ChipMemory, ask_compiler, compiler_versions
 from tunix_rt.errors import TunixError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.jax_memory import predict_jax, row_length
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import json_text, sha256_text, write_text
+from tunix_rt.storage import json_text, sha256_text, write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results/plan_against_compiler.json")
@@ -38,14 +39,14 @@ EIGHT, ONE = "v5e:2x4", "v5e:1x1"
 HELD_OUT_SEED = 9
 UNDROPPED = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 """GPT-2's own configuration asks for dropout, which the engine does not do."""
-PREDICTS_ONLY = ("plan/jax_memory.py", "plan/compiling.py", "plan/tensors.py")
+PREDICTS_ONLY = ("plan/jax_memory.py", "plan/compile_policy.py", "plan/activations.py")
 """Of the sources that the program may hash for a verdict: what foretells the step and is no part of it."""
 DECIDING = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "dtype", "master_dtype", "optim", "stochastic_rounding",
     "gradient_checkpointing", "max_grad_norm", "data_replicas", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "seed",
 )  # fmt: skip
-"""The settings that the step is made of (`backends/jax_step.py`). Others may come and go without another compilation."""
+"""The settings that the step is made of (`engines/jax/step.py`). Others may come and go without another compilation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tunix_rt.backends import jax_ahead_compile, jax_step
-from tunix_rt.backends.jax_head import head_logits
-from tunix_rt.backends.jax_models import forward, head_table
+from tunix_rt.engines.jax import aot_worker as jax_ahead_compile
+from tunix_rt.engines.jax import step as jax_step
+from tunix_rt.engines.jax.chunked_loss import head_logits
+from tunix_rt.engines.jax.model import forward, head_table
 
 
 def compile_step(plan: jax_step.StepPlan, mesh: Any, rows: int, tokens: int) -> Any:

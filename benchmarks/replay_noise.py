@@ -6,7 +6,7 @@
 The shipped model is trained for some steps from the same state: as recorded, once more, on other threads, with other
 instructions, by the other engine, on another device; then with each cheat (`benchmarks/replay_noise_worker.py`). Losses, gradient
 norms, weights and greedy answers are compared with those of the reference. The tolerances in
-`tunix_rt.evidence.replay.tolerances` come from these figures; the exit code is 1 where an honest variant lies outside them.
+`tunix_rt.evidence.replay.compare` come from these figures; the exit code is 1 where an honest variant lies outside them.
 """
 
 import argparse
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.replay_noise_worker import CHEATS, OTHER_DROPOUT, OTHER_TYPE, Job
-from tunix_rt.evidence.replay.compare import loss_apart, relative
-from tunix_rt.evidence.replay.distance import distance
-from tunix_rt.evidence.replay.tolerances import WIDE, tolerance_of
+from tunix_rt.evidence.replay.compare import WIDE, loss_apart, relative, tolerance_of
+from tunix_rt.evidence.replay.steps import distance
 
 RESULTS = Path(__file__).parent / "results"
 ONE_CORE = "one core"

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from tunix_rt.backends import Step, StepShape, load_backend
-from tunix_rt.config import RunConfig, build_config
-from tunix_rt.data.pack import Row, StepBatch, batch_of_step, rows_of_step
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.packing import Row, StepBatch, batch_of_step, rows_of_step
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.doctor.choose import set_environment
-from tunix_rt.evaluate.run import Questions, ask, decoding_of
-from tunix_rt.models import resolve_model
+from tunix_rt.doctor.selection import set_environment
+from tunix_rt.engines.base import Step, StepShape, load_backend
+from tunix_rt.evaluate.generate import Questions, ask, decoding_of
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
 ROWS, LENGTH, RATE, DECAY = 2, 128, 5e-4, 0.01

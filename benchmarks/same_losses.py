@@ -21,12 +21,13 @@ from unittest import mock
 import torch
 
 from benchmarks.engine_gpu import about
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends import torch_head, torch_optim
-from tunix_rt.config import build_config
-from tunix_rt.data.pack import batch_of_step
+from tunix_rt.config.load import build_config
+from tunix_rt.data.packing import batch_of_step
 from tunix_rt.data.prepare import prepare
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.torch import chunked_loss as torch_head
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.engines.torch import optim as torch_optim
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
 RESULTS = Path(__file__).parent / "results"

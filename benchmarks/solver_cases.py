@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_on_gpu import Pool, Worker
-from tunix_rt.config import RunConfig, with_settings
-from tunix_rt.models import resolve_model
+from tunix_rt.config.load import with_settings
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import Rates, rates_for, rates_of, step_time
-from tunix_rt.plan.verdict import verdict
+from tunix_rt.plan.target import verdict
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -191,7 +192,7 @@ def timed_steps(job: dict[str, Any], device: str) -> dict[str, Any]:
 
     from benchmarks.engine_gpu import start_afresh
     from benchmarks.memory_prediction import random_data
-    from tunix_rt.backends import torch_backend as engine_of
+    from tunix_rt.engines.torch import loop as engine_of
 
     config = RunConfig.model_validate(job["spec"]["settings"])
     training = config.training

@@ -18,8 +18,8 @@ import transformers
 from transformers.optimization import Adafactor
 
 from benchmarks.speed_jobs import SEED, Job, flops_of, memory, real_lengths, wait
-from tunix_rt.backends import torch_backend
-from tunix_rt.data.pack import MicroBatch
+from tunix_rt.data.packing import MicroBatch
+from tunix_rt.engines.torch import loop as torch_backend
 
 RATE = 1e-5
 CLIP = 1.0

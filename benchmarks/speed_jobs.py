@@ -15,14 +15,15 @@ import numpy as np
 import torch
 import transformers
 
-from tunix_rt.config import RunConfig, Training, load_config
-from tunix_rt.data.pack import IGNORED, MicroBatch, StepBatch, batch_of_step, steps_per_epoch
+from tunix_rt.config.load import load_config
+from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, batch_of_step, steps_per_epoch
 from tunix_rt.data.prepare import prepare
-from tunix_rt.models import ModelSource, resolve_model
+from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.pipeline import find_tokenizer
-from tunix_rt.plan.flops import step_flops
-from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.timing import step_flops
 
 CONFIGS = Path(__file__).parent / "configs"
 DENSE_SIZE = 8192

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed_jobs import dense_product, flops_of, make_job, median, start_afresh
-from tunix_rt.config import RunConfig, load_config
+from tunix_rt.config.load import load_config
+from tunix_rt.config.settings import RunConfig
 
 GIB = 2**30
 SETTLED = 5

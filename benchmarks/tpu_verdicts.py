@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.backends.jax_ahead import CHILD, Case, ask_compiler, case_hash, compiler_versions
-from tunix_rt.config import load_config
+from tunix_rt.config.load import load_config
+from tunix_rt.engines.jax.aot import CHILD, Case, ask_compiler, case_hash, compiler_versions
 from tunix_rt.errors import TunixError
-from tunix_rt.models import resolve_model
-from tunix_rt.rundir import json_text, write_text
+from tunix_rt.models.resolve import resolve_model
+from tunix_rt.storage import json_text, write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results/tpu_verdicts.json")

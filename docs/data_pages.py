@@ -8,13 +8,18 @@ from typing import Any
 
 from docs.markdown import WRITTEN, table
 from tunix_rt.assets import shipped_folder
-from tunix_rt.cli.tokens import marks_of, text_lines
-from tunix_rt.data import containers, overlap, pack, parquet, registry, rules, sketch
+from tunix_rt.cli.views.tokens import marks_of, text_lines
+from tunix_rt.data import packing as pack
+from tunix_rt.data import parquet, text
+from tunix_rt.data import readers as containers
+from tunix_rt.data import sources as registry
+from tunix_rt.data import text as sketch
+from tunix_rt.data import validation as rules
 from tunix_rt.data.formats import FORMATS, Format, to_sample
+from tunix_rt.data.preview import view_of
 from tunix_rt.data.render import Style, render
 from tunix_rt.data.template import PLAIN, choose_template
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.data.view import view_of
 from tunix_rt.errors import TunixError
 
 COLUMNS = 100
@@ -150,7 +155,7 @@ def _linked(listed: Iterable[rules.Rule]) -> str:
 
 def _numbers() -> list[str]:
     rows = [
-        ("words in a row that make an overlap", f"{overlap.RUN_WORDS}"),
+        ("words in a row that make an overlap", f"{text.OVERLAP_WORDS}"),
         ("words in a run, for near-duplicates", f"{sketch.RUN_WORDS}"),
         ("share of runs that near-duplicates have in common, by estimate", f"{100 * sketch.THRESHOLD:.0f} %"),
         ("records compared for near-duplicates; of more, a sample of that size", f"{sketch.CAPACITY:,}"),

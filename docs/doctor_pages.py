@@ -9,10 +9,10 @@ from docs.markdown import WRITTEN, table
 from tunix_rt.accelerators import Accelerator, accelerators
 from tunix_rt.doctor import wheels
 from tunix_rt.doctor.causes import CAUSES, KINDS, Cause
-from tunix_rt.doctor.checks import Ask, judge
-from tunix_rt.doctor.choose import choose_device
-from tunix_rt.doctor.facts import Facts, facts_from_json
-from tunix_rt.doctor.words import verdict_lines
+from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.facts import Ask, Facts, facts_from_json
+from tunix_rt.doctor.report import verdict_lines
+from tunix_rt.doctor.selection import choose_device
 from tunix_rt.errors import HardwareError
 
 FACTS = Path(__file__).parents[1] / "tests" / "facts"

@@ -105,7 +105,8 @@ def bundles_block(root: Path) -> str:
 
 
 def config_page() -> str:
-    from tunix_rt.config import INSTEAD, OLD_NAMES, SETTINGS, RunConfig
+    from tunix_rt.config.names import INSTEAD, OLD_NAMES, SETTINGS
+    from tunix_rt.config.settings import RunConfig
 
     parts = [
         "# Settings",
@@ -204,13 +205,16 @@ def _default(value: Any) -> str:
 
 def _sentence(text: str | None) -> str:
     if not text:
-        raise TunixError("a setting has no docstring", fix="write one sentence below it in src/tunix_rt/config.py")
+        raise TunixError(
+            "a setting has no docstring", fix="write one sentence below it in src/tunix_rt/config/settings.py"
+        )
     return " ".join(text.split())
 
 
 def _refused() -> Iterator[tuple[str, str, str]]:
     """Every choice that `require_runnable` turns down, found by asking it."""
-    from tunix_rt.config import RunConfig, build_config, require_runnable
+    from tunix_rt.config.load import build_config
+    from tunix_rt.config.settings import RunConfig, require_runnable
 
     runnable = {"model": {"model_name_or_path": "tiny-gemma3"}, "data": {"dataset": "dev-reasoning-v2"}}
     tried = [("model", "revision", "flax")]

@@ -16,12 +16,14 @@ from benchmarks import memory_on_gpu
 from docs import solver_pages
 from docs.markdown import replaced, table
 from docs.solver_pages import H200, HOPPER, RESULTS, assigned, gib, read, shape_named
-from tunix_rt.config import RunConfig
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import TunixError
-from tunix_rt.plan import memory, step_phases, verdict
+from tunix_rt.plan import memory
+from tunix_rt.plan import phases as step_phases
+from tunix_rt.plan import target as verdict
 from tunix_rt.plan.memory import MemoryPlan
+from tunix_rt.plan.precision import loss_rows
 from tunix_rt.plan.prediction import predict_run
-from tunix_rt.plan.recipe import loss_rows
 from tunix_rt.plan.shape import ModelShape
 
 PAGE = Path("docs/concepts/memory-model.md")
@@ -414,6 +416,7 @@ KNOWN = {
     "HEAP_BLOCK_BYTES": "glibc serves larger blocks by themselves",
     "PUBLISHED_BYTES": "of an element of a file of pretrained weights",
     "PROOF_SPARE_BYTES": "for the process that proves the final model; no run is refused for it",
+    "SEEN_SHARE": "of a card's nominal memory, what its driver gives out; only for a device that is named and not present",
 }
 """Constants that stand for a fact, or decide nothing."""
 MODULES: tuple[ModuleType, ...] = (memory, step_phases, verdict)

@@ -6,8 +6,17 @@ from statistics import median
 from typing import Any
 
 from docs.markdown import table
-from tunix_rt.evidence.replay.machine import COMPARISONS, Comparison
-from tunix_rt.evidence.replay.tolerances import FACTOR, MEASURED_STEPS, MOST_GROWTH, TIES, TOLERANCES, Tolerance, grown
+from tunix_rt.evidence.replay.compare import (
+    COMPARISONS,
+    FACTOR,
+    MEASURED_STEPS,
+    MOST_GROWTH,
+    TIES,
+    TOLERANCES,
+    Comparison,
+    Tolerance,
+    grown,
+)
 
 RESULTS = Path("benchmarks/results")
 FILES = {"CPU": RESULTS / "replay_noise.json", "GPU": RESULTS / "replay_noise_cuda.json"}

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tunix_rt.backends.torch_attention import boundaries, register
-from tunix_rt.data.pack import IGNORED, collate, make_rows
+from tunix_rt.data.packing import IGNORED, collate, make_rows
 from tunix_rt.data.render import Example
+from tunix_rt.engines.torch.attention import boundaries, register
 
 VOCABULARY = 64
 CAP = 2.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tunix_rt.backends.torch_head import _product_type, head_loss, lean_lookup
+from tunix_rt.engines.torch.chunked_loss import _product_type, head_loss, lean_lookup
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Half the distance of neighbouring numbers around 1."""

@@ -83,7 +83,7 @@ class TunixRun:
         return newest, frozenset(under_way)
 
     def usable(self, folder: Path) -> int:
-        from tunix_rt.rundir import checkpoint_problems
+        from tunix_rt.runs.folder import checkpoint_problems
 
         good = [path for path in (folder / "checkpoints").glob("step-*") if not checkpoint_problems(path)]
         return max((int(path.name.removeprefix("step-")) for path in good), default=0)
@@ -116,7 +116,7 @@ class TunixRun:
 def import_once() -> None:
     """All that a start imports, before the first fork. Nothing may compute yet: threads do not come along."""
     for name in ("transformers.models.gpt2.modeling_gpt2", "tunix_rt.cli.train", "tunix_rt.cli.evidence",
-                 "tunix_rt.pipeline", "tunix_rt.backends.torch_backend"):  # fmt: skip
+                 "tunix_rt.pipeline", "tunix_rt.engines.torch.loop"):  # fmt: skip
         importlib.import_module(name)
     require_one_thread()
 

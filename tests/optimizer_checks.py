@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.device_waits import nothing_waits
-from tunix_rt.backends import references
-from tunix_rt.backends.torch_optim import Optimizer
-from tunix_rt.plan.state_bytes import OPTIMIZERS
+from tunix_rt.engines.selftest import reference as references
+from tunix_rt.engines.torch.optim import Optimizer
+from tunix_rt.plan.optimizers import OPTIMIZERS
 
 KINDS = list(OPTIMIZERS)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

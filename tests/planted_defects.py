@@ -14,7 +14,11 @@ import torch
 import torch.nn.functional as F
 from transformers import masking_utils
 
-from tunix_rt.backends import torch_attention, torch_head, torch_model, torch_rounding, torch_update_rules
+from tunix_rt.engines.torch import attention as torch_attention
+from tunix_rt.engines.torch import chunked_loss as torch_head
+from tunix_rt.engines.torch import model as torch_model
+from tunix_rt.engines.torch import update_rules as torch_rounding
+from tunix_rt.engines.torch import update_rules as torch_update_rules
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -305,11 +309,12 @@ def rounded_too_often_up(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANT = """
 import os, random, sys
 
-if "tunix_rt.backends.torch_proofs" in sys.orig_argv:
+if "tunix_rt.engines.selftest.torch" in sys.orig_argv:
     import warnings
     import torch
     import torch.nn.functional as F
-    from tunix_rt.backends import torch_attention, torch_model, torch_optim, torch_update_rules
+    from tunix_rt.engines.torch import attention as torch_attention, model as torch_model
+    from tunix_rt.engines.torch import optim as torch_optim, update_rules as torch_update_rules
 
     planted = os.environ["PLANTED"].split(",")
     on_cuda = "cuda" in sys.orig_argv

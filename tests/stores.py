@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 from tests.program import ROOT
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
 from tunix_rt.data.formats import detect_format
-from tunix_rt.data.registry import find_dataset
 from tunix_rt.data.render import style_of
-from tunix_rt.data.tokenise import Recipe
+from tunix_rt.data.sources import find_dataset
+from tunix_rt.data.tokenize import Recipe
 from tunix_rt.data.tokenizer import load_tokenizer
 
 

@@ -16,12 +16,12 @@ import tokenizers
 
 from tests.conftest import SHIPPED
 from tests.samples import read_samples
-from tunix_rt.data.pack import IGNORED, batch_of_step, collate, make_rows
-from tunix_rt.data.registry import find_dataset
+from tunix_rt.data.packing import IGNORED, batch_of_step, collate, make_rows
 from tunix_rt.data.render import Style
-from tunix_rt.data.sample import Sample, Turn
+from tunix_rt.data.sources import find_dataset
 from tunix_rt.data.template import choose_template
 from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.data.trace import Sample, Turn
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
 
@@ -145,10 +145,10 @@ def check_a_step_trains_on_the_mean_over_all_its_targets(engine_of: ModuleType, 
     """
     import torch
 
-    from tunix_rt.config import Training
+    from tunix_rt.config.settings import Training
     from tunix_rt.data.render import render_batch
     from tunix_rt.data.tokenizer import load_tokenizer
-    from tunix_rt.models import resolve_model
+    from tunix_rt.models.resolve import resolve_model
 
     tokenizer = load_tokenizer(folder)
     rows = make_rows(render_batch(shipped_samples(8), tokenizer, style(tokenizer)), max_length=128, packing=False)

@@ -15,10 +15,10 @@ import numpy as np
 
 from recipes.base_model.corpus import closed_keys, documents
 from recipes.base_model.tokenizer import SPECIAL, VOCABULARY, save_tokenizer, train_tokenizer
-from tunix_rt.config import Training
-from tunix_rt.data.pack import Row, StepBatch, batch_of_step
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import Row, StepBatch, batch_of_step
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.models import ModelSource
+from tunix_rt.models.resolve import ModelSource
 
 ROW_TOKENS = 256
 DOCUMENTS_PER_SHARD = 5_000
@@ -97,7 +97,7 @@ def main() -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from tunix_rt.backends import torch_backend as engine_of
+    from tunix_rt.engines.torch import loop as engine_of
 
     started = time.perf_counter()
     folder: Path = options.out

@@ -18,9 +18,9 @@ from recipes.dev_reasoning.strings import SYNTHETIC
 from recipes.dev_reasoning.templates_chain import CHAINS
 from recipes.dev_reasoning.templates_one import ONE_STEP
 from recipes.dev_reasoning.templates_rich import EDGE, GOLDEN
-from tunix_rt.config import Data
+from tunix_rt.config.settings import Data
 from tunix_rt.data.formats import to_sample
-from tunix_rt.data.pack import make_rows, rows_root
+from tunix_rt.data.packing import make_rows, rows_root
 from tunix_rt.data.render import render, style_of
 from tunix_rt.data.tokenizer import load_tokenizer
 

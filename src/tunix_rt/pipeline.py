@@ -13,37 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.accounting import Phases, account_for_memory, loading_explained, memory_explained, write_account
-from tunix_rt.admission import (
-    micro_batch,
-    minutes,
-    plan_for_data,
-    plan_worst,
-    require_peft,
-    say_how_long,
-    step_shape,
-    with_copies_that_fit,
-)
-from tunix_rt.backends import Progress, StepShape, load_backend
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.commitment import (
-    Batch,
-    began_on,
-    build_precommit,
-    read_precommit,
-    refuse_another_config,
-    refuse_another_format,
-    refuse_another_run,
-    settled_config,
-)
-from tunix_rt.config import RunConfig, dump_yaml, require_runnable
-from tunix_rt.data.limits import ModelFacts
+from tunix_rt.config.load import dump_yaml
+from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.data.length_checks import ModelFacts
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.render import Style
 from tunix_rt.data.template import OURS as NAMED_TEMPLATES
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.device import note_step, prove_device, sample_gpu, settle_device
-from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.engines.base import Progress, StepShape, load_backend
+from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import (
     ConfigError,
     EvidenceError,
@@ -53,25 +32,50 @@ from tunix_rt.errors import (
     StorageError,
     TunixError,
 )
-from tunix_rt.evaluate.reading import read_predictions, read_scores
-from tunix_rt.evaluate.reloading import prove_reload
+from tunix_rt.evaluate.generate import Questions, decoding_of, evaluate_model, read_along, stop_ids
 from tunix_rt.evaluate.report import Comparison, compare, samples_markdown
-from tunix_rt.evaluate.run import Questions, decoding_of, evaluate_model, read_along, stop_ids
-from tunix_rt.evaluate.score import Prediction, Scores
-from tunix_rt.evaluate.summary import summary_of
-from tunix_rt.fitting import fit_settings, within_limit
-from tunix_rt.ledgers import final_state, has_rows, note_process, write_rows
-from tunix_rt.models import ModelSource, refuse_addresses, refuse_secrets, resolve_model, resolve_tokenizer
+from tunix_rt.evaluate.summary import read_predictions, read_scores, summary_of
+from tunix_rt.export.roundtrip import prove_reload
+from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
+from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.plan.jax_limits import refuse_dropout, refuse_for_jax, refuse_profile
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.profiling.record import refuse_too_many
-from tunix_rt.rundir import RunDir, read_json, sha256_file, storage, to_plain, write_json, write_text
+from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import Record
-from tunix_rt.saving import best_checkpoint
-from tunix_rt.stopping import StopRequest
-from tunix_rt.train import MetricsLog, Start, cut_back, find_start, refuse_other_kernels, require_charts, train_run
+from tunix_rt.runs.ledger import MetricsLog, final_state, has_rows, note_process, write_rows
+from tunix_rt.scoring.score import Prediction, Scores
+from tunix_rt.storage import read_json, sha256_file, storage, to_plain, write_json, write_text
+from tunix_rt.train.checkpointer import best_checkpoint
+from tunix_rt.train.commitment import (
+    Batch,
+    began_on,
+    build_precommit,
+    read_precommit,
+    refuse_another_config,
+    refuse_another_format,
+    refuse_another_run,
+    settled_config,
+)
+from tunix_rt.train.device import note_step, prove_device, sample_gpu, settle_device
+from tunix_rt.train.loop import require_charts, train_run
+from tunix_rt.train.memory_report import Phases, account_for_memory, loading_explained, memory_explained, write_account
+from tunix_rt.train.preemption import StopRequest
+from tunix_rt.train.preflight import (
+    fit_settings,
+    micro_batch,
+    minutes,
+    plan_for_data,
+    plan_worst,
+    require_peft,
+    say_how_long,
+    step_shape,
+    with_copies_that_fit,
+    within_limit,
+)
+from tunix_rt.train.profiling import refuse_too_many
+from tunix_rt.train.resume import Start, cut_back, find_start, refuse_other_kernels
 
 logger = logging.getLogger(__name__)
 

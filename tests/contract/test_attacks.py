@@ -18,8 +18,8 @@ from tests.forging.sealing import reseal
 from tests.program import ROOT, refused, tunix_rt
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 from tunix_rt.evidence import verify as verifying
-from tunix_rt.evidence.claims import Claim
 from tunix_rt.evidence.examine import examine
+from tunix_rt.evidence.facts import Claim
 from tunix_rt.evidence.inputs import Inputs
 from tunix_rt.evidence.package import package
 from tunix_rt.evidence.verify import Options, verify

@@ -8,16 +8,9 @@ import yaml
 
 from tests.conftest import ROOT
 from tunix_rt.cli.legacy import config_of, options_of
-from tunix_rt.config import (
-    INSTEAD,
-    OLD_NAMES,
-    SETTINGS,
-    RunConfig,
-    build_config,
-    load_config,
-    modernise,
-    require_runnable,
-)
+from tunix_rt.config.load import build_config, load_config
+from tunix_rt.config.names import INSTEAD, OLD_NAMES, SETTINGS, modernise
+from tunix_rt.config.settings import RunConfig, require_runnable
 from tunix_rt.errors import ConfigError
 
 CONFIGS = ROOT / "training" / "configs"

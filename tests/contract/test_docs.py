@@ -19,23 +19,26 @@ from tests.program import tunix_rt
 from tests.samples import read_samples
 from tunix_rt import errors
 from tunix_rt.cli.main import VERBS, cli
-from tunix_rt.config import SETTINGS, build_config, require_runnable
-from tunix_rt.data import sketch, store
-from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
+from tunix_rt.config.load import build_config
+from tunix_rt.config.names import SETTINGS
+from tunix_rt.config.settings import require_runnable
+from tunix_rt.data import text as sketch
+from tunix_rt.data import token_cache as store
 from tunix_rt.data.formats import FORMATS
-from tunix_rt.data.registry import find_dataset
-from tunix_rt.data.rules import RULES
-from tunix_rt.data.tokenise import INDEX
-from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.data.sources import find_dataset
+from tunix_rt.data.streams import MAX_DOCUMENT_BYTES
+from tunix_rt.data.tokenize import INDEX
+from tunix_rt.data.validation import RULES
 from tunix_rt.doctor.facts import Facts
-from tunix_rt.evaluate.score import SectionScores
+from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.evidence.checks import CHECKS
-from tunix_rt.evidence.claims import MEANINGS, Label
-from tunix_rt.plan.fit import SAFETY_SHARE, Fit
+from tunix_rt.evidence.facts import MEANINGS, Label
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import _FAMILIES, shape_of
-from tunix_rt.rundir import RunDir
+from tunix_rt.plan.target import SAFETY_SHARE, Fit
 from tunix_rt.runs import schemas
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.scoring.score import SectionScores
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tunix_rt"

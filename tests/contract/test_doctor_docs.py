@@ -8,8 +8,8 @@ import pytest
 from docs import doctor_pages
 from tunix_rt.doctor import wheels
 from tunix_rt.doctor.causes import CAUSES, KINDS
-from tunix_rt.doctor.checks import Ask, judge
-from tunix_rt.doctor.facts import Facts, Host
+from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.facts import Ask, Facts, Host
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "doctor"

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 RENAMED = {
     "tunix_rt.evaluate.summary": "tunix_rt.evaluate.recap",
-    "tunix_rt.ledgers": "tunix_rt.account_books",
-    "tunix_rt.doctor.words": "tunix_rt.doctor.phrases",
+    "tunix_rt.runs.ledger": "tunix_rt.account_books",
+    "tunix_rt.doctor.report": "tunix_rt.doctor.phrases",
 }
 LEVELS = ("debug", "info", "warning", "error")
 WORD = " (reworded)"

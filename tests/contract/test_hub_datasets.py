@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tunix_rt.data.registry import find_dataset
+from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
 
 COMMIT = "5" * 40

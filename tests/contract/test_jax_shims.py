@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT, SHIPPED
 from tests.program import environment, refused
 from tunix_rt.cli.legacy import config_of, options_of
-from tunix_rt.config import load_config
+from tunix_rt.config.load import load_config
 from tunix_rt.errors import ConfigError
 
 CONFIGS = ROOT / "training" / "configs"

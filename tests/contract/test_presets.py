@@ -8,9 +8,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tunix_rt import assets
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
 from tunix_rt.errors import InputError
-from tunix_rt.models import PRESET_OF, preset_names, resolve_model
+from tunix_rt.models.resolve import PRESET_OF, preset_names, resolve_model
 from tunix_rt.pipeline import find_tokenizer
 from tunix_rt.plan.shape import shape_of
 

@@ -8,11 +8,11 @@ from tests.conftest import ROOT
 from tests.materials import real_tokenizer
 from tests.supervision_checks import chat, shipped_samples, style
 from tests.unit.test_view import NASTY, bytes_of
-from tunix_rt.config import load_config
+from tunix_rt.config.load import load_config
 from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
-from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.data.template import TemplateRefusal, choose_template, conversation_text
 from tunix_rt.data.tokenizer import load_tokenizer, needs_bos
+from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
 
 pytestmark = pytest.mark.registry

@@ -14,12 +14,12 @@ from tests.forging.bases import ASKED, STEPS, copy_of
 from tests.forging.edits import Json, answer, each_line, edited, lines_of, put, put_lines, right_answer, set_loss
 from tests.forging.sealing import reseal
 from tests.program import tunix_rt
-from tunix_rt.evidence.claims import Verdict
 from tunix_rt.evidence.examine import examine
-from tunix_rt.evidence.replay.segments import Segment, all_segments, draw_segments
+from tunix_rt.evidence.facts import Verdict
+from tunix_rt.evidence.replay.steps import Segment, all_segments, draw_segments
 from tunix_rt.evidence.verify import Options, verify
-from tunix_rt.rundir import sha256_file
 from tunix_rt.runs.record import RunRecord
+from tunix_rt.storage import sha256_file
 
 MODEL = "final_model/model.safetensors"
 JUMP = Segment(start=3, stop=4)

@@ -26,8 +26,8 @@ from tunix_rt.evidence import collect as collecting
 from tunix_rt.evidence.collect import Extras, collect
 from tunix_rt.evidence.examine import examine
 from tunix_rt.evidence.package import package
-from tunix_rt.rundir import write_text
 from tunix_rt.runs.checksums import parse_sums
+from tunix_rt.storage import write_text
 
 pytestmark = pytest.mark.usefixtures("judged_once")
 

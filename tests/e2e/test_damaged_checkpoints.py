@@ -10,8 +10,9 @@ import pytest
 
 from tests.conftest import write_small_model
 from tests.program import tunix_rt
-from tunix_rt.rundir import RunDir, checkpoint_name, json_text, read_json
-from tunix_rt.train import newest_checkpoint
+from tunix_rt.runs.folder import RunDir, checkpoint_name
+from tunix_rt.storage import json_text, read_json
+from tunix_rt.train.resume import newest_checkpoint
 
 CASES = 100
 STEPS, NEWEST, BEFORE = 6, 6, 4

@@ -13,9 +13,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.program import command, environment
 from tests.stores import files, quiet, recipe_for, write_sums
-from tunix_rt.data import store as store_module
-from tunix_rt.data.store import cache_folder, open_store
-from tunix_rt.data.workers import in_order
+from tunix_rt.data import token_cache as store_module
+from tunix_rt.data.token_cache import cache_folder, open_store
+from tunix_rt.data.tokenize import in_order
 from tunix_rt.errors import TunixError
 
 

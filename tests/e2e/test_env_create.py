@@ -21,8 +21,8 @@ import pytest
 
 from tests.program import command, environment, refused, tunix_rt
 from tests.unit.test_environment import computer
-from tunix_rt.doctor.installing import create_environment, error_of
-from tunix_rt.rundir import to_plain
+from tunix_rt.doctor.install import create_environment, error_of
+from tunix_rt.storage import to_plain
 
 H200 = computer("H200", "580.95.05")
 STAND_IN = """
@@ -142,7 +142,7 @@ def test_a_signal_ends_the_child_and_removes_what_was_half_made(place, number):
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # tests in the background are told to ignore it
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # `nohup` too
         "from tunix_rt.doctor.facts import facts_from_json\n"
-        "from tunix_rt.doctor.installing import create_environment\n"
+        "from tunix_rt.doctor.install import create_environment\n"
         "facts = facts_from_json(json.loads(sys.argv[1]))\n"
         "create_environment(facts, device='cuda', path=Path('.venv-gpu'), index_base=sys.argv[2])\n"
     )

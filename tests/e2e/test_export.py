@@ -13,16 +13,16 @@ from tests.conftest import SHIPPED, write_small_model
 from tests.program import refused, tunix_rt
 from tests.supervision_checks import write_chat_tokenizer
 from tunix_rt import pipeline
-from tunix_rt.backends import load_backend
 from tunix_rt.cli.main import cli
-from tunix_rt.config import Data, Training
+from tunix_rt.config.settings import Data, Training
 from tunix_rt.data.render import style_of
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.engines.base import load_backend
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evaluate import reloading
-from tunix_rt.evaluate.reloading import Place, ask_fresh_process, differences, prove_folder, prove_reload, remember
-from tunix_rt.evaluate.run import stop_ids
-from tunix_rt.models import ModelSource, resolve_model
+from tunix_rt.evaluate.generate import stop_ids
+from tunix_rt.export import roundtrip as reloading
+from tunix_rt.export.roundtrip import Place, ask_fresh_process, differences, prove_folder, prove_reload, remember
+from tunix_rt.models.resolve import ModelSource, resolve_model
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -278,7 +278,7 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
 
 def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, monkeypatch):
     """The disk is made to lie: what arrives in the folder is not what was written."""
-    from tunix_rt.backends import torch_save
+    from tunix_rt.engines.torch import save as torch_save
 
     kept = torch_save.settle_files
 

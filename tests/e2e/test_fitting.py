@@ -14,18 +14,21 @@ import pytest
 from tests.e2e.test_recovery import at, crash, losses, quiet, terminate
 from tests.integrity import list_problems
 from tunix_rt import pipeline
-from tunix_rt.accounting import PREDICTED_BY
-from tunix_rt.backends import PhasePeak, load_backend, process_memory
 from tunix_rt.cli.main import cli
-from tunix_rt.config import Training, dump_yaml, find_config, load_config
+from tunix_rt.config.load import dump_yaml, find_config, load_config
+from tunix_rt.config.settings import Training
+from tunix_rt.engines import base as process_memory
+from tunix_rt.engines.base import PhasePeak, load_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import run_pipeline
+from tunix_rt.plan.calibration import seen_errors
+from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.prediction import predict_run
-from tunix_rt.plan.recipe import recipe_of
-from tunix_rt.plan.seen_errors import seen_errors
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import RunDir, read_json
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.storage import read_json
+from tunix_rt.train.memory_report import PREDICTED_BY
 
 GIB = 2**30
 ROWS, STEPS = 16, 4
@@ -299,7 +302,7 @@ def test_a_run_that_is_ended_in_the_middle_of_a_call_has_what_was_measured_befor
 
 
 def test_a_run_that_takes_more_than_was_predicted_says_so_at_its_end(tmp_path, monkeypatch, caplog):
-    from tunix_rt import admission
+    from tunix_rt.train import preflight as admission
 
     real = admission.predict_run
 

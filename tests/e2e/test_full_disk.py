@@ -11,11 +11,13 @@ import pytest
 from tests.conftest import write_small_model
 from tests.integrity import list_problems
 from tests.program import ROOT, command, environment, refused, tunix_rt
-from tunix_rt import pipeline, saving
-from tunix_rt.config import find_config, load_config
+from tunix_rt import pipeline
+from tunix_rt.config.load import find_config, load_config
 from tunix_rt.errors import StorageError
 from tunix_rt.pipeline import run_pipeline
-from tunix_rt.rundir import RunDir, checkpoint_problems, list_checkpoints, read_json
+from tunix_rt.runs.folder import RunDir, checkpoint_problems, list_checkpoints
+from tunix_rt.storage import read_json
+from tunix_rt.train import checkpointer as saving
 
 SMALL = [
     "smoke_tiny", "--device", "cpu", "--set", "training.max_steps=2", "--set", "training.save_steps=1",

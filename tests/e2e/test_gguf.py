@@ -25,8 +25,8 @@ from tests.program import environment
 from tunix_rt.cli.main import cli
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, StorageError
-from tunix_rt.models import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.gguf import MANIFEST
+from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.plan.shape import shape_of
 
 gguf = pytest.importorskip("gguf", reason="needs the extra `gguf` (scripts/setup --dev installs it)")
@@ -137,7 +137,7 @@ def _add_tokenizer(writer) -> None:
 
 def converted(file: Path, place: Path):
     """The model of the folder that the file becomes, and the folder; converted in this process, to save starting one."""
-    from tunix_rt.backends.gguf_conversion import convert
+    from tunix_rt.engines.gguf import convert
 
     convert(file, place, with_weights=True)
     return transformers.AutoModelForCausalLM.from_pretrained(place), place
@@ -219,7 +219,7 @@ def test_a_gguf_file_is_converted_once_and_what_it_is_stands_in_log_and_source(
 
 
 def test_random_weights_of_a_gguf_file_cost_no_conversion_of_its_weights(tmp_path, llama_file):
-    from tunix_rt.backends.gguf_conversion import convert
+    from tunix_rt.engines.gguf import convert
 
     convert(llama_file, tmp_path / "made", with_weights=False)
     assert not list((tmp_path / "made").glob("*.safetensors"))
@@ -252,7 +252,7 @@ def test_a_file_beside_it_that_changes_is_not_answered_from_the_cache(tmp_path, 
 
 def test_a_conversion_that_is_killed_leaves_nothing_that_could_be_taken_for_a_model(tmp_path, llama_file):
     place = tmp_path / "cache" / "made"
-    command = [sys.executable, "-P", "-m", "tunix_rt.backends.gguf_conversion", str(llama_file), str(place)]
+    command = [sys.executable, "-P", "-m", "tunix_rt.engines.gguf", str(llama_file), str(place)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         deadline = time.monotonic() + 60
         while not (building := list(place.parent.glob(".building-*"))) and time.monotonic() < deadline:
@@ -268,7 +268,7 @@ def test_a_conversion_ends_with_the_program_that_asked_for_it(tmp_path, llama_fi
     """The lock of the place is held here, so that the conversion would wait for it for ever."""
     place = tmp_path / "tunix-rt" / "gguf" / hashlib.sha256(llama_file.read_bytes()).hexdigest()
     place.parent.mkdir(parents=True)
-    code = f"from tunix_rt.models import resolve_model; resolve_model({str(llama_file)!r})"
+    code = f"from tunix_rt.models.resolve import resolve_model; resolve_model({str(llama_file)!r})"
     variables = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
     with FileLock(place.with_name(f"{place.name}.lock")):
         with subprocess.Popen([sys.executable, "-c", code], env=variables) as parent:
@@ -287,7 +287,7 @@ def test_a_conversion_ends_with_the_program_that_asked_for_it(tmp_path, llama_fi
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused_with_its_bytes(tmp_path, llama_file):
-    from tunix_rt.backends.gguf_conversion import read_header
+    from tunix_rt.engines.gguf import read_header
 
     torn = Path(shutil.copy(llama_file, tmp_path / "torn.gguf"))
     whole = torn.stat().st_size
@@ -302,7 +302,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused_with_its_bytes(tmp_path, lla
 
 
 def test_a_damaged_header_is_refused_or_read_and_nothing_else(tmp_path, llama_file):
-    from tunix_rt.backends.gguf_conversion import Header, read_header
+    from tunix_rt.engines.gguf import Header, read_header
 
     whole, random = llama_file.read_bytes(), np.random.default_rng(3)
     answers = set()
@@ -413,7 +413,7 @@ def short_files() -> Iterator[None]:
 
 def test_a_full_disk_is_a_storage_error(tmp_path, llama_file, short_files, capsys):
     """The limit is on the length of a file: the weights are the first to meet it."""
-    from tunix_rt.backends.gguf_conversion import main
+    from tunix_rt.engines.gguf import main
 
     place = tmp_path / "cache" / "made"
     assert main([str(llama_file), str(place)]) == StorageError.exit_code

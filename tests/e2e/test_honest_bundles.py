@@ -17,7 +17,7 @@ import pytest
 from tests.bundles import git, make_repository
 from tests.forging.bases import ROUGH, WITH_JAX
 from tests.program import ROOT, command, environment, tunix_rt
-from tunix_rt.rundir import read_json
+from tunix_rt.storage import read_json
 
 TORCH = ("smoke_tiny",)
 SHORT = ("--max-steps", 6, "--set", "training.save_steps=2", "--set", "training.eval_steps=3")

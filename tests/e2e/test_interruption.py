@@ -92,7 +92,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tmp_path, uninterrupte
 GRACE_SECONDS = 5
 SLOW = """
     import hashlib, sys, time
-    from tunix_rt import saving, train
+    from tunix_rt.train import checkpointer as saving, loop as train
     from tunix_rt.cli.main import main
     where, marker = sys.argv[1:3]
     def go_on_for_ever():

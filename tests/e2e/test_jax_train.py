@@ -26,15 +26,16 @@ from tests.conftest import ROOT, SHIPPED, write_small_model
 from tests.e2e.test_pipeline import METRICS_KEYS
 from tests.integrity import list_problems
 from tests.program import command, environment, refused, tunix_rt
-from tunix_rt.backends import torch_backend
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.config import Training, load_config
-from tunix_rt.data.pack import batch_of_step
+from tunix_rt.config.load import load_config
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step
 from tunix_rt.data.prepare import prepare
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import find_tokenizer
 
-jax_weights = pytest.importorskip("tunix_rt.backends.jax_weights", exc_type=ImportError)
+jax_weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 
 ROUGH = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

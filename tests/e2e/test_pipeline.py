@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import write_small_model
 from tests.program import ROOT, refused, tunix_rt
-from tunix_rt.data.merkle import merkle_root
-from tunix_rt.data.pack import rows_of_step
+from tunix_rt.data.packing import rows_of_step
+from tunix_rt.storage import merkle_root
 
 METRICS_KEYS = {
     "step", "loss", "loss_hex", "lr", "grad_norm", "target_tokens", "tokens", "seconds", "peak_bytes", "batch", "prev",

@@ -13,13 +13,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tunix_rt.doctor import child, nvidia, probe
-from tunix_rt.doctor.facts import DeviceNode, GpuProcess, GpuSlice, Jax, Nvidia, PciDevice, Torch, facts_from_json
+from tunix_rt.doctor import child_process as child
+from tunix_rt.doctor import nvidia, probe
+from tunix_rt.doctor.facts import (
+    DeviceNode,
+    GpuProcess,
+    GpuSlice,
+    Jax,
+    Nvidia,
+    PciDevice,
+    Torch,
+    facts_from_json,
+    gpu_signs,
+)
 from tunix_rt.doctor.nvidia import ask_nvml, cached_libraries, nvidia_facts
 from tunix_rt.doctor.packages import NoAnswer, ask_child, ask_jax, ask_torch, installed_jax, installed_torch
 from tunix_rt.doctor.probe import gather_facts, host_facts, jax_platform, tpu_facts
-from tunix_rt.doctor.signs import gpu_signs
-from tunix_rt.rundir import to_plain
+from tunix_rt.storage import to_plain
 
 GIB = 2**30
 

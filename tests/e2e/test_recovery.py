@@ -16,15 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_small_model
 from tests.integrity import list_problems
-from tunix_rt import pipeline, stopping, train
-from tunix_rt.backends import load_backend, torch_backend
+from tunix_rt import pipeline
 from tunix_rt.cli.train import run_and_show
-from tunix_rt.config import find_config, load_config
+from tunix_rt.config.load import find_config, load_config
+from tunix_rt.engines.base import load_backend
+from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError, Preempted, StorageError, TunixError
-from tunix_rt.evaluate import reloading
+from tunix_rt.export import roundtrip as reloading
 from tunix_rt.pipeline import run_pipeline
-from tunix_rt.rundir import RunDir, list_checkpoints, read_json
 from tunix_rt.runs import journal
+from tunix_rt.runs.folder import RunDir, list_checkpoints
+from tunix_rt.storage import read_json
+from tunix_rt.train import loop as train
+from tunix_rt.train import preemption as stopping
 
 STEPS = 5
 
@@ -590,8 +594,8 @@ def test_a_final_model_that_is_another_when_reloaded_fails_the_run_and_is_made_a
 @pytest.mark.usefixtures("proofs_are_made")
 @pytest.mark.slow
 def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS", 0.1)
-    monkeypatch.setattr("tunix_rt.evaluate.reloading.SECONDS_PER_GIB", 0.0)
+    monkeypatch.setattr("tunix_rt.export.roundtrip.SECONDS", 0.1)
+    monkeypatch.setattr("tunix_rt.export.roundtrip.SECONDS_PER_GIB", 0.0)
     run = RunDir(tmp_path / "run")
     run_pipeline(configured(), run.root, progress=quiet)
     assert read_json(run.result)["final_model"] == {"proven": False} and run.final_model.is_dir()

@@ -12,8 +12,8 @@ import pytest
 
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 from tunix_rt.evidence.sign import MOST_BYTES, sign, signer_of
-from tunix_rt.rundir import sha256_file
 from tunix_rt.runs.checksums import SIGNATURE, SUMS, sums_text
+from tunix_rt.storage import sha256_file
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 

@@ -13,10 +13,10 @@ from tests.forging.sealing import reseal
 from tunix_rt.cli import evidence as command
 from tunix_rt.cli.evidence import _lines, _markdown
 from tunix_rt.cli.main import cli
-from tunix_rt.evidence.claims import Claim, Finding, Verdict
 from tunix_rt.evidence.examine import examine
+from tunix_rt.evidence.facts import Claim, Finding, Verdict
 from tunix_rt.evidence.verify import Options, verify
-from tunix_rt.rundir import json_text
+from tunix_rt.storage import json_text
 
 CLAIMS = ["loss", "accuracy", "steps", "dataset", "base model", "commit", "device", "speed", "memory", "time", "signer"]
 

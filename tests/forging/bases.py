@@ -13,10 +13,10 @@ from filelock import FileLock
 from tests.bundles import git, make_repository, make_source_repository
 from tests.planted import planted_home
 from tests.program import ROOT, environment, tunix_rt
-from tunix_rt.evidence import answers
-from tunix_rt.rundir import read_json
+from tunix_rt.evidence import answer_checks as answers
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS
 from tunix_rt.runs.record import MANIFEST, README
+from tunix_rt.storage import read_json
 
 CPU, GPU = (ROOT / "submission_runs" / name for name in ("m39_cpu_v1", "m40_v1"))
 """20 steps with checkpoints at 10 and 20, without weights; on the GPU, with its CPU companion run."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from tunix_rt.config import RunConfig, dump_yaml
-from tunix_rt.evaluate.score import judge
-from tunix_rt.rundir import json_line, json_text, to_plain
+from tunix_rt.config.load import dump_yaml
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.scoring.score import judge
+from tunix_rt.storage import json_line, json_text, to_plain
 
 Json = dict[str, Any]
 QUESTION = ("id", "prompt", "expected", "section", "category", "difficulty", "output", "ended")

@@ -15,11 +15,12 @@ import yaml
 
 from tests.forging.edits import put
 from tests.forging.sealing import OWN, reseal
-from tunix_rt.config import RunConfig, dump_yaml
-from tunix_rt.evidence.claims import Claim
+from tunix_rt.config.load import dump_yaml
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.evidence.examine import Examined
-from tunix_rt.rundir import json_line, json_text
+from tunix_rt.evidence.facts import Claim
 from tunix_rt.runs.checksums import SUMS
+from tunix_rt.storage import json_line, json_text
 
 BYTE, VALUE, RESEALED = "byte", "value", "value, resealed"
 UNSEALED = (BYTE, VALUE)

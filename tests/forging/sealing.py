@@ -8,15 +8,14 @@ from typing import Any
 from tests.forging.edits import Json, edited, lines_of, put, put_lines, read
 from tunix_rt.errors import TunixError
 from tunix_rt.evaluate.report import compare
-from tunix_rt.evaluate.score import Prediction, score_predictions
 from tunix_rt.evaluate.summary import comparison_facts
 from tunix_rt.evidence.facts import completed_run
 from tunix_rt.evidence.manifest import manifest_of
-from tunix_rt.ledgers import state_hash
-from tunix_rt.rundir import json_line, json_text, sha256_file, to_plain
-from tunix_rt.runs.checksums import RUN_SUMS, SIGNATURE, SUMS, parse_sums, sums_text
-from tunix_rt.runs.reading import list_folder
+from tunix_rt.runs.checksums import RUN_SUMS, SIGNATURE, SUMS, list_folder, parse_sums, sums_text
+from tunix_rt.runs.ledger import state_hash
 from tunix_rt.runs.record import MANIFEST, README, RunRecord
+from tunix_rt.scoring.score import Prediction, score_predictions
+from tunix_rt.storage import json_line, json_text, sha256_file, to_plain
 
 BROKEN = (TunixError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
 """From a file that a change left without its form: what follows from it stays as it was."""

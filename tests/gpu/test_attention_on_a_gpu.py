@@ -16,8 +16,8 @@ from tests.attention_checks import (
     summed_loss,
 )
 from tests.device_waits import nothing_waits
-from tunix_rt.backends import torch_attention
-from tunix_rt.backends.torch_attention import FLEX, VARLEN, Attention, boundaries, choose_attention, works
+from tunix_rt.engines.torch import attention as torch_attention
+from tunix_rt.engines.torch.attention import FLEX, VARLEN, Attention, boundaries, choose_attention, works
 
 # Compilers warn of what is none of our business: attributes they look at, kernels they would choose.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

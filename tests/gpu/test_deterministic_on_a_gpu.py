@@ -21,11 +21,11 @@ import torch
 
 from tests.conftest import SHIPPED
 from tests.program import ROOT, environment
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import Training
-from tunix_rt.data.pack import batch_of_step, make_rows
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.models.resolve import resolve_model
 
 pytestmark = pytest.mark.gpu
 

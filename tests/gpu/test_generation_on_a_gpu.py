@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.device_waits import nothing_waits
-from tunix_rt.backends import torch_backend, torch_generate
-from tunix_rt.backends.decoding import Decoding, Ending
-from tunix_rt.models import resolve_model
-from tunix_rt.plan.answering import rows_that_fit
+from tunix_rt.engines.decoding import Decoding, Ending
+from tunix_rt.engines.torch import generate as torch_generate
+from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.models.resolve import resolve_model
+from tunix_rt.plan.memory import rows_that_fit
 from tunix_rt.plan.shape import shape_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")]

@@ -36,9 +36,9 @@ CASES = {
 CHILD = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from tunix_rt.backends import jax_attention
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.backends.jax_models import exact_attention
+from tunix_rt.engines.jax import attention as jax_attention
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.jax.model import exact_attention
 
 told = json.loads(sys.stdin.read())
 tokens = told["tokens"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.invariant.test_live_memory import SIZES, random_row
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends.torch_head import TABLE_SLICE_ROWS, head_loss
-from tunix_rt.backends.torch_model import hidden_states
-from tunix_rt.config import RunConfig, Training
-from tunix_rt.data.pack import collate
-from tunix_rt.models import ModelSource
+from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.data.packing import collate
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.engines.torch.chunked_loss import TABLE_SLICE_ROWS, head_loss
+from tunix_rt.engines.torch.model import hidden_states
+from tunix_rt.models.resolve import ModelSource
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of
@@ -62,7 +62,7 @@ def test_a_wider_gradient_of_the_table_is_computed_one_slice_at_a_time():
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_are_added_to_the_weights_on_the_host(load, dtype):
-    from tunix_rt.backends.torch_lora import merged_weights
+    from tunix_rt.engines.torch.lora import merged_weights
 
     engine = load(lora_rank=8, dtype=dtype)
     merged_weights(engine.model)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.head_checks import UNIT, head_errors
-from tunix_rt.backends import torch_head
-from tunix_rt.backends.torch_head import head_loss, kernel_unable
-from tunix_rt.plan.recipe import loss_rows
+from tunix_rt.engines.torch import chunked_loss as torch_head
+from tunix_rt.engines.torch.chunked_loss import head_loss, kernel_unable
+from tunix_rt.plan.precision import loss_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def kernel(monkeypatch):
         raise AssertionError("plain torch between the products, not the kernel")
 
     monkeypatch.setattr(torch_head, "_logits", refused)
-    return pytest.importorskip("tunix_rt.backends.triton_head")
+    return pytest.importorskip("tunix_rt.engines.torch.triton.cross_entropy")
 
 
 def sample(kind, rows, vocabulary):

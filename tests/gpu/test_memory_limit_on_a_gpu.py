@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.conftest import write_small_model
-from tunix_rt.backends import torch_backend
-from tunix_rt.config import Training
-from tunix_rt.models import resolve_model
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 
 pytestmark = pytest.mark.gpu
@@ -44,9 +44,9 @@ def test_the_allocator_is_held_to_the_limit(tmp_path):
 def test_a_model_that_the_limit_leaves_no_room_for_is_named_with_what_was_taken():
     """In a process of its own: what others left in the allocator's cache is room too."""
     program = (
-        "from tunix_rt.backends import torch_backend; from tunix_rt.config import Training; "
-        "from tunix_rt.models import resolve_model; "
-        "torch_backend.load(resolve_model('gpt2', weights='random'), device='cuda', training=Training(memory_limit_gib=0.7))"
+        "from tunix_rt.engines.torch import loop; from tunix_rt.config.settings import Training; "
+        "from tunix_rt.models.resolve import resolve_model; "
+        "loop.load(resolve_model('gpt2', weights='random'), device='cuda', training=Training(memory_limit_gib=0.7))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "DoesNotFitError" in done.stderr

@@ -11,8 +11,9 @@ import torch
 from tests import optimizer_checks as checks
 from tests.device_waits import nothing_waits
 from tests.optimizer_checks import each_kind, make
-from tunix_rt.backends import torch_optim, torch_rounding
-from tunix_rt.plan.state_bytes import BLOCK
+from tunix_rt.engines.torch import optim as torch_optim
+from tunix_rt.engines.torch import update_rules as torch_rounding
+from tunix_rt.plan.optimizers import BLOCK
 
 pytestmark = pytest.mark.gpu
 
@@ -168,9 +169,9 @@ def test_how_the_work_is_cut_has_no_part_in_the_bits(kind, monkeypatch):
     """All gradients are alike, so that sums in another order are the same."""
     ends = []
     for flat, rows, columns in ((2048, 128, 256), (512, 64, 128)):
-        monkeypatch.setattr("tunix_rt.backends.triton_adamw.FLAT_BLOCK", flat)
-        monkeypatch.setattr("tunix_rt.backends.triton_adafactor.ROWS", rows)
-        monkeypatch.setattr("tunix_rt.backends.triton_adafactor.COLUMNS", columns)
+        monkeypatch.setattr("tunix_rt.engines.torch.triton.adamw.FLAT_BLOCK", flat)
+        monkeypatch.setattr("tunix_rt.engines.torch.triton.adafactor.ROWS", rows)
+        monkeypatch.setattr("tunix_rt.engines.torch.triton.adafactor.COLUMNS", columns)
         parameter = torch.nn.Parameter(drawn((300, 1001), 5))
         parameter.grad = torch.full_like(parameter, 0.5)
         optimizer = make({"weights": parameter}, kind)
@@ -352,7 +353,7 @@ def test_eight_bit_codes_are_right_on_average_and_independent(dtype):
 def test_eight_bit_how_the_work_is_cut_has_no_part_in_the_bits(dtype, monkeypatch):
     ends = []
     for blocks in (8, 2):
-        monkeypatch.setattr("tunix_rt.backends.triton_eight_bit.BLOCKS", blocks)
+        monkeypatch.setattr("tunix_rt.engines.torch.triton.adamw_8bit.BLOCKS", blocks)
         for how in ("step", "update"):
             parameter = torch.nn.Parameter(drawn((300, 1001), 5, dtype=dtype))
             optimizer = make({"weights": parameter}, "adamw_8bit")

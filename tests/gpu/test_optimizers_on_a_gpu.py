@@ -5,7 +5,7 @@ import torch
 
 from tests import optimizer_checks as checks
 from tests.optimizer_checks import each_dtype, each_kind, make
-from tunix_rt.backends import torch_rounding
+from tunix_rt.engines.torch import update_rules as torch_rounding
 
 pytestmark = pytest.mark.gpu
 

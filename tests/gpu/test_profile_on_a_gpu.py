@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.conftest import SHIPPED
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends.torch_profile import dense_product, profiled
-from tunix_rt.config import Training
-from tunix_rt.data.pack import batch_of_step, make_rows
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
-from tunix_rt.models import resolve_model
-from tunix_rt.profiling import parts
-from tunix_rt.profiling.parts import breakdown
-from tunix_rt.profiling.trace import read_trace
+from tunix_rt.engines.profile import parts
+from tunix_rt.engines.profile.parts import breakdown
+from tunix_rt.engines.profile.trace import read_trace
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.engines.torch.profile import dense_product, profiled
+from tunix_rt.models.resolve import resolve_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
 

@@ -8,8 +8,8 @@ import torch
 
 from tests import planted_defects as planted
 from tests.program import ROOT, tunix_rt
-from tunix_rt.backends import torch_proofs
-from tunix_rt.backends.proving import Bench, Setting
+from tunix_rt.engines.selftest import torch as torch_proofs
+from tunix_rt.engines.selftest.runner import Bench, Setting
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tunix_rt.backends import torch_state
-from tunix_rt.backends.torch_optim import Optimizer
+from tunix_rt.engines.torch import save as torch_state
+from tunix_rt.engines.torch.optim import Optimizer
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.invariant.test_proofs_find_defects import MODELS, found
-from tunix_rt.backends import jax_proofs
+from tunix_rt.engines.selftest import jax as jax_proofs
 
 
 def jax_scale_off(monkeypatch):

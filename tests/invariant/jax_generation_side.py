@@ -23,9 +23,9 @@ def engine_of(folder, cut, mixed):
     """On one device, or cut over all; with products of bfloat16 of float32 weights where `mixed`."""
     import jax
 
-    from tunix_rt.backends.jax_engine import load_to_ask
-    from tunix_rt.backends.jax_mesh import make_mesh, parameter_shardings
-    from tunix_rt.models import resolve_model
+    from tunix_rt.engines.jax.load import load_to_ask
+    from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings
+    from tunix_rt.models.resolve import resolve_model
 
     engine = load_to_ask(resolve_model(str(folder)), device="cpu", dtype="float32")
     if mixed:
@@ -44,8 +44,8 @@ def short_of(engine, prompts, answers):
     import jax
     import numpy as np
 
-    from tunix_rt.backends.jax_head import head_logits
-    from tunix_rt.backends.jax_models import forward, head_table
+    from tunix_rt.engines.jax.chunked_loss import head_logits
+    from tunix_rt.engines.jax.model import forward, head_table
 
     @jax.jit
     def logits_of(params, ids, places):
@@ -67,8 +67,8 @@ def short_of(engine, prompts, answers):
 
 def answers_of(question):
     """Answers by number, and what else was found on the way to them."""
-    from tunix_rt.backends import jax_generate
-    from tunix_rt.backends.decoding import Decoding
+    from tunix_rt.engines.decoding import Decoding
+    from tunix_rt.engines.jax import generate as jax_generate
     from tunix_rt.errors import TunixError
 
     engine = engine_of(question["model"], question.get("cut", False), question.get("mixed", False))

@@ -10,11 +10,11 @@ import sys
 
 import jax
 
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.backends.jax_engine import compiled_parts
-from tunix_rt.backends.jax_mesh import make_mesh, rows_for
-from tunix_rt.backends.jax_step import compile_step, step_plan
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.jax.load import compiled_parts
+from tunix_rt.engines.jax.mesh import make_mesh, rows_for
+from tunix_rt.engines.jax.step import compile_step, step_plan
 from tunix_rt.plan.jax_memory import predict_jax
 from tunix_rt.plan.shape import shape_of
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.backends.jax_head import head_logits, head_loss
-from tunix_rt.backends.jax_models import batch_of, forward, head_table, summed_loss
-from tunix_rt.backends.jax_weights import load_weights, named_tensors, parameter_shapes, save_weights
-from tunix_rt.data.pack import MicroBatch
-from tunix_rt.models import resolve_model
+from tunix_rt.data.packing import MicroBatch
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.jax.chunked_loss import head_logits, head_loss
+from tunix_rt.engines.jax.model import batch_of, forward, head_table, summed_loss
+from tunix_rt.engines.jax.weights import load_weights, named_tensors, parameter_shapes, save_weights
+from tunix_rt.models.resolve import resolve_model
 
 WAYS = {"whole": {}, "again": {"remat": "layers", "chunk": 7}, "products": {"remat": "products", "chunk": 64}}
 

@@ -9,11 +9,13 @@ import sys
 import jax
 import numpy as np
 
-from tunix_rt.backends import jax_mesh, jax_optim, jax_step
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.backends.jax_models import Batch
-from tunix_rt.backends.jax_weights import parameter_shapes
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.jax import mesh as jax_mesh
+from tunix_rt.engines.jax import optim as jax_optim
+from tunix_rt.engines.jax import step as jax_step
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.jax.model import Batch
+from tunix_rt.engines.jax.weights import parameter_shapes
 
 ROWS, TOKENS, VOCABULARY = 16, 24, 64
 ROTARY = {

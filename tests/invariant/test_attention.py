@@ -24,8 +24,11 @@ from tests.attention_checks import (
     states_alone,
     summed_loss,
 )  # fmt: skip
-from tunix_rt.backends import torch_attention, torch_borders
-from tunix_rt.backends.torch_attention import (
+from tunix_rt.data.packing import collate, make_rows
+from tunix_rt.data.render import Example
+from tunix_rt.engines.torch import attention as torch_attention
+from tunix_rt.engines.torch import varlen as torch_borders
+from tunix_rt.engines.torch.attention import (
     FLEX,
     VARLEN,
     Attention,
@@ -35,8 +38,6 @@ from tunix_rt.backends.torch_attention import (
     kernels,
     refuse_unpackable,
 )
-from tunix_rt.data.pack import collate, make_rows
-from tunix_rt.data.render import Example
 from tunix_rt.errors import InputError
 
 GPU = {"device": "cuda", "dtype": "bfloat16", "capability": (9, 0), "softcap": False, "dropout": False, "head_dim": 64}

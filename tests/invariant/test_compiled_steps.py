@@ -9,11 +9,11 @@ from torch._inductor.exc import InductorError
 
 from tests.conftest import write_small_model
 from tests.invariant.test_step_promises import Run, drawn_rows
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends import torch_compile
-from tunix_rt.data.pack import filled_up
+from tunix_rt.data.packing import filled_up
+from tunix_rt.engines.torch import compile as torch_compile
+from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.errors import HardwareError
-from tunix_rt.plan.compiling import COMPILE_SECONDS, choose_compiling, waits_for_the_host
+from tunix_rt.plan.compile_policy import COMPILE_SECONDS, choose_compiling, waits_for_the_host
 
 
 @pytest.fixture(scope="module")

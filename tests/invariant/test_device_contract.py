@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunix_rt.backends.process_memory import RiseMeter
-from tunix_rt.backends.torch_attention import Attention
-from tunix_rt.backends.torch_backend import _assert_on_device, make_optimizer
-from tunix_rt.backends.torch_model import Engine
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.base import RiseMeter
+from tunix_rt.engines.torch.attention import Attention
+from tunix_rt.engines.torch.loop import _assert_on_device, make_optimizer
+from tunix_rt.engines.torch.model import Engine
 from tunix_rt.errors import HardwareError
-from tunix_rt.models import ModelSource
-from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.models.resolve import ModelSource
+from tunix_rt.plan.precision import recipe_of
 
 
 def stepped(optim: str = "adamw"):

@@ -9,11 +9,12 @@ import torch
 import transformers
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from tunix_rt.backends import torch_backend, torch_generate
-from tunix_rt.backends.decoding import Answer, Decoding
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.engines.decoding import Answer, Decoding
+from tunix_rt.engines.torch import generate as torch_generate
+from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.errors import InputError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 
 PROMPTS = 200
 STORY = "Once upon a time there was a little girl named Lily who liked to play in the park with her big dog"

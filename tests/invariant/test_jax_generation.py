@@ -18,9 +18,9 @@ from tests.conftest import ROOT
 from tests.invariant.jax_generation_side import CLOSING, DEVICES, tagged
 from tests.invariant.test_generation import drawn_prompts
 from tests.invariant.test_jax_models import FAMILIES, ROUGH, write_model
-from tunix_rt.backends import torch_backend
-from tunix_rt.backends.decoding import Answer, Decoding
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.decoding import Answer, Decoding
+from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.models.resolve import resolve_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 

@@ -19,11 +19,11 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.conftest import _SMALL, ROOT, SHIPPED
-from tunix_rt.backends import torch_backend
-from tunix_rt.config import Training
-from tunix_rt.data.pack import collate, make_rows
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import collate, make_rows
 from tunix_rt.data.render import Example
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.models.resolve import resolve_model
 
 # A long series as long as no engine uses the models.
 pytestmark = [

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_a_step_is_a_function_of_seed_and_number():
 )
 def test_what_the_engine_does_not_do_is_refused_by_name(setting, named):
     from tests.invariant.jax_step_side import CONFIGS
-    from tunix_rt.backends.jax_step import step_plan
+    from tunix_rt.engines.jax.step import step_plan
 
     with pytest.raises(ConfigError, match=named):
         step_plan(architecture_of(CONFIGS["gemma3"]), Training(**setting), platform="cpu", rows=1, tokens=8)
@@ -109,7 +109,7 @@ def test_what_the_engine_does_not_do_is_refused_by_name(setting, named):
 
 def test_dropout_that_the_model_asks_for_is_refused():
     from tests.invariant.jax_step_side import CONFIGS
-    from tunix_rt.backends.jax_step import step_plan
+    from tunix_rt.engines.jax.step import step_plan
 
     dropped = architecture_of(CONFIGS["gpt2"] | {"resid_pdrop": 0.1})
     with pytest.raises(ConfigError, match=r"dropout of 0\.1"):

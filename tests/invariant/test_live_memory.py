@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.unit.test_plan import BFLOAT16, SMALLEST
-from tunix_rt.backends import torch_backend
-from tunix_rt.backends.decoding import Decoding
-from tunix_rt.backends.torch_model import Engine, hidden_states
-from tunix_rt.config import RunConfig
-from tunix_rt.data.pack import Row, StepBatch, collate
-from tunix_rt.models import ModelSource
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.packing import Row, StepBatch, collate
+from tunix_rt.engines.decoding import Decoding
+from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.engines.torch.model import Engine, hidden_states
+from tunix_rt.models.resolve import ModelSource
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of

@@ -11,11 +11,13 @@ from transformers import masking_utils
 
 from tests.attention_checks import FAMILIES, small_model
 from tests.conftest import SHIPPED
-from tunix_rt.backends import torch_attention, torch_borders, torch_model
-from tunix_rt.backends.torch_attention import FLEX, Attention
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.torch import attention as torch_attention
+from tunix_rt.engines.torch import model as torch_model
+from tunix_rt.engines.torch import varlen as torch_borders
+from tunix_rt.engines.torch.attention import FLEX, Attention
 from tunix_rt.errors import InputError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 
 PRECISIONS = {
     "float32": {},

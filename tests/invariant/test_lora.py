@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from tests.invariant.test_live_memory import LiveBytes
 from tests.supervision_checks import shipped_samples, style
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import RunConfig, Training
-from tunix_rt.data.pack import batch_of_step, make_rows
+from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.errors import InputError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of
 
@@ -76,7 +76,7 @@ def test_the_saved_model_has_the_adapters_in_its_weights(small_model, tmp_path, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adding_the_adapters_takes_what_is_planned_for_it(small_model, family, dtype):
     """The sums, and one adapter's part beside them; a tied table is one tensor still."""
-    from tunix_rt.backends.torch_lora import merged_weights
+    from tunix_rt.engines.torch.lora import merged_weights
 
     engine, _, training = start(small_model(family), dtype=dtype)
     live = LiveBytes()

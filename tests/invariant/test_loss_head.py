@@ -8,9 +8,9 @@ import torch
 
 from tests.head_checks import UNIT, head_errors
 from tests.invariant.test_live_memory import LiveBytes
-from tunix_rt.backends import torch_head
-from tunix_rt.backends.torch_head import head_loss, lean_lookup
-from tunix_rt.plan.recipe import FEWEST_LOSS_ROWS, MOST_LOSS_CHUNKS, loss_rows
+from tunix_rt.engines.torch import chunked_loss as torch_head
+from tunix_rt.engines.torch.chunked_loss import head_loss, lean_lookup
+from tunix_rt.plan.precision import FEWEST_LOSS_ROWS, MOST_LOSS_CHUNKS, loss_rows
 
 SMALL = {"vocabulary": 1000, "hidden": 48, "targets": 75, "device": "cpu"}
 

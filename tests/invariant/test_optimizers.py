@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests import optimizer_checks as checks
 from tests.optimizer_checks import KINDS, SHAPES, copies, each_dtype, each_kind, give_gradients, make, parameters, walk
-from tunix_rt.backends import torch_rounding, torch_update_rules
+from tunix_rt.engines.torch import update_rules as torch_rounding
+from tunix_rt.engines.torch import update_rules as torch_update_rules
 from tunix_rt.errors import TunixError
-from tunix_rt.plan.state_bytes import BLOCK, WHOLE_BELOW, state_bytes
+from tunix_rt.plan.optimizers import BLOCK, WHOLE_BELOW, state_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "optimizers.md"
 

@@ -5,12 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import Training
-from tunix_rt.data.pack import batch_of_step, make_rows
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.models.resolve import resolve_model
 
 TEXTS = [
     "The blue cat took 7 stones to the moon and sold them for 3 drums.",

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.supervision_checks import shipped_samples, style
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.config import Training
-from tunix_rt.data.pack import batch_of_step, make_rows
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.errors import TunixError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 
 PRECISIONS = {
     "float32": {},

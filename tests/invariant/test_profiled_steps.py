@@ -11,14 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import write_small_model
 from tests.invariant.test_step_promises import Run, drawn_rows
-from tunix_rt.backends.torch_profile import FORWARD, dense_product, profiled, region
-from tunix_rt.data.pack import rows_of_step
-from tunix_rt.plan.flops import step_flops
+from tunix_rt.data.packing import rows_of_step
+from tunix_rt.engines.profile import parts
+from tunix_rt.engines.profile.parts import breakdown
+from tunix_rt.engines.profile.trace import FORWARD, read_trace
+from tunix_rt.engines.torch.profile import dense_product, profiled, region
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.profiling import parts
-from tunix_rt.profiling.parts import breakdown
-from tunix_rt.profiling.record import computed_positions, example_lengths
-from tunix_rt.profiling.trace import read_trace
+from tunix_rt.plan.timing import step_flops
+from tunix_rt.train.profiling import computed_positions, example_lengths
 
 
 def is_running():

@@ -17,10 +17,15 @@ import torch.nn.functional as F
 from tests import planted_defects as planted
 from tests.attention_checks import attend_alone
 from tests.program import ROOT, tunix_rt
-from tunix_rt.backends import jax_proofs, proof_samples, proving, references, torch_attention, torch_proofs
-from tunix_rt.backends.proving import Bench, Setting
-from tunix_rt.backends.torch_attention import VARLEN, Attention
-from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved, proof_problem, prove
+from tunix_rt.doctor.selftest import PROOF_NAMES, Proof, Proved, proof_problem, prove
+from tunix_rt.engines.selftest import cases as proof_samples
+from tunix_rt.engines.selftest import jax as jax_proofs
+from tunix_rt.engines.selftest import reference as references
+from tunix_rt.engines.selftest import runner as proving
+from tunix_rt.engines.selftest import torch as torch_proofs
+from tunix_rt.engines.selftest.runner import Bench, Setting
+from tunix_rt.engines.torch import attention as torch_attention
+from tunix_rt.engines.torch.attention import VARLEN, Attention
 
 TYPES = {
     "float32": {"dtype": "float32"},

@@ -8,11 +8,11 @@ import pytest
 from safetensors import safe_open
 
 from tests.conftest import SHIPPED
-from tunix_rt.backends import load_backend
-from tunix_rt.backends.decoding import Decoding
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.base import load_backend
+from tunix_rt.engines.decoding import Decoding
 from tunix_rt.errors import TunixError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 
 PROMPTS = [[2, 40, 41, 42], [2, 99, 7, 300, 12, 5]]
 TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -13,15 +13,16 @@ import transformers
 
 from tests.conftest import write_small_model
 from tests.optimizer_checks import float64
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends import torch_model
-from tunix_rt.backends.references import Adam, adamw_step
-from tunix_rt.backends.torch_model import LossScale
-from tunix_rt.config import Training, build_config
-from tunix_rt.data.pack import batch_of_step, make_rows
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
+from tunix_rt.engines.selftest.reference import Adam, adamw_step
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.engines.torch import model as torch_model
+from tunix_rt.engines.torch.model import LossScale
 from tunix_rt.errors import ConfigError
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 
 VOCABULARY = 1024
 

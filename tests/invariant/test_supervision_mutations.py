@@ -14,10 +14,10 @@ from tests.supervision_checks import (
     with_defect,
     write_chat_tokenizer,
 )
-from tunix_rt.backends import torch_backend
 from tunix_rt.data import render
-from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.data.trace import Sample, Turn
+from tunix_rt.engines.torch import loop as torch_backend
 
 
 @pytest.fixture(scope="module")

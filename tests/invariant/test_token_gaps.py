@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from tests.chain_model import write_chain_model
-from tunix_rt.backends import load_backend
-from tunix_rt.config import Data, Training
+from tunix_rt.config.settings import Data, Training
 from tunix_rt.data.render import prompt_ids, style_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.trace import EvalItem
-from tunix_rt.evaluate.run import Questions, ask, decoding_of
+from tunix_rt.engines.base import load_backend
+from tunix_rt.evaluate.generate import Questions, ask, decoding_of
 from tunix_rt.evidence.replay.regenerate import largest_gaps
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])

@@ -12,8 +12,9 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tunix_rt.backends.jax_ahead import Case, ask_compiler
-from tunix_rt.config import Training, load_config
+from tunix_rt.config.load import load_config
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.jax.aot import Case, ask_compiler
 
 pytest.importorskip("jax")
 
@@ -30,11 +31,11 @@ TINY = {
 ON_THE_CPU = """
 import json, sys
 import numpy as np, jax
-from tunix_rt.backends import jax_optim, jax_step
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.backends.jax_mesh import make_mesh
-from tunix_rt.backends.jax_models import Batch
-from tunix_rt.config import Training
+from tunix_rt.engines.jax import optim as jax_optim, step as jax_step
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.jax.mesh import make_mesh
+from tunix_rt.engines.jax.model import Batch
+from tunix_rt.config.settings import Training
 architecture, rows, tokens = architecture_of(json.loads(sys.argv[1])), 2, 32
 plan = jax_step.step_plan(architecture, Training(), platform="cpu", rows=rows, tokens=tokens)
 mesh, random = make_mesh(jax.devices()), np.random.default_rng(0)

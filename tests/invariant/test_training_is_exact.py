@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.supervision_checks import shipped_samples, style
-from tunix_rt.backends import torch_backend as engine_of
-from tunix_rt.backends.decoding import Decoding
-from tunix_rt.backends.torch_model import hidden_states
-from tunix_rt.config import Training
-from tunix_rt.data.pack import batch_of_step, collate, make_rows
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import batch_of_step, collate, make_rows
 from tunix_rt.data.render import Example, prompt_ids, render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.decoding import Decoding
+from tunix_rt.engines.torch import loop as engine_of
+from tunix_rt.engines.torch.model import hidden_states
+from tunix_rt.models.resolve import resolve_model
 
 FAMILIES = ["gemma3", "llama", "gpt2"]
 TRAINING = Training(learning_rate=1e-3, warmup_steps=2, max_grad_norm=1.0, weight_decay=0.01)

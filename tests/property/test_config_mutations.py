@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from tests.conftest import ROOT
 from tests.program import refused, tunix_rt
 from tunix_rt.cli.main import cli
-from tunix_rt.config import RunConfig, dump_yaml, load_config
+from tunix_rt.config.load import dump_yaml, load_config
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 
 SEED = 20

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from tests.program import refused, tunix_rt
 from tests.samples import read_samples
 from tunix_rt.cli.main import cli
-from tunix_rt.data.registry import find_dataset
+from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
 
 SEED = 20

@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunix_rt.data.pack import (
-    IGNORED,
-    batch_of_step,
-    collate,
-    make_rows,
-    pack,
-    rows_of_step,
-    steps_per_epoch,
-)
+from tunix_rt.data.packing import IGNORED, batch_of_step, collate, make_rows, pack, rows_of_step, steps_per_epoch
 from tunix_rt.data.render import Example
 
 PAD = 0

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_plan import CONFIGS, SMALL, changed, run_settings, shapes
-from tunix_rt.config import RunConfig
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import InputError
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.prediction import predict_run

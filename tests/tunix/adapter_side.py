@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.parity_sides import Ours, step_inputs
-from tunix_rt.backends import jax_models, jax_optim, jax_tunix
-from tunix_rt.backends.jax_mesh import make_mesh, parameter_shardings
-from tunix_rt.backends.jax_step import State, StepPlan, compile_step, numbers
+from tunix_rt.engines.jax import model as jax_models
+from tunix_rt.engines.jax import optim as jax_optim
+from tunix_rt.engines.jax import tunix as jax_tunix
+from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings
+from tunix_rt.engines.jax.step import State, StepPlan, compile_step, numbers
 from tunix_rt.errors import TunixError
 
 OPTIM = jax_optim.Optim(kind="adamw", beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, stochastic=False)

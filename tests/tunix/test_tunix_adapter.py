@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from benchmarks import parity
 from tests.conftest import ROOT, SHIPPED
 from tests.program import tunix_rt
-from tunix_rt.backends.jax_architecture import architecture_of
+from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import ConfigError
 
 pytest.importorskip("jax", reason="needs jax")
-from tunix_rt.backends import jax_tunix
+from tunix_rt.engines.jax import tunix as jax_tunix
 
 WITH_TUNIX = importlib.util.find_spec("tunix") is not None
 pytestmark = pytest.mark.tunix

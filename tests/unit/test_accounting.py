@@ -6,20 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunix_rt import device
-from tunix_rt.accounting import Phases, memory_explained, write_account
-from tunix_rt.backends import PhasePeak
-from tunix_rt.backends.process_memory import RiseMeter
-from tunix_rt.config import build_config, find_config, load_config
-from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.config.load import build_config, find_config, load_config
+from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.engines.base import PhasePeak, RiseMeter
 from tunix_rt.errors import Preempted
-from tunix_rt.fitting import fit_settings, within_limit
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan import timing
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import RunDir, read_json
+from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import Record
+from tunix_rt.storage import read_json
+from tunix_rt.train import device
+from tunix_rt.train.memory_report import Phases, memory_explained, write_account
+from tunix_rt.train.preflight import fit_settings, within_limit
 
 MIB, GIB = 2**20, 2**30
 
@@ -45,7 +45,7 @@ def test_each_phase_of_a_process_has_its_own_peak_and_the_process_keeps_the_high
 
 
 def test_where_no_peak_can_begin_anew_it_is_the_highest_up_to_now(monkeypatch):
-    monkeypatch.setattr("tunix_rt.backends.process_memory._reset_kernel_peak", lambda: False)
+    monkeypatch.setattr("tunix_rt.engines.base._reset_kernel_peak", lambda: False)
     meter = RiseMeter()
     held = pages(64 * MIB)
     first = meter.take_peak()

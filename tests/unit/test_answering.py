@@ -3,12 +3,11 @@
 import pytest
 
 from tests.program import ROOT
-from tunix_rt.backends import torch_model
-from tunix_rt.config import build_config
-from tunix_rt.plan.answering import MOST_ROWS, rows_that_fit
-from tunix_rt.plan.memory import EVAL_ROWS, predict
+from tunix_rt.config.load import build_config
+from tunix_rt.engines.torch import model as torch_model
+from tunix_rt.plan.memory import EVAL_ROWS, MOST_ROWS, predict, rows_that_fit
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import read_json
+from tunix_rt.storage import read_json
 
 GIB = 2**30
 GEMMA = shape_of(read_json(ROOT / "presets" / "gemma-3-270m" / "config.json"))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import REFERENCE
 from tests.unit.answer_pairs import AS_OUTPUT, DISAGREEMENTS, IN_BLOCK, tagged
-from tunix_rt.evaluate.answers import is_number_as_words, same_value
-from tunix_rt.evaluate.score import matches_lenient, matches_strict
+from tunix_rt.scoring.answers import is_number_as_words, same_value
+from tunix_rt.scoring.score import matches_lenient, matches_strict
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "concepts" / "scoring.md"

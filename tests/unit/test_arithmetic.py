@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import REFERENCE
-from tunix_rt.evaluate.arithmetic import ArithmeticCheck, check_arithmetic
+from tunix_rt.scoring.equations import ArithmeticCheck, check_arithmetic
 
 GSM8K = REFERENCE / "data" / "gsm8k" / "train.jsonl"
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunix_rt.errors import EvidenceError
-from tunix_rt.rundir import RunDir, write_json, write_text
-from tunix_rt.runs.checksums import parse_sums, sums_problems, sums_text, write_sums
-from tunix_rt.runs.reading import list_folder
+from tunix_rt.runs.checksums import list_folder, parse_sums, sums_problems, sums_text, write_sums
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.storage import write_json, write_text
 
 WEIGHTS = "checkpoints/step-000003/model.safetensors"
 

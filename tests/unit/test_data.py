@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, SHIPPED
-from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, pack_line, parse, read_raw, recognise, unpack_line
-from tunix_rt.data.registry import find_dataset, find_evalset, read_items, split_of
+from tunix_rt.data.readers import pack_line, parse, read_raw, recognise, unpack_line
+from tunix_rt.data.sources import find_dataset, find_evalset, read_items, split_of
+from tunix_rt.data.streams import MAX_DOCUMENT_BYTES
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.trace import EvalItem, Trace, read_records
 from tunix_rt.errors import InputError, StorageError
@@ -229,7 +230,7 @@ def test_a_document_that_is_not_one_list_of_records_is_refused_with_the_line(tmp
 
 def test_a_document_too_large_to_hold_is_refused_with_the_way_out(tmp_path, monkeypatch):
     assert MAX_DOCUMENT_BYTES == 512_000_000
-    monkeypatch.setattr("tunix_rt.data.containers.MAX_DOCUMENT_BYTES", 1_000)
+    monkeypatch.setattr("tunix_rt.data.readers.MAX_DOCUMENT_BYTES", 1_000)
     (tmp_path / "x.json").write_bytes(b"[" + b" " * 2_000)
     error = refused(tmp_path / "x.json")
     assert "over 1,000 bytes" in error.problem and "JSONL" in error.fix

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import SHIPPED
-from tunix_rt.backends.decoding import CONTEXT, LENGTH, STOP, TAG, TIME, Answer, Decoding, Ending, batches, random_keys
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.engines.decoding import Answer, Decoding, Ending, batches, random_keys
+from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG, TIME
 
 CLOSING = "</answer>"
 TOKENIZER = load_tokenizer(SHIPPED, "gemma3_text")

@@ -24,7 +24,7 @@ from recipes.dev_reasoning.generate import (
 )
 from recipes.dev_reasoning.shape import Draw
 from tests.stores import quiet, recipe_for
-from tunix_rt.data.store import open_store
+from tunix_rt.data.token_cache import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 

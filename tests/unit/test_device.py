@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_doctor import CPU_ONLY, WITH_GPU, masked
-from tunix_rt import device
-from tunix_rt.config import build_config
-from tunix_rt.doctor.choose import choose_device
-from tunix_rt.doctor.gpu_memory import GpuMemory, gpu_memory, nvidia_smi_text
-from tunix_rt.doctor.prove import PROOF_NAMES, Proof, Proved
-from tunix_rt.doctor.verdict import Ask
+from tunix_rt.config.load import build_config
+from tunix_rt.doctor.facts import Ask
+from tunix_rt.doctor.nvidia import GpuMemory, gpu_memory, nvidia_smi_text
+from tunix_rt.doctor.selection import choose_device
+from tunix_rt.doctor.selftest import PROOF_NAMES, Proof, Proved
 from tunix_rt.errors import HardwareError
-from tunix_rt.models import ModelSource, resolve_model
+from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import RunDir
+from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import Record
+from tunix_rt.train import device
 
 NOON = "2026-01-01T12:00:00+00:00"
 CONFIG = build_config({"model": {"model_name_or_path": "tiny-gemma3"}, "training": {"device": "cuda"}}, "test")

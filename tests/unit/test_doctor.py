@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from tunix_rt.cli.main import cli
-from tunix_rt.doctor.checks import EVERY_CHECK, Ask, first_failure, judge
-from tunix_rt.doctor.choose import choose_device, environment_for, set_environment
+from tunix_rt.doctor.checks import EVERY_CHECK, first_failure, judge
 from tunix_rt.doctor.facts import (
+    Ask,
     DeviceNode,
     Facts,
     Gpu,
@@ -24,12 +24,13 @@ from tunix_rt.doctor.facts import (
     Torch,
     Tpu,
     facts_from_json,
+    visible_gpus,
 )
-from tunix_rt.doctor.visible import visible_gpus
+from tunix_rt.doctor.report import device_lines, env_info_text, torch_version_text
+from tunix_rt.doctor.selection import choose_device, environment_for, set_environment
 from tunix_rt.doctor.wheels import WHEELS, fits, fitting_wheels, number, why_no_wheel
-from tunix_rt.doctor.words import device_lines, env_info_text, torch_version_text
 from tunix_rt.errors import ConfigError, HardwareError, InputError
-from tunix_rt.rundir import to_plain
+from tunix_rt.storage import to_plain
 
 GIB = 2**30
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.conftest import ROOT
 from tunix_rt.cli.main import cli
-from tunix_rt.doctor import installing
+from tunix_rt.doctor import install as installing
 from tunix_rt.doctor.environment import (
     judge_install,
     judge_quick_check,
@@ -24,10 +24,10 @@ from tunix_rt.doctor.environment import (
     without_password,
 )
 from tunix_rt.doctor.facts import DeviceNode, Facts, Gpu, Host, Nvidia, PciDevice
-from tunix_rt.doctor.installing import create_environment, error_of
+from tunix_rt.doctor.install import create_environment, error_of
 from tunix_rt.doctor.wheels import fitting_wheels, why_no_wheel
 from tunix_rt.doctor.wheels import main as wheels_main
-from tunix_rt.rundir import to_plain
+from tunix_rt.storage import to_plain
 
 GIB = 2**30
 PIP = "-m pip install --disable-pip-version-check --no-input --retries 1 --timeout 30"
@@ -90,7 +90,7 @@ def test_a_dry_run_prints_the_verdict_the_exact_commands_and_the_one_other_wheel
     )
     assert lines[4] == f"4. new/bin/python {PIP} {wheel} -e '{ROOT}[training]' -c {ROOT}/constraints.txt"
     proof = "--device cuda --dtype float32 --head-size 64"
-    assert lines[5] == f"5. new/bin/python -P -m tunix_rt.backends.torch_proofs {proof}"
+    assert lines[5] == f"5. new/bin/python -P -m tunix_rt.engines.selftest.torch {proof}"
     assert lines[6] == f"if that wheel cannot be had: the same with {with_index(unhad)}"
     then = f"the same with {with_index(useless)}" if useless else "it stops and reports"
     assert lines[7:] == [f"if that wheel cannot compute here: {then}"]

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import REFERENCE
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.evalsets import RULES, load_evalset, validate_evalset
-from tunix_rt.evaluate.score import matches_lenient, matches_strict
+from tunix_rt.scoring.score import matches_lenient, matches_strict
 
 GSM8K = REFERENCE / "data" / "gsm8k" / "train.jsonl"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.errors import EvidenceError, InputError
-from tunix_rt.evaluate.reading import read_predictions, read_scores
 from tunix_rt.evaluate.report import (
     Row,
     Side,
@@ -20,8 +19,9 @@ from tunix_rt.evaluate.report import (
     samples_markdown,
     table,
 )
-from tunix_rt.evaluate.score import judge, score_predictions
-from tunix_rt.rundir import write_json, write_jsonl
+from tunix_rt.evaluate.summary import read_predictions, read_scores
+from tunix_rt.scoring.score import judge, score_predictions
+from tunix_rt.storage import write_json, write_jsonl
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "did-it-help.md"
 
@@ -327,7 +327,7 @@ def test_long_names_stand_under_the_table():
 def test_the_table_of_the_shipped_eval_set_has_one_line_a_row_in_a_terminal_of_80_columns(names, monkeypatch, capsys):
     from rich.console import Console
 
-    from tunix_rt.cli import text
+    from tunix_rt.cli.views import text
     from tunix_rt.evaluate.evalsets import load_evalset
 
     outputs = ("so", "<reasoning>3 + 4 = 7</reasoning><answer>{answer}</answer>")

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tunix_rt.doctor.causes import CAUSES
-from tunix_rt.doctor.checks import Ask, judge
-from tunix_rt.doctor.choose import choose_device
-from tunix_rt.doctor.facts import facts_from_json
+from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.facts import Ask, facts_from_json
+from tunix_rt.doctor.selection import choose_device
 from tunix_rt.errors import HardwareError
 
 FILES = sorted((Path(__file__).parents[1] / "facts").glob("*.json"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import REFERENCE
 from tests.samples import read_samples
-from tunix_rt.config import Data
+from tunix_rt.config.settings import Data
 from tunix_rt.data.formats import (
     FORMATS,
     detect_format,
@@ -18,10 +18,10 @@ from tunix_rt.data.formats import (
     unused_columns,
     words_behind_number,
 )
-from tunix_rt.data.registry import find_dataset
-from tunix_rt.data.sample import Sample, Turn
+from tunix_rt.data.sources import find_dataset
+from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.answers import bare_answer, read_quantity
+from tunix_rt.scoring.answers import bare_answer, read_quantity
 
 
 def said(*pairs: tuple[str, str], **rest) -> Sample:

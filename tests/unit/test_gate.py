@@ -10,12 +10,15 @@ import pytest
 import tokenizers
 
 from tests.conftest import SHIPPED
-from tunix_rt.config import build_config
-from tunix_rt.data import checks, overlap, prepare, rules
-from tunix_rt.data.limits import ModelFacts
+from tunix_rt.config.load import build_config
+from tunix_rt.data import contamination as overlap
+from tunix_rt.data import example_checks as checks
+from tunix_rt.data import prepare
+from tunix_rt.data import validation as rules
+from tunix_rt.data.length_checks import ModelFacts
 from tunix_rt.data.prepare import inspect
-from tunix_rt.data.rules import RULES, Finding
 from tunix_rt.data.tokenizer import load_tokenizer
+from tunix_rt.data.validation import RULES, Finding
 from tunix_rt.errors import InputError
 
 GEMMA_LIKE = (
@@ -428,8 +431,8 @@ def test_a_question_in_cyrillic_is_found_in_capitals_and_not_in_another():
 
 
 def test_looking_through_invisible_letters_takes_linear_time():
-    from tunix_rt.data.overlap import find_overlap, questions_of
-    from tunix_rt.data.sample import Sample, Turn
+    from tunix_rt.data.contamination import find_overlap, questions_of
+    from tunix_rt.data.trace import Sample, Turn
 
     text = "а\u200d\u200b" * 300_000
     sample = Sample(turns=(Turn(role="user", text=text), Turn(role="assistant", text="7")))

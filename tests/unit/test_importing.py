@@ -21,8 +21,8 @@ from tests.unit.test_formats import READS, message
 from tunix_rt import __version__
 from tunix_rt.cli.main import cli
 from tunix_rt.data.formats import FORMATS, to_sample
-from tunix_rt.data.importing import import_dataset
-from tunix_rt.data.registry import find_dataset
+from tunix_rt.data.importer import import_dataset
+from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
 
 ODD = ["a\x00b", "\ud800", "x\udfff", "\ufeffa", "a\u2028b", "\U0001f600", "é\r\nz", '"\\', "<<1=1>>", "\x1c.", " x "]

@@ -9,13 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
-from tunix_rt.admission import copies_held, with_copies_that_fit
 from tunix_rt.cli.main import cli
-from tunix_rt.config import RunConfig, build_config
-from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.plan.fit import OVERSHOOT, explain_out_of_memory, left_to_the_compiler
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
+from tunix_rt.train.preflight import copies_held, with_copies_that_fit
 
 GIB = 2**30
 RESULTS = ROOT / "benchmarks" / "results"

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from tests.conftest import ROOT
-from tunix_rt.backends import jax_ahead
-from tunix_rt.backends.jax_ahead import Case, ask_compiler, case_hash, child_environment, read_refusal, topology_parts
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.jax import aot as jax_ahead
+from tunix_rt.engines.jax.aot import Case, ask_compiler, case_hash, child_environment, read_refusal, topology_parts
 from tunix_rt.errors import ConfigError, HardwareError, TunixError
 
 GIB = 2**30
@@ -133,20 +133,20 @@ def test_the_hash_is_of_everything_that_decides_the_verdict(case):
 def test_every_module_that_the_step_is_made_of_is_part_of_the_hash():
     """Of engine and plan, but for what describes memory and decides no code."""
     package = ROOT / "src" / "tunix_rt"
-    found, pending = set(), ["backends/jax_ahead_compile.py"]
+    found, pending = set(), ["engines/jax/aot_worker.py"]
     while pending:
         name = pending.pop()
-        if name in found or name == "backends/jax_ahead.py":  # the parent, which compiles nothing
+        if name in found or name == "engines/jax/aot.py":  # the parent, which compiles nothing
             continue
         found.add(name)
         for node in ast.walk(ast.parse((package / name).read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                ("tunix_rt.backends", "tunix_rt.plan")
+                ("tunix_rt.engines.jax", "tunix_rt.plan")
             ):
                 module = node.module.removeprefix("tunix_rt.").replace(".", "/")
                 named = [f"{module}.py", *(f"{module}/{one.name}.py" for one in node.names)]
                 pending += [one for one in named if (package / one).is_file()]
-    describing = {"plan/activations.py", "plan/memory.py", "plan/footprint.py", "plan/answering.py"}
+    describing = {"plan/activations.py", "plan/memory.py", "plan/footprint.py"}
     assert found - describing <= set(jax_ahead.STEP_SOURCES)
     assert len(found) > 10
 

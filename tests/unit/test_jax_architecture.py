@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from tests.conftest import _SMALL, ROOT
-from tunix_rt.backends.jax_architecture import FAMILIES, architecture_of
+from tunix_rt.engines.jax.architecture import FAMILIES, architecture_of
 from tunix_rt.errors import InputError
-from tunix_rt.models import preset_names
+from tunix_rt.models.resolve import preset_names
 
 OLD_ROPE = {"rope_theta": 50_000.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
 VARIANTS = {

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_rt.backends import jax_attention
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.backends.jax_models import exact_attention
+from tunix_rt.engines.jax import attention as jax_attention
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.engines.jax.model import exact_attention
 
 TOKENS, HEADS, SIZE = 256, 2, 128
 CONFIG = {

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.plan.changes import can_run, with_copied
 from tunix_rt.plan.jax_limits import LIMITS, refuse_dropout, refuse_for_jax, refuse_profile
+from tunix_rt.plan.knobs import can_run, with_copied
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "jax-engine.md").read_text(encoding="utf-8")
 ASKED = {

@@ -6,17 +6,17 @@ import math
 import pytest
 
 from tests.conftest import ROOT
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.config import Training
-from tunix_rt.plan.jax_kept import kept as kept_by_plan
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.jax.architecture import architecture_of
+from tunix_rt.plan.jax_activations import kept as kept_by_plan
 from tunix_rt.plan.jax_run import Run
-from tunix_rt.plan.recipe import recipe_of
+from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.shape import shape_of
 
 jax = pytest.importorskip("jax")
-jax_attention = pytest.importorskip("tunix_rt.backends.jax_attention", exc_type=ImportError)
-models = pytest.importorskip("tunix_rt.backends.jax_models", exc_type=ImportError)
-weights = pytest.importorskip("tunix_rt.backends.jax_weights", exc_type=ImportError)
+jax_attention = pytest.importorskip("tunix_rt.engines.jax.attention", exc_type=ImportError)
+models = pytest.importorskip("tunix_rt.engines.jax.model", exc_type=ImportError)
+weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
 
 ROWS, TOKENS = 4, 512
 FAMILIES = ("gemma-2b", "gemma-2-2b", "gemma-3-1b", "llama-3.2-1b", "gpt2")

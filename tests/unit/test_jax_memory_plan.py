@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tunix_rt.config import build_config
-from tunix_rt.doctor.choose import DeviceChoice, environment_for, set_environment, with_virtual_devices
+from tunix_rt.config.load import build_config
+from tunix_rt.doctor.selection import DeviceChoice, environment_for, set_environment, with_virtual_devices
 from tunix_rt.plan.fit import judge
 from tunix_rt.plan.jax_memory import predict_jax
 from tunix_rt.plan.memory import predict

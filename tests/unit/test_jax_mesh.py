@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from tunix_rt.backends.jax_mesh import batch_sharding, cut_dimension, make_mesh, parameter_shardings, rows_for
+from tunix_rt.engines.jax.mesh import batch_sharding, cut_dimension, make_mesh, parameter_shardings, rows_for
 from tunix_rt.errors import ConfigError
 
 EIGHT = AbstractMesh((1, 8), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.optimizer_checks import make
-from tunix_rt.backends import jax_optim, references
-from tunix_rt.config import Training
+from tunix_rt.config.settings import Training
+from tunix_rt.engines.jax import optim as jax_optim
+from tunix_rt.engines.selftest import reference as references
 from tunix_rt.errors import ConfigError
 
 SHAPES = {

@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tunix_rt.backends.jax_architecture import architecture_of
+from tunix_rt.engines.jax.architecture import architecture_of
 
 jax = pytest.importorskip("jax")
-models = pytest.importorskip("tunix_rt.backends.jax_models", exc_type=ImportError)
-head = pytest.importorskip("tunix_rt.backends.jax_head", exc_type=ImportError)
+models = pytest.importorskip("tunix_rt.engines.jax.model", exc_type=ImportError)
+head = pytest.importorskip("tunix_rt.engines.jax.chunked_loss", exc_type=ImportError)
 
 ROTARY = {
     "model_type": "gemma", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -20,7 +20,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_h
 
 @pytest.mark.parametrize("config", [ROTARY, GPT2], ids=["gated", "with biases"])
 def test_an_mlp_in_pieces_gives_the_same_loss_and_the_same_gradients(config):
-    from tunix_rt.backends.jax_weights import parameter_shapes
+    from tunix_rt.engines.jax.weights import parameter_shapes
 
     architecture, random = architecture_of(config), np.random.default_rng(0)
     params = jax.tree.map(

@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tunix_rt.backends.jax_architecture import architecture_of
-from tunix_rt.config import Training
-from tunix_rt.data.pack import MicroBatch
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import MicroBatch
+from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import DoesNotFitError, TunixError
 
 jax = pytest.importorskip("jax")
-state = pytest.importorskip("tunix_rt.backends.jax_state", exc_type=ImportError)
-optim = pytest.importorskip("tunix_rt.backends.jax_optim", exc_type=ImportError)
-weights = pytest.importorskip("tunix_rt.backends.jax_weights", exc_type=ImportError)
-backend = pytest.importorskip("tunix_rt.backends.jax_backend", exc_type=ImportError)
-batches = pytest.importorskip("tunix_rt.backends.jax_batches", exc_type=ImportError)
+state = pytest.importorskip("tunix_rt.engines.jax.save", exc_type=ImportError)
+optim = pytest.importorskip("tunix_rt.engines.jax.optim", exc_type=ImportError)
+weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
+backend = pytest.importorskip("tunix_rt.engines.jax.loop", exc_type=ImportError)
+batches = pytest.importorskip("tunix_rt.engines.jax.prefetch", exc_type=ImportError)
 
 SMALL = architecture_of({
     "model_type": "gemma", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

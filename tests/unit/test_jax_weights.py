@@ -9,11 +9,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT, write_small_model
-from tunix_rt.backends.jax_architecture import FAMILIES, architecture_of
+from tunix_rt.engines.jax.architecture import FAMILIES, architecture_of
 from tunix_rt.errors import InputError
-from tunix_rt.models import preset_names, resolve_model
+from tunix_rt.models.resolve import preset_names, resolve_model
 
-weights = pytest.importorskip("tunix_rt.backends.jax_weights", exc_type=ImportError)
+weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

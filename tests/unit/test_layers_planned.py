@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tunix_rt.admission import layers_for_data
-from tunix_rt.config import RunConfig
-from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.models import resolve_model
-from tunix_rt.plan.compiling import layers_planned
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.models.resolve import resolve_model
+from tunix_rt.plan.compile_policy import layers_planned
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.plan.verdict import least_room
+from tunix_rt.plan.target import least_room
+from tunix_rt.train.preflight import layers_for_data
 
 GIB = 2**30
 SMOLLM2 = shape_of(resolve_model("smollm2-135m", weights="random").config)

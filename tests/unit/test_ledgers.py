@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.unit.test_train_log import train
-from tunix_rt.data.merkle import merkle_root
-from tunix_rt.data.pack import Row, batch_of_step, facts_of_rows, rows_of_step
+from tunix_rt.data.packing import Row, batch_of_step, facts_of_rows, rows_of_step
 from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.errors import ConfigError, Preempted
-from tunix_rt.ledgers import has_rows, note_process, write_rows
-from tunix_rt.rundir import RunDir, json_line, list_checkpoints, read_json, sha256_file, write_json
-from tunix_rt.stopping import StopRequest
+from tunix_rt.runs.folder import RunDir, list_checkpoints
+from tunix_rt.runs.ledger import has_rows, note_process, write_rows
+from tunix_rt.storage import json_line, merkle_root, read_json, sha256_file, write_json
+from tunix_rt.train.preemption import StopRequest
 
 TOTAL = 7
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_committed_just_before_a_kill_gains_its_entry(
         raise KilledNow
 
     with monkeypatch.context() as patch, pytest.raises(KilledNow):
-        patch.setattr("tunix_rt.train.list_checkpoint", killed)
+        patch.setattr("tunix_rt.train.loop.list_checkpoint", killed)
         train(run, total=TOTAL)
     assert listed(run) == [] and [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000002"]
     train(run, total=TOTAL, resume=True)

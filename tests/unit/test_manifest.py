@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tunix_rt.config import RunConfig, dump_yaml
+from tunix_rt.config.load import dump_yaml
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.evidence.facts import Run, completed_run
 from tunix_rt.evidence.manifest import companion_problems, incomplete, manifest_of, manifest_problems
-from tunix_rt.rundir import json_line, to_plain, write_json, write_text
 from tunix_rt.runs.record import RunRecord
+from tunix_rt.storage import json_line, to_plain, write_json, write_text
 
 FACTS = Path(__file__).parents[1] / "facts"
 DIGEST, MOMENT = "ab" * 32, "2026-11-16T10:00:00+00:00"

@@ -26,16 +26,9 @@ from click.testing import CliRunner
 from tests.conftest import ROOT, SHIPPED, write_small_model
 from tunix_rt.cli.main import cli
 from tunix_rt.errors import ConfigError, InputError, StorageError
-from tunix_rt.models import (
-    PRESET_OF,
-    TWO_WAYS_ON,
-    preset_names,
-    redacted,
-    refuse_addresses,
-    resolve_model,
-    resolve_tokenizer,
-)
 from tunix_rt.models.hub import Asking, _refusal
+from tunix_rt.models.resolve import PRESET_OF, TWO_WAYS_ON, preset_names, resolve_model, resolve_tokenizer
+from tunix_rt.models.secrets import redacted, refuse_addresses
 
 COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
 
@@ -367,7 +360,7 @@ ASK = """
     import json, logging, sys
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     from tunix_rt.errors import TunixError
-    from tunix_rt.models import resolve_model
+    from tunix_rt.models.resolve import resolve_model
     for name, revision, weights in json.load(sys.stdin):
         try:
             source = resolve_model(name, revision=revision, weights=weights)

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from tunix_rt.data.pack import (
+from tunix_rt.data.packing import (
     IGNORED,
     batch_of_step,
     collate,

@@ -11,24 +11,26 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from tunix_rt.backends.torch_attention import choose_attention
-from tunix_rt.config import RunConfig, Training
+from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.engines.torch.attention import choose_attention
 from tunix_rt.errors import InputError
 from tunix_rt.plan.activations import (
     Batch,
     attention_kernel,
+    elements,
     forward_of_one_layer,
     generating_kernel,
     kept_by_layer,
+    tensors_of,
     widths_of,
 )
-from tunix_rt.plan.fit import SAFETY_SHARE, training_flops_per_token
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
-from tunix_rt.plan.recipe import loss_rows, recipe_of
+from tunix_rt.plan.precision import loss_rows, recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.plan.tensors import elements, tensors_of
-from tunix_rt.rundir import to_plain
+from tunix_rt.plan.target import SAFETY_SHARE
+from tunix_rt.plan.timing import training_flops_per_token
+from tunix_rt.storage import to_plain
 
 GIB = 2**30
 SMALL = {
@@ -151,7 +153,7 @@ def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batc
     kept_in = getattr(torch, recipe.frozen or recipe.weights)
     model = transformers.AutoModelForCausalLM.from_config(full, attn_implementation=attention, dtype=kept_in).train()
     if training.lora_rank is not None:
-        from tunix_rt.backends.torch_lora import add_adapters
+        from tunix_rt.engines.torch.lora import add_adapters
 
         model = add_adapters(model, rank=training.lora_rank, source=None)  # type: ignore[arg-type]
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

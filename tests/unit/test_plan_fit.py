@@ -27,14 +27,15 @@ from tests.unit.test_plan import (
     shapes,
 )
 from tunix_rt.cli.main import cli
-from tunix_rt.config import RunConfig, load_config, require_runnable
-from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.config.load import load_config
+from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.errors import DoesNotFitError
 from tunix_rt.plan.fit import explain_out_of_memory, judge, refuse_if_too_big
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.target import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, least_room, limited
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, measure_rate, training_flops_per_token
-from tunix_rt.plan.verdict import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, least_room, limited
 
 
 def chosen(free_bytes: float, device: str = "cpu", capability: tuple[int, int] | None = None) -> DeviceChoice:

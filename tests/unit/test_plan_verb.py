@@ -11,17 +11,17 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
-from tunix_rt.backends import jax_ahead
 from tunix_rt.cli.main import cli
-from tunix_rt.cli.plan_words import disk_line, rounded, shell_lines, show_outlook
-from tunix_rt.config import find_config, load_config, with_settings
-from tunix_rt.models import resolve_architecture
+from tunix_rt.cli.views.plan import disk_line, rounded, shell_lines, show_outlook
+from tunix_rt.config.load import find_config, load_config, with_settings
+from tunix_rt.engines.jax import aot as jax_ahead
+from tunix_rt.models.resolve import resolve_architecture
+from tunix_rt.plan.calibration import SeenError, add
 from tunix_rt.plan.jax_memory import row_length
-from tunix_rt.plan.outlook import look, most_rows, steps_known
-from tunix_rt.plan.seen_errors import SeenError, add
+from tunix_rt.plan.report import look, most_rows, steps_known
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.plan.target import target_named
-from tunix_rt.rundir import to_plain
+from tunix_rt.storage import to_plain
 
 SMALL = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -10,9 +10,9 @@ import tokenizers
 
 from tests.conftest import SHIPPED
 from tests.stores import quiet
-from tunix_rt.config import build_config
-from tunix_rt.data.limits import ModelFacts
-from tunix_rt.data.pack import rows_root
+from tunix_rt.config.load import build_config
+from tunix_rt.data.length_checks import ModelFacts
+from tunix_rt.data.packing import rows_root
 from tunix_rt.data.prepare import prepare
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError

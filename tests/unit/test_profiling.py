@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from tests.program import ROOT
+from tunix_rt.engines.profile import parts
+from tunix_rt.engines.profile.parts import breakdown, part_of, short_name
+from tunix_rt.engines.profile.table import DenseProduct, Profile, figure, profile_json, profile_lines, profile_markdown
+from tunix_rt.engines.profile.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP, Span, read_trace, stretches
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.evidence.checks import may_stay_out
-from tunix_rt.plan.flops import StepFlops
-from tunix_rt.profiling import parts
-from tunix_rt.profiling.parts import breakdown, part_of, short_name
-from tunix_rt.profiling.record import choose_first, example_lengths, refuse_too_many
-from tunix_rt.profiling.table import DenseProduct, Profile, figure, profile_json, profile_lines, profile_markdown
-from tunix_rt.profiling.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP, Span, read_trace, stretches
-from tunix_rt.rundir import RunDir
+from tunix_rt.plan.timing import StepFlops
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.train.profiling import choose_first, example_lengths, refuse_too_many
 
 MAIN, AUTOGRAD = 1, 2
 

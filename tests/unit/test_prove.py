@@ -8,12 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from tunix_rt.backends.proof_samples import rounded
-from tunix_rt.backends.proving import ALLOCATION, Setting, compare, device_memory, read_setting, resident_memory
-from tunix_rt.config import Training, build_config
-from tunix_rt.device import kernels_of, step_of
-from tunix_rt.doctor import prove as proving_child
-from tunix_rt.doctor.prove import (
+from tunix_rt.config.load import build_config
+from tunix_rt.config.settings import Training
+from tunix_rt.doctor import selftest as proving_child
+from tunix_rt.doctor.selftest import (
     COMPUTED,
     PROOF_NAMES,
     Proof,
@@ -25,9 +23,12 @@ from tunix_rt.doctor.prove import (
     read_answer,
     run_child,
 )
-from tunix_rt.models import resolve_model
+from tunix_rt.engines.selftest.cases import rounded
+from tunix_rt.engines.selftest.runner import ALLOCATION, Setting, compare, device_memory, read_setting, resident_memory
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import to_plain
+from tunix_rt.storage import to_plain
+from tunix_rt.train.device import kernels_of, step_of
 
 HELD = {"name": "product", "ok": True, "detail": "fine", "seconds": 0.5, "figures": {"largest error": 0.25}}
 WRONG = {**HELD, "name": "loss", "ok": False, "detail": "loss[0] is 1, should be 2"}
@@ -143,7 +144,7 @@ def asked_of_the_child(monkeypatch, **given) -> list[str]:
     answer = {"results": (), "about": {}, "pid": 1, "seconds": 0.0, "problem": None}
     monkeypatch.setattr(proving_child, "run_child", lambda command, seconds: asked.extend(command) or answer)
     prove(backend="torch", device="cpu", **given)
-    return asked[asked.index("tunix_rt.backends.torch_proofs") + 1 :]
+    return asked[asked.index("tunix_rt.engines.selftest.torch") + 1 :]
 
 
 def test_the_child_is_told_all_that_decides_the_kernels_and_nothing_that_is_as_usual(monkeypatch):

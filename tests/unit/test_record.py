@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 
-from tunix_rt.rundir import RunDir, write_json
+from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import LONGEST_WARNING, MOST_WARNINGS, Record, WithoutSecrets, without_home
+from tunix_rt.storage import write_json
 
 
 def test_a_log_does_not_name_the_folder_of_whoever_ran_it(monkeypatch):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tunix_rt.evaluate import reloading
-from tunix_rt.evaluate.reloading import QUESTIONS, TEXTS, Remembered, differences
+from tunix_rt.export import roundtrip as reloading
+from tunix_rt.export.roundtrip import QUESTIONS, TEXTS, Remembered, differences
 
 TENSOR = ["float32", [2, 2], "aa"]
 LOGITS = np.array([[10.0, 1.0, 0.0], [0.0, 8.0, 2.0], [1.0, 2.0, 3.0], [5.0, 5.0, 4.0]], dtype=np.float32)

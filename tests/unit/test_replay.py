@@ -14,24 +14,11 @@ import pytest
 
 from docs import replay_pages
 from tests.program import ROOT as REPOSITORY
-from tunix_rt.backends import Step
+from tunix_rt.engines.base import Step
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError
-from tunix_rt.evaluate.score import Prediction, judge
-from tunix_rt.evidence.claims import LEVELS, Finding, Verdict, level_of
-from tunix_rt.evidence.replay.compare import answers_problem, compare_steps, gaps_problem, heldout_problem
-from tunix_rt.evidence.replay.distance import distance
-from tunix_rt.evidence.replay.judge import Outcome, _judge_end, mostly_bit_equal
-from tunix_rt.evidence.replay.machine import COMPARISONS, Match, loosest, match_machines
-from tunix_rt.evidence.replay.segments import (
-    Segment,
-    all_segments,
-    chance_of_detection,
-    draw_segments,
-    fresh_nonce,
-    passes_over,
-)
-from tunix_rt.evidence.replay.steps import Passed
-from tunix_rt.evidence.replay.tolerances import (
+from tunix_rt.evidence.facts import LEVELS, Finding, Verdict, level_of
+from tunix_rt.evidence.replay.compare import (
+    COMPARISONS,
     EXACT,
     FACTOR,
     MEASURED_STEPS,
@@ -39,12 +26,32 @@ from tunix_rt.evidence.replay.tolerances import (
     TIES,
     TOLERANCES,
     WIDE,
+    Match,
+    answers_problem,
+    compare_steps,
+    gaps_problem,
     grown,
+    heldout_problem,
+    loosest,
+    match_machines,
     tolerance_of,
+)
+from tunix_rt.evidence.replay.judge import Outcome, _judge_end, mostly_bit_equal
+from tunix_rt.evidence.replay.steps import (
+    Passed,
+    Segment,
+    all_segments,
+    chance_of_detection,
+    distance,
+    draw_segments,
+    fresh_nonce,
+    passes_over,
 )
 from tunix_rt.evidence.sandbox import Ended
 from tunix_rt.evidence.verify import _not_finished
-from tunix_rt.runs.schemas import HeldoutLine, Machine, StepLine
+from tunix_rt.runs.schemas import HeldoutLine, StepLine
+from tunix_rt.runs.schemas_host import Machine
+from tunix_rt.scoring.score import Prediction, judge
 
 ROOT = "ab" * 32
 CPU = {

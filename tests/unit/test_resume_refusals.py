@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tunix_rt.backends import NUMERICS
 from tunix_rt.cli.main import cli
-from tunix_rt.commitment import refuse_another_format, refuse_another_run
+from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.rundir import FORMAT, write_json
+from tunix_rt.runs.folder import FORMAT
+from tunix_rt.storage import write_json
+from tunix_rt.train.commitment import refuse_another_format, refuse_another_run
 
 COMMITTED: dict[str, Any] = {
     "format": FORMAT, "numerics": NUMERICS["torch"], "device": "cpu", "versions": {"torch": "2.9.0"},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tunix_rt.backends import torch_rounding as rounding
+from tunix_rt.engines.torch import update_rules as rounding
 
 SIGNED, UNSIGNED = rounding.tables(torch.device("cpu"))
 DEVIATIONS = 5

@@ -12,10 +12,10 @@ from tests.forging.sealing import reseal
 from tests.program import ROOT
 from tunix_rt.errors import InputError
 from tunix_rt.evidence.examine import examine
-from tunix_rt.rundir import json_text
-from tunix_rt.runs import reading
-from tunix_rt.runs.reading import FEW, MOST_FILES, read_file
+from tunix_rt.runs import checksums as reading
+from tunix_rt.runs.checksums import FEW, MOST_FILES, read_file
 from tunix_rt.runs.record import MOST_PROSE, RunRecord, require_format
+from tunix_rt.storage import json_text
 
 REAL = sorted((ROOT / "submission_runs").glob("m39_cpu_v*"))[-1]
 

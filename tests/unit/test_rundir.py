@@ -16,19 +16,21 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.errors import StorageError, TunixError
-from tunix_rt.rundir import (
+from tunix_rt.runs.folder import (
     RunDir,
-    bytes_below,
     checkpoint_name,
     checkpoint_problems,
     checkpoint_step,
     list_checkpoints,
     prune_checkpoints,
     publish_checkpoint,
+    stage_checkpoint,
+)
+from tunix_rt.storage import (
+    bytes_below,
     read_json,
     require_space,
     sha256_file,
-    stage_checkpoint,
     to_plain,
     write_json,
     write_jsonl,
@@ -109,7 +111,7 @@ def test_a_full_disk_ends_a_write_with_exit_8_and_keeps_the_old_file(tmp_path):
         import sys
         from pathlib import Path
         from tunix_rt.errors import TunixError
-        from tunix_rt.rundir import write_text
+        from tunix_rt.storage import write_text
         try:
             write_text(Path(sys.argv[1]), "x" * 50_000)
         except TunixError as error:
@@ -219,7 +221,7 @@ def test_the_bytes_of_a_folder_are_those_of_all_its_files(tmp_path):
 HOLD = """
     import sys, time
     from pathlib import Path
-    from tunix_rt.rundir import RunDir
+    from tunix_rt.runs.folder import RunDir
     with RunDir(Path(sys.argv[1])).locked():
         print("held", flush=True)
         time.sleep(60)
@@ -446,7 +448,7 @@ def test_a_process_killed_while_staging_leaves_nothing_that_counts(tmp_path, che
     script = """
         import os, signal, sys
         from pathlib import Path
-        from tunix_rt.rundir import publish_checkpoint, stage_checkpoint
+        from tunix_rt.runs.folder import publish_checkpoint, stage_checkpoint
         def write(folder):
             (folder / "model.safetensors").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -465,7 +467,7 @@ def test_a_full_disk_while_committing_ends_with_exit_8_and_keeps_the_checkpoint_
         import sys
         from pathlib import Path
         from tunix_rt.errors import TunixError
-        from tunix_rt.rundir import publish_checkpoint, stage_checkpoint
+        from tunix_rt.runs.folder import publish_checkpoint, stage_checkpoint
         def write(folder):
             (folder / "x").write_bytes(bytes(50_000))
         try:

@@ -7,12 +7,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from tunix_rt.cli import text
 from tunix_rt.cli.runs import list_runs, read_run, runs
+from tunix_rt.cli.views import text
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.score import judge, score_predictions
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.rundir import RunDir, to_plain, write_json, write_jsonl, write_text
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.scoring.score import judge, score_predictions
+from tunix_rt.storage import to_plain, write_json, write_jsonl, write_text
 
 PARTS = MemoryPlan(
     device="cpu", dtype="float32", parameters=1_234_567, rows=1, row_tokens=16, target_share=1.0, phases=(),
@@ -337,7 +338,7 @@ def test_bytes_are_said_in_gib(size, said):
 
 def test_the_commands_can_be_listed_without_loading_anything_heavy():
     code = (
-        "import sys, tunix_rt.cli.runs, tunix_rt.cli.evidence, tunix_rt.cli.text\n"
+        "import sys, tunix_rt.cli.runs, tunix_rt.cli.evidence, tunix_rt.cli.views.text\n"
         "heavy = {'pydantic', 'numpy', 'rich', 'yaml', 'torch', 'transformers', 'jax', 'filelock'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
     )

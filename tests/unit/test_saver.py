@@ -20,13 +20,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_small_model
-from tunix_rt.backends import torch_state
-from tunix_rt.backends.torch_model import LossScale
-from tunix_rt.backends.torch_optim import Optimizer
+from tunix_rt.engines.torch import save as torch_state
+from tunix_rt.engines.torch.model import LossScale
+from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.errors import Preempted, StorageError, TunixError
-from tunix_rt.rundir import RunDir, checkpoint_problems, list_checkpoints, write_text
-from tunix_rt.saving import Saver, best_checkpoint
-from tunix_rt.stopping import StopRequest
+from tunix_rt.runs.folder import RunDir, checkpoint_problems, list_checkpoints
+from tunix_rt.storage import write_text
+from tunix_rt.train.checkpointer import Saver, best_checkpoint
+from tunix_rt.train.preemption import StopRequest
 
 # --- the copies ------------------------------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ def test_the_metrics_are_made_durable_before_the_checkpoint_is_staged(run, backe
 def test_where_host_memory_has_no_room_the_save_is_waited_for_and_that_is_said_once(run, backend, make, caplog):
     backend.room, backend.bytes = False, 3 * 2**30
     with make() as saver, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tunix_rt.saving.require_space", lambda *told, **named: None)
+        patch.setattr("tunix_rt.train.checkpointer.require_space", lambda *told, **named: None)
         for step in (1, 2):
             saver.save(step, {})
             assert saver.committed == step
@@ -364,9 +365,9 @@ def test_a_forced_end_does_not_wait_for_the_thread(tmp_path):
         import sys, threading
         from pathlib import Path
         from types import SimpleNamespace
-        from tunix_rt.rundir import RunDir
-        from tunix_rt.saving import Saver
-        from tunix_rt.stopping import StopRequest
+        from tunix_rt.runs.folder import RunDir
+        from tunix_rt.train.checkpointer import Saver
+        from tunix_rt.train.preemption import StopRequest
         never = SimpleNamespace(write=lambda folder: threading.Event().wait())
         backend = SimpleNamespace(snapshot_bytes=lambda *a: 1, host_has_room=lambda n: True, snapshot=lambda *a: never)
         saver = Saver(backend, None, None, run=RunDir(Path(sys.argv[1])), keep=2, start=0, sync_metrics=lambda: None,
@@ -438,7 +439,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(run, make, mon
         for step in (1, 2):
             saver.save(step, {})
         saver.wait()
-        monkeypatch.setattr("tunix_rt.rundir.shutil.rmtree", fail)
+        monkeypatch.setattr("tunix_rt.runs.folder.shutil.rmtree", fail)
         saver.save(3, {})
         saver.wait()
         monkeypatch.undo()

@@ -13,19 +13,21 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from tests.conftest import ROOT
-from tunix_rt import rundir
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
 from tunix_rt.doctor import facts
-from tunix_rt.doctor.checks import Ask, judge
-from tunix_rt.evaluate.score import Prediction
-from tunix_rt.plan import flops, prediction, shape
-from tunix_rt.profiling import parts, table
-from tunix_rt.rundir import to_plain
+from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.facts import Ask
+from tunix_rt.engines.profile import parts, table
+from tunix_rt.plan import prediction, shape
+from tunix_rt.plan import timing as flops
 from tunix_rt.runs import fields as types
+from tunix_rt.runs import folder as rundir
 from tunix_rt.runs import schemas, schemas_host
-from tunix_rt.runs.reading import LONGEST_LINE, parse_object
+from tunix_rt.runs.checksums import LONGEST_LINE, parse_object
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.schemas import SCHEMAS, problems_of, schema_of
+from tunix_rt.scoring.score import Prediction
+from tunix_rt.storage import to_plain
 
 BUNDLES = ROOT / "submission_runs"
 A_RUN = ("demo_v1", "m40_v1")

@@ -3,7 +3,7 @@
 import pytest
 
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.score import (
+from tunix_rt.scoring.score import (
     Tags,
     is_well_formed,
     judge,
@@ -13,7 +13,7 @@ from tunix_rt.evaluate.score import (
     reasoning_of,
     score_predictions,
 )
-from tunix_rt.rundir import to_plain
+from tunix_rt.storage import to_plain
 
 
 def tagged(answer: str, reasoning: str = "12 + 25 = 37") -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tunix_rt.plan import seen_errors
-from tunix_rt.plan.seen_errors import Band, SeenError, add, band, record_path
+from tunix_rt.plan import calibration as seen_errors
+from tunix_rt.plan.calibration import Band, SeenError, add, band, record_path
 
 GIB = 2**30
 

@@ -12,17 +12,17 @@ import pytest
 
 from benchmarks.solver_cases import H200, IN_ORDER, cases, fastest_of, solved
 from tests.unit.test_plan import GEMMA3_270M, GEMMA_2B, SMOLLM2_135M
-from tunix_rt.config import RunConfig, load_config, require_runnable, with_settings
+from tunix_rt.config.load import load_config, with_settings
+from tunix_rt.config.settings import RunConfig, require_runnable
 from tunix_rt.errors import ConfigError
-from tunix_rt.plan.changes import MANY_SPLITS, splits, with_copied
 from tunix_rt.plan.jax_limits import refuse_for_jax
+from tunix_rt.plan.knobs import MANY_SPLITS, splits, with_copied
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.solver import Proposal, faster, last_resorts, offered, solve
 from tunix_rt.plan.speed import Rates, StepTime, rates_for, rates_of, step_time
-from tunix_rt.plan.target import all_targets
-from tunix_rt.plan.verdict import least_room, predict_as_run, verdict
+from tunix_rt.plan.target import all_targets, least_room, predict_as_run, verdict
 
 GIB = 2**30
 SHAPES = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tunix_rt.cli.speaking import ANSWER, OTHER, REASONING, Parts, Speaker, shown
+from tunix_rt.cli.views.progress import ANSWER, OTHER, REASONING, Parts, Speaker, shown
 
 ANSWERED = "well <reasoning>3 < 4\n</reasoning>\n<answer>7</answer> bye"
 

@@ -12,14 +12,14 @@ import pytest
 from benchmarks import solver_cases
 from tests.conftest import ROOT
 from tests.unit.test_plan import changed, settings_of
-from tunix_rt.config import RunConfig, load_config, with_settings
-from tunix_rt.doctor.choose import DeviceChoice
-from tunix_rt.models import resolve_model
-from tunix_rt.plan.fit import disk_needed_bytes, estimate_time
+from tunix_rt.config.load import load_config, with_settings
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.speed import KNOWN_RANGE, UNKNOWN_RANGE, Rates, StepTime, rates_for, rates_of, step_time
-from tunix_rt.plan.timing import run_time
+from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, run_time
 
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIGS = ROOT / "benchmarks" / "configs"

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tunix_rt import stopping
 from tunix_rt.errors import Preempted
-from tunix_rt.stopping import ENDING_SECONDS, StopRequest, program_began
+from tunix_rt.train import preemption as stopping
+from tunix_rt.train.preemption import ENDING_SECONDS, StopRequest, program_began
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -75,7 +75,7 @@ GOES_ON = """
     import hashlib, sys, time
     from pathlib import Path
     from tunix_rt.errors import Preempted
-    from tunix_rt.stopping import StopRequest
+    from tunix_rt.train.preemption import StopRequest
     stop = StopRequest(grace_seconds=2)
     stop.kept = lambda: "step 7 is saved"
     def last(error):
@@ -123,7 +123,7 @@ def test_the_ending_is_not_interrupted_and_cannot_hold_the_exit_either(tmp_path,
     """A first signal, a second, the alarm: none breaks it. Only after the grace the thread exits, and nothing else writes."""
     script = """
         import os, signal, sys, time
-        from tunix_rt.stopping import StopRequest
+        from tunix_rt.train.preemption import StopRequest
         stop = StopRequest(grace_seconds=2)
         stop.last_acts.append(lambda error: print("a second ending", flush=True))
         with stop.listening(), stop.ending():
@@ -197,7 +197,7 @@ def test_the_budget_is_counted_from_the_start_of_the_process():
     script = """
         import time
         time.sleep(2)  # imports, say
-        from tunix_rt.stopping import program_began
+        from tunix_rt.train.preemption import program_began
         print(time.monotonic() - program_began())
         """
     began = time.monotonic()

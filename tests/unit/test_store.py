@@ -9,14 +9,14 @@ import pytest
 from filelock import FileLock
 
 from tests.stores import files, quiet, recipe_for, write_sums
-from tunix_rt.data import store as store_module
-from tunix_rt.data import tokenise
-from tunix_rt.data.leaks import find_leaks
-from tunix_rt.data.merkle import merkle_root, row_leaf
-from tunix_rt.data.registry import find_dataset, find_evalset, read_items
-from tunix_rt.data.sketch import Sketches, sketch
-from tunix_rt.data.store import Reading, cache_folder, open_store
+from tunix_rt.data import token_cache as store_module
+from tunix_rt.data import tokenize as tokenise
+from tunix_rt.data.contamination import find_leaks
+from tunix_rt.data.sources import find_dataset, find_evalset, read_items
+from tunix_rt.data.text import Sketches, sketch
+from tunix_rt.data.token_cache import Reading, cache_folder, open_store
 from tunix_rt.errors import InputError, Preempted
+from tunix_rt.storage import merkle_root, row_leaf
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_the_search_for_evaluation_questions_is_kept_and_made_again_for_another_
 
     first = leaks_of("a.jsonl", "What is 4 + 1?")
     assert [(found.rule, found.count, found.first) for found in first] == [("overlap_exact", 1, f"{data}:5")]
-    monkeypatch.setattr("tunix_rt.data.leaks._look", lambda *_: [])
+    monkeypatch.setattr("tunix_rt.data.contamination._look", lambda *_: [])
     assert leaks_of("a.jsonl", "What is 4 + 1?") == first
     assert leaks_of("b.jsonl", "What is 5 + 1?") == []
 
@@ -194,7 +194,7 @@ def test_a_sketch_finds_texts_that_share_most_of_their_runs_and_no_others(change
 
 
 def test_sketches_stay_bounded_and_keep_near_duplicates_together(monkeypatch):
-    monkeypatch.setattr("tunix_rt.data.sketch.CAPACITY", 200)
+    monkeypatch.setattr("tunix_rt.data.text.CAPACITY", 200)
     texts = [f"{n} {n * 7} {n * 3} red {n} blue {n * 11} green {n * 13}" for n in range(1_000)]
     sketches = Sketches()
     sketches.add(np.arange(1_000), np.stack([sketch(text) for text in texts]))

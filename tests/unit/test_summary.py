@@ -7,9 +7,10 @@ import pytest
 
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.evaluate.report import compare, compare_runs
-from tunix_rt.evaluate.score import judge, score_predictions
 from tunix_rt.evaluate.summary import SUMMARY_SCHEMA, comparison_facts, read_both, read_side, summary_of
-from tunix_rt.rundir import RunDir, write_json, write_jsonl
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.scoring.score import judge, score_predictions
+from tunix_rt.storage import write_json, write_jsonl
 
 RIGHT, WRONG = (f"<reasoning>so</reasoning><answer>{answer}</answer>" for answer in (4, 5))
 

@@ -18,14 +18,15 @@ from tests.supervision_checks import (
     style,
     write_chat_tokenizer,
 )
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
 from tunix_rt.data import render as rendering
-from tunix_rt.data.pack import IGNORED, batch_of_step, make_rows
-from tunix_rt.data.prepare import ModelFacts, prepare
+from tunix_rt.data.length_checks import ModelFacts
+from tunix_rt.data.packing import IGNORED, batch_of_step, make_rows
+from tunix_rt.data.prepare import prepare
 from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
-from tunix_rt.data.sample import Sample, Turn
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.evaluate.score import matches_strict
+from tunix_rt.data.trace import Sample, Turn
+from tunix_rt.scoring.score import matches_strict
 
 AWKWARD = Sample(
     turns=(Turn(role="user", text="Wie groß ist 日本?\n\n  two   spaces "),),

@@ -11,12 +11,12 @@ import tokenizers
 from tests.conftest import SHIPPED
 from tests.supervision_checks import chat, style, write_chat_tokenizer
 from tunix_rt.data import render as rendering
-from tunix_rt.data.render import TemplateRefusal, prompt_ids, render, render_batch
-from tunix_rt.data.sample import Sample, Turn
-from tunix_rt.data.template import choose_template, conversation_text
+from tunix_rt.data.render import prompt_ids, render, render_batch
+from tunix_rt.data.template import TemplateRefusal, choose_template, conversation_text
 from tunix_rt.data.tokenizer import load_tokenizer, needs_bos
+from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.run import stop_ids
+from tunix_rt.evaluate.generate import stop_ids
 
 TURN = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
 OWN = (

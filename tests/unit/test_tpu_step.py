@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import plan_against_compiler as compared
 from tests.conftest import ROOT
-from tunix_rt.config import build_config
+from tunix_rt.config.load import build_config
 from tunix_rt.plan import tpu_step
 from tunix_rt.plan.jax_memory import predict_jax
 from tunix_rt.plan.shape import shape_of
@@ -71,7 +71,7 @@ def test_what_the_compiler_refuses_the_plan_does_not_fit_in(name):
 
 def test_the_step_is_planned_in_the_pieces_in_which_it_is_computed():
     pytest.importorskip("jax")
-    from tunix_rt.backends import jax_step
+    from tunix_rt.engines.jax import step as jax_step
 
     assert (tpu_step.LOSS_TOKENS, tpu_step.MLP_TOKENS) == (jax_step.TPU_LOSS_TOKENS, jax_step.TPU_MLP_TOKENS)
 

@@ -14,27 +14,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunix_rt.backends import Step
-from tunix_rt.config import build_config
-from tunix_rt.data.pack import facts_of_rows
+from tunix_rt.config.load import build_config
+from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import Prepared
-from tunix_rt.data.registry import Dataset
+from tunix_rt.data.sources import Dataset
+from tunix_rt.engines.base import Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
-from tunix_rt.ledgers import final_state, state_hash
-from tunix_rt.rundir import (
+from tunix_rt.runs.folder import (
     RunDir,
-    append_jsonl,
     checkpoint_problems,
     checkpoint_step,
     list_checkpoints,
     publish_checkpoint,
-    read_json,
     stage_checkpoint,
-    write_json,
 )
-from tunix_rt.saving import best_checkpoint
-from tunix_rt.stopping import StopRequest
-from tunix_rt.train import MetricsLog, cut_back, find_start, newest_checkpoint, refuse_other_kernels, train_run
+from tunix_rt.runs.ledger import MetricsLog, final_state, state_hash
+from tunix_rt.storage import append_jsonl, read_json, write_json
+from tunix_rt.train.checkpointer import best_checkpoint
+from tunix_rt.train.loop import train_run
+from tunix_rt.train.preemption import StopRequest
+from tunix_rt.train.resume import cut_back, find_start, newest_checkpoint, refuse_other_kernels
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -190,8 +189,8 @@ def test_a_full_disk_at_resume_does_not_cost_the_lines_that_are_kept(five_steps)
         import sys
         from pathlib import Path
         from tunix_rt.errors import TunixError
-        from tunix_rt.rundir import RunDir
-        from tunix_rt.train import MetricsLog
+        from tunix_rt.runs.folder import RunDir
+        from tunix_rt.runs.ledger import MetricsLog
         try:
             MetricsLog.open(RunDir(Path(sys.argv[1])), keep_steps=4)
         except TunixError as error:

@@ -6,10 +6,10 @@ import tokenizers
 from rich.cells import cell_len
 
 from tests.conftest import SHIPPED
-from tunix_rt.cli.tokens import SAMPLE_HEAD, SAMPLE_TAIL, marks_of, row_lines, text_lines
-from tunix_rt.data.pack import Row
+from tunix_rt.cli.views.tokens import SAMPLE_HEAD, SAMPLE_TAIL, marks_of, row_lines, text_lines
+from tunix_rt.data.packing import Row
+from tunix_rt.data.preview import view_of
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.data.view import view_of
 
 NASTY = "Häuser 中文字 👍🏽 e\u0301 ❤\ufe0f\n\n\tdef f(x):\r\n    return \u202e\x1b[31mx\x00 🇩🇪 नमस्ते\u200b"
 UTF8, ASCII = marks_of("utf-8"), marks_of("ascii")

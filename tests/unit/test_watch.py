@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix_rt.cli.watch import watching
+from tunix_rt.cli.views.progress import watching
 
 
 @pytest.fixture

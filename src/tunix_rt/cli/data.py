@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tunix_rt.cli import gate, text
+from tunix_rt.cli.views import text
+from tunix_rt.cli.views import validation as gate
 
 if TYPE_CHECKING:
-    from tunix_rt.config import RunConfig
-    from tunix_rt.data.importing import Imported
-    from tunix_rt.data.limits import ModelFacts
+    from tunix_rt.config.settings import RunConfig
+    from tunix_rt.data.importer import Imported
+    from tunix_rt.data.length_checks import ModelFacts
     from tunix_rt.data.prepare import Inspected
-    from tunix_rt.data.registry import Dataset
+    from tunix_rt.data.preview import RowView, TokenView
     from tunix_rt.data.render import Style
+    from tunix_rt.data.sources import Dataset
     from tunix_rt.data.tokenizer import Tokenizer
-    from tunix_rt.data.view import RowView, TokenView
 
 SHIPPED_MODEL = "tiny-gemma3"
 SAMPLES = 3
@@ -60,11 +61,11 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
 
     Says how it was read, tokenises it, and shows a few examples. What the gate finds is said, and refuses nothing here.
     """
-    from tunix_rt.data.importing import import_dataset
+    from tunix_rt.data.importer import import_dataset
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.render import style_of
-    from tunix_rt.models import refuse_address
-    from tunix_rt.rundir import read_json, to_plain, write_json
+    from tunix_rt.models.secrets import refuse_address
+    from tunix_rt.storage import read_json, to_plain, write_json
 
     refuse_address("FILE", source)
     look = _look(asked, **{"data.format": reading})
@@ -104,8 +105,8 @@ def evalset(name: str, dataset: str | None, as_json: bool) -> None:
     """Check the eval set NAME: every question has an answer that can be scored, none is asked twice. Exit 3 when not."""
     from tunix_rt.errors import InputError
     from tunix_rt.evaluate.evalsets import validate_evalset
-    from tunix_rt.models import refuse_address
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.models.secrets import refuse_address
+    from tunix_rt.storage import to_plain
 
     refuse_address("NAME", name)
     found = validate_evalset(name, dataset=dataset)
@@ -130,7 +131,7 @@ def check(key: str, as_json: bool, **asked: Any) -> None:
     KEY is a dataset, a file, a folder, or a hub dataset in the local cache.
     """
     from tunix_rt.data.prepare import inspect
-    from tunix_rt.data.rules import refuse
+    from tunix_rt.data.validation import refuse
 
     look = _look(asked, **{"data.dataset": key})
     with _watching() as progress:
@@ -153,7 +154,7 @@ def check(key: str, as_json: bool, **asked: Any) -> None:
 @_settings
 def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: Any) -> None:
     """Show one row of dataset KEY token by token: its text, its ids, and what is trained."""
-    from tunix_rt.cli import tokens
+    from tunix_rt.cli.views import tokens
 
     if row is not None and packed is not None:
         raise click.UsageError("give --row or --packed, not both")
@@ -176,9 +177,9 @@ def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: 
 @contextmanager
 def _watching() -> Iterator[Any]:
     """Progress on the terminal; an interrupt ends the work at its next step, with exit code 7 and nothing half-made."""
-    from tunix_rt.cli.watch import watching
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.pipeline import stoppable
-    from tunix_rt.stopping import StopRequest
+    from tunix_rt.train.preemption import StopRequest
 
     with StopRequest().listening() as stop, watching() as progress:
         yield stoppable(progress, stop)
@@ -199,8 +200,8 @@ class Look:
 
 def _look(asked: Mapping[str, Any], **settings: str) -> Look:
     """Settings as in a run; where no model is named, the shipped one. Needs no weights."""
-    from tunix_rt.config import find_config, load_config
-    from tunix_rt.models import refuse_addresses
+    from tunix_rt.config.load import find_config, load_config
+    from tunix_rt.models.secrets import refuse_addresses
     from tunix_rt.pipeline import find_tokenizer
 
     path = find_config(asked["config"]) if asked["config"] else None
@@ -237,9 +238,9 @@ def _import_facts(imported: "Imported") -> gate.Facts:
 
 def _show_samples(seen: "Inspected", tokenizer: "Tokenizer") -> None:
     """The first few examples as text. One that no tokens could be made of is passed over; the gate speaks of it."""
-    from tunix_rt.cli import tokens
-    from tunix_rt.data.pack import make_rows
-    from tunix_rt.data.view import view_of
+    from tunix_rt.cli.views import tokens
+    from tunix_rt.data.packing import make_rows
+    from tunix_rt.data.preview import view_of
 
     entries = seen.store.examples.entries
     for which in entries["length"].nonzero()[0][:SAMPLES].tolist():
@@ -291,10 +292,10 @@ class Shown:
 
 def _record(number: int, look: Look) -> Shown:
     """A record as a run would tokenise it; only this one is tokenised."""
-    from tunix_rt.data.pack import Row
+    from tunix_rt.data.packing import Row
     from tunix_rt.data.prepare import recipe_of
-    from tunix_rt.data.rules import RULES
-    from tunix_rt.data.view import read_record, view_of
+    from tunix_rt.data.preview import read_record, view_of
+    from tunix_rt.data.validation import RULES
 
     settings, recipe = look.config.data, recipe_of(look.config, look.tokenizer, look.model)
     dataset = recipe.dataset
@@ -320,9 +321,9 @@ def _record(number: int, look: Look) -> Shown:
 
 def _packed(number: int, look: Look) -> Shown:
     """A row as it is trained on. There are such rows only when the gate lets the data through."""
-    from tunix_rt.data.pack import Rows
+    from tunix_rt.data.packing import Rows
     from tunix_rt.data.prepare import prepare
-    from tunix_rt.data.view import view_of
+    from tunix_rt.data.preview import view_of
     from tunix_rt.errors import InputError
 
     config = look.config.model_copy(update={"evaluation": look.config.evaluation.model_copy(update={"enabled": False})})

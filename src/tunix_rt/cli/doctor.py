@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from tunix_rt.config import RunConfig
-    from tunix_rt.doctor.choose import DeviceChoice
-    from tunix_rt.doctor.facts import Facts
-    from tunix_rt.doctor.prove import Proof
-    from tunix_rt.doctor.verdict import Ask
+    from tunix_rt.config.settings import RunConfig
+    from tunix_rt.doctor.facts import Ask, Facts
+    from tunix_rt.doctor.selection import DeviceChoice
+    from tunix_rt.doctor.selftest import Proof
 
 
 @click.command()
@@ -49,8 +48,8 @@ def doctor(
         )
     facts = _facts(facts_file, output, ask)
     if facts_only:
-        from tunix_rt.cli import text
-        from tunix_rt.rundir import json_text
+        from tunix_rt.cli.views import text
+        from tunix_rt.storage import json_text
 
         text.show_lines(json_text(facts).splitlines())
         return
@@ -59,7 +58,7 @@ def doctor(
     refusal: TunixError | None = None
     try:
         from tunix_rt.cli.plan import refuse_what_no_run_takes
-        from tunix_rt.doctor.choose import choose_device
+        from tunix_rt.doctor.selection import choose_device
 
         if settings is not None:
             refuse_what_no_run_takes(settings)
@@ -74,12 +73,12 @@ def doctor(
 
 def _what_is_asked(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConfig | None]":
     """The Ask, and the configuration where one is named."""
-    from tunix_rt.doctor.checks import Ask
+    from tunix_rt.doctor.facts import Ask
 
     given = {name: value for name, value in named.items() if value is not None}
     if config is None:
         return Ask(**given), None
-    from tunix_rt.config import find_config, load_config
+    from tunix_rt.config.load import find_config, load_config
 
     settings = load_config(find_config(config), overrides=(), flags={})
     training = settings.training
@@ -97,11 +96,11 @@ def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
 
 def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "Proof":
     """The proof of the device, with the step and the heads of the configured run: of its model only small files are needed."""
-    from tunix_rt.device import kernels_of, step_of
-    from tunix_rt.doctor.choose import set_environment
-    from tunix_rt.doctor.prove import prove
-    from tunix_rt.models import resolve_model
+    from tunix_rt.doctor.selection import set_environment
+    from tunix_rt.doctor.selftest import prove
+    from tunix_rt.models.resolve import resolve_model
     from tunix_rt.plan.shape import shape_of
+    from tunix_rt.train.device import kernels_of, step_of
 
     backend = ask.backend or "torch"
     set_environment(choice.device, backend)
@@ -128,13 +127,13 @@ def _show(
 ) -> None:
     """The verdict first. A refusal ends with its exit code here, since its words are part of the answer."""
     from tunix_rt.accelerators import find_accelerator, peaks
-    from tunix_rt.cli import text
+    from tunix_rt.cli.views import text
     from tunix_rt.doctor.causes import CAUSES
     from tunix_rt.doctor.checks import judge
-    from tunix_rt.doctor.prove import proof_lines, proof_problem
-    from tunix_rt.doctor.words import not_ready, verdict_lines
-    from tunix_rt.models import redacted
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.doctor.report import not_ready, verdict_lines
+    from tunix_rt.doctor.selftest import proof_lines, proof_problem
+    from tunix_rt.models.secrets import redacted
+    from tunix_rt.storage import to_plain
 
     checks = judge(facts, ask)
     disproved = proof_problem(proof) if proof else None

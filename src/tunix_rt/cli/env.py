@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tunix_rt.cli import text
+from tunix_rt.cli.views import text
 
 if TYPE_CHECKING:
     from tunix_rt.doctor.environment import EnvironmentPlan
     from tunix_rt.doctor.facts import Facts
-    from tunix_rt.doctor.installing import EnvironmentReport
+    from tunix_rt.doctor.install import EnvironmentReport
     from tunix_rt.doctor.wheels import Wheel
 
 FOLDERS = {"cuda": Path(".venv-gpu"), "cpu": Path(".venv-cpu")}
@@ -45,10 +45,10 @@ def create(
     beside the environment. Exit 4 when there is no such torch, or it does not work; nothing half-made stays.
     """
     from tunix_rt.doctor.environment import plan_environment, why_refused
-    from tunix_rt.doctor.installing import SCHEMA, check_path, create_environment, error_of
+    from tunix_rt.doctor.install import SCHEMA, check_path, create_environment, error_of
     from tunix_rt.doctor.wheels import INDEX_BASE
     from tunix_rt.errors import ConfigError, HardwareError, StorageError
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.storage import to_plain
 
     if facts_file and not dry_run:
         raise ConfigError("--facts speaks of another computer", fix="add --dry-run, or leave --facts out")
@@ -87,9 +87,9 @@ def verify(device: str, path: Path | None, python_file: Path | None, as_json: bo
     import tempfile
 
     from tunix_rt.doctor.environment import python_in
-    from tunix_rt.doctor.installing import verify_environment
+    from tunix_rt.doctor.install import verify_environment
     from tunix_rt.errors import ConfigError, HardwareError
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.storage import to_plain
 
     if path and python_file:
         raise ConfigError("--path and --python name an environment each", fix="leave one of them out")

@@ -50,12 +50,12 @@ def evaluate(
     model: str, evalset: str, against: str | None, output: Path | None, limit: int | None, as_json: bool, **how: Any
 ) -> None:
     """Ask MODEL (a run folder, model folder, GGUF file, shipped model or hub id) every question and score the answers."""
-    from tunix_rt.asking import evaluate_models, name_model
-    from tunix_rt.cli import text
-    from tunix_rt.cli.watch import watching
+    from tunix_rt.cli.views import text
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.errors import ConfigError
     from tunix_rt.evaluate.evalsets import load_evalset
     from tunix_rt.evaluate.report import remarks, table
+    from tunix_rt.inference import evaluate_models, name_model
 
     if output is not None and output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty", fix="choose another --output")
@@ -85,12 +85,12 @@ def compare(first: Path, second: Path | None, as_json: bool) -> None:
 
     Each is the folder of `tunix-rt train` (its answers after training) or the --output of `tunix-rt evaluate`. With one run
     alone, its answers before training are compared with those after it."""
-    from tunix_rt.cli import text
+    from tunix_rt.cli.views import text
     from tunix_rt.errors import EvidenceError
     from tunix_rt.evaluate.report import compare_runs, computing_remarks, remarks, table
-    from tunix_rt.evaluate.score import score_predictions
     from tunix_rt.evaluate.summary import read_both, read_side, summary_of
-    from tunix_rt.evidence.answers import tags_in, verdict_problems
+    from tunix_rt.evidence.answer_checks import tags_in, verdict_problems
+    from tunix_rt.scoring.score import score_predictions
 
     sides = read_both(first) if second is None else (read_side(first), read_side(second))
     if second is not None and sides[0].name == sides[1].name:

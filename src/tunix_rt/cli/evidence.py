@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from tunix_rt.cli import text
+from tunix_rt.cli.views import text
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 
 if TYPE_CHECKING:
-    from tunix_rt.evidence.claims import Level, Verdict
+    from tunix_rt.evidence.facts import Level, Verdict
 
 FOLDER = click.Path(path_type=Path)
 
@@ -111,7 +111,7 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
     Untrusted input is read in a process with limits, and always by the code that is installed here. README.md, logs and other
     prose are hashed, not read: trust the claims below, not the prose.
     """
-    from tunix_rt.cli.watch import watching
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.evidence.inputs import Inputs
     from tunix_rt.evidence.verify import MOST_COMPUTING, Options, verify
     from tunix_rt.runs.source import require_repository

@@ -44,9 +44,9 @@ def export(
     A fresh process reloads the folder with plain transformers: weights, logits, greedy text, tokens and chat template must be
     those of the model in memory. Exit 6 when they are not; the folder is removed then.
     """
-    from tunix_rt.cli import text
-    from tunix_rt.exporting import export_model
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.cli.views import text
+    from tunix_rt.export.export import export_model
+    from tunix_rt.storage import to_plain
 
     done = export_model(model, output, device=device, dtype=dtype, step=step, best=best)
     if as_json:

@@ -7,9 +7,9 @@ import click
 from tunix_rt.cli.evaluate import asking
 
 if TYPE_CHECKING:
-    from tunix_rt.asking import OpenModel
-    from tunix_rt.backends.decoding import Decoding
-    from tunix_rt.data.sample import Turn
+    from tunix_rt.data.trace import Turn
+    from tunix_rt.engines.decoding import Decoding
+    from tunix_rt.inference import OpenModel
 
 
 @click.command()
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @asking
 def generate(model: str, question: str, against: str | None, as_json: bool, **how: Any) -> None:
     """Ask MODEL one QUESTION. The answer comes as it is written: reasoning dim, answer bright."""
-    from tunix_rt.cli import text
-    from tunix_rt.cli.watch import watching
-    from tunix_rt.data.sample import Turn
+    from tunix_rt.cli.views import text
+    from tunix_rt.cli.views.progress import watching
+    from tunix_rt.data.trace import Turn
 
     turns = (Turn(role="user", text=question),)
     with watching():
@@ -43,11 +43,11 @@ def generate(model: str, question: str, against: str | None, as_json: bool, **ho
 @asking
 def chat(model: str, against: str | None, **how: Any) -> None:
     """Talk with MODEL. An empty line or Ctrl-D ends it, Ctrl-C ends an answer, /new begins anew."""
-    from tunix_rt.cli import text
     from tunix_rt.cli.main import report
-    from tunix_rt.cli.watch import watching
-    from tunix_rt.data.sample import Turn
+    from tunix_rt.cli.views import text
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.data.template import PLAIN
+    from tunix_rt.data.trace import Turn
     from tunix_rt.errors import InputError
 
     with watching():
@@ -90,8 +90,8 @@ def _next_question() -> str:
 
 def _opened(names: list[str], how: dict[str, Any]) -> "tuple[list[OpenModel], Decoding]":
     """The models, the last one being the one that decides how all are spoken to."""
-    from tunix_rt.asking import find_model, load_found, name_model, settle_device
-    from tunix_rt.evaluate.run import decoding_of
+    from tunix_rt.evaluate.generate import decoding_of
+    from tunix_rt.inference import find_model, load_found, name_model, settle_device
 
     choice, dtype = settle_device(how["device"], how["dtype"])
     first = find_model(name_model(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
@@ -103,14 +103,14 @@ def _opened(names: list[str], how: dict[str, Any]) -> "tuple[list[OpenModel], De
 
 
 def _parts(opened: "OpenModel") -> Any:
-    from tunix_rt.cli.speaking import Parts
+    from tunix_rt.cli.views.progress import Parts
 
     return Parts(reasoning_tag=opened.style.reasoning_tag, answer_tag=opened.style.answer_tag)
 
 
 def _speak(opened: "OpenModel", turns: "tuple[Turn, ...]", decoding: "Decoding") -> str | None:
     """Print the answer as it comes. None when it was interrupted."""
-    from tunix_rt.cli.speaking import Speaker
+    from tunix_rt.cli.views.progress import Speaker
 
     speaker = Speaker(_parts(opened))
     try:
@@ -125,7 +125,7 @@ def _speak(opened: "OpenModel", turns: "tuple[Turn, ...]", decoding: "Decoding")
 
 def _side_by_side(models: "list[OpenModel]", turns: "tuple[Turn, ...]", decoding: "Decoding") -> None:
     """Every model's answer in a column of its own, none when they were interrupted. Nothing is remembered of them."""
-    from tunix_rt.cli import text
+    from tunix_rt.cli.views import text
 
     try:
         said = [(opened.name, _said(opened, turns, decoding)["text"]) for opened in models]
@@ -143,7 +143,7 @@ ENDINGS = {
 
 
 def _said(opened: "OpenModel", turns: "tuple[Turn, ...]", decoding: "Decoding") -> dict[str, Any]:
-    from tunix_rt.evaluate.score import Tags, read_answer
+    from tunix_rt.scoring.score import Tags, read_answer
 
     said, answer = opened.answer(opened.prompt(turns, decoding), decoding)
     tagged = read_answer(said, Tags(reasoning=opened.style.reasoning_tag, answer=opened.style.answer_tag))

@@ -46,9 +46,10 @@ def main(backend: str, argv: list[str] | None = None) -> int:
 
 def config_of(options: argparse.Namespace, backend: str) -> Any:
     """The settled configuration on the script's own engine; one that names the other engine is refused, not turned over."""
-    from tunix_rt.config import find_config, load_config, modernise
+    from tunix_rt.config.load import find_config, load_config
+    from tunix_rt.config.names import modernise
+    from tunix_rt.config.yaml import read_yaml
     from tunix_rt.errors import ConfigError
-    from tunix_rt.strict_yaml import read_yaml
 
     steps = [number for number in (options.smoke_steps, options.max_steps) if number is not None]
     if len(set(steps)) > 1:

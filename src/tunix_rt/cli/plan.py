@@ -8,10 +8,10 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tunix_rt.cli.plan_target import Asked
-    from tunix_rt.config import RunConfig
-    from tunix_rt.models import ModelSource
-    from tunix_rt.plan.outlook import Outlook
+    from tunix_rt.cli.plan_targets import Asked
+    from tunix_rt.config.settings import RunConfig
+    from tunix_rt.models.resolve import ModelSource
+    from tunix_rt.plan.report import Outlook
     from tunix_rt.plan.shape import ModelShape
     from tunix_rt.plan.solver import Proposal
 
@@ -40,9 +40,8 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     Without --on, on the device of this computer with what is free there now; a device that is named is taken to be idle.
     The disk is judged too, in words alone: a run that finds too little room on it ends with exit code 8.
     """
-    from tunix_rt.cli.plan_target import asked_for, of_flag
-    from tunix_rt.cli.topology import exact_topology, refuse_exact, run_topology
-    from tunix_rt.config import find_config, load_config
+    from tunix_rt.cli.plan_targets import asked_for, exact_topology, of_flag, refuse_exact, run_topology
+    from tunix_rt.config.load import find_config, load_config
     from tunix_rt.errors import ConfigError
 
     started = time.perf_counter()
@@ -92,8 +91,8 @@ def refuse_what_no_run_takes(settings: "RunConfig") -> None:
     """Refuse settings that `train` would refuse together, or as addresses.
 
     Neither a dataset nor a model is asked for, nor the engine looked for: there may be none yet."""
-    from tunix_rt.config import require_runnable
-    from tunix_rt.models import refuse_addresses
+    from tunix_rt.config.settings import require_runnable
+    from tunix_rt.models.secrets import refuse_addresses
     from tunix_rt.plan.jax_limits import refuse_for_jax
 
     refuse_addresses(settings.model_dump())
@@ -105,13 +104,13 @@ def refuse_what_no_run_takes(settings: "RunConfig") -> None:
 
 def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
     """Only config.json is read, so a model without its weights can be planned."""
-    from tunix_rt.models import resolve_architecture
+    from tunix_rt.models.resolve import resolve_architecture
     from tunix_rt.plan.jax_limits import refuse_dropout
     from tunix_rt.plan.shape import shape_of
 
     source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
     if settings.training.backend == "jax":
-        from tunix_rt.backends.jax_architecture import architecture_of
+        from tunix_rt.engines.jax.architecture import architecture_of
 
         shape = shape_of(source.config)
         refuse_dropout(source.name, architecture_of(source.config).dropout, source.config)
@@ -126,9 +125,9 @@ def plan_one(
     settings: "RunConfig", asked: "Asked", source: "ModelSource", shape: "ModelShape", *, as_json: bool
 ) -> None:
     """Show the plan; then a HardwareError or a DoesNotFitError in the words of a run that would be refused."""
-    from tunix_rt.cli.plan_words import disk_line, show_outlook
-    from tunix_rt.plan.outlook import look, measured_here, whole_run
-    from tunix_rt.plan.seen_errors import band
+    from tunix_rt.cli.views.plan import disk_line, show_outlook
+    from tunix_rt.plan.calibration import band
+    from tunix_rt.plan.report import look, measured_here, whole_run
     from tunix_rt.plan.timing import disk_needed_bytes
 
     seen = look(shape, settings, asked.target)
@@ -159,7 +158,7 @@ def plan_one(
 
 def refuse(seen: "Outlook") -> None:
     """Raise what `train` would there, in fewer words: the parts and the other ways have been shown."""
-    from tunix_rt.cli import text
+    from tunix_rt.cli.views import text
     from tunix_rt.errors import DoesNotFitError, HardwareError
 
     fix = "\n       ".join([proposal.line for proposal in seen.proposals][:1] or seen.resorts)
@@ -179,7 +178,7 @@ def show_whole_json(value: dict[str, Any]) -> None:
     """`value` on stdout with all of its keys: what is not known, or not so, is null."""
     import json
 
-    from tunix_rt.rundir import to_plain
+    from tunix_rt.storage import to_plain
 
     print(json.dumps(to_plain(value), indent=2, allow_nan=False, ensure_ascii=True))
 
@@ -228,9 +227,9 @@ def plan_all(
     flag: str | None = None,
 ) -> None:
     """Show which devices of the catalogue run it. No error where none does: nothing of this computer is judged."""
-    from tunix_rt.cli.plan_target import refuse_or_say_device
-    from tunix_rt.cli.plan_words import show_all
-    from tunix_rt.plan.outlook import look
+    from tunix_rt.cli.plan_targets import refuse_or_say_device
+    from tunix_rt.cli.views.plan import show_all
+    from tunix_rt.plan.report import look
     from tunix_rt.plan.target import all_targets
 
     jax = settings.training.backend == "jax"

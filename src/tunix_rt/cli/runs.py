@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tunix_rt.cli import text
+from tunix_rt.cli.views import text
 from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def list_runs(folder: Path | None) -> list[RunSummary]:
 
 def find_run(name: Path) -> Path:
     """The run folder `name`, or the one of that name below `runs`."""
-    from tunix_rt.rundir import RunDir
+    from tunix_rt.runs.folder import RunDir
 
     for candidate in (name, Path(DEFAULT_FOLDER) / name):
         if candidate.is_dir() and RunDir(candidate).holds_a_run():
@@ -200,7 +200,7 @@ def _last_write(root: Path) -> str | None:
 
 def _run_folders(below: Path) -> Iterator[Path]:
     """Folders that hold a run, without descending into one. Links are not followed."""
-    from tunix_rt.rundir import RunDir
+    from tunix_rt.runs.folder import RunDir
 
     for folder, inner, _ in os.walk(below):
         if RunDir(Path(folder)).holds_a_run():
@@ -210,7 +210,7 @@ def _run_folders(below: Path) -> Iterator[Path]:
 
 
 def _paths(root: Path) -> dict[str, str]:
-    from tunix_rt.rundir import RunDir, list_checkpoints
+    from tunix_rt.runs.folder import RunDir, list_checkpoints
 
     run = RunDir(root)
     places = {"model": run.final_model, "samples": run.samples, "log": run.log, "hashes": run.hashes}

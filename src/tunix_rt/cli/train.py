@@ -32,7 +32,7 @@ def train(
     config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
 ) -> None:
     """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
-    from tunix_rt.config import find_config, load_config
+    from tunix_rt.config.load import find_config, load_config
 
     flags = {
         "model.model_name_or_path": named["model"],
@@ -53,12 +53,13 @@ def train(
 
 def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, **how: Any) -> None:
     """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
-    from tunix_rt.cli import text
-    from tunix_rt.cli.watch import watching
+    from tunix_rt.cli.views import text
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.evaluate.report import remarks, table
-    from tunix_rt.models import refuse_addresses, refuse_secrets
+    from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
     from tunix_rt.pipeline import run_pipeline
-    from tunix_rt.rundir import RunDir, read_json
+    from tunix_rt.runs.folder import RunDir
+    from tunix_rt.storage import read_json
 
     refuse_addresses(config.model_dump())  # before anything is written down
     refuse_secrets(config.model_dump())
@@ -86,8 +87,8 @@ SAMPLES_SHOWN = 2
 
 def _show_samples(run: Any, comparison: Any) -> None:
     """A few of the answers that became right, before and after."""
-    from tunix_rt.cli import text
-    from tunix_rt.evaluate.reading import read_predictions
+    from tunix_rt.cli.views import text
+    from tunix_rt.evaluate.summary import read_predictions
 
     before = {item.id: item for item in read_predictions(run.predictions("before"))}
     after = {item.id: item for item in read_predictions(run.predictions("after"))}

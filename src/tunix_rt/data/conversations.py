@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_rt.data.containers import kind_of
-from tunix_rt.data.sample import Role, Sample, Turn
-from tunix_rt.data.trace import as_text
+from tunix_rt.data.readers import kind_of
+from tunix_rt.data.trace import Role, Sample, Turn, as_text
 
 Fields = Mapping[str, Any]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunix_rt.data.containers import parse, read_raw
 from tunix_rt.data.conversations import (
     SHAREGPT_ROLES,
     Fields,
@@ -26,10 +25,10 @@ from tunix_rt.data.conversations import (
     whole,
     with_system,
 )
-from tunix_rt.data.registry import Dataset
-from tunix_rt.data.sample import Role, Sample, Turn
+from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.sources import Dataset
 from tunix_rt.data.streams import printable
-from tunix_rt.data.trace import Trace, first_problem
+from tunix_rt.data.trace import Role, Sample, Trace, Turn, first_problem
 from tunix_rt.errors import InputError
 
 

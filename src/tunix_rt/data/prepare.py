@@ -9,22 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tunix_rt.config import RunConfig
-from tunix_rt.data.checks import check_text
-from tunix_rt.data.containers import parse, read_raw
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.contamination import find_leaks
+from tunix_rt.data.example_checks import check_text
 from tunix_rt.data.formats import detect_format, to_sample
-from tunix_rt.data.holding_out import MOST_ASKED, askable, hold_out, items_of
-from tunix_rt.data.leaks import find_leaks
-from tunix_rt.data.limits import ModelFacts, Numbers, about_length, about_vocabulary
-from tunix_rt.data.pack import Packing, Row, RowFacts, Rows, facts_of_rows, pack
-from tunix_rt.data.registry import Dataset, FileRef, find_dataset, find_evalset, read_items
+from tunix_rt.data.length_checks import ModelFacts, Numbers, about_length, about_vocabulary
+from tunix_rt.data.packing import Packing, Row, RowFacts, Rows, facts_of_rows, pack
+from tunix_rt.data.readers import parse, read_raw
 from tunix_rt.data.render import Style, prompt_ids, style_of
-from tunix_rt.data.rules import RULES, Finding, refuse
-from tunix_rt.data.sample import Sample, Turn
-from tunix_rt.data.store import Progress, Store, open_store
-from tunix_rt.data.tokenise import Recipe
+from tunix_rt.data.sources import Dataset, FileRef, find_dataset, find_evalset, read_items
+from tunix_rt.data.split import MOST_ASKED, askable, hold_out, items_of
+from tunix_rt.data.token_cache import Progress, Store, open_store
+from tunix_rt.data.tokenize import Recipe
 from tunix_rt.data.tokenizer import Tokenizer, needs_bos
-from tunix_rt.data.trace import EvalItem
+from tunix_rt.data.trace import EvalItem, Sample, Turn
+from tunix_rt.data.validation import RULES, Finding, refuse
 from tunix_rt.errors import InputError
 
 logger = logging.getLogger(__name__)

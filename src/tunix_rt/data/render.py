@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tunix_rt.config import Data
-from tunix_rt.data.sample import Sample, Turn
+from tunix_rt.config.settings import Data
 from tunix_rt.data.template import PLAIN, Template, TemplateRefusal, choose_template, conversation_text
 from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
 
 __all__ = [

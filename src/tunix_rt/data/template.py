@@ -18,8 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from tunix_rt.data.sample import Turn
 from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.data.trace import Turn
 from tunix_rt.errors import InputError
 
 PLAIN = "plain"

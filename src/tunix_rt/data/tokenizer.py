@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from tunix_rt.errors import InputError
-from tunix_rt.models import A_TOKENIZER
+from tunix_rt.models.resolve import A_TOKENIZER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

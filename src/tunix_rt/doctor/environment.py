@@ -16,9 +16,8 @@ from typing import Any
 
 import tunix_rt
 from tunix_rt.doctor.causes import CAUSES
-from tunix_rt.doctor.checks import Ask, first_failure, judge
-from tunix_rt.doctor.facts import Facts, Torch
-from tunix_rt.doctor.visible import visible_gpus
+from tunix_rt.doctor.checks import first_failure, judge
+from tunix_rt.doctor.facts import Ask, Facts, Torch, visible_gpus
 from tunix_rt.doctor.wheels import INDEX_BASE, TESTED_TORCH, Wheel, fitting_wheels, pip_arguments, why_no_wheel
 
 NEEDED_GIB = {"cuda": 12, "cpu": 4}
@@ -61,7 +60,7 @@ class EnvironmentPlan:
             Step(name="check", command=quick_check(new, self.device)),
             # The wheel is named again, so that what is installed now cannot put another torch in its place.
             Step(name="packages", command=(new, *PIP, wheel.requirement, *package_source())),
-            Step(name="proof", command=(new, "-P", "-m", "tunix_rt.backends.torch_proofs", *proof)),
+            Step(name="proof", command=(new, "-P", "-m", "tunix_rt.engines.selftest.torch", *proof)),
         ]
 
 

@@ -2,10 +2,11 @@
 in a file. A fact that could not be had is None or absent; nothing here is a judgement."""
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from tunix_rt.errors import InputError
 
@@ -208,3 +209,120 @@ def facts_from_json(raw: Any, *, source: str = "facts") -> Facts:
     if facts.schema != SCHEMA:
         raise InputError(f"{source}: schema is {facts.schema!r}, this version reads {SCHEMA!r}", fix=MAKE_A_FILE)
     return facts
+
+
+WSL_LIBRARIES = "/usr/lib/wsl/lib"
+
+
+def gpu_signs(host: Host, nvidia: Nvidia) -> list[str]:
+    """Every trace of an NVIDIA GPU. /dev/dxg alone is none: every WSL 2 has it.
+
+    A driver that fails is a trace as well. Only `DriverNotLoaded` is none where the bus can be seen and is empty: there
+    the driver is installed for nothing.
+    """
+    signs = [gpu.name for gpu in nvidia.gpus]
+    signs += [f"PCI device {device.address}" for device in nvidia.pci]
+    signs += [node.path for node in nvidia.nodes if node.path.startswith("/dev/nvidia")]
+    signs += [f"kernel module {nvidia.module_version}"] if nvidia.module_version else []
+    signs += [f"{path} (WSL)" for path in nvidia.libcuda if host.wsl and path.startswith(WSL_LIBRARIES)]
+    if not signs and nvidia.driver_version:
+        signs.append(f"driver {nvidia.driver_version}")
+    if not signs and nvidia.nvml_problem and not nvidia.nvml_problem.startswith("NVMLError_LibraryNotFound"):
+        sees_bus = host.system == "Linux" and not host.wsl
+        if not (sees_bus and nvidia.nvml_problem.startswith("NVMLError_DriverNotLoaded")):
+            signs.append(nvidia.nvml_problem)
+    return signs
+
+
+def visible_gpus(facts: Facts) -> tuple[Gpu, ...]:
+    """The GPUs CUDA shows under CUDA_VISIBLE_DEVICES: a list ends at the first entry that names none, a repeat empties it.
+
+    A GPU in MIG mode shows as one of its slices, with the slice's memory. Without a mask CUDA gives a process whole GPUs, or
+    the first slice where there are none.
+    """
+    gpus = facts.nvidia.gpus
+    mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if mask is None:
+        whole = tuple(gpu for gpu in gpus if not gpu.mig)
+        slices = [shown for gpu in gpus if gpu.mig and (shown := _as_cuda_sees(gpu)) is not None]
+        return whole or tuple(slices[:1])
+    named: list[Gpu] = []
+    for entry in mask.split(","):
+        gpu = _named_by(entry.strip(), gpus)
+        if gpu is None:
+            break
+        if any(gpu.uuid == other.uuid and gpu.index == other.index for other in named):
+            return ()
+        named.append(gpu)
+    return tuple(named)
+
+
+def _as_cuda_sees(gpu: Gpu) -> Gpu | None:
+    if not gpu.mig:
+        return gpu
+    return _slice_of(gpu, gpu.slices[0].uuid) if gpu.slices else None
+
+
+def _slice_of(gpu: Gpu, uuid: str) -> Gpu | None:
+    for part in gpu.slices:
+        if part.uuid == uuid:
+            return replace(
+                gpu, name=part.name, uuid=part.uuid, total_bytes=part.total_bytes, free_bytes=part.free_bytes
+            )
+    return None
+
+
+def _named_by(entry: str, gpus: tuple[Gpu, ...]) -> Gpu | None:
+    if entry.startswith("MIG-"):
+        return next((found for gpu in gpus if (found := _slice_of(gpu, entry)) is not None), None)
+    if entry.startswith("GPU-"):
+        matching = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        return _as_cuda_sees(matching[0]) if len(matching) == 1 else None
+    digits = re.match(r"\+?\d+", entry)
+    if not digits:
+        return None
+    return next((_as_cuda_sees(gpu) for gpu in gpus if gpu.index == int(digits[0])), None)
+
+
+Verdict = Literal["pass", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a run wants. `backend` None asks for the device alone, as a plan does: no engine has to be installed."""
+
+    device: str = "auto"
+    """auto, cpu, cuda or tpu; `gpu` is another word for cuda."""
+    backend: str | None = "torch"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.device == "gpu":
+            object.__setattr__(self, "device", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The answer to one cause. `saw` is the evidence; on a failure or a warning `why` is what follows, `fix` the way out."""
+
+    cause: str
+    verdict: Verdict
+    saw: str
+    why: str = ""
+    fix: str = ""
+
+
+def skipped(cause: str, saw: str = "nothing to judge") -> Check:
+    return Check(cause, "skip", saw)
+
+
+def passed(cause: str, saw: str) -> Check:
+    return Check(cause, "pass", saw)
+
+
+def failed(cause: str, saw: str, why: str, fix: str) -> Check:
+    return Check(cause, "fail", saw, why, fix)
+
+
+def warned(cause: str, saw: str, why: str, fix: str) -> Check:
+    return Check(cause, "warn", saw, why, fix)

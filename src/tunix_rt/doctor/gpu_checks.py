@@ -5,11 +5,8 @@ One function per cause, in the order of `GPU_CHECKS`: a cause that hides later o
 
 import re
 
-from tunix_rt.doctor import signs
-from tunix_rt.doctor.facts import Facts, Gpu
-from tunix_rt.doctor.signs import WSL_LIBRARIES
-from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped, warned
-from tunix_rt.doctor.visible import visible_gpus
+from tunix_rt.doctor import facts as signs
+from tunix_rt.doctor.facts import WSL_LIBRARIES, Ask, Check, Facts, Gpu, failed, passed, skipped, visible_gpus, warned
 from tunix_rt.doctor.wheels import (
     BLACKWELL,
     BLACKWELL_DRIVER,

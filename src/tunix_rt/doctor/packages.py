@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.doctor.child import run_child
+from tunix_rt.doctor.child_process import run_child
 from tunix_rt.doctor.facts import Jax, Torch
 
 TORCH_SECONDS = 30.0

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from tunix_rt.doctor.child import NO_ANSWER
-from tunix_rt.doctor.facts import Facts, Host, Tpu
+from tunix_rt.doctor.child_process import NO_ANSWER
+from tunix_rt.doctor.facts import Facts, Host, Tpu, gpu_signs
 from tunix_rt.doctor.nvidia import device_nodes, nvidia_facts, pci_devices, read_text
 from tunix_rt.doctor.packages import ask_jax, ask_torch, installed_jax, installed_torch, version_of
-from tunix_rt.doctor.signs import gpu_signs
 
 ROOT = Path("/")
 # Variables whose values hold no paths and no secrets. LD_LIBRARY_PATH shows by what it does: `Nvidia.libcuda`.

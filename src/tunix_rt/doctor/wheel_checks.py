@@ -2,10 +2,8 @@
 
 import re
 
-from tunix_rt.doctor.facts import Facts
+from tunix_rt.doctor.facts import Ask, Check, Facts, failed, passed, skipped, visible_gpus
 from tunix_rt.doctor.gpu_checks import wants_gpu
-from tunix_rt.doctor.verdict import Ask, Check, failed, passed, skipped
-from tunix_rt.doctor.visible import visible_gpus
 from tunix_rt.doctor.wheels import (
     INSTALL,
     MISFIT_WORDS,

@@ -17,18 +17,17 @@ import numpy as np
 from pydantic import ValidationError
 
 from tunix_rt import assets
-from tunix_rt.data.containers import Raw, parse, read_raw
+from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import detect_format, readings, to_sample
-from tunix_rt.data.overlap import find_overlap, questions_of
-from tunix_rt.data.registry import KEY, Dataset, find_dataset, find_evalset
-from tunix_rt.data.rules import PLACES, Finding
-from tunix_rt.data.rules import RULES as DATA_RULES
-from tunix_rt.data.sample import Sample
-from tunix_rt.data.trace import EvalItem, first_problem
-from tunix_rt.data.words import fold
+from tunix_rt.data.readers import Raw, parse, read_raw
+from tunix_rt.data.sources import KEY, Dataset, find_dataset, find_evalset
+from tunix_rt.data.text import fold
+from tunix_rt.data.trace import EvalItem, Sample, first_problem
+from tunix_rt.data.validation import PLACES, Finding
+from tunix_rt.data.validation import RULES as DATA_RULES
 from tunix_rt.errors import InputError
-from tunix_rt.evaluate.answers import is_number_as_words
-from tunix_rt.evaluate.score import TAGS, matches_lenient, matches_strict, read_answer
+from tunix_rt.scoring.answers import is_number_as_words
+from tunix_rt.scoring.score import TAGS, matches_lenient, matches_strict, read_answer
 
 NO_ANSWER = "missing or blank: a question without an answer cannot be scored"
 ITEMS = "items"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from tunix_rt.errors import EvidenceError, InputError
-from tunix_rt.evaluate.score import Prediction, Scores, SectionScores, require_distinct_ids
 from tunix_rt.evaluate.statistics import Change, Interval, McNemar, change_of, p_words, readings_in_words
+from tunix_rt.scoring.score import Prediction, Scores, SectionScores, require_distinct_ids
 
 SAMPLES_OF_EACH = 3
 NAMES = ("before", "after")

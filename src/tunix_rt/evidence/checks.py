@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from tunix_rt.backends.schedule import learning_rate
-from tunix_rt.data.merkle import merkle_root
-from tunix_rt.data.pack import rows_of_step, total_steps
+from tunix_rt.data.packing import rows_of_step, total_steps
 from tunix_rt.doctor.wheels import MISFIT_WORDS
+from tunix_rt.engines.schedule import learning_rate
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.facts import Run
-from tunix_rt.ledgers import state_hash
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import checkpoint_name
-from tunix_rt.runs.checksums import is_weights
-from tunix_rt.runs.reading import parse_object, shown
+from tunix_rt.runs.checksums import is_weights, parse_object, shown
+from tunix_rt.runs.folder import checkpoint_name
+from tunix_rt.runs.ledger import state_hash
 from tunix_rt.runs.schemas import CheckpointEntry
 from tunix_rt.runs.source import combined_hash
+from tunix_rt.storage import merkle_root
 
 RATE_TOLERANCE = 1e-12
 """Cosines differ in the last bits between mathematical libraries."""

@@ -16,12 +16,12 @@ from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.inputs import Inputs
 from tunix_rt.evidence.manifest import companion_problems, incomplete, manifest_of
 from tunix_rt.evidence.readme import readme_text
-from tunix_rt.models import redacted
-from tunix_rt.rundir import RunDir, checkpoint_name, settle_files, storage, sync_folder, write_json, write_text
-from tunix_rt.runs.checksums import RUN_SUMS, SUMS, write_sums
-from tunix_rt.runs.reading import copy_regular, few
+from tunix_rt.models.secrets import redacted
+from tunix_rt.runs.checksums import RUN_SUMS, SUMS, copy_regular, few, write_sums
+from tunix_rt.runs.folder import RunDir, checkpoint_name
 from tunix_rt.runs.record import MANIFEST, README
 from tunix_rt.runs.source import NEWEST_COMMITS, find_commit
+from tunix_rt.storage import settle_files, storage, sync_folder, write_json, write_text
 
 MIB = 2**20
 _PLACE = re.compile(r"(?<![\w./:])(?:/(?:tmp|root|home|work|Users)/|[A-Z]:\\)[^\s\"',;:]*")

@@ -6,17 +6,16 @@ from itertools import islice
 
 import numpy as np
 
-from tunix_rt.data.containers import parse, read_raw
+from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import to_sample
-from tunix_rt.data.holding_out import askable, hold_out, items_of, question_hash
-from tunix_rt.data.overlap import find_overlap, questions_of
-from tunix_rt.data.registry import find_dataset, find_evalset, read_items
-from tunix_rt.data.sample import Sample
-from tunix_rt.data.trace import EvalItem
-from tunix_rt.evidence.answers import question_problems
+from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.sources import find_dataset, find_evalset, read_items
+from tunix_rt.data.split import askable, hold_out, items_of, question_hash
+from tunix_rt.data.trace import EvalItem, Sample
+from tunix_rt.evidence.answer_checks import question_problems
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.inputs import Inputs
-from tunix_rt.runs.reading import few, shown
+from tunix_rt.runs.checksums import few, shown
 
 MOST_CHECKED = 200_000
 """Traces of a dataset that are read at L1; a larger one is prepared whole at L3."""

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunix_rt.errors import TunixError
-from tunix_rt.evidence.answers import accuracy_of, answer_problems, answered_in
+from tunix_rt.evidence.answer_checks import accuracy_of, answer_problems, answered_in
 from tunix_rt.evidence.checks import CHECKS, may_stay_out
-from tunix_rt.evidence.claims import Claim, Finding, Label, Level, level_of
 from tunix_rt.evidence.data_checks import data_problems
-from tunix_rt.evidence.facts import Run, completed_run, missing_files
+from tunix_rt.evidence.facts import Claim, Finding, Label, Level, Run, completed_run, level_of, missing_files
 from tunix_rt.evidence.inputs import Inputs
 from tunix_rt.evidence.manifest import companion_problems, manifest_problems
-from tunix_rt.runs.checksums import RUN_SUMS, SUMS, is_weights, sums_problems
-from tunix_rt.runs.reading import few, is_leftover, list_folder, shown
+from tunix_rt.runs.checksums import RUN_SUMS, SUMS, few, is_leftover, is_weights, list_folder, shown, sums_problems
 from tunix_rt.runs.record import MANIFEST, README, RunRecord, require_format
 
 BROKEN = (

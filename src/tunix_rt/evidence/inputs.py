@@ -9,13 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from tunix_rt import assets
-from tunix_rt.commitment import model_hashes
-from tunix_rt.data.registry import find_dataset
+from tunix_rt.data.sources import find_dataset
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, TunixError
-from tunix_rt.models import preset_names, resolve_model
-from tunix_rt.rundir import sha256_file
+from tunix_rt.models.resolve import preset_names, resolve_model
 from tunix_rt.runs.schemas import Commitment
+from tunix_rt.storage import sha256_file
+from tunix_rt.train.commitment import model_hashes
 
 logger = logging.getLogger(__name__)
 

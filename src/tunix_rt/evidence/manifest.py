@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from tunix_rt.evidence.checks import left_out
 from tunix_rt.evidence.facts import Run
-from tunix_rt.runs.checksums import SUMS
-from tunix_rt.runs.reading import parse_object, shown
+from tunix_rt.runs.checksums import SUMS, parse_object, shown
 from tunix_rt.runs.record import MANIFEST
 from tunix_rt.runs.schemas import Manifest, problems_of
 

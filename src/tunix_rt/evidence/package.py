@@ -10,8 +10,8 @@ from pathlib import Path
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 from tunix_rt.evidence.examine import examine
 from tunix_rt.evidence.inputs import Inputs
-from tunix_rt.rundir import sha256_file, storage
-from tunix_rt.runs.reading import few, list_folder, read_file
+from tunix_rt.runs.checksums import few, list_folder, read_file
+from tunix_rt.storage import sha256_file, storage
 
 BUNDLES = "submission_runs"
 FOLDERS = ("training/configs", BUNDLES, "notebooks")

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 from tunix_rt.evidence.sandbox import Limits, run_limited
-from tunix_rt.rundir import storage, write_text
-from tunix_rt.runs.checksums import SIGNATURE, SUMS
-from tunix_rt.runs.reading import read_file
+from tunix_rt.runs.checksums import SIGNATURE, SUMS, read_file
 from tunix_rt.runs.record import MOST_SUMS
+from tunix_rt.storage import storage, write_text
 
 NAMESPACE = "tunix-rt"
 MOST_BYTES = 64 * 2**10

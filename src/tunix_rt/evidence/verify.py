@@ -13,17 +13,16 @@ from typing import Any, Literal
 
 from tunix_rt import errors
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, InputError, TunixError
-from tunix_rt.evidence.claims import LEVELS, Claim, Finding, Level, Verdict, level_of
+from tunix_rt.evidence.facts import LEVELS, Claim, Finding, Level, Verdict, level_of
 from tunix_rt.evidence.inputs import Inputs
-from tunix_rt.evidence.replay.segments import fresh_nonce
+from tunix_rt.evidence.replay.steps import fresh_nonce
 from tunix_rt.evidence.sandbox import Ended, Limits, run_limited
 from tunix_rt.evidence.sign import signer_of
-from tunix_rt.rundir import sha256_file, storage
-from tunix_rt.runs.checksums import SUMS, is_weights
-from tunix_rt.runs.reading import copy_regular, list_folder
+from tunix_rt.runs.checksums import SUMS, copy_regular, is_weights, list_folder
 from tunix_rt.runs.record import MANIFEST
 from tunix_rt.runs.schemas import schema_of
 from tunix_rt.runs.source import find_commit, write_source
+from tunix_rt.storage import sha256_file, storage
 
 GIB = 2**30
 MOST_FACTS = 2 * GIB

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tunix_rt.errors import EvidenceError, TunixError
-from tunix_rt.evidence.claims import Finding
+from tunix_rt.evidence.facts import Finding
 from tunix_rt.evidence.inputs import Inputs
 
 if TYPE_CHECKING:

@@ -20,16 +20,16 @@ from typing import Any
 
 from tunix_rt.assets import cache_root
 from tunix_rt.errors import InputError, StorageError
+from tunix_rt.models.safetensors import LFS_POINTER, readable
 from tunix_rt.models.secrets import redacted
-from tunix_rt.models.weight_files import LFS_POINTER, readable
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"GGUF"
 SCHEMA = "tunix-rt/gguf/1"
 MANIFEST = "gguf.json"
-CONVERSION = "tunix_rt.backends.gguf_conversion"
-CHILD = "tunix_rt.models.child"
+CONVERSION = "tunix_rt.engines.gguf"
+CHILD = "tunix_rt.models.child_process"
 NEEDED = {"gguf": "gguf", "accelerate": "gguf", "torch": "torch", "transformers": "torch"}
 """Package -> the extra of tunix-rt that brings it."""
 BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import InputError, StorageError, TunixError
+from tunix_rt.models.safetensors import NOT_READ, missing_weights, no_safetensors
 from tunix_rt.models.secrets import one_line, redacted
-from tunix_rt.models.weight_files import NOT_READ, missing_weights, no_safetensors
 
 logger = logging.getLogger(__name__)
 

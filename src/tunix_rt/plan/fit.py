@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from tunix_rt.config import RunConfig
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import DoesNotFitError
 from tunix_rt.plan.memory import MemoryPlan
+from tunix_rt.plan.phases import Phase
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.solver import last_resorts, offered, solve, words_of
 from tunix_rt.plan.speed import Rates, rates_for
-from tunix_rt.plan.step_phases import Phase
+from tunix_rt.plan.target import SAFETY_SHARE, Device, Fit, verdict
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, measure_rate, training_flops_per_token
-from tunix_rt.plan.verdict import SAFETY_SHARE, Device, Fit, verdict
 
 __all__ = [
     "SAFETY_SHARE", "Fit", "advice_for", "disk_needed_bytes", "estimate_time", "explain_out_of_memory", "judge",

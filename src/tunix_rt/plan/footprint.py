@@ -3,12 +3,20 @@
 import math
 from dataclasses import dataclass
 
-from tunix_rt.config import Training
-from tunix_rt.plan.activations import DTYPE_BYTES, Widths, widths_of
-from tunix_rt.plan.recipe import Recipe, loss_rows, recipe_of, recipe_to_ask
+from tunix_rt.config.settings import Training
+from tunix_rt.plan.activations import (
+    DTYPE_BYTES,
+    Dimensions,
+    Tensors,
+    Widths,
+    adapters_of,
+    elements,
+    tensors_of,
+    widths_of,
+)
+from tunix_rt.plan.optimizers import state_bytes
+from tunix_rt.plan.precision import Recipe, loss_rows, recipe_of, recipe_to_ask
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.state_bytes import state_bytes
-from tunix_rt.plan.tensors import Dimensions, Tensors, adapters_of, elements, tensors_of
 
 # How the PyTorch engine goes about it.
 TABLE_SLICE_ROWS = 32_768
@@ -100,7 +108,7 @@ class Footprint:
 
     @property
     def updated_by_kernel(self) -> bool:
-        """Whether `triton_optim.py` has the update: of bfloat16 weights, and of float32 with moments of 8 bits."""
+        """Whether `engines/torch/triton` has the update: of bfloat16 weights, and of float32 with 8-bit optimizer states."""
         known = self.width == 2 or (self.width == 4 and self.recipe.optimizer == "adamw_8bit")
         return known and self.device != "cpu" and self.modern
 

@@ -1,6 +1,6 @@
 """What the JAX engine does not do, in one table: by name, with the way out. Known without jax.
 
-Settings end with exit code 2, models with 3. Which architectures it knows stands in `backends/jax_architecture.py`, which
+Settings end with exit code 2, models with 3. Which architectures it knows stands in `engines/jax/architecture.py`, which
 refuses others in the same way.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_rt.config import RunConfig, Training
+from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.errors import ConfigError, InputError
 
 USE_TORCH = "or set training.backend: torch"

@@ -1,6 +1,6 @@
 """Peak memory of a run of the JAX engine on one of its devices, as a sum of named parts. Loads nothing.
 
-What is cut over the devices is divided by their number, as `backends/jax_mesh.py` cuts it: an array that no dimension of
+What is cut over the devices is divided by their number, as `engines/jax/mesh.py` cuts it: an array that no dimension of
 divides is on every device whole. XLA reuses memory where it can, and how well is known only once it has compiled. On a TPU the
 fullest moment of a step is counted (`tpu_step.py`). Elsewhere, and with google-tunix's model, parts that may share a place are
 counted side by side, as an upper bound. The compiler's own figure follows at compile time, before a weight is loaded, and is
@@ -9,17 +9,19 @@ then the one that decides.
 
 from collections.abc import Iterable, Iterator
 
-from tunix_rt.config import RunConfig
-from tunix_rt.plan.compiling import compiled_length
-from tunix_rt.plan.jax_kept import CUDNN_TOKENS_PER_EXAMPLE as CUDNN_TOKENS_PER_EXAMPLE  # the engine asks here for it
-from tunix_rt.plan.jax_kept import everything_of_a_layer, kept
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan.activations import Dimensions, elements, tensors_of
+from tunix_rt.plan.compile_policy import compiled_length
+from tunix_rt.plan.jax_activations import (
+    CUDNN_TOKENS_PER_EXAMPLE as CUDNN_TOKENS_PER_EXAMPLE,  # the engine asks here for it
+)
+from tunix_rt.plan.jax_activations import everything_of_a_layer, kept
 from tunix_rt.plan.jax_run import Run, all_arrays, on_device, summed
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, EVAL_ROWS, SPARE, MemoryPlan, longest_row
-from tunix_rt.plan.recipe import Recipe, loss_rows, recipe_of
+from tunix_rt.plan.optimizers import state_tensors
+from tunix_rt.plan.phases import Phase
+from tunix_rt.plan.precision import Recipe, loss_rows, recipe_of
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.state_bytes import state_tensors
-from tunix_rt.plan.step_phases import Phase
-from tunix_rt.plan.tensors import Dimensions, elements, tensors_of
 from tunix_rt.plan.tpu_step import LANES as TPU_LANES
 from tunix_rt.plan.tpu_step import tpu_step
 

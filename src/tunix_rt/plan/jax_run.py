@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tunix_rt.plan.activations import DTYPE_BYTES
-from tunix_rt.plan.recipe import Recipe
+from tunix_rt.plan.activations import DTYPE_BYTES, Dimensions, tensors_of
+from tunix_rt.plan.precision import Recipe
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.tensors import Dimensions, tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class Run:
     """Of a row."""
     accumulation: int
     kernel: bool
-    """Whether a kernel computes attention, without scores of tokens x tokens (`backends/jax_attention.py` chooses)."""
+    """Whether a kernel computes attention, without scores of tokens x tokens (`engines/jax/attention.py` chooses)."""
     ours: bool = True
     """Whether our own model is trained, and not google-tunix's."""
     lean: bool = False

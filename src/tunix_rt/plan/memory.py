@@ -10,13 +10,12 @@ next.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tunix_rt.config import RunConfig
-from tunix_rt.plan.activations import Batch, forward_of_one_layer, generating_kernel, kept_once
-from tunix_rt.plan.compiling import compiled_length, layers_planned
-from tunix_rt.plan.footprint import Footprint, footprint_of
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan.activations import Batch, elements, forward_of_one_layer, generating_kernel, kept_once
+from tunix_rt.plan.compile_policy import compiled_length, layers_planned
+from tunix_rt.plan.footprint import Footprint, footprint_of, footprint_to_ask
+from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.step_phases import Phase, in_heap, phase_of, recorded_phases, step_phases
-from tunix_rt.plan.tensors import elements
 
 MIB = 2**20
 CPU_OVERHEAD_BYTES = 27 * MIB
@@ -41,7 +40,7 @@ PROOF_SPARE_BYTES = 2**30
 """Of a fresh process that loads the final model, beside the weights: libraries, a CUDA context, activations of short prompts."""
 LEFT_OUT = ("proof",)
 """Phases that no run is refused for. The final model is proven on the run's own device where it finds room there, else on the
-CPU, else not at all, which is said (`evaluate/reloading.py`)."""
+CPU, else not at all, which is said (`export/roundtrip.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Questions answered at once where no number is asked for: the first of these that needs no more memory than training."""
 SPARE = ("snapshot", "mapped_file")
@@ -292,3 +291,33 @@ def _save(run: Footprint, copied: int) -> Phase:
         on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
         merged = on_host + largest if run.device == "cpu" else 2 * largest
     return phase_of("save", **_between_steps(run), snapshot=copied, merged=merged)
+
+
+MOST_ROWS = {"cpu": 64, "cuda": 512}
+"""More at once make a CPU no faster, and a GPU hardly."""
+USED_SHARE = {"cpu": 0.5, "cuda": 0.85}
+"""Of the memory at hand. A CPU's is shared with other programs, a GPU's comes in pieces."""
+
+
+def rows_that_fit(
+    shape: ModelShape,
+    *,
+    dtype: str,
+    device: str,
+    length: int,
+    max_new_tokens: int,
+    free_bytes: int,
+    modern: bool = True,
+) -> int:
+    """The most prompts of `length` tokens whose answers fit into `free_bytes` beside the weights, and at least 1."""
+    run = footprint_to_ask(shape, dtype, device)
+
+    def needed(rows: int) -> int:
+        batch = Batch(rows=rows, length=length, packed=False, device=device, modern=modern)
+        return sum(answering_parts(run, batch, max_new_tokens).values())
+
+    low, high = 1, MOST_ROWS[device]
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needed(middle) <= USED_SHARE[device] * free_bytes else (low, middle - 1)
+    return low

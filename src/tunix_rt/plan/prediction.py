@@ -2,8 +2,8 @@
 
 from functools import lru_cache
 
-from tunix_rt.config import RunConfig
-from tunix_rt.plan.compiling import layers_planned
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan.compile_policy import layers_planned
 from tunix_rt.plan.jax_memory import predict_jax
 from tunix_rt.plan.memory import MemoryPlan, longest_row, predict
 from tunix_rt.plan.shape import ModelShape

@@ -13,8 +13,8 @@ from itertools import product
 from math import ceil, log
 from typing import TypeVar
 
-from tunix_rt.config import RunConfig
-from tunix_rt.plan.changes import (
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan.knobs import (
     ACCUMULATION,
     ASKED,
     KEPT,
@@ -39,7 +39,7 @@ from tunix_rt.plan.changes import (
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.speed import Rates, StepTime, step_time
-from tunix_rt.plan.verdict import Device, least_room, predict_as_run, verdict
+from tunix_rt.plan.target import Device, least_room, predict_as_run, verdict
 
 T = TypeVar("T")
 GIB = 2**30

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from tunix_rt.accelerators import find_accelerator
-from tunix_rt.config import RunConfig
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.activations import DTYPE_BYTES, Batch, attention_kernel, widths_of
-from tunix_rt.plan.compiling import UNKNOWN_TFLOPS, compiled_length, layers_planned
+from tunix_rt.plan.compile_policy import UNKNOWN_TFLOPS, compiled_length, layers_planned
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.jax_memory import has_kernel, row_length
 from tunix_rt.plan.memory import longest_row
-from tunix_rt.plan.recipe import Recipe, loss_rows, recipe_of
+from tunix_rt.plan.precision import Recipe, loss_rows, recipe_of
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.verdict import Device
+from tunix_rt.plan.target import Device
 
 # --- fitted to the steps in benchmarks/results/speed_*.json and jax_speed*.json, where nothing else is said
 

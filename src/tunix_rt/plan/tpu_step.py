@@ -7,16 +7,16 @@ is there at each was read from the compiler's own lists of arrays (benchmarks/re
 by benchmarks/plan_against_compiler.py. There is one figure for each kind of array, and none for a setting.
 """
 
-from tunix_rt.plan.jax_kept import kept_of_layer
+from tunix_rt.plan.activations import elements, tensors_of
+from tunix_rt.plan.jax_activations import kept_of_layer
 from tunix_rt.plan.jax_run import Run, all_arrays, on_device, summed
-from tunix_rt.plan.recipe import loss_rows
-from tunix_rt.plan.tensors import elements, tensors_of
+from tunix_rt.plan.precision import loss_rows
 
 MIB = 2**20
 LOSS_TOKENS = 1024
-"""As in `backends/jax_step.py`: of all rows, that meet the vocabulary at once, unless weights are kept in bfloat16."""
+"""As in `engines/jax/step.py`: of all rows, that meet the vocabulary at once, unless weights are kept in bfloat16."""
 MLP_TOKENS = 1024
-"""As in `backends/jax_step.py`: of a chip, that are in the MLP at once, where every layer is computed again. Rows that so many
+"""As in `engines/jax/step.py`: of a chip, that are in the MLP at once, where every layer is computed again. Rows that so many
 do not divide have somewhat more, which is left out: a plan that grows with the rows can only follow from above or below."""
 LANES = 128
 """Of a TPU: the last dimension of an array is filled up to so many, also that of the sums of a softmax, which is 1."""

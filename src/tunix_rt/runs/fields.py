@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails
 
-from tunix_rt.runs.reading import few, plain, shown
+from tunix_rt.runs.checksums import few, plain, shown
 
 _UNSEEN = r"\p{Cc}\p{Cf}\p{Zl}\p{Zp}"
 """Control, bidirectional and zero-width characters and line separators. Half a surrogate pair is no text to pydantic."""

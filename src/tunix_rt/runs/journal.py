@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import StorageError, TunixError
-from tunix_rt.models import redacted
-from tunix_rt.rundir import RunDir, json_text, read_json, storage, sync_folder, write_text
+from tunix_rt.models.secrets import redacted
 from tunix_rt.runs.checksums import write_sums
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.storage import json_text, read_json, storage, sync_folder, write_text
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,25 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from tunix_rt.config import RunConfig
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.yaml import MAX_CONFIG_BYTES, parse_yaml
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.rundir import FORMAT
 from tunix_rt.runs import schemas
-from tunix_rt.runs.checksums import RUN_SUMS, SUMS, parse_sums
-from tunix_rt.runs.reading import FEW, LONGEST_LINE, few, list_folder, parse_object, plain, read_file, shown
+from tunix_rt.runs.checksums import (
+    FEW,
+    LONGEST_LINE,
+    RUN_SUMS,
+    SUMS,
+    few,
+    list_folder,
+    parse_object,
+    parse_sums,
+    plain,
+    read_file,
+    shown,
+)
+from tunix_rt.runs.folder import FORMAT
 from tunix_rt.runs.schemas import Schema, problems_of, schema_of
-from tunix_rt.strict_yaml import MAX_CONFIG_BYTES, parse_yaml
 
 M = TypeVar("M")
 

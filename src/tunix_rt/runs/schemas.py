@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from tunix_rt.doctor.gpu_memory import GpuMemory
-from tunix_rt.evaluate.score import Prediction as PredictionLine
-from tunix_rt.evaluate.score import Scores as ScoresFile
+from tunix_rt.doctor.nvidia import GpuMemory
 from tunix_rt.runs import fields as f
 from tunix_rt.runs.schemas_host import Doctor, Footprint, Machine, MemoryReport, Plan, Process, Processes, Profile
+from tunix_rt.scoring.score import Prediction as PredictionLine
+from tunix_rt.scoring.score import Scores as ScoresFile
 
 __all__ = ["Doctor", "Machine", "MemoryReport", "Plan", "PredictionLine", "Process", "Processes", "Profile"]
 __all__ += ["ScoresFile"]

@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunix_rt.doctor.choose import DeviceChoice
+from tunix_rt.doctor.facts import Check
 from tunix_rt.doctor.facts import Facts as Computer
-from tunix_rt.doctor.prove import Proved
-from tunix_rt.doctor.verdict import Check
+from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.doctor.selftest import Proved
+from tunix_rt.engines.profile.parts import Part
+from tunix_rt.engines.profile.table import DenseProduct
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.verdict import Fit
-from tunix_rt.profiling.parts import Part
-from tunix_rt.profiling.table import DenseProduct
+from tunix_rt.plan.target import Fit
 from tunix_rt.runs import fields as f
 
 # --- doctor.json, processes.json --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.rundir import sha256_file, sha256_text, storage
+from tunix_rt.storage import sha256_file, sha256_text, storage
 
 SOURCE_FOLDER = "src/tunix_rt"
 NEWEST_COMMITS = 500

@@ -5,25 +5,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tunix_rt.evaluate.score import Scores, score_predictions
-from tunix_rt.evidence.answers import accuracy_of, judged_again
+from tunix_rt.evidence.answer_checks import accuracy_of, judged_again
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.replay import compare
-from tunix_rt.evidence.replay.machine import Match, loosest, match_machines
-from tunix_rt.evidence.replay.regenerate import Regenerated
-from tunix_rt.evidence.replay.segments import Segment
-from tunix_rt.evidence.replay.steps import Passed
-from tunix_rt.evidence.replay.tolerances import (
-    REPLAYED_TIES,
+from tunix_rt.evidence.replay.compare import (
+    REPLAYED_TIES,  # fmt: skip
     ROUNDED_HELDOUT,
     TIES,
     WIDE,
+    Match,
     Tolerance,
     grown,
+    loosest,
+    match_machines,
     precision,
     tolerance_of,
-)  # fmt: skip
+)
+from tunix_rt.evidence.replay.regenerate import Regenerated
+from tunix_rt.evidence.replay.steps import Passed, Segment
 from tunix_rt.runs.schemas import PredictionLine
+from tunix_rt.scoring.score import Scores, score_predictions
 
 WORDING = ("tokenizer_config.json", "special_tokens_map.json")
 """Files that a tokenizer folder may spell differently; the tokenizer itself is compared by its hash."""

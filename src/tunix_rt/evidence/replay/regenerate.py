@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.backends import load_backend
-from tunix_rt.backends.decoding import CONTEXT, LENGTH, STOP, TAG
-from tunix_rt.config import with_settings
+from tunix_rt.config.load import with_settings
 from tunix_rt.data.render import prompt_ids
+from tunix_rt.engines.base import load_backend
 from tunix_rt.errors import DoesNotFitError
-from tunix_rt.evaluate.run import Questions, ask, stop_ids
+from tunix_rt.evaluate.generate import Questions, ask, stop_ids
 from tunix_rt.evidence.replay.compare import other_answers
 from tunix_rt.evidence.replay.session import Ready
-from tunix_rt.models import resolve_model
+from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.rundir import to_plain
 from tunix_rt.runs.schemas import PredictionLine
+from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
+from tunix_rt.storage import to_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

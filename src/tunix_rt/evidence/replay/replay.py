@@ -5,20 +5,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tunix_rt.backends import NUMERICS
+from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import EvidenceError, InputError, StorageError
-from tunix_rt.evidence.answers import question_problems
-from tunix_rt.evidence.claims import Finding, Level
-from tunix_rt.evidence.facts import Run
+from tunix_rt.evidence.answer_checks import question_problems
+from tunix_rt.evidence.facts import Finding, Level, Run
 from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of, mostly_bit_equal
 from tunix_rt.evidence.replay.regenerate import regenerate
-from tunix_rt.evidence.replay.segments import Segment, all_segments, chance_of_detection, draw_segments, passes_over
 from tunix_rt.evidence.replay.session import Progress, Ready, open_session
-from tunix_rt.evidence.replay.steps import Wanted, take_steps
-from tunix_rt.ledgers import STATE_FILES
-from tunix_rt.rundir import checkpoint_name, sha256_file
+from tunix_rt.evidence.replay.steps import (
+    Segment,
+    Wanted,
+    all_segments,
+    chance_of_detection,
+    draw_segments,
+    passes_over,
+    take_steps,
+)
 from tunix_rt.runs.checksums import is_weights, sha256_below
+from tunix_rt.runs.folder import checkpoint_name
+from tunix_rt.runs.ledger import STATE_FILES
 from tunix_rt.runs.schemas import PredictionLine
+from tunix_rt.storage import sha256_file
 
 LOADED = (".safetensors", ".json", ".jinja", ".bin", ".model", ".py")
 """Endings of files that decide what a model folder computes: none may be there that the run did not write."""

@@ -7,30 +7,31 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.admission import plan_with_data, step_shape, steps_of, with_copies_that_fit
-from tunix_rt.backends import load_backend
-from tunix_rt.commitment import Batch
-from tunix_rt.config import RunConfig, with_settings
-from tunix_rt.data.limits import ModelFacts
+from tunix_rt.config.load import with_settings
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.length_checks import ModelFacts
 from tunix_rt.data.prepare import Prepared, prepare
-from tunix_rt.data.registry import find_evalset, read_items
 from tunix_rt.data.render import Style, style_of
+from tunix_rt.data.sources import find_evalset, read_items
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.data.trace import EvalItem
-from tunix_rt.doctor.checks import Ask
-from tunix_rt.doctor.choose import DeviceChoice, choose_device, set_environment, with_virtual_devices
+from tunix_rt.doctor.facts import Ask
 from tunix_rt.doctor.probe import gather_facts
+from tunix_rt.doctor.selection import DeviceChoice, choose_device, set_environment, with_virtual_devices
+from tunix_rt.engines.base import load_backend
 from tunix_rt.errors import EvidenceError, HardwareError, InputError
-from tunix_rt.evaluate.run import Questions, decoding_of
+from tunix_rt.evaluate.generate import Questions, decoding_of
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.inputs import Inputs, needed
-from tunix_rt.ledgers import has_rows
-from tunix_rt.models import ModelSource, resolve_model
+from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.pipeline import load_engine
 from tunix_rt.plan.fit import refuse_if_too_big
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.rundir import RunDir
-from tunix_rt.runs.reading import parse_object
+from tunix_rt.runs.checksums import parse_object
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.ledger import has_rows
+from tunix_rt.train.commitment import Batch
+from tunix_rt.train.preflight import plan_with_data, step_shape, steps_of, with_copies_that_fit
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,168 @@
-"""Steps taken again from a recorded state, and everything that is measured on the way."""
+"""Which steps of a run a verifier takes again: segments between recorded checkpoints, drawn after the bundle's root is fixed.
+
+The draw is a function of the root and a nonce of the verifier, so whoever made the bundle cannot know it, and anybody who has
+the nonce can repeat it. Pure functions.
+"""
 
 import contextlib
+import hashlib
+import json
+import math
+import secrets
 import shutil
-from collections.abc import Collection, Mapping
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tunix_rt.backends import Step
-from tunix_rt.evidence.replay.distance import distance
+import numpy as np
+import numpy.typing as npt
+
+from tunix_rt.engines.base import Step
+from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.replay.regenerate import generate
-from tunix_rt.evidence.replay.segments import Segment
 from tunix_rt.evidence.replay.session import Progress, Session
 from tunix_rt.pipeline import save_final
-from tunix_rt.rundir import sha256_file
-from tunix_rt.train import batches_of, code_of
+from tunix_rt.storage import sha256_file
+from tunix_rt.train.loop import batches_of
+from tunix_rt.train.resume import code_of
+
+NONCE_BYTES = 16
+LEAST_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Segment:
+    """The steps after `start`, where a checkpoint or the base model is, up to `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.start
+
+    def describe(self) -> str:
+        return f"steps {self.start + 1} to {self.stop}" if self.steps > 1 else f"step {self.stop}"
+
+
+def fresh_nonce() -> str:
+    return secrets.token_hex(NONCE_BYTES)
+
+
+def all_segments(checkpoints: Iterable[int], total: int) -> list[Segment]:
+    """The run of `total` steps, cut at each recorded checkpoint."""
+    ends = sorted({step for step in checkpoints if 0 < step < total} | {total})
+    return [Segment(start=start, stop=stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def draw_segments(segments: Sequence[Segment], count: int | None, *, root: str, nonce: str) -> tuple[Segment, ...]:
+    """`count` of the segments without replacement, each with a chance in proportion to its steps; in order. Without a count,
+    three, and more until they have a fifth of the steps: whoever made the run chose how short segments are."""
+
+    def key(segment: Segment) -> float:
+        digest = hashlib.sha256(f"{root}\n{nonce}\n{segment.stop}".encode()).digest()
+        uniform = (int.from_bytes(digest[:8], "big") + 0.5) / 2**64
+        return float(
+            uniform ** (1 / segment.steps)
+        )  # the largest keys are a weighted sample (Efraimidis and Spirakis, 2006)
+
+    drawn = sorted(segments, key=key, reverse=True)
+    covered = accumulate(segment.steps for segment in drawn)
+    enough = sum(steps < LEAST_SHARE * segments[-1].stop for steps in covered) + 1
+    return tuple(sorted(drawn[: max(3, enough) if count is None else count]))
+
+
+def chance_of_detection(segments: Sequence[Segment], count: int) -> float:
+    """The least probability that a draw contains any one given segment: exact for segments of one length, else a lower bound."""
+    if count >= len(segments) or len({segment.steps for segment in segments}) == 1:
+        return min(1.0, count / len(segments))
+    return 1 - (1 - min(segment.steps for segment in segments) / segments[-1].stop) ** count
+
+
+def passes_over(segments: Sequence[Segment], states: Collection[int]) -> tuple[Segment, ...]:
+    """What has to be computed to see all of `segments`, where the state after each step of `states` is at hand. One that
+    begins where no state is begins earlier, at step 0 if need be; what overlaps then is one pass."""
+    begun = sorted(
+        Segment(start=max((state for state in states if state <= one.start), default=0), stop=one.stop)
+        for one in segments
+    )
+    merged: list[Segment] = []
+    for one in begun:
+        if merged and one.start < merged[-1].stop:
+            merged[-1] = Segment(start=merged[-1].start, stop=max(one.stop, merged[-1].stop))
+        else:
+            merged.append(one)
+    return tuple(merged)
+
+
+PIECE = 2**20
+"""Numbers that are read at once."""
+MOST_HEADER = 100 * 2**20
+TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+Tensors = dict[str, tuple[Path, str, int, int]]
+"""Name -> file, type, first byte and the byte after the last."""
+
+
+def distance(first: Path, recorded: Path, here: Path) -> float:
+    """Distance of `here` from `recorded`, over that of `here` from `first`; infinite where they contain other tensors.
+    Each is a file or a folder of files."""
+    sets = [_tensors(path) for path in (first, recorded, here)]
+    sizes = [{name: (end - begin) // _width(kind) for name, (_, kind, begin, end) in one.items()} for one in sets]
+    if not sizes[0] == sizes[1] == sizes[2]:
+        return math.inf
+    moved = apart = 0.0
+    for name in sorted(sets[0]):
+        for a, b, c in zip(*(_pieces(*one[name]) for one in sets), strict=True):
+            moved += float(np.square(c - a).sum())
+            apart += float(np.square(c - b).sum())
+    if not moved:
+        return 0.0 if not apart else math.inf
+    return math.sqrt(apart / moved)
+
+
+def _tensors(path: Path) -> Tensors:
+    found: Tensors = {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > MOST_HEADER:
+                raise EvidenceError(f"{file.name}: a safetensors header of {length:,} bytes", fix="the file is corrupt")
+            entries: dict[str, Any] = json.loads(opened.read(length))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            if entry["dtype"] not in TYPES:
+                raise EvidenceError(
+                    f"{file.name}: tensors of type {entry['dtype']}", fix="report it with the name of the model"
+                )
+            if name in found:
+                raise EvidenceError(f"{file.name}: {name!r} is in two files", fix="")
+            begin, end = entry["data_offsets"]
+            found[name] = (file, entry["dtype"], 8 + length + begin, 8 + length + end)
+    return found
+
+
+def _pieces(file: Path, kind: str, begin: int, end: int) -> Iterator[npt.NDArray[np.float64]]:
+    """The numbers of a tensor, as many at a time for each type."""
+    width = _width(kind)
+    with file.open("rb") as opened:
+        opened.seek(begin)
+        for at in range(begin, end, PIECE * width):
+            yield _numbers(opened, min(PIECE * width, end - at), kind)
+
+
+def _width(kind: str) -> int:
+    return np.dtype(TYPES[kind]).itemsize
+
+
+def _numbers(file: IO[bytes], size: int, kind: str) -> npt.NDArray[np.float64]:
+    found = np.frombuffer(file.read(size), dtype=TYPES[kind])
+    if kind == "BF16":
+        found = (found.astype(np.uint32) << 16).view(np.float32)
+    return found.astype(np.float64)
+
 
 MODEL = "model.safetensors"
 

@@ -1,0 +1,264 @@
+"""How results look in a terminal; the tokens of a row are in tokens.py. rich is imported when something is shown."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from tunix_rt.cli.runs import RunDetail, RunSummary
+    from tunix_rt.cli.views.progress import Parts
+    from tunix_rt.evaluate.report import Row
+
+CURVE_COLUMNS = 60
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS = "_.-:=+*#"  # for a terminal that is not UTF-8
+WIDTH_OF_A_PIPE = 200
+BY_KIND = ("section ", "category ", "difficulty ")
+
+
+def gib(size_bytes: float) -> str:
+    """`1.25 GiB`; four digits below a tenth, where two would say nothing."""
+    size = size_bytes / 2**30
+    return f"{size:.2f} GiB" if size >= 0.1 or size == 0 else f"{size:.4f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, `3 min 05 s`, `2 h 03 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = whole // 60
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(rate: float) -> str:
+    return f"{100 * rate:.1f} %"
+
+
+def printable(value: object) -> str:
+    """`value` as text that cannot steer the terminal: names and outputs in a run folder may come from a stranger."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
+
+
+def encoding() -> str:
+    """Which letters stdout can show, in lower case."""
+    return (getattr(sys.stdout, "encoding", None) or "ascii").lower()
+
+
+def show_json(value: Any) -> None:
+    """`value` on stdout. Facts that are not known are left out, never null."""
+    print(json.dumps(_without_none(value), indent=2, allow_nan=False, ensure_ascii=True))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(printable(line))
+
+
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = (), tight: bool = False
+) -> None:
+    """A table on stdout; the columns named in `numbers` are set to the right, and nearer to one another when `tight`."""
+    _show(_table(columns, rows, numbers, padding=(0, 1, 0, 0) if tight else (0, 1, 0, 1)))
+
+
+def show_pieces(lines: Iterable[Sequence[tuple[str, str]]]) -> None:
+    """Lines of (text, style) pieces: styled on a terminal, plain elsewhere, and never folded."""
+    from rich.text import Text
+
+    for pieces in lines:
+        _console().print(Text.assemble(*((printable(words), style) for words, style in pieces)), soft_wrap=True)
+
+
+def width() -> int:
+    """Columns of the terminal; of a pipe, as many as a table may take there."""
+    return _console().width
+
+
+def show_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Names and values; what has no value is left out."""
+    _show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
+
+
+def show_before_after(rows: "Sequence[Row]", names: Sequence[str] = ("before", "after")) -> None:
+    """Scores of one side, or of both side by side, and what explains them."""
+    drawn, legend = _before_after(rows, names)
+    _show(drawn)
+    show_lines(legend)
+
+
+def show_side_by_side(answers: "Sequence[tuple[str, str]]", parts: "Parts") -> None:
+    """Answers of several models in columns, each cut into its parts as they are shown while they come."""
+    from rich.text import Text
+
+    from tunix_rt.cli.views.progress import STYLES, shown
+
+    cells = []
+    for _, said in answers:
+        pieces = list(replace(parts).more(said, whole=True))
+        cells.append(
+            Text.assemble(*((f"{shown(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces if piece.strip()))
+        )
+    drawn = _table([name for name, _ in answers], [])
+    drawn.add_row(*cells)
+    _show(drawn)
+
+
+def show_runs(runs: "Sequence[RunSummary]") -> None:
+    columns = ("run", "status", "steps", "final loss", "accuracy", "tags apart", "device", "when")
+    cells = [
+        (
+            run.folder,
+            run.status if not run.damaged else f"{run.status}; damaged: {', '.join(run.damaged)}",
+            _of(run.steps_completed, run.steps_planned),
+            "" if run.final_loss is None else f"{run.final_loss:.4f}",
+            _from_to(run.accuracy_before, run.accuracy_after),
+            _from_to(run.lenient_before, run.lenient_after),
+            run.device or "",
+            run.when or "",
+        )
+        for run in runs
+    ]
+    show_table(columns, cells, numbers=("steps", "final loss"))
+
+
+def show_run(run: "RunDetail") -> None:
+    """One run from top to bottom: what it is, its loss, its answers, its memory, where things lie."""
+    summary = run.summary
+    facts = [
+        ("run", summary.folder),
+        ("status", summary.status if run.reason is None else f"{summary.status}: {run.reason}"),
+        ("damaged", ", ".join(summary.damaged)),
+        ("model", run.model),
+        ("parameters", None if run.parameters is None else f"{run.parameters:,}"),
+        ("data", run.dataset),
+        ("device", summary.device),
+        ("steps", _of(summary.steps_completed, summary.steps_planned)),
+        ("continued", None if run.resumed_from is None else f"after step {run.resumed_from}"),
+        ("passed over", "\n".join(run.skipped_checkpoints)),
+        ("time", None if run.seconds is None else duration(run.seconds)),
+        ("when", summary.when),
+        ("loss", _curve_text(run.losses)),
+        ("held-out loss", _curve_text(run.heldout)),
+        ("best checkpoint", _best_text(run.best_step, run.best_heldout_loss)),
+        ("memory", _memory_text(run.predicted_bytes, run.measured_bytes)),
+    ]
+    show_facts(facts)
+    if run.table:
+        show_before_after(run.table)
+    if run.paths:
+        show_facts(run.paths.items())
+    for note in run.notes:
+        print(printable(f"note: {note}"))
+
+
+def sparkline(values: Sequence[float], *, columns: int = CURVE_COLUMNS, blocks: str = _BLOCKS) -> str:
+    """`values` as at most `columns` blocks, lowest to highest; each block is the mean of its share of the values."""
+    if not values:
+        return ""
+    columns = min(columns, len(values))
+    cuts = [index * len(values) // columns for index in range(columns + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
+    lowest, spread = min(means), max(means) - min(means)
+    if spread == 0:
+        return blocks[0] * columns
+    return "".join(blocks[round((mean - lowest) / spread * (len(blocks) - 1))] for mean in means)
+
+
+def _curve_text(points: Sequence[tuple[int, float]]) -> str | None:
+    if not points:
+        return None
+    curve = sparkline([loss for _, loss in points], blocks=_BLOCKS if encoding().startswith("utf") else _ASCII_BLOCKS)
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    lowest_step, lowest = min(points, key=lambda point: point[1])
+    return (
+        f"{curve}\n{first:.4f} at step {first_step}, {last:.4f} at step {last_step}, "
+        f"lowest {lowest:.4f} at step {lowest_step}"
+    )
+
+
+def _best_text(step: int | None, loss: float | None) -> str | None:
+    if step is None:
+        return None
+    return f"step {step}" if loss is None else f"step {step}, held-out loss {loss:.4f}"
+
+
+def _memory_text(predicted: int | None, measured: int | None) -> str | None:
+    parts = [
+        f"{word} {gib(size)}" for word, size in (("predicted", predicted), ("measured", measured)) if size is not None
+    ]
+    if predicted is not None and measured:
+        parts.append(f"prediction {100 * (predicted - measured) / measured:+.1f} %")
+    return ", ".join(parts) or None
+
+
+def _of(done: int | None, planned: int | None) -> str:
+    if done is None:
+        return ""
+    return f"{done}" if planned is None else f"{done} of {planned}"
+
+
+def _from_to(before: float | None, after: float | None) -> str:
+    if before is None and after is None:
+        return ""
+    return " -> ".join("?" if rate is None else percent(rate) for rate in (before, after))
+
+
+def _before_after(rows: "Sequence[Row]", names: Sequence[str]) -> "tuple[RenderableType, list[str]]":
+    """The table, and the lines under it that explain its columns and rows."""
+    from tunix_rt.evaluate.report import headings
+
+    both = any(row.after is not None for row in rows)
+    columns, legend = headings(names[: 1 + both])
+    shown = columns if both else columns[:3]
+    cells = [row.cells if both else row.cells[:3] for row in rows]
+    if any(row.measure.startswith(BY_KIND) for row in rows):
+        legend.append("Sections, categories, difficulties: by the tags, unless said otherwise.")
+    return _table(shown, cells, shown[1:], padding=(0, 1, 0, 0)), legend
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numbers: Sequence[str] = (),
+    *,
+    header: bool = True,
+    padding: tuple[int, int, int, int] = (0, 1, 0, 1),
+) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=padding)
+    for name in columns:
+        is_number = name in numbers
+        # Where the room is short, words are folded: a number on two lines is two numbers.
+        drawn.add_column(printable(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+    for row in rows:
+        drawn.add_row(*("\n".join(printable(line) for line in str(cell).split("\n")) for cell in row))
+    return drawn
+
+
+def _show(what: "RenderableType") -> None:
+    _console().print(what)
+
+
+def _console() -> "Console":
+    """Plain text in, plain text out: no markup, emoji or highlighting in what a run folder says."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else WIDTH_OF_A_PIPE
+    return Console(markup=False, emoji=False, highlight=False, width=width)

@@ -1,0 +1,220 @@
+"""How the tokens of a row look in a terminal: what is trained can be seen with colour and without."""
+
+import re
+import shutil
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from tunix_rt.cli.views.text import encoding, printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from tunix_rt.data.preview import RowView, Span, TokenView
+
+WIDTH_OF_A_PIPE = 110
+SAMPLE_HEAD, SAMPLE_TAIL = 360, 240
+"""Characters of a long text that a sample shows, from its beginning and from its end."""
+
+GREEN, GREY, FAINT = "bold green", "grey62", "dim"
+_WORDS = {True: "trained", False: "masked"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """The signs that stand for what cannot be seen; `encoding` says which letters the terminal can show."""
+
+    encoding: str
+    space: str = "·"
+    line: str = "⏎"
+    tab: str = "⇥"
+    more: str = "…"
+    masked: str = "│"
+    trained: str = "┃"
+    under: str = "━"
+    rule: str = "─"
+
+
+def marks_of(encoding: str) -> Marks:
+    if encoding.startswith("utf"):
+        return Marks(encoding=encoding)
+    return Marks(
+        encoding=encoding, space="_", line="\\n", tab="\\t", more="~", masked=":", trained="|", under="^", rule="-"
+    )
+
+
+def show_row(view: "RowView", *, header: Sequence[str], places: Sequence[str]) -> None:
+    """One row on stdout: where it is from, the legend, then its tokens. `places` names each example of a packed row."""
+    marks = marks_of(encoding())
+    lines = [_plain(line) for line in header]
+    _print([*lines, legend(marks), _plain(""), *row_lines(view, places=places, width=_width(), marks=marks)])
+
+
+def show_sample(view: "RowView", *, title: str) -> None:
+    """One example as text, with what is trained apart from what is masked; a long text is shortened, and says so."""
+    marks = marks_of(encoding())
+    _print([_plain(title), *text_lines(view, width=_width(), marks=marks), _plain("")])
+
+
+def legend(marks: Marks) -> "Text":
+    from rich.text import Text
+
+    return Text.assemble(
+        ("trained", GREEN),
+        (f" {marks.under * 3}", GREEN),
+        "   ",
+        ("masked", GREY),
+        (f"   below each token its id   {marks.space} space   {marks.line} line break   ", FAINT),
+        ("control token", f"{GREY} reverse"),
+    )
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def row_lines(view: "RowView", *, places: Sequence[str], width: int, marks: Marks) -> Iterator["Text"]:
+    """The tokens from left to right: text, a line below what is trained, id. Each span begins on a line of its own."""
+    gutter = max(len(f"{len(span.tokens):,} tokens") for span in view.spans)
+    for example, spans in groupby(view.spans, key=lambda span: span.example):
+        if len(view.lengths) > 1:
+            words = f"example {example}: {places[example - 1]}, {view.lengths[example - 1]:,} tokens"
+            yield _rule(words, width, marks)
+        for span in spans:
+            yield from _span_lines(span, gutter, width, marks)
+
+
+def _span_lines(span: "Span", gutter: int, width: int, marks: Marks) -> Iterator["Text"]:
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    style = GREEN if span.trained else GREY
+    bar = f" {marks.trained if span.trained else marks.masked} "
+    room = max(8, width - gutter - len(bar))
+    count = len(span.tokens)
+    label, below = _WORDS[span.trained], f"{count:,} token{'s' * (count > 1)}"
+    for cells in _flow(span.tokens, room, marks):
+        shown = Text.assemble((f"{label:>{gutter}}{bar}", style))
+        under = Text.assemble((f"{below:>{gutter}}{bar}", style))
+        ids = Text.assemble((f"{'' if span.trained else below:>{gutter}}{bar}", style))
+        for token, text, wide in cells:
+            shown.append(text, _token_style(token)).append(" " * (wide + 1 - cell_len(text)))
+            under.append((marks.under * cell_len(text)).ljust(wide + 1), style)
+            ids.append(f"{token.id:<{wide}} ", FAINT)
+        yield from (shown, under, ids) if span.trained else (shown, ids)
+        label = below = ""
+
+
+def _token_style(token: "TokenView") -> str:
+    if token.control:
+        return f"{GREEN} reverse" if token.trained else f"{GREY} reverse"
+    return GREEN if token.trained else GREY
+
+
+def _flow(tokens: "Sequence[TokenView]", room: int, marks: Marks) -> "Iterator[list[tuple[TokenView, str, int]]]":
+    """Lines of (token, what is shown for it, cells it takes). A line break in the text breaks the line."""
+    from rich.cells import cell_len, set_cell_size
+
+    line: list[tuple[TokenView, str, int]] = []
+    used = 0
+    for token in tokens:
+        text = token_text(token, marks)
+        if cell_len(text) > room:
+            text = set_cell_size(text, room - len(marks.more)) + marks.more
+        wide = max(cell_len(text), len(str(token.id)))
+        if line and used + wide > room:
+            yield line
+            line, used = [], 0
+        line.append((token, text, wide))
+        used += wide + 1
+        if not token.control and b"\n" in token.raw:
+            yield line
+            line, used = [], 0
+    if line:
+        yield line
+
+
+_JOINS = re.compile("[\ufe00-\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff\U000e0100-\U000e01ef]")
+"""Letters that change how wide their neighbour is: variation selectors, skin tones, the halves of flags."""
+
+
+def token_text(token: "TokenView", marks: Marks) -> str:
+    """The token in letters that take the cells they seem to take and steer nothing."""
+    text = token.text
+    shown = "".join(f"<U+{ord(letter):04X}>" if _JOINS.match(letter) else _letter(letter, marks) for letter in text)
+    lone_accent = bool(text) and bool(unicodedata.combining(text[0])) and shown[0] == text[0]
+    return f"◌{shown}" if lone_accent else shown or '""'
+
+
+def _letter(letter: str, marks: Marks) -> str:
+    if letter in (named := {" ": marks.space, "\n": marks.line, "\t": marks.tab, "\r": "\\r"}):
+        return named[letter]
+    return letter if letter.isprintable() and _can_show(letter, marks.encoding) else f"<U+{ord(letter):04X}>"
+
+
+def _can_show(letter: str, encoding: str) -> bool:
+    try:
+        letter.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def text_lines(view: "RowView", *, width: int, marks: Marks) -> Iterator["Text"]:
+    """The spans of a row as running text, what is trained apart from what is masked."""
+    from rich.console import Console
+    from rich.text import Text
+
+    gutter = max(map(len, _WORDS.values()))
+    for span in view.spans:
+        style = GREEN if span.trained else GREY
+        bar = f" {marks.trained if span.trained else marks.masked} "
+        label = _WORDS[span.trained]
+        said = span.text if span.text.strip() else span.text.replace("\n", marks.line)  # or nothing could be seen of it
+        for paragraph in _shortened(said, marks).removesuffix("\n").split("\n"):
+            clean = Text("".join(" " if letter == " " else _letter(letter, marks) for letter in paragraph))
+            for line in clean.wrap(Console(), max(8, width - gutter - len(bar)), overflow="fold"):
+                yield Text(f"{label:>{gutter}}{bar}{line.plain}", style)
+                label = ""
+
+
+def _shortened(text: str, marks: Marks) -> str:
+    left_out = len(text) - SAMPLE_HEAD - SAMPLE_TAIL
+    if left_out < SAMPLE_TAIL:  # a gap that spares less than that is not worth it
+        return text
+    return f"{text[:SAMPLE_HEAD]} [{marks.more} {left_out:,} characters left out {marks.more}] {text[-SAMPLE_TAIL:]}"
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def _rule(words: str, width: int, marks: Marks) -> "Text":
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    begun = f"{marks.rule * 2} {printable(words)} "
+    return Text(begun + marks.rule * max(2, width - cell_len(begun)), "bold")
+
+
+def _plain(line: str) -> "Text":
+    from rich.text import Text
+
+    return Text(printable(line))
+
+
+def _width() -> int:
+    """Of the terminal, or as COLUMNS says."""
+    return shutil.get_terminal_size((WIDTH_OF_A_PIPE, 24)).columns
+
+
+def _print(lines: "Sequence[Text]") -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, emoji=False, highlight=False, width=_width())
+    for line in lines:
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Settings of a run: typed, old spellings, loading, rules."""

@@ -1,0 +1,241 @@
+"""Evaluation questions that the training data holds: letter by letter, but for case and marks, or 13 words in a row.
+
+Invisible characters and letters of other alphabets that look like Latin ones hide nothing."""
+
+import json
+import logging
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix_rt.data.formats import to_sample
+from tunix_rt.data.readers import Raw, parse
+from tunix_rt.data.sources import Dataset, FileRef
+from tunix_rt.data.text import OVERLAP_WORDS, SHORT_WORDS, Hashes, fold, runs_of, words
+from tunix_rt.data.token_cache import Progress, Reading, processes_for
+from tunix_rt.data.tokenize import Recipe, in_order
+from tunix_rt.data.trace import EvalItem, Sample
+from tunix_rt.data.validation import PLACES, Finding
+
+ZERO_WIDTH_SPACE = "\u200b"
+"""May stand inside a word or between two."""
+_LOOK_ALIKE = dict(
+    zip(
+        "авеіјкӏмнорԛѕстухѵԁԝһү" + "αβεζηικνορτυχϳ" + "ıɑɡ",
+        "abeijklmhopqsctyxvdwhy" + "abezhikvoptyxj" + "iag",
+        strict=True,
+    )
+)
+"""Cyrillic, Greek and other letters in lower case -> the Latin letter that they, or their capitals, look like."""
+
+
+class _Visible(dict[int, str | None]):
+    """A letter as it looks; None for what cannot be seen: format characters, joiners, variation selectors, fillers."""
+
+    def __missing__(self, code: int) -> str | None:
+        character = chr(code)
+        hidden = unicodedata.category(character) == "Cf" or code in (0x034F, 0x115F, 0x1160, 0x3164)
+        hidden = hidden or 0xFE00 <= code <= 0xFE0F
+        seen = character if character == ZERO_WIDTH_SPACE or not hidden else None
+        self[code] = seen
+        return seen
+
+
+_VISIBLE = _Visible({ord(foreign): latin for foreign, latin in _LOOK_ALIKE.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """The questions of an eval set, ready to be looked for. Item numbers count from 0."""
+
+    exact: dict[str, int]
+    folded: dict[str, int]
+    runs: dict[str, int]
+    """Runs of 13 words that few questions have: what stands in many is their common instruction."""
+    short: dict[str, list[tuple[str, int]]]
+    """First 5 words of each short question -> those questions, whole."""
+    run_hashes: Hashes
+    short_hashes: Hashes
+    """Sorted: what is not among them need not be looked up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """One training sample that holds (part of) an evaluation question."""
+
+    rule: str
+    item: int
+    shared: str
+
+
+def questions_of(items: Iterable[EvalItem]) -> Questions:
+    exact: dict[str, int] = {}
+    folded: dict[str, int] = {}
+    first_with: dict[str, int] = {}
+    how_many: Counter[str] = Counter()
+    short: dict[str, list[tuple[str, int]]] = {}
+    for number, item in enumerate(items):
+        prompt = _as_seen(item.prompt)
+        listed = words(prompt)
+        whole = fold(prompt)
+        exact.setdefault(item.prompt.strip(), number)
+        if folded.setdefault(whole, number) != number:
+            continue  # the same question again
+        runs = {" ".join(listed[start : start + OVERLAP_WORDS]) for start in range(len(listed) - OVERLAP_WORDS + 1)}
+        how_many.update(runs)
+        for run in runs:
+            first_with.setdefault(run, number)
+        if SHORT_WORDS <= len(listed) < OVERLAP_WORDS:
+            short.setdefault(" ".join(listed[:SHORT_WORDS]), []).append((whole, number))
+    most = max(2, len(folded) // 50)
+    runs_kept = {run: number for run, number in first_with.items() if how_many[run] <= most}
+    return Questions(
+        exact=exact,
+        folded=folded,
+        runs=runs_kept,
+        short=short,
+        run_hashes=_hashes(runs_kept, OVERLAP_WORDS),
+        short_hashes=_hashes(short, SHORT_WORDS),
+    )
+
+
+def _hashes(runs: Iterable[str], length: int) -> Hashes:
+    return np.unique(np.concatenate([runs_of([], length), *(runs_of(run.split(), length) for run in runs)]))
+
+
+def find_overlap(sample: Sample, questions: Questions) -> Match | None:
+    """The strongest match between a sample and an eval set; None when they share nothing."""
+    asked = [turn.text for turn in sample.turns if turn.role == "user"]
+    for text in asked:
+        if (item := questions.exact.get(text.strip())) is not None:
+            return Match(rule="overlap_exact", item=item, shared=text.strip()[:60])
+    for whole in (fold(reading) for text in asked for reading in _readings(text)):
+        if (item := questions.folded.get(whole)) is not None:
+            return Match(rule="overlap_normalised", item=item, shared=whole[:60])
+    runs = (_shared_runs(words(reading), questions) for reading in _readings(" ".join(sample.texts)))
+    return next(chain.from_iterable(runs), None)
+
+
+def _readings(text: str) -> Iterator[str]:
+    """`text` as it is seen; with zero-width spaces, both as spaces and as nothing."""
+    seen = _as_seen(text)
+    yield seen
+    if ZERO_WIDTH_SPACE in seen:
+        yield seen.replace(ZERO_WIDTH_SPACE, "")
+
+
+def _as_seen(text: str) -> str:
+    return text if text.isascii() else unicodedata.normalize("NFKC", text).casefold().translate(_VISIBLE)
+
+
+def _shared_runs(listed: list[str], questions: Questions) -> Iterator[Match]:
+    for start in _among(runs_of(listed, OVERLAP_WORDS), questions.run_hashes):
+        shared = " ".join(listed[start : start + OVERLAP_WORDS])
+        if (item := questions.runs.get(shared)) is not None:  # a hash may be shared by chance
+            yield Match(rule="overlap_ngram", item=item, shared=shared)
+    for start in _among(runs_of(listed, SHORT_WORDS), questions.short_hashes):
+        for whole, item in questions.short.get(" ".join(listed[start : start + SHORT_WORDS]), ()):
+            if " ".join(listed[start : start + len(whole.split())]) == whole:
+                yield Match(rule="overlap_ngram", item=item, shared=whole)
+
+
+def _among(runs: Hashes, known: Hashes) -> list[int]:
+    """Where in `runs` a hash stands that is among the sorted `known`."""
+    if not len(known):
+        return []
+    nearest = np.minimum(np.searchsorted(known, runs), len(known) - 1)
+    return [int(place) for place in np.flatnonzero(known[nearest] == runs)]
+
+
+logger = logging.getLogger(__name__)
+
+VERSION = 2
+"""Of the comparison in `overlap.py`; what an older one found is not used."""
+Found = list[tuple[int, int, str, int, str]]
+"""(file, line, rule, item, the words that are shared)"""
+
+
+def find_leaks(
+    recipe: Recipe, kept_in: Path, items: Sequence[EvalItem], evalset: FileRef, progress: Progress
+) -> list[Finding]:
+    """What the dataset holds of the eval set, one Finding per kind of overlap."""
+    kept = kept_in / f"overlap-{VERSION}-{evalset.sha256[:32]}.json"
+    matches = _kept(kept)
+    if matches is None:
+        matches = _look(recipe, items, progress)
+        _keep(matches, kept)
+    return [
+        Finding(
+            rule=match["rule"],
+            count=match["count"],
+            first=recipe.dataset.place(*match["places"][0]),
+            seen=f"{evalset.path}:{match['item'] + 1} asks it too ({match['shared']!r})",
+            places=tuple(recipe.dataset.place(*place) for place in match["places"]),
+        )
+        for match in matches
+    ]
+
+
+def _kept(path: Path) -> list[dict[str, Any]] | None:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return [{name: match[name] for name in ("rule", "count", "places", "item", "shared")} for match in known]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not looked for yet, or damaged: look again
+
+
+def _keep(matches: list[dict[str, Any]], path: Path) -> None:
+    """Write down what was found, by a name of our own first: two programs may do so at once, and with the same result."""
+    own = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        own.write_text(json.dumps(matches), encoding="utf-8")
+        own.replace(path)
+    except OSError as error:  # a cache that can only be read: it is looked for again next time
+        logger.info("What was found of the eval set cannot be kept beside the tokens: %s", error)
+
+
+def _look(recipe: Recipe, items: Sequence[EvalItem], progress: Progress) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    read = Reading(recipe.dataset)
+    for part in in_order(
+        _look_in,
+        read.batches(),
+        processes=processes_for(recipe.dataset),
+        begin=_begin,
+        settings=(recipe.dataset, recipe.format, questions_of(items)),
+    ):
+        for file, line, rule, item, shared in part:
+            first = {"rule": rule, "count": 0, "places": [], "item": item, "shared": shared}
+            known = found.setdefault(rule, first)
+            known["count"] += 1
+            if len(known["places"]) < PLACES:
+                known["places"].append([file, line])
+        read.tell(progress, "look for evaluation questions", "")
+    return list(found.values())
+
+
+_worker: tuple[Dataset, str, Questions] | None = None
+
+
+def _begin(dataset: Dataset, format: str, questions: Questions) -> None:
+    global _worker
+    _worker = (dataset, format, questions)
+
+
+def _look_in(batch: Iterable[Raw]) -> Found:
+    assert _worker is not None, "begun"
+    dataset, format, questions = _worker
+    found: Found = []
+    for raw in batch:
+        where = dataset.place(raw.file, raw.line)
+        match = find_overlap(to_sample(parse(raw, where), format, where), questions)
+        if match is not None:
+            found.append((raw.file, raw.line, match.rule, match.item, match.shared))
+    return found

@@ -1,0 +1,205 @@
+"""What the rules look at: pure functions from one record, or one rendered example, to what is wrong with it."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tunix_rt.data.render import Rendered, Style
+from tunix_rt.data.template import PLAIN
+from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.data.trace import Sample
+
+# --- one example at a time -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One rendered example as the rules see it. `said`, turn by turn, is read back from its token ids, not from the file."""
+
+    sample: Sample
+    rendered: Rendered
+    said: tuple[str, ...]
+    style: Style
+    tokenizer: Tokenizer
+    needs_bos: bool
+
+
+Check = Callable[[Seen], str | None]
+"""What is wrong, in a few words; None when nothing is."""
+
+
+def _no_target(seen: Seen) -> str | None:
+    return None if seen.rendered.trained[1:].any() else "nothing is trained"
+
+
+def _end_not_trained(seen: Seen) -> str | None:
+    shown, end_id = seen.rendered, seen.style.template.end_id
+    turns = sum(turn.role == "assistant" for turn in seen.sample.turns) + bool(seen.sample.steps)
+    ended = sum(end >= 0 and bool(shown.trained[end]) and shown.ids[end] == end_id for end in shown.ends)
+    return None if ended == turns else f"{turns - ended} of {turns} turns end without a trained end token"
+
+
+def _bos_twice(seen: Seen) -> str | None:
+    bos = seen.tokenizer.bos_id
+    if bos is None:
+        return None
+    ids = seen.rendered.ids
+    # GPT-2 has one token for beginning and end, SmolLM2 one for the beginning of sequence and turn: there, only two at
+    # the beginning are a mistake.
+    later = ids[1:2] if _serves_twice(seen.tokenizer, seen.style) else ids[1:]
+    if ids[0] == bos and (later == bos).any():
+        return f"{seen.tokenizer.bos_token} stands in it {1 + int((later == bos).sum())} times"
+    return None
+
+
+def _serves_twice(tokenizer: Tokenizer, style: Style) -> bool:
+    return tokenizer.bos_id == tokenizer.eos_id or style.template.opens_turns_with_bos
+
+
+def _bos_missing(seen: Seen) -> str | None:
+    if seen.needs_bos and seen.rendered.ids[0] != seen.tokenizer.bos_id:
+        return f"it begins with {seen.tokenizer.inner.id_to_token(int(seen.rendered.ids[0]))!r}"
+    return None
+
+
+def _tagged(seen: Seen) -> Iterator[tuple[str, list[str]]]:
+    """Every tag that has a meaning here, with what a turn holds from each opening or closing one to the next.
+
+    A turn is asked about its tags when it is made of them: a trace, or a text that begins or ends with one. Of a text
+    that speaks about tags nothing is known.
+    """
+    names = tuple(dict.fromkeys((seen.style.reasoning_tag, seen.style.answer_tag, "think")))
+    for turn in seen.said:
+        text = turn.removesuffix(seen.style.template.end_token).strip()
+        own = seen.sample.texts  # a block that the template puts before a text without one is the template's affair
+        made_of_tags = bool(seen.sample.steps) or any(
+            text.startswith((f"<{name}>", f"</{name}>")) or text.endswith((f"</{name}>", f"<{name}>")) for name in names
+        )
+        for name in names if made_of_tags else ():
+            if f"{name}>" in text and (seen.sample.steps or any(f"{name}>" in mine for mine in own)):
+                yield name, re.split(rf"(</?{re.escape(name)}>)", text)
+
+
+def _orphan_tag(seen: Seen) -> str | None:
+    for name, parts in _tagged(seen):
+        found = parts[1::2]
+        if found != [f"<{name}>", f"</{name}>"] * (len(found) // 2):
+            return f"the tags are {' '.join(found[:6])}"
+    return None
+
+
+def _empty_tag(seen: Seen) -> str | None:
+    for name, parts in _tagged(seen):
+        for before, between, after in zip(parts[1::2], parts[2::2], parts[3::2], strict=False):
+            if before == f"<{name}>" and after == f"</{name}>" and not between.strip():
+                return f"<{name}></{name}> is empty"
+    return None
+
+
+def open_tag(text: str, style: Style) -> str | None:
+    """The tag that is still open at the end of `text`; None when there is none."""
+    for name in (style.reasoning_tag, style.answer_tag):
+        if text.rfind(f"<{name}>") > text.rfind(f"</{name}>"):
+            return name
+    return None
+
+
+def _answer_missing(seen: Seen) -> str | None:
+    if seen.sample.answer is None or not seen.rendered.trained.any():
+        return None
+    wanted, said = (_bare(text) for text in (seen.sample.answer, "".join(seen.said)))
+    return None if wanted in said else f"the answer {seen.sample.answer[:40]!r} is not in what is trained"
+
+
+def _prompt_trained(seen: Seen) -> str | None:
+    if not seen.style.completion_only_loss:
+        return None  # asked for, and said in the log
+    shown = seen.rendered
+    if shown.trained[: shown.prompt_tokens].any():
+        return f"{int(shown.trained[: shown.prompt_tokens].sum())} tokens of the prompt are trained"
+    return "a token holds the end of the prompt and the beginning of the completion" if shown.melted else None
+
+
+def _bare(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+EXAMPLE_CHECKS: dict[str, Check] = {
+    "no_target": _no_target,
+    "end_not_trained": _end_not_trained,
+    "bos_twice": _bos_twice,
+    "bos_missing": _bos_missing,
+    "orphan_tag": _orphan_tag,
+    "empty_tag": _empty_tag,
+    "answer_missing": _answer_missing,
+    "prompt_trained": _prompt_trained,
+}
+
+
+# --- the text, before it is rendered ---------------------------------------------------------------------------------
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LIKE_A_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")
+
+
+def _lone_surrogate(sample: Sample) -> str | None:
+    found = next((match for text in sample.texts if (match := _SURROGATE.search(text))), None)
+    return f"\\u{ord(found.group()):04x} stands alone" if found else None
+
+
+def _control_character(sample: Sample) -> str | None:
+    found = next((match for text in sample.texts if (match := _CONTROL.search(text))), None)
+    return f"the character \\u{ord(found.group()):04x}" if found else None
+
+
+def spelled_control_token(sample: Sample, tokenizer: Tokenizer) -> str | None:
+    """The first control token of the tokenizer that a text spells out."""
+    known, odd = _control_tokens(tokenizer)
+    for text in sample.texts:
+        for match in _LIKE_A_TOKEN.finditer(text):
+            if match.group() in known:
+                return match.group()
+        for token in odd:
+            if token in text:
+                return token
+    return None
+
+
+def _control_tokens(tokenizer: Tokenizer) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The control tokens that look like `<...>` or `[...]`, and the others."""
+    tokens = _CONTROL_TOKENS.get(tokenizer.sha256)
+    if tokens is None:
+        listed = [token for token in tokenizer.control_tokens if token]
+        usual = frozenset(token for token in listed if _LIKE_A_TOKEN.fullmatch(token))
+        tokens = _CONTROL_TOKENS[tokenizer.sha256] = (usual, tuple(token for token in listed if token not in usual))
+    return tokens
+
+
+_CONTROL_TOKENS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
+
+TEXT_CHECKS: dict[str, Callable[[Sample], str | None]] = {
+    "lone_surrogate": _lone_surrogate,
+    "control_character": _control_character,
+}
+
+
+def check_text(sample: Sample, tokenizer: Tokenizer, style: Style) -> Iterator[tuple[str, str]]:
+    """(rule, what is wrong) for every rule about the text alone that the sample breaks."""
+    for name, check in TEXT_CHECKS.items():
+        if (wrong := check(sample)) is not None:
+            yield name, wrong
+    token = spelled_control_token(sample, tokenizer)
+    if token is not None and style.template.name == PLAIN:
+        yield "control_text", f"{token} is spelled out"
+    elif token is not None and (token != tokenizer.bos_token or _serves_twice(tokenizer, style)):
+        # elsewhere the beginning of sequence has a rule of its own
+        yield "control_token", f"{token} is spelled out"
+
+
+def check_example(seen: Seen) -> Iterator[tuple[str, str]]:
+    """(rule, what is wrong) for every rule about a rendered example that it breaks."""
+    for name, check in EXAMPLE_CHECKS.items():
+        if (wrong := check(seen)) is not None:
+            yield name, wrong

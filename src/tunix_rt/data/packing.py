@@ -1,0 +1,280 @@
+"""Rows, and their order. A row is one or more examples side by side; which rows step k trains on is a pure function."""
+
+import hashlib
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from tunix_rt.data.render import Example, Ids, Mask
+from tunix_rt.storage import merkle_root, row_leaf
+
+IGNORED = -100
+"""Label of a token that is no target (the number torch's cross entropy ignores)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Packed examples. `positions` restart at 0 with each example: that is the boundary nobody may look across."""
+
+    ids: Ids
+    trained: Mask
+    positions: Ids
+
+    @property
+    def sha256(self) -> bytes:
+        """Identity of the row: its tokens, what is trained, where examples begin."""
+        return row_leaf(self.ids, self.trained, self.positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows of one forward pass, padded on the right to the longest: arrays of shape [rows, tokens]."""
+
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens. The first label of a row predicts nothing and is always ignored."""
+        return int((self.labels != IGNORED).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Everything one optimizer step trains on."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    target_tokens: int
+    tokens: int
+    """Tokens of the rows, padding not counted."""
+    sha256: str
+    """Over the identities of the rows, in order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing(Sequence[npt.NDArray[np.int64]]):
+    """Which examples share each row: indices only, in two arrays. Row r is `order[starts[r]:starts[r + 1]]`."""
+
+    order: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @overload
+    def __getitem__(self, row: int) -> npt.NDArray[np.int64]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[npt.NDArray[np.int64]]: ...
+    def __getitem__(self, row: int | slice) -> npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]:
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        index = range(len(self))[row]
+        return self.order[self.starts[index] : self.starts[index + 1]]
+
+
+def pack(lengths: Sequence[int] | npt.NDArray[np.integer], max_length: int) -> Packing:
+    """First-fit-decreasing: each example, longest first, goes into the first row that has room for it.
+
+    Examples of one length are placed together: in the order of the rows, each takes as many as fit. That is what
+    placing them one by one comes to, at the price of one pass over the open rows per distinct length.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    falling = np.argsort(-sizes, kind="stable")
+    row_of = np.empty(len(sizes), dtype=np.int64)
+    room = np.empty(0, dtype=np.int64)  # of the open rows, in the order they were begun
+    numbers = np.empty(0, dtype=np.int64)
+    rows = done = 0
+    values, counts = np.unique(sizes, return_counts=True)
+    for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        fits = room // max(size, 1)
+        before = np.cumsum(fits) - fits
+        taken = np.clip(count - before, 0, fits)
+        left = count - int(taken.sum())
+        each = max(1, max_length // max(size, 1))  # longer than a row: a row of its own
+        fresh = math.ceil(left / each)
+        new = np.full(fresh, each, dtype=np.int64)
+        if fresh:
+            new[-1] = left - each * (fresh - 1)
+        room = np.concatenate([room - taken * size, max_length - new * size])
+        numbers = np.concatenate([numbers, np.arange(rows, rows + fresh)])
+        row_of[falling[done : done + count]] = np.repeat(numbers, np.concatenate([taken, new]))
+        rows, done = rows + fresh, done + count
+        is_open = room >= values[0]
+        room, numbers = room[is_open], numbers[is_open]
+    placed = row_of[falling]
+    order = falling[np.argsort(placed, kind="stable")]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(placed, minlength=rows))]).astype(np.int64)
+    return Packing(order, starts)
+
+
+class Rows(Sequence[Row]):
+    """The rows of a dataset, in a fixed order that `rows_of_step` shuffles. A row is put together when it is asked for."""
+
+    def __init__(self, examples: Sequence[Example], packing: Packing, max_length: int) -> None:
+        self._examples, self._packing, self._max_length = examples, packing, max_length
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    @overload
+    def __getitem__(self, row: int) -> Row: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Row]: ...
+    def __getitem__(self, row: int | slice) -> Row | list[Row]:
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        chosen = [self._examples[index] for index in self._packing[row].tolist()]
+        ids = [example.ids[: self._max_length] for example in chosen]
+        return Row(
+            ids=np.concatenate(ids),
+            trained=np.concatenate([example.trained[: self._max_length] for example in chosen]),
+            positions=np.concatenate([np.arange(len(part), dtype=np.int32) for part in ids]),
+        )
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def examples_of(self, row: int) -> list[int]:
+        """Which examples are in a row."""
+        return [int(index) for index in self._packing[row]]
+
+
+def make_rows(examples: Sequence[Example], *, max_length: int, packing: bool) -> Rows:
+    """The rows of a few examples at hand; an example longer than `max_length` is cut."""
+    lengths = [min(len(example.ids), max_length) for example in examples]
+    alone = Packing(np.arange(len(examples)), np.arange(len(examples) + 1))
+    return Rows(examples, pack(lengths, max_length) if packing else alone, max_length)
+
+
+def steps_per_epoch(row_count: int, rows_per_step: int) -> int:
+    return math.ceil(row_count / rows_per_step)
+
+
+def total_steps(row_count: int, rows_per_step: int, *, epochs: float, max_steps: int | None) -> int:
+    return max_steps or max(1, math.ceil(epochs * steps_per_epoch(row_count, rows_per_step)))
+
+
+def rows_of_step(step: int, *, row_count: int, rows_per_step: int, seed: int) -> list[int]:
+    """Indices of the rows that step `step` (counted from 1) trains on. Every row once per epoch; no state, no walking."""
+    epoch, place = divmod(step - 1, steps_per_epoch(row_count, rows_per_step))
+    order = _order_of_epoch(seed, epoch, row_count)
+    return [int(i) for i in order[place * rows_per_step : (place + 1) * rows_per_step]]
+
+
+@lru_cache(maxsize=2)
+def _order_of_epoch(seed: int, epoch: int, row_count: int) -> npt.NDArray[np.int64]:
+    """The rows of an epoch, shuffled. Kept for its next step: drawing it takes as long as the dataset is large."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(row_count)
+
+
+def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
+    """Rows as padded arrays. Padding comes last, so under causal attention no real token sees it; its labels are ignored.
+
+    Padding continues the positions, but only up to the longest example here, then from 0 again: a packed row may be longer
+    than the positions a model has. Without packing nothing restarts, and a batch needs no mask of its own.
+    """
+    width = max(len(row.ids) for row in rows)
+    longest = max(int(row.positions.max()) for row in rows) + 1
+    shape = (len(rows), width)
+    ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    positions = np.zeros(shape, dtype=np.int64)
+    for place, row in enumerate(rows):
+        length = len(row.ids)
+        ids[place, :length] = row.ids
+        labels[place, :length] = np.where(_is_target(row), row.ids, IGNORED)
+        positions[place, :length] = row.positions
+        positions[place, length:] = (row.positions[-1] + 1 + np.arange(width - length)) % longest
+    return MicroBatch(ids=ids, labels=labels, positions=positions)
+
+
+def _is_target(row: Row) -> Mask:
+    """The first token of an example is predicted by nothing: the token before it belongs to a neighbour."""
+    return row.trained & (row.positions > 0)
+
+
+def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
+    """`micro` with at least so many rows of so many tokens. What is added is no target, and stands where nobody sees it."""
+    missing = tuple(max(0, wanted - there) for wanted, there in zip(least, micro.ids.shape, strict=True))
+    if not any(missing):
+        return micro
+    rows, width = (there + more for there, more in zip(micro.ids.shape, missing, strict=True))
+    # As in `collate`, positions go on behind a row, up to the longest there is and then from 0 again.
+    longest = int(micro.positions.max()) + 1
+    positions = np.broadcast_to(np.arange(width) % longest, (rows, width)).astype(micro.positions.dtype)
+    behind = (micro.positions[:, -1:] + 1 + np.arange(missing[1])) % longest
+    positions[: len(micro.ids)] = np.concatenate([micro.positions, behind], axis=1)
+    added = ((0, missing[0]), (0, missing[1]))
+    return MicroBatch(
+        ids=np.pad(micro.ids, added, mode="edge"),
+        labels=np.pad(micro.labels, added, constant_values=IGNORED),
+        positions=positions,
+    )
+
+
+def batch_of_step(
+    rows: Sequence[Row], step: int, *, micro_batch_size: int, accumulation: int, seed: int, pad_id: int
+) -> StepBatch:
+    """The micro-batches of one optimizer step: a pure function of (rows, seed, step)."""
+    chosen = rows_of_step(step, row_count=len(rows), rows_per_step=micro_batch_size * accumulation, seed=seed)
+    picked = [rows[i] for i in chosen]
+    micro = tuple(
+        collate(picked[start : start + micro_batch_size], pad_id=pad_id)
+        for start in range(0, len(picked), micro_batch_size)
+    )
+    return StepBatch(
+        micro_batches=micro,
+        target_tokens=sum(batch.targets for batch in micro),
+        tokens=sum(len(row.ids) for row in picked),
+        sha256=hashlib.sha256(b"".join(row.sha256 for row in picked)).hexdigest(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """What there is to know of every row without its tokens, in dataset order: 40 bytes of each."""
+
+    hashes: bytes
+    """The identities of the rows, one after the other."""
+    tokens: Sequence[int]
+    targets: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def identities(self) -> Iterator[bytes]:
+        return (self.hashes[start : start + 32] for start in range(0, len(self.hashes), 32))
+
+    @property
+    def merkle_root(self) -> str:
+        """One hash over every row, from which each row can be proven."""
+        return merkle_root(self.identities())
+
+    def lines(self) -> Iterator[str]:
+        """The lines of `rows.jsonl`, as `json_line` writes them, which takes several times as long."""
+        for row, (identity, tokens, targets) in enumerate(
+            zip(self.identities(), self.tokens, self.targets, strict=True)
+        ):
+            yield f'{{"row": {row}, "sha256": "{identity.hex()}", "targets": {targets}, "tokens": {tokens}}}\n'
+
+
+def facts_of_rows(rows: Iterable[Row]) -> RowFacts:
+    """In one pass: putting the rows of a large dataset together takes longer than all that is asked of them."""
+    hashes, tokens, targets = bytearray(), array("I"), array("I")
+    for row in rows:
+        hashes += row.sha256
+        tokens.append(len(row.ids))
+        targets.append(int(np.count_nonzero(_is_target(row))))
+    return RowFacts(hashes=bytes(hashes), tokens=tokens, targets=targets)
+
+
+def rows_root(rows: Iterable[Row]) -> str:
+    """One hash over every row, in dataset order, from which each row can be proven."""
+    return facts_of_rows(rows).merkle_root

@@ -1,0 +1,358 @@
+"""From a name to the files it means, with their hashes: a key, a file, a folder, or a hub dataset in the local cache.
+
+A file that no longer matches its manifest is refused, and so is a folder in which the names show more than one split.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_rt import assets
+from tunix_rt.data.readers import line_words, recognise
+from tunix_rt.data.streams import Version, printable, refuse_changed, version_of
+from tunix_rt.data.trace import EvalItem, read_records
+from tunix_rt.errors import InputError
+
+KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<inside>.+))?", re.ASCII)
+ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
+NOT_READ_ENDINGS = (".csv", ".tsv", ".arrow", ".zst", ".xz", ".zip", ".bz2")
+NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json"}
+"""What lies beside data files under the name of one."""
+SPLITS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "validation": "validation",
+    "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation", "evaluation": "validation",
+    "heldout": "validation", "holdout": "validation",
+}  # fmt: skip
+SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRef:
+    """A data file that exists: the name it was asked by, where it lies, and what it is."""
+
+    key: str
+    path: Path
+    sha256: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One file of a dataset. `container` is what it holds once unpacked: jsonl, json or parquet."""
+
+    path: Path
+    sha256: str
+    bytes: int
+    container: str
+    version: Version
+    """Of the file whose content was hashed; no part of any hash."""
+    gzip: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """The files of a dataset, in order, and the name it was asked by.
+
+    `sha256` is that of the file; of several, over their `sha256  name` lines, the names as seen from their common folder.
+    """
+
+    key: str
+    files: tuple[DataFile, ...]
+    sha256: str
+
+    def place(self, file: int, line: int) -> str:
+        """Where a record stands, as errors say it. `line` is that of a `Raw`: out of a JSON document, line and record."""
+        found = self.files[file]
+        return f"{found.path} row {line}" if found.container == "parquet" else f"{found.path}:{line_words(line)}"
+
+
+def find_dataset(key: str) -> Dataset:
+    """The dataset that `key` means: a file, a key on the search path, a folder, a pattern (`data/train-*`), or a hub
+    dataset in the local cache (`owner/name`, or `owner/name:data/train-*`). Nothing is ever fetched."""
+    path = os.path.expanduser(key)
+    if os.path.isfile(path):  # unlike their twins in pathlib, these never raise
+        return _dataset(key, [Path(path)])
+    if KEY.fullmatch(key) and (found := assets.find("datasets", f"{key}/dataset.jsonl")) is not None:
+        return _dataset_folder(key, found.parent)
+    if os.path.isdir(path):
+        return _from_folder(key, Path(path), lambda inside: str(Path(path) / inside))
+    if files := _matching(path):
+        return _dataset(key, files)
+    if hub := HUB_ID.fullmatch(key):
+        return _from_hub(key, hub["id"], hub["inside"])
+    raise _unknown(key, "datasets", "{key}/dataset.jsonl", "the path of a file or folder")
+
+
+def find_evalset(key: str) -> FileRef:
+    """Eval set `key` on the search path, or the JSONL file of that path."""
+    if os.path.isfile(path := os.path.expanduser(key)):
+        return _file_ref(key, Path(path))
+    if (found := assets.find("evalsets", f"{key}.jsonl")) is not None and found.is_file():
+        ref = _file_ref(key, found)
+        _compare_with_manifest(found, ref.sha256, found.parent / f"{key}.manifest.json")
+        return ref
+    raise _unknown(key, "evalsets", "{key}.jsonl", "the path of a JSONL file")
+
+
+def read_items(ref: FileRef) -> list[EvalItem]:
+    items = read_records(ref.path, EvalItem, ref.version)
+    seen: set[str] = set()
+    for number, item in enumerate(items, start=1):
+        if item.id in seen:
+            raise InputError(f"{ref.path}:{number}: id {item.id!r} is used twice", fix="ids must be unique")
+        seen.add(item.id)
+    return items
+
+
+def _unknown(key: str, kind: str, pattern: str, otherwise: str) -> InputError:
+    found = (path for root in assets.search_path(kind) for path in root.glob(pattern.format(key="*")))
+    keys = {path.parent.name if path.name == "dataset.jsonl" else path.stem for path in found}
+    known = sorted(filter(KEY.fullmatch, keys))  # what an interrupted import left begins with a dot
+    ways = f"use one of: {', '.join(known)}; or {otherwise}" if known else f"give {otherwise}"
+    return InputError(f"no {kind[:-1]} named {key!r}", fix=ways)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _dataset(key: str, paths: Sequence[Path]) -> Dataset:
+    files = tuple(_data_file(path) for path in paths)
+    if len(files) == 1:
+        return Dataset(key=key, files=files, sha256=files[0].sha256)
+    root = os.path.commonpath([path.parent for path in paths])
+    lines = (f"{file.sha256}  {file.path.relative_to(root).as_posix()}\n" for file in files)
+    return Dataset(
+        key=key, files=files, sha256=hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    )
+
+
+def _data_file(path: Path) -> DataFile:
+    sha256, version = _describe(path)
+    container, packed = recognise(path)
+    return DataFile(path=path, sha256=sha256, bytes=version[0], container=container, version=version, gzip=packed)
+
+
+def _file_ref(key: str, path: Path) -> FileRef:
+    sha256, version = _describe(path)
+    return FileRef(key=key, path=path, sha256=sha256, version=version)
+
+
+def _describe(path: Path) -> tuple[str, Version]:
+    """Hash of the file, never held whole, and its version, which was the same before and after."""
+    try:
+        with path.open("rb") as file:
+            version = version_of(file)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            refuse_changed(path, file, version)
+            return sha256, version
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}", fix="check the path and its permissions") from error
+
+
+def _dataset_folder(key: str, folder: Path) -> Dataset:
+    """A folder as `datasets/<key>` is: one file and its manifest."""
+    dataset = _dataset(key, [folder / "dataset.jsonl"])
+    _compare_with_manifest(dataset.files[0].path, dataset.sha256, folder / "manifest.json")
+    return dataset
+
+
+def _compare_with_manifest(path: Path, sha256: str, manifest: Path) -> None:
+    if not manifest.is_file():
+        return
+    try:
+        claimed = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+        shown = claimed[:12]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{manifest} cannot be read: {error!r}", fix="make the dataset again") from error
+    if claimed != sha256:
+        raise InputError(
+            f"{path} is not the file its manifest speaks of (sha256 {sha256[:12]}, manifest {shown})",
+            fix="restore the file, or make the dataset again so that its manifest is written too",
+        )
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+Given = Callable[[str], str]
+"""From a path inside a folder to the words a user gives for it."""
+
+
+def _from_folder(key: str, folder: Path, given: Given) -> Dataset:
+    """All data files of a folder, or of the folders one level below it, in name order."""
+    if (folder / "dataset.jsonl").is_file() and (folder / "manifest.json").is_file():
+        return _dataset_folder(key, folder)
+    try:
+        inside = sorted(path.relative_to(folder).as_posix() for path in _data_files_in(folder))
+        _refuse_left_out(folder)
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror or error}", fix="check the path and its permissions") from error
+    if not inside:
+        raise InputError(
+            f"no data file in {folder} nor one level below it",
+            fix=f"give the path of a file, or a folder with files that end in {', '.join(ENDINGS)} (also with .gz)",
+        )
+    _refuse_two_readings(inside, folder, given)
+    _refuse_missing_shards(inside, folder)
+    return _dataset(key, [folder / name for name in inside])
+
+
+def _data_files_in(folder: Path) -> Iterable[Path]:
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from (file for file in path.iterdir() if _is_data(file))
+        elif _is_data(path):
+            yield path
+
+
+def _refuse_left_out(folder: Path) -> None:
+    """What looks like data and would not be read: a file of another kind, or one that lies deeper than one level."""
+    unread: list[str] = []
+    deep: list[str] = []
+    for parent, below, names in os.walk(folder, onerror=_raise):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        inside = Path(parent).relative_to(folder)
+        for path in (inside / name for name in sorted(names) if not name.startswith(".")):
+            if path.name.lower().removesuffix(".gz").endswith(NOT_READ_ENDINGS):
+                unread.append(path.as_posix())
+            elif len(path.parts) > 2 and _is_data(folder / path):
+                deep.append(path.as_posix())
+        if len(unread) + len(deep) > 20:
+            break  # enough to say so; a tree may be large
+    for left_out, why, way_out in (
+        (unread, "of a kind that is not read", "convert them to JSONL, or move them away"),
+        (deep, "more than one level down", "give the folder that holds them, or move them away"),
+    ):
+        if left_out:
+            shown = ", ".join(printable(name) for name in left_out[:5]) + (" ..." if len(left_out) > 5 else "")
+            raise InputError(
+                f"{folder} holds data files {why}, which would be left out: {shown}",
+                fix=f"{way_out}; or name the files you want: a path, or a pattern with *",
+            )
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_data(path: Path) -> bool:
+    """By its name: beside the data lie licences, scripts and descriptions. What is in it is looked at later."""
+    name = path.name.lower()
+    return (
+        not name.startswith(".")
+        and name.removesuffix(".gz").endswith(ENDINGS)
+        and name not in NOT_DATA
+        and path.is_file()
+    )
+
+
+def split_of(inside: str) -> str:
+    """The split that the name of a file, or else of its folder, speaks of; empty when it speaks of none."""
+    folder, _, name = inside.rpartition("/")
+    if shard := SHARD.match(name):
+        return shard["split"]
+    words = [word.lower() for part in (name, folder) for word in re.split(r"[^A-Za-z]+", part)]
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
+
+
+def _refuse_two_readings(inside: Sequence[str], folder: Path, given: Given) -> None:
+    """More than one split, files both here and below, or the same name in two folders: which is meant cannot be known."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in inside:
+        groups.setdefault((name.rpartition("/")[0], split_of(name)), []).append(name)
+    splits = {split for _, split in groups if split}
+    unnamed = any(not split for _, split in groups)
+    here_and_below = len({bool(parent) for parent, _ in groups}) > 1
+    names = [name.rpartition("/")[2] for name in inside]
+    held_out_beside = unnamed and any(_is_held_out(split) for split in splits)
+    if len(splits) <= 1 and not held_out_beside and not here_and_below and len(set(names)) == len(names):
+        return
+    readings = [
+        given(path) for (parent, split), group in groups.items() for path in _as_paths(parent, split, group, inside)
+    ]
+    shown = ", ".join(sorted(splits)) if len(splits) > 1 or held_out_beside else "several folders"
+    others = " and files whose names speak of no split" if held_out_beside else ""
+    raise InputError(
+        f"{folder} can be read in {len(groups)} ways: it holds {shown}{others}",
+        fix=f"give one of: {', '.join(readings[:12])}{' ...' if len(readings) > 12 else ''}",
+    )
+
+
+def _is_held_out(split: str) -> bool:
+    """Whether a split is not there to be trained on; that of a shard may have more words (`test_sft`)."""
+    return any(SPLITS.get(word, "train") != "train" for word in re.split(r"[^a-z]+", split.lower()))
+
+
+def _as_paths(parent: str, split: str, group: Sequence[str], inside: Sequence[str]) -> Sequence[str]:
+    """What to give for these files: one path, their folder, a pattern that means them and no other, or every path."""
+    if len(group) == 1:
+        return group
+    if parent and [name for name in inside if name.rpartition("/")[0] == parent] == list(group):
+        return [parent]
+    pattern = f"{parent}/{split}*" if parent else f"{split}*"
+    return [pattern] if fnmatch.filter(inside, pattern) == list(group) else group
+
+
+def _refuse_missing_shards(inside: Sequence[str], folder: Path) -> None:
+    """`train-00000-of-00003` promises two more."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in inside:
+        if shard := SHARD.match(name):
+            found.setdefault((shard["split"], shard["count"]), set()).add(int(shard["number"]))
+    for (split, count), numbers in found.items():
+        if missing := sorted(set(range(int(count))) - numbers):
+            raise InputError(
+                f"{folder}: {len(missing)} of {int(count)} files of {split} are missing, "
+                f"the first is {split}-{missing[0]:05d}-of-{count}",
+                fix="fetch the rest, or name the files you want: a path, or a pattern with *",
+            )
+
+
+def _matching(pattern: str) -> list[Path]:
+    """The files a pattern with `*` means, in name order. It is a choice made by hand: splits are not looked at."""
+    if "*" not in pattern or "\0" in pattern:
+        return []
+    return [Path(path) for path in sorted(glob.glob(pattern)) if os.path.isfile(path)]
+
+
+# --- the hub's local cache -------------------------------------------------------------------------------------------
+
+
+def _from_hub(key: str, name: str, inside: str | None) -> Dataset:
+    """The files of a hub dataset that were fetched before."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    fetch = f"`hf download --repo-type dataset {name}`"
+    try:
+        snapshot = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
+        unknown = _unknown(key, "datasets", "{key}/dataset.jsonl", "the path of a file or folder")
+        raise InputError(
+            f"{unknown.problem}: no such file or folder, and {name} is not in the local cache of the hub",
+            fix=f"{unknown.fix}; or fetch it first: {fetch}",
+        ) from error
+    if inside is None:
+        return _from_folder(key, snapshot, lambda path: f"{name}:{path}")
+    if os.path.isabs(inside) or ".." in Path(inside).parts:
+        raise InputError(f"{key!r}: {inside!r} is not inside the dataset", fix=f"give {name}:PATH, seen from its top")
+    place = snapshot / inside
+    if os.path.isfile(place):
+        return _dataset(key, [place])
+    if os.path.isdir(place):
+        return _from_folder(key, place, lambda path: f"{name}:{(Path(inside) / path).as_posix()}")
+    if files := _matching(glob.escape(str(snapshot)) + "/" + inside):
+        return _dataset(key, files)
+    known = sorted(path.relative_to(snapshot).as_posix() for path in _data_files_in(snapshot))
+    raise InputError(
+        f"no {inside!r} in {name} in the local cache",
+        fix=f"there are: {', '.join(known[:12]) or 'no data files'}; fetch the rest with {fetch}",
+    )

@@ -1,0 +1,371 @@
+"""Examples on disk: tokenised once, memory-mapped ever after. Found again by the hash of all that decides the tokens.
+
+A store is complete or it is not there: it is built beside its place and moved there when it is whole.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import mmap
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from tunix_rt.assets import cache_root
+from tunix_rt.data import validation as rules
+from tunix_rt.data.readers import Raw, line_words, read_raw
+from tunix_rt.data.render import Example
+from tunix_rt.data.sources import Dataset
+from tunix_rt.data.text import Sketches
+from tunix_rt.data.tokenize import (
+    INDEX,
+    SCHEMA,
+    TRAINED,
+    Part,
+    Recipe,
+    begin,
+    begin_settings,
+    cores,
+    in_order,
+    tokenise,
+)
+from tunix_rt.data.validation import Finding
+from tunix_rt.errors import InputError
+from tunix_rt.storage import merkle_root, settle_files, storage, sync_folder, write_json
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int, str], None]
+
+BATCH_BYTES = 1 << 18
+BATCH_RECORDS = 1_000
+ONE_PROCESS_BYTES = 32 << 20
+"""Below this, starting more processes takes longer than it saves; the tokenizer's own threads are used instead."""
+MOST_PROCESSES = 8
+LOOKED_AT_BYTES = 64 << 20
+BUILDING = ".building-"
+OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
+
+
+class Examples(Sequence[Example]):
+    """The examples of a store, read from the disk as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.entries = np.fromfile(folder / "index.bin", dtype=INDEX)
+        self._mapped = _map(folder / "tokens.bin")
+        self._tokens = np.frombuffer(self._mapped, dtype="<u4") if self._mapped else np.empty(0, dtype="<u4")
+        self._looked_at = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, which: int) -> Example: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Example]: ...
+    def __getitem__(self, which: int | slice) -> Example | list[Example]:
+        if isinstance(which, slice):
+            return [self[index] for index in range(*which.indices(len(self)))]
+        entry = self.entries[which]
+        stored = self._tokens[entry["start"] : entry["start"] + entry["length"]]
+        example = Example(ids=(stored & ~TRAINED).astype(np.int32), trained=(stored & TRAINED).astype(np.bool_))
+        self._let_go(stored.nbytes)
+        return example
+
+    def _let_go(self, looked_at: int) -> None:
+        """Pages of a mapped file count as ours until the system wants them back; hand them back as we go."""
+        self._looked_at += looked_at
+        if self._looked_at > LOOKED_AT_BYTES and hasattr(mmap, "MADV_DONTNEED") and self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+            self._looked_at = 0
+
+
+def _map(path: Path) -> mmap.mmap | None:
+    if path.stat().st_size == 0:
+        return None  # an empty file cannot be mapped
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """What a dataset came to with one tokenizer and one style."""
+
+    folder: Path
+    examples: Examples
+    tokens: int
+    trained_tokens: int
+    highest_id: int
+    merkle_root: str
+    """Over the examples in the order of the file: ids, what is trained, positions."""
+    findings: tuple[Finding, ...]
+    seconds: float
+    """What making it took; 0 when it was read."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The part that goes into manifests."""
+        return {
+            "examples": len(self.examples),
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "merkle_root": self.merkle_root,
+        }
+
+
+def cache_folder() -> Path:
+    """Where stores are kept: `$XDG_CACHE_HOME/tunix-rt/tokens`, or below `~/.cache`."""
+    return cache_root() / "tokens"
+
+
+def open_store(recipe: Recipe, progress: Progress) -> Store:
+    """The store of `recipe`: read where it is there and whole, else made. One process makes it, others wait and say so."""
+    place = cache_folder() / recipe.key
+    if (known := _read(place, recipe)) is not None:  # before the lock: a cache may be shared, and read-only
+        return known
+    with storage(place, fix=OTHER_CACHE), _alone(place, progress):
+        if (known := _read(place, recipe)) is not None:
+            return known
+        _sweep(place.parent)
+        building = place.parent / f"{BUILDING}{recipe.key}"
+        shutil.rmtree(building, ignore_errors=True)  # its maker was killed: the lock is ours now
+        building.mkdir()
+        try:
+            began = time.perf_counter()
+            manifest = _build(recipe, building, progress)
+            write_json(building / "manifest.json", manifest)
+            settle_files(building)
+            if place.exists():
+                shutil.rmtree(place)  # damaged, or it would have been read
+            building.rename(place)
+            sync_folder(place.parent)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        made = _read(place, recipe)
+    assert made is not None, "what was just written reads back"
+    return replace(made, seconds=time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _alone(place: Path, progress: Progress) -> Iterator[None]:
+    """Hold the place of a store. While another program makes it, that is said; `progress` may raise to end the wait."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(_lock_of(place))
+    waited = 0
+    while True:
+        try:
+            lock.acquire(timeout=0.5 if waited else 0)
+            break
+        except Timeout:
+            if not waited:
+                logger.info("Another tunix-rt is making the tokens of this dataset; waiting for it")
+            waited += 1
+            progress("wait for the other tunix-rt (s)", waited // 2, 3600, "")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_of(place: Path) -> Path:
+    return place.parent / f"{place.name}.lock"
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what killed programs have left half-made of other stores: nobody holds their locks any more."""
+    for left_over in folder.glob(f"{BUILDING}*"):
+        lock = FileLock(_lock_of(folder / left_over.name.removeprefix(BUILDING)))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        try:
+            shutil.rmtree(left_over, ignore_errors=True)
+        finally:
+            lock.release()
+
+
+def _read(place: Path, recipe: Recipe) -> Store | None:
+    """The store in `place`, or None when there is none or its files are not those of its manifest."""
+    if not place.is_dir():
+        return None
+    try:
+        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        for name, sha256 in manifest["files"].items():
+            with (place / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    raise ValueError(f"{name} has changed")
+        findings = tuple(
+            Finding(
+                rule=found["rule"],
+                count=found["count"],
+                seen=found["seen"],
+                first=recipe.dataset.place(*found["places"][0]),
+                places=tuple(recipe.dataset.place(*place) for place in found["places"]),
+            )
+            for found in manifest["findings"]
+        )
+        return Store(
+            folder=place,
+            examples=Examples(place),
+            tokens=manifest["tokens"],
+            trained_tokens=manifest["trained_tokens"],
+            highest_id=manifest["highest_id"],
+            merkle_root=manifest["merkle_root"],
+            findings=findings,
+            seconds=0.0,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("The tokens kept in %s are damaged (%s) and are made again", place, error)
+        return None
+
+
+# --- making it -------------------------------------------------------------------------------------------------------
+
+
+class _Tally:
+    """What is written down while parts come in: counts, hashes, findings."""
+
+    def __init__(self) -> None:
+        self.examples = self.tokens = self.trained_tokens = self.highest_id = 0
+        self.sketches = Sketches()
+        self.first: dict[str, dict[str, Any]] = {}
+
+    def note(self, rule: str, entry: Any, seen: str) -> None:
+        known = self.first.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": []})
+        known["count"] += 1
+        if len(known["places"]) < rules.PLACES:
+            known["places"].append([int(entry["file"]), int(entry["line"])])
+
+    def add(self, part: Part) -> None:
+        for at, rule, wrong in part.broken:
+            self.note(rule, part.index[at], wrong)
+        self.sketches.add(np.arange(self.examples, self.examples + len(part.index)), part.sketches)
+        self.examples += len(part.index)
+        self.tokens += len(part.tokens)
+        self.trained_tokens += int((part.tokens & TRAINED).astype(np.bool_).sum())
+        if len(part.tokens):
+            self.highest_id = max(self.highest_id, int((part.tokens & ~TRAINED).max()))
+
+
+def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Write `tokens.bin` and `index.bin`; returns the manifest. Memory does not grow with the dataset."""
+    processes = processes_for(recipe.dataset)
+    tally, began = _Tally(), time.perf_counter()
+    read = Reading(recipe.dataset)
+    parts = in_order(
+        tokenise,
+        read.batches(),
+        processes=processes,
+        begin=begin,
+        settings=begin_settings(recipe, alone=processes == 1),
+    )
+    digests = {name: hashlib.sha256() for name in ("tokens.bin", "index.bin")}
+
+    def leaves() -> Iterator[bytes]:
+        with (folder / "tokens.bin").open("wb") as tokens, (folder / "index.bin").open("wb") as index:
+            for part in parts:
+                if part.failure is not None:
+                    raise InputError(part.failure[0], fix=part.failure[1])
+                part.index["start"] += tally.tokens
+                for file, content in ((tokens, part.tokens.tobytes()), (index, part.index.tobytes())):
+                    file.write(content)
+                    digests[Path(file.name).name].update(content)
+                tally.add(part)
+                speed = tally.tokens / (time.perf_counter() - began)
+                read.tell(progress, "tokenise", f"{speed:,.0f} tokens/s")
+                yield from part.leaves
+
+    root = merkle_root(leaves())
+    if not tally.examples:
+        raise InputError(f"{recipe.dataset.key} holds no rows", fix="give a file with at least one record")
+    _note_duplicates(tally, folder)
+    return {
+        "schema": SCHEMA,
+        "dataset": {"key": recipe.dataset.key, "sha256": recipe.dataset.sha256, "format": recipe.format},
+        "tokenizer_sha256": recipe.tokenizer.sha256,
+        "template": recipe.style.template.name,
+        "style_sha256": recipe.style.sha256,
+        "examples": tally.examples,
+        "tokens": tally.tokens,
+        "trained_tokens": tally.trained_tokens,
+        "highest_id": tally.highest_id,
+        "merkle_root": root,
+        "findings": [tally.first[name] for name in rules.RULES if name in tally.first],
+        "processes": processes,
+        "seconds": time.perf_counter() - began,
+        "files": {name: digest.hexdigest() for name, digest in digests.items()},
+    }
+
+
+def _note_duplicates(tally: _Tally, folder: Path) -> None:
+    """Exact ones by their hash; near ones by their sketch, if they are not exact ones."""
+    index = np.fromfile(folder / "index.bin", dtype=INDEX)
+    _, first = np.unique(index["content"], return_index=True)
+    again = np.ones(len(index), dtype=np.bool_)
+    again[first] = False
+    copies = np.flatnonzero(again)
+    if len(copies):
+        original = np.flatnonzero(index["content"] == index[copies[0]]["content"])[0]
+        said = f"the same as {_line_of(index[original], index[copies[0]])}"
+        for at in copies:
+            tally.note("duplicate", index[at], said)
+    near = {later: earlier for later, earlier in tally.sketches.near_duplicates().items() if not again[later]}
+    sampled = f" (of {tally.sketches.seen:,} records, {tally.sketches.compared:,} were compared)"
+    for later in sorted(near):
+        said = f"much like {_line_of(index[near[later]], index[later])}" + sampled * tally.sketches.sampled
+        tally.note("near_duplicate", index[later], said)
+
+
+def _line_of(entry: Any, beside: Any) -> str:
+    """Where an example stands, without the name of the file: the same tokens may be read from another place."""
+    line = f"line {line_words(int(entry['line']))}"
+    return line if entry["file"] == beside["file"] else f"{line} of file {int(entry['file']) + 1}"
+
+
+def processes_for(dataset: Dataset) -> int:
+    return 1 if sum(file.bytes for file in dataset.files) < ONE_PROCESS_BYTES else min(cores(), MOST_PROCESSES)
+
+
+class Reading:
+    """The records of a dataset in batches, and how many bytes of it were read."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._total = sum(file.bytes for file in dataset.files)
+        self.bytes = 0
+
+    def tell(self, progress: Progress, what: str, note: str) -> None:
+        progress(f"{what} (KiB)", min(self.bytes, self._total) // 1024, max(1, self._total // 1024), note)
+
+    def batches(self) -> Iterator[list[Raw]]:
+        batch: list[Raw] = []
+        size = file = 0
+        for raw in read_raw(self._dataset):
+            if raw.file != file:
+                self.bytes, file = sum(f.bytes for f in self._dataset.files[: raw.file]), raw.file
+            size += _size(raw.data)
+            if isinstance(raw.data, bytes):
+                self.bytes += len(raw.data)
+            batch.append(raw)
+            if len(batch) == BATCH_RECORDS or size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+        self.bytes = sum(f.bytes for f in self._dataset.files)
+
+
+def _size(value: Any) -> int:
+    """About how many bytes a record holds."""
+    if isinstance(value, (bytes, str)):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 8 + sum(map(_size, inner))

@@ -1,0 +1,322 @@
+"""A model written for others, and proven: what plain transformers loads from the folder is what was in memory."""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tunix_rt.config.load import load_config
+from tunix_rt.config.settings import Data, RunConfig, Training
+from tunix_rt.data.render import Style, style_of
+from tunix_rt.data.template import OURS as NAMED_TEMPLATES
+from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
+from tunix_rt.engines.base import load_backend
+from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError
+from tunix_rt.evaluate.generate import stop_ids
+from tunix_rt.export.roundtrip import ReloadProof, prove_folder, remember
+from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
+from tunix_rt.models.secrets import refuse_address
+from tunix_rt.plan.precision import recipe_of
+from tunix_rt.runs.folder import RunDir, checkpoint_name, checkpoint_problems, checkpoint_step, list_checkpoints
+from tunix_rt.storage import read_json, require_space, sha256_file, storage, sync_folder, write_json
+from tunix_rt.train.checkpointer import best_checkpoint
+from tunix_rt.train.commitment import began_on, read_precommit
+from tunix_rt.train.device import find_device
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "tunix-rt/export-proof/1"
+PROOF = "export_proof.json"
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BESIDE_BYTES = 64 * 2**20
+"""Room for tokenizer, configuration and proof."""
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A folder that was proven, and by what."""
+
+    folder: Path
+    model: str
+    dtype: str
+    proof: ReloadProof
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.model} is in {self.folder} ({self.dtype}), {self.proof.sentence}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """What is exported: a model folder, its tokenizer, and how it was trained where a run says so."""
+
+    source: ModelSource
+    tokenizer: Path
+    dtype: str
+    """In which its weights are kept."""
+    data: Data
+    today: date | None = None
+    adapted: Training | None = None
+    """Settings of a run with adapters, whose checkpoint holds them alone."""
+    checkpoint: Path | None = None
+    more_stops: tuple[int, ...] = ()
+    """Tokens that end a text beside those that tokenizer and template name."""
+
+
+def export_model(
+    name: str,
+    output: Path,
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    step: int | None = None,
+    best: bool = False,
+) -> Exported:
+    """Write the model `name` into the folder `output`, in Hugging Face layout, with its proof beside it.
+
+    The folder has its name only once it is proven: what differs is an EvidenceError, and nothing is left behind."""
+    refuse_address("the model", name)
+    _refuse_occupied(output)
+    with _find(name, step=step, best=best) as origin:
+        kind = _dtype_of(origin, dtype)
+        size = sum(path.stat().st_size for path in origin.source.weight_files())
+        needed = size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype] + BESIDE_BYTES
+        require_space(output, needed, what="the exported model")
+        chosen = _device(device, kind, size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype])
+        place = Path(os.path.abspath(output))
+        with storage(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        unproven = place.with_name(f".unproven-{place.name}")
+        try:
+            exported = _write_and_prove(origin, unproven, output, device=chosen, dtype=kind)
+            with storage(place):
+                if place.is_dir():
+                    place.rmdir()
+                unproven.rename(place)
+                sync_folder(place.parent)
+        finally:
+            for leftover in (unproven, unproven.with_name(f".staged-{unproven.name}")):
+                shutil.rmtree(leftover, ignore_errors=True)
+    return exported
+
+
+def _refuse_occupied(output: Path) -> None:
+    with storage(output):
+        if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+            raise ConfigError(
+                f"--output: {output} already holds something", fix="name a folder that does not exist yet"
+            )
+
+
+def _device(asked: str, dtype: str, weights: int) -> str:
+    choice = find_device(asked, dtype)
+    device = choice.device
+    if weights > choice.free_bytes:
+        raise DoesNotFitError(
+            f"the weights take {weights / 2**30:.2f} GiB in {dtype}; {device} has {choice.free_bytes / 2**30:.2f} GiB free",
+            fix="free memory there, or export on another device",
+        )
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device: a model is not exported on {device}", fix="--device cpu")
+    return device
+
+
+# --- what is exported ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _find(name: str, *, step: int | None, best: bool) -> Iterator[_Origin]:
+    """The model of that name. A checkpoint is shown as a model folder as long as this lasts."""
+    run = RunDir(Path(os.path.expanduser(name)))
+    is_run = os.path.isdir(run.root) and run.holds_a_run()
+    if (step is not None or best) and not is_run:
+        raise ConfigError(f"{name} is no run, and has no checkpoints", fix="leave --step and --best out")
+    if step is not None and best:
+        raise ConfigError("--step and --best name two checkpoints", fix="leave one of them out")
+    if not is_run:
+        yield _of_model(name)
+    elif step is None and not best:
+        yield _of_final_model(run)
+    else:
+        with tempfile.TemporaryDirectory(prefix="tunix-rt-export-") as scratch:
+            yield _of_checkpoint(run, _checkpoint(run, step), Path(scratch))
+
+
+def _of_model(name: str) -> _Origin:
+    source = resolve_model(name)
+    return _Origin(
+        source=source,
+        tokenizer=source.folder,
+        dtype=_kept_in(source),
+        data=Data(),
+        more_stops=_ends_named(source.folder),
+    )
+
+
+def _kept_in(source: ModelSource) -> str:
+    inner = source.config.get("text_config")
+    for config in (source.config, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key) in ITEM_BYTES:
+                return str(config[key])
+    return "float32"
+
+
+def _ends_named(folder: Path) -> tuple[int, ...]:
+    """Tokens at which the folder itself says that a text ends: some models have more than one."""
+    path = folder / "generation_config.json"
+    said = read_json(path) if path.is_file() else {}
+    named = said.get("eos_token_id") if isinstance(said, dict) else None
+    listed = named if isinstance(named, list) else [named]
+    return tuple(number for number in listed if type(number) is int and number >= 0)
+
+
+def _of_final_model(run: RunDir) -> _Origin:
+    if not run.final_model.is_dir():
+        steps = ", ".join(str(checkpoint_step(one)) for one in reversed(list_checkpoints(run.checkpoints)))
+        raise InputError(
+            f"{run.root} has no final_model: the run did not get to its end",
+            fix=f"export a checkpoint: --step with one of {steps}" if steps else "continue it with train --resume",
+        )
+    source = resolve_model(str(run.final_model))
+    return _Origin(
+        source=source,
+        tokenizer=source.folder,
+        dtype=_kept_in(source),
+        data=load_config(run.config).data,
+        today=began_on(read_precommit(run)),
+    )
+
+
+def _checkpoint(run: RunDir, step: int | None) -> Path:
+    """The checkpoint of `step`, or the best without one; it verifies."""
+    if step is None:
+        step = best_checkpoint(run).get("best_step")
+        if step is None:
+            raise InputError(f"{run.root}: no checkpoint has a held-out loss", fix="name one with --step")
+    found = run.checkpoints / checkpoint_name(step)
+    if not found.is_dir():
+        steps = ", ".join(str(checkpoint_step(one)) for one in reversed(list_checkpoints(run.checkpoints)))
+        raise InputError(f"{run.root} has no checkpoint of step {step}", fix=f"there are: {steps or 'none'}")
+    if problems := checkpoint_problems(found):
+        raise EvidenceError(f"{found} is damaged: {'; '.join(problems[:3])}", fix="export another step")
+    return found
+
+
+def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
+    """The weights of a checkpoint as a model folder; adapters, which are no model alone, with the model they belong to."""
+    config = load_config(run.config)
+    training, today = config.training, began_on(read_precommit(run))
+    base, tokenizer = _began_with(run, config, adapted=training.lora_rank is not None)
+    if training.lora_rank is not None:
+        _refuse_another_base(run, base)
+        return _Origin(
+            source=base, tokenizer=tokenizer, dtype=_kept_in(base), data=config.data, today=today, adapted=training,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+    write_json(scratch / "config.json", base.config)
+    (scratch / WEIGHTS).symlink_to((checkpoint / WEIGHTS).resolve())
+    name = f"{run.root} step {checkpoint_step(checkpoint)}"
+    source = ModelSource(name=name, folder=scratch, revision="local", weights="pretrained", config=base.config)
+    kept = recipe_of(training).weights
+    return _Origin(source=source, tokenizer=tokenizer, dtype=kept, data=config.data, today=today, checkpoint=checkpoint)
+
+
+def _refuse_another_base(run: RunDir, base: ModelSource) -> None:
+    """Adapters belong to the weights they were trained beside."""
+    committed = read_precommit(run).get("base_model", {}).get("files", {})
+    changed = sorted(path.name for path in base.weight_files() if committed.get(path.name) != sha256_file(path))
+    if changed:
+        raise EvidenceError(
+            f"{base.name}: {', '.join(changed)} is not what the run in {run.root} began with",
+            fix="bring back the model it was trained from, or export its final model: leave --step and --best out",
+        )
+
+
+def _began_with(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[ModelSource, Path]:
+    """The model a run began with and the folder of its tokenizer; without adapters its architecture is enough."""
+    if not adapted and (run.final_model / "config.json").is_file():
+        return resolve_model(str(run.final_model), weights="random"), run.final_model
+    named = config.model
+    if adapted and named.weights == "random":
+        raise InputError(
+            f"{run.root}: its checkpoints hold adapters alone, and the weights beside them were drawn at random",
+            fix="export its final model: leave --step and --best out",
+        )
+    weights = named.weights if adapted else "random"
+    base = resolve_model(named.model_name_or_path or "", revision=named.revision, weights=weights)
+    return base, resolve_tokenizer(named.tokenizer_name_or_path) if named.tokenizer_name_or_path else base.folder
+
+
+def _dtype_of(origin: _Origin, asked: str | None) -> str:
+    kind = asked or ("float32" if origin.adapted is not None or origin.dtype == "float64" else origin.dtype)
+    if origin.adapted is not None and kind != "float32":
+        raise ConfigError(
+            f"--dtype {kind}: adapters are added to their weights in float32",
+            fix="export in float32 first, then export that folder with --dtype",
+        )
+    return kind
+
+
+# --- writing and proving ---------------------------------------------------------------------------------------------
+
+
+def _write_and_prove(origin: _Origin, folder: Path, output: Path, *, device: str, dtype: str) -> Exported:
+    backend = load_backend("torch")
+    tokenizer = load_tokenizer(origin.tokenizer, str(origin.source.config["model_type"]))
+    style = style_of(origin.data, tokenizer, today=origin.today)
+    ends = sorted({*stop_ids(tokenizer, style), *origin.more_stops})
+    engine = _load(backend, origin, device=device, dtype=dtype)
+    template = style.template
+    backend.save(
+        engine, folder, tokenizer_folder=origin.tokenizer, stop_ids=ends,
+        chat_template=template.jinja if template.name in NAMED_TEMPLATES else None,
+    )  # fmt: skip
+    proof = _prove(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
+    with storage(folder):
+        files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
+    source = origin.source
+    model = source.name if origin.adapted is None else f"{source.name} with the adapters of {origin.checkpoint}"
+    facts: dict[str, Any] = {"model": model, "revision": source.revision, "dtype": dtype, "files": files}
+    if source.converted_from is not None:
+        facts["converted_from"] = source.converted_from
+    write_json(folder / PROOF, {"schema": SCHEMA, **facts, "proof": asdict(proof)})
+    return Exported(folder=output, model=model, dtype=dtype, proof=proof)
+
+
+def _load(backend: Any, origin: _Origin, *, device: str, dtype: str) -> Any:
+    if origin.adapted is None or origin.checkpoint is None:
+        return backend.load_to_ask(origin.source, device=device, dtype=dtype)
+    engine = backend.load(origin.source, device=device, training=origin.adapted)
+    optimizer = backend.make_optimizer(engine, origin.adapted)  # of the adapters alone: it is small
+    backend.restore_state(engine, optimizer, origin.checkpoint, step=checkpoint_step(origin.checkpoint))
+    return engine
+
+
+def _prove(
+    backend: Any, engine: Any, folder: Path, *, tokenizer: Tokenizer, style: Style, ends: list[int]
+) -> ReloadProof:
+    """Remember, let go of the model, then compare: there is memory for one."""
+    try:
+        remembered = remember(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
+    except InputError as error:
+        if engine.recipe.compute != "float16":
+            raise
+        raise InputError(
+            error.problem, fix="float16 ends at 65,504, which is too little for some models: --dtype bfloat16"
+        ) from error
+    backend.release(engine)
+    proof = prove_folder(remembered, folder)
+    if proof is None:
+        raise DoesNotFitError(
+            "the exported model could not be loaded once more to prove it (the log says why), and was removed",
+            fix="free memory, export it with --device cpu, or on a larger computer",
+        )
+    return proof

@@ -1,0 +1,208 @@
+"""From the name of a model to a folder on this computer, before anything is loaded.
+
+A model is a local folder, a GGUF file, a shipped one, a hub id found in the local cache or on the hub, or, with random
+weights, a preset. It is never swapped for another.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunix_rt import assets
+from tunix_rt.errors import ConfigError, InputError, TunixError
+from tunix_rt.models.gguf import Converted, converted, only_gguf
+from tunix_rt.models.hub import from_hub
+from tunix_rt.models.safetensors import no_safetensors, refuse_incomplete
+from tunix_rt.models.secrets import redacted, refuse_address, refuse_addresses, refuse_secrets
+
+__all__ = [
+    "A_TOKENIZER", "TWO_WAYS_ON", "ModelSource", "preset_names", "redacted", "refuse_address", "refuse_addresses",
+    "refuse_secrets", "resolve_architecture", "resolve_model", "resolve_tokenizer",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+TWO_WAYS_ON = (
+    "give the path of a local model folder, or keep the name and add --weights random "
+    "(real architecture and size; needs its config.json and tokenizer.json)"
+)
+A_TOKENIZER = (
+    "set model.tokenizer_name_or_path: a folder with tokenizer.json, a hub id, or tiny-gemma3 (it comes with tunix-rt)"
+)
+
+# Hub id -> the preset of the same architecture and size. Chat versions differ from it in special tokens alone.
+PRESET_OF = {
+    "gpt2": "gpt2",
+    "openai-community/gpt2": "gpt2",
+    "google/gemma-2b": "gemma-2b",
+    "google/gemma-2b-it": "gemma-2b",
+    "google/gemma-2-2b": "gemma-2-2b",
+    "google/gemma-2-2b-it": "gemma-2-2b",
+    "google/gemma-3-270m": "gemma-3-270m",
+    "google/gemma-3-270m-it": "gemma-3-270m",
+    "google/gemma-3-1b-pt": "gemma-3-1b",
+    "google/gemma-3-1b-it": "gemma-3-1b",
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
+    "Qwen/Qwen3-0.6B": "qwen-3-0.6b",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model folder that exists, and where it came from."""
+
+    name: str
+    folder: Path
+    revision: str
+    """Commit of a hub model; `local` for a folder, `shipped` for a model that comes with tunix-rt, `preset` for a preset."""
+    weights: str
+    config: Mapping[str, Any]
+    converted_from: str | None = None
+    """Name and hash of the GGUF file the folder was made from; its weights are dequantised then."""
+
+    def weight_files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.safetensors"))
+
+
+def preset_names() -> list[str]:
+    return sorted(path.name for path in _presets().iterdir() if (path / "config.json").is_file())
+
+
+def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrained") -> ModelSource:
+    """The folder of model `name`. Raises InputError when it cannot be had or is no model we can read.
+
+    A revision of a model that has none is a ConfigError: it would be ignored."""
+    try:
+        found, commit, origin = _find(name, revision, with_weights=weights == "pretrained")
+        if commit in ("local", "shipped", "preset"):
+            _refuse_revision(name, commit, revision)
+        config = _read_config(found, name)
+        source = ModelSource(
+            name=name, folder=found, revision=commit, weights=weights, config=config, converted_from=origin
+        )
+        if weights == "pretrained":
+            if not source.weight_files():
+                files = [path.name for path in found.iterdir()]
+                raise no_safetensors(name, f"in {found}", files, fix=TWO_WAYS_ON)
+            refuse_incomplete(name, found)
+        return source
+    except TunixError as error:
+        _strike_secrets(error)
+        raise
+
+
+def resolve_architecture(name: str, *, revision: str = "main") -> ModelSource:
+    """Model `name` for its config.json alone. The hub is not asked for what a preset says as well."""
+    is_here = os.path.exists(os.path.expanduser(name)) or assets.find("models", name) is not None
+    if name not in PRESET_OF or revision != "main" or is_here:
+        return resolve_model(name, revision=revision, weights="random")
+    folder = _presets() / PRESET_OF[name]
+    return ModelSource(name=name, folder=folder, revision="preset", weights="random", config=_read_config(folder, name))
+
+
+def resolve_tokenizer(name: str, *, revision: str = "main") -> Path:
+    """The folder with the tokenizer `name`: a folder, a GGUF file, a shipped model, a hub id. It needs no config.json."""
+    try:
+        here = os.path.expanduser(name)
+        if os.path.isdir(here) and os.path.isfile(os.path.join(here, "tokenizer.json")):
+            _refuse_revision(name, "local", revision)
+            return Path(here).resolve()
+        found, commit, _ = _find(name, revision, with_weights=False)
+        if commit in ("local", "shipped", "preset"):
+            _refuse_revision(name, commit, revision)
+        if commit == "preset":
+            raise InputError(f"{name} is a preset, which has no tokenizer", fix=A_TOKENIZER)
+        return found
+    except TunixError as error:
+        _strike_secrets(error)
+        raise
+
+
+def _strike_secrets(error: TunixError) -> None:
+    """A name, a path or the words of the hub may have carried a token."""
+    error.problem, error.fix = redacted(error.problem), redacted(error.fix)
+    error.args = (error.problem,)
+
+
+def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, str | None]:
+    """Folder, revision, and the GGUF file it was made from: in the order in which a name is looked up."""
+    here = os.path.expanduser(name)  # unlike their twins in pathlib, the questions of os.path never raise
+    if os.path.isfile(here):
+        return _of_gguf(converted(Path(here).resolve(), with_weights=with_weights))
+    if os.path.isdir(here):
+        folder = Path(here).resolve()
+        if (file := only_gguf(folder)) is not None:
+            return _of_gguf(converted(file, with_weights=with_weights))
+        return folder, "local", None
+    if (known := assets.find("models", name)) is not None:
+        came_with_us = known.parent.resolve() == assets.shipped_folder("models").resolve()
+        return known, "shipped" if came_with_us else "local", None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(".gguf"):
+        _refuse_path(name)
+    if name in preset_names() and name not in PRESET_OF:
+        if with_weights:
+            raise InputError(
+                f"{name} is a preset: an architecture and its size, without weights",
+                fix="add --weights random, or name a model that has weights: a local model folder, or its hub id "
+                f"({', '.join(sorted(hub_id for hub_id, preset in PRESET_OF.items() if preset == name))})",
+            )
+        return _presets() / name, "preset", None
+    return _of_hub(name, revision, with_weights=with_weights)
+
+
+def _of_gguf(made: Converted) -> tuple[Path, str, str]:
+    return made.folder, "local", made.origin
+
+
+def _of_hub(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, None]:
+    """A hub model; where only its architecture is asked for and is not to be had, that of its preset."""
+    ways_on = TWO_WAYS_ON if with_weights else "give the path of a local folder with config.json and tokenizer.json"
+    try:
+        folder, commit = from_hub(name, revision, with_weights=with_weights, ways_on=ways_on)
+        return folder, commit, None
+    except InputError as error:
+        if with_weights or name not in PRESET_OF or revision != "main":
+            raise
+        logger.warning(
+            "%s; its architecture is taken from the preset %s, which has no tokenizer",
+            redacted(error.problem), PRESET_OF[name],
+        )  # fmt: skip
+        return _presets() / PRESET_OF[name], "preset", None
+
+
+def _presets() -> Path:
+    return assets.shipped_folder("models").with_name("presets")
+
+
+def _refuse_path(name: str) -> None:
+    refuse_address("the model", name)
+    what = "GGUF file" if name.lower().endswith(".gguf") else "model folder"
+    raise InputError(f"{what} {name!r} does not exist", fix="check the path")
+
+
+def _refuse_revision(name: str, commit: str, revision: str) -> None:
+    if revision != "main":
+        raise ConfigError(
+            f"model.revision: {revision!r} is asked for, but {name} is a {commit} model, which has no revisions",
+            fix="leave model.revision out, or name a hub model",
+        )
+
+
+def _read_config(folder: Path, name: str) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{name}: no config.json in {folder}", fix="point at a Hugging Face model folder") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error}", fix="fetch the model again") from error
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise InputError(f"{path} names no model_type", fix="point at a Hugging Face model folder")
+    return config

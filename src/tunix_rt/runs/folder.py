@@ -1,0 +1,311 @@
+"""A run is a folder. `RunDir` knows the name of every file in it, and locks it for one process."""
+
+import contextlib
+import json
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tunix_rt.errors import StorageError
+from tunix_rt.storage import json_text, settle_files, sha256_file, storage, sync_folder, write_text
+
+FORMAT = 4
+"""`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
+FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
+"""Of a run, in its folder."""
+RESULT_STATUS = ("completed", "refused", "failed", "preempted")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The files of one run. Nothing else in tunix-rt spells these names."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def doctor(self) -> Path:
+        return self.root / "doctor.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def precommit(self) -> Path:
+        return self.root / "precommit.json"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "training_log.txt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def env_info(self) -> Path:
+        return self.root / "env_info.txt"
+
+    @property
+    def torch_version(self) -> Path:
+        return self.root / "torch_version.txt"
+
+    @property
+    def cuda_check(self) -> Path:
+        """On a GPU: what torch said of CUDA when it was proven."""
+        return self.root / "cuda_check.txt"
+
+    @property
+    def nvidia_smi(self) -> Path:
+        """On a GPU: what nvidia-smi printed after the first step."""
+        return self.root / "nvidia_smi.txt"
+
+    @property
+    def rows(self) -> Path:
+        """What step trains on which row is a function of these and the seed."""
+        return self.root / "rows.jsonl"
+
+    @property
+    def processes(self) -> Path:
+        return self.root / "processes.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def checkpoint_list(self) -> Path:
+        """Of every checkpoint that was committed, those included that are deleted since."""
+        return self.root / "checkpoints.json"
+
+    @property
+    def final_model(self) -> Path:
+        return self.root / "final_model"
+
+    @property
+    def heldout(self) -> Path:
+        return self.root / "eval" / "heldout.jsonl"
+
+    def scores(self, when: str) -> Path:
+        return self.root / "eval" / f"{when}.json"
+
+    def predictions(self, when: str) -> Path:
+        return self.root / "eval" / f"predictions-{when}.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.md"
+
+    @property
+    def comparison(self) -> Path:
+        """Of `tunix-rt evaluate --against`."""
+        return self.root / "comparison.md"
+
+    @property
+    def samples_along(self) -> Path:
+        """Answers given while training went on."""
+        return self.root / "eval" / "samples.jsonl"
+
+    @property
+    def eval_summary(self) -> Path:
+        return self.root / "eval_summary.json"
+
+    @property
+    def memory(self) -> Path:
+        return self.root / "memory.json"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """With `--profile`: where the time of a step went."""
+        return self.root / "profile" / "profile.json"
+
+    @property
+    def profile_page(self) -> Path:
+        """The same for people."""
+        return self.root / "profile" / "profile.md"
+
+    @property
+    def profile_trace(self) -> Path:
+        """The same for Perfetto, kernel by kernel."""
+        return self.root / "profile" / "trace.json.gz"
+
+    @property
+    def hashes(self) -> Path:
+        return self.root / "SHA256SUMS"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.root / ".lock"
+
+    def holds_a_run(self) -> bool:
+        return self.precommit.exists() or self.result.exists() or self.metrics.exists()
+
+    def holds_work(self) -> bool:
+        """Whether anything here took time to make; a run that was refused leaves only words."""
+        return any(path.exists() for path in (self.metrics, self.checkpoints, self.predictions("before")))
+
+    def refuse_links(self) -> None:
+        """Refuse a folder with a symbolic link or a special file where a run writes: what is written or deleted through it
+        lies elsewhere. The folder itself may be reached through a link. Called before anything in it but the lock is opened."""
+        with storage(self.root):
+            for path in self._written():
+                kind = path.lstat().st_mode
+                if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
+                    continue
+                raise StorageError(
+                    f"{path} is {'a symbolic link' if stat.S_ISLNK(kind) else 'a special file'}, which a run does not write to",
+                    fix="remove it, or choose another --output",
+                )
+
+    def _written(self) -> Iterator[Path]:
+        """Everything at the top and below the folders of a run; links are not followed."""
+        yield from self.root.iterdir() if self.root.is_dir() else ()
+        for name in FOLDERS:
+            yield from (self.root / name).rglob("*")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one process. A lock left by a killed process does not hold."""
+        with storage(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.lock_file, timeout=0)
+            try:
+                lock.acquire()
+            except Timeout as error:
+                raise StorageError(
+                    f"{self.root} is in use by another tunix-rt", fix="wait for it, or choose another --output"
+                ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+# --- checkpoints: stage, fsync, manifest, fsync, rename, fsync parent; a reader accepts only what verifies -----------
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a staging folder, which is durable then, under a name that no reader looks at. Returns its path.
+
+    One that fails is removed: it holds space.
+    """
+    staged = folder / f".staged-{checkpoint_name(step)}"
+    with storage(folder):
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)  # without its name there the first checkpoint would not outlive a power cut
+        for leftover in (*folder.glob(".staged-*"), *folder.glob(".*.staged")):
+            shutil.rmtree(leftover)
+        staged.mkdir()
+        try:
+            write(staged)
+            settle_files(staged)
+            hashes = {path.name: sha256_file(path) for path in staged.iterdir()}
+            write_text(staged / "MANIFEST.json", _manifest_text(staged, step, hashes))
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+    return staged
+
+
+def publish_checkpoint(staged: Path) -> Path:
+    """Give a staged checkpoint its name. This is the commit."""
+    final = staged.with_name(staged.name.removeprefix(".staged-"))
+    with storage(staged.parent):
+        if final.exists():  # a damaged one of the same step, passed over at resume
+            shutil.rmtree(final)
+        staged.rename(final)
+        sync_folder(staged.parent)
+    return final
+
+
+def _manifest_text(checkpoint: Path, step: int, hashes: Mapping[str, str]) -> str:
+    """What MANIFEST.json of a checkpoint with files of these hashes says, to the byte."""
+    files = {name: {"sha256": digest, "bytes": (checkpoint / name).stat().st_size} for name, digest in hashes.items()}
+    return json_text({"schema": "tunix-rt/checkpoint/1", "step": step, "files": files})
+
+
+def checkpoint_problems(checkpoint: Path) -> list[str]:
+    """Every way a checkpoint differs from its manifest; an empty list means it verifies.
+
+    A file that cannot be read is a StorageError: a disk that fails, or permissions, say nothing about what is on it.
+    """
+    manifest = checkpoint / "MANIFEST.json"
+    with storage(manifest):
+        if not manifest.is_file():
+            return ["MANIFEST.json is missing"]
+        text, present = manifest.read_bytes(), {path.name for path in checkpoint.iterdir()} - {"MANIFEST.json"}
+    try:
+        claimed = json.loads(text)
+        step, files = (
+            int(claimed["step"]),
+            {str(name): str(facts["sha256"]) for name, facts in claimed["files"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return [f"MANIFEST.json cannot be read: {error!r}"]
+    problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest speaks of step {step}"]
+    problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
+    problems += [f"not in the manifest: {name}" for name in sorted(present - files.keys())]
+    problems += [
+        f"changed: {name}" for name in sorted(files.keys() & present) if not _has(checkpoint / name, files[name])
+    ]
+    if not problems and text != _manifest_text(checkpoint, step, files).encode():
+        return ["MANIFEST.json is not as it was written"]
+    return problems
+
+
+def _has(path: Path, sha256: str) -> bool:
+    """Whether `path` is a file of that content."""
+    with storage(path):
+        return path.is_file() and sha256_file(path) == sha256
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Committed checkpoints, newest step first. Ordered by the step in their name, never by time."""
+    if not folder.is_dir():
+        return []
+    with storage(folder):
+        steps = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()}
+    return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint that `list_checkpoints` gave."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def prune_checkpoints(folder: Path, keep: int, *, newest: int, previous: int, best: int | None = None) -> None:
+    """Delete all but `best` and the newest `keep` up to step `newest`, which was just made durable.
+
+    What lies after `previous`, the checkpoint before it, was passed over as damaged or belongs to steps that will be
+    taken again. It must not count: the highest number is not the newest then.
+    """
+    steps = {checkpoint: checkpoint_step(checkpoint) for checkpoint in list_checkpoints(folder)}
+    ours = [checkpoint for checkpoint, step in steps.items() if step <= previous or step == newest]
+    kept = {*ours[:keep], *(checkpoint for checkpoint in ours if steps[checkpoint] == best)}
+    with storage(folder):
+        for checkpoint in sorted(steps.keys() - kept):
+            going = folder / f".{checkpoint.name}.staged"  # gone in one move: half of it is nobody's checkpoint
+            checkpoint.rename(going)
+            shutil.rmtree(going)
+        sync_folder(folder)

@@ -1,0 +1,255 @@
+"""`metrics.jsonl`: one line per step, chained by hashes."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tunix_rt.data.packing import RowFacts
+from tunix_rt.engines.base import Step
+from tunix_rt.errors import TunixError
+from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
+from tunix_rt.storage import (
+    json_line,
+    read_json,
+    sha256_file,
+    sha256_text,
+    storage,
+    sync_folder,
+    write_json,
+    write_lines,
+)
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one flushed line per step, each carrying the hash of the line before it.
+
+    `states` are the hashes of checkpoints that no line carries yet, by step. A line written where a checkpoint is saved
+    carries them, so that the chain covers every state but the last, which `result.json` has.
+    """
+
+    def __init__(self, path: Path, head: str) -> None:
+        self._path = path
+        self.head = head
+        self.states: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, run: RunDir, *, keep_steps: int) -> "MetricsLog":
+        """Start after `keep_steps` lines that are already there; later lines belong to steps that will be taken again."""
+        head = sha256_file(run.precommit)
+        kept: list[bytes] = []
+        if keep_steps:
+            with storage(run.metrics):
+                kept = run.metrics.read_bytes().splitlines(keepends=True)[:keep_steps]
+        heads = chain_heads(head, kept)
+        if len(heads) <= len(kept):
+            raise TunixError(f"{run.metrics}:{len(heads)} does not continue the line before it", fix="start a new run")
+        head = heads[-1]
+        if len(kept) != keep_steps:
+            raise TunixError(f"{run.metrics} ends before step {keep_steps}", fix="start a new run")
+        if run.metrics.exists():  # cut in place: the kept lines are never unwritten
+            with storage(run.metrics), run.metrics.open("ab") as file:
+                file.truncate(sum(map(len, kept)))
+        return cls(run.metrics, head)
+
+    def sync(self) -> None:
+        """Make the lines durable, and the name of their file. A checkpoint that outlived its lines in a power cut could not
+        be continued from."""
+        with storage(self._path):
+            with self._path.open("ab") as file:
+                os.fsync(file.fileno())
+            sync_folder(self._path.parent)
+
+    def append(self, step: Step, *, saved: bool = False) -> None:
+        """Write the line of `step`. Where a checkpoint of it is `saved` next, the line carries the states before it."""
+        states = {"states": self.states} if saved and self.states else {}
+        line = json_line(
+            {
+                **states,
+                "step": step.step,
+                "loss": step.loss,
+                "loss_hex": step.loss.hex(),
+                "lr": step.lr,
+                "grad_norm": step.grad_norm,
+                "target_tokens": step.target_tokens,
+                "tokens": step.tokens,
+                "seconds": step.seconds,
+                "peak_bytes": step.peak_bytes,
+                "batch": step.batch,
+                "prev": self.head,
+            }
+        )
+        with storage(self._path), self._path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write(line)
+        self.head = hashlib.sha256(line.rstrip("\n").encode()).hexdigest()
+        if states:
+            self.states = {}
+
+
+def _step_and_prev(line: bytes) -> tuple[object, object]:
+    try:
+        record = json.loads(line)
+        return record["step"], record["prev"]
+    except (ValueError, KeyError, TypeError):
+        return None, None
+
+
+def chain_heads(first: str, lines: list[bytes]) -> list[str]:
+    """The hash each step's line must hold in `prev`: `first`, then that of every line up to the first that is wrong."""
+    heads = [first]
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n") or _step_and_prev(line) != (number, heads[-1]):
+            break
+        heads.append(hashlib.sha256(line.rstrip(b"\n")).hexdigest())
+    return heads
+
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS_SCHEMA = "tunix-rt/checkpoints/1"
+PROCESSES_SCHEMA = "tunix-rt/processes/1"
+STATE_FILES = ("model.safetensors", "optimizer.safetensors")
+"""Of a checkpoint: everything that the next step is computed from, beside the data and the seed."""
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, facts: RowFacts) -> None:
+    """`rows.jsonl`: one line per training row, in dataset order."""
+    write_lines(path, facts.lines())
+
+
+def has_rows(path: Path, facts: RowFacts) -> bool:
+    """Whether `path` holds the lines of these rows, to the byte."""
+    wanted = hashlib.sha256()
+    for line in facts.lines():
+        wanted.update(line.encode())
+    return path.is_file() and sha256_file(path) == wanted.hexdigest()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def state_hash(files: Mapping[str, str]) -> str:
+    """One hash over the weights and optimizer states of a checkpoint, given the SHA-256 of its files by name."""
+    return sha256_text("".join(f"{files[name]}  {name}\n" for name in sorted(files.keys() & set(STATE_FILES))))
+
+
+def list_checkpoint(run: RunDir, checkpoint: Path) -> dict[str, str]:
+    """Add a checkpoint that was just committed to `checkpoints.json`; its state hash by its step."""
+    entry = _entry_of(checkpoint)
+    known = read_json(run.checkpoint_list)["checkpoints"] if run.checkpoint_list.exists() else []
+    _write_list(run, [one for one in known if one["step"] < entry["step"]] + [entry])
+    return _states([entry])
+
+
+def unchained_states(run: RunDir, chained: Collection[str]) -> dict[str, str]:
+    """State hashes, by step, of the listed checkpoints whose steps are not among those that the metrics name."""
+    states = _states(_listed(run, expected=False))
+    return {step: state for step, state in states.items() if step not in chained}
+
+
+def final_state(run: RunDir) -> dict[str, str]:
+    """`final_state` of `result.json`: the state hash of the last checkpoint; empty without one."""
+    states = list(_states(_listed(run, expected=False)).values())
+    return {"final_state": states[-1]} if states else {}
+
+
+def _states(entries: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """State hashes by step, in decimal digits as JSON has its keys."""
+    return {
+        str(entry["step"]): state_hash({name: facts["sha256"] for name, facts in entry["files"].items()})
+        for entry in entries
+    }
+
+
+def mend_checkpoint_list(run: RunDir, heads: Sequence[str], *, sound: Path | None) -> None:
+    """Make `checkpoints.json` tell of the steps that are kept and of no other, before training goes on after `sound`.
+
+    `heads` are the hashes of the kept lines of the metrics by their step, at 0 that of the precommitment. Entries of other
+    steps go. A checkpoint without an entry, committed just before a kill, gains it, unless it is damaged.
+    """
+    known = {entry["step"]: entry for entry in _listed(run, expected=sound is not None) if _belongs(entry, heads)}
+    if sound is not None:  # verified just now: what it says of itself holds
+        known[checkpoint_step(sound)] = _entry_of(sound)
+    for checkpoint in list_checkpoints(run.checkpoints):
+        step = checkpoint_step(checkpoint)
+        if 0 < step < len(heads) and step not in known and not checkpoint_problems(checkpoint):
+            entry = _entry_of(checkpoint)
+            known |= {step: entry} if _belongs(entry, heads) else {}
+    _write_list(run, [known[step] for step in sorted(known)])
+
+
+def _entry_of(checkpoint: Path) -> dict[str, Any]:
+    manifest = checkpoint / "MANIFEST.json"
+    told = read_json(manifest)
+    return {
+        "step": told["step"],
+        "manifest_sha256": sha256_file(manifest),
+        "metrics_head": read_json(checkpoint / "state.json").get("metrics_head", ""),
+        "files": told["files"],
+    }
+
+
+def _belongs(entry: dict[str, Any], heads: Sequence[str]) -> bool:
+    """Whether an entry is of a kept step as it was taken."""
+    step = entry["step"]
+    return 0 < step < len(heads) and bool(entry["metrics_head"] == heads[step])
+
+
+def _is_entry(found: Any) -> bool:
+    if not isinstance(found, dict) or found.keys() != {"step", "manifest_sha256", "metrics_head", "files"}:
+        return False
+    files = found["files"].values() if isinstance(found["files"], dict) else [None]
+    hashed = all(isinstance(facts, dict) and isinstance(facts.get("sha256"), str) for facts in files)
+    return hashed and type(found["step"]) is int
+
+
+def _listed(run: RunDir, *, expected: bool) -> list[dict[str, Any]]:
+    """The valid entries of `checkpoints.json`."""
+    instead = "tells only of the checkpoints that are still there"
+    return [one for one in _read_list(run.checkpoint_list, "checkpoints", instead, expected=expected) if _is_entry(one)]
+
+
+def _read_list(path: Path, key: str, instead: str, *, expected: bool) -> list[Any]:
+    """The list in `path`; empty where it cannot be had, which is said where it was `expected`."""
+    if not expected and not path.exists():
+        return []
+    try:
+        found = read_json(path)[key]
+        if isinstance(found, list):
+            return found
+        problem = f"{path} is damaged: `{key}` is no list"
+    except TunixError as error:
+        problem = error.problem
+    except (KeyError, TypeError):
+        problem = f"{path} is damaged: it has no `{key}`"
+    logger.warning("%s; from here on it %s", problem, instead)
+    return []
+
+
+def _write_list(run: RunDir, entries: list[dict[str, Any]]) -> None:
+    write_json(run.checkpoint_list, {"schema": CHECKPOINTS_SCHEMA, "checkpoints": entries})
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def note_process(run: RunDir, machine: dict[str, Any], *, first_step: int, started: datetime, first: bool) -> None:
+    """Add this process to `processes.json`; the `first` of a run begins the file.
+
+    The process that took a step is the last of those in the list that began at it or before.
+    """
+    before = [] if first else _read_list(run.processes, "processes", "tells only of later processes", expected=True)
+    entry = {
+        "pid": os.getpid(),
+        "started": started.isoformat(timespec="seconds"),
+        "first_step": first_step,
+        "machine": machine,
+    }
+    write_json(run.processes, {"schema": PROCESSES_SCHEMA, "processes": [*before, entry]})

@@ -1,0 +1,1 @@
+"""Is an answer right? Pure functions."""

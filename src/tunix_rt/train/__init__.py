@@ -1,0 +1,1 @@
+"""The training stage: preflight, loop, checkpoints, preemption, memory report."""

@@ -1,0 +1,241 @@
+"""Checkpoints while training goes on: copied at once, written and committed by a thread, pruned down to the newest and the
+best by held-out loss."""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tunix_rt.doctor.probe import host_facts
+from tunix_rt.errors import Preempted, StorageError
+from tunix_rt.runs.folder import (
+    RunDir,
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+    prune_checkpoints,
+    publish_checkpoint,
+    stage_checkpoint,
+)
+from tunix_rt.storage import require_space, storage, write_json
+from tunix_rt.train.preemption import StopRequest
+
+logger = logging.getLogger(__name__)
+
+SPARE_BYTES = 64 * 2**20
+"""Room that a checkpoint leaves for metrics, logs and the result."""
+SLOW_DISK_BYTES_PER_SECOND = 200e6
+"""How fast a save is taken to be before one was timed. A choice: a disk in a cloud, hashes included."""
+LONG_WAIT_SECONDS = 1.0
+GATE_SECONDS = 2.0
+"""How long a save that is given up may take to finish the move it is in."""
+
+
+class Saver:
+    """At most one save is under way. A failed one is raised at the next step or at the end, never lost and never hidden.
+
+    Used as a context: leaving it waits for the save under way, also after an error, unless the run must end now.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        engine: Any,
+        optimizer: Any,
+        *,
+        run: RunDir,
+        keep: int,
+        start: int,
+        sync_metrics: Callable[[], None],
+        stop: StopRequest,
+        sound: set[Path] | None = None,
+        published: Callable[[Path], None] = lambda checkpoint: None,
+    ) -> None:
+        """`sound` is told the checkpoints that are committed: their files were hashed, and need not be at the end.
+        `published` is called with each before an older one is deleted."""
+        self._backend, self._engine, self._optimizer = backend, engine, optimizer
+        self._run, self._keep, self._sync_metrics, self._stop = run, keep, sync_metrics, stop
+        self._sound = set() if sound is None else sound
+        self._published = published
+        self._steps = [start] if start else []
+        self._longest = self._guess = 0.0
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._gate = threading.Lock()
+        self._given_up = self._said_why_waiting = False
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    @property
+    def asked(self) -> int:
+        """The last step that was to be saved, or continued from."""
+        return self._steps[-1] if self._steps else 0
+
+    @property
+    def committed(self) -> int:
+        """The newest step of this run that lies in the folder under its name; 0 when there is none."""
+        there = (s for s in self._steps if (self._run.checkpoints / checkpoint_name(s) / "MANIFEST.json").is_file())
+        return max(there, default=0)
+
+    def kept(self) -> str:
+        return f"step {self.committed} is saved" if self.committed else "nothing is saved yet"
+
+    @property
+    def longest_seconds(self) -> float:
+        """Of the saves so far; before the first, a guess from its size."""
+        if not self._guess:
+            self._guess = self._backend.snapshot_bytes(self._engine, self._optimizer) / SLOW_DISK_BYTES_PER_SECOND
+        return self._longest or self._guess
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Keep the engine as it is after `step`, with `state` beside it. Returns before it is on the disk."""
+        self.wait()
+        began, backend = time.monotonic(), self._backend
+        size = backend.snapshot_bytes(self._engine, self._optimizer)
+        what = f"the checkpoint of step {step}, with some to spare,"
+        require_space(self._run.checkpoints, size + SPARE_BYTES, what=what, keep=self._keep)
+        previous = self.committed
+        self._steps = [s for s in (previous, step) if s]
+        commit = partial(self._commit, step, previous=previous, state=state, began=began)
+        if not backend.host_has_room(size):
+            self._say_why_waiting(size)
+            commit(partial(backend.write_direct, self._engine, self._optimizer))
+            return
+        write = backend.snapshot(self._engine, self._optimizer).write
+        # A daemon: a program that is forced to end does not wait for it, and what it leaves half-made does not count.
+        self._thread = threading.Thread(target=self._try, args=(commit, write), name="tunix-rt-save", daemon=True)
+        self._thread.start()
+
+    def _say_why_waiting(self, size: int) -> None:
+        if not self._said_why_waiting:
+            logger.warning(
+                "training waits while checkpoints are written: a copy takes %.2f GiB of host memory, %.2f GiB are free",
+                size / 2**30, host_facts().ram_available_bytes / 2**30,
+            )  # fmt: skip
+        self._said_why_waiting = True
+
+    def _try(self, commit: Callable[[Callable[[Path], None]], None], write: Callable[[Path], None]) -> None:
+        try:
+            commit(write)
+        except BaseException as error:  # noqa: BLE001  whatever it is, the thread that trains raises it
+            self._failure = error
+
+    def _commit(
+        self, step: int, write: Callable[[Path], None], *, previous: int, state: dict[str, Any], began: float
+    ) -> None:
+        """The metrics first: a checkpoint that outlived its lines in a power cut could not be continued from."""
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            write_json(folder / "state.json", state)
+
+        folder = self._run.checkpoints
+        self._sync_metrics()
+        staged = stage_checkpoint(folder, step, write_all)
+        with self._gate:
+            if self._given_up:  # the result says already what is kept
+                shutil.rmtree(staged, ignore_errors=True)
+                return
+            committed = publish_checkpoint(staged)
+            self._sound.add(committed)
+            self._published(committed)
+            self._prune(step, previous)
+        self._longest = max(self._longest, time.monotonic() - began)
+
+    def _prune(self, newest: int, previous: int) -> None:
+        try:
+            best = best_checkpoint(self._run).get("best_step")
+            prune_checkpoints(self._run.checkpoints, self._keep, newest=newest, previous=previous, best=best)
+        except StorageError as error:  # what matters is saved; what stays behind is tried again after the next save
+            logger.warning("older checkpoints could not be deleted: %s", error.problem)
+
+    # --- waiting, failing, ending -------------------------------------------------------------------------------------
+
+    def raise_if_failed(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def wait(self) -> None:
+        """Until the save under way is committed; raises what went wrong with it."""
+        began = time.monotonic()
+        self._join()
+        if (waited := time.monotonic() - began) > LONG_WAIT_SECONDS:
+            logger.info("waited %.1f s for the save of step %d", waited, self.asked)
+        self.raise_if_failed()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def give_up(self, error: Preempted | None = None) -> None:
+        """From now on nothing is committed and nothing deleted."""
+        held = self._gate.acquire(timeout=GATE_SECONDS)
+        self._given_up = True
+        if held:
+            self._gate.release()
+
+    def finish(self) -> None:
+        """Wait for the last save, then prune once more: the last held-out loss may have made another the best."""
+        self.wait()
+        if step := self.committed:
+            self._prune(step, step)
+
+    def __enter__(self) -> "Saver":
+        self._stop.kept = self.kept
+        self._stop.last_acts.append(self.give_up)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._stop.now:
+                self._join()
+        finally:
+            self.give_up()
+            self._stop.last_acts.remove(self.give_up)
+            # Whoever asks later what is kept asks the folder: the last answers need the memory of the optimizer.
+            self._engine = self._optimizer = None
+        if error is None:
+            self.raise_if_failed()
+        elif self._failure is not None and self._failure is not error:
+            logger.error("the save of step %d failed as well: %s", self.asked, self._failure)
+
+
+# --- the best ---------------------------------------------------------------------------------------------------------
+
+
+def best_checkpoint(run: RunDir) -> dict[str, Any]:
+    """What `result.json` says of the checkpoint with the lowest held-out loss, the earlier of two; empty without one."""
+    losses = heldout_losses(run)
+    saved = sorted(step for step in map(checkpoint_step, list_checkpoints(run.checkpoints)) if step in losses)
+    if not saved:
+        return {}
+    best = min(saved, key=lambda step: losses[step])
+    return {"best_step": best, "best_heldout_loss": losses[best]}
+
+
+def heldout_losses(run: RunDir) -> dict[int, float]:
+    """Step -> held-out loss. Torn lines are left out."""
+    if not run.heldout.exists():
+        return {}
+    with storage(run.heldout):
+        lines = run.heldout.read_bytes().splitlines()
+    losses: dict[int, float] = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+            losses[int(record["step"])] = float(record["loss"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return losses

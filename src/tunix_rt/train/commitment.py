@@ -1,0 +1,262 @@
+"""What a run commits to before its first step: configuration, source, data, eval set, base model by hash; seeds, device,
+versions by name."""
+
+import importlib.metadata
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import tunix_rt
+from tunix_rt.config.load import dump_yaml, with_settings
+from tunix_rt.config.names import SETTINGS
+from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.config.yaml import read_yaml
+from tunix_rt.data.prepare import Prepared
+from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.engines.base import NUMERICS
+from tunix_rt.errors import ConfigError, InputError, TunixError
+from tunix_rt.models.resolve import ModelSource
+from tunix_rt.runs.folder import FORMAT, RunDir
+from tunix_rt.runs.schemas import Commitment, problems_of
+from tunix_rt.runs.source import package_hash
+from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text
+
+SCHEMA = "tunix-rt/precommit/1"
+COMPUTING = {"torch": ("torch", "transformers"), "jax": ("jax", "jaxlib")}
+"""Packages whose versions decide what an engine computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The micro-batch that a run began with: its rows, all devices together, and over how many they were split."""
+
+    rows: int
+    devices: int
+
+
+def settled_config(config: RunConfig) -> RunConfig:
+    """The configuration without what may differ between the processes of one run: whether it is a continuation, how long
+    a process may take, how long it may take to end, and how much of the device it may take."""
+    free = ("resume_from_checkpoint", "time_budget", "grace_seconds", "memory_limit_gib")
+    training = config.training.model_copy(update={name: Training.model_fields[name].default for name in free})
+    return config.model_copy(update={"training": training})
+
+
+def build_precommit(
+    config: RunConfig,
+    model: ModelSource,
+    tokenizer: Tokenizer,
+    data: Prepared,
+    *,
+    device: str,
+    batch: Batch | None = None,
+    fitting: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything that determines the run. The same inputs give the same values, but for `created`. `batch` belongs to a run
+    over several devices, that of a continued one to how it began; so does `fitting`, what `memory: auto` settled on."""
+    source_sha256, source_files = package_hash(Path(tunix_rt.__file__).parent)
+    seeds = {"seed": config.training.seed, "data_seed": _data_seed(config)}
+    committed: dict[str, Any] = {
+        "schema": SCHEMA,
+        "format": FORMAT,
+        "numerics": NUMERICS[config.training.backend],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "versions": _versions(config.training.backend),
+        "config_sha256": config_hash(config),
+        "source_sha256": source_sha256,
+        "source_files": source_files,
+        "dataset": {
+            "key": data.dataset.key,
+            "sha256": data.dataset.sha256,
+            "traces": data.traces,
+            "heldout_traces": data.heldout_traces,
+            "rows": len(data.rows),
+            "format": data.format,
+            "template": data.style.template.name,
+            "style_sha256": data.style.sha256,
+            "merkle_root": data.merkle_root,
+        },
+        "base_model": {
+            "name": model.name,
+            "revision": model.revision,
+            "weights": model.weights,
+            "files": model_hashes(model),
+        },
+        "tokenizer_sha256": tokenizer.sha256,
+        "seeds": seeds,
+    }
+    if batch is not None and config.training.backend == "jax":
+        committed["batch"] = {"rows": batch.rows, "devices": batch.devices}
+    if fitting is not None:
+        committed["fitting"] = fitting
+    if model.converted_from is not None:
+        committed["base_model"]["converted_from"] = model.converted_from
+    if data.style.template.today is not None:
+        committed["dataset"]["today"] = data.style.template.today.isoformat()
+    if data.evalset is not None:
+        committed["evalset"] = {"key": data.evalset.key, "sha256": data.evalset.sha256, "items": len(data.items)}
+    _require_readable(committed)
+    return committed
+
+
+def _require_readable(committed: dict[str, Any]) -> None:
+    """Refuse before the first step what no reader of the run would accept: a model or dataset name with markup, say."""
+    try:
+        Commitment.model_validate_json(json_text(committed))
+    except ValidationError as error:
+        raise ConfigError(
+            "precommit.json cannot be written: " + "; ".join(problems_of(error)),
+            fix="use a plain, shorter name or path",
+        ) from error
+
+
+def read_precommit(run: RunDir) -> dict[str, Any]:
+    """What the run in that folder committed to."""
+    committed = read_json(run.precommit)
+    if not isinstance(committed, dict):
+        raise TunixError(
+            f"{run.precommit} is damaged: a {type(committed).__name__}, not an object",
+            fix="restore it from a copy, or choose another --output",
+        )
+    return committed
+
+
+def began_on(committed: dict[str, Any]) -> date | None:
+    """The day a run tells its chat template, when that asks; a continued run goes on telling it the first."""
+    dataset = committed.get("dataset")
+    written = dataset.get("today") if isinstance(dataset, dict) else None
+    try:
+        return date.fromisoformat(written) if isinstance(written, str) else None
+    except ValueError:
+        return None  # then the dataset is not the one committed to, and the run is refused for that
+
+
+def batch_of_run(committed: dict[str, Any]) -> Batch | None:
+    """The micro-batch that a run began with; None where it does not say, and is refused for that."""
+    written = committed.get("batch")
+    if not isinstance(written, dict):
+        return None
+    rows, devices = written.get("rows"), written.get("devices")
+    sound = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (rows, devices))
+    return Batch(rows=rows, devices=devices) if sound else None  # type: ignore[arg-type]
+
+
+def fitting_of_run(committed: dict[str, Any]) -> dict[str, Any] | None:
+    """What `memory: auto` settled on when the run began; None where it was not asked for. Damaged, it cannot be gone on
+    with: nobody knows the settings of the steps that were taken."""
+    fitting = committed.get("fitting")
+    if fitting is None:
+        return None
+    chosen, written = (fitting.get(name) if isinstance(fitting, dict) else None for name in ("chosen", "written"))
+    if isinstance(chosen, dict) and isinstance(written, dict) and chosen.keys() == written.keys() <= SETTINGS:
+        return dict(fitting)
+    raise TunixError(
+        "precommit.json is damaged: what `training.memory: auto` had chosen cannot be read",
+        fix="restore it from a copy, or choose another --output",
+    )
+
+
+def as_it_began(committed: dict[str, Any], config: RunConfig) -> RunConfig:
+    """`config` with what `memory: auto` chose when the run began. Where a setting is neither what was written then nor what
+    was chosen, somebody has changed it: it stays, for `refuse_another_config` to name."""
+    fitting = fitting_of_run(committed) if config.training.memory == "auto" else None
+    if fitting is None:
+        return config
+    now = config.model_dump()
+    known = {
+        name: value
+        for name, value in fitting["chosen"].items()
+        if now[name.split(".")[0]][name.split(".")[1]] in (fitting["written"][name], value)
+    }
+    return with_settings(config, known)
+
+
+def config_hash(config: RunConfig) -> str:
+    return sha256_text(dump_yaml(settled_config(config)))
+
+
+def refuse_another_format(before: dict[str, Any], folder: Path) -> None:
+    """A run of another format has files of another meaning: it cannot be resumed here."""
+    if (found := before.get("format")) != FORMAT:
+        named = f"format {found}" if type(found) is int else "no format"
+        raise InputError(
+            f"{folder}: precommit.json has {named}, this version of tunix-rt writes format {FORMAT}",
+            fix="resume the run with the version of tunix-rt that began it, or choose another --output",
+        )
+
+
+def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Path) -> None:
+    """The cheap half of `refuse_another_run`, before anything in the folder is touched.
+
+    What `memory: auto` chose when the run began counts as asked for. A setting that an older config.yaml does not know is
+    named only where it is not left at its default.
+    """
+    config = as_it_began(before, config)
+    if before.get("config_sha256") == config_hash(config):
+        return
+    path = RunDir(folder).config
+    if not path.exists():
+        raise TunixError(
+            f"{folder} holds another run, or one without its config.yaml: the configuration differs from its precommit.json",
+            fix="restore config.yaml from a copy, or choose another --output",
+        )
+    now, defaults = (one.model_dump(mode="json") for one in (settled_config(config), RunConfig()))
+    then = {name: section for name, section in read_yaml(path).items() if isinstance(section, dict)}
+    names = [
+        f"{section}.{name}"
+        for section, settings in now.items()
+        for name, value in settings.items()
+        if then.get(section, {}).get(name, defaults[section][name]) != value
+    ]
+    raise ConfigError(
+        f"{folder} holds another run: {', '.join(names) or 'the configuration'} differ(s) from its config.yaml",
+        fix="continue it with the settings it began with, or choose another --output",
+    )
+
+
+def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """A run may only be continued as itself: names what differs otherwise, such as `device` or `versions.torch`.
+
+    Another source may continue it: `numerics` is what decides the bits."""
+    skip = {"created", "source_files", "source_sha256"}
+    then, today = ({k: v for k, v in _flat(one).items() if k.split(".")[0] not in skip} for one in (before, now))
+    changed = sorted(key for key in then.keys() | today.keys() if then.get(key) != today.get(key))
+    if changed:
+        raise ConfigError(
+            f"{folder} holds another run: {', '.join(changed)} differ(s) from its precommit.json",
+            fix="continue it with the configuration, data, model, device and versions it began with, "
+            "or choose another --output",
+        )
+
+
+def _flat(committed: dict[str, Any]) -> dict[str, Any]:
+    """`committed` with the keys of its inner objects joined to their own: `versions.torch`."""
+    flat: dict[str, Any] = {}
+    for key, value in committed.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _versions(backend: str) -> dict[str, str]:
+    """What computes, by its installed version; asked without importing it."""
+    found = {"tunix-rt": tunix_rt.__version__}
+    for name in COMPUTING[backend]:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def model_hashes(model: ModelSource) -> dict[str, str]:
+    """By name, of every file that decides the weights that training begins with."""
+    weights = model.weight_files() if model.weights == "pretrained" else []
+    return {path.name: sha256_file(path) for path in (model.folder / "config.json", *weights)}
+
+
+def _data_seed(config: RunConfig) -> int:
+    return config.training.seed if config.training.data_seed is None else config.training.data_seed
