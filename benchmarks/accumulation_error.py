@@ -20,7 +20,7 @@ from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.pipeline import find_tokenizer
+from tunix_rt.train.context import find_tokenizer
 
 RESULT = Path("benchmarks/results/accumulation_cpu.json")
 COMMAND = "python -m benchmarks.accumulation_error"

@@ -4,7 +4,7 @@
     python -m benchmarks.answer_gaps --model tiny-gemma3 --output benchmarks/results/answer_gaps_base.json
 
 A model, by default the one that the demo trains, answers questions in bfloat16 with several kinds of instructions and by both
-engines. Every text is then followed by the others, token by token (`largest_gaps` in `tunix_rt.evidence.replay.regenerate`); the
+engines. Every text is then followed by the others, token by token (`largest_gaps` in `tunix_rt.evidence.replay.session`); the
 largest gap of each answer is kept. Forged texts are the same with the last number in them changed, the expected answer alone, the
 answer to the next question, and those of the model before it was trained. `TIES` in `tunix_rt.evidence.replay.compare` comes
 from these figures.
@@ -39,11 +39,11 @@ def child(path: str) -> None:
     from tunix_rt.data.prepare import prepare
     from tunix_rt.doctor.selection import set_environment
     from tunix_rt.engines.base import load_backend
-    from tunix_rt.evaluate.generate import Questions, ask, decoding_of
-    from tunix_rt.evidence.replay.regenerate import largest_gaps
+    from tunix_rt.evaluate.generate import Questions, decoding_of, generate_predictions
+    from tunix_rt.evidence.replay.session import largest_gaps
     from tunix_rt.models.resolve import resolve_model
-    from tunix_rt.pipeline import find_tokenizer
     from tunix_rt.storage import to_plain
+    from tunix_rt.train.context import find_tokenizer
 
     request = json.loads(Path(path).read_text())
     job = Job(
@@ -65,7 +65,7 @@ def child(path: str) -> None:
         }
     else:
         silent: dict[str, Any] = {"progress": lambda *_: None, "stop": lambda: None}
-        given = ask(backend, engine, questions, what="", rows_at=lambda length: ROWS, **silent)
+        given = generate_predictions(backend, engine, questions, what="", batch_size_at=lambda length: ROWS, **silent)
         told = [to_plain(answer) for answer in given]
     Path(path).with_suffix(".told").write_text(json.dumps(told))
 

@@ -54,7 +54,7 @@ def told_before() -> dict[str, int]:
     engine = backend.load(source, device="cpu", training=Training())
     told_on = backend.generate(
         engine, prompts, decoding=Decoding(max_new_tokens=64), stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id,
-        decode=tokenizer.decode, rows_at=lambda length: 50,
+        decode=tokenizer.decode, batch_size_at=lambda length: 50,
     )  # fmt: skip
     right = sum(wanted[index] in tokenizer.decode(answer.ids) for index, answer in told_on)
     return {"situations": len(prompts), "worked_out": right}

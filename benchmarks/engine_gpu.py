@@ -236,11 +236,11 @@ def head(options: argparse.Namespace) -> None:
 def gsm8k_rows(config: RunConfig) -> tuple[Any, int]:
     """The rows of a GSM8K file as the program makes them, and the id they are padded with."""
     from tunix_rt.data.prepare import prepare
-    from tunix_rt.pipeline import find_tokenizer
+    from tunix_rt.train.context import find_tokenizer
 
     tokenizer, facts = find_tokenizer(config)
     prepared = prepare(config, tokenizer, facts, lambda *said: None)
-    print(prepared.sentence, flush=True)
+    print(prepared.describe(), flush=True)
     return prepared, tokenizer.pad_id
 
 

@@ -23,14 +23,14 @@ from tunix_rt.data.render import prompt_ids
 from tunix_rt.engines.decoding import Decoding
 from tunix_rt.evaluate.evalsets import load_evalset
 from tunix_rt.evaluate.generate import stop_ids
-from tunix_rt.inference import OpenModel, find_model, load_found, name_model, settle_device
+from tunix_rt.inference import LoadedModel, inference_device, load_resolved, model_spec, resolve_spec
 
 RESULTS = Path(__file__).parent / "results"
 
 Prompts = Sequence[Sequence[int]]
 
 
-def ours(model: OpenModel, prompts: Prompts, new_tokens: int, rows: int | None) -> tuple[dict[int, list[int]], float]:
+def ours(model: LoadedModel, prompts: Prompts, new_tokens: int, rows: int | None) -> tuple[dict[int, list[int]], float]:
     began = time.perf_counter()
     found = model.backend.generate(
         model.engine,
@@ -39,13 +39,13 @@ def ours(model: OpenModel, prompts: Prompts, new_tokens: int, rows: int | None) 
         stop_ids=stop_ids(model.tokenizer, model.style),
         pad_id=model.tokenizer.pad_id,
         decode=model.tokenizer.decode,
-        rows_at=model.rows_at(new_tokens, rows),
+        batch_size_at=model.batch_size_at(new_tokens, rows),
     )
     answers = {index: answer.ids for index, answer in found}
     return answers, time.perf_counter() - began
 
 
-def theirs(model: OpenModel, prompts: Prompts, new_tokens: int, rows: int) -> tuple[dict[int, list[int]], float]:
+def theirs(model: LoadedModel, prompts: Prompts, new_tokens: int, rows: int) -> tuple[dict[int, list[int]], float]:
     """transformers' `generate` over prompts sorted by length, padded on the left, as its documentation advises."""
     stops = stop_ids(model.tokenizer, model.style)
     settings = transformers.GenerationConfig(
@@ -77,7 +77,7 @@ def theirs(model: OpenModel, prompts: Prompts, new_tokens: int, rows: int) -> tu
     return answers, time.perf_counter() - began
 
 
-def margin(model: OpenModel, prompt: Sequence[int], one: list[int], other: list[int]) -> float:
+def margin(model: LoadedModel, prompt: Sequence[int], one: list[int], other: list[int]) -> float:
     """Difference of the two best logits where the answers part: what the choice between them hung on."""
     place = next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
@@ -88,9 +88,9 @@ def margin(model: OpenModel, prompt: Sequence[int], one: list[int], other: list[
     return float(best[0] - best[1])
 
 
-def measure(model: OpenModel, prompts: Prompts, new_tokens: int, batches: Sequence[int]) -> dict[str, Any]:
+def measure(model: LoadedModel, prompts: Prompts, new_tokens: int, batches: Sequence[int]) -> dict[str, Any]:
     ours(model, prompts[:8], 8, None)
-    rows = model.rows_at(new_tokens)(max(map(len, prompts)))
+    rows = model.batch_size_at(new_tokens)(max(map(len, prompts)))
     answers, seconds = ours(model, prompts, new_tokens, None)
     tokens = sum(map(len, answers.values()))
     print(f"{model.dtype}: ours, {rows} rows at once: {len(prompts) / seconds:.1f} answers/s", flush=True)
@@ -132,8 +132,8 @@ def main() -> None:
     path = asked.output or RESULTS / f"generation_{asked.device}.json"
     runs = []
     for dtype in asked.dtypes:
-        choice, kind = settle_device(asked.device, dtype)
-        model = load_found(find_model(name_model(asked.model), choice, kind))
+        choice, kind = inference_device(asked.device, dtype)
+        model = load_resolved(resolve_spec(model_spec(asked.model), choice, kind))
         prompts = [prompt_ids(item.prompt, model.tokenizer, model.style) for item in chosen.items]
         room = model.shape.max_positions - asked.new_tokens  # beyond it ours ends an answer, and theirs goes on
         prompts = [prompt for prompt in prompts if len(prompt) <= room]

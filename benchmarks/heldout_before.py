@@ -12,7 +12,7 @@ from tunix_rt.config.load import load_config
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.pipeline import find_tokenizer
+from tunix_rt.train.context import find_tokenizer
 
 
 def main() -> None:

@@ -29,10 +29,9 @@ from benchmarks.memory_prediction import random_data
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import TunixError
 from tunix_rt.models.resolve import resolve_model
+from tunix_rt.plan.fit import least_room, predict_run
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.plan.target import least_room
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -201,7 +200,7 @@ def measure(spec: dict[str, Any], device: str, cap_bytes: int | None = None) -> 
     prompts = [row().ids.tolist()[: config.data.max_length] for _ in range(rows)]
     asked: dict[str, Any] = {
         "decoding": Decoding(max_new_tokens=config.evaluation.max_new_tokens),
-        "rows_at": lambda length: rows,
+        "batch_size_at": lambda length: rows,
         "decode": str,
         "stop_ids": [0],
         "pad_id": 0,
@@ -241,13 +240,13 @@ def _kept(engine: Any, batch_of: Any) -> list[Any]:
             return forward(*args, **kwargs)
 
     layer.forward = watched
-    recorded, engine.recorded = engine.recorded, None
+    graph, engine.cuda_graph = engine.cuda_graph, None
     try:
         engine.model.train()
         with engine.kernels():
             summed_loss(engine, engine.placing(training=True)(batch_of(1).micro_batches[0]), scale=1.0)
     finally:
-        layer.forward, engine.recorded = forward, recorded
+        layer.forward, engine.cuda_graph = forward, graph
         engine.model.zero_grad(set_to_none=True)
     return list(storages.values())
 

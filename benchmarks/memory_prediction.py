@@ -187,7 +187,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         prompts = [list(map(int, row().ids)) for _ in range(rows)]
         answers = engine_of.generate(
             engine, prompts, decoding=Decoding(max_new_tokens=config.evaluation.max_new_tokens), stop_ids=[0], pad_id=0,
-            decode=str, rows_at=lambda length: rows,
+            decode=str, batch_size_at=lambda length: rows,
         )  # fmt: skip
         started = time.perf_counter()
         _ = list(answers)

@@ -28,9 +28,8 @@ from tests.forging.bases import copy_of, make_good_bundle, make_good_jax_bundle
 from tests.forging.mutating import RESEALED, UNSEALED, Mutation, apply, mutations, touched
 from tests.program import ROOT
 from tunix_rt.errors import TunixError
-from tunix_rt.evidence import answer_checks as answers
 from tunix_rt.evidence import data_checks
-from tunix_rt.evidence.examine import Examined, examine
+from tunix_rt.evidence.examine import Examination, examine
 from tunix_rt.runs.checksums import SUMS
 from tunix_rt.runs.source import package_hash
 from tunix_rt.storage import json_text, sha256_file
@@ -41,7 +40,7 @@ CHUNK = 100
 MOST_BYTES = 20 * 2**20
 LABELS = ("self-reported", "consistent", "recomputed", "not checked")
 COMMAND = "scripts/mutations --write"
-REMEMBERED = ((answers, "judge"), (data_checks, "_samples"))
+REMEMBERED = ((data_checks, "judge"), (data_checks, "_samples"))
 """Pure functions that get the same answers and traces for each mutation."""
 
 Row = dict[str, Any]
@@ -147,7 +146,7 @@ def remember_answers() -> None:
             setattr(module, function, functools.lru_cache(maxsize=4096)(getattr(module, function)))
 
 
-def outcome(mutation: Mutation, folder: Path, original: Examined) -> Row:
+def outcome(mutation: Mutation, folder: Path, original: Examination) -> Row:
     """What became of one mutation: undone, found (by which checks), accepted (touching which claims) or an error of ours."""
     began = time.monotonic()
     try:

@@ -97,7 +97,7 @@ class Ours:
         import jax
 
         from tunix_rt.engines.jax.chunked_loss import head_logits
-        from tunix_rt.engines.jax.model import head_table
+        from tunix_rt.engines.jax.model import lm_head_weight
 
         def asked_for(params: Any) -> Any:
             places = np.arange(ids.shape[1], dtype=np.int32)[None]
@@ -105,7 +105,7 @@ class Ours:
                 params, ids, places, np.zeros_like(ids), self.architecture, compute="float32"
             )[:, -LAST:]  # fmt: skip
             return head_logits(
-                states, head_table(params), compute="float32", softcap=self.architecture.logit_cap
+                states, lm_head_weight(params), compute="float32", softcap=self.architecture.logit_cap
             )  # fmt: skip
 
         return np.asarray(jax.jit(asked_for)(self.params))
@@ -151,7 +151,7 @@ class Ours:
         return found
 
     def save(self, folder: Path) -> None:
-        from tunix_rt.engines.jax.weights import save_weights
+        from benchmarks.jax_models import save_weights
 
         save_weights(self.params, self.architecture, folder, config=self.source.config)
 
@@ -160,12 +160,12 @@ class Tunix:
     laid = "alone"
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
-        from tunix_rt.engines.jax import tunix as jax_tunix
+        from benchmarks.jax_models import open_in_tunix
         from tunix_rt.engines.jax.architecture import architecture_of
 
         self.asked, self.config = asked, json.loads((folder / "config.json").read_text())
         self.architecture = architecture_of(self.config)
-        self.model = jax_tunix.open_in_tunix(folder, self.architecture, dtype="float32")
+        self.model = open_in_tunix(folder, self.architecture, dtype="float32")
 
     def _input(self, ids: Any, mask: Any) -> dict[str, Any]:
         rows, tokens = ids.shape
@@ -221,10 +221,9 @@ class Tunix:
         return found
 
     def save(self, folder: Path) -> None:
-        from tunix_rt.engines.jax import tunix as jax_tunix
-        from tunix_rt.engines.jax.weights import save_weights
+        from benchmarks.jax_models import params_of, save_weights
 
-        save_weights(jax_tunix.params_of(self.model, self.architecture), self.architecture, folder, config=self.config)
+        save_weights(params_of(self.model, self.architecture), self.architecture, folder, config=self.config)
 
 
 SIDES: dict[str, Any] = {

@@ -1,16 +1,13 @@
-"""The arithmetic plan of a TPU step beside what the TPU's compiler says of it: python -m benchmarks.plan_against_compiler
+"""The planner's lower bound of a TPU step beside what the TPU's compiler needs: python -m benchmarks.plan_against_compiler
 
 Needs `tunix-rt[tpu]`, no TPU. Each setting is compiled once, small models first, and written to
-benchmarks/results/plan_against_compiler.json as soon as it is there, so a series that was stopped goes on where it was. What
-was compiled before from the same source, settings and versions is not compiled again. A compilation takes from half a minute
-to some minutes of one core. `--only NAME` (repeatable) takes some settings, `--refresh` writes the plan's side anew and
-compiles nothing, `--list` shows what is there.
+benchmarks/results/plan_against_compiler.json as soon as it is there, so an interrupted series resumes. Steps with the same
+source, settings and versions are not compiled again. A compilation takes from half a minute to some minutes of one core.
+`--only NAME` (repeatable) selects settings, `--refresh` updates the lower bounds and compiles nothing, `--list` prints the
+results.
 
-A third of the settings is held out: drawn by `HELD_OUT_SEED` before any of them was compiled. `SEEN` names those of them that
-were known when a figure of `plan/tpu_step.py` was still changed: they count with the fitted ones. `DRAWN_LAST` was drawn by
-`LAST_SEED` from a grid after the last change, and is judged whatever comes of it. The settings `AT_THE_LIMIT` of a chip show
-which of the compiler's figures it goes by: it takes a step whose `total` is above what the chip has, as long as its `peak` is
-not.
+The settings `AT_THE_LIMIT` of a chip show which figure the compiler goes by: it accepts a step whose `total` exceeds the chip,
+as long as its `peak` does not.
 """
 
 import argparse
@@ -29,18 +26,15 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.engines.jax.aot import STEP_SOURCES, Case, ChipMemory, ask_compiler, compiler_versions
 from tunix_rt.errors import TunixError
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.plan.jax_memory import predict_jax, row_length
+from tunix_rt.plan.jax_floor import predict_jax, row_length
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.storage import json_text, sha256_text, write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results/plan_against_compiler.json")
 EIGHT, ONE = "v5e:2x4", "v5e:1x1"
-HELD_OUT_SEED = 9
 UNDROPPED = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 """GPT-2's own configuration asks for dropout, which the engine does not do."""
-PREDICTS_ONLY = ("plan/jax_memory.py", "plan/compile_policy.py", "plan/activations.py")
-"""Of the sources that the program may hash for a verdict: what foretells the step and is no part of it."""
 DECIDING = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "dtype", "master_dtype", "optim", "stochastic_rounding",
     "gradient_checkpointing", "max_grad_norm", "data_replicas", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
@@ -132,9 +126,6 @@ SETTINGS = (
 AT_THE_LIMIT = tuple(
     Setting(preset="gemma-3-270m", rows=rows, tokens=512, recomputed=False, topology=ONE) for rows in (36, 40)
 )
-SEEN = frozenset(("gpt2 4x1024 adamw float32/bfloat16 full", "gpt2 4x512 adamw float32/bfloat16 full on v5e:1x1"))
-"""Held out, and no longer unknown when the bytes of a score were set to 6 after `llama-3.2-1b`, which is fitted: 4 would have put
-the first of them below the compiler."""
 LAST_SEED = 20261116
 DRAWN_LAST = tuple(
     Setting(
@@ -158,26 +149,16 @@ DRAWN_LAST = tuple(
 ALL = (*SETTINGS, *AT_THE_LIMIT, *DRAWN_LAST)
 
 
-def held_out() -> frozenset[str]:
-    """The names of a third of the settings, by the draw alone."""
-    return frozenset(random.Random(HELD_OUT_SEED).sample([setting.name for setting in SETTINGS], len(SETTINGS) // 3))
-
-
-def foretold(setting: Setting) -> dict[str, int]:
-    """What the plan says of the step on one chip, in named parts."""
+def lower_bound(setting: Setting) -> dict[str, int]:
+    """The least memory of the step on one chip, by part."""
     plan = predict_jax(shape_of(setting.model()), setting.config(), device="tpu", devices=setting.devices)
-    (step,) = [phase for phase in plan.phases if phase.name == "step"]
-    return dict(step.parts)
+    return dict(plan.peak.parts)
 
 
 def step_hash(case: Case, versions: Mapping[str, str]) -> str:
     """Of everything that decides the compiled step: settings, versions and the sources that it is made of."""
     folder = Path(tunix_rt.__file__).parent
-    sources = {
-        name: sha256_text((folder / name).read_text(encoding="utf-8"))
-        for name in STEP_SOURCES
-        if name not in PREDICTS_ONLY
-    }
+    sources = {name: sha256_text((folder / name).read_text(encoding="utf-8")) for name in STEP_SOURCES}
     training = case.training.model_dump()
     decided = {
         "config": dict(case.config),
@@ -213,41 +194,29 @@ def entry_of(setting: Setting, known: Mapping[str, Any] | None) -> dict[str, Any
     return with_plan(setting, said)
 
 
-def group_of(setting: Setting) -> str:
-    if setting in DRAWN_LAST:
-        return "drawn last"
-    if setting in AT_THE_LIMIT:
-        return "at the limit"
-    return "held out" if setting.name in held_out() - SEEN else "fitted"
-
-
 def with_plan(setting: Setting, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """`entry` with what the plan says now, and its distance from the two figures of the compiler: `peak`, the most that is in
-    use at once, and `total`, all that `memory_analysis` lists."""
-    parts, memory = foretold(setting), entry["verdict"]["memory"]
-    planned = sum(parts.values())
-    asked = {} if memory is None else {"peak": memory["peak"], "total": ChipMemory(**memory).total}
+    """`entry` with the lower bound as it is now, and its share of the compiler's `peak`, the most that is in use at once;
+    `total` is all that `memory_analysis` lists."""
+    parts, memory = lower_bound(setting), entry["verdict"]["memory"]
+    needed = {} if memory is None else {"peak": memory["peak"], "total": ChipMemory(**memory).total}
     return {
         **{name: entry[name] for name in ("setting", "hash", "fits", "verdict")},
-        "group": group_of(setting),
-        "held_out": setting.name in held_out(),
-        "seen": setting.name in SEEN,
-        "compiler_bytes": asked,
-        "plan_bytes": planned,
-        "plan_parts": parts,
-        "errors": {name: planned / size - 1 for name, size in asked.items()},
+        "compiler_bytes": needed,
+        "floor_bytes": sum(parts.values()),
+        "floor_parts": parts,
+        "floor_share": sum(parts.values()) / needed["peak"] if needed else None,
     }
 
 
 def write(entries: Mapping[str, Any]) -> None:
     ordered = {setting.name: entries[setting.name] for setting in ALL if setting.name in entries}
-    write_text(ROOT / RESULTS, json_text({"held_out_seed": HELD_OUT_SEED, "settings": ordered}))
+    write_text(ROOT / RESULTS, json_text({"settings": ordered}))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The plan of a TPU step beside the compiler's verdict.")
+    parser = argparse.ArgumentParser(description="The lower bound of a TPU step beside the compiler's figure.")
     parser.add_argument("--only", action="append", choices=[one.name for one in ALL], help="repeatable")
-    parser.add_argument("--refresh", action="store_true", help="write the plan's side anew, compile nothing")
+    parser.add_argument("--refresh", action="store_true", help="update the lower bounds, compile nothing")
     parser.add_argument("--list", action="store_true", help="show what is there, compile nothing")
     options = parser.parse_args(arguments)
     entries = recorded(ROOT)
@@ -271,14 +240,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _line(name: str, entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return f"{name}: not compiled yet"
-    plan = f"plan {entry['plan_bytes'] / 2**30:.3f} GiB ({entry['group']})"
+    floor = f"at least {entry['floor_bytes'] / 2**30:.3f} GiB"
     if not entry["fits"]:
-        return f"{name}: refused by the compiler; {plan}"
-    said = (
-        f"{name} {entry['compiler_bytes'][name] / 2**30:.3f} ({100 * entry['errors'][name]:+.1f} %)"
-        for name in ("peak", "total")
-    )
-    return f"{name}: compiler {', '.join(said)}; {plan}"
+        return f"{name}: refused by the compiler; {floor}"
+    peak, total = (entry["compiler_bytes"][kind] / 2**30 for kind in ("peak", "total"))
+    return f"{name}: compiler peak {peak:.3f}, total {total:.3f} GiB; {floor} ({100 * entry['floor_share']:.0f} % of the peak)"
 
 
 if __name__ == "__main__":

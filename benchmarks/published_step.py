@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix_rt.engines.jax import aot_worker as jax_ahead_compile
 from tunix_rt.engines.jax import step as jax_step
 from tunix_rt.engines.jax.chunked_loss import head_logits
-from tunix_rt.engines.jax.model import forward, head_table
+from tunix_rt.engines.jax.model import forward, lm_head_weight
 
 
 def compile_step(plan: jax_step.StepPlan, mesh: Any, rows: int, tokens: int) -> Any:
@@ -38,7 +38,7 @@ def compile_step(plan: jax_step.StepPlan, mesh: Any, rows: int, tokens: int) -> 
             states = forward(
                 params, batch.ids, batch.positions, batch.segments, plan.architecture, compute=plan.compute
             )
-            logits = head_logits(states, head_table(params), compute=plan.compute)
+            logits = head_logits(states, lm_head_weight(params), compute=plan.compute)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
             return jnp.sum(losses * batch.weights) / (jnp.sum(batch.weights) + 1e-9)
 

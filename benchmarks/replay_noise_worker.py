@@ -21,9 +21,9 @@ from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.doctor.selection import set_environment
 from tunix_rt.engines.base import Step, StepShape, load_backend
-from tunix_rt.evaluate.generate import Questions, ask, decoding_of
+from tunix_rt.evaluate.generate import Questions, decoding_of, generate_predictions
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.pipeline import find_tokenizer
+from tunix_rt.train.context import find_tokenizer
 
 ROWS, LENGTH, RATE, DECAY = 2, 128, 5e-4, 0.01
 ITEMS, NEW_TOKENS = 60, 24
@@ -145,7 +145,7 @@ def texts(backend: Any, engine: Any, data: Prepared, tokenizer: Tokenizer) -> li
     decoding = decoding_of(data.style, max_new_tokens=NEW_TOKENS)
     questions = Questions(items=data.items[:ITEMS], tokenizer=tokenizer, style=data.style, decoding=decoding)
     silent: dict[str, Any] = {"progress": lambda *_: None, "stop": lambda: None}
-    given = ask(backend, engine, questions, what="", rows_at=lambda length: ITEMS, **silent)
+    given = generate_predictions(backend, engine, questions, what="", batch_size_at=lambda length: ITEMS, **silent)
     return [answer.output for answer in given]
 
 

@@ -28,7 +28,7 @@ from tunix_rt.engines.torch import chunked_loss as torch_head
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.engines.torch import optim as torch_optim
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.pipeline import find_tokenizer
+from tunix_rt.train.context import find_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, LENGTH, ROWS = 300, 512, 8

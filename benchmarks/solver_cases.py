@@ -23,12 +23,11 @@ from benchmarks.memory_on_gpu import Pool, Worker
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.models.resolve import resolve_model
+from tunix_rt.plan.fit import predict_run, verdict
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import Rates, rates_for, rates_of, step_time
-from tunix_rt.plan.target import verdict
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -36,7 +36,7 @@ from benchmarks.speed_jobs import (
     memory,
     start_afresh,
 )
-from tunix_rt.engines.torch.model import is_out_of_memory
+from tunix_rt.engines.failures import is_out_of_memory
 from tunix_rt.errors import DoesNotFitError
 
 RESULTS = Path(__file__).parent / "results"

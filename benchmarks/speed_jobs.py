@@ -20,10 +20,10 @@ from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, batch_of_step, steps_per_epoch
 from tunix_rt.data.prepare import prepare
 from tunix_rt.models.resolve import ModelSource, resolve_model
-from tunix_rt.pipeline import find_tokenizer
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.timing import step_flops
+from tunix_rt.train.context import find_tokenizer
 
 CONFIGS = Path(__file__).parent / "configs"
 DENSE_SIZE = 8192
@@ -102,7 +102,7 @@ def make_job(
     config = load_config(config_file, overrides=list(changes), flags=settings)
     found, facts = find_tokenizer(config)
     prepared = prepare(config, found, facts, lambda *said: None)
-    print(f"{preset}: {prepared.sentence}", flush=True)
+    print(f"{preset}: {prepared.describe()}", flush=True)
     training = config.training
     each = rows * training.gradient_accumulation_steps
     batches = tuple(

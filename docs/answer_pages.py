@@ -26,8 +26,8 @@ def demo_block(demo: Mapping[str, Any] | None) -> str:
         return f"The figures are not recorded yet. `{DEMO_COMMAND}` records them."
     try:
         measures = {
-            "right, by the tags": "accuracy",
-            "right, tags apart": "accuracy_lenient",
+            "right, strict": "accuracy",
+            "right, lenient": "accuracy_lenient",
             "well-formed": "format_rate",
         }
         rows = [

@@ -9,13 +9,11 @@ from typing import Any
 from docs.markdown import WRITTEN, table
 from tunix_rt.assets import shipped_folder
 from tunix_rt.cli.views.tokens import marks_of, text_lines
-from tunix_rt.data import packing as pack
-from tunix_rt.data import parquet, text
-from tunix_rt.data import readers as containers
-from tunix_rt.data import sources as registry
-from tunix_rt.data import text as sketch
+from tunix_rt.data import readers, sources, text
 from tunix_rt.data import validation as rules
+from tunix_rt.data.containers import BATCH_ROWS, MAX_DOCUMENT_BYTES
 from tunix_rt.data.formats import FORMATS, Format, to_sample
+from tunix_rt.data.packing import make_rows
 from tunix_rt.data.preview import view_of
 from tunix_rt.data.render import Style, render
 from tunix_rt.data.template import PLAIN, choose_template
@@ -38,13 +36,13 @@ def formats_page() -> str:
         WRITTEN,
         "A dataset is one file of records, or several. All its records are of one format. `data.format: auto` takes the "
         "one format that fits the keys of the first record of every file. Where none fits, or two do, the file is refused "
-        "with what to say instead: `--format NAME` for `tunix-rt data import`, `--set data.format=NAME` elsewhere.",
+        "with the way out: `--format NAME` for `tunix-rt data import`, `--set data.format=NAME` elsewhere.",
         table(("format", "a record has"), [(f"[{name}](#{name})", shape.needs) for name, shape in FORMATS.items()]),
         "Reading is strict. A blank text, a key given twice, an unknown role, a key of a message that would be lost: each "
         "ends with exit code 3, the file, the line and the field. No record is skipped. A column that the format does "
         "not read is left out, and `data import` counts it under `not used`; a trace may have no such key.",
-        "Below each example stands what is made of it by `data.chat_template: plain` and the tokenizer of "
-        f"`{SHIPPED_MODEL}`. `tunix-rt data show` says the same of your own data, token by token.",
+        "Below each example is its rendering with `data.chat_template: plain` and the tokenizer of "
+        f"`{SHIPPED_MODEL}`. `tunix-rt data show` prints the same for your own data, token by token.",
     ]
     for shape in FORMATS.values():
         parts += _format_section(shape)
@@ -56,7 +54,7 @@ def _format_section(shape: Format) -> list[str]:
     example = json.dumps(shape.example, ensure_ascii=False)
     return [
         f"## {shape.name}",
-        shape.words,
+        shape.description,
         f"```json\n{example}\n```",
         f"```text\n{rendered_plain(shape)}\n```",
     ]
@@ -67,7 +65,7 @@ def rendered_plain(shape: Format) -> str:
     tokenizer = _shipped_tokenizer()
     style = Style(template=choose_template(PLAIN, tokenizer))
     example = render(to_sample(dict(shape.example), shape.name, "the example"), tokenizer, style)
-    [row] = pack.make_rows([example], max_length=len(example.ids), packing=False)
+    [row] = make_rows([example], max_length=len(example.ids), packing=False)
     lines = text_lines(view_of(row, tokenizer), width=COLUMNS, marks=marks_of("utf-8"))
     return "\n".join(line.plain.rstrip() for line in lines)
 
@@ -79,7 +77,7 @@ def _shipped_tokenizer() -> Tokenizer:
 
 
 def _containers() -> list[str]:
-    line, document = (f"{limit:,} bytes" for limit in (containers.MAX_LINE_BYTES, containers.MAX_DOCUMENT_BYTES))
+    line, document = (f"{limit:,} bytes" for limit in (readers.MAX_LINE_BYTES, MAX_DOCUMENT_BYTES))
     rows = [
         ("JSONL", "one object per line", f"a line up to {line}; blank lines at the end only"),
         (
@@ -89,31 +87,31 @@ def _containers() -> list[str]:
         ),
         (
             "Parquet",
-            f"rows, {parquet.BATCH_ROWS} at a time; a null is a column left out",
+            f"rows, {BATCH_ROWS} at a time; a null is a column left out",
             "needs the extra `parquet`",
         ),
         ("gzip", "any of the three inside", f"Parquet inside: up to {document}"),
     ]
-    not_read = ", ".join(containers.NOT_READ.values())
+    not_read = ", ".join(readers.NOT_READ.values())
     return [
         "## Files",
-        "What a file is, is seen by its content, not by its name. Text is UTF-8, with or without a byte order mark.",
+        "The container is recognized by content, not by name. Text is UTF-8, with or without a byte order mark.",
         table(("container", "read", "limits"), rows),
         f"Refused, with the advice to convert: a file that is {not_read}.",
     ]
 
 
 def _sources() -> list[str]:
-    endings = ", ".join(f"`{ending}`" for ending in registry.ENDINGS)
+    endings = ", ".join(f"`{ending}`" for ending in sources.ENDINGS)
     rows = [
         ("a file", "`my/data.jsonl`", "that file"),
         ("a key", "`my-data`", "`datasets/my-data/dataset.jsonl`, below the working directory or shipped; "
-         "it must be the file its `manifest.json` speaks of"),
+         "it must match its `manifest.json`"),
         ("a folder", "`my/folder`", f"all files in it, or one level below, that end in {endings} (also with `.gz`), in "
          "name order; more than one split, the same name twice or a missing shard is refused"),
         ("a pattern", "`my/train-*`", "the files it matches, in name order; splits are your choice"),
         ("a hub dataset", "`owner/name`, `owner/name:data/train-*`",
-         "a folder, file or pattern in the local cache of the hub; nothing is fetched"),
+         "a folder, file or pattern in the local cache of the hub; nothing is downloaded"),
     ]  # fmt: skip
     return [
         "## Names",
@@ -132,13 +130,12 @@ def rules_page() -> str:
     parts = [
         "# Data rules",
         WRITTEN,
-        f"The gate is {len(rules.RULES)} rules. `tunix-rt data check` asks all of them, and so does every run before a "
-        "weight is loaded. A finding has a count, the file and line of the first, and what was seen there. Why it is so: "
-        "[0011](../decisions/0011-the-gate.md).",
-        f"{len(refusing)} rules refuse, and the run ends with exit code 3: {_linked(refusing)}.",
-        f"{len(warning)} warn, which is said in the log, and the run goes on: {_linked(warning)}.",
-        "The rules about `overlap` are asked when an eval set is named. `beyond_positions` and `outside_vocabulary` look at "
-        "the model's `config.json`.",
+        f"Validation has {len(rules.RULES)} rules. `tunix-rt data check` checks all of them, and so does every run before a "
+        "weight is loaded. A finding has a count, the first file and line, and what is wrong there. The reasons: "
+        "[0011](../decisions/0011-data-validation.md).",
+        f"{len(refusing)} rules refuse: the run ends with exit code 3: {_linked(refusing)}.",
+        f"{len(warning)} warn: the finding is logged and the run continues: {_linked(warning)}.",
+        "The `overlap` rules need an eval set. `beyond_positions` and `outside_vocabulary` read the model's `config.json`.",
     ]
     for rule in rules.RULES.values():
         parts += [
@@ -155,15 +152,15 @@ def _linked(listed: Iterable[rules.Rule]) -> str:
 
 def _numbers() -> list[str]:
     rows = [
-        ("words in a row that make an overlap", f"{text.OVERLAP_WORDS}"),
-        ("words in a run, for near-duplicates", f"{sketch.RUN_WORDS}"),
-        ("share of runs that near-duplicates have in common, by estimate", f"{100 * sketch.THRESHOLD:.0f} %"),
-        ("records compared for near-duplicates; of more, a sample of that size", f"{sketch.CAPACITY:,}"),
+        ("consecutive words that make an overlap", f"{text.OVERLAP_WORDS}"),
+        ("words of an n-gram, for near-duplicates", f"{text.RUN_WORDS}"),
+        ("estimated fraction of n-grams that near-duplicates share", f"{100 * text.THRESHOLD:.0f} %"),
+        ("records compared for near-duplicates; of more, a sample of that size", f"{text.CAPACITY:,}"),
     ]
     return [
         "## Numbers",
-        "Texts are compared by their words, in lower case and without punctuation. Numbers and signs stay: `3 + 4` is another "
-        "question than `3 - 4`.",
+        "Texts are compared by their words, in lower case and without punctuation. Numbers and symbols count: `3 + 4` and "
+        "`3 - 4` are different questions.",
         table(("what", "value"), rows),
     ]
 
@@ -192,9 +189,9 @@ def _gsm8k(recorded: Mapping[str, Any]) -> str:
     rows = [
         ("examples", f"{said['examples']:,}"),
         ("tokens", f"{said['tokens']:,}, {_percent(said['trained_tokens'] / said['tokens'])} of them trained"),
-        (f"rows of {said['max_length']:,} tokens", f"{said['rows']:,}, {_percent(said['fill'])} full (the last not counted)"),
-        ("first start", f"{first['seconds']:.1f} s, of which {said['seconds']:.1f} s tokenising"),
-        ("tokenised at", f"{said['tokens'] / said['seconds']:,.0f} tokens/s"),
+        (f"rows of {said['max_length']:,} tokens", f"{said['rows']:,}, {_percent(said['fill'])} full (without the last)"),
+        ("first start", f"{first['seconds']:.1f} s, of which {said['seconds']:.1f} s for tokenization"),
+        ("tokenization", f"{said['tokens'] / said['seconds']:,.0f} tokens/s"),
         ("second start", f"{second['seconds']:.1f} s"),
         ("peak memory of all processes", f"{_mib(first)} MiB; at the second start {_mib(second)} MiB"),
     ]  # fmt: skip

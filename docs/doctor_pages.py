@@ -5,27 +5,28 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.doctor_causes import CAUSES, Cause
 from docs.markdown import WRITTEN, table
 from tunix_rt.accelerators import Accelerator, accelerators
+from tunix_rt.cli.doctor import verdict_lines
 from tunix_rt.doctor import wheels
-from tunix_rt.doctor.causes import CAUSES, KINDS, Cause
-from tunix_rt.doctor.checks import judge
+from tunix_rt.doctor.checks import CAUSES as CAUSES_OF_KIND
+from tunix_rt.doctor.checks import KIND_OF, judge
 from tunix_rt.doctor.facts import Ask, Facts, facts_from_json
-from tunix_rt.doctor.report import verdict_lines
 from tunix_rt.doctor.selection import choose_device
 from tunix_rt.errors import HardwareError
 
 FACTS = Path(__file__).parents[1] / "tests" / "facts"
 FOLDER = Path("docs/doctor")
 KIND_WORDS = {
-    "hardware": "the device is not there, or cannot do what is asked",
+    "hardware": "the device is missing, or cannot do what the run needs",
     "driver": "NVIDIA's driver or its kernel module",
     "wheel": "the installed build of torch or jax",
-    "masked": "the device is there and hidden",
-    "container": "how the container was started, or what happened to it",
-    "permissions": "the device is there and this user may not open it",
+    "masked": "the device is present and hidden",
+    "container": "the options of the container, or its state",
+    "permissions": "the device is present and this user cannot open it",
     "environment": "packages or variables of this environment",
-    "busy": "someone else holds what is needed",
+    "busy": "another process holds the device or its memory",
     "storage": "the disk",
 }
 
@@ -44,22 +45,21 @@ def pages() -> dict[Path, str]:
 
 
 def index_page() -> str:
-    rows = [(f"[{code}]({code}.md)", cause.kind, cause.title) for code, cause in CAUSES.items()]
+    rows = [(f"[{code}]({code}.md)", KIND_OF[code], cause.title) for code, cause in CAUSES.items()]
     return _page(
         "# What the doctor finds",
         WRITTEN,
-        "`tunix-rt doctor` gathers facts and asks them one question for each cause, in this order. A cause hides the ones "
-        "below it: without a driver nothing can be said about a wheel. So the first that fails is *the* cause, and it is "
-        "the one to mend first; the ones behind it are named after `then:`.",
-        table(("cause", "kind", "in words"), rows),
+        "`tunix-rt doctor` gathers facts and checks them for each cause, in this order. A cause hides the ones below it: "
+        "without a driver a wheel cannot be checked. The first check that fails is the cause to repair first; the others "
+        "follow after `then:`.",
+        table(("cause", "kind", "title"), rows),
         "## Kinds",
         "Every cause is of one of nine kinds; `tunix-rt doctor --json` gives it as `kind`.",
-        table(("kind", "what has to change"), [(kind, KIND_WORDS[kind]) for kind in KINDS]),
-        "One more cause, `not-proven`, is no question to facts: a kernel that was run gave a wrong result, or none. "
-        "[The device contract](../concepts/the-device-contract.md) has what is run.",
-        "The examples on the pages are real output: facts of computers, written down by hand or gathered, in "
-        "`tests/facts`, judged by the same functions as yours. See also [the guide](../guides/gpu-environment.md) and "
-        "[why it is built so](../decisions/0014-facts-then-judgement.md).",
+        table(("kind", "what has to change"), [(kind, KIND_WORDS[kind]) for kind in CAUSES_OF_KIND]),
+        "One more cause, `not-proven`, does not come from facts: the kernel self-test failed. "
+        "[The device contract](../concepts/the-device-contract.md) lists what it runs.",
+        "The examples on the pages are real output for the computers in `tests/facts`. See also "
+        "[the guide](../guides/gpu-environment.md) and [the decision](../decisions/0014-facts-then-judgement.md).",
     )
 
 
@@ -67,17 +67,17 @@ def cause_page(code: str, cause: Cause) -> str:
     parts = [
         f"# {cause.title}",
         WRITTEN,
-        f"Cause `{code}`, of the kind [{cause.kind}](README.md#kinds): {KIND_WORDS[cause.kind]}.",
-        "## What you see without the doctor",
+        f"Cause `{code}`, of the kind [{KIND_OF[code]}](README.md#kinds): {KIND_WORDS[KIND_OF[code]]}.",
+        "## Symptom",
         cause.symptom,
-        "## What is going on",
+        "## Explanation",
         cause.why,
-        "## The way out",
-        f"{cause.remedy} `tunix-rt doctor` prints the exact line for your computer.",
+        "## Fix",
+        f"{cause.remedy} `tunix-rt doctor` prints the exact command for your computer.",
     ]
     if example := example_of(code):
         parts += [
-            "## What the doctor says",
+            "## Output of the doctor",
             f"{example.about} ({example.origin()})",
             f"```text\n{example.output()}\n```",
         ]
@@ -87,11 +87,11 @@ def cause_page(code: str, cause: Cause) -> str:
 
 
 def _neighbours(code: str) -> str:
-    """The causes that are asked about just before and just after."""
+    """The causes that are checked just before and just after."""
     codes = list(CAUSES)
     place = codes.index(code)
-    before = f"Asked before it: [{codes[place - 1]}]({codes[place - 1]}.md)." if place else "Asked first."
-    after = f" After it: [{codes[place + 1]}]({codes[place + 1]}.md)." if place + 1 < len(codes) else " Asked last."
+    before = f"Before it: [{codes[place - 1]}]({codes[place - 1]}.md)." if place else "The first."
+    after = f" After it: [{codes[place + 1]}]({codes[place + 1]}.md)." if place + 1 < len(codes) else " The last."
     return before + after
 
 
@@ -100,7 +100,7 @@ def _neighbours(code: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One computer of tests/facts, and what was asked of it."""
+    """One computer of tests/facts, and what a run requests there."""
 
     name: str
     about: str
@@ -115,8 +115,7 @@ class Example:
             choice = choose_device(self.ask, self.facts)
         except HardwareError:
             choice = None
-        lines = verdict_lines(self.facts, judge(self.facts, self.ask), choice, self.ask.device)
-        return "\n".join(lines[: lines.index("")])
+        return "\n".join(verdict_lines(judge(self.facts, self.ask), choice, self.ask.device))
 
     def origin(self) -> str:
         link = self.source.removeprefix("https://")
@@ -145,7 +144,7 @@ def examples() -> tuple[Example, ...]:
 
 
 def example_of(code: str) -> Example | None:
-    """The first computer that fails by this cause, rather one where the device was named; else one that is warned of it."""
+    """The first computer that fails by this cause, preferably with a named device; else one with a warning."""
     failing = sorted((one for one in examples() if one.expected == code), key=lambda one: one.ask.device == "auto")
     warned = (example for example in examples() if example.expected is None and code in example.warns_of())
     return next(iter(failing), None) or next(warned, None)

@@ -111,7 +111,7 @@ def _real(root: Path) -> list[str]:
         ("held-out loss", f"{loss['loss']:.4f}", f"{last['loss']:.4f}"),
         ("loss of the first and the last step", f"{steps[0]['loss']:.4f}", f"{steps[-1]['loss']:.4f}"),
         ("answers well-formed", f"{before['format_rate']:.1%}", f"{after['format_rate']:.1%}"),
-        ("answers right, by the tags", f"{before['accuracy']:.1%}", f"{after['accuracy']:.1%}"),
+        ("answers right, strict", f"{before['accuracy']:.1%}", f"{after['accuracy']:.1%}"),
     ]
     speed = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
     return [

@@ -1,5 +1,5 @@
-"""What was measured of the JAX engine: on a GPU, in docs/reference/jax-engine.md; beside transformers and Tunix, in
-docs/reference/tunix.md. Read from raw output."""
+"""What the engines support and what was measured of the JAX engine on a GPU, in docs/reference/jax-engine.md; its measurements
+beside transformers and Tunix, in docs/reference/tunix.md. Read from the capabilities and from raw output."""
 
 import json
 import re
@@ -7,7 +7,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from docs.markdown import table, with_block
+from docs.markdown import replaced, table, with_block
+from tunix_rt.config.capabilities import CAPABILITIES, unsupported
+from tunix_rt.config.settings import Training
+from tunix_rt.models.families import families_of
 
 PAGE = Path("docs/reference/jax-engine.md")
 RESULTS = Path("benchmarks/results")
@@ -24,7 +27,44 @@ _COMPILED = re.compile(r"Compiled in ([\d.]+) s; the compiler asks for ([\d.]+) 
 
 
 def page(root: Path) -> str:
-    return with_block(root, PAGE, "measured", _measured(root))
+    text = with_block(root, PAGE, "measured", _measured(root))
+    return replaced(text, "capabilities", _capabilities(), PAGE)
+
+
+def _capabilities() -> str:
+    """What each engine supports, and how the JAX engine refuses the rest, from the table that the program reads."""
+    engines = CAPABILITIES.values()
+    values = {
+        "`training.device`": [one.devices for one in engines],
+        "`training.dtype`": [one.dtypes for one in engines],
+        "`training.optim`": [one.optimizers for one in engines],
+        "`model.implementation`": [one.implementations for one in engines],
+        "model families": [families_of(name) if one.own_models else () for name, one in CAPABILITIES.items()],
+    }
+    flags = {
+        "LoRA (`training.lora_rank`)": "lora",
+        "updates in the backward pass (`training.optim_in_backward`)": "optim_in_backward",
+        "eager layers (`training.compile: false`)": "eager",
+        "profiles of steps (`--profile`)": "profile",
+        "models with dropout": "dropout",
+        "several devices (`training.data_replicas`)": "multi_device",
+        "the whole step compiled before a weight is read": "compiles_whole_step",
+    }
+    rows = [
+        (name, *(", ".join(f"`{one}`" for one in each) or "causal language models of transformers" for each in lists))
+        for name, lists in values.items()
+    ]
+    rows += [(name, *("yes" if getattr(one, flag) else "no" for one in engines)) for name, flag in flags.items()]
+    requests = Training(lora_rank=8, dtype="float16", optim="adamw_8bit", optim_in_backward=True, compile=False)
+    refused = unsupported(requests, CAPABILITIES["jax"], profile_steps=3)
+    return "\n\n".join([
+        table(("", *(one.title for one in engines)), rows),
+        "A setting that an engine does not support is refused by name, with an [exit code](exit-codes.md):",
+        table(
+            ("requested", "exit", "why", "fix"),
+            [(f"`{one.setting}`", "2", one.problem.removeprefix(f"{one.setting}: "), one.fix) for one in refused],
+        ),
+    ])  # fmt: skip
 
 
 def _measured(root: Path) -> str:

@@ -18,12 +18,12 @@ from docs.markdown import replaced, table
 from docs.solver_pages import H200, HOPPER, RESULTS, assigned, gib, read, shape_named
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import TunixError
+from tunix_rt.plan import fit as verdict
+from tunix_rt.plan import footprint as step_phases
 from tunix_rt.plan import memory
-from tunix_rt.plan import phases as step_phases
-from tunix_rt.plan import target as verdict
+from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import loss_rows
-from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import ModelShape
 
 PAGE = Path("docs/concepts/memory-model.md")
@@ -416,7 +416,8 @@ KNOWN = {
     "HEAP_BLOCK_BYTES": "glibc serves larger blocks by themselves",
     "PUBLISHED_BYTES": "of an element of a file of pretrained weights",
     "PROOF_SPARE_BYTES": "for the process that proves the final model; no run is refused for it",
-    "SEEN_SHARE": "of a card's nominal memory, what its driver gives out; only for a device that is named and not present",
+    "TABLE_SLICE_ROWS": "rows of the lm_head gradient that the engine computes at a time",
+    "UPDATE_ELEMENTS": "elements of a tensor that the engine updates at a time",
 }
 """Constants that stand for a fact, or decide nothing."""
 MODULES: tuple[ModuleType, ...] = (memory, step_phases, verdict)

@@ -18,11 +18,10 @@ from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.models.resolve import resolve_architecture
 from tunix_rt.plan import speed
-from tunix_rt.plan.prediction import predict_run
+from tunix_rt.plan.fit import predict_run, verdict
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.solver import faster, solve
 from tunix_rt.plan.speed import KNOWN_RANGE, step_time
-from tunix_rt.plan.target import verdict
 
 RESULTS = Path("benchmarks/results")
 GIB = 2**30

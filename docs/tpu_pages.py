@@ -124,56 +124,26 @@ def plan_page(root: Path) -> str:
 
 
 def plan_block(root: Path) -> str:
-    """A table for each group of settings, and what the distances come to."""
+    """The lower bound of every compiled setting beside the compiler's figures."""
     entries = plan_against_compiler.recorded(root)
-    groups = {
-        "fitted": "Settings that the figures were fitted to, or that were known while one was still changed:",
-        "held out": "Settings drawn before any was compiled, and used to fit nothing:",
-        "drawn last": "Settings drawn from a grid after the last change of the plan:",
-        "at the limit": "One chip at its limit of 15.75 GiB, known while what one chip keeps was still changed:",
-    }
-    blocks = []
-    for group, words in groups.items():
-        found = {name: entry for name, entry in entries.items() if entry["group"] == group}
-        blocks += [words, _plan_table(found), _distances(found)]
-    missing = len(plan_against_compiler.ALL) - len(entries)
-    versions = sorted({_versions(entry["verdict"]) for entry in entries.values()})
-    left = f" {missing} settings of the series are not compiled yet." if missing else ""
-    raw = f"raw output in `{plan_against_compiler.RESULTS}`, lists of arrays in `{ARRAYS}`"
-    made = f"`python -m benchmarks.plan_against_compiler`; {'; '.join(versions)}; {raw}."
-    return "\n\n".join([*filter(None, blocks), made + left])
-
-
-def _plan_table(entries: Mapping[str, Any]) -> str:
-    columns = (
-        "setting, rows on each chip",
-        "plan GiB",
-        "compiler's peak",
-        "plan against it",
-        "compiler's total",
-        "plan against it",
-    )
+    columns = ("setting, rows on each chip", "at least GiB", "compiler's peak", "share of it", "compiler's total")
     rows = []
     for name, entry in entries.items():
-        plan = f"{entry['plan_bytes'] / GIB:.2f}"
+        floor = f"{entry['floor_bytes'] / GIB:.2f}"
         if not entry["fits"]:
-            wanted = entry["verdict"]["refusal"]["needed"] / GIB
-            rows.append((name, plan, "**refused**", "", f"over {wanted:.2f}", ""))
+            needed = entry["verdict"]["refusal"]["needed"] / GIB
+            rows.append((name, floor, "**refused**", "", f"over {needed:.2f}"))
             continue
-        said = ((entry["compiler_bytes"][kind], entry["errors"][kind]) for kind in ("peak", "total"))
-        rows.append((name, plan, *(cell for size, error in said for cell in (f"{size / GIB:.2f}", f"{error:+.1%}"))))
-    return table(columns, rows)
-
-
-def _distances(entries: Mapping[str, Any]) -> str:
-    """Least, median and greatest distance from the peak; those of large steps apart, where little is constant."""
-    errors = {name: entry["errors"]["peak"] for name, entry in entries.items() if entry["fits"]}
-    if len(errors) < 2:
-        return ""
-    large = [error for name, error in errors.items() if entries[name]["compiler_bytes"]["peak"] >= 2 * GIB]
-    middle = statistics.median(errors.values())
-    said = f"Against the peak: {min(errors.values()):+.1%} to {max(errors.values()):+.1%}, median {middle:+.1%}"
-    return said + (f"; where that is 2 GiB or more, {min(large):+.1%} to {max(large):+.1%}." if large else ".")
+        peak, total = (f"{entry['compiler_bytes'][kind] / GIB:.2f}" for kind in ("peak", "total"))
+        rows.append((name, floor, peak, f"{entry['floor_share']:.0%}", total))
+    shares = [entry["floor_share"] for entry in entries.values() if entry["fits"]]
+    spread = f"The lower bound is {min(shares):.0%} to {max(shares):.0%} of the peak, median {statistics.median(shares):.0%}."
+    missing = len(plan_against_compiler.ALL) - len(entries)
+    versions = sorted({_versions(entry["verdict"]) for entry in entries.values()})
+    left = f" {missing} settings are not compiled yet." if missing else ""
+    raw = f"raw output in `{plan_against_compiler.RESULTS}`, lists of arrays in `{ARRAYS}`"
+    made = f"`python -m benchmarks.plan_against_compiler`; {'; '.join(versions)}; {raw}."
+    return "\n\n".join([table(columns, rows), spread, made + left])
 
 
 def _versions(verdict: Mapping[str, Any]) -> str:

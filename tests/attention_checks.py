@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunix_rt.data.packing import IGNORED, collate, make_rows
 from tunix_rt.data.render import Example
-from tunix_rt.engines.torch.attention import boundaries, register
+from tunix_rt.engines.torch.attention import attention_of, boundaries, register
+from tunix_rt.plan.attention_kernels import torch_attention
 
 VOCABULARY = 64
 CAP = 2.0
@@ -28,9 +29,15 @@ FAMILIES = {
     "gemma3_text": {"query_pre_attn_scalar": 12, **_SLIDES},
     "llama": {},
     "qwen3": {"use_sliding_window": True, **_SLIDES},
+    "smollm3": {"use_sliding_window": True, "no_rope_layers": [0, 1], **_SLIDES},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-SLIDING = ("gemma2", "gemma3_text", "qwen3")
+SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3")
+
+
+def choose_attention(**facts):
+    """The attention of a run with these facts, as the engine chooses it before it tries the kernel."""
+    return attention_of(*torch_attention(**facts))
 
 
 def small_model(family, *, attention, window=4, head_dim=8, dtype=torch.float64, device="cpu", **more):

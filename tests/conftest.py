@@ -29,6 +29,11 @@ _SMALL = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
         "tie_word_embeddings": False, "initializer_range": 0.2,
     },
+    "smollm3": {
+        "model_type": "smollm3", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "no_rope_layers": [1, 0],
+        "initializer_range": 0.2,
+    },
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.2,
@@ -64,10 +69,10 @@ def reference_model() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are named and left out with the reason where there is no GPU, not passed over in silence."""
-    if Path("/dev/nvidiactl").exists():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+HAS_GPU = Path("/dev/nvidiactl").exists()
+collect_ignore = [] if HAS_GPU else ["gpu"]
+"""Without a GPU, the modules of `tests/gpu` are not even imported."""
+
+
+def pytest_report_header() -> list[str]:
+    return [] if HAS_GPU else ["tests/gpu is not collected: no NVIDIA GPU"]

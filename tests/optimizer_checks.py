@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.device_waits import nothing_waits
-from tunix_rt.engines.selftest import reference as references
+from tunix_rt.config.optimizers import OPTIMIZERS
+from tunix_rt.engines.optimizers import Hyperparameters, module_of
 from tunix_rt.engines.torch.optim import Optimizer
-from tunix_rt.plan.optimizers import OPTIMIZERS
 
 KINDS = list(OPTIMIZERS)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -65,20 +65,12 @@ def assert_same_bits(found, expected):
 
 def reference_of(kind, weights, gradients, *, decay):
     """Parameter and state after all `gradients`, in float64, the state named as ours."""
-    if kind == "adafactor":
-        state = references.Adafactor(parameter=weights)
-    else:
-        state = references.Adam(parameter=weights, first=np.zeros_like(weights), second=np.zeros_like(weights), step=0)
-    for gradient, rate in zip(gradients, RATES, strict=False):
-        if kind == "adafactor":
-            state = references.adafactor_step(state, gradient, rate=rate, decay=decay)
-        else:
-            state = references.adamw_step(state, gradient, rate=rate, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=decay)
-    if kind == "adafactor":
-        parts = {"exp_avg_sq_row": state.rows, "exp_avg_sq_col": state.columns, "exp_avg_sq": state.whole}
-    else:
-        parts = {"exp_avg": state.first, "exp_avg_sq": state.second}
-    return state.parameter, {slot: part for slot, part in parts.items() if part is not None}
+    states = {}
+    for step, (gradient, lr) in enumerate(zip(gradients, RATES, strict=False), 1):
+        at = Hyperparameters(step=step, lr=lr, decay=decay)
+        states = module_of(kind).reference(weights, states, gradient, at)
+        weights = states.pop("parameter")
+    return weights, states
 
 
 def float64(tensor):
@@ -144,11 +136,11 @@ def check_torchs_own(dtype, device="cpu"):
 
 def check_one_by_one(kind, dtype, device="cpu"):
     """Updated one by one and backwards, parameters and state have the bits of updated all together."""
-    scale, sound = torch.tensor(0.37, device=device), torch.tensor(True, device=device)
+    scale, finite = torch.tensor(0.37, device=device), torch.tensor(True, device=device)
 
     def one_by_one(optimizer):
         for parameter in reversed(list(separate.values())):
-            optimizer.update(parameter, scale=scale, sound=sound)
+            optimizer.update(parameter, scale=scale, finite=finite)
 
     together, separate = parameters(dtype, device), parameters(dtype, device)
     first, second = make(together, kind), make(separate, kind)
@@ -175,22 +167,22 @@ def check_restored(kind, dtype, kept, device="cpu"):
 
 
 HOW = {
-    "one by one": lambda optimizer, named, scale, sound: [
-        optimizer.update(parameter, scale=scale, sound=sound) for parameter in named.values()
+    "one by one": lambda optimizer, named, scale, finite: [
+        optimizer.update(parameter, scale=scale, finite=finite) for parameter in named.values()
     ],
-    "together": lambda optimizer, named, scale, sound: optimizer.step(scale=scale, sound=sound),
-    "clipped": lambda optimizer, named, scale, sound: [
-        optimizer.update_clipped(parameter, limit=1.0, sound=torch.ones_like(sound)) for parameter in named.values()
+    "together": lambda optimizer, named, scale, finite: optimizer.step(scale=scale, finite=finite),
+    "clipped": lambda optimizer, named, scale, finite: [
+        optimizer.update_clipped(parameter, limit=1.0, finite=torch.ones_like(finite)) for parameter in named.values()
     ],
 }
-"""Ways to an update that is not sound: as its `sound` says, or, clipped by its own norm, as it finds out by itself."""
+"""Ways to an update that is not finite: as its `finite` says, or, clipped by its own norm, as it finds out by itself."""
 
 
-def check_unsound(kind, dtype, first, device="cpu", how="one by one"):
-    """An update that is not sound, of step `first`, changes neither weights nor state, and is not waited for."""
+def check_not_finite(kind, dtype, first, device="cpu", how="one by one"):
+    """An update that is not finite, of step `first`, changes neither weights nor state, and is not waited for."""
     named = parameters(dtype, device)
     optimizer = make(named, kind)
-    if device != "cpu":  # kernels and tables are loaded by the first update, which is waited for
+    if device != "cpu":  # kernels and codes are loaded by the first update, which is waited for
         others = parameters(dtype, device)
         walk(make(others, kind), others, last=1)
     walk(optimizer, named, last=first - 1)
@@ -198,10 +190,10 @@ def check_unsound(kind, dtype, first, device="cpu", how="one by one"):
     give_gradients(named, first)
     for parameter in named.values():
         parameter.grad.view(-1)[0] = torch.nan
-    scale, sound = torch.tensor(torch.nan, device=device), torch.tensor(False, device=device)
+    scale, finite = torch.tensor(torch.nan, device=device), torch.tensor(False, device=device)
     with nothing_waits(device):
         optimizer.begin(first, 1e-2)
-        HOW[how](optimizer, named, scale, sound)
+        HOW[how](optimizer, named, scale, finite)
     assert_same_bits(everything(optimizer, named), before)
 
 
@@ -212,7 +204,7 @@ def check_clipped(kind, dtype, limit, device="cpu"):
     the weights in each step."""
     clipped, by_hand = parameters(dtype, device), parameters(dtype, device)
     first, second = make(clipped, kind), make(by_hand, kind)
-    sound = torch.tensor(True, device=device)
+    finite = torch.tensor(True, device=device)
     for step in range(1, 4):
         for named, optimizer in ((clipped, first), (by_hand, second)):
             give_gradients(named, step)
@@ -222,14 +214,14 @@ def check_clipped(kind, dtype, limit, device="cpu"):
                 parameter.grad, dtype=torch.float64 if dtype == torch.float64 else torch.float32
             )
             scale = (limit / (norm.double() + 1e-6)).clamp(max=1.0) if limit else None
-            second.update(parameter, scale=scale, sound=sound)
-            found, good = first.update_clipped(clipped[name], limit=limit, sound=sound)
+            second.update(parameter, scale=scale, finite=finite)
+            found, good = first.update_clipped(clipped[name], limit=limit, finite=finite)
             assert found.shape == good.shape == () and found.dtype == torch.float64 and good.item() is True
             exact = float(np.linalg.norm(float64(parameter.grad)))
             assert found.item() == pytest.approx(exact, rel=1e-14 if dtype == torch.float64 else 1e-6), name
             if limit and limit < 1:
                 assert scale.item() < 1, "nothing is clipped"
-    kernels = dtype == torch.bfloat16 or (dtype == torch.float32 and kind == "adamw_8bit")
+    kernels = str(dtype).removeprefix("torch.") in OPTIMIZERS[kind].triton
     if device == "cpu" or not kernels:
         assert_same_bits(everything(first, clipped), everything(second, by_hand))
         return

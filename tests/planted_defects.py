@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from transformers import masking_utils
 
+from tunix_rt.engines.optimizers import adafactor
 from tunix_rt.engines.torch import attention as torch_attention
 from tunix_rt.engines.torch import chunked_loss as torch_head
 from tunix_rt.engines.torch import model as torch_model
-from tunix_rt.engines.torch import update_rules as torch_rounding
 from tunix_rt.engines.torch import update_rules as torch_update_rules
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Plant = Callable[[pytest.MonkeyPatch], object]
 
 # --- in this process: product and attention ---------------------------------------------------------------------------
 
@@ -101,10 +101,17 @@ def cap_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tanh", lambda numbers: numbers)
 
 
-def window_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' mask shows one token more."""
+def window_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """transformers' mask shows one token more. Returns the windows that were lengthened, filled as masks are made."""
     overlay = masking_utils.sliding_window_overlay
-    monkeypatch.setattr(masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1))
+    lengthened: list[int] = []
+
+    def wrong(window):
+        lengthened.append(window)
+        return overlay(window + 1)
+
+    monkeypatch.setattr(masking_utils, "sliding_window_overlay", wrong)
+    return lengthened
 
 
 def kernel_off(**changed: Callable) -> Plant:
@@ -121,13 +128,19 @@ def kernel_off(**changed: Callable) -> Plant:
     return plant
 
 
-def flex_window_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def flex_window_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """FlexAttention's block mask shows one token more. Returns the windows that were lengthened."""
     make = torch_attention.PackedRows.block_mask
-    monkeypatch.setattr(
-        torch_attention.PackedRows,
-        "block_mask",
-        lambda rows, window: make(rows, None if window is None else window + 1),
-    )
+    lengthened: list[int] = []
+
+    def wrong(rows, window):
+        if window is None:
+            return make(rows, None)
+        lengthened.append(window)
+        return make(rows, window + 1)
+
+    monkeypatch.setattr(torch_attention.PackedRows, "block_mask", wrong)
+    return lengthened
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -141,7 +154,7 @@ def others_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the head is zero for tokens that are no target."""
     add = torch_head._add_product
     monkeypatch.setattr(
-        torch_head, "_add_product", lambda table, slopes, states: add(table, slopes.clamp(max=0), states)
+        torch_head, "_add_product", lambda lm_head, dlogits, hidden: add(lm_head, dlogits.clamp(max=0), hidden)
     )
 
 
@@ -149,9 +162,9 @@ def chunk_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the head lacks all targets but those of the first chunk."""
     add = torch_head._add_product
 
-    def wrong(table, slopes, states):
-        if table.grad is None:
-            add(table, slopes, states)
+    def wrong(lm_head, dlogits, hidden):
+        if lm_head.grad is None:
+            add(lm_head, dlogits, hidden)
 
     monkeypatch.setattr(torch_head, "_add_product", wrong)
 
@@ -172,7 +185,7 @@ def one_target_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch_model,
         "head_loss",
-        lambda states, table, targets, **named: whole(states[:-1], table, targets[:-1], **named),
+        lambda hidden, lm_head, targets, **named: whole(hidden[:-1], lm_head, targets[:-1], **named),
     )
 
 
@@ -188,18 +201,18 @@ def loss_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adamw_off(**changed: Callable[[float], float]) -> Plant:
-    """An update with another rate, epsilon, decay or number than was asked for."""
+    """An update with another lr, epsilon, decay or number than was asked for."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel = torch_update_rules.fused_kernel
 
-        def wrong(*lists, now, decay, count, unsound=None):
+        def wrong(*lists, now, decay, count, skip=None):
             now = replace(
                 now, **{name: change(getattr(now, name)) for name, change in changed.items() if hasattr(now, name)}
             )
             decay = changed["decay"](decay) if "decay" in changed else decay
             count = changed["count"](count) if "count" in changed else count
-            kernel(*lists, now=now, decay=decay, count=count, unsound=unsound)
+            kernel(*lists, now=now, decay=decay, count=count, skip=skip)
 
         monkeypatch.setattr(torch_update_rules, "fused_kernel", wrong)
 
@@ -224,12 +237,12 @@ def moment_off(which: int) -> Plant:
 
 def adafactor_off(**changed: Callable) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        rule = torch_update_rules.RULES["adafactor"]
+        rule = adafactor.torch_update
 
         def wrong(update):
             rule(replace(update, **{name: change(getattr(update, name)) for name, change in changed.items()}))
 
-        monkeypatch.setitem(torch_update_rules.RULES, "adafactor", wrong)
+        monkeypatch.setattr(adafactor, "torch_update", wrong)
 
     return plant
 
@@ -244,12 +257,12 @@ def never_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step_share_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adafactor's second moment moves by another share than it should in the second step."""
-    moved = torch_update_rules._moved
+    moved = adafactor._moved
 
     def wrong(update, mean, towards):
         return moved(replace(update, now=replace(update.now, step=update.now.step**1.01)), mean, towards)
 
-    monkeypatch.setattr(torch_update_rules, "_moved", wrong)
+    monkeypatch.setattr(adafactor, "_moved", wrong)
 
 
 def _one_up(codes: torch.Tensor, levels: int) -> torch.Tensor:
@@ -261,22 +274,22 @@ def code_off(name: str, levels: int) -> Plant:
     """The codes of one moment are all one too high, where there is a higher one."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        encode = getattr(torch_rounding, name)
+        encode = getattr(torch_update_rules, name)
 
         def wrong(values, generator):
             codes, absmax = encode(values, generator)
             return _one_up(codes, levels), absmax
 
-        monkeypatch.setattr(torch_rounding, name, wrong)
+        monkeypatch.setattr(torch_update_rules, name, wrong)
 
     return plant
 
 
 def code_misread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are right, and are taken for their neighbours in the next update."""
-    decode = torch_rounding.decode
+    decode = torch_update_rules.decode
     monkeypatch.setattr(
-        torch_rounding, "decode", lambda codes, absmax, table: decode(_one_up(codes, 128), absmax, table)
+        torch_update_rules, "decode", lambda codes, absmax, table: decode(_one_up(codes, 128), absmax, table)
     )
 
 
@@ -284,21 +297,23 @@ def moments_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments are always rounded down."""
 
     def wrong(shares, levels, generator):
-        return (shares.view(torch.int32) - torch_rounding.lowest(levels)) >> torch_rounding.CUT
+        return (shares.view(torch.int32) - torch_update_rules.lowest(levels)) >> torch_update_rules.CUT
 
-    monkeypatch.setattr(torch_rounding, "_cut", wrong)
+    monkeypatch.setattr(torch_update_rules, "_cut", wrong)
 
 
 def rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is random in the rounding of weights."""
-    monkeypatch.setattr(torch_rounding, "round_to_bfloat16_", lambda target, values, generator: target.copy_(values))
+    monkeypatch.setattr(
+        torch_update_rules, "round_to_bfloat16_", lambda target, values, generator: target.copy_(values)
+    )
 
 
 def rounded_too_often_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """By 2 % of a step."""
-    rounding = torch_rounding.round_to_bfloat16_
+    rounding = torch_update_rules.round_to_bfloat16_
     monkeypatch.setattr(
-        torch_rounding,
+        torch_update_rules,
         "round_to_bfloat16_",
         lambda target, values, generator: rounding(target, values + 0.02 * 2.0**-7, generator),
     )

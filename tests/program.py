@@ -1,9 +1,11 @@
-"""Run the real program in a subprocess, as a user would."""
+"""Run the real program: in a subprocess, as a user would, or in this process, where only its output matters."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from click.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +26,17 @@ def tunix_rt(*arguments: object, cwd: Path = ROOT, **extra: str) -> subprocess.C
     return subprocess.run(
         command(*arguments), cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300
     )
+
+
+def in_process(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+    """The same through click in this process: seconds less for a refusal or a view, which import no engine anew."""
+    from tunix_rt.cli.main import cli
+
+    words = list(map(str, arguments))
+    done = CliRunner(env={"HF_HUB_OFFLINE": "1", **extra}).invoke(cli, words)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
 
 
 def refused(done: subprocess.CompletedProcess[str], exit_code: int) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from tunix_rt.data.formats import detect_format, to_sample
 from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.records import Sample
 from tunix_rt.data.sources import Dataset
-from tunix_rt.data.trace import Sample
 
 
 def read_samples(dataset: Dataset, format: str = "auto") -> Iterator[tuple[str, Sample]]:

@@ -15,10 +15,7 @@ from tunix_rt.data.tokenizer import load_tokenizer
 def recipe_for(path: Path, **settings: object) -> Recipe:
     dataset, tokenizer = find_dataset(str(path)), load_tokenizer(ROOT / "models" / "tiny-gemma3", "gemma3_text")
     style = style_of(build_config({"data": settings}, "test").data, tokenizer)
-    return Recipe(
-        dataset=dataset, format=detect_format(dataset), tokenizer=tokenizer, style=style, needs_bos=True,
-        model_type="gemma3_text",
-    )  # fmt: skip
+    return Recipe(dataset=dataset, format=detect_format(dataset), tokenizer=tokenizer, style=style, needs_bos=True)
 
 
 def quiet(*told: object) -> None:

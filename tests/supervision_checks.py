@@ -17,11 +17,11 @@ import tokenizers
 from tests.conftest import SHIPPED
 from tests.samples import read_samples
 from tunix_rt.data.packing import IGNORED, batch_of_step, collate, make_rows
+from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.render import Style
 from tunix_rt.data.sources import find_dataset
 from tunix_rt.data.template import choose_template
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.data.trace import Sample, Turn
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
 

@@ -1,11 +1,11 @@
-"""`python training_pt/train.py --config ... --output ... --dataset ... --device ...`: see `tunix_rt/cli/legacy.py`."""
+"""`python training_pt/train.py --config ... --output ... --dataset ... --device ...`: see `tunix_rt/cli/train.py`."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from tunix_rt.cli.legacy import main
+from tunix_rt.cli.train import run_script
 
 if __name__ == "__main__":
-    sys.exit(main("torch"))
+    sys.exit(run_script("torch"))

@@ -1,7 +1,7 @@
-"""A trained or published model, opened to be asked: by `evaluate`, `generate` and `chat`."""
+"""Open a trained or published model for generation: `evaluate`, `generate` and `chat`."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -9,25 +9,25 @@ from typing import Any
 
 from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import Data
+from tunix_rt.data.records import Turn
 from tunix_rt.data.render import Style, conversation_ids, prompt_ids, style_of
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.data.trace import Turn
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import Progress, load_backend
+from tunix_rt.engines.base import Backend, Engine, Progress, load_backend
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.errors import ConfigError, DoesNotFitError, InputError
+from tunix_rt.evaluate.comparison import Comparison, Side, compare_runs
 from tunix_rt.evaluate.evalsets import EvalSet
-from tunix_rt.evaluate.generate import Questions, ask, decoding_of, stop_ids
-from tunix_rt.evaluate.report import Comparison, Side, compare_runs, comparison_markdown, samples_markdown, table
-from tunix_rt.evaluate.summary import summary_of
+from tunix_rt.evaluate.generate import Questions, decoding_of, evaluate_model, stop_ids
+from tunix_rt.evaluate.report import comparison_markdown, samples_markdown, summary_of, table
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.memory import rows_that_fit
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.scoring.score import Prediction, Scores, score_predictions
-from tunix_rt.storage import storage, write_json, write_jsonl, write_text
+from tunix_rt.scoring.score import Prediction, Scores
+from tunix_rt.storage import storage, write_json, write_text
 from tunix_rt.train.device import find_device
 
 logger = logging.getLogger(__name__)
@@ -35,55 +35,61 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 OTHER_TOKENIZER = "name the tokenizer that belongs to it: --set model.tokenizer_name_or_path=..."
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SETTABLE = ("data.", "model.tokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """What a person calls a model: a run, which has settings of its own, or a model as `resolve_model` takes it."""
+class ModelSpec:
+    """A model as the user names it: a run, which has settings of its own, or anything that `resolve_model` takes."""
 
     name: str
     model: str
     data: Data
-    """How the run it came from wrote its prompts; the defaults for any other model."""
+    """How prompts are rendered: the settings of the run, the defaults for any other model."""
     tokenizer: str | None = None
 
 
-def name_model(name: str, changes: Sequence[str] = ()) -> Named:
+def model_spec(name: str, changes: Sequence[str] = ()) -> ModelSpec:
     """A run folder stands for the model it trained; everything else for itself. `changes` are settings of `data`."""
     refuse_address("the model", name)
     for change in changes:
-        if not change.startswith(("data.", "model.tokenizer")):
+        if not change.startswith(SETTABLE):
             raise ConfigError(
-                f"--set {change}: only how prompts are written can be set here",
+                f"--set {change}: only the rendering of prompts can be set here",
                 fix="set data.chat_template, data.system_instruction, data.reasoning_tag, data.answer_tag or "
                 "model.tokenizer_name_or_path",
             )
     run = RunDir(Path(name).expanduser())
     if not run.config.is_file():
         config = load_config(None, overrides=changes)
-        return Named(name=name, model=name, data=config.data, tokenizer=config.model.tokenizer_name_or_path)
+        return ModelSpec(name=name, model=name, data=config.data, tokenizer=config.model.tokenizer_name_or_path)
     if not (run.final_model / "config.json").is_file():
         raise InputError(
             f"the run in {name} has no final model",
             fix="finish it with --resume, or name one of its checkpoints' models",
         )
     config = load_config(run.config, overrides=changes)
-    # The final model has its tokenizer beside it; another one is taken only when it is named here.
+    # The final model has its tokenizer beside it; only one that is named here replaces it.
     renamed = any(change.startswith("model.tokenizer") for change in changes)
     tokenizer = config.model.tokenizer_name_or_path if renamed else None
-    return Named(name=name, model=str(run.final_model), data=config.data, tokenizer=tokenizer)
+    return ModelSpec(name=name, model=str(run.final_model), data=config.data, tokenizer=tokenizer)
 
 
-def settle_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:
-    """The device that was asked for, never another; and the type to compute in, which is what it does best unless named."""
+def inference_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:
+    """The requested device, never another; and the compute dtype, by default the fastest that the device supports."""
     choice = find_device(device, dtype or "float32")
-    modern = choice.capability is None or choice.capability >= (8, 0)
-    return choice, dtype or ("float32" if choice.device == "cpu" else "bfloat16" if modern else "float16")
+    return choice, dtype or (
+        "float32" if choice.device == "cpu" else "bfloat16" if _has_bfloat16(choice) else "float16"
+    )
+
+
+def _has_bfloat16(choice: DeviceChoice) -> bool:
+    return choice.capability is None or choice.capability >= (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A model that exists and would fit, before a weight of it is read."""
+class ResolvedModel:
+    """A model that exists and fits, before a weight is read."""
 
     name: str
     source: ModelSource
@@ -94,25 +100,25 @@ class Found:
     style: Style
 
     def refuse_unknown(self, ids: Sequence[int]) -> None:
-        """InputError for a prompt with a token that the model has no embedding for."""
+        """InputError for a prompt with a token that the embedding does not have."""
         if (highest := max(ids, default=0)) >= self.shape.vocab:
             raise InputError(
-                f"{self.name}: its vocabulary has {self.shape.vocab:,} words, and a prompt has the token {highest:,}",
+                f"{self.name}: the vocabulary has {self.shape.vocab:,} tokens, and a prompt has token {highest:,}",
                 fix=OTHER_TOKENIZER,
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenModel(Found):
+class LoadedModel(ResolvedModel):
     """The same with its weights, on its device."""
 
-    backend: Any
-    engine: Any
+    backend: Backend
+    engine: Engine
 
-    def rows_at(self, max_new_tokens: int, asked: int | None = None) -> Callable[[int], int]:
-        """How many prompts of a length are answered at once: `asked`, or what the memory at hand allows."""
-        if asked is not None:
-            return lambda length: asked
+    def batch_size_at(self, max_new_tokens: int, requested: int | None = None) -> Callable[[int], int]:
+        """The batch size for prompts of a length: `requested`, or as much as fits into free memory."""
+        if requested is not None:
+            return lambda length: requested
         free = self.backend.free_bytes(self.engine)
 
         @cache
@@ -124,120 +130,118 @@ class OpenModel(Found):
                 length=length,
                 max_new_tokens=max_new_tokens,
                 free_bytes=free,
-                modern=self.choice.capability is None or self.choice.capability >= (8, 0),
+                capability=self.choice.capability,
             )
 
         return rows
 
-    def prompt(self, turns: tuple[Turn, ...], decoding: Decoding) -> list[int]:
-        """Tokens of a conversation whose next turn is the model's. InputError when they leave no room for an answer."""
+    def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
+        """Tokens of a conversation whose next turn is the model's. InputError when they leave no position free."""
         try:
             turns[-1].text.encode()
-        except UnicodeEncodeError as error:  # bytes of the command line or the keyboard that are no UTF-8
-            raise InputError("the question is no UTF-8 text", fix="ask it in UTF-8") from error
+        except UnicodeEncodeError as error:  # bytes of the command line or the keyboard
+            raise InputError("the question is not valid UTF-8", fix="write it in UTF-8") from error
         ids = conversation_ids(turns, self.tokenizer, self.style)
         if len(ids) >= self.shape.max_positions:
             what, anew = ("question", "") if len(turns) == 1 else ("conversation", ", or begin anew with /new")
             raise InputError(
                 f"{self.name}: the {what} takes {len(ids):,} tokens, and the model has {self.shape.max_positions:,} positions",
-                fix=f"ask something shorter{anew}",
+                fix=f"shorten it{anew}",
             )
         self.refuse_unknown(ids)
         return ids
 
-    def answer(
-        self, prompt: Sequence[int], decoding: Decoding, heard: Callable[[str], None] | None = None
+    def generate(
+        self, prompt: Sequence[int], decoding: Decoding, on_text: Callable[[str], None] | None = None
     ) -> tuple[str, Answer]:
-        """Text and tokens of one answer; `heard` is told the text so far as it grows."""
+        """Text and tokens of one generation; `on_text` is called with the text so far as it grows."""
 
-        def hear(_: int, ids: list[int]) -> None:
-            if heard is not None:
-                heard(self.tokenizer.decode(ids))
+        def on_tokens(_: int, ids: list[int]) -> None:
+            if on_text is not None:
+                on_text(self.tokenizer.decode(ids))
 
-        found: Iterator[tuple[int, Answer]] = self.backend.generate(
+        [(_, answer)] = self.backend.generate(
             self.engine,
             [prompt],
             decoding=decoding,
             stop_ids=stop_ids(self.tokenizer, self.style),
             pad_id=self.tokenizer.pad_id,
             decode=self.tokenizer.decode,
-            rows_at=lambda length: 1,
-            heard=hear if heard is not None else None,
+            batch_size_at=lambda length: 1,
+            on_tokens=on_tokens if on_text is not None else None,
         )
-        [(_, answer)] = found
         return self.tokenizer.decode(answer.ids), answer
 
 
-def find_model(
-    named: Named,
+def resolve_spec(
+    spec: ModelSpec,
     choice: DeviceChoice,
     dtype: str,
     *,
     weights: str = "pretrained",
-    like: Found | None = None,
+    like: ResolvedModel | None = None,
     beside: bool = False,
-) -> Found:
-    """Everything about the model but its weights. With `like` it will be given the prompts of that one, token for token,
-    and `beside` it in memory, or after it."""
-    source = resolve_model(named.model, weights=weights)
+) -> ResolvedModel:
+    """Everything about the model but its weights. With `like` it gets the prompts of that model, token for token; it is in
+    memory `beside` it, or after it."""
+    source = resolve_model(spec.model, weights=weights)
     shape = shape_of(source.config)
-    _refuse_too_big(named, shape.parameters + (like.shape.parameters if like and beside else 0), choice, dtype)
-    tokenizer = _tokenizer_of(named, source, like)
-    style = style_of(named.data, tokenizer) if like is None else like.style
-    # Not every control token counts: Gemma 3's tokenizer has one for images, beyond the table of its models of text.
+    _refuse_too_big(spec, shape.parameters + (like.shape.parameters if like and beside else 0), choice, dtype)
+    tokenizer = _tokenizer_of(spec, source, like)
+    style = style_of(spec.data, tokenizer) if like is None else like.style
+    # Not every special token counts: Gemma 3's tokenizer has one for images, beyond the embedding of its text models.
     if (end := min(stop_ids(tokenizer, style))) >= shape.vocab:
         raise InputError(
-            f"{named.name}: its vocabulary has {shape.vocab:,} words, and an answer ends with the token {end:,}",
+            f"{spec.name}: the vocabulary has {shape.vocab:,} tokens, and generations end with token {end:,}",
             fix=OTHER_TOKENIZER,
         )
-    return Found(
-        name=named.name, source=source, shape=shape, choice=choice, dtype=dtype, tokenizer=tokenizer, style=style
+    return ResolvedModel(
+        name=spec.name, source=source, shape=shape, choice=choice, dtype=dtype, tokenizer=tokenizer, style=style
     )
 
 
-def _tokenizer_of(named: Named, source: ModelSource, like: Found | None) -> Tokenizer:
-    """The model's own, or that of `like`, which must know the same words by the same numbers."""
+def _tokenizer_of(spec: ModelSpec, source: ModelSource, like: ResolvedModel | None) -> Tokenizer:
+    """The model's own, or that of `like`, which must have the same vocabulary."""
     if like is not None and not (source.folder / "tokenizer.json").is_file():
         return like.tokenizer
-    folder = resolve_tokenizer(named.tokenizer) if named.tokenizer else source.folder
+    folder = resolve_tokenizer(spec.tokenizer) if spec.tokenizer else source.folder
     own = load_tokenizer(folder, str(source.config["model_type"]))
     if like is None:
         return own
-    words, others = (one.inner.get_vocab(with_added_tokens=True) for one in (own, like.tokenizer))
-    if other := next((word for word in sorted({*words, *others}) if words.get(word) != others.get(word)), None):
+    ids, others = (one.inner.get_vocab(with_added_tokens=True) for one in (own, like.tokenizer))
+    if other := next((token for token in sorted({*ids, *others}) if ids.get(token) != others.get(token)), None):
         raise InputError(
-            f"{named.name} and {like.name} have different tokenizers ({other!r} is not the same token in both): neither can "
-            "be given the other's prompts",
+            f"{spec.name} and {like.name} have different tokenizers (the ids of {other!r} differ), so they cannot share "
+            "prompts",
             fix="compare models of one family: a base model and what was trained from it",
         )
     return like.tokenizer
 
 
-def load_found(found: Found) -> OpenModel:
+def load_resolved(model: ResolvedModel) -> LoadedModel:
     """Read the weights."""
-    source = found.source
+    source = model.source
     logger.info(
         "Model: %s revision=%s parameters=%s device=%s dtype=%s weights=%s",
-        source.name, source.revision, f"{found.shape.parameters:,}", found.choice.device, found.dtype, source.weights,
+        source.name, source.revision, f"{model.shape.parameters:,}", model.choice.device, model.dtype, source.weights,
     )  # fmt: skip
     if source.weights == "random":
-        logger.warning("The weights are random: what this model answers says nothing about the pretrained one")
+        logger.warning("The weights are random: these generations do not describe the pretrained model")
     backend = load_backend("torch")
-    engine = backend.load_to_ask(source, device=found.choice.device, dtype=found.dtype)
-    return OpenModel(
-        **{field.name: getattr(found, field.name) for field in fields(Found)}, backend=backend, engine=engine
-    )
+    engine = backend.load_for_inference(source, device=model.choice.device, dtype=model.dtype)
+    known = {field.name: getattr(model, field.name) for field in fields(ResolvedModel)}
+    return LoadedModel(**known, backend=backend, engine=engine)
 
 
-def _refuse_too_big(named: Named, parameters: int, choice: DeviceChoice, dtype: str) -> None:
-    """Before a weight is loaded. Answers take what is left, one at a time if need be."""
+def _refuse_too_big(spec: ModelSpec, parameters: int, choice: DeviceChoice, dtype: str) -> None:
+    """Before a weight is loaded. Generation takes what is left, with batch size 1 if need be."""
     needed = parameters * BYTES[dtype]
     if needed > choice.free_bytes:
         smaller = "use --dtype bfloat16, or " if dtype == "float32" else ""
         raise DoesNotFitError(
-            f"{named.name}: {parameters:,} weights take {needed / GIB:.2f} GiB in {dtype}; {choice.device} has "
+            f"{spec.name}: {parameters:,} weights take {needed / GIB:.2f} GiB in {dtype}; {choice.device} has "
             f"{choice.free_bytes / GIB:.2f} GiB free",
-            fix=f"{smaller}free memory there, or ask on another device",
+            fix=f"{smaller}free memory there, or use another device",
         )
 
 
@@ -245,21 +249,20 @@ def _refuse_too_big(named: Named, parameters: int, choice: DeviceChoice, dtype: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """What one model answered to every question."""
+class ModelScores:
+    """The generations of one model for every question, scored."""
 
     name: str
-    rows: int
-    """Questions that were asked at once."""
+    batch_size: int
     predictions: list[Prediction]
     scores: Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One model, or two of them: the one that is compared against comes first."""
+    """One model, or two of them: the one compared against comes first."""
 
-    sides: tuple[Answered, ...]
+    sides: tuple[ModelScores, ...]
     comparison: Comparison | None
     summary: dict[str, Any]
 
@@ -269,8 +272,8 @@ class Evaluation:
 
 
 def evaluate_models(
-    model: Named,
-    against: Named | None,
+    model: ModelSpec,
+    against: ModelSpec | None,
     evalset: EvalSet,
     *,
     output: Path | None,
@@ -281,32 +284,33 @@ def evaluate_models(
     progress: Progress,
     **decoding: Any,
 ) -> Evaluation:
-    """Ask one model, or two of them the same prompts in the same way, every question of `evalset`.
+    """Generate for every question of `evalset` with one model, or with two from the same prompts.
 
-    Answers are written to `output` as soon as a model has given all of its own; what can be refused is, before that."""
-    choice, kind = settle_device(device, dtype)
-    found = find_model(model, choice, kind, weights=weights)
-    models = [(found, "answers")]
+    Predictions are written to `output` as soon as a model has finished; everything that can be refused is, before that."""
+    choice, kind = inference_device(device, dtype)
+    resolved = resolve_spec(model, choice, kind, weights=weights)
+    models = [(resolved, "answers")]
     if against is not None:
-        models.append((find_model(against, choice, kind, like=found), "base"))
+        models.append((resolve_spec(against, choice, kind, like=resolved), "base"))
+    tokenizer, style = resolved.tokenizer, resolved.style
     questions = Questions(
-        items=evalset.items, tokenizer=found.tokenizer, style=found.style, decoding=decoding_of(found.style, **decoding)
+        items=evalset.items, tokenizer=tokenizer, style=style, decoding=decoding_of(style, **decoding)
     )
     run = None if output is None else RunDir(output)
     if run is not None:
         with storage(run.root):
             run.root.mkdir(parents=True, exist_ok=True)
-    sides: list[Answered] = []
+    sides: list[ModelScores] = []
     for one, when in models:
-        sides.insert(0, _answered(one, questions, when, batch_size, run, progress))
-        batch_size = sides[0].rows  # in 16 bits a near tie may fall differently with the batch: the same for both
+        sides.insert(0, _evaluated(one, questions, when, batch_size, run, progress))
+        batch_size = sides[0].batch_size  # in 16 bits the batch size may decide a near tie: the same for both
     comparison = None
     if len(sides) == 2:
         comparison = compare_runs(*(Side(name=side.name, predictions=side.predictions) for side in sides))
     facts = {
         "models": [side.name for side in sides], "weights": weights, "evalset": evalset.key,
         "evalset_sha256": evalset.sha256, "questions": len(evalset.items), "device": choice.device, "dtype": kind,
-        "rows": sides[-1].rows, "decoding": questions.settings(),
+        "rows": sides[-1].batch_size, "decoding": questions.settings(),
     }  # fmt: skip
     scores = [side.scores for side in sides]
     summary = summary_of(scores[0], scores[1] if comparison else None, comparison, **facts)
@@ -315,34 +319,31 @@ def evaluate_models(
     return Evaluation(sides=tuple(sides), comparison=comparison, summary=summary)
 
 
-def _answered(
-    found: Found, questions: Questions, when: str, batch_size: int | None, run: RunDir | None, progress: Progress
-) -> Answered:
-    """One model at a time in memory: this one is gone when its answers are there."""
-    if found.tokenizer.vocab_size > found.shape.vocab:
-        for item in questions.items:
-            found.refuse_unknown(prompt_ids(item.prompt, found.tokenizer, found.style))
-    opened = load_found(found)
-    longest = max(len(prompt_ids(item.prompt, found.tokenizer, found.style)) for item in questions.items)
-    rows = opened.rows_at(questions.decoding.max_new_tokens, batch_size)(longest)
-    note = "" if found.dtype == "float32" else f"; in {found.dtype} another number may turn a near tie"
-    logger.info("Asking %d at once%s", min(rows, len(questions.items)), note)
-    asked: dict[str, Any] = {
-        "what": f"evaluate {when}",
-        "rows_at": lambda length: rows,
-        "progress": progress,
-        "stop": lambda: None,
-    }
-    predictions = ask(opened.backend, opened.engine, questions, **asked)
-    scores = score_predictions(predictions, when=when)
-    if run is not None:
-        write_jsonl(run.predictions(when), list(predictions))
-        write_json(run.scores(when), scores)
-    return Answered(name=found.name, rows=rows, predictions=predictions, scores=scores)
+def _evaluated(
+    model: ResolvedModel,
+    questions: Questions,
+    when: str,
+    batch_size: int | None,
+    run: RunDir | None,
+    progress: Progress,
+) -> ModelScores:
+    """One model at a time is in memory: this one is released when its generations are complete."""
+    prompts = [prompt_ids(item.prompt, model.tokenizer, model.style) for item in questions.items]
+    for prompt in prompts:
+        model.refuse_unknown(prompt)
+    loaded = load_resolved(model)
+    rows = loaded.batch_size_at(questions.decoding.max_new_tokens, batch_size)(max(map(len, prompts)))
+    note = "" if model.dtype == "float32" else f"; in {model.dtype} the batch size may decide a near tie"
+    logger.info("Generating with batch size %d%s", min(rows, len(prompts)), note)
+    predictions, scores = evaluate_model(
+        loaded.backend, loaded.engine, questions, when=when, run=run, batch_size_at=lambda length: rows, progress=progress,
+        stop=lambda: None,
+    )  # fmt: skip
+    return ModelScores(name=model.name, batch_size=rows, predictions=predictions, scores=scores)
 
 
 def _write_summary(
-    run: RunDir, sides: Sequence[Answered], comparison: Comparison | None, summary: dict[str, Any]
+    run: RunDir, sides: Sequence[ModelScores], comparison: Comparison | None, summary: dict[str, Any]
 ) -> None:
     """The rest of a folder that `tunix-rt compare` reads, with the hashes of all of it."""
     if comparison is not None:

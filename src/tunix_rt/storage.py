@@ -1,9 +1,10 @@
-"""Files written so that a crash cannot halve them, read back with errors that name them. Knows nothing of what they contain."""
+"""Files and folders that a crash leaves either old or new, never torn, and errors that name the file. Knows no formats."""
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
@@ -11,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+import psutil
 
 from tunix_rt.errors import StorageError, TunixError
 
-_UMASK = os.umask(0o077)  # there is no way to ask that does not set; asked once, before there are threads
+OTHER_OUTPUT = "free space or permissions on that volume, or another --output"
+_UMASK = os.umask(0o077)  # reading the umask means setting it: done once, before there are threads
 os.umask(_UMASK)
 
 
 @contextlib.contextmanager
-def storage(
-    where: Path, *, fix: str = "free space or permissions on that volume, or another --output"
-) -> Iterator[None]:
-    """Turn what a disk can do to us into one clear error with its own exit code."""
+def storage(where: Path, *, fix: str = OTHER_OUTPUT) -> Iterator[None]:
+    """Raise every OSError of the block as a StorageError, which names the file and has an exit code of its own."""
     try:
         yield
     except OSError as error:
@@ -33,7 +34,7 @@ def storage(
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists, paths as text; everything else as it is."""
+    """Dataclasses as dicts, tuples as lists, paths as strings; everything else unchanged."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_plain(asdict(value))
     if isinstance(value, Mapping):
@@ -44,12 +45,12 @@ def to_plain(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` whole: a reader sees the old text or the new one, also after a power cut."""
+    """Replace `path` atomically: a reader sees the old text or the new one, even after a power failure."""
     write_lines(path, (text,))
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """The same for a text that is longer than one wants to hold; each line brings its newline."""
+    """`write_text` for a text that does not fit into memory; each line ends with its newline."""
     with storage(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = path.with_name(f".{path.name}.staged")
@@ -92,7 +93,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError as error:
         raise TunixError(f"{path} is missing", fix="is this the folder of a run?") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise TunixError(f"{path} cannot be read: {error}", fix="the file is damaged; run again") from error
+        raise TunixError(f"{path} cannot be read: {error}", fix="the file is corrupt; run again") from error
 
 
 def sha256_file(path: Path) -> str:
@@ -116,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def settle_files(folder: Path) -> None:
-    """Make all files below `folder` durable, readable by whom the umask lets read (safetensors writes them 0600)."""
+    """fsync all files below `folder` and give them the permissions of the umask (safetensors writes 0600)."""
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
@@ -127,14 +128,81 @@ def settle_files(folder: Path) -> None:
     sync_folder(folder)
 
 
-def require_space(folder: Path, needed_bytes: int, *, what: str, keep: int = 2) -> None:
-    """Refuse with the numbers when the volume of `folder`, which need not exist yet, has less room than `what` takes.
+@contextlib.contextmanager
+def fresh_folder(folder: Path) -> Iterator[None]:
+    """Create `folder` empty for the block to fill, and make it durable afterwards. An error removes it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    try:
+        yield
+        settle_files(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
-    `keep` is how many checkpoints are kept: only above two, the least, can it be lowered.
+
+def publish_folder(staged: Path, path: Path, *, replace: bool = True) -> None:
+    """Rename the durable folder `staged` to `path`. A folder to be replaced is moved aside first and deleted last.
+
+    Without `replace`, an OSError is raised where `path` contains anything.
+    """
+    aside = staged.with_name(f"{staged.name}-replaced")
+    replaces = replace and os.path.lexists(path)
+    if replaces:
+        path.rename(aside)
+    elif os.path.lexists(path):
+        path.rmdir()
+    try:
+        staged.rename(path)
+    except OSError:
+        if replaces:
+            aside.rename(path)
+        raise
+    sync_folder(path.parent)
+    if replaces:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def staged_folder(
+    path: Path, *, replace: bool = False, concurrent: bool = False, fix: str = OTHER_OUTPUT
+) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that becomes `path`, durable, when the block ends without an error.
+
+    An error removes the staged folder and leaves `path` as it was; the next call removes what a killed process left.
+    Without a lock around it, `concurrent` must be set: processes that stage the same path then use folders of their own.
+    """
+    name = f".staged-{path.name}"
+    staged = path.with_name(f"{name}-{os.getpid()}" if concurrent else name)
+    pattern = re.compile(re.escape(name) + (r"-(?P<process>\d+)" if concurrent else "") + "(?P<aside>-replaced)?")
+    with storage(path, fix=fix):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in [*path.parent.iterdir()]:
+            match = pattern.fullmatch(leftover.name)
+            if match is None or (concurrent and leftover != staged and psutil.pid_exists(int(match["process"]))):
+                continue
+            if match["aside"] and not os.path.lexists(path):
+                leftover.rename(path)  # its process was killed between the two renames
+            else:
+                shutil.rmtree(leftover)
+        with fresh_folder(staged):
+            yield staged
+        try:
+            publish_folder(staged, path, replace=replace)
+        except OSError:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+
+
+def require_space(folder: Path, needed_bytes: int, *, what: str, keep: int = 2) -> None:
+    """Raise StorageError when the volume of `folder`, which need not exist yet, has fewer free bytes than `what` needs.
+
+    `keep` is the number of checkpoints kept; the error proposes a lower one only above the minimum of two.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     with storage(existing):
-        free = shutil.disk_usage(existing).free  # what this user may take, not what is reserved for others
+        free = shutil.disk_usage(existing).free  # without the share reserved for root
     if free < needed_bytes:
         fewer = f"lower training.save_total_limit (now {keep}), " if keep > 2 else ""
         raise StorageError(
@@ -150,26 +218,26 @@ def bytes_below(folder: Path) -> int:
 
 
 def merkle_root(leaves: Iterable[bytes]) -> str:
-    """Root over `leaves` as hex. Memory is the height of the tree; leaves and nodes are hashed apart."""
-    whole: list[tuple[int, bytes]] = []  # (leaves below, hash) of the complete subtrees so far, largest first
+    """Merkle root of `leaves` as hex, in memory of the tree's height. Leaves and inner nodes have different prefixes."""
+    whole: list[tuple[int, bytes]] = []  # (number of leaves, hash) of the complete subtrees so far, largest first
     for leaf in leaves:
         size, node = 1, hashlib.sha256(b"\x00" + leaf).digest()
         while whole and whole[-1][0] == size:
             _, left = whole.pop()
-            size, node = 2 * size, _above(left, node)
+            size, node = 2 * size, _parent(left, node)
         whole.append((size, node))
     if not whole:
         return hashlib.sha256(b"").hexdigest()
     _, root = whole.pop()
     while whole:
-        root = _above(whole.pop()[1], root)
+        root = _parent(whole.pop()[1], root)
     return root.hex()
 
 
-def _above(left: bytes, right: bytes) -> bytes:
+def _parent(left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\x01" + left + right).digest()
 
 
 def row_leaf(ids: npt.NDArray[Any], trained: npt.NDArray[Any], positions: npt.NDArray[Any]) -> bytes:
-    """Identity of a row or of one example: its tokens, what is trained, where examples begin."""
+    """Hash of a row or of one example: token ids, loss mask, positions."""
     return hashlib.sha256(b"".join(part.astype("<i4").tobytes() for part in (ids, trained, positions))).digest()

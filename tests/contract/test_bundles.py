@@ -13,7 +13,7 @@ from tests.program import ROOT, environment
 from tunix_rt.cli.main import cli
 from tunix_rt.evidence.examine import examine
 from tunix_rt.evidence.verify import verify
-from tunix_rt.runs.source import Found, find_commit
+from tunix_rt.runs.source import CommitMatch, find_commit
 
 BUNDLES = sorted(path.parent for path in (ROOT / "submission_runs").glob("*/run_manifest.json"))
 DEMO = ROOT / "submission_runs" / "demo_v1"
@@ -30,7 +30,7 @@ def test_every_folder_of_submission_runs_is_a_bundle_of_this_format():
 
 
 @functools.cache
-def commit_of(source_sha256: str) -> Found | None:
+def commit_of(source_sha256: str) -> CommitMatch | None:
     if not has_history():
         pytest.skip("this copy has no history to look the commit up in")
     return find_commit(source_sha256, ROOT)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tunix_rt.cli.legacy import config_of, options_of
+from tunix_rt.cli.train import script_config, script_options
 from tunix_rt.config.load import build_config, load_config
 from tunix_rt.config.names import INSTEAD, OLD_NAMES, SETTINGS, modernise
 from tunix_rt.config.settings import RunConfig, require_runnable
@@ -193,7 +193,9 @@ def test_the_branch_of_msgpack_weights_is_refused_with_the_revision_to_use(tmp_p
 
 def legacy(config, **options):
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return config_of(options_of(["--config", str(CONFIGS / f"{config}.yaml"), "--output", "unused", *flags]), "torch")
+    return script_config(
+        script_options(["--config", str(CONFIGS / f"{config}.yaml"), "--output", "unused", *flags]), "torch"
+    )
 
 
 def test_smoke_settings_apply_only_when_asked_for():

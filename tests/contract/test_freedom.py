@@ -16,9 +16,9 @@ from tests.program import ROOT, environment
 pytestmark = pytest.mark.slow
 
 RENAMED = {
-    "tunix_rt.evaluate.summary": "tunix_rt.evaluate.recap",
+    "tunix_rt.evaluate.comparison": "tunix_rt.evaluate.recap",
     "tunix_rt.runs.ledger": "tunix_rt.account_books",
-    "tunix_rt.doctor.report": "tunix_rt.doctor.phrases",
+    "tunix_rt.doctor.selection": "tunix_rt.doctor.phrases",
 }
 LEVELS = ("debug", "info", "warning", "error")
 WORD = " (reworded)"

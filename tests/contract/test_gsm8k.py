@@ -1,4 +1,4 @@
-"""GSM8K as it is published, with the real tokenizer of Gemma 3: it passes the gate, packs well, and is read again at once."""
+"""GSM8K as it is published, with the real tokenizer of Gemma 3: it passes validation, packs well, and is read again at once."""
 
 import json
 
@@ -34,6 +34,7 @@ def check(*arguments, cwd):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_gsm8k_is_imported_passes_the_gate_and_fills_97_percent_of_its_rows(model, tmp_path):
     if not GSM8K.is_file():
         pytest.skip("GSM8K is not beside this clone (../shared/data/gsm8k)")

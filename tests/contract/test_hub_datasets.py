@@ -57,7 +57,7 @@ def test_its_splits_are_refused_with_the_ids_to_give(cached):
     snapshot = cached(
         "main/train-00000-of-00001.json", "main/test-00000-of-00001.json", "socratic/train-00000-of-00001.json"
     )
-    with pytest.raises(InputError, match="can be read in 3 ways: it holds test, train") as caught:
+    with pytest.raises(InputError, match=r"is ambiguous \(3 readings\): it has test, train") as caught:
         find_dataset("openai/gsm8k")
     given = caught.value.fix.removeprefix("give one of: ").split(", ")
     assert given == [
@@ -66,7 +66,7 @@ def test_its_splits_are_refused_with_the_ids_to_give(cached):
         "openai/gsm8k:socratic/train-00000-of-00001.json",
     ]
     assert all(len(names_of(name, snapshot)) == 1 for name in given)
-    with pytest.raises(InputError, match="can be read in 2 ways") as caught:
+    with pytest.raises(InputError, match=r"is ambiguous \(2 readings\)") as caught:
         find_dataset("openai/gsm8k:main")
     assert "openai/gsm8k:main/train-00000-of-00001.json" in caught.value.fix
 

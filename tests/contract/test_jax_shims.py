@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import ROOT, SHIPPED
 from tests.program import environment, refused
-from tunix_rt.cli.legacy import config_of, options_of
+from tunix_rt.cli.train import script_config, script_options
 from tunix_rt.config.load import load_config
 from tunix_rt.errors import ConfigError
 
@@ -131,14 +131,14 @@ def test_a_script_is_the_torch_script_with_the_other_engine_and_nothing_else(scr
 
 
 def jax_config(config: Path | str, *flags: str):
-    return config_of(options_of(["--config", str(config), "--output", "unused", *flags]), "jax")
+    return script_config(script_options(["--config", str(config), "--output", "unused", *flags]), "jax")
 
 
 def test_a_configuration_without_an_engine_gets_the_one_of_the_script(tmp_path):
     bare = CONFIGS / "submission_local_gpu.yaml"
     assert "backend" not in bare.read_text()
     assert jax_config(bare).training.backend == "jax"
-    assert config_of(options_of(["--config", str(bare), "--output", "unused"]), "torch").training.backend == "torch"
+    assert script_config(script_options(["--config", str(bare), "--output", "unused"]), "torch").training.backend == "torch"
     assert jax_config(CONFIGS / "submission_tpu.yaml") == load_config(CONFIGS / "submission_tpu.yaml")
 
 
@@ -150,12 +150,12 @@ def test_a_configuration_that_names_the_other_engine_is_refused_by_name(tmp_path
     told = {
         "file": [str(named)], "smoke": [bare, "--smoke_config", str(named)], "set": [bare, "--set", "training.backend=torch"],
     }[by]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"training\.backend: torch is asked for") as caught:
+    with pytest.raises(ConfigError, match=r"training\.backend is torch") as caught:
         jax_config(*told)
     assert caught.value.exit_code == 2
     assert "training_pt/train.py" in caught.value.fix
-    with pytest.raises(ConfigError, match=r"training\.backend: jax is asked for.*training_pt/train\.py runs the torch"):
-        config_of(options_of(["--config", str(CONFIGS / "submission_tpu.yaml"), "--output", "unused"]), "torch")
+    with pytest.raises(ConfigError, match=r"training\.backend is jax.*training_pt/train\.py runs the torch"):
+        script_config(script_options(["--config", str(CONFIGS / "submission_tpu.yaml"), "--output", "unused"]), "torch")
 
 
 def test_smoke_settings_apply_to_a_submission_only_when_asked_for():

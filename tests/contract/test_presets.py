@@ -11,8 +11,8 @@ from tunix_rt import assets
 from tunix_rt.config.load import build_config
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import PRESET_OF, preset_names, resolve_model
-from tunix_rt.pipeline import find_tokenizer
 from tunix_rt.plan.shape import shape_of
+from tunix_rt.train.context import find_tokenizer
 
 PARAMETERS = {
     "gpt2": 124_439_808,
@@ -23,6 +23,7 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "llama-3.2-1b": 1_235_814_400,
     "qwen-3-0.6b": 596_049_920,
+    "smollm3-3b": 3_075_098_624,
 }
 
 
@@ -70,9 +71,10 @@ def test_windows_softcaps_and_rotations_are_those_of_the_published_models():
         assert bases == {"full_attention": 1e6, "sliding_attention": 1e4}
     bases = {
         name: config_of(name)["rope_parameters"]["rope_theta"]
-        for name in ("llama-3.2-1b", "qwen-3-0.6b", "smollm2-135m")
+        for name in ("llama-3.2-1b", "qwen-3-0.6b", "smollm2-135m", "smollm3-3b")
     }
-    assert bases == {"llama-3.2-1b": 5e5, "qwen-3-0.6b": 1e6, "smollm2-135m": 1e5}
+    assert bases == {"llama-3.2-1b": 5e5, "qwen-3-0.6b": 1e6, "smollm2-135m": 1e5, "smollm3-3b": 5e6}
+    assert config_of("smollm3-3b")["no_rope_layers"] == [1, 1, 1, 0] * 9
     assert config_of("llama-3.2-1b")["rope_parameters"]["factor"] == 32
 
 

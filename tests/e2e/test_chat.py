@@ -101,7 +101,7 @@ def sitting(talker) -> Iterator[Terminal]:
 
 
 def test_a_person_can_talk_interrupt_and_leave(sitting):
-    assert "Using device: cpu" in sitting.until("An empty line ends it; /new begins anew.")
+    assert "Using device: cpu" in sitting.until("An empty line ends it. /new begins a new conversation.")
     sitting.until("> ")
 
     sitting.type("How many?\n")
@@ -111,14 +111,14 @@ def test_a_person_can_talk_interrupt_and_leave(sitting):
     assert "reasoning" not in screen and "answer" not in screen
 
     sitting.type("Go!\n")
-    assert "cut off: --max-new-tokens allows no more" in sitting.until("> ")
+    assert "cut off at --max-new-tokens" in sitting.until("> ")
     sitting.type("Go!\n")
     sitting.until("xyzxyz")
     sitting.type("\x03")
     assert "cut off" not in sitting.until("(interrupted)")
     sitting.until("> ")
     sitting.type("Go!\n")
-    assert "cut off: the model has no further position" in sitting.until("> "), "what was said before is remembered"
+    assert "cut off: the context is full" in sitting.until("> "), "the conversation is remembered"
 
     sitting.type("/new\n")
     sitting.until("> ")
@@ -168,7 +168,7 @@ def test_what_was_said_is_remembered_until_it_is_begun_anew(forgetful):
 def test_models_without_a_template_are_asked_each_question_alone(tmp_path):
     plain = write_chain_model(tmp_path / "plain", {"\n": SAID}, positions=160)
     done = talk(plain, ("word " * 50 + "so?\n") * 4 + "\n")
-    assert "Each question is asked alone." in done.stdout
+    assert "Each question is a conversation of its own." in done.stdout
     assert done.exit_code == 0 and done.stdout.count("80\n") == 4 and "error" not in done.stderr
 
 

@@ -22,7 +22,6 @@ from tests.forging.sealing import reseal_sums
 from tests.program import environment
 from tunix_rt.cli.main import cli
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
-from tunix_rt.evidence import collect as collecting
 from tunix_rt.evidence.collect import Extras, collect
 from tunix_rt.evidence.examine import examine
 from tunix_rt.evidence.package import package
@@ -224,7 +223,7 @@ def test_a_collect_that_is_interrupted_leaves_no_file(home, made, tmp_path, monk
     def interrupt(folder):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(collecting, "settle_files", interrupt)
+    monkeypatch.setattr("tunix_rt.storage.settle_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         made(home, "new/v1")
     assert list((tmp_path / "new").iterdir()) == []

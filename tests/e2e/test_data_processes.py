@@ -24,10 +24,10 @@ def test_a_killed_build_leaves_nothing_that_is_read_and_no_process(tmp_path, mon
     data = write_sums(tmp_path / "my.jsonl", 12_000)
     script = tmp_path / "build.py"
     script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tests.stores import recipe_for\nfrom tunix_rt.data import store\n"
+        "import sys\nfrom pathlib import Path\nfrom tests.stores import recipe_for\nfrom tunix_rt.data import token_cache\n"
         "if __name__ == '__main__':\n"
-        "    store.ONE_PROCESS_BYTES = 0\n"
-        "    store.open_store(recipe_for(Path(sys.argv[1])), lambda *told: print(*told, flush=True))\n"
+        "    token_cache.ONE_PROCESS_BYTES = 0\n"
+        "    token_cache.open_store(recipe_for(Path(sys.argv[1])), lambda *fields: print(*fields, flush=True))\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     python_path = os.pathsep.join([environment()["PYTHONPATH"], str(ROOT)])
@@ -35,7 +35,7 @@ def test_a_killed_build_leaves_nothing_that_is_read_and_no_process(tmp_path, mon
         [sys.executable, script, data], stdout=subprocess.PIPE, text=True, env=environment(PYTHONPATH=python_path)
     )
     assert started.stdout is not None
-    assert "tokenise" in started.stdout.readline()
+    assert "tokenize" in started.stdout.readline()
     children = psutil.Process(started.pid).children(recursive=True)
     assert len(children) >= 2
     started.send_signal(signal.SIGKILL)
@@ -44,9 +44,9 @@ def test_a_killed_build_leaves_nothing_that_is_read_and_no_process(tmp_path, mon
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == [], "a worker outlived the program"
     place = cache_folder()
-    assert [path.name[:10] for path in place.iterdir() if not path.name.endswith(".lock")] == [".building-"]
+    assert [path.name[:8] for path in place.iterdir() if not path.name.endswith(".lock")] == [".staged-"]
     assert len(open_store(recipe_for(data), quiet).examples) == 12_000
-    assert [path.name for path in place.iterdir() if path.name.startswith(".building-")] == []
+    assert [path.name for path in place.iterdir() if path.name.startswith(".staged-")] == []
 
 
 def test_several_processes_make_the_same_bytes_as_one(monkeypatch, tmp_path):
@@ -64,6 +64,7 @@ def test_several_processes_make_the_same_bytes_as_one(monkeypatch, tmp_path):
     assert json.loads((together.folder / "manifest.json").read_text())["processes"] == 2
 
 
+@pytest.mark.slow  # needs a file so large that several processes are at work
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_ends_a_check_with_exit_7_and_nothing_half_made(tmp_path, number):
     """A terminal and many schedulers signal every process of a program at once."""
@@ -75,7 +76,7 @@ def test_a_signal_to_the_whole_group_ends_a_check_with_exit_7_and_nothing_half_m
     )  # fmt: skip
     place = tmp_path / "cache" / "tunix-rt" / "tokens"
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in place.glob(".building-*/tokens.bin")):
+    while not any(path.stat().st_size for path in place.glob(".staged-*/tokens.bin")):
         assert started.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(started.pid).children(recursive=True)
@@ -84,19 +85,15 @@ def test_a_signal_to_the_whole_group_ends_a_check_with_exit_7_and_nothing_half_m
     assert started.returncode == 7, said
     assert f"stopped by {number.name}" in said and "Traceback" not in said and "resource_tracker" not in said
     assert len(children) >= 2 and psutil.wait_procs(children, timeout=10)[1] == []
-    assert list(place.glob(".building-*")) == []
+    assert list(place.glob(".staged-*")) == []
 
 
-def start_badly():
-    os._exit(3)
-
-
-def square(number):
+def square(_, number):
     return number * number
 
 
-def begin_well():
-    pass
+def die(_, number):
+    os._exit(3)
 
 
 def test_results_come_in_order_and_only_a_few_batches_are_read_ahead():
@@ -107,12 +104,12 @@ def test_results_come_in_order_and_only_a_few_batches_are_read_ahead():
             read.append(number)
             yield number
 
-    results = in_order(square, numbers(), processes=2, begin=begin_well, settings=())
+    results = in_order(square, None, numbers(), processes=2)
     assert [next(results), next(results)] == [0, 1]
     assert len(read) <= 6, "all of it was read before the first result was taken"
     assert list(results) == [number * number for number in range(2, 40)]
 
 
 def test_a_process_that_dies_is_an_error_with_a_way_out():
-    with pytest.raises(TunixError, match="ended without a word"):
-        list(in_order(square, range(3), processes=2, begin=start_badly, settings=()))
+    with pytest.raises(TunixError, match="a worker process of the tokenization died"):
+        list(in_order(die, None, range(3), processes=2))

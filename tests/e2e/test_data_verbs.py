@@ -68,7 +68,7 @@ def test_an_import_says_what_it_recognised_shows_samples_and_what_to_type_next(h
         "mine.jsonl.gz: jsonl in gzip", "gsm8k written as trace", "by (1 of 4 records)", "datasets/mine/dataset.jsonl",
         "tokenizer of tiny-gemma3 (the shipped model", "dataset.jsonl:3: ", " masked │ <bos>Noah has 3 pens",
         "trained ┃ <reasoning>He has 3 + 4 = 7 pens.</reasoning><answer>7</answer><eos>",
-        "gate: no rule found anything  (tunix-rt data check mine)",
+        "validation: no findings  (tunix-rt data check mine)",
         "next: tunix-rt train --model tiny-gemma3 --data mine --output runs/mine",
     ):  # fmt: skip
         assert words in said, words
@@ -102,19 +102,19 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_pat
     assert not (tmp_path / "datasets").exists()
 
 
-def test_the_gate_does_not_stop_an_import_but_is_said(tmp_path):
+def test_findings_do_not_stop_an_import_and_are_printed(tmp_path):
     write(tmp_path / "bad.jsonl", BAD)
     done = tunix_rt("data", "import", "bad.jsonl", "--as", "bad", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "gate: would refuse it: orphan_tag (1); warns: duplicate (1)" in done.stdout
+    assert "validation: would refuse it: orphan_tag (1); warnings: duplicate (1)" in done.stdout
     assert done.stdout.rstrip().endswith("next: tunix-rt data check bad")
 
 
 def test_check_counts_packs_and_lets_good_data_through(home):
     done = tunix_rt("data", "check", "mine", "--set", "data.max_length=100", cwd=home)
     assert done.returncode == 0, done.stderr
-    assert "rules found nothing" in done.stdout and done.stdout.rstrip().endswith("ready to be trained on")
-    assert "rows of 100 tokens" in done.stdout and "read from the cache" in done.stdout
+    assert "rules have no findings" in done.stdout and done.stdout.rstrip().endswith("ready to train on")
+    assert "rows of 100 tokens" in done.stdout and "from the cache" in done.stdout
     checked = json.loads(tunix_rt("data", "check", "mine", "--set", "data.max_length=100", "--json", cwd=home).stdout)
     rows = [
         json.loads(tunix_rt("data", "show", "mine", "--row", number, "--json", cwd=home).stdout)
@@ -192,7 +192,7 @@ def test_a_row_that_is_cut_is_shown_cut(home):
     settings = ("--set", "data.max_length=20", "--set", "data.on_overflow=truncate")
     row = json.loads(tunix_rt("data", "show", "mine", *settings, "--json", cwd=home).stdout)
     assert len(row["tokens"]) == 20 < row["record_tokens"]
-    assert "cut here as in a run" in tunix_rt("data", "show", "mine", *settings, cwd=home).stdout
+    assert "truncated here as in a run" in tunix_rt("data", "show", "mine", *settings, cwd=home).stdout
 
 
 def test_nothing_in_the_data_steers_the_terminal(tmp_path):
@@ -207,4 +207,4 @@ def test_nothing_in_the_data_steers_the_terminal(tmp_path):
 def test_the_shipped_dataset_with_the_configuration_of_the_demo_passes():
     done = tunix_rt("data", "check", "dev-reasoning-v2", "--config", "demo", cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "550" in done.stdout and done.stdout.rstrip().endswith("ready to be trained on")
+    assert "550" in done.stdout and done.stdout.rstrip().endswith("ready to train on")

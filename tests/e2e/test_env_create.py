@@ -87,6 +87,7 @@ def check_what_is_left(place: Path, report) -> list[dict]:
     return written["attempts"]
 
 
+@pytest.mark.slow
 def test_two_wheels_that_cannot_compute_end_in_a_report_and_not_on_the_cpu(place):
     put_wheel(place / "whl" / "cu130", "2.13.0+cu130", "13.0")
     put_wheel(place / "whl" / "cu129", "2.13.0+cu129", "12.9")
@@ -135,7 +136,10 @@ def test_an_index_that_cannot_be_reached_is_told_from_a_wheel_that_is_not_there(
         assert "secret" not in (place / name).read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_ends_the_child_and_removes_what_was_half_made(place, number):
     script = (
         "import json, signal, sys; from pathlib import Path\n"

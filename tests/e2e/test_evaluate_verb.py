@@ -112,8 +112,8 @@ def test_the_json_of_an_evaluation_is_alone_on_stdout_and_is_what_is_written(tmp
 def test_the_table_says_how_many_answers_were_right(evaluated):
     done, output = evaluated
     rows = {line.split("  ")[0].strip(): line for line in succeeded(done).splitlines()}
-    assert "mine.jsonl: all 3 questions" in done.stdout and f"Answers: {output}" in done.stdout.replace("\n", "")
-    assert rows["accuracy, by the tags"].endswith("66.7 % ") and rows["well-formed"].endswith("100.0 % ")
+    assert "mine.jsonl: all 3 questions" in done.stdout and f"Predictions: {output}" in done.stdout.replace("\n", "")
+    assert rows["accuracy, strict"].endswith("66.7 % ") and rows["well-formed"].endswith("100.0 % ")
     assert rows["ended by itself"].endswith("100.0 % ")
 
 
@@ -210,15 +210,15 @@ def test_answers_that_were_asked_for_otherwise_are_not_compared(tmp_path, evalua
 def test_another_type_of_numbers_is_remarked_on_under_the_table(tmp_path, evaluated, eighty, questions):
     narrow = tmp_path / "narrow"
     succeeded(ask(eighty, "--evalset", questions, "--output", narrow, "--dtype", "bfloat16"))
-    said = "not computed alike: dtype is float32 in eighty, bfloat16 in narrow."
-    assert said in " ".join(succeeded(ask(evaluated[1], narrow, verb="compare")).split())
+    words = "computed differently: dtype is float32 in eighty, bfloat16 in narrow."
+    assert words in " ".join(succeeded(ask(evaluated[1], narrow, verb="compare")).split())
     (remark,) = json.loads(succeeded(ask(evaluated[1], narrow, "--json", verb="compare")))["remarks"]
-    assert remark.startswith(said)
-    assert "not computed alike" not in succeeded(ask(evaluated[1], evaluated[1], verb="compare"))
+    assert remark.startswith(words)
+    assert "computed differently" not in succeeded(ask(evaluated[1], evaluated[1], verb="compare"))
 
 
 def test_a_folder_without_answers_is_not_compared(tmp_path, evaluated):
-    assert "holds no answers to compare" in refused(ask(evaluated[1], tmp_path, verb="compare"), 3)
+    assert "has no predictions to compare" in refused(ask(evaluated[1], tmp_path, verb="compare"), 3)
     assert "predictions-before.jsonl" in refused(ask(evaluated[1], verb="compare"), 3)
 
 
@@ -255,10 +255,10 @@ def test_a_run_is_compared_with_its_base_and_answers_the_same_when_evaluated_aga
 # --- outcomes that are not usual -------------------------------------------------------------------------------------
 
 
-def test_random_weights_are_asked_for_and_said_in_words(questions, small_model):
+def test_random_weights_are_requested_and_warned_of(questions, small_model):
     done = ask(small_model("gemma3"), "--evalset", questions, "--weights", "random", "--max-new-tokens", 4, "--json")
     assert json.loads(succeeded(done))["weights"] == "random"
-    assert "The weights are random: what this model answers says nothing about the pretrained one" in done.stderr
+    assert "The weights are random: these generations do not describe the pretrained model" in done.stderr
 
     assert "--weights random" in refused(ask(small_model("gemma3"), "--evalset", questions), 3)
 
@@ -335,7 +335,7 @@ def test_a_run_is_asked_with_the_tokenizer_beside_its_model_unless_another_is_na
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory) -> Path:
-    """A model whose table ends before the tags of the tokenizer, which has a control token beyond it too."""
+    """A model whose embedding ends before the tags of the tokenizer, which has a special token beyond it too."""
     folder = write_small_model("llama", tmp_path_factory.mktemp("models") / "narrow")
     config, tokens = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 765}))
@@ -345,17 +345,17 @@ def narrow(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_control_token_beyond_the_table_of_a_model_does_not_matter_until_it_is_asked_with_one(narrow, questions):
+def test_a_special_token_beyond_the_embedding_does_not_matter_until_a_prompt_has_it(narrow, questions):
     how = ["--weights", "random", "--max-new-tokens", 4]
     succeeded(ask(narrow, "--evalset", questions, *how))
     succeeded(ask(narrow, "What is 3 + 4?", *how, verb="generate"))
-    told = ["--set", "data.system_instruction=Answer in <answer> tags."]
+    settings = ["--set", "data.system_instruction=Answer in <answer> tags."]
     for done in (
-        ask(narrow, "--evalset", questions, *how, *told),
+        ask(narrow, "--evalset", questions, *how, *settings),
         ask(narrow, "What is <answer>?", *how, verb="generate"),
     ):
         words = refused(done, 3)
-        assert "its vocabulary has 765 words, and a prompt has the token 767" in words
+        assert "the vocabulary has 765 tokens, and a prompt has token 767" in words
         assert "model.tokenizer_name_or_path" in words
 
 
@@ -379,15 +379,15 @@ def test_one_answer_as_json_has_its_parts(eighty, endless):
 
 def test_an_answer_that_was_cut_off_says_so_beside_it(endless):
     done = ask(endless, "How many?", "--max-new-tokens", 4, verb="generate")
-    assert succeeded(done) == "xyzx\n" and "(cut off: --max-new-tokens allows no more)" in done.stderr
+    assert succeeded(done) == "xyzx\n" and "(cut off at --max-new-tokens)" in done.stderr
     full = ask(endless, "How many?", "--max-new-tokens", 300, verb="generate")
-    assert "no further position" in full.stderr and len(succeeded(full)) > 200
+    assert "the context is full" in full.stderr and len(succeeded(full)) > 200
 
 
-def test_a_model_that_says_nothing_is_told_from_a_program_that_says_nothing(tmp_path):
+def test_an_empty_generation_is_reported(tmp_path):
     silent = write_chain_model(tmp_path / "silent", {"\n": ""})
     done = ask(silent, "How many?", verb="generate")
-    assert succeeded(done).strip() == "" and "the model ended its answer without a word" in done.stderr
+    assert succeeded(done).strip() == "" and "the generation is empty" in done.stderr
 
 
 def test_two_models_answer_side_by_side(eighty, endless):
@@ -411,12 +411,12 @@ def test_a_drawn_answer_depends_on_its_seed_alone():
 
 def test_a_question_that_fills_the_model_or_is_no_text_is_refused(eighty):
     words = refused(ask(eighty, "word " * 300, verb="generate"), 3)
-    assert "the model has 256 positions" in words and "shorter" in words
+    assert "the model has 256 positions" in words and "shorten it" in words
 
-    assert "no UTF-8 text" in refused(ask(eighty, "a\udc80b", verb="generate"), 3)
+    assert "not valid UTF-8" in refused(ask(eighty, "a\udc80b", verb="generate"), 3)
 
 
-def test_a_model_with_another_tokenizer_is_refused_before_anything_is_asked(tmp_path, questions, eighty):
+def test_a_model_with_another_tokenizer_is_refused_before_anything_is_generated(tmp_path, questions, eighty):
     """It would be given numbers that mean other words to it, and lose."""
     other = write_chain_model(tmp_path / "other", {"\n": SAID})
     table = json.loads((other / "tokenizer.json").read_text())
@@ -424,14 +424,18 @@ def test_a_model_with_another_tokenizer_is_refused_before_anything_is_asked(tmp_
     vocabulary = table["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(table))
-    for verb, told in (("evaluate", ["--evalset", questions]), ("generate", ["What is 9?"])):
-        words = refused(ask(eighty, *told, "--against", other, verb=verb), 3)
+    for verb, arguments in (("evaluate", ["--evalset", questions]), ("generate", ["What is 9?"])):
+        words = refused(ask(eighty, *arguments, "--against", other, verb=verb), 3)
         assert "have different tokenizers" in words and "answers" not in words.split("error:")[0]
 
 
-@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--max-seconds"])
-def test_what_is_no_number_is_refused(option, questions, eighty):
-    assert "is no number to go by" in ask(eighty, "--evalset", questions, option, "nan").stderr
+def test_an_option_that_is_out_of_range_is_refused(questions, eighty):
+    for option in ("--temperature", "--top-p", "--max-seconds"):
+        done = ask(eighty, "--evalset", questions, option, "nan")
+        assert done.exit_code == 2 and "is not a finite number" in done.stderr
+    for verb, argument in (("evaluate", ["--evalset", questions, "--limit", 8]), ("generate", ["How many?"])):
+        done = ask(eighty, *argument, "--seed", -3, verb=verb)
+        assert done.exit_code == 2 and "'--seed': -3 is not in the range" in done.stderr
 
 
 def test_verdicts_that_do_not_follow_from_the_outputs_are_not_compared(tmp_path, evaluated):

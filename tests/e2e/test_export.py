@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from tests.conftest import SHIPPED, write_small_model
 from tests.program import refused, tunix_rt
 from tests.supervision_checks import write_chat_tokenizer
-from tunix_rt import pipeline
 from tunix_rt.cli.main import cli
 from tunix_rt.config.settings import Data, Training
 from tunix_rt.data.render import style_of
@@ -20,8 +19,8 @@ from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.engines.base import load_backend
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evaluate.generate import stop_ids
-from tunix_rt.export import roundtrip as reloading
-from tunix_rt.export.roundtrip import Place, ask_fresh_process, differences, prove_folder, prove_reload, remember
+from tunix_rt.export import roundtrip
+from tunix_rt.export.roundtrip import Target, check_folder, check_round_trip, differences, reference_of, reload_in_child
 from tunix_rt.models.resolve import ModelSource, resolve_model
 
 torch = pytest.importorskip("torch")
@@ -115,13 +114,13 @@ def cut_off(folder):
 DEFECTS = {
     one_percent: r"1 of \d+ tensors differ, first model\.layers\.1\.mlp\.up_proj\.weight \(other values\)",
     swap_layers: r"tensors differ, first model\.layers\.0\..*logits differ by up to .* first after the prompt 'What is 17",
-    untie_the_head: r"1 of \d+ tensors differ, first lm_head\.weight.*greedy text after",
+    untie_the_head: r"1 of \d+ tensors differ, first lm_head\.weight.*greedy generation after",
     lose_a_tensor: r"1 missing keys, first model\.layers\.0\.self_attn\.k_proj\.weight",
     round_the_weights: r"tensors differ, first .* \(bfloat16 \[1024, 32\] instead of float32 \[1024, 32\]\)",
     rotate_otherwise: r"^logits differ by up to",
-    edit_the_template: r"^its chat template is another: sha256 \w{12} instead of sha256 \w{12}$",
-    swap_two_ids: r"2 of \d+ tokens under another id, first '7': \d+ instead of \d+; its tokenizer reads 'What is 17",
-    never_stop: r"^its text ends at the tokens \[1\] \(generation_config\.json, eos_token_id\), it should at \[1, 7\d\d\]$",
+    edit_the_template: r"^its chat template differs: sha256 \w{12} instead of sha256 \w{12}$",
+    swap_two_ids: r"other ids for 2 of \d+ tokens, first '7': \d+ instead of \d+; its tokenizer encodes 'What is 17",
+    never_stop: r"^eos_token_id in generation_config\.json is \[1\] instead of \[1, 7\d\d\]$",
     cut_off: r"^it cannot be loaded: .*(incomplete|SafetensorError|header)",
 }
 
@@ -136,7 +135,7 @@ def engine_of(name: str, folder: Path, settings: dict):
     source = ModelSource(name=name, folder=model, revision="local", weights="random", config=config)
     backend = load_backend("torch")
     if "lora_rank" not in settings:
-        return backend.load_to_ask(source, device="cpu", seed=3, **settings)
+        return backend.load_for_inference(source, device="cpu", seed=3, **settings)
     mixed = {"dtype": "bfloat16"} if settings["lora_rank"] is None else {}
     engine = backend.load(source, device="cpu", training=Training(seed=3, **settings, **mixed))
     torch.manual_seed(4)
@@ -148,9 +147,9 @@ def engine_of(name: str, folder: Path, settings: dict):
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """Name of each model and defect -> what is remembered and what a fresh process saw in its folder."""
+    """Name of each model and defect -> its reference and what a fresh process loads from its folder."""
     root, backend = tmp_path_factory.mktemp("exports"), load_backend("torch")
-    remembered, folders = {}, {}
+    references, folders = {}, {}
     for name, settings in RIGHT.items():
         engine = engine_of(name, root / f"{name} source", settings)
         tokenizer = load_tokenizer(engine.source.folder, str(engine.source.config["model_type"]))
@@ -160,38 +159,38 @@ def exports(tmp_path_factory):
         backend.save(
             engine, folders[name], tokenizer_folder=tokenizer.folder, stop_ids=ends, chat_template=style.template.jinja
         )
-        remembered[name] = remember(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
+        references[name] = reference_of(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
     for defect in DEFECTS:
         name = defect.__name__
-        remembered[name] = remembered["gemma3"]
+        references[name] = references["gemma3"]
         folders[name] = Path(shutil.copytree(folders["gemma3"], root / name))
         defect(folders[name])
-    plain = {name: folder for name, folder in folders.items() if not remembered[name].autocast}
+    plain = {name: folder for name, folder in folders.items() if not references[name].autocast}
     seen = {}
     for number, (these, cast) in enumerate([(plain, None), (folders.keys() - plain.keys(), "bfloat16")]):
         scratch = root / f"answers-{number}"
         scratch.mkdir()
-        place = Place(device="cpu", autocast=cast, share=1.0)
-        found = ask_fresh_process(remembered["gemma3"], [folders[name] for name in these], place, scratch)
+        place = Target(device="cpu", autocast=cast, share=1.0)
+        found = reload_in_child(references["gemma3"], [folders[name] for name in these], place, scratch)
         seen |= dict(zip(these, found, strict=True))
-    return {name: (remembered[name], seen[name]) for name in folders}
+    return {name: (references[name], seen[name]) for name in folders}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_was_saved_is_what_plain_transformers_loads(exports, name):
-    remembered, seen = exports[name]
-    share = reloading._places(remembered)[0].share
-    assert differences(remembered, seen, share=share) == []
-    apart = abs(seen["logits"] - remembered.logits).max() / abs(remembered.logits).max()
-    equal = sum(reloading._compared(remembered, seen))
+    reference, seen = exports[name]
+    share = roundtrip._targets(reference)[0].share
+    assert differences(reference, seen, share=share) == []
+    apart = abs(seen["logits"] - reference.logits).max() / abs(reference.logits).max()
+    equal = sum(roundtrip._equal_tokens(reference, seen))
     assert apart <= share and equal >= 4
-    assert remembered.conversation is not None and seen["conversation"] == remembered.conversation
+    assert reference.conversation is not None and seen["conversation"] == reference.conversation
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_of_an_export_is_found_and_named(exports, defect):
-    remembered, seen = exports[defect.__name__]
-    found = "; ".join(differences(remembered, seen, share=reloading.EXACT))
+    reference, seen = exports[defect.__name__]
+    found = "; ".join(differences(reference, seen, share=roundtrip.EXACT))
     assert re.search(DEFECTS[defect], found), found
 
 
@@ -199,7 +198,7 @@ def test_a_defect_of_an_export_is_found_and_named(exports, defect):
 
 
 @pytest.mark.slow
-def test_a_shipped_model_is_exported_with_its_proof(tmp_path):
+def test_a_shipped_model_is_exported_with_its_round_trip_check(tmp_path):
     done = tunix_rt(
         "export", "tiny-gemma3", "--output", tmp_path / "out", "--dtype", "bfloat16", "--device", "cpu", "--json"
     )
@@ -210,11 +209,11 @@ def test_a_shipped_model_is_exported_with_its_proof(tmp_path):
     assert set(proof["files"]) == {path.name for path in (tmp_path / "out").iterdir()} - {"export_proof.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing lies beside it"
     again = tunix_rt("export", "tiny-gemma3", "--output", tmp_path / "out", "--device", "cpu")
-    assert "already holds something" in refused(again, 2)
+    assert "is not empty" in refused(again, 2)
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_exported_with_the_name_of_the_file_in_its_proof(tmp_path):
+def test_a_gguf_file_is_exported_with_the_name_of_the_file(tmp_path):
     pytest.importorskip("gguf", reason="needs the extra `gguf` (scripts/setup --dev installs it)")
     from tests.e2e.test_gguf import small_model, write_gguf
 
@@ -232,8 +231,8 @@ def run_of(folder: Path, *, base: Path, **more) -> Path:
         "training.save_steps": 2, "training.eval_steps": 2, **{f"training.{name}": value for name, value in more.items()},
     }  # fmt: skip
     chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    with pytest.MonkeyPatch.context() as patch:  # what is proven here is the export; the run's own proof takes as long
-        patch.setattr(pipeline, "prove_reload", lambda *given, **named: None)
+    with pytest.MonkeyPatch.context() as patch:  # the export is checked here; the check of the run takes as long
+        patch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
         done = CliRunner().invoke(cli, ["train", "smoke_tiny", "--output", str(folder), "--device", "cpu", *chosen])
     assert done.exit_code == 0, done.output
     return folder
@@ -254,7 +253,7 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
     config = json.loads((model / "config.json").read_text())
     source = ModelSource(name="small", folder=model, revision="local", weights="random", config=config)
     backend, base = load_backend("torch"), tmp_path / "base"
-    engine = backend.load_to_ask(source, device="cpu", dtype="float32")
+    engine = backend.load_for_inference(source, device="cpu", dtype="float32")
     backend.save(engine, base, tokenizer_folder=model, stop_ids=[1])
     whole = run_of(tmp_path / "whole", base=base)
     final = load_file(whole / "final_model" / "model.safetensors")
@@ -273,14 +272,14 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
     )
     rounded = ["export", str(adapted), "--step", "4", "--dtype", "bfloat16", "--output", str(tmp_path / "x")]
     refusal = CliRunner().invoke(cli, rounded)
-    assert refusal.exit_code == 2 and "adapters are added to their weights in float32" in refusal.output
+    assert refusal.exit_code == 2 and "adapters are merged in float32" in refusal.output
 
 
 def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, monkeypatch):
     """The disk is made to lie: what arrives in the folder is not what was written."""
-    from tunix_rt.engines.torch import save as torch_save
+    from tunix_rt import storage
 
-    kept = torch_save.settle_files
+    kept = storage.settle_files
 
     def lying(folder):
         swap = load_file(folder / "model.safetensors")
@@ -288,7 +287,7 @@ def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, mon
         save_file(swap, folder / "model.safetensors", metadata={"format": "pt"})
         kept(folder)
 
-    monkeypatch.setattr(torch_save, "settle_files", lying)
+    monkeypatch.setattr(storage, "settle_files", lying)
     done = CliRunner().invoke(
         cli, ["export", "tiny-gemma3", "--output", str(tmp_path / "out"), "--device", "cpu", "--dtype", "float32"]
     )
@@ -299,7 +298,7 @@ def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, mon
 
 def test_a_saved_model_whose_texts_lost_their_beginning_is_refused_while_the_engine_stays_as_it_was(tmp_path):
     backend, source = load_backend("torch"), resolve_model("tiny-gemma3")
-    engine = backend.load_to_ask(source, device="cpu", dtype="bfloat16")
+    engine = backend.load_for_inference(source, device="cpu", dtype="bfloat16")
     tokenizer = load_tokenizer(source.folder, "gemma3_text")
     style = style_of(Data(), tokenizer)
     backend.save(engine, tmp_path / "saved", tokenizer_folder=source.folder, stop_ids=[1])
@@ -307,23 +306,20 @@ def test_a_saved_model_whose_texts_lost_their_beginning_is_refused_while_the_eng
     (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps({**inner, "post_processor": None}))
     change_json(tmp_path / "saved", "tokenizer_config.json", add_bos_token=False)
     with pytest.raises(EvidenceError) as caught:
-        prove_reload(backend, engine, tmp_path / "saved", tokenizer=tokenizer, style=style, stop_ids=[1])
+        check_round_trip(backend, engine, tmp_path / "saved", tokenizer=tokenizer, style=style, stop_ids=[1])
     assert "not the model in memory: its tokenizer begins a text with [" in caught.value.problem
     assert "(add_bos_token in tokenizer_config.json)" in caught.value.problem
     assert backend.last_logits(engine, [[2, 5, 6]]).shape == (1, 1024)
 
 
-def test_a_proof_without_memory_is_no_proof_and_says_so(tmp_path, monkeypatch, exports, caplog):
-    remembered, _ = exports["gemma3"]
-    monkeypatch.setattr(reloading, "SPARE_BYTES", 2**60)
-    assert prove_folder(replace(remembered, device="cuda"), SHIPPED, device_room=2**40) is None
-    assert (
-        "is not proven, since it could not be loaded once more: the host has" in caplog.text
-        and "GiB free" in caplog.text
-    )
+def test_a_check_without_memory_is_skipped_with_a_warning(tmp_path, monkeypatch, exports, caplog):
+    reference, _ = exports["gemma3"]
+    monkeypatch.setattr(roundtrip, "SPARE_BYTES", 2**60)
+    assert check_folder(replace(reference, device="cuda"), SHIPPED, device_room=2**40) is None
+    assert "was not reloaded: the host has" in caplog.text and "GiB free" in caplog.text
 
 
-def test_checkpoints_are_asked_of_runs_only(tmp_path):
-    for flags, words in ((["--step", "3"], "tiny-gemma3 is no run"), (["--best"], "tiny-gemma3 is no run")):
+def test_only_runs_have_checkpoints(tmp_path):
+    for flags, words in ((["--step", "3"], "tiny-gemma3 is not a run"), (["--best"], "tiny-gemma3 is not a run")):
         done = CliRunner().invoke(cli, ["export", "tiny-gemma3", "--output", str(tmp_path / "out"), *flags])
         assert done.exit_code == 2 and words in done.output

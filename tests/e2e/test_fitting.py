@@ -7,28 +7,29 @@ import json
 import logging
 import shutil
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from tests.e2e.test_recovery import at, crash, losses, quiet, terminate
 from tests.integrity import list_problems
-from tunix_rt import pipeline
 from tunix_rt.cli.main import cli
 from tunix_rt.config.load import dump_yaml, find_config, load_config
 from tunix_rt.config.settings import Training
 from tunix_rt.engines import base as process_memory
 from tunix_rt.engines.base import PhasePeak, load_backend
-from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted
+from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted, TunixError
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.plan.calibration import seen_errors
+from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.prediction import predict_run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import read_json
-from tunix_rt.train.memory_report import PREDICTED_BY
+from tunix_rt.train.memory_report import PREDICTED_BY, Phases, record_ending
 
 GIB = 2**30
 ROWS, STEPS = 16, 4
@@ -44,7 +45,7 @@ def everything_is_said_and_nothing_proven():
     before = package.level
     package.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "prove_reload", lambda *given, **named: None)
+        patch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
         yield
     package.setLevel(before)
 
@@ -159,7 +160,7 @@ def test_what_was_chosen_and_cannot_be_read_is_not_guessed(crashed):
     committed = read_json(crashed.precommit)
     committed["fitting"]["written"] = {}
     crashed.precommit.write_text(json.dumps(committed))
-    with pytest.raises(pipeline.TunixError, match=r"what `training\.memory: auto` had chosen cannot be read"):
+    with pytest.raises(TunixError, match=r"`fitting`, the choice of training\.memory: auto, cannot be read"):
         run_pipeline(configured(resume=True), crashed.root, progress=quiet)
 
 
@@ -254,7 +255,7 @@ def test_every_phase_is_predicted_and_measured(tmp_path):
     assert (seen.backend, seen.layers, seen.recipe, seen.parameters) == (
         "torch",
         "plain",
-        recipe_of(Training()).words,
+        recipe_of(Training()).describe(),
         read_json(run.result)["parameters"],
     )
 
@@ -291,11 +292,13 @@ def test_a_run_that_failed_has_its_account_too(crashed):
 def test_a_run_that_is_ended_in_the_middle_of_a_call_has_what_was_measured_before(tmp_path):
     config = configured(memory="as_written", limit=None)
     shape = shape_of(resolve_model(config.model.model_name_or_path, weights="random").config)
-    report = pipeline.Report(run=RunDir(tmp_path), continued=False)
+    report, phases = RunJournal(run=RunDir(tmp_path), continued=False), Phases()
     peak = PhasePeak(used_bytes=7, measure="bytes", alone=True)
-    report.phases.end(SimpleNamespace(take_peak=lambda: peak), "load")
-    report.plan = predict_run(shape, config, device="cpu")
-    report.end_at_once(Preempted("the grace is over", fix="go on"))
+    phases.end(SimpleNamespace(take_peak=lambda: peak), "load")
+    plan = predict_run(shape, config, device="cpu")
+    context = SimpleNamespace(journal=report, run=report.run, plan=plan, phases=phases)
+    report.before_end.append(partial(record_ending, context))
+    report.end_now(Preempted("the grace is over", fix="go on"))
     told, result = read_json(report.run.memory), read_json(report.run.result)
     assert told["status"] == result["status"] == "preempted" and result["memory"]["measured_bytes"] == 7
     assert list(told["phases"]) == ["load"] and "memory.json" in report.run.hashes.read_text()

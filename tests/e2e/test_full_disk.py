@@ -10,8 +10,7 @@ import pytest
 
 from tests.conftest import write_small_model
 from tests.integrity import list_problems
-from tests.program import ROOT, command, environment, refused, tunix_rt
-from tunix_rt import pipeline
+from tests.program import ROOT, command, environment, in_process, refused
 from tunix_rt.config.load import find_config, load_config
 from tunix_rt.errors import StorageError
 from tunix_rt.pipeline import run_pipeline
@@ -112,7 +111,7 @@ def quiet(what: str, done: int, total: int, note: str) -> None:
 
 
 def test_a_volume_too_small_for_the_run_is_refused_before_weights_are_loaded(disk):
-    said = refused(tunix_rt("train", *SMALL, "--output", disk / "run"), 8)
+    said = refused(in_process("train", *SMALL, "--output", disk / "run"), 8)
     assert int(re.search(r"the run needs (\d+) MiB on disk, 80 MiB are free", said)[1]) > 80
     run = RunDir(disk / "run")
     assert read_json(run.result)["exit_code"] == 8
@@ -126,14 +125,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("left", FAULTS)
+SERIES = [name if name == "half a checkpoint" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+
+
+@pytest.mark.parametrize("left", SERIES)
 def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_once_there_is_room(
     disk, model, whole, monkeypatch, left
 ):
     """Filled before the check, which then refuses; or right after it said yes, so that the writing meets the end.
 
     The final model is not loaded once more by a fresh process here: that takes seconds, and is a promise of its own."""
-    monkeypatch.setattr(pipeline, "prove_reload", lambda *given, **named: None)
+    monkeypatch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
     run, (leave, words), check = RunDir(disk / "run"), FAULTS[left], saving.require_space
 
     def check_and_fill(folder, needed_bytes, *, what, **named):

@@ -215,7 +215,7 @@ def test_a_gguf_file_is_converted_once_and_what_it_is_stands_in_log_and_source(
     assert (
         resolve_tokenizer(str(llama_file)) == resolve_model(str(llama_file), weights="random").folder == source.folder
     )
-    assert not list(source.folder.parent.glob(".building-*"))
+    assert not list(source.folder.parent.glob(".staged-*"))
 
 
 def test_random_weights_of_a_gguf_file_cost_no_conversion_of_its_weights(tmp_path, llama_file):
@@ -255,7 +255,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_could_be_taken_for_a_mo
     command = [sys.executable, "-P", "-m", "tunix_rt.engines.gguf", str(llama_file), str(place)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         deadline = time.monotonic() + 60
-        while not (building := list(place.parent.glob(".building-*"))) and time.monotonic() < deadline:
+        while not (building := list(place.parent.glob(".staged-*"))) and time.monotonic() < deadline:
             time.sleep(0.002)
         child.send_signal(signal.SIGKILL)
     assert building and building[0].is_dir() and not place.exists()
@@ -351,7 +351,7 @@ def test_a_file_that_its_reader_cannot_convert_is_refused_without_a_traceback(tm
     with pytest.raises(InputError, match=r"odd\.gguf cannot be converted: ValueError: .*rwkv-of-the-moon") as caught:
         resolve_model(str(tmp_path / "odd.gguf"))
     assert "Traceback" not in caught.value.problem
-    assert not list((tmp_path / "cache" / "tunix-rt" / "gguf").glob(".building-*"))
+    assert not list((tmp_path / "cache" / "tunix-rt" / "gguf").glob(".staged-*"))
 
 
 def test_two_gguf_files_in_a_folder_are_listed_and_safetensors_come_first(tmp_path, llama_file):
@@ -418,7 +418,7 @@ def test_a_full_disk_is_a_storage_error(tmp_path, llama_file, short_files, capsy
     place = tmp_path / "cache" / "made"
     assert main([str(llama_file), str(place)]) == StorageError.exit_code
     assert str(place.parent) in json.loads(capsys.readouterr().out.splitlines()[-1])["problem"]
-    assert not place.exists() and not list(place.parent.glob(".building-*"))
+    assert not place.exists() and not list(place.parent.glob(".staged-*"))
 
 
 # --- real files ------------------------------------------------------------------------------------------------------

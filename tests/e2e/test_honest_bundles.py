@@ -3,6 +3,7 @@ no use. Runs and verifications are those of the real program."""
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,19 +127,13 @@ def test_an_honest_run_is_collected_and_its_bundle_accepted(honest, repository, 
     _accepted(tunix_rt("evidence", "verify", bundle, "--require", honest.level, **extra), honest.level)
     done = tunix_rt("evidence", "verify", bundle, "--repository", repository)
     _accepted(done, "L1")
-    assert "consistent     reachable from main" in done.stdout
-
-
-def test_honest_runs_of_22_kinds_are_tried_by_both_engines():
-    assert len(RUNS) >= 22 and {one.name.split("-")[0] for one in RUNS} == {"torch", "jax"}
+    assert re.search(r"consistent +reachable from main", done.stdout)
 
 
 def test_the_committed_bundles_are_of_both_engines_on_a_cpu_and_a_gpu():
     stated = [read_json(file) for file in (ROOT / "submission_runs").glob("*/run_manifest.json")]
-    assert {one["device"] for one in stated} == {"cpu", "cuda"} and {one["backend"] for one in stated} == {
-        "torch",
-        "jax",
-    }
+    assert {one["device"] for one in stated} == {"cpu", "cuda"}
+    assert {one["backend"] for one in stated} == {"torch", "jax"}
 
 
 # --- wherever a bundle is verified ------------------------------------------------------------------------------------
@@ -249,14 +244,8 @@ def public() -> Iterator[Path]:
 def test_another_user_without_a_home_and_with_umask_077_verifies(public, bundle, repository, level, request):
     """Nobody may search folders, for the interpreter may lie in the home of root; write they may not."""
     reads = "+dac_read_search"
-    nobody = (
-        "setpriv",
-        "--reuid=65534",
-        "--regid=65534",
-        "--clear-groups",
-        f"--inh-caps={reads}",
-        f"--ambient-caps={reads}",
-    )
+    caps = (f"--inh-caps={reads}", f"--ambient-caps={reads}")
+    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *caps)
     if os.geteuid() or shutil.which("setpriv") is None or subprocess.run([*nobody, "true"]).returncode:
         pytest.skip("needs root and setpriv")
     kept = {name: value for name, value in environment().items() if name not in ("HOME", "XDG_CACHE_HOME", "TMPDIR")}
@@ -266,4 +255,4 @@ def test_another_user_without_a_home_and_with_umask_077_verifies(public, bundle,
     arguments = (public / "bundle", "--repository", public / "repository", "--require", level)
     done = _run(*arguments, before=nobody, env=kept, umask=0o077, cwd="/")
     _accepted(done, level)
-    assert "consistent     reachable from main" in done.stdout, "a clone of another owner is read"
+    assert re.search(r"consistent +reachable from main", done.stdout), "a clone of another owner is read"

@@ -34,6 +34,20 @@ def test_help_imports_nothing_heavy_and_takes_under_100_ms_of_cpu():
     assert min(seconds) < 0.1, seconds
 
 
+def test_the_wheel_contains_the_package_and_what_a_run_needs():
+    """As the build backend lists it; the slow series builds, installs and uses the wheel."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    homes = {"training/configs": "configs"} | {name: name for name in ("datasets", "evalsets", "models", "presets")}
+    wanted = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "tunix_rt").rglob("*.py")}
+    for home, name in homes.items():
+        for path in (path for path in (ROOT / home).rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+            wanted.add(f"tunix_rt/packaged/{name}/{path.relative_to(ROOT / home)}")
+    assert wanted <= packed and "tunix_rt/py.typed" in packed
+
+
+@pytest.mark.slow
 def test_the_built_wheel_works_alone(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)],
@@ -100,12 +114,12 @@ def test_the_old_command_for_the_cpu_runs_as_it_is_written(tmp_path):
 
 
 def test_the_old_commands_take_the_flags_that_words_of_refusal_advise(tmp_path, monkeypatch):
-    from tunix_rt.cli import legacy, train
+    from tunix_rt.cli import train
 
     ran = []
     monkeypatch.setattr(train, "run_and_show", lambda config, output, *, as_json: ran.append((config, output)))
     given = ["--config", "smoke_tiny", "--output", str(tmp_path), "--set", "data.on_overflow=drop", "--model", "gpt2"]
-    assert legacy.main("torch", [*given, "--weights", "random", "--resume"]) == 0
+    assert train.run_script("torch", [*given, "--weights", "random", "--resume"]) == 0
     ((config, output),) = ran
     assert output == tmp_path
     assert (config.model.model_name_or_path, config.model.weights) == ("gpt2", "random")

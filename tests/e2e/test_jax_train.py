@@ -25,7 +25,7 @@ from tests.bundles import collect, make_repository
 from tests.conftest import ROOT, SHIPPED, write_small_model
 from tests.e2e.test_pipeline import METRICS_KEYS
 from tests.integrity import list_problems
-from tests.program import command, environment, refused, tunix_rt
+from tests.program import command, environment, in_process, refused, tunix_rt
 from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step
@@ -33,9 +33,10 @@ from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.pipeline import find_tokenizer
+from tunix_rt.train.context import find_tokenizer
 
 jax_weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
+jax_models = pytest.importorskip("benchmarks.jax_models", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 
 ROUGH = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -218,14 +219,28 @@ def test_a_checkpoint_of_pytorch_is_read_as_weights(on_torch, tmp_path):
         shutil.copy(path, tmp_path)
     source = resolve_model(str(tmp_path))
     architecture = architecture_of(source.config)
-    found = dict(jax_weights.named_tensors(jax_weights.load_weights(source, architecture), architecture))
+    found = dict(jax_models.named_tensors(jax_weights.load_weights(source, architecture), architecture))
     stored = load_file(tmp_path / "model.safetensors")
     assert found.keys() == stored.keys() and all(np.array_equal(found[name], stored[name]) for name in stored)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(finished, tmp_path):
+@pytest.fixture(params=["cut", pytest.param("killed", marks=pytest.mark.slow)])
+def unfinished(request, finished, tmp_path):
+    """A run whose newest checkpoint is of step 2: of the finished one what a kill after that step leaves, or one killed there."""
     run = tmp_path / "run"
-    run_killed(run, asked(), step=SAVED, devices=1)
+    if request.param == "killed":
+        run_killed(run, asked(), step=SAVED, devices=1)
+        return run
+    shutil.copytree(finished, run)
+    for made_later in (run / "final_model", run / "checkpoints" / f"step-{STEPS:06d}"):
+        shutil.rmtree(made_later)
+    for ending in ("result.json", "SHA256SUMS"):
+        (run / ending).unlink()
+    return run
+
+
+def test_a_killed_run_goes_on_bit_for_bit(finished, unfinished):
+    run = unfinished
     done = tunix_rt(*asked(), "--output", run, "--resume", **flags())
     assert done.returncode == 0 and f"Resumed from step-{SAVED:06d}" in done.stderr, done.stderr
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -255,7 +270,7 @@ def test_an_accelerator_that_is_not_there_is_an_error_and_never_the_cpu(tmp_path
     if device == "gpu" and Path("/dev/nvidiactl").exists():
         pytest.skip("there is a GPU")
     run = tmp_path / "run"
-    done = tunix_rt(*asked(), "--device", device, "--output", run)
+    done = in_process(*asked(), "--device", device, "--output", run)
     assert cause in refused(done, 4)
     assert json.loads((run / "result.json").read_text())["status"] == "refused"
     assert "Using device" not in done.stderr
@@ -263,7 +278,7 @@ def test_an_accelerator_that_is_not_there_is_an_error_and_never_the_cpu(tmp_path
 
 def test_a_model_with_dropout_is_refused_before_its_data_is_read(tmp_path):
     folder = write_small_model("gpt2-dropout", tmp_path / "model")
-    done = tunix_rt(*asked(), "--model", folder, "--weights", "random", "--output", tmp_path / "run")
+    done = in_process(*asked(), "--model", folder, "--weights", "random", "--output", tmp_path / "run")
     assert "dropout of 0.1 (attn_pdrop, embd_pdrop, resid_pdrop)" in refused(done, 3)
 
 
@@ -271,8 +286,8 @@ def test_a_family_that_the_engine_does_not_know_is_refused_by_name(tmp_path):
     folder = write_small_model("llama", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3"}
     (folder / "config.json").write_text(json.dumps(config))
-    done = tunix_rt(*asked(), "--model", folder, "--weights", "random", "--output", tmp_path / "run")
-    assert "model_type 'qwen3' is not one that the JAX engine knows" in refused(done, 3)
+    done = in_process(*asked(), "--model", folder, "--weights", "random", "--output", tmp_path / "run")
+    assert "model_type 'qwen3' is not supported by the JAX engine" in refused(done, 3)
 
 
 # --- long series ------------------------------------------------------------------------------------------------------

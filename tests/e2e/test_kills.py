@@ -21,7 +21,16 @@ def killed(folder, *arguments):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_twice_ends_as_the_uninterrupted_one(tmp_path):
+    """Inside a save and at a step. No fresh process loads the final models of the forks: that takes seconds of each."""
+    seen = killed(tmp_path / "kills", "--kills", 2, "--seed", 1, "--unproven")
+    assert seen["problems"] == [], "every process of a chain with a problem has its words in said-NNN.txt beside it"
+    assert seen["kills"] == len(seen["table"]) == 2 and seen["chains_identical"] == seen["chains"] == 1
+    assert all(kill["usable_after"] >= kill["committed_before"] for kill in seen["table"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [10, 100])
 def test_kills_lose_nothing_that_was_saved_and_leave_nobody_behind(tmp_path, kills):
     seen = killed(tmp_path / "kills", "--kills", kills, "--seed", 1)
     assert seen["problems"] == [], "every process of a chain with a problem has its words in said-NNN.txt beside it"

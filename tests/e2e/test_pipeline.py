@@ -30,7 +30,7 @@ def test_a_run_completes_and_says_where_it_is(finished):
     done, folder = finished
     assert done.returncode == 0, done.stderr
     assert str(folder) in done.stdout
-    assert "accuracy, by the tags" in done.stdout
+    assert "accuracy, strict" in done.stdout
 
 
 def test_the_log_begins_with_the_device_and_the_preflight_line(finished):

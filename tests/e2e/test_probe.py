@@ -364,7 +364,7 @@ def test_an_nvml_that_hangs_or_crashes_is_told_in_time_and_no_engine_is_started(
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))
     monkeypatch.setenv("NVML_STAND_IN", "nvmlDeviceGetMemoryInfo -1 -2")
-    assert ask_nvml() == (None, None, (), "NVML was ended by SIGSEGV: no words")
+    assert ask_nvml() == (None, None, (), "NVML was ended by SIGSEGV: no output")
     monkeypatch.setenv("NVML_STAND_IN", "nvmlInitWithFlags -1 -1")
     monkeypatch.setattr(nvidia, "ask_nvml", partial(ask_nvml, seconds=0.5))
     monkeypatch.setattr(probe, "nvidia_facts", partial(nvidia_facts, made(tmp_path, {"dev/nvidia0": ""})))
@@ -464,7 +464,7 @@ def test_an_assertion_without_words_becomes_a_sentence() -> None:
     script = "import json; print(json.dumps({'error': 'AssertionError', 'words': '', 'said': []}))"
     asked = ask_jax(Jax(version="0.10.2"), "cuda", script=script)
     assert asked.problem == (
-        "jax asked for cuda ended with AssertionError and no words, as it does where it finds no device node"
+        "jax with JAX_PLATFORMS=cuda raised AssertionError without a message, as it does if there is no device node"
     )
     assert asked.devices is None
 
@@ -473,19 +473,19 @@ def test_an_assertion_without_words_becomes_a_sentence() -> None:
     ("script", "words"),
     [
         ("import time; time.sleep(60)", "{} gave no answer within 0.3 s"),
-        ("import os; os.abort()", "{} was ended by SIGABRT: no words"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "{} was ended by SIGILL: no words"),
+        ("import os; os.abort()", "{} was ended by SIGABRT: no output"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "{} was ended by SIGILL: no output"),
         (
             "raise ImportError('libcudart.so.13: cannot open')",
             "{} ended with code 1: ImportError: libcudart.so.13: cannot",
         ),
         ("raise SystemExit('x' * 1000)", "{} ended with code 1: " + "x" * 300),
-        ("print('hello')", "{} answered 'hello', which is no answer"),
-        ("print('[1, 2]')", "{} answered '[1, 2]', which is no answer"),
-        ("print('[' * 100_000)", "{} answered '[["),
-        ("print('{}')", "{} answered '{{}}', which is no answer"),
-        ("import sys; sys.stdout.buffer.write(bytes(range(256)))", "{} answered "),
-        ("pass", "{} said nothing"),
+        ("print('hello')", "{}: malformed output 'hello'"),
+        ("print('[1, 2]')", "{}: malformed output '[1, 2]'"),
+        ("print('[' * 100_000)", "{}: malformed output '[["),
+        ("print('{}')", "{}: malformed output '{{}}'"),
+        ("import sys; sys.stdout.buffer.write(bytes(range(256)))", "{}: malformed output "),
+        ("pass", "{}: no output"),
     ],
 )
 def test_a_child_that_hangs_crashes_or_babbles_becomes_a_reason(script: str, words: str) -> None:

@@ -22,11 +22,12 @@ from tunix_rt.config.load import find_config, load_config
 from tunix_rt.engines.base import load_backend
 from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError, Preempted, StorageError, TunixError
-from tunix_rt.export import roundtrip as reloading
+from tunix_rt.export import roundtrip
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.runs import journal
 from tunix_rt.runs.folder import RunDir, list_checkpoints
 from tunix_rt.storage import read_json
+from tunix_rt.train import evaluation
 from tunix_rt.train import loop as train
 from tunix_rt.train import preemption as stopping
 
@@ -79,12 +80,12 @@ def signals_are_heard_again():
 def no_proof_is_made(monkeypatch):
     """A fresh process that loads the final model takes seconds of each run, and is a promise of its own: runs here say that it
     could not be made, but for the one that nothing interrupts and those of `proofs_are_made`."""
-    monkeypatch.setattr(pipeline, "prove_reload", lambda *given, **named: None)
+    monkeypatch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
 
 
 @pytest.fixture
 def proofs_are_made(no_proof_is_made, monkeypatch):
-    monkeypatch.setattr(pipeline, "prove_reload", reloading.prove_reload)
+    monkeypatch.setattr("tunix_rt.export.final_model.check_round_trip", roundtrip.check_round_trip)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_a_continued_run_accounts_for_all_its_processes(tmp_path, uninterrupted,
 
 def test_a_run_that_is_stopped_after_a_step_goes_on_to_the_same_lists(tmp_path, uninterrupted):
     run = RunDir(tmp_path / "run")
-    with pytest.raises(Preempted, match="stopped after step 3, as asked; step 3 is saved"):
+    with pytest.raises(Preempted, match=r"stopped after step 3 \(--stop-after\); step 3 is saved"):
         run_pipeline(configured(), run.root, progress=quiet, stop_after=3)
     assert (read_json(run.result)["status"], read_json(run.result)["exit_code"]) == ("preempted", 7)
     assert list_problems(run.root) == []
@@ -277,7 +278,7 @@ def test_a_continuation_refused_for_its_kernels_touches_nothing(crashed, monkeyp
         raise ConfigError("another attention", fix="continue where the run began")
 
     before = content(crashed)
-    monkeypatch.setattr(pipeline, "refuse_other_kernels", refuse)
+    monkeypatch.setattr(train, "refuse_other_kernels", refuse)
     with pytest.raises(ConfigError, match="another attention"):
         run_pipeline(configured(resume=True), crashed.root, progress=quiet)
     assert content(crashed) == before and list_problems(crashed.root) == []
@@ -285,12 +286,12 @@ def test_a_continuation_refused_for_its_kernels_touches_nothing(crashed, monkeyp
 
 def test_to_continue_where_there_is_no_run_starts_one_aloud(tmp_path, caplog):
     run_pipeline(configured("training.max_steps=1", resume=True), tmp_path / "run", progress=quiet)
-    assert f"there is no run in {tmp_path / 'run'} to continue: starting at step 0" in caplog.text
+    assert f"No run to resume in {tmp_path / 'run'}: starting at step 0" in caplog.text
 
 
 def test_a_continuation_that_is_killed_leaves_no_ending_of_the_process_before(crashed, monkeypatch):
     """As after SIGKILL: nothing of the end is written."""
-    monkeypatch.setattr(pipeline.Report, "_end", lambda *told: None)
+    monkeypatch.setattr(journal.RunJournal, "_end", lambda *told: None)
     with pytest.raises(KeyboardInterrupt):
         run_pipeline(configured(resume=True), crashed.root, progress=at(("train", 4), crash))
     assert not crashed.result.exists() and not crashed.hashes.exists()
@@ -309,7 +310,7 @@ def test_another_version_or_device_may_not_continue_a_run_and_touches_nothing(cr
         return facts, dataclasses.replace(choice, device="cuda", kind="another")
 
     monkeypatch.setattr(pipeline, "settle_device", settle_elsewhere)
-    monkeypatch.setattr(pipeline, "prove_device", lambda *given: frozenset({"GPU-aa"}))  # as if it had held
+    monkeypatch.setattr(pipeline, "check_kernels", lambda *given: frozenset({"GPU-aa"}))  # as if it had held
     with pytest.raises(ConfigError, match="another run: device differ"):
         run_pipeline(configured(resume=True), crashed.root, progress=quiet)
     assert content(crashed) == before
@@ -371,7 +372,7 @@ def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_sam
         try:
             run_pipeline(config, run.root, progress=quiet)
         except Preempted as stopped:
-            assert f"stopped by itself: of the time budget of {budget:g} s" in stopped.problem
+            assert f"s of {budget:g} s left, stopping" in stopped.problem
             assert (read_json(run.result)["status"], stopped.exit_code) == ("preempted", 7)
         assert time.monotonic() - began < budget
         kept.append(read_json(run.result).get("steps_completed", 0))
@@ -384,15 +385,15 @@ def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_sam
 
 @pytest.fixture
 def stops(monkeypatch):
-    """Every StopRequest of a pipeline, in order, so that a test can say when its time is up."""
+    """Every Preemption of a pipeline, in order, so that a test can say when its time is up."""
     made = []
 
-    class Noticed(stopping.StopRequest):
+    class Noticed(stopping.Preemption):
         def __init__(self, **settings):
             super().__init__(**settings)
             made.append(self)
 
-    monkeypatch.setattr(pipeline, "StopRequest", Noticed)
+    monkeypatch.setattr(pipeline, "Preemption", Noticed)
     return made
 
 
@@ -413,7 +414,7 @@ def test_a_measure_that_was_timed_before_the_first_step_is_not_begun_after_the_l
 
     monkeypatch.setattr(train, "_measure_heldout", slowly)
     once = ["training.time_budget=900", f"training.eval_steps={2 * STEPS}"]
-    with pytest.raises(Preempted, match=f"stopped by itself: .* s are left; step {STEPS} is saved"):
+    with pytest.raises(Preempted, match=f"time budget: .* s left, stopping; step {STEPS} is saved"):
         run_pipeline(configured(*once), run.root, progress=progress)
     assert steps == [0]
     run_pipeline(configured(*once, resume=True), run.root, progress=quiet)
@@ -426,7 +427,7 @@ def test_answers_after_training_are_not_begun_when_those_before_took_longer_than
 ):
     """Their time is known from those before training, also to a process that did not ask them."""
     asked = ["evaluation.enabled=true", "evaluation.max_new_tokens=2", "evaluation.per_device_eval_batch_size=4"]
-    run, seen, evaluate = RunDir(tmp_path / "run"), [], pipeline.evaluate_model
+    run, seen, evaluate = RunDir(tmp_path / "run"), [], evaluation.evaluate_model
 
     def slowly(*told, when, **named):
         time.sleep(8 if when == "before" else 0)
@@ -437,9 +438,9 @@ def test_answers_after_training_are_not_begun_when_those_before_took_longer_than
         if what == "train" and done == STEPS:  # enough to save what was trained, and not to answer
             stops[-1]._deadline = time.monotonic() + stopping.ENDING_SECONDS + 6
 
-    monkeypatch.setattr(pipeline, "evaluate_model", slowly)
+    monkeypatch.setattr(evaluation, "evaluate_model", slowly)
     caplog.set_level(logging.INFO)
-    stopped = "s are left, and the answers after training take about [0-9]+ s; all 5 steps are saved"
+    stopped = "s left, stopping; evaluation after training takes about [0-9]+ s; all 5 steps are saved"
     with pytest.raises(Preempted, match=stopped) as caught:
         run_pipeline(configured(*asked, "training.time_budget=900"), run.root, progress=progress)
     assert caught.value.fix == stopping.RESUME and "The answers after training will take about" in caplog.text
@@ -600,6 +601,6 @@ def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, m
     run_pipeline(configured(), run.root, progress=quiet)
     assert read_json(run.result)["final_model"] == {"proven": False} and run.final_model.is_dir()
     assert (
-        "is not proven, since it could not be loaded once more: cpu: the process gave no answer within 0.1 s"
+        "was not reloaded: cpu: the process gave no answer within 0.1 s"
         in caplog.text
     )

@@ -13,7 +13,7 @@ from filelock import FileLock
 from tests.bundles import git, make_repository, make_source_repository
 from tests.planted import planted_home
 from tests.program import ROOT, environment, tunix_rt
-from tunix_rt.evidence import answer_checks as answers
+from tunix_rt.evidence import data_checks as answers
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS
 from tunix_rt.runs.record import MANIFEST, README
 from tunix_rt.storage import read_json

@@ -17,7 +17,7 @@ from tests.forging.edits import put
 from tests.forging.sealing import OWN, reseal
 from tunix_rt.config.load import dump_yaml
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.evidence.examine import Examined
+from tunix_rt.evidence.examine import Examination
 from tunix_rt.evidence.facts import Claim
 from tunix_rt.runs.checksums import SUMS
 from tunix_rt.storage import json_line, json_text
@@ -68,7 +68,7 @@ def apply(mutation: Mutation, folder: Path) -> bool:
     return True
 
 
-def touched(before: Examined, after: Examined) -> list[Claim]:
+def touched(before: Examination, after: Examination) -> list[Claim]:
     """Claims whose value differs, as the verdict after the mutation has them."""
     values = {claim.name: claim.value for claim in before.claims}
     return [claim for claim in after.claims if values.get(claim.name) != claim.value]

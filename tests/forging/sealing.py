@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.forging.edits import Json, edited, lines_of, put, put_lines, read
 from tunix_rt.errors import TunixError
-from tunix_rt.evaluate.report import compare
-from tunix_rt.evaluate.summary import comparison_facts
+from tunix_rt.evaluate.comparison import compare
+from tunix_rt.evaluate.report import comparison_facts
 from tunix_rt.evidence.facts import completed_run
 from tunix_rt.evidence.manifest import manifest_of
 from tunix_rt.runs.checksums import RUN_SUMS, SIGNATURE, SUMS, list_folder, parse_sums, sums_text
@@ -134,6 +134,7 @@ def _rescore(folder: Path) -> None:
         put(folder / "eval" / f"{when}.json", json_text(values))
     comparison = to_plain(comparison_facts(compare(sides["before"], sides["after"])))
     with edited(folder / "eval_summary.json") as summary:
+        comparison["sentence"] = summary["comparison"]["sentence"]  # prose, which nothing compares
         summary |= {**scores, "comparison": comparison, "questions": len(sides["after"])}
     with edited(folder / "result.json") as result:
         for when, values in scores.items():

@@ -8,6 +8,7 @@ from tests.attention_checks import (
     CAP,
     FAMILIES,
     attend_alone,
+    choose_attention,
     float64,
     packed_and_alone,
     packed_states,
@@ -17,7 +18,7 @@ from tests.attention_checks import (
 )
 from tests.device_waits import nothing_waits
 from tunix_rt.engines.torch import attention as torch_attention
-from tunix_rt.engines.torch.attention import FLEX, VARLEN, Attention, boundaries, choose_attention, works
+from tunix_rt.engines.torch.attention import FLEX, VARLEN, Attention, boundaries, kernel_failure
 
 # Compilers warn of what is none of our business: attributes they look at, kernels they would choose.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -51,7 +52,7 @@ def attention_for(family: str, dtype: str) -> Attention:
 @pytest.mark.parametrize(("name", "head_dim"), [("varlen", 64), ("varlen", 256), ("flex", 64)])
 def test_both_work_here(name, head_dim):
     attention = {"varlen": VARLEN_ATTENTION, "flex": FLEX_ATTENTION}[name]
-    assert works(attention, head_dim=head_dim) is None
+    assert kernel_failure(attention, head_dim=head_dim) is None
 
 
 # --- as exact as plain products --------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_losses_are_those_of_plain_layers_over_the_end_of_an_epoch(tmp_path, kin
     found, _, _, engine = steps_of(folder, last=9, compile=True, **settings)
     expected, _, _, plain = steps_of(folder, last=9, compile=False, **settings)
     assert engine.compiled and not plain.compiled
-    assert bool(engine.recorded) == (not settings and engine.attention.name != "flex")
+    assert bool(engine.cuda_graph) == (not settings and engine.attention.name != "flex")
     np.testing.assert_allclose([s.loss for s in found], [s.loss for s in expected], rtol=2e-2)
     print(kind, settings, max(abs(a.loss / b.loss - 1) for a, b in zip(found, expected, strict=True)))
 
@@ -74,9 +74,9 @@ def test_a_recorded_run_has_the_losses_and_weights_of_one_that_is_launched_kerne
     folder = write_small_model(kind, tmp_path)
     how = {"compile": True, "deterministic": True, "master_dtype": "bfloat16"}
     recorded, weights, _, engine = steps_of(folder, last=10, **how)
-    assert engine.recorded
-    monkeypatch.setattr(engine_of, "_to_be_recorded", lambda *_: False)
+    assert engine.cuda_graph
+    monkeypatch.setattr(engine_of, "_captures", lambda *_: False)
     launched, others, _, plain = steps_of(folder, last=10, **how)
-    assert not plain.recorded
+    assert not plain.cuda_graph
     assert [step.loss for step in recorded] == [step.loss for step in launched]
     assert all(torch.equal(weights[name], others[name]) for name in weights)

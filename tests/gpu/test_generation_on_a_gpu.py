@@ -31,7 +31,7 @@ KINDS = {
 def source(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "config.json").write_text(json.dumps({"model_type": request.param, **SIZES, **KINDS[request.param]}))
-    model = torch_backend.load_to_ask(resolve_model(str(folder), weights="random"), device="cpu", dtype="float32").model
+    model = torch_backend.load_for_inference(resolve_model(str(folder), weights="random"), device="cpu", dtype="float32").model
     model.save_pretrained(folder)
     return resolve_model(str(folder))
 
@@ -46,7 +46,7 @@ def asked(engine, prompts, rows, **decoding):
     return dict(
         torch_backend.generate(
             engine, prompts, decoding=Decoding(**{"max_new_tokens": 40, **decoding}), stop_ids=range(1, 9), pad_id=0, decode=str,
-            rows_at=lambda length: rows,
+            batch_size_at=lambda length: rows,
         )
     )  # fmt: skip
 
@@ -54,11 +54,11 @@ def asked(engine, prompts, rows, **decoding):
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 5}], ids=["greedy", "drawn"])
 def test_200_prompts_are_answered_together_as_one_by_one_and_as_on_the_cpu(source, prompts, how):
     torch.set_float32_matmul_precision("highest")
-    engine = torch_backend.load_to_ask(source, device="cuda", dtype="float32")
+    engine = torch_backend.load_for_inference(source, device="cuda", dtype="float32")
     together = asked(engine, prompts, 64, **how)
     assert together == asked(engine, prompts, 3, **how)
     assert {index: together[index] for index in range(20)} == asked(engine, prompts[:20], 1, **how)
-    on_cpu = asked(torch_backend.load_to_ask(source, device="cpu", dtype="float32"), prompts, 64, **how)
+    on_cpu = asked(torch_backend.load_for_inference(source, device="cpu", dtype="float32"), prompts, 64, **how)
     # A number is drawn and held against sums of probabilities, of which the last digits differ on two devices: once in
     # thousands of draws (8,000 here) it falls between them.
     differ = sum(together[index] != on_cpu[index] for index in together)
@@ -66,22 +66,22 @@ def test_200_prompts_are_answered_together_as_one_by_one_and_as_on_the_cpu(sourc
 
 
 def test_between_two_looks_nobody_waits_for_the_gpu(source, prompts):
-    engine = torch_backend.load_to_ask(source, device="cuda", dtype="bfloat16")
+    engine = torch_backend.load_for_inference(source, device="cuda", dtype="bfloat16")
     asked(engine, prompts[:8], 8)
     decoding = Decoding(max_new_tokens=32)
-    rows = [torch_generate._row(engine, index, prompts[index], decoding, [1], str) for index in range(8)]
+    rows = [torch_generate._prompt(engine, index, prompts[index], decoding, [1], str) for index in range(8)]
     assert all(isinstance(row.ending, Ending) for row in rows)
     batch = torch_generate._begin(engine, rows, decoding, 0)
     torch_generate._more_tokens(engine, batch, decoding, 0, 4)
     attending = engine.attending(engine.attention.generating)
     kernels = torch_generate._kernels(engine)
-    with torch_generate._unrecorded(engine), attending, kernels, engine.computing(), nothing_waits():
+    with torch_generate._no_gradients(engine), attending, kernels, engine.computing(), nothing_waits():
         for number in range(4, 12):  # past the window of those that have one
             torch_generate._step(engine, batch, decoding, number)
 
 
 def test_what_answers_leave_behind_can_be_trained_on(source, prompts):
-    engine = torch_backend.load_to_ask(source, device="cuda", dtype="float32")
+    engine = torch_backend.load_for_inference(source, device="cuda", dtype="float32")
     asked(engine, prompts[:8], 8, max_new_tokens=4)
     assert not torch.is_inference_mode_enabled()
     engine.model(input_ids=torch.tensor([[3, 4, 5]], device="cuda")).logits.sum().backward()
@@ -89,7 +89,7 @@ def test_what_answers_leave_behind_can_be_trained_on(source, prompts):
 
 
 def test_bfloat16_never_goes_through_attention_of_cudnn(source, prompts):
-    engine = torch_backend.load_to_ask(source, device="cuda", dtype="bfloat16")
+    engine = torch_backend.load_for_inference(source, device="cuda", dtype="bfloat16")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         asked(engine, prompts[:8], 8, max_new_tokens=4)
     names = {event.key for event in profile.key_averages()}
@@ -100,7 +100,7 @@ def test_bfloat16_never_goes_through_attention_of_cudnn(source, prompts):
 
 
 def test_as_many_are_asked_as_fit_and_a_burst_is_halved(source, prompts):
-    engine = torch_backend.load_to_ask(source, device="cuda", dtype="float32")
+    engine = torch_backend.load_for_inference(source, device="cuda", dtype="float32")
     free = torch_backend.free_bytes(engine)
     shape = shape_of(source.config)
     fit = {"dtype": "float32", "device": "cuda", "length": 64, "max_new_tokens": 40}

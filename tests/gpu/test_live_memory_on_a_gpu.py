@@ -12,10 +12,10 @@ from tests.invariant.test_live_memory import SIZES, random_row
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.packing import collate
 from tunix_rt.engines.torch import loop as engine_of
-from tunix_rt.engines.torch.chunked_loss import TABLE_SLICE_ROWS, head_loss
+from tunix_rt.engines.torch.chunked_loss import head_loss
 from tunix_rt.engines.torch.model import hidden_states
 from tunix_rt.models.resolve import ModelSource
-from tunix_rt.plan.footprint import footprint_of
+from tunix_rt.plan.footprint import TABLE_SLICE_ROWS, footprint_of
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of
 
@@ -78,7 +78,7 @@ def test_adapters_are_added_to_the_weights_on_the_host(load, dtype):
 def test_casts_of_weights_do_not_outlive_their_product(load, training):
     settings = {"dtype": "bfloat16", "gradient_checkpointing": True}
     engine = load(**settings)
-    engine_of.recompute_layers(engine)
+    engine_of.checkpoint_layers(engine)
     engine.model.train(training)
     micro = collate([random_row(np.random.default_rng(0), MODEL["vocab_size"])], pad_id=0)
     with torch.set_grad_enabled(training), engine.kernels():

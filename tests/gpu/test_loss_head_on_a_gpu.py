@@ -18,7 +18,7 @@ TYPES = [("float32", "float32"), ("float32", "bfloat16"), ("float32", "float16")
 KINDS = ["float32", "bfloat16", "float16"]
 CUDA = torch.device("cuda", 0)
 
-definition = torch_head._turned
+definition = torch_head._losses_and_dlogits
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def sample(kind, rows, vocabulary):
 
 def by_kernel(kernel, logits, targets, *, softcap, scale, kind):
     """What the kernel makes of a copy of `logits`, whose padding holds no numbers."""
-    room = kernel.room_for_logits(*logits.shape, CUDA)
+    room = kernel.logits_workspace(*logits.shape, CUDA)
     (room if room._base is None else room._base).fill_(torch.nan)
     room.copy_(logits)
-    return kernel.turned(room, targets, softcap=softcap, scale=scale, kind=kind)
+    return kernel.losses_and_dlogits(room, targets, softcap=softcap, scale=scale, kind=kind)
 
 
 def assert_turned(found, logits, targets, *, softcap, scale, kind):
     """Losses and gradients lie within a rounding of `kind`, and of float32 arithmetic, of the definition in float64."""
-    losses, slopes = found
+    losses, dlogits = found
     want_losses, want = definition(logits.double(), targets, softcap, scale)
     cap = softcap or 0.0
     bent = logits.double() if softcap is None else softcap * torch.tanh(logits.double() / softcap)
@@ -68,10 +68,10 @@ def assert_turned(found, logits, targets, *, softcap, scale, kind):
     assert off.max() < (16 + 8 * cap) * UNIT[torch.float32], f"losses off by {off.max():.3g}"
     least = 2.0**-25 if kind == torch.float16 else 1e-36
     allowed = 1.001 * UNIT[kind] * want.abs() + (128 + 8 * cap) * UNIT[torch.float32] * size + least
-    apart = (slopes.double() - want).abs() / allowed
+    apart = (dlogits.double() - want).abs() / allowed
     at = divmod(int(apart.argmax()), apart.shape[1])
     assert apart.max() <= 1, (
-        f"{slopes[at]} instead of {want[at]} at {at}, target {targets[at[0]]}: {apart.max():.3g} too far"
+        f"{dlogits[at]} instead of {want[at]} at {at}, target {targets[at[0]]}: {apart.max():.3g} too far"
     )
 
 
@@ -132,22 +132,22 @@ def test_programs_that_wait_for_each_other_find_the_same_bits_every_time(kernel)
     """32 rounds of 2,048 rows in 32 parts, far more than can run at once."""
     logits, targets = sample("wide", 2048, 256_000)
     how = {"softcap": None, "scale": 1 / 2048, "kind": torch.bfloat16}
-    room = kernel.room_for_logits(2048, 256_000, CUDA)
+    room = kernel.logits_workspace(2048, 256_000, CUDA)
     first = None
     for _ in range(32):
         room.copy_(logits)
-        losses, slopes = kernel.turned(room, targets, **how)
-        first = first or (losses, slopes.clone())
-        assert torch.equal(losses, first[0]) and torch.equal(slopes, first[1])
+        losses, dlogits = kernel.losses_and_dlogits(room, targets, **how)
+        first = first or (losses, dlogits.clone())
+        assert torch.equal(losses, first[0]) and torch.equal(dlogits, first[1])
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0], ids=["plain", "capped"])
 def test_without_a_gradient_the_loss_is_the_same_and_logits_stay(kernel, softcap):
     logits, targets = sample("wide", 33, 50_257)
-    room = kernel.room_for_logits(33, 50_257, CUDA).copy_(logits)
-    losses, _ = kernel.turned(room, targets, softcap=softcap, scale=None, kind=torch.bfloat16)
+    room = kernel.logits_workspace(33, 50_257, CUDA).copy_(logits)
+    losses, _ = kernel.losses_and_dlogits(room, targets, softcap=softcap, scale=None, kind=torch.bfloat16)
     assert torch.equal(room, logits)
-    again, _ = kernel.turned(room, targets, softcap=softcap, scale=1.0, kind=torch.bfloat16)
+    again, _ = kernel.losses_and_dlogits(room, targets, softcap=softcap, scale=1.0, kind=torch.bfloat16)
     torch.testing.assert_close(
         losses, again, rtol=5e-7, atol=0
     )  # two programs for the compiler: the last bit may differ
@@ -155,8 +155,8 @@ def test_without_a_gradient_the_loss_is_the_same_and_logits_stay(kernel, softcap
 
 @pytest.mark.parametrize("target", [-1, 50_257, 50_300, 2**40])
 def test_a_target_outside_of_the_vocabulary_has_no_loss(kernel, target):
-    room = kernel.room_for_logits(2, 50_257, CUDA).zero_()
-    losses, _ = kernel.turned(
+    room = kernel.logits_workspace(2, 50_257, CUDA).zero_()
+    losses, _ = kernel.losses_and_dlogits(
         room, torch.tensor([target, 3], device=CUDA), softcap=None, scale=1.0, kind=torch.bfloat16
     )
     assert losses.isnan().flatten().tolist() == [True, False]
@@ -165,9 +165,9 @@ def test_a_target_outside_of_the_vocabulary_has_no_loss(kernel, target):
 def test_logits_that_are_no_numbers_end_in_a_loss_that_is_none(kernel):
     logits, targets = sample("wide", 3, 50_257)
     logits[0, 40_000], logits[1, 7] = torch.nan, torch.inf
-    losses, slopes = by_kernel(kernel, logits, targets, softcap=None, scale=1.0, kind=torch.bfloat16)
+    losses, dlogits = by_kernel(kernel, logits, targets, softcap=None, scale=1.0, kind=torch.bfloat16)
     assert losses.isnan().flatten().tolist() == [True, True, False]
-    assert slopes.isnan().any(1).tolist() == [True, True, False]
+    assert dlogits.isnan().any(1).tolist() == [True, True, False]
 
 
 # --- in the head -----------------------------------------------------------------------------------------------------

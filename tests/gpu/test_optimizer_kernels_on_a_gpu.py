@@ -11,9 +11,9 @@ import torch
 from tests import optimizer_checks as checks
 from tests.device_waits import nothing_waits
 from tests.optimizer_checks import each_kind, make
+from tunix_rt.config.optimizers import BLOCK
 from tunix_rt.engines.torch import optim as torch_optim
 from tunix_rt.engines.torch import update_rules as torch_rounding
-from tunix_rt.plan.optimizers import BLOCK
 
 pytestmark = pytest.mark.gpu
 
@@ -85,10 +85,10 @@ def gap_towards(weights, wanted):
 WAYS = {
     "plain": lambda optimizer, parameter: optimizer.step(),
     "scaled": lambda optimizer, parameter: optimizer.update(
-        parameter, scale=torch.tensor(0.37, device=DEVICE), sound=torch.tensor(True, device=DEVICE)
+        parameter, scale=torch.tensor(0.37, device=DEVICE), finite=torch.tensor(True, device=DEVICE)
     ),
     "clipped": lambda optimizer, parameter: optimizer.update_clipped(
-        parameter, limit=0.5, sound=torch.tensor(True, device=DEVICE)
+        parameter, limit=0.5, finite=torch.tensor(True, device=DEVICE)
     ),
 }
 
@@ -107,7 +107,7 @@ def test_an_update_is_that_of_float64_rounded_once(kind, way, stochastic, shape)
     norm = torch.linalg.vector_norm(gradient).item()
     factor = {"plain": 1.0, "scaled": 0.37, "clipped": min(1.0, 0.5 / (norm + 1e-6))}[way]
     told = WAYS[way](optimizer, parameter)
-    assert optimizer._kernels[parameter] is not None, "the kernels had no part in it"
+    assert optimizer._rules[parameter].kernels is not None, "the kernels had no part in it"
     wanted, new = exact(kind, before, gradient * factor, state, step=3)
     found, slack = parameter.detach(), 2.0**-24 * (30 * 4 * RATE + 2 * before.double().abs())
     off, allowed = (found.double() - wanted).abs(), gap_towards(found, wanted) * (1.0 if stochastic else 0.5) + slack
@@ -195,19 +195,19 @@ def test_to_the_nearest_and_at_random_nothing_finite_becomes_inf_at_random():
 def test_without_triton_bfloat16_weights_are_updated_all_the_same(kind, monkeypatch):
     monkeypatch.setattr(torch_optim, "_triton", lambda device: None)
     checks.check_one_by_one(kind, torch.bfloat16, device=DEVICE)
-    checks.check_unsound(kind, torch.bfloat16, 3, device=DEVICE)
+    checks.check_not_finite(kind, torch.bfloat16, 3, device=DEVICE)
     checks.check_clipped(kind, torch.bfloat16, 0.05, device=DEVICE)
 
 
 @each_rule
 def test_clipping_by_its_own_norm_does_not_wait_for_the_gpu(kind):
     optimizer, parameter = ready((640, 1024), kind)
-    sound = torch.tensor(True, device=DEVICE)
-    optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+    finite = torch.tensor(True, device=DEVICE)
+    optimizer.update_clipped(parameter, limit=1.0, finite=finite)
     with nothing_waits(DEVICE):
         optimizer.begin(4, RATE)
-        optimizer.update_clipped(parameter, limit=1.0, sound=sound)
-        optimizer.step(scale=torch.ones_like(sound, dtype=torch.float64), sound=sound)
+        optimizer.update_clipped(parameter, limit=1.0, finite=finite)
+        optimizer.step(scale=torch.ones_like(finite, dtype=torch.float64), finite=finite)
 
 
 @each_rule
@@ -220,7 +220,7 @@ def test_beyond_2_to_the_31_elements_every_one_is_updated(kind):
     parameter.grad = torch.ones_like(parameter)
     optimizer = make({"weights": parameter}, kind, decay=0.0, stochastic=False)
     optimizer.begin(1, 2.0**-7)
-    told = optimizer.update_clipped(parameter, limit=None, sound=torch.tensor(True, device=DEVICE))
+    told = optimizer.update_clipped(parameter, limit=None, finite=torch.tensor(True, device=DEVICE))
     assert parameter.numel() > 2**31 and parameter.eq(1.0 - 2.0**-7).all()
     assert told[0].item() == pytest.approx(parameter.numel() ** 0.5, rel=1e-6)
     optimizer.begin(2, 2.0**-7)
@@ -284,7 +284,7 @@ def test_eight_bit_an_update_is_that_of_float64_and_of_the_plain_rule(shape, way
     norm = torch.linalg.vector_norm(gradient).item()
     gradient = gradient * {"plain": 1.0, "scaled": 0.37, "clipped": min(1.0, 0.5 / (norm + 1e-6))}[way]
     told = WAYS[way](optimizer, parameter)
-    assert optimizer._kernels[parameter] is not None, "the kernels had no part in it"
+    assert optimizer._rules[parameter].kernels is not None, "the kernels had no part in it"
     if told is not None:
         assert told[0].item() == pytest.approx(norm, rel=1e-6) and told[1].item() is True
 
@@ -375,35 +375,35 @@ def test_eight_bit_a_step_has_the_bits_of_updates_one_by_one_in_one_launch(dtype
         wrapped = lambda *args, name=name, real=real, **named: (launches.append(name), real(*args, **named))  # noqa: E731
         monkeypatch.setattr(kernels, name, wrapped)
     scale = None if factor is None else torch.tensor(factor, dtype=torch.float64, device=DEVICE)
-    sound = None if factor is None else torch.tensor(True, device=DEVICE)
-    (together, first), (separate, second) = (crowd(kind="adamw_8bit", dtype=dtype) for _ in "ab")
+    finite = None if factor is None else torch.tensor(True, device=DEVICE)
+    (together, first), (separate, second) = (tensors_of(kind="adamw_8bit", dtype=dtype) for _ in "ab")
     for step in range(1, 5):
         for named, optimizer in ((together, first), (separate, second)):
             give(named, step)
             optimizer.begin(step, RATE)
         odd = together["7"].grad is not None  # it does not lie in order
         launches.clear()
-        first.step(scale=scale, sound=sound)
+        first.step(scale=scale, finite=finite)
         assert sorted(launches) == ["adamw_8bit"] * odd + ["adamw_8bit_many"]
         for name, parameter in together.items():  # float32 ones may have been scaled in place, ours must not be
             assert (
                 parameter.grad is None or parameter.numel() < 4096 or torch.equal(parameter.grad, separate[name].grad)
             )
         for parameter in reversed(list(separate.values())):
-            second.update(parameter, scale=scale, sound=sound)
+            second.update(parameter, scale=scale, finite=finite)
         checks.assert_same_bits(checks.everything(first, together), checks.everything(second, separate))
 
 
 # --- AdamW of many tensors in one launch
 
 
-CROWD = [
+GROUP_SHAPES = [
     (1,), (3, 5), (2048, 16_384), (), (7,), (8,), (9,), (97, 64), (64, 97), (5000, 1), (2047,), (2048,), (2049,), (4096,),
     (5, 32, 40), (1, 5000), (300, 1001),
 ]  # fmt: skip
 
 
-def crowd(*, stochastic=True, shapes=CROWD, kind="adamw", dtype=torch.bfloat16):
+def tensors_of(*, stochastic=True, shapes=GROUP_SHAPES, kind="adamw", dtype=torch.bfloat16):
     """Parameters in a row, the last of which does not lie at a multiple of 16 bytes, and their optimizer."""
     named = {str(place): torch.nn.Parameter(drawn(shape, place, dtype=dtype)) for place, shape in enumerate(shapes)}
     named["beside"] = torch.nn.Parameter(drawn((1001,), 99, dtype=dtype)[1:])
@@ -428,26 +428,26 @@ def test_a_step_of_adamw_has_the_bits_of_updates_one_by_one_in_one_launch(factor
     monkeypatch.setattr(kernels, "adamw_many", lambda *args, **named: (launches.append("many"), many(*args, **named)))
     monkeypatch.setattr(kernels, "adamw", lambda *args, **named: (launches.append("one"), one(*args, **named)))
     scale = None if factor is None else torch.tensor(factor, dtype=torch.float64, device=DEVICE)
-    sound = None if factor is None else torch.tensor(True, device=DEVICE)
-    (together, first), (separate, second) = crowd(stochastic=stochastic), crowd(stochastic=stochastic)
+    finite = None if factor is None else torch.tensor(True, device=DEVICE)
+    (together, first), (separate, second) = tensors_of(stochastic=stochastic), tensors_of(stochastic=stochastic)
     start = checks.copies(together)
     for step in range(1, 5):
         for named, optimizer in ((together, first), (separate, second)):
             give(named, step)
             optimizer.begin(step, RATE)
         launches.clear()
-        first.step(scale=scale, sound=sound)
+        first.step(scale=scale, finite=finite)
         unfit = sum(named.grad is not None for named in (together["beside"], together["7"]))
         assert sorted(launches) == ["many"] + ["one"] * unfit
         for parameter in reversed(list(separate.values())):
-            second.update(parameter, scale=scale, sound=sound)
+            second.update(parameter, scale=scale, finite=finite)
         checks.assert_same_bits(checks.everything(first, together), checks.everything(second, separate))
     still = [name for name, before in start.items() if torch.equal(before, together[name].detach())]
     assert all(start[name].numel() < 100 for name in still), "a few numbers may come back to where they were, not many"
 
 
 def test_a_step_that_is_not_sound_leaves_every_bit_of_a_crowd():
-    named, optimizer = crowd()
+    named, optimizer = tensors_of()
     optimizer.begin(1, RATE)
     give(named, 1)
     optimizer.step()
@@ -457,14 +457,14 @@ def test_a_step_that_is_not_sound_leaves_every_bit_of_a_crowd():
         if parameter.grad is not None:
             parameter.grad.fill_(torch.nan)
     optimizer.begin(2, RATE)
-    optimizer.step(scale=torch.tensor(torch.nan, device=DEVICE), sound=torch.tensor(False, device=DEVICE))
+    optimizer.step(scale=torch.tensor(torch.nan, device=DEVICE), finite=torch.tensor(False, device=DEVICE))
     checks.assert_same_bits(checks.everything(optimizer, named), before)
 
 
 def test_steps_that_the_gpu_has_not_begun_keep_their_own_tables():
     """The GPU is kept busy, so that four steps wait in line with addresses and seeds of their own; the host waits for none."""
     shapes = [(3, 5), (64, 97), (2049,), (256, 2048)]
-    (busy, first), (idle, second) = crowd(shapes=shapes), crowd(shapes=shapes)
+    (busy, first), (idle, second) = tensors_of(shapes=shapes), tensors_of(shapes=shapes)
     ends = []
     for named, optimizer, cycles in ((idle, second, 0), (busy, first, 400_000_000)):
         gradients = [{name: drawn(p.shape, 50 * step + len(name)) for name, p in named.items()} for step in range(5)]
@@ -506,7 +506,7 @@ def nothing_waits_without_a_start():
 
 
 def test_what_was_restored_in_between_is_what_the_next_step_goes_on_from():
-    (whole, first), (broken, second) = crowd(), crowd()
+    (whole, first), (broken, second) = tensors_of(), tensors_of()
     for step in (1, 2, 3):
         for named, optimizer in ((whole, first), (broken, second)):
             give(named, step)
@@ -520,12 +520,12 @@ def test_what_was_restored_in_between_is_what_the_next_step_goes_on_from():
 def test_moments_in_bfloat16_have_the_same_bits_in_a_crowd():
     kernels = torch_optim._triton(torch.empty(0, device=DEVICE).device)
     shapes = [(1,), (3, 5), (64, 97), (2048,), (5000,)]
-    same = {"step": 3, "rate": RATE, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": DECAY}
+    same = {"step": 3, "lr": RATE, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": DECAY}
     sides = [[[drawn(shape, 10 * row + place) for place, shape in enumerate(shapes)] for row in range(4)] for _ in "ab"]
     for side in sides:
         side[3] = [tensor.abs() for tensor in side[3]]
     (weights, gradients, first, second), others = sides
-    table = kernels.Crowd.of(list(zip(first, second, strict=True)), [True] * len(shapes))
+    table = kernels.TensorGroup.of(list(zip(first, second, strict=True)), [True] * len(shapes))
     addresses = ([tensor.data_ptr() for tensor in row] for row in (weights, gradients))
     kernels.adamw_many(table, *addresses, range(7, 7 + len(shapes)), **same)
     for place, parts in enumerate(zip(*others, strict=True)):
@@ -537,7 +537,7 @@ def test_moments_in_bfloat16_have_the_same_bits_in_a_crowd():
 def test_what_a_step_of_272_small_tensors_takes_is_printed():
     """As many as SmolLM2-135M has. Python has to be done long before the products of a step are."""
     named = {str(place): torch.nn.Parameter(drawn((576, 576), place)) for place in range(272)}
-    optimizer, sound, scale = make(named), torch.tensor(True, device=DEVICE), torch.tensor(0.5, device=DEVICE)
+    optimizer, finite, scale = make(named), torch.tensor(True, device=DEVICE), torch.tensor(0.5, device=DEVICE)
     host, device = [], []
     for step in range(1, 12):
         for parameter in named.values():
@@ -545,7 +545,7 @@ def test_what_a_step_of_272_small_tensors_takes_is_printed():
         optimizer.begin(step, 1e-3)
         torch.cuda.synchronize()
         torch.cuda._sleep(20_000_000)  # some 10 ms, so that only the GPU's own time lies between the events
-        device.append(milliseconds(lambda: host.append(timed(lambda: optimizer.step(scale=scale, sound=sound)))))
+        device.append(milliseconds(lambda: host.append(timed(lambda: optimizer.step(scale=scale, finite=finite)))))
     moved = 22 * sum(parameter.numel() for parameter in named.values()) / 1e6 / min(device)
     print(f"272 tensors: {1e6 * min(host):.0f} us of Python, {min(device):.2f} ms on the GPU, {moved:,.0f} GB/s")
     assert min(host) < 5e-3
@@ -570,16 +570,16 @@ def test_the_largest_table_of_gemma_is_updated_at_the_speed_of_memory(kind, way,
     few bytes, and many operations and random bits: they take longer to compute than to move."""
     parameter = torch.nn.Parameter(drawn((256_000, 2048), 1))
     parameter.grad = drawn((256_000, 2048), 2)
-    optimizer, sound = make({"table": parameter}, kind), torch.tensor(True, device=DEVICE)
+    optimizer, finite = make({"table": parameter}, kind), torch.tensor(True, device=DEVICE)
     scale, times = torch.tensor(0.5, device=DEVICE), []
 
     def update():
         if way == "clipped":
-            optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+            optimizer.update_clipped(parameter, limit=1.0, finite=finite)
         elif way == "step":
-            optimizer.step(scale=scale, sound=sound)
+            optimizer.step(scale=scale, finite=finite)
         else:
-            optimizer.update(parameter, scale=scale, sound=sound)
+            optimizer.update(parameter, scale=scale, finite=finite)
 
     for step in range(1, 8):
         optimizer.begin(step, 1e-3)
@@ -608,13 +608,13 @@ def test_what_it_takes_python_to_start_an_update_is_printed(kind):
     named = {str(place): torch.nn.Parameter(drawn((64, 64), place)) for place in range(200)}
     for parameter in named.values():
         parameter.grad = torch.ones_like(parameter)
-    optimizer, sound, took = make(named, kind), torch.tensor(True, device=DEVICE), []
+    optimizer, finite, took = make(named, kind), torch.tensor(True, device=DEVICE), []
     for step in range(1, 5):
         optimizer.begin(step, 1e-3)
         torch.cuda.synchronize()
         started = time.perf_counter()
         for parameter in named.values():
-            optimizer.update_clipped(parameter, limit=1.0, sound=sound)
+            optimizer.update_clipped(parameter, limit=1.0, finite=finite)
         took.append(time.perf_counter() - started)
         torch.cuda.synchronize()
     each = 1e6 * min(took) / len(named)

@@ -41,7 +41,7 @@ def test_restored_after_some_steps_the_rest_is_the_same_to_the_last_bit(kind, dt
 @pytest.mark.parametrize("first", [1, 3], ids=["at the first step", "later"])
 @pytest.mark.parametrize("how", checks.HOW)
 def test_an_update_that_is_not_sound_changes_nothing_and_nothing_waits_for_the_gpu(kind, dtype, first, how):
-    checks.check_unsound(kind, dtype, first, device="cuda", how=how)
+    checks.check_not_finite(kind, dtype, first, device="cuda", how=how)
 
 
 @each_kind
@@ -85,16 +85,16 @@ def test_the_largest_table_of_gemma_needs_no_more_than_a_few_slices_besides(kind
     table = torch.nn.Parameter(torch.ones(256_000, 2048, dtype=torch.bfloat16, device="cuda"))
     table.grad = torch.full_like(table, 1e-3)
     optimizer = make({"table": table}, kind)
-    scale, sound = torch.tensor(0.5, device="cuda"), torch.tensor(True, device="cuda")
+    scale, finite = torch.tensor(0.5, device="cuda"), torch.tensor(True, device="cuda")
     optimizer.begin(1, 1e-2)
-    optimizer.update(table, scale=scale, sound=sound)
+    optimizer.update(table, scale=scale, finite=finite)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     optimizer.begin(2, 1e-2)
     started.record()
-    optimizer.update(table, scale=scale, sound=sound)
+    optimizer.update(table, scale=scale, finite=finite)
     ended.record()
     torch.cuda.synchronize()
     besides = torch.cuda.max_memory_allocated() - held

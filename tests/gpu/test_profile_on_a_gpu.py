@@ -12,9 +12,9 @@ from tests.conftest import SHIPPED
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
-from tunix_rt.engines.profile import parts
-from tunix_rt.engines.profile.parts import breakdown
-from tunix_rt.engines.profile.trace import read_trace
+from tunix_rt.engines import step_time as parts
+from tunix_rt.engines.step_time import breakdown
+from tunix_rt.engines.trace import read_trace
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.engines.torch.profile import dense_product, profiled
 from tunix_rt.models.resolve import resolve_model
@@ -86,7 +86,7 @@ def test_every_kernel_of_a_step_is_known_and_the_parts_sum_to_the_step(case, tmp
     assert unknown < 0.02 * busy, told
     shares = {part.name: part.milliseconds for part in found.parts}
     for part in (
-        parts.LAYER_PRODUCTS, parts.HEAD_PRODUCTS, parts.HEAD_REST, parts.ATTENTION, parts.ELEMENTWISE, parts.UPDATE,
+        parts.LAYER_MATMULS, parts.HEAD_MATMULS, parts.HEAD_REST, parts.ATTENTION, parts.ELEMENTWISE, parts.UPDATE,
         parts.LOOKUP,
     ):  # fmt: skip
         assert shares.get(part, 0) > 0, f"{part} took no time\n{told}"
@@ -96,7 +96,7 @@ def test_every_kernel_of_a_step_is_known_and_the_parts_sum_to_the_step(case, tmp
 
 
 def test_the_plain_product_leaves_the_peak_memory_of_a_tiny_model_as_it_was():
-    engine = engine_of.load_to_ask(resolve_model("tiny-gemma3"), device="cuda", dtype="bfloat16")
+    engine = engine_of.load_for_inference(resolve_model("tiny-gemma3"), device="cuda", dtype="bfloat16")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     grown = torch.empty(2**24, dtype=torch.uint8, device="cuda")

@@ -13,6 +13,9 @@ from tunix_rt.engines.selftest.runner import Bench, Setting
 
 pytestmark = pytest.mark.gpu
 
+HEADROOM = 0.66
+"""A correct kernel uses less than two thirds of the tolerance (decision 0015): another GPU adds in another order."""
+
 
 def doctor(expected: int, *asked: str, **extra: str) -> dict:
     done = tunix_rt("doctor", "--device", "cuda", *asked, "--prove", "--json", **extra)
@@ -27,7 +30,7 @@ def test_a_right_gpu_is_proven_and_its_memory_is_under_the_pid_of_the_child(dtyp
     assert proof["ok"] and "problem" not in proof
     figures = {result["name"]: result["figures"] for result in proof["results"]}
     for name in ("product", "attention", "loss", "optimizer"):
-        assert 0 < figures[name]["share of allowed"] < 0.66, figures[name]
+        assert 0 < figures[name]["share of allowed"] < HEADROOM, figures[name]
     memory = figures["memory"]
     assert memory["seen_bytes"] >= memory["allocated_bytes"] - (16 << 20) >= 1 << 28
     assert memory["after_bytes"] - memory["before_bytes"] == memory["seen_bytes"]
@@ -61,11 +64,14 @@ def test_what_a_configured_run_computes_is_proven(model, training, attention, op
     results = {result["name"]: result for result in doctor(0, str(config))["results"]}
     assert attention in results["attention"]["detail"] and optimizer in results["optimizer"]["detail"]
     for name in ("attention", "loss", "optimizer"):
-        assert 0 < results[name]["figures"]["share of allowed"] < 0.66, results[name]
+        assert 0 < results[name]["figures"]["share of allowed"] < HEADROOM, results[name]
 
 
-def attention_of(**setting) -> torch_proofs.Proved:
-    return torch_proofs.attention(Bench(setting=Setting(device="cuda", dtype="bfloat16", head_size=128, **setting)))
+def attention_of(**setting) -> tuple[str, torch_proofs.Proved]:
+    """The name of the attention that was checked, and the result."""
+    bench = Bench(setting=Setting(device="cuda", dtype="bfloat16", head_size=128, **setting))
+    result = torch_proofs.attention(bench)
+    return bench.about["attention"].split(",")[0], result
 
 
 @pytest.mark.parametrize(
@@ -76,23 +82,35 @@ def attention_of(**setting) -> torch_proofs.Proved:
         {"before": lambda before: None if before is None else before + 1},
         {"begins": lambda begins: torch.cat([begins[:1], begins[1:-1] + 1, begins[-1:]])},
     ],
-    ids=["right", "scale 2 % off", "window one too long", "borders one too late"],
+    ids=["right", "scale 2 % off", "window one too long", "boundaries one too late"],
 )
-def test_a_defect_in_what_varlen_is_asked_for_is_found(changed, monkeypatch):
+def test_a_defect_around_varlen_is_found(changed, monkeypatch):
     planted.kernel_off(**changed)(monkeypatch)
-    result = attention_of(query_heads=4, kv_heads=1, window=512)
-    assert "varlen" in result.detail or not result.ok
+    name, result = attention_of(query_heads=4, kv_heads=1, window=512)
+    assert name == "varlen"
     assert result.ok is not bool(changed) and "nan" not in result.detail, result
 
 
+WINDOW_DEFECTS = {"flex": (planted.flex_window_off, {}), "eager": (planted.window_off, {"dropout": True})}
+"""Soft-capped scores have two implementations: flex, and eager where the model has attention dropout."""
+
+
 @pytest.mark.filterwarnings("default")  # of torch's compiler
-@pytest.mark.parametrize("right", [True, False])
-def test_a_window_of_flex_that_is_one_too_long_is_found(right, monkeypatch):
-    if not right:
-        planted.flex_window_off(monkeypatch)
-    result = attention_of(query_heads=4, kv_heads=1, window=512, capped_scores=True)
-    assert result.ok is right and "nan" not in result.detail, result
-    assert "flex, head size 128, scores soft-capped at 2" in result.detail or not right
+@pytest.mark.parametrize("expected", WINDOW_DEFECTS)
+def test_a_window_that_is_one_too_long_is_found_beside_capped_scores(expected, monkeypatch):
+    plant, needs = WINDOW_DEFECTS[expected]
+    capped = {"query_heads": 4, "kv_heads": 1, "window": 512, "capped_scores": True, **needs}
+    # What this process compiled before had other constants; the compiler would trace ours as symbolic, which flex rejects.
+    torch.compiler.reset()
+    name, right = attention_of(**capped)
+    assert name == expected and right.ok, (name, right)
+    assert f"{expected}, head size 128, scores soft-capped at 2" in right.detail
+
+    lengthened = plant(monkeypatch)
+    torch.compiler.reset()
+    name, wrong = attention_of(**capped)
+    assert name == expected and lengthened, "the planted code was not reached"
+    assert not wrong.ok and "elements wrong" in wrong.detail and "nan" not in wrong.detail, wrong
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,8 +1,12 @@
 """Defects planted into jax, each with its clean counterpart. Run by test_proofs_find_defects.py in a process of its own."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.invariant.test_proofs_find_defects import MODELS, found
+from tunix_rt.engines.jax import chunked_loss
+from tunix_rt.engines.optimizers import adamw
 from tunix_rt.engines.selftest import jax as jax_proofs
 
 
@@ -25,17 +29,18 @@ def jax_product_off(monkeypatch):
 
 
 def jax_token_lost(monkeypatch):
-    import jax
-
-    total = jax.nn.logsumexp
-    monkeypatch.setattr(jax.nn, "logsumexp", lambda logits, **named: total(logits[..., :-1], **named))
+    """The last token of the vocabulary has no part in the sum of exponentials."""
+    logits = chunked_loss.head_logits
+    monkeypatch.setattr(
+        chunked_loss, "head_logits", lambda *given, **named: logits(*given, **named).at[..., -1].set(-30.0)
+    )
 
 
 def jax_no_epsilon(monkeypatch):
-    import optax
-
-    adamw = optax.adamw
-    monkeypatch.setattr(optax, "adamw", lambda *rate, **named: adamw(*rate, **named | {"eps": 0.0}))
+    update = adamw.jax_update
+    monkeypatch.setattr(
+        adamw, "jax_update", lambda *given, optim, **named: update(*given, optim=replace(optim, epsilon=0.0), **named)
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ def engine_of(folder, cut, mixed):
     """On one device, or cut over all; with products of bfloat16 of float32 weights where `mixed`."""
     import jax
 
-    from tunix_rt.engines.jax.load import load_to_ask
+    from tunix_rt.engines.jax.load import load_for_inference
     from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings
     from tunix_rt.models.resolve import resolve_model
 
-    engine = load_to_ask(resolve_model(str(folder)), device="cpu", dtype="float32")
+    engine = load_for_inference(resolve_model(str(folder)), device="cpu", dtype="float32")
     if mixed:
         engine = replace(engine, recipe=replace(engine.recipe, compute="bfloat16"))
     if cut:
@@ -45,13 +45,13 @@ def short_of(engine, prompts, answers):
     import numpy as np
 
     from tunix_rt.engines.jax.chunked_loss import head_logits
-    from tunix_rt.engines.jax.model import forward, head_table
+    from tunix_rt.engines.jax.model import forward, lm_head_weight
 
     @jax.jit
     def logits_of(params, ids, places):
         architecture, compute = engine.architecture, engine.compute
         states = forward(params, ids, places, np.zeros((1, 64), np.int32), architecture, compute=compute)
-        return head_logits(states, head_table(params), compute=compute, softcap=architecture.logit_cap)[0]
+        return head_logits(states, lm_head_weight(params), compute=compute, softcap=architecture.logit_cap)[0]
 
     worst = 0.0
     for index, prompt in enumerate(prompts):
@@ -85,8 +85,8 @@ def answers_of(question):
                 stop_ids=question["stop_ids"],
                 pad_id=0,
                 decode=tagged,
-                rows_at=lambda length: question["rows"],
-                heard=(lambda index, ids: heard.setdefault(index, []).append(ids)) if question.get("heard") else None,
+                batch_size_at=lambda length: question["rows"],
+                on_tokens=(lambda index, ids: heard.setdefault(index, []).append(ids)) if question.get("heard") else None,
             )
         )
     except TunixError as error:

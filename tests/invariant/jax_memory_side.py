@@ -1,4 +1,4 @@
-"""What XLA asks for a step, beside what the plan foretold: run in a process of its own by test_jax_memory_bound.py.
+"""What XLA needs for a step, beside the lower bound of the plan: run in a process of its own by test_jax_memory_bound.py.
 
     python -m tests.invariant.jax_memory_side CASE...
 
@@ -15,7 +15,7 @@ from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.engines.jax.load import compiled_parts
 from tunix_rt.engines.jax.mesh import make_mesh, rows_for
 from tunix_rt.engines.jax.step import compile_step, step_plan
-from tunix_rt.plan.jax_memory import predict_jax
+from tunix_rt.plan.jax_floor import predict_jax
 from tunix_rt.plan.shape import shape_of
 
 GEMMA = {
@@ -46,10 +46,9 @@ def compared(case: str) -> dict[str, object]:
     mesh, model = make_mesh(), FAMILIES[family]
     together = rows_for(mesh, int(rows) * mesh.size)
     plan = step_plan(architecture_of(model), config.training, platform="cpu", rows=together, tokens=int(length))
-    asked = sum(compiled_parts(compile_step(plan, mesh, together, int(length))).values())
+    needed = sum(compiled_parts(compile_step(plan, mesh, together, int(length))).values())
     predicted = predict_jax(shape_of(model), config, device="cpu", devices=len(jax.devices()))
-    (step,) = [phase for phase in predicted.phases if phase.name == "step"]
-    return {"case": case, "asked": asked, "foretold": (step.total_bytes - step.parts["overhead"]) // mesh.size}
+    return {"case": case, "needed": needed, "floor": predicted.peak_bytes // mesh.size}
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from benchmarks.jax_models import named_tensors, save_weights
 from tunix_rt.data.packing import MicroBatch
 from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.engines.jax.chunked_loss import head_logits, head_loss
-from tunix_rt.engines.jax.model import batch_of, forward, head_table, summed_loss
-from tunix_rt.engines.jax.weights import load_weights, named_tensors, parameter_shapes, save_weights
+from tunix_rt.engines.jax.model import batch_of, forward, lm_head_weight, summed_loss
+from tunix_rt.engines.jax.weights import load_weights, parameter_shapes
 from tunix_rt.models.resolve import resolve_model
 
 WAYS = {"whole": {}, "again": {"remat": "layers", "chunk": 7}, "products": {"remat": "products", "chunk": 64}}
@@ -23,7 +24,7 @@ WAYS = {"whole": {}, "again": {"remat": "layers", "chunk": 7}, "products": {"rem
 
 def logits_of(params, batch, architecture, compute):
     states = forward(params, batch.ids, batch.positions, batch.segments, architecture, compute=compute)
-    return head_logits(states, head_table(params), compute=compute, softcap=architecture.logit_cap)
+    return head_logits(states, lm_head_weight(params), compute=compute, softcap=architecture.logit_cap)
 
 
 def answer(folder):

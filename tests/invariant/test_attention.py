@@ -17,6 +17,7 @@ from tests.attention_checks import (
     FAMILIES,
     SLIDING,
     attend_alone,
+    choose_attention,
     float64,
     packed_and_alone,
     packed_states,
@@ -33,10 +34,9 @@ from tunix_rt.engines.torch.attention import (
     VARLEN,
     Attention,
     boundaries,
-    choose_attention,
-    fitting,
     kernels,
     refuse_unpackable,
+    supported_attention,
 )
 from tunix_rt.errors import InputError
 
@@ -95,7 +95,9 @@ def test_on_a_cpu_packed_rows_have_the_loss_and_gradients_of_their_examples_alon
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
-def test_what_varlen_asks_of_its_kernel_gives_the_loss_and_gradients_of_the_examples_alone(family, window, written_out):
+def test_what_varlen_passes_to_its_kernel_gives_the_loss_and_gradients_of_the_examples_alone(
+    family, window, written_out
+):
     assert largest_difference(family, VARLEN_ATTENTION, window) < 1e-9
 
 
@@ -130,7 +132,7 @@ def test_no_example_notices_its_neighbour_and_every_example_notices_itself(famil
     assert not torch.isclose(states[0, :border], changed[0, :border]).any(dim=-1).all()
 
 
-def test_gradient_checkpointing_is_told_the_borders_a_second_time(written_out):
+def test_gradient_checkpointing_recomputes_with_the_boundaries(written_out):
     packed, _ = packed_and_alone()
     gradients = []
     for saving in (False, True):
@@ -251,8 +253,8 @@ def packings(draw):
 
 @given(packings())
 def test_the_borders_cut_the_tokens_into_examples_that_stay_in_their_row(positions):
-    told = boundaries(positions, torch.device("cpu"), VARLEN_ATTENTION)
-    cuts, longest = told["cu_seq_lens_q"], told["max_length_q"]
+    borders = boundaries(positions, torch.device("cpu"), VARLEN_ATTENTION)
+    cuts, longest = borders["cu_seq_lens_q"], borders["max_length_q"]
     assert cuts.dtype == torch.int32 and cuts[0] == 0 and cuts[-1] == positions.size
     lengths = np.diff(cuts.numpy())
     assert (lengths > 0).all() and lengths.sum() == positions.size
@@ -296,7 +298,7 @@ def test_the_blocks_of_flex_are_those_that_torch_finds_by_asking_for_every_pair(
     assert np.array_equal(asked[:, 0].numpy(), sees)
 
 
-def test_layers_share_one_mask_per_window_and_one_that_was_not_named_is_made_when_asked_for():
+def test_layers_share_one_mask_per_window_and_a_mask_that_was_not_named_is_made_on_demand():
     packed, _ = packed_and_alone()
     named = boundaries(packed.positions, torch.device("cpu"), FLEX_ATTENTION, windows=[4])["packed_rows"]
     assert set(named.made) == {None, 4} and named.block_mask(4) is named.made[4]
@@ -306,7 +308,7 @@ def test_layers_share_one_mask_per_window_and_one_that_was_not_named_is_made_whe
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_the_attention_of_transformers_is_told_nothing_but_positions(name):
+def test_the_attention_of_transformers_gets_positions_only(name):
     attention = Attention(name=name, training=name, generating=name, why="")
     assert boundaries(np.zeros((1, 1), dtype=np.int64), torch.device("cpu"), attention) == {}
 
@@ -318,27 +320,27 @@ def test_the_attention_of_transformers_is_told_nothing_but_positions(name):
     ("changed", "name", "words"),
     [
         ({}, "varlen", "no mask is made"),
-        ({"dtype": "float16", "capability": (8, 0), "head_dim": 256}, "varlen", "by itself"),
-        ({"capability": (12, 0), "head_dim": 256}, "varlen", "by itself"),
-        ({"capability": (8, 9), "head_dim": 208}, "sdpa", "for heads of 208 where the compute capability is 8.9"),
-        ({"capability": (9, 0), "head_dim": 208}, "varlen", "by itself"),
-        ({"head_dim": 288}, "sdpa", "not of 288"),
-        ({"head_dim": 60}, "sdpa", "not of 60"),
-        ({"capability": (7, 5), "dtype": "float16"}, "sdpa", "compute capability is 7.5, and our kernels need 8.0"),
+        ({"dtype": "float16", "capability": (8, 0), "head_dim": 256}, "varlen", "each packed example"),
+        ({"capability": (12, 0), "head_dim": 256}, "varlen", "each packed example"),
+        ({"capability": (8, 9), "head_dim": 208}, "sdpa", "for a head size of 208 where the compute capability is 8.9"),
+        ({"capability": (9, 0), "head_dim": 208}, "varlen", "each packed example"),
+        ({"head_dim": 288}, "sdpa", "not 288"),
+        ({"head_dim": 60}, "sdpa", "not 60"),
+        ({"capability": (7, 5), "dtype": "float16"}, "sdpa", "compute capability is 7.5, and varlen and flex need 8.0"),
         ({"capability": None}, "sdpa", "compute capability is not known"),
-        ({"dtype": "float32"}, "sdpa", "knows no float32"),
-        ({"dtype": "float64"}, "sdpa", "knows no float64"),
-        ({"dropout": True}, "sdpa", "drops attention weights at random"),
+        ({"dtype": "float32"}, "sdpa", "does not support float32"),
+        ({"dtype": "float64"}, "sdpa", "does not support float64"),
+        ({"dropout": True}, "sdpa", "has attention dropout"),
         ({"varlen_lacks": "torch 2.10 takes no window"}, "sdpa", "torch 2.10 takes no window"),
         ({"softcap": True}, "flex", "soft-capped"),
         ({"softcap": True, "dtype": "float32"}, "flex", "soft-capped"),
-        ({"softcap": True, "dtype": "float64"}, "eager", "knows no float64"),
-        ({"softcap": True, "head_dim": 8}, "eager", "heads of 16 and more, not of 8"),
-        ({"softcap": True, "dropout": True}, "eager", "drops attention weights"),
+        ({"softcap": True, "dtype": "float64"}, "eager", "does not support float64"),
+        ({"softcap": True, "head_dim": 8}, "eager", "head size of 16 or more, not 8"),
+        ({"softcap": True, "dropout": True}, "eager", "has attention dropout"),
         ({"softcap": True, "capability": (7, 5)}, "eager", "need 8.0"),
         ({"softcap": True, "sdpa": False}, "flex", "soft-capped"),
-        ({"sdpa": False}, "eager", "with its eager attention alone"),
-        ({"device": "cpu", "capability": None, "sdpa": False}, "eager", "with its eager attention alone"),
+        ({"sdpa": False}, "eager", "only eager attention for this architecture"),
+        ({"device": "cpu", "capability": None, "sdpa": False}, "eager", "only eager attention for this architecture"),
         ({"device": "cpu", "capability": None}, "sdpa", "on the CPU"),
         ({"device": "cpu", "capability": None, "softcap": True}, "eager", "on the CPU"),
     ],
@@ -350,7 +352,7 @@ def test_the_choice_follows_device_type_and_what_the_model_needs(changed, name, 
     assert chosen.training == {"varlen": VARLEN, "flex": FLEX}.get(name, name)
 
 
-def test_a_deterministic_run_says_how_varlen_adds():
+def test_the_reason_for_varlen_names_the_fixed_order_of_a_deterministic_run():
     assert "fixed order" in choose_attention(**GPU, deterministic=True).why
 
 
@@ -376,11 +378,11 @@ def test_a_deterministic_run_allows_only_kernels_that_add_in_order():
 
 
 @pytest.mark.parametrize("attention", [VARLEN_ATTENTION, FLEX_ATTENTION], ids=lambda attention: attention.name)
-def test_without_borders_nothing_is_computed(attention):
+def test_without_boundaries_nothing_is_computed(attention):
     model = small_model("llama", attention=attention.training)
-    with pytest.raises(InputError, match="was not told where examples begin") as caught:
+    with pytest.raises(InputError, match="document boundaries are missing") as caught:
         model(torch.ones(1, 6, dtype=torch.long), use_cache=False)
-    assert "pass what `boundaries` gives" in caught.value.fix, "another model would not help"
+    assert "pass the result of `boundaries`" in caught.value.fix, "another model would not help"
 
 
 @pytest.mark.parametrize("attention", [VARLEN_ATTENTION, FLEX_ATTENTION], ids=lambda attention: attention.name)
@@ -397,30 +399,30 @@ def test_a_cache_is_refused(attention):
 
 @pytest.mark.parametrize("attention", [VARLEN_ATTENTION, FLEX_ATTENTION], ids=lambda attention: attention.name)
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("needed", "words"),
     [
-        ({"dropout": 0.1}, "drops attention weights"),
-        ({"is_causal": False}, "looks ahead"),
+        ({"dropout": 0.1}, "it has attention dropout"),
+        ({"is_causal": False}, "is not causal"),
         ({"s_aux": torch.zeros(2)}, "it has s_aux"),
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "it has a mask"),
     ],
 )
-def test_what_our_kernels_do_not_do_is_refused_by_name(attention, asked, words):
+def test_what_our_kernels_do_not_support_is_refused_by_name(attention, needed, words):
     attend = {VARLEN: torch_attention._varlen, FLEX: torch_attention._flex}[attention.training]
     parts = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
-    told = boundaries(np.arange(4)[None], torch.device("cpu"), attention)
+    borders = boundaries(np.arange(4)[None], torch.device("cpu"), attention)
     with pytest.raises(InputError, match=words):
-        attend(None, *parts, **{"attention_mask": None, **asked}, **told)
+        attend(None, *parts, **{"attention_mask": None, **needed}, **borders)
 
 
 def test_varlen_refuses_soft_capped_scores_and_wide_types():
     parts = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
-    told = boundaries(np.arange(4)[None], torch.device("cpu"), VARLEN_ATTENTION)
+    borders = boundaries(np.arange(4)[None], torch.device("cpu"), VARLEN_ATTENTION)
     with pytest.raises(InputError, match="soft-capped") as caught:
-        torch_attention._varlen(None, *parts, None, softcap=CAP, **told)
+        torch_attention._varlen(None, *parts, None, softcap=CAP, **borders)
     assert "soft-capped" not in caught.value.fix, "that is what it cannot do"
     with pytest.raises(InputError, match=r"its values are torch\.float32") as caught:
-        torch_attention._varlen(None, *parts, None, **told)
+        torch_attention._varlen(None, *parts, None, **borders)
     assert caught.value.fix == "set training.dtype: bfloat16 or float16"
 
 
@@ -443,17 +445,17 @@ def test_under_autocast_the_kernel_gets_one_narrow_type(monkeypatch):
     assert seen == [({torch.bfloat16}, (3, 0), True), ({torch.bfloat16}, (-1, 0), True)]
 
 
-# --- what the layers of a model ask for ------------------------------------------------------------------------------
+# --- what the layers of a model need ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_layers_of_every_family_ask_for_what_its_attention_does(family):
+def test_the_layers_of_every_family_need_what_its_attention_supports(family):
     attention = FLEX_ATTENTION if family == "gemma2" else VARLEN_ATTENTION
     model = small_model(family, attention=attention.training).eval()
-    assert fitting(model, attention) is attention
+    assert supported_attention(model, attention) is attention
     assert model.config._attn_implementation == attention.training and not model.training
     masked = on_cpu(family)
-    assert fitting(model, masked) is masked
+    assert supported_attention(model, masked) is masked
 
 
 _SMALL = {
@@ -465,22 +467,22 @@ _SMALL = {
 @pytest.mark.parametrize(
     ("kind", "more", "words"),
     [
-        ("gpt2", {"attn_pdrop": 0.1}, "it drops attention weights"),
+        ("gpt2", {"attn_pdrop": 0.1}, "it has attention dropout"),
         ("gemma2", {}, "its scores are soft-capped"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "it looks ahead"),
-        ("phimoe", {"sliding_window": 3}, "its mask has a window of 3, its layer says None"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "it is not causal"),
+        ("phimoe", {"sliding_window": 3}, "its mask has a window of 3, its layer one of None"),
         ("llama4_text", {"attention_chunk_size": 2, "intermediate_size_mlp": 48, "head_dim": 8}, "a window of 2"),
         ("gpt_oss", {"num_experts_per_tok": 1, "head_dim": 8}, "it has s_aux"),
         ("falcon", {}, "do not pass keyword arguments on"),
     ],
 )
-def test_a_layer_that_asks_for_more_gets_the_attention_of_transformers_and_the_reason(kind, more, words):
+def test_a_layer_that_needs_more_gets_the_attention_of_transformers_and_the_reason(kind, more, words):
     torch_attention.register()
     config = AutoConfig.for_model(kind, **_SMALL | more)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     state = torch.get_rng_state()
-    found = fitting(model, VARLEN_ATTENTION)
-    assert found.name == ("eager" if kind in ("gemma2", "gpt_oss") else "sdpa") and words in found.why
+    actual = supported_attention(model, VARLEN_ATTENTION)
+    assert actual.name == ("eager" if kind in ("gemma2", "gpt_oss") else "sdpa") and words in actual.why
     assert torch.equal(torch.get_rng_state(), state) and model.config._attn_implementation == "eager"
 
 
@@ -491,7 +493,7 @@ def test_a_layer_that_asks_for_more_gets_the_attention_of_transformers_and_the_r
         ("bloom", {"n_head": 4}, "m: bloom takes no positions"),
     ],
 )
-def test_an_architecture_that_cannot_keep_examples_apart_is_refused_by_name(kind, more, words):
+def test_an_architecture_that_cannot_separate_examples_is_refused_by_name(kind, more, words):
     settings = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, **more}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
     with pytest.raises(InputError, match=words):

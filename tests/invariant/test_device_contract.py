@@ -58,17 +58,17 @@ def test_state_of_the_optimizer_elsewhere_is_found(optim, slot):
     engine, optimizer = stepped(optim)
     state = optimizer.state_of(engine.model[0].weight)
     state[slot] = elsewhere(state[slot])
-    with pytest.raises(HardwareError, match=rf"1 of .* tensors live elsewhere: {slot} of 0\.weight on meta"):
+    with pytest.raises(HardwareError, match=rf"1 of .* tensors are elsewhere: {slot} of 0\.weight on meta"):
         _assert_on_device(engine, optimizer)
 
 
 def test_a_buffer_or_a_parameter_elsewhere_is_found():
     engine, optimizer = stepped()
     engine.model[1].running_mean = elsewhere(engine.model[1].running_mean)
-    with pytest.raises(HardwareError, match=r"1 of .* tensors live elsewhere: 1\.running_mean on meta"):
+    with pytest.raises(HardwareError, match=r"1 of .* tensors are elsewhere: 1\.running_mean on meta"):
         _assert_on_device(engine, optimizer)
     engine.model[0].weight = torch.nn.Parameter(elsewhere(engine.model[0].weight), requires_grad=False)
-    with pytest.raises(HardwareError, match=r"2 of .* tensors live elsewhere: 0\.weight on meta"):
+    with pytest.raises(HardwareError, match=r"2 of .* tensors are elsewhere: 0\.weight on meta"):
         _assert_on_device(engine, optimizer)
 
 

@@ -85,11 +85,11 @@ class Side:
 
     def answers_of_torch(self, name):
         one = self.asked[name]
-        engine = torch_backend.load_to_ask(resolve_model(one["model"]), device="cpu", dtype="float32")
+        engine = torch_backend.load_for_inference(resolve_model(one["model"]), device="cpu", dtype="float32")
         found = dict(
             torch_backend.generate(
                 engine, one["prompts"], decoding=Decoding(**one["decoding"]), stop_ids=one["stop_ids"], pad_id=0,
-                decode=tagged, rows_at=lambda length: one["rows"],
+                decode=tagged, batch_size_at=lambda length: one["rows"],
             )
         )  # fmt: skip
         return [found[index] for index in range(len(found))]
@@ -230,8 +230,8 @@ def test_an_evaluation_compiles_a_handful_of_programs(side):
 
 def test_where_memory_runs_out_half_as_many_are_asked_and_it_is_said(side):
     assert side.answers("scarce") == side.answers("gemma3 greedy")
-    assert "No memory for 14 answers at once: going on with 7" in side.said
+    assert "out of memory with batch size 14, continuing with 7" in side.said
 
 
 def test_a_model_of_nan_is_named_not_listened_to(side):
-    assert "gives NaN instead of a next token" in side.found["damaged"]["error"]
+    assert "its logits are NaN" in side.found["damaged"]["error"]

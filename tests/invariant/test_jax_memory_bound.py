@@ -1,4 +1,4 @@
-"""The plan of the JAX engine is never below what XLA asks for, and not so far above that it would refuse what fits."""
+"""The lower bound of the JAX engine is below what XLA needs on a CPU, for every kind of step."""
 
 import importlib.util
 import json
@@ -15,7 +15,6 @@ pytestmark = [
 ]
 
 ROUGH = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-LOOSEST = 3.0
 CASES = {
     1: (
         "gemma3,4,256,1,float32,-,adamw,none", "gemma3,4,256,1,float32,-,adamw,all", "gemma2,2,512,1,bfloat16,-,adamw,share",
@@ -30,7 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("devices", CASES)
-def test_the_plan_is_an_upper_bound_of_what_the_compiler_asks_for(devices):
+def test_the_plan_is_a_lower_bound_of_what_the_compiler_needs(devices):
     flags = f"{ROUGH} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.invariant.jax_memory_side", *CASES[devices]],
@@ -40,4 +39,4 @@ def test_the_plan_is_an_upper_bound_of_what_the_compiler_asks_for(devices):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["case"] for one in found] == list(CASES[devices])
     for one in found:
-        assert 1 < one["foretold"] / one["asked"] < LOOSEST, one
+        assert 0.1 * one["needed"] < one["floor"] <= one["needed"], one

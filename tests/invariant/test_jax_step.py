@@ -11,7 +11,7 @@ import pytest
 
 from tunix_rt.config.settings import Training
 from tunix_rt.engines.jax.architecture import architecture_of
-from tunix_rt.errors import ConfigError
+from tunix_rt.errors import ConfigError, InputError
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -112,5 +112,5 @@ def test_dropout_that_the_model_asks_for_is_refused():
     from tunix_rt.engines.jax.step import step_plan
 
     dropped = architecture_of(CONFIGS["gpt2"] | {"resid_pdrop": 0.1})
-    with pytest.raises(ConfigError, match=r"dropout of 0\.1"):
+    with pytest.raises(InputError, match=r"dropout of 0\.1"):
         step_plan(dropped, Training(), platform="cpu", rows=1, tokens=8)

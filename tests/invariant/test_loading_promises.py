@@ -13,6 +13,7 @@ from tests.attention_checks import FAMILIES, small_model
 from tests.conftest import SHIPPED
 from tunix_rt.config.settings import Training
 from tunix_rt.engines.torch import attention as torch_attention
+from tunix_rt.engines.torch import load as torch_load
 from tunix_rt.engines.torch import model as torch_model
 from tunix_rt.engines.torch import varlen as torch_borders
 from tunix_rt.engines.torch.attention import FLEX, Attention
@@ -27,8 +28,8 @@ PRECISIONS = {
 }
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
-LOSS = r"two packed examples give loss (\d+\.\d+), alone they give (\d+\.\d+)"
-NEIGHBOUR = "a packed example notices when its neighbour changes"
+LOSS = r"two packed examples give loss (\d+\.\d+), unpacked they give (\d+\.\d+)"
+NEIGHBOUR = "a packed example changes with its neighbour"
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def model_folder(written):
 
 
 def loaded(folder, precision):
-    return torch_model.load(resolve_model(str(folder)), device="cpu", training=Training(**PRECISIONS[precision]))
+    return torch_load.load(resolve_model(str(folder)), device="cpu", training=Training(**PRECISIONS[precision]))
 
 
 def refusal(folder, precision):
@@ -95,7 +96,7 @@ def test_a_soft_cap_that_our_head_forgets_is_found(model_folder, precision, monk
     forget_the_cap(monkeypatch)
     error = refusal(folder, precision)
     found = re.search(LOSS, error.problem)
-    assert found and "a head we do not know" in error.fix
+    assert found and "an unknown kind of lm_head" in error.fix
     ours, theirs = map(float, found.groups())
     assert 1.01 < ours / theirs < 1.02, "small enough to hold the tolerance of 16 bits"
 
@@ -122,7 +123,7 @@ def test_a_head_with_a_bias_is_refused(written, precision):
     settings = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     phi = transformers.AutoConfig.for_model("phi", num_attention_heads=4, pad_token_id=0, **settings)
     error = refusal(written(transformers.AutoModelForCausalLM.from_config(phi)), precision)
-    assert "its head is a Linear with a bias" in error.problem and "plain projections" in error.fix
+    assert "its lm_head is a Linear with a bias" in error.problem and "linear layer" in error.fix
 
 
 @pytest.mark.parametrize("head", [None, torch.nn.Identity()], ids=["none", "of another kind"])
@@ -130,7 +131,7 @@ def test_a_head_that_is_no_projection_is_refused_by_what_it_is(model_folder, hea
     folder = model_folder("llama")
     monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda model: head)
     error = refusal(folder, "float32")
-    assert error.problem.endswith(f"its head is a {type(head).__name__}") and "plain projections" in error.fix
+    assert error.problem.endswith(f"its lm_head is a {type(head).__name__}") and "linear layer" in error.fix
 
 
 # --- the borders -----------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def test_borders_that_our_own_masks_lose_are_found(model_folder, precision, monk
     """FlexAttention, here without a compiler: all scores are laid out."""
     monkeypatch.setattr(flex_of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     flex = Attention(name="flex", training=FLEX, generating="eager", why="")
-    monkeypatch.setattr(torch_model, "attention_for", lambda *_: torch_attention.register() or flex)
+    monkeypatch.setattr(torch_load, "attention_for", lambda *_: torch_attention.register() or flex)
     folder = model_folder("gemma2", head_dim=16)
     assert loaded(folder, precision).attention == flex
     real = torch_borders._begins
@@ -201,11 +202,11 @@ def in_the_head(model):
 def test_one_damaged_weight_is_enough_to_refuse_a_model(model_folder, where, value, precision):
     folder = model_folder("llama", spoil=lambda model: where(model)[3, 5].fill_(value), tie_word_embeddings=False)
     error = refusal(folder, precision)
-    assert re.search(r"gives (nan|-?inf) on plain tokens", error.problem) and error.fix == "the weights are damaged"
+    assert re.search(r"its loss is (nan|-?inf)$", error.problem) and error.fix == "the weights are corrupt"
 
 
 ARCHITECTURES = {
-    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, "its head is a Linear with a bias"),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, "its lm_head is a Linear with a bias"),
     "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, "bloom takes no positions"),
     "mamba": ({"hidden_size": 32, "num_hidden_layers": 2}, "mamba carries a state along the row"),
 }

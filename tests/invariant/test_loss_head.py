@@ -139,16 +139,16 @@ def test_where_logits_are_not_turned_in_place_fewer_are_there_at_a_time(kind, so
 # --- whether a kernel is trusted -------------------------------------------------------------------------------------
 
 
-def kernel_with(defect=lambda losses, slopes, scale: None):
+def kernel_with(defect=lambda losses, dlogits, scale: None):
     """A kernel of plain torch, in float32 and rounded once, with a `defect` in what it gives."""
 
     def turned(logits, targets, *, softcap, scale, kind):
-        losses, slopes = torch_head._turned(logits.clone(), targets, softcap, scale)
-        slopes = slopes.to(kind)
-        defect(losses, slopes, scale)
-        return losses, slopes
+        losses, dlogits = torch_head._losses_and_dlogits(logits.clone(), targets, softcap, scale)
+        dlogits = dlogits.to(kind)
+        defect(losses, dlogits, scale)
+        return losses, dlogits
 
-    return SimpleNamespace(turned=turned, room_for_logits=lambda rows, columns, device: torch.empty(rows, columns))
+    return SimpleNamespace(losses_and_dlogits=turned, logits_workspace=lambda rows, columns, device: torch.empty(rows, columns))
 
 
 def wrong(kernel, kind="bfloat16", softcap=None, vocabulary=50_257):
@@ -164,18 +164,18 @@ def test_a_kernel_that_computes_what_plain_torch_does_is_used(kind, softcap, voc
     assert torch.equal(before, torch.get_rng_state())
 
 
-def zero_part(losses, slopes, scale):
+def zero_part(losses, dlogits, scale):
     if scale:
-        slopes[1, 8192:12_288] = 0
+        dlogits[1, 8192:12_288] = 0
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize(
     ("defect", "words"),
     [
-        (lambda losses, slopes, scale: losses.mul_(1.001), "losses are wrong with gradients"),
+        (lambda losses, dlogits, scale: losses.mul_(1.001), "losses are wrong with gradients"),
         (
-            lambda losses, slopes, scale: scale or losses[2].fill_(torch.nan),
+            lambda losses, dlogits, scale: scale or losses[2].fill_(torch.nan),
             "losses are wrong without gradients: .* nan for",
         ),
         (zero_part, "gradients are wrong, by up to"),
@@ -188,7 +188,7 @@ def test_a_kernel_that_gives_wrong_numbers_is_not_used_and_it_is_said_which(defe
 def test_a_kernel_that_ignores_the_soft_cap_is_not_used():
     plain = kernel_with()
     deaf = SimpleNamespace(
-        room_for_logits=plain.room_for_logits, turned=lambda *parts, softcap, **more: plain.turned(*parts, softcap=None, **more)
+        logits_workspace=plain.logits_workspace, losses_and_dlogits=lambda *parts, softcap, **more: plain.losses_and_dlogits(*parts, softcap=None, **more)
     )  # fmt: skip
     assert wrong(deaf) is None
     assert "losses are wrong" in wrong(deaf, softcap=30.0)
@@ -200,10 +200,10 @@ def test_columns_of_zeros_behind_the_vocabulary_change_no_gradient(products):
     generator = torch.Generator().manual_seed(1)
     table, expected = torch.nn.Parameter(torch.zeros(57, 16)), torch.zeros(57, 16, dtype=torch.float64)
     for _ in range(3):
-        slopes = torch.zeros(9, 64, dtype=products)
-        slopes[:, :57] = torch.randn(9, 57, generator=generator, dtype=products)
+        dlogits = torch.zeros(9, 64, dtype=products)
+        dlogits[:, :57] = torch.randn(9, 57, generator=generator, dtype=products)
         states = torch.randn(9, 16, generator=generator, dtype=products)
-        torch_head._add_product(table, slopes, states)
-        expected += (slopes[:, :57].t() @ states).double()
+        torch_head._add_product(table, dlogits, states)
+        expected += (dlogits[:, :57].t() @ states).double()
     assert table.grad.shape == table.shape and table.grad.is_contiguous()
     torch.testing.assert_close(table.grad.double(), expected, rtol=1e-5, atol=1e-5)

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests import optimizer_checks as checks
 from tests.optimizer_checks import KINDS, SHAPES, copies, each_dtype, each_kind, give_gradients, make, parameters, walk
+from tunix_rt.config.optimizers import BLOCK, FULL_BELOW, state_bytes
 from tunix_rt.engines.torch import update_rules as torch_rounding
 from tunix_rt.engines.torch import update_rules as torch_update_rules
 from tunix_rt.errors import TunixError
-from tunix_rt.plan.optimizers import BLOCK, WHOLE_BELOW, state_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "optimizers.md"
 
@@ -218,7 +218,7 @@ def test_one_by_one_backwards_gives_the_bits_of_all_together(kind, dtype):
 @pytest.mark.parametrize("first", [1, 4], ids=["at the first step", "later"])
 @pytest.mark.parametrize("how", checks.HOW)
 def test_an_update_that_is_not_sound_changes_nothing(kind, dtype, first, how):
-    checks.check_unsound(kind, dtype, first, how=how)
+    checks.check_not_finite(kind, dtype, first, how=how)
 
 
 @each_kind
@@ -335,8 +335,8 @@ class Watch(TorchDispatchMode):
 
 @each_kind
 @each_dtype
-@pytest.mark.parametrize("sound", [None, torch.tensor(True)], ids=["", "sound"])
-def test_no_temporary_is_larger_than_a_slice_and_nothing_waits_for_the_device(monkeypatch, kind, dtype, sound):
+@pytest.mark.parametrize("finite", [None, torch.tensor(True)], ids=["", "finite"])
+def test_no_temporary_is_larger_than_a_slice_and_nothing_waits_for_the_device(monkeypatch, kind, dtype, finite):
     monkeypatch.setattr(torch_update_rules, "SLICE_ELEMENTS", 1024)
     named = {name: torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for name, shape in SHAPES.items()}
     optimizer = make(named, kind)
@@ -345,7 +345,7 @@ def test_no_temporary_is_larger_than_a_slice_and_nothing_waits_for_the_device(mo
     optimizer.begin(3, 1e-2)
     with Watch() as watch:
         for parameter in named.values():
-            optimizer.update(parameter, scale=torch.tensor(0.5), sound=sound)
+            optimizer.update(parameter, scale=torch.tensor(0.5), finite=finite)
     # What is as long as a matrix is high is no temporary of its elements: the sums over rows.
     allowed = max(1024, max(shape[0] for shape in SHAPES.values() if len(shape) == 2))
     largest = max(watch.made, key=lambda made: made[1])
@@ -428,7 +428,7 @@ def test_a_step_that_was_restored_is_not_taken_again_and_none_before_it_has_begu
     with pytest.raises(ValueError, match="begin"):
         optimizer.step()
     optimizer.restore(optimizer.tensors(), step=4)
-    with pytest.raises(ValueError, match="the first after what was restored is 5"):
+    with pytest.raises(ValueError, match="the first after the restored state is 5"):
         optimizer.begin(4, 1e-2)
     optimizer.begin(5, 1e-2)
 
@@ -495,7 +495,7 @@ def test_the_page_has_the_bytes_the_passes_and_the_temporaries_of_the_code():
                 optimizer.update(parameter, scale=torch.tensor(0.5))
             measured.append(str(len(watch.passes(elements))))
         with Watch() as watch:
-            optimizer.update(parameter, scale=torch.tensor(0.5), sound=torch.tensor(True))
+            optimizer.update(parameter, scale=torch.tensor(0.5), finite=torch.tensor(True))
         assert row[:3] == measured, kind
         assert watch.most_bytes / elements * torch_update_rules.SLICE_ELEMENTS / 2**20 == pytest.approx(
             int(row[3]), rel=0.01
@@ -506,7 +506,7 @@ def test_the_page_has_the_numbers_of_the_code():
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
     _, unsigned = torch_rounding.tables(torch.device("cpu"))
     for words in (
-        f"at most {torch_update_rules.SLICE_ELEMENTS:,} elements", f"blocks of {BLOCK}", f"fewer than {WHOLE_BELOW:,} elements",
+        f"at most {torch_update_rules.SLICE_ELEMENTS:,} elements", f"blocks of {BLOCK}", f"fewer than {FULL_BELOW:,} elements",
         f"256 levels, from {unsigned[0].item():.1e} to 1", f"largest bfloat16 on ({torch_rounding.LARGEST:.3g})",
         f"128 levels from {torch_rounding.FOOT:.1e} to 1".replace("e-0", "e-"),
     ):  # fmt: skip

@@ -22,7 +22,13 @@ TEXTS = [
 @pytest.mark.reference
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16", "master_dtype": "bfloat16", "optim": "adafactor", "optim_in_backward": True}],
+    [
+        {},
+        pytest.param(
+            {"dtype": "bfloat16", "master_dtype": "bfloat16", "optim": "adafactor", "optim_in_backward": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["float32 AdamW", "bfloat16 Adafactor in backward"],
 )
 def test_a_real_model_of_260k_parameters_learns_one_batch_by_heart(reference_model, settings):

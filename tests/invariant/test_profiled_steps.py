@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import write_small_model
 from tests.invariant.test_step_promises import Run, drawn_rows
 from tunix_rt.data.packing import rows_of_step
-from tunix_rt.engines.profile import parts
-from tunix_rt.engines.profile.parts import breakdown
-from tunix_rt.engines.profile.trace import FORWARD, read_trace
+from tunix_rt.engines import step_time as parts
+from tunix_rt.engines.step_time import breakdown
+from tunix_rt.engines.trace import FORWARD
+from tunix_rt.engines.trace import read_trace
 from tunix_rt.engines.torch.profile import dense_product, profiled, region
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.plan.timing import step_flops
@@ -50,7 +51,7 @@ def test_recorded_steps_are_the_same_steps_and_their_parts_sum_to_their_time(fol
     assert math.fsum(part.milliseconds for part in found.parts) == pytest.approx(found.milliseconds, rel=1e-9)
     names = {part.name for part in found.parts}
     assert names == {
-        parts.LAYER_PRODUCTS, parts.HEAD_PRODUCTS, parts.HEAD_REST, parts.ATTENTION, parts.ELEMENTWISE, parts.UPDATE,
+        parts.LAYER_MATMULS, parts.HEAD_MATMULS, parts.HEAD_REST, parts.ATTENTION, parts.ELEMENTWISE, parts.UPDATE,
         parts.LOOKUP, parts.BETWEEN,
     }, "nothing is unknown"  # fmt: skip
 

@@ -18,6 +18,7 @@ from tests import planted_defects as planted
 from tests.attention_checks import attend_alone
 from tests.program import ROOT, tunix_rt
 from tunix_rt.doctor.selftest import PROOF_NAMES, Proof, Proved, proof_problem, prove
+from tunix_rt.engines.optimizers import Hyperparameters, module_of
 from tunix_rt.engines.selftest import cases as proof_samples
 from tunix_rt.engines.selftest import jax as jax_proofs
 from tunix_rt.engines.selftest import reference as references
@@ -94,17 +95,15 @@ def test_the_loss_written_by_hand_is_the_one_of_autograd(softcap):
 
 def test_the_update_written_by_hand_is_the_one_of_torch():
     parameter = torch.nn.Parameter(normal(8, 9, grad=False))
-    zero = np.zeros((8, 9))
-    state = references.Adam(parameter=parameter.detach().numpy().copy(), first=zero, second=zero, step=0)
+    states = {"parameter": parameter.detach().numpy().copy()}
     adamw = torch.optim.AdamW([parameter], lr=0.1, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.3, foreach=False)
-    for _ in range(3):
+    for step in range(1, 4):
         parameter.grad = normal(8, 9, grad=False)
         adamw.step()
-        state = references.adamw_step(
-            state, parameter.grad.numpy(), rate=0.1, beta1=0.8, beta2=0.99, epsilon=1e-6, decay=0.3
-        )
-    close(state.parameter, parameter)
-    close(state.second, adamw.state[parameter]["exp_avg_sq"])
+        at = Hyperparameters(step=step, lr=0.1, beta1=0.8, beta2=0.99, epsilon=1e-6, decay=0.3)
+        states = module_of("adamw").reference(states.pop("parameter"), states, parameter.grad.numpy(), at)
+    close(states["parameter"], parameter)
+    close(states["exp_avg_sq"], adamw.state[parameter]["exp_avg_sq"])
 
 
 # --- each proof alone, in this process --------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ FINITE = {
     "one target lost": ("loss", planted.one_target_lost, "small"),
     "no epsilon": ("optimizer", planted.adamw_off(epsilon=lambda _: 0.0), "small"),
     "no decay": ("optimizer", planted.adamw_off(decay=lambda _: 0.0), "small"),
-    "rate 1 % off": ("optimizer", planted.adamw_off(rate=lambda rate: 1.01 * rate), "small"),
+    "rate 1 % off": ("optimizer", planted.adamw_off(lr=lambda lr: 1.01 * lr), "small"),
     "no bias correction": ("optimizer", planted.adamw_off(count=lambda count: count * 1e9), "small"),
     "first moment": ("optimizer", planted.moment_off(0), "small"),
     "second moment": ("optimizer", planted.moment_off(1), "small"),
@@ -265,7 +264,7 @@ def test_weights_that_are_not_rounded_at_random_are_found(plant, model, monkeypa
 
 def test_both_engines_prove_the_same_eight_things():
     for engine in (torch_proofs, jax_proofs):
-        assert tuple(proof.__name__ for proof in engine.PROOFS) == PROOF_NAMES
+        assert tuple(check.__name__ for check in engine.CHECKS) == PROOF_NAMES
 
 
 # --- jax, in a process of its own: once it has run, a process may not fork any more, and other tests do ---------------

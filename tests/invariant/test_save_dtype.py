@@ -39,7 +39,7 @@ def answers(backend, engine):
         "stop_ids": [1],
         "pad_id": 0,
         "decode": str,
-        "rows_at": lambda _: 2,
+        "batch_size_at": lambda _: 2,
     }
     return {index: list(answer.ids) for index, answer in backend.generate(engine, PROMPTS, **asked)}
 

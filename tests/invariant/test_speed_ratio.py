@@ -1,4 +1,4 @@
-"""The benchmark of speed compares like with like, and on a CPU holds the engine beside a plain loop in every run of the tests.
+"""The benchmark of speed compares like with like. The slow series holds the engine beside a plain loop on a CPU.
 
 A ratio of steps taken in turn in one process says the same on a fast and on a slow machine. Measured on two busy cores: 0.96
 to 1.16 by medians, 0.97 to 1.03 by fastest steps; an engine that computes its layers twice stands at 1.35 or more. The bound
@@ -35,6 +35,7 @@ def ratios(*changes: str) -> tuple[float, float]:
     return found["ratio"], found["ratio_of_fastest"]
 
 
+@pytest.mark.slow  # by the wall clock
 def test_a_step_takes_no_longer_than_that_of_a_plain_transformers_loop():
     assert min(ratios()) <= MOST
 
@@ -59,7 +60,9 @@ def losses(name: str, job: Job) -> list[float]:
     return clock.found()["losses"]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "gpt2"))]
+)
 def test_every_contender_does_the_same_job_and_those_called_open_another(small_model, kind):
     job = job_of(small_model(kind))
     assert len(example_lengths(job.batches[0].micro_batches[0])) > 2  # packed: there is a boundary to keep

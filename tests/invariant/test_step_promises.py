@@ -17,7 +17,8 @@ from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
-from tunix_rt.engines.selftest.reference import Adam, adamw_step
+from tunix_rt.engines.optimizers import Hyperparameters
+from tunix_rt.engines.optimizers.adamw import reference
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.engines.torch import model as torch_model
 from tunix_rt.engines.torch.model import LossScale
@@ -122,21 +123,17 @@ def test_an_update_is_that_of_gradients_clipped_by_their_global_norm(small_model
         assert norm > 4 * LIMIT, "nothing was clipped"
         assert step.grad_norm == pytest.approx(norm, rel=close)
         right = {
-            name: adamw_step(
-                Adam(
-                    parameter=before[name],
-                    first=moments["exp_avg"][name],
-                    second=moments["exp_avg_sq"][name],
-                    step=number - 1,
-                ),
+            name: reference(
+                before[name],
+                {slot: of[name] for slot, of in moments.items()},
                 gradient * (LIMIT / (norm + 1e-6)),
-                rate=step.lr, beta1=0.9, beta2=0.999, epsilon=1.0, decay=0.0,
+                Hyperparameters(step=number, lr=step.lr, decay=0.0, epsilon=1.0),
             )
             for name, gradient in gradients.items()
         }  # fmt: skip
         moments = {
-            "exp_avg": {name: now.first for name, now in right.items()},
-            "exp_avg_sq": {name: now.second for name, now in right.items()},
+            "exp_avg": {name: now["exp_avg"] for name, now in right.items()},
+            "exp_avg_sq": {name: now["exp_avg_sq"] for name, now in right.items()},
         }
         check_update(run, before, right, close)
 
@@ -147,11 +144,11 @@ def check_update(run, before, right, close):
     for name, parameter in run.parameters.items():
         kept, found, want = run.optimizer.state_of(parameter), float64(parameter), right[name]
         narrow = 0.0 if parameter.dtype == torch.float64 else 5e-5  # float32 knows 1 - 0.999 to so much of it only
-        for slot, moment, bound in (("exp_avg", want.first, close), ("exp_avg_sq", want.second, max(close, narrow))):
-            assert np.abs(float64(kept[slot]) - moment).max() <= bound * np.abs(moment).max(), (name, slot)
-        moved = np.abs(want.parameter - before[name]).max()
+        for slot, bound in (("exp_avg", close), ("exp_avg_sq", max(close, narrow))):
+            assert np.abs(float64(kept[slot]) - want[slot]).max() <= bound * np.abs(want[slot]).max(), (name, slot)
+        moved = np.abs(want["parameter"] - before[name]).max()
         rounded = torch.finfo(parameter.dtype).eps * np.abs(found)
-        assert (np.abs(found - want.parameter) <= rounded + 2 * close * moved).all(), name
+        assert (np.abs(found - want["parameter"]) <= rounded + 2 * close * moved).all(), name
         assert moved > 0
 
 

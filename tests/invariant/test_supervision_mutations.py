@@ -15,8 +15,8 @@ from tests.supervision_checks import (
     write_chat_tokenizer,
 )
 from tunix_rt.data import render
+from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.engines.torch import loop as torch_backend
 
 
@@ -32,7 +32,7 @@ def chatting(tmp_path_factory):
 
 MASK = "trained[turn.first : turn.last] = True"
 FILL = "np.full(len(ids), not style.completion_only_loss, dtype=np.bool_)"
-SAID = "said.append(_Said(first=start, last=len(ids) + 1, end=len(ids)))"
+SAID = "spans.append(_Span(first=start, last=len(ids) + 1, end=len(ids)))"
 END = "ids.append(tokenizer.eos_id)"
 ANSWER = "<{style.answer_tag}>{sample.answer}</{style.answer_tag}>"
 MEAN = "scale=multiplied / placed.batch.target_tokens)"
@@ -64,8 +64,8 @@ IN_PLAIN = {
 IN_A_TEMPLATE = {
     "the end of a turn is not trained": ("stop = end + len(template.end_token)", "stop = end"),
     "what follows the end of a turn is trained": ("stop = end + len(template.end_token)", "stop = len(shown)"),
-    "only the last turn is trained": ("for turn in said:", "for turn in said[-1:]:"),
-    "only the first turn is trained": ("for turn in said:", "for turn in said[:1]:"),
+    "only the last turn is trained": ("for turn in spans:", "for turn in spans[-1:]:"),
+    "only the first turn is trained": ("for turn in spans:", "for turn in spans[:1]:"),
     "the header of the answer is trained": ("turns[:at], add_generation_prompt=True)", "turns[:at])"),
     "everything up to the last answer is trained": ("return len(prompt), stop", "return 0, stop"),
     "control tokens are not read": ("conversations=True", "conversations=False"),
@@ -98,7 +98,7 @@ def test_a_defect_in_rendering_a_chat_is_found(chatting, name):
     [
         ("plain", SAID, SAID.replace("first=start", "first=len(tokenizer.prefix)")),
         ("plain", SAID, SAID.replace("first=start", "first=start - 1")),
-        ("chatml", "said.append(_Said(first=first,", "said.append(_Said(first=first - 1,"),
+        ("chatml", "spans.append(_Span(first=first,", "spans.append(_Span(first=first - 1,"),
         ("chatml", "first, last = bisect_left(starts, start)", "first, last = bisect_left(starts, start) - 1"),
     ],
 )

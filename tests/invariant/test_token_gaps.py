@@ -8,12 +8,12 @@ import pytest
 
 from tests.chain_model import write_chain_model
 from tunix_rt.config.settings import Data, Training
+from tunix_rt.data.records import EvalItem
 from tunix_rt.data.render import prompt_ids, style_of
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.data.trace import EvalItem
 from tunix_rt.engines.base import load_backend
-from tunix_rt.evaluate.generate import Questions, ask, decoding_of
-from tunix_rt.evidence.replay.regenerate import largest_gaps
+from tunix_rt.evaluate.generate import Questions, decoding_of, generate_predictions
+from tunix_rt.evidence.replay.session import largest_gaps
 from tunix_rt.models.resolve import resolve_model
 
 
@@ -42,7 +42,7 @@ def asked(tmp_path_factory):
     engine = backend.load(resolve_model(str(folder)), device="cpu", training=Training(dtype="bfloat16"))
     questions = Questions(items=items, tokenizer=probe, style=style, decoding=decoding_of(style, max_new_tokens=40))
     silent = {"progress": lambda *_: None, "stop": lambda: None}
-    (given,) = ask(backend, engine, questions, what="", rows_at=lambda length: 1, **silent)
+    (given,) = generate_predictions(backend, engine, questions, what="", batch_size_at=lambda length: 1, **silent)
     return backend, engine, questions, given
 
 

@@ -46,7 +46,7 @@ def digest(engine):
     return hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "smollm3"])
 def test_accumulation_1x8_2x4_8x1_give_one_curve_in_float64(small_model, family):
     folder = small_model(family)
     rows = make_rows(examples_for(folder), max_length=128, packing=False)
@@ -206,7 +206,7 @@ def test_an_answer_ends_before_the_first_of_the_tokens_that_end_it(small_model):
     def ask(stop_ids):
         found = engine_of.generate(
             engine, prompts, decoding=Decoding(max_new_tokens=12), stop_ids=stop_ids, pad_id=0, decode=str,
-            rows_at=lambda length: 2,
+            batch_size_at=lambda length: 2,
         )  # fmt: skip
         return {index: answer.ids for index, answer in found}
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import yaml
 from click.testing import CliRunner
 
@@ -96,46 +95,24 @@ def typos(draw: random.Random) -> Iterator[Case]:
 LAUGHS = "a: &a [ha, ha]\n" + "\n".join(f"{c}: &{c} [*{b}, *{b}, *{b}]" for b, c in pairwise("abcdefghijklmnop"))
 
 LINES = {
-    "anchor and alias": ("a: &a [1, 2]\nb: *a", ()),
     "billion laughs": (LAUGHS, ()),
     "an endless alias": ("a: &a [*a]", ()),
-    "code by tag": ("x: !!python/object/apply:os.system ['true']", ()),
     "a module by tag": ("x: !!python/module:os", ()),
-    "a name by tag": ("x: !!python/name:os.system", ()),
     "an object by tag": ("x: !!python/object/new:type [z, !!python/tuple [], {}]", ()),
-    "an unknown tag": ("x: !thing 1", ()),
-    "an integer by tag that is none": ("x: !!int ''", ()),
-    "a boolean by tag that is none": ("x: !!bool perhaps", ()),
     "a float by tag that is none": ("x: !!float ''", ()),
-    "a time by tag that is none": ("x: !!timestamp soon", ()),
     "a set": ("zzz: !!set {a, b}", ("zzz",)),
-    "a key given twice": ("zzz: 1\nzzz: 2", ()),
-    "a key given twice, equal": ("zzz: 1\nzzz: 1", ()),
-    "a tab": ("zzz:\n\tseed: 1", ()),
-    "a list as a key": ("? [1, 2]\n: 3", ()),
-    "a mapping as a key": ("? {a: 1}\n: 3", ()),
-    "a merge": ("<<: {seed: 1}", ()),
-    "a date that is none": ("zzz: 2024-13-45", ()),
     "a time that is none": ("zzz: 2024-01-01 99:99:99", ()),
-    "a binary number that is none": ("zzz: 0b_", ()),
     "ten thousand digits": ("zzz: " + "9" * 10_000, ()),
     "ten thousand hexadecimal digits": ("logging_steps: 0x" + "f" * 10_000, ("logging_steps",)),
     "two thousand digits in base sixty": ("logging_steps: 1" + ":59" * 2_000, ("logging_steps",)),
     "five hundred brackets": ("zzz: " + "[" * 500 + "]" * 500, ("zzz",)),
-    "five thousand brackets": ("zzz: " + "[" * 5_000, ()),
-    "five thousand braces": ("zzz: " + "{a: " * 5_000, ()),
     "five hundred dashes": ("- " * 500, ()),
-    "an open quote": ('zzz: "abc', ()),
-    "an open bracket": ("zzz: [1, 2", ()),
-    "a second document": ("---\nseed: 1", ()),
     "a number as a key": ("5: 6", ("5",)),
     "nothing as a key": ("~: 6", ("None",)),
     "yes as a key": ("yes: 6", ("True",)),
     "an empty key": ('"": 6', ("``",)),
     "a key of three lines": ('"a\\nb\\nc": 6', ("a\\nb", "a\nb")),
     "half a surrogate pair as a key": ('"\\ud800": 6', ("\\ud800", "\ud800")),
-    "a NUL": ("zzz: a\x00b", ()),
-    "a bell": ("zzz: a\x07b", ()),
     "two spellings that differ": ("per_device_train_batch_size: 3\nbatch_size: 5", ("batch_size",)),
     "two names of one length": ("max_length: 64\nmax_seq_length: 65", ("max_length",)),
     "not a number twice": ("learning_rate: .nan\ntraining.lr: .nan", ("learning_rate", "training.lr")),
@@ -152,7 +129,7 @@ LINES = {
 
 
 def bad_lines(draw: random.Random) -> Iterator[Case]:
-    """Lines that no configuration may have, after those of a good one."""
+    """Lines that no configuration may have, after those of a good one; unit/test_config.py has more, with their line."""
     for what, (text, names) in LINES.items():
         base = draw.choice(["demo", "smoke_tiny", "submission_local"])
         yield Case(
@@ -214,62 +191,54 @@ CASES = make_cases()
 A_NAME = re.compile(r"`[^`]+`|\b(model|data|training|evaluation)\.\w+")
 
 
-def test_there_are_over_two_hundred_mutations_and_always_the_same():
-    assert len(CASES) > 200
-    assert make_cases() == CASES
-    assert sum(case.must_fail for case in CASES) > 150
+def test_a_mutated_configuration_loads_or_is_refused_by_name_or_line(tmp_path):
+    assert make_cases() == CASES and sum(case.must_fail for case in CASES) > 150
+    path, copy = tmp_path / "my.yaml", tmp_path / "copy.yaml"
+    assert {ascii(case.what): problem for case in CASES if (problem := _problem(case, path, copy))} == {}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ascii(case.what))
-def test_a_mutated_configuration_loads_or_is_refused_by_name_or_line(case, tmp_path):
-    path = tmp_path / "my.yaml"
+def _problem(case: Case, path: Path, copy: Path) -> str:
+    """Why the outcome of loading a case is wrong; empty if it is right."""
     path.write_bytes(case.content)
     began = time.process_time()
     try:
         loaded = load_config(path)
     except ConfigError as error:
-        said = str(error)
-        assert error.exit_code == 2
-        assert error.fix
-        named = f"{path}:" in said and re.search(rf"{re.escape(str(path))}:\d+: ", said)
-        if case.must_fail:
-            assert named or any(name in said for name in case.names), said
-        else:
-            assert named or A_NAME.search(said) or f"{path}: a " in said, said  # "a list, not settings" has no line
-        assert len(said) < 20_000
+        text = str(error)
+        at_a_line = re.search(rf"{re.escape(str(path))}:\d+: ", text)
+        named = (
+            any(name in text for name in case.names) if case.must_fail else A_NAME.search(text) or f"{path}: a " in text
+        )
+        right = error.exit_code == 2 and error.fix and (at_a_line or named) and len(text) < 20_000
     else:
-        assert not case.must_fail, f"accepted: {loaded}"
-        copy = tmp_path / "copy.yaml"
+        text = f"accepted: {loaded}"
         copy.write_text(dump_yaml(loaded), encoding="utf-8")
-        assert load_config(copy) == loaded
-    assert time.process_time() - began < SECONDS
+        right = not case.must_fail and load_config(copy) == loaded
+    return "" if right and time.process_time() - began < SECONDS else text
 
 
 BY_THE_PROGRAM = random.Random(SEED).sample([case for case in CASES if case.must_fail], 40)
 
 
-@pytest.mark.parametrize("case", BY_THE_PROGRAM, ids=lambda case: ascii(case.what))
-def test_the_program_refuses_a_bad_configuration_with_exit_2_and_no_traceback(case, tmp_path):
+def test_the_program_refuses_a_bad_configuration_with_exit_2_and_no_traceback(tmp_path):
     path, output = tmp_path / "my.yaml", tmp_path / "run"
-    path.write_bytes(case.content)
-    ended = CliRunner().invoke(cli, ["train", str(path), "--output", str(output)])
-    assert ended.exit_code == 2, ended.output
-    assert isinstance(ended.exception, SystemExit), "the error was not handled"
-    assert_said(case, path, ended.stderr)
-    assert ended.stdout == ""
-    assert not output.exists(), "a run that was refused for its configuration leaves no folder"
+    for case in BY_THE_PROGRAM:
+        path.write_bytes(case.content)
+        ended = CliRunner().invoke(cli, ["train", str(path), "--output", str(output)])
+        assert (ended.exit_code, ended.stdout) == (2, ""), case.what
+        assert isinstance(ended.exception, SystemExit), "the error was not handled"
+        assert_refused(case, path, ended.stderr)
+        assert not output.exists(), "a run that was refused for its configuration leaves no folder"
 
 
-@pytest.mark.parametrize("case", BY_THE_PROGRAM[:2], ids=lambda case: ascii(case.what))
-def test_a_real_process_refuses_it_the_same_way(case, tmp_path):
+def test_a_real_process_refuses_it_the_same_way(tmp_path):
     path = tmp_path / "my.yaml"
-    path.write_bytes(case.content)
-    assert_said(case, path, refused(tunix_rt("train", path, "--output", tmp_path / "run"), 2))
+    path.write_bytes(BY_THE_PROGRAM[0].content)
+    assert_refused(BY_THE_PROGRAM[0], path, refused(tunix_rt("train", path, "--output", tmp_path / "run"), 2))
 
 
-def assert_said(case: Case, path: Path, said: str) -> None:
-    assert "Traceback" not in said
-    assert said.startswith("error: ")
-    assert "\n  fix: " in said
-    assert f"{path}:" in said
-    assert re.search(rf"{re.escape(str(path))}:\d+: ", said) or any(name in said for name in case.names), said
+def assert_refused(case: Case, path: Path, text: str) -> None:
+    assert "Traceback" not in text and "\n  fix: " in text and text.startswith("error: ") and f"{path}:" in text, (
+        case.what
+    )
+    assert re.search(rf"{re.escape(str(path))}:\d+: ", text) or any(name in text for name in case.names), text

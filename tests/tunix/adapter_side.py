@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.jax_models import model_of, open_in_tunix, params_of
 from benchmarks.parity_sides import Ours, step_inputs
 from tunix_rt.engines.jax import model as jax_models
 from tunix_rt.engines.jax import optim as jax_optim
@@ -41,12 +42,12 @@ def loader(folder):
         model = family.create_model_from_safe_tensors(
             str(folder / "model"), jax_tunix.config_of(side.architecture), dtype=jnp.float32
         )
-        found["alone"] = _same(jax_tunix.params_of(model, side.architecture), side.params)
+        found["alone"] = _same(params_of(model, side.architecture), side.params)
     except Exception as error:  # noqa: BLE001  whatever Tunix raises is what the test wants to know
         found["alone"] = f"{type(error).__name__}: {error}"
     try:
-        model = jax_tunix.open_in_tunix(folder / "model", side.architecture)
-        found["ours"] = _same(jax_tunix.params_of(model, side.architecture), side.params)
+        model = open_in_tunix(folder / "model", side.architecture)
+        found["ours"] = _same(params_of(model, side.architecture), side.params)
     except TunixError as error:
         found["ours"] = str(error)
     return found
@@ -64,7 +65,7 @@ def restarted(folder):
     ours, adapter = (
         one.forward(side.params, *given, compute="float32") for one in (jax_models, jax_tunix)
     )  # fmt: skip
-    model = jax_tunix.model_of(side.params, side.architecture)
+    model = model_of(side.params, side.architecture)
     places = np.arange(batch.ids.shape[1])
     seen = (places[:, None] >= places) & (batch.segments[:, :, None] == batch.segments[:, None, :])
     states = model.embedder.encode(batch.ids)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
+from benchmarks.jax_models import open_in_tunix
 from tests.conftest import ROOT, SHIPPED
 from tests.program import tunix_rt
 from tunix_rt.engines.jax.architecture import architecture_of
@@ -63,7 +64,7 @@ def test_without_google_tunix_the_setting_is_refused_with_the_way_to_it():
         ({"hidden_activation": "silu"}, "an activation silu; it has gelu_tanh"),
         ({"query_pre_attn_scalar": 24}, "scores times 0.204124; it has 0.25 or 0.353553"),
         ({"attn_logit_softcapping": 20.0}, "soft-capped scores in a Gemma 3"),
-        ({"tie_word_embeddings": False}, "a head of its own"),
+        ({"tie_word_embeddings": False}, "an lm_head weight of its own"),
         ({"attention_bias": True}, "biases"),
         ({"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "windows .* are 6, all;"),
         (parity.TINY["gemma"] | {"rope_theta": 5000.0}, "Gemma 1 and 2 have base 10000"),
@@ -154,7 +155,7 @@ def test_a_tensor_that_is_missing_or_of_another_type_is_named(models, tmp_path, 
     save_file(tensors, tmp_path / "model.safetensors")
     architecture = architecture_of(json.loads((models["gemma2"] / "model" / "config.json").read_text()))
     with pytest.raises(Exception, match=words):
-        jax_tunix.open_in_tunix(tmp_path, architecture)
+        open_in_tunix(tmp_path, architecture)
 
 
 @needs_tunix

@@ -12,14 +12,15 @@ from tunix_rt.engines.base import PhasePeak, RiseMeter
 from tunix_rt.errors import Preempted
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan import timing
-from tunix_rt.plan.prediction import predict_run
+from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.runs.journal import Record
+from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import read_json
 from tunix_rt.train import device
-from tunix_rt.train.memory_report import Phases, memory_explained, write_account
-from tunix_rt.train.preflight import fit_settings, within_limit
+from tunix_rt.train.device import within_limit
+from tunix_rt.train.memory_report import Phases, explaining_oom, write_memory_report
+from tunix_rt.train.preflight import fit_settings
 
 MIB, GIB = 2**20, 2**30
 
@@ -90,8 +91,8 @@ def sizes(plan, *names: str) -> int:
 
 
 def written(folder, plan, phases: Phases, status: str = "completed"):
-    report = Record(run=RunDir(folder), continued=bool(phases.earlier))
-    assert write_account(report, plan, phases, status) == report.facts["memory"]["measured_bytes"]
+    report = RunJournal(run=RunDir(folder), continued=bool(phases.earlier))
+    assert write_memory_report(report, plan, phases, status) == report.result.memory.measured_bytes
     return read_json(report.run.memory)
 
 
@@ -149,11 +150,11 @@ def test_what_was_measured_in_another_way_or_is_damaged_is_left_out_and_said(tmp
     elsewhere.take_up(RunDir(tmp_path).memory)
     told = written(tmp_path, plan, elsewhere)
     assert told["measured_bytes"] == 12 and "measured_bytes_before" not in told
-    assert "measured something else (other bytes; in each phase)" in caplog.messages[0]
+    assert "measured another quantity (other bytes; in each phase)" in caplog.messages[0]
     RunDir(tmp_path).memory.write_text('{"phases": {"load": 7}}')
     damaged = measured(("load", 12))
     damaged.take_up(RunDir(tmp_path).memory)
-    assert damaged.earlier == {} and "is damaged" in caplog.messages[1]
+    assert damaged.earlier == {} and "is corrupt" in caplog.messages[1]
     Phases().take_up(tmp_path / "no such file")
     assert len(caplog.messages) == 2
 
@@ -164,7 +165,7 @@ def test_what_was_measured_in_another_way_or_is_damaged_is_left_out_and_said(tmp
 def test_what_was_under_way_when_a_run_was_stopped_is_measured_but_after_a_defect_no_engine_is_asked(error, kept):
     phases = Phases()
     engine = SimpleNamespace(take_peak=lambda: PhasePeak(used_bytes=5, measure=WORDS, alone=True))
-    with pytest.raises(type(error)), memory_explained(engine, phases, None, None, None, None):  # type: ignore[arg-type]
+    with pytest.raises(type(error)), explaining_oom(SimpleNamespace(phases=phases), engine):  # type: ignore[arg-type]
         raise error
     assert list(phases.peaks) == kept
 
@@ -197,7 +198,7 @@ def limited(gib: float | None):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("cuda", "the allocator gives out no more"), ("cpu", "on a CPU"), ("tpu", "on a TPU")]
+    ("kind", "said"), [("cuda", "the allocator enforces it"), ("cpu", "on a CPU"), ("tpu", "on a TPU")]
 )
 def test_what_may_be_taken_is_the_less_of_free_and_limit_and_what_holds_the_run_to_it_is_said(kind, said, caplog):
     caplog.set_level(logging.INFO)

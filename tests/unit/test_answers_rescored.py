@@ -10,9 +10,9 @@ import pytest
 
 from tests.forging.edits import Json, edited, lines_of, put, put_lines
 from tests.forging.sealing import reseal_sums
-from tunix_rt.evaluate.report import Side, compare_runs
-from tunix_rt.evaluate.summary import summary_of
-from tunix_rt.evidence.answer_checks import same, verdict_problems
+from tunix_rt.evaluate.comparison import Side, compare_runs
+from tunix_rt.evaluate.report import summary_of
+from tunix_rt.evidence.data_checks import same, verdict_problems
 from tunix_rt.evidence.examine import examine
 from tunix_rt.scoring.score import TAGS, Prediction, Tags, judge, score_predictions
 from tunix_rt.storage import json_text, to_plain

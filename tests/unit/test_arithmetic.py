@@ -1,4 +1,4 @@
-"""The arithmetic in a reasoning: what is found, what is checked, and what is left alone because it cannot be read."""
+"""The arithmetic in a reasoning: what is parsed, what is checked, and what is skipped because it is no equation."""
 
 import json
 import re
@@ -149,11 +149,15 @@ CHECKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "stated", "wrong"), CHECKED)
-def test_every_equation_is_found_and_judged_as_it_was_by_hand(text, stated, wrong):
-    assert check_arithmetic(text) == ArithmeticCheck(stated=stated, right=stated - len(wrong), wrong=wrong)
+def test_every_equation_is_parsed_and_judged_as_it_was_by_hand():
+    checked = [(text, check.stated, check.wrong) for text, *_ in CHECKED for check in [check_arithmetic(text)]]
+    assert [pair for pair in zip(checked, CHECKED, strict=True) if pair[0] != pair[1]] == []
+    assert all(
+        check.right == check.stated - len(check.wrong) for check in (check_arithmetic(row[0]) for row in CHECKED)
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.reference
 def test_the_solutions_of_gsm8k_are_found_right_but_for_a_few():
     if not GSM8K.is_file():
@@ -190,15 +194,14 @@ def test_no_text_raises_and_the_counts_fit(text):
     assert check.stated == check.right + len(check.wrong)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "1+" * 500_000 + "=1", "(" * 500_000, "1=1=" * 200_000, "9" * 1_000_000 + "+1=2", "1 a " * 200_000, "1." * 300_000,
-        "1" + "^9" * 1_000 + "=3",
-    ],
-    ids=lambda text: text[:8],
-)  # fmt: skip
-def test_no_text_takes_long(text):
-    begun = time.monotonic()
-    assert check_arithmetic(text).right == 0
-    assert time.monotonic() - begun < 5.0
+LONG = [
+    "1+" * 500_000 + "=1", "(" * 500_000, "1=1=" * 200_000, "9" * 1_000_000 + "+1=2", "1 a " * 200_000, "1." * 300_000,
+    "1" + "^9" * 1_000 + "=3",
+]  # fmt: skip
+
+
+def test_no_text_takes_long():
+    for text in LONG:
+        begun = time.process_time()
+        assert check_arithmetic(text).right == 0
+        assert time.process_time() - begun < 5.0, text[:20]

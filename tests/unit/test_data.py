@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, SHIPPED
+from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
 from tunix_rt.data.readers import pack_line, parse, read_raw, recognise, unpack_line
+from tunix_rt.data.records import EvalItem, Trace, read_records
 from tunix_rt.data.sources import find_dataset, find_evalset, read_items, split_of
-from tunix_rt.data.streams import MAX_DOCUMENT_BYTES
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.data.trace import EvalItem, Trace, read_records
 from tunix_rt.errors import InputError, StorageError
 
 
@@ -219,7 +219,7 @@ def test_one_line_that_is_one_record_is_jsonl_and_one_line_around_records_is_jso
         (b'{"a": [{"b": 1}],\n"c": [1, {"d": 1}]}', ":2: not JSON (an object in the list under 'c'"),
         (b'{"a": [{"b": 1}],\nc}', ":2: not JSON (expected a key in double quotes"),
         (b"[" * 100_000, ":1: not JSON"),
-        (b"[]", " holds no rows"),
+        (b"[]", " has no rows"),
     ],
 )
 def test_a_document_that_is_not_one_list_of_records_is_refused_with_the_line(tmp_path, content, words):
@@ -242,9 +242,9 @@ def test_a_document_too_large_to_hold_is_refused_with_the_way_out(tmp_path, monk
         (b"PK\x03\x04" + bytes(60), "a zip archive"),
         (b"\x28\xb5\x2f\xfd" + bytes(60), "zstd"),
         (gzip.compress(b"ARROW1\0\0" + bytes(60), mtime=0), "an Arrow file"),
-        (b"PAR1" + bytes(60), "damaged Parquet"),
-        (CONTAINERS["parquet"][:-100], "damaged Parquet"),
-        (CONTAINERS["parquet"].replace(b"What is 0", b"What is 7", 1), "damaged Parquet"),
+        (b"PAR1" + bytes(60), "corrupt Parquet"),
+        (CONTAINERS["parquet"][:-100], "corrupt Parquet"),
+        (CONTAINERS["parquet"].replace(b"What is 0", b"What is 7", 1), "corrupt Parquet"),
         (as_parquet([{}] * 3), "has no columns"),
         (as_parquet(prompt=pa.array(["x"] * 5)), "has a column twice"),
     ],
@@ -259,9 +259,9 @@ def test_torn_gzip_is_refused_at_the_line_that_is_missing(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     content = gzip.compress(as_jsonl())
     path.write_bytes(content[:-4])
-    assert refused(path).problem == f"{path}:6: the gzip data end too early"
+    assert refused(path).problem == f"{path}:6: the gzip data is truncated"
     path.write_bytes(content + b"more")
-    assert refused(path).problem.startswith(f"{path}:6: damaged gzip data")
+    assert refused(path).problem.startswith(f"{path}:6: corrupt gzip data")
     path.write_bytes(content[:40] + bytes(8) + content[48:])
     assert refused(path).problem.startswith(f"{path}:1: ")
 
@@ -551,7 +551,7 @@ def test_a_folder_is_all_its_data_files_in_name_order(tmp_path, names, read):
 )  # fmt: skip
 def test_a_folder_with_more_than_one_reading_is_refused_with_every_path_to_give(tmp_path, names, readings):
     folder = folder_with(tmp_path, *names)
-    with pytest.raises(InputError, match="can be read in") as caught:
+    with pytest.raises(InputError, match="is ambiguous") as caught:
         find_dataset(str(folder))
     assert caught.value.fix == f"give one of: {', '.join(str(folder / name) for name in readings)}"
     found = [path for name in readings for path in paths(folder / name)]
@@ -575,7 +575,7 @@ def test_what_looks_like_data_and_would_be_left_out_of_a_folder_is_named(tmp_pat
     folder = folder_with(tmp_path, *names)
     with pytest.raises(InputError) as caught:
         find_dataset(str(folder))
-    assert caught.value.problem == f"{folder} holds data files {words}"
+    assert caught.value.problem == f"{folder} has data files {words}"
 
 
 def test_a_test_set_alone_may_be_read(tmp_path):
@@ -611,7 +611,7 @@ def test_a_dataset_that_no_longer_matches_its_manifest_is_refused(tmp_path):
     assert paths(folder) == [str(folder / "dataset.jsonl")]
     with (folder / "dataset.jsonl").open("a") as file:
         file.write(json.dumps(record()) + "\n")
-    with pytest.raises(InputError, match="not the file its manifest speaks of"):
+    with pytest.raises(InputError, match="does not match its manifest"):
         find_dataset(str(folder))
 
 

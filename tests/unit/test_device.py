@@ -21,7 +21,7 @@ from tunix_rt.errors import HardwareError
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.runs.journal import Record
+from tunix_rt.runs.journal import RunJournal
 from tunix_rt.train import device
 
 NOON = "2026-01-01T12:00:00+00:00"
@@ -37,18 +37,18 @@ def proof(*results: Proved, problem: str | None = None) -> Proof:
     )  # fmt: skip
 
 
-def prove(monkeypatch: pytest.MonkeyPatch, report: Record, answer: Proof) -> frozenset[str]:
+def prove(monkeypatch: pytest.MonkeyPatch, report: RunJournal, answer: Proof) -> frozenset[str]:
     asked: dict[str, object] = {}
     monkeypatch.setattr(device, "prove", lambda **given: asked.update(given) or answer)
     model: ModelSource = resolve_model("tiny-gemma3")
     shape = shape_of(model.config)
-    uuids = device.prove_device(report, CONFIG, model, shape, WITH_GPU, choose_device(Ask(), WITH_GPU))
+    uuids = device.check_kernels(report, CONFIG, model, shape, WITH_GPU, choose_device(Ask(), WITH_GPU))
     assert (asked["head_size"], asked["kv_heads"], asked["device"]) == (shape.head_dim, shape.kv_heads, "cuda")
     return uuids
 
 
 def test_a_held_proof_is_written_down_and_names_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Record(run=RunDir(tmp_path), continued=False)
+    report = RunJournal(run=RunDir(tmp_path), continued=False)
     assert prove(monkeypatch, report, proof(*HELD)) == {"GPU-aa"}
     assert json.loads((tmp_path / "doctor.json").read_text())["proof"]["ok"] is True
     assert "GPU computation successful" in (tmp_path / "cuda_check.txt").read_text()
@@ -59,7 +59,7 @@ def test_a_proof_that_fails_refuses_the_run_and_names_the_report(
 ) -> None:
     wrong = Proved(name="product", ok=False, detail="product[1, 2] is 3, should be 4")
     with pytest.raises(HardwareError, match=r"product\[1, 2\] is 3") as refused:
-        prove(monkeypatch, Record(run=RunDir(tmp_path), continued=False), proof(HELD[0], wrong, *HELD[2:]))
+        prove(monkeypatch, RunJournal(run=RunDir(tmp_path), continued=False), proof(HELD[0], wrong, *HELD[2:]))
     assert (refused.value.exit_code, refused.value.cause) == (4, "not-proven")
     assert str(tmp_path / "doctor.json") in refused.value.fix
     assert "GPU computation successful" not in (tmp_path / "cuda_check.txt").read_text()
@@ -69,7 +69,7 @@ def test_a_refused_continuation_leaves_its_folder_alone_and_the_report_beside_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
-    report = Record(run=RunDir(tmp_path / "run"), continued=True)
+    report = RunJournal(run=RunDir(tmp_path / "run"), continued=True)
     with pytest.raises(HardwareError) as refused:
         prove(monkeypatch, report, proof(*HELD[:2], problem="attention gave no answer within 120 s"))
     monkeypatch.setattr(device, "gather_facts", lambda *_, **__: masked(WITH_GPU, ""))
@@ -90,14 +90,11 @@ def test_the_memory_of_the_gpu_is_read_after_the_first_and_the_last_step(
     monkeypatch.setattr(
         device, "gpu_memory", lambda step, _: GpuMemory(step=step, pid=7, used_bytes=step, by="nvml", at=NOON)
     )
-    report = Record(run=RunDir(tmp_path), continued=False)
-    for step in (1, 2, 3):
-        device.note_step(report, frozenset({"GPU-aa"}), (1, 3), {"steps_completed": step})
-    assert [sample["step"] for sample in report.facts["gpu_memory"]] == [1, 3]
+    report = RunJournal(run=RunDir(tmp_path), continued=False)
+    for step in (1, 3):
+        device.sample_gpu(report, frozenset({"GPU-aa"}), step)
+    assert [sample["step"] for sample in report.result.gpu_memory] == [1, 3]
     assert (tmp_path / "nvidia_smi.txt").read_text().startswith("after step 1; our process id ")
-    on_cpu = Record(run=RunDir(tmp_path / "cpu"), continued=False)
-    device.note_step(on_cpu, frozenset(), (1, 3), {"steps_completed": 1})
-    assert on_cpu.facts == {"steps_completed": 1}
 
 
 def stand_in_nvml(processes: list[tuple[int, int]]) -> types.ModuleType:
@@ -128,7 +125,7 @@ def test_only_our_own_process_counts_and_hidden_ids_are_said(
 
 
 def test_a_warning_of_a_library_is_a_line_of_the_log(tmp_path: Path) -> None:
-    report = Record(run=RunDir(tmp_path), continued=False)
+    report = RunJournal(run=RunDir(tmp_path), continued=False)
     package = logging.getLogger("tunix_rt")
     before, level = warnings.showwarning, package.level
     package.setLevel(logging.INFO)
@@ -148,7 +145,7 @@ def test_a_warning_of_a_library_is_a_line_of_the_log(tmp_path: Path) -> None:
 def test_a_cpu_run_is_settled_without_a_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "gather_facts", lambda *_, **__: CPU_ONLY)
     config = build_config({"training": {"device": "cpu"}}, "test")
-    _, choice = device.settle_device(Record(run=RunDir(tmp_path), continued=False), config)
+    _, choice = device.settle_device(RunJournal(run=RunDir(tmp_path), continued=False), config)
     assert choice.device == "cpu" and set(json.loads((tmp_path / "doctor.json").read_text())) == {
         "facts",
         "checks",

@@ -26,8 +26,14 @@ from tunix_rt.doctor.facts import (
     facts_from_json,
     visible_gpus,
 )
-from tunix_rt.doctor.report import device_lines, env_info_text, torch_version_text
-from tunix_rt.doctor.selection import choose_device, environment_for, set_environment
+from tunix_rt.doctor.selection import (
+    choose_device,
+    device_lines,
+    env_info_text,
+    environment_for,
+    set_environment,
+    torch_version_text,
+)
 from tunix_rt.doctor.wheels import WHEELS, fits, fitting_wheels, number, why_no_wheel
 from tunix_rt.errors import ConfigError, HardwareError, InputError
 from tunix_rt.storage import to_plain
@@ -78,7 +84,7 @@ def test_a_gpu_that_fits_is_chosen_by_auto_cuda_and_gpu() -> None:
 
 def test_without_an_accelerator_auto_is_the_cpu_and_says_why() -> None:
     choice = choose_device(Ask(), CPU_ONLY)
-    assert (choice.device, choice.reason) == ("cpu", "no NVIDIA GPU or TPU seen")
+    assert (choice.device, choice.reason) == ("cpu", "no NVIDIA GPU or TPU present")
     assert (choice.memory_bytes, choice.free_bytes) == (24 * GIB, 20 * GIB)
     lines = device_lines(choice, CPU_ONLY)
     assert lines[-1] == "Using device: cpu"

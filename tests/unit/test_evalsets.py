@@ -44,7 +44,7 @@ def test_a_shipped_key_is_the_shipped_file():
     evalset = load_evalset("eval_v2")
     assert (evalset.rows, len(evalset.items), evalset.format, evalset.seed) == (100, 100, "items", None)
     assert evalset.items[0].id == "ev2-001"
-    assert evalset.sentence == "eval_v2: all 100 questions"
+    assert evalset.describe() == "eval_v2: all 100 questions"
 
 
 def test_a_file_of_items_keeps_their_sections_and_kinds(tmp_path):
@@ -143,7 +143,7 @@ def test_a_limit_draws_a_fixed_part_and_says_so(tmp_path):
     order = [int(found.id[1:]) for found in part.items]
     assert len(set(order)) == 10 and order == sorted(order)
     assert order != list(range(10)), "the first ten are no random part"
-    assert part.sentence == f"{path}: 10 questions of 50, drawn at random with seed 3"
+    assert part.describe() == f"{path}: 10 questions of 50, drawn at random with seed 3"
     assert part.sha256 == load_evalset(path).sha256
 
 
@@ -186,9 +186,9 @@ def test_a_record_that_cannot_be_asked_is_named_with_its_line(tmp_path, records,
 
 
 def test_an_empty_set_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no rows"):
+    with pytest.raises(InputError, match="has no rows"):
         load_evalset(write(tmp_path / "empty.jsonl"))
-    with pytest.raises(InputError, match="holds no rows"):
+    with pytest.raises(InputError, match="has no rows"):
         validate_evalset(str(tmp_path / "empty.jsonl"))
 
 
@@ -204,7 +204,7 @@ def test_a_shipped_set_that_was_changed_is_refused(tmp_path, monkeypatch):
     write(tmp_path / "evalsets" / "mine.jsonl", item(1))
     (tmp_path / "evalsets" / "mine.manifest.json").write_text(json.dumps({"sha256": "0" * 64}))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="not the file its manifest speaks of"):
+    with pytest.raises(InputError, match="does not match its manifest"):
         load_evalset("mine")
 
 
@@ -259,7 +259,7 @@ def test_every_rule_finds_its_case_and_names_the_line(tmp_path, rule, records, l
     assert (found[rule].count, found[rule].first, found[rule].refuses) == (1, f"{path}:{line}", RULES[rule][0])
     assert found[rule].places == (f"{path}:{line}",)
     word = "error" if RULES[rule][0] else "warning"
-    assert found[rule].sentence.startswith(f"{word}: {rule}: 1 x ")
+    assert found[rule].describe().startswith(f"{word}: {rule}: 1 x ")
     assert validate_evalset(path).good is not RULES[rule][0]
 
 
@@ -318,5 +318,5 @@ def test_a_training_set_that_holds_the_questions_is_found(tmp_path):
         "overlap_ngram": f"{training}:4",
     }
     assert all(finding.refuses for finding in found.values())
-    assert f"{path}:2 asks it too" in found["overlap_ngram"].seen
+    assert f"{path}:2 shares " in found["overlap_ngram"].seen
     assert found_in(path, dataset=write(tmp_path / "other.jsonl", trace(50))) == {}

@@ -9,8 +9,8 @@ import pytest
 from tunix_rt.config.load import build_config, with_settings
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.errors import TunixError
-from tunix_rt.plan.fit import judge
-from tunix_rt.plan.prediction import predict_run
+from tunix_rt.plan.fit import predict_run
+from tunix_rt.plan.report import judge
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.train.commitment import as_it_began, config_hash, fitting_of_run
 from tunix_rt.train.preflight import fit_settings

@@ -18,8 +18,8 @@ from tunix_rt.data.formats import (
     unused_columns,
     words_behind_number,
 )
+from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.sources import find_dataset
-from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
 from tunix_rt.scoring.answers import bare_answer, read_quantity
 
@@ -135,7 +135,7 @@ REFUSED = [
     ("prompt_completion", {"instruction": "x", "input": "y", "output": "z"}, "instruction: it would be left out"),
     ("messages", {"messages": {}}, "messages: an object, not a list of messages"),
     ("messages", {"messages": []}, "messages: no message"),
-    ("messages", {"messages": ["x"]}, "messages.0: a text, not an object"),
+    ("messages", {"messages": ["x"]}, "messages.0: a string, not an object"),
     ("messages", {"messages": [message(content="")]}, "messages.0.content: blank text"),
     ("messages", {"messages": [{"role": "user"}]}, "messages.0.content: missing"),
     ("messages", {"messages": [{"content": "x"}]}, "messages.0.role: missing"),
@@ -152,9 +152,9 @@ REFUSED = [
         {"messages": [message(), message("assistant", None, tool_calls=[{"id": 1}])]},
         "messages.1.tool_calls",
     ),
-    ("messages", {"messages": [message(weight=0)]}, "messages.0.weight: a key that is not understood"),
-    ("messages", {"messages": [message(name="Tom")]}, "messages.0.name: a key that is not understood"),
-    ("messages", {"messages": [message(content=["x"])]}, "messages.0.content.0: a text, not an object"),
+    ("messages", {"messages": [message(weight=0)]}, "messages.0.weight: an unknown key, which would be lost"),
+    ("messages", {"messages": [message(name="Tom")]}, "messages.0.name: an unknown key, which would be lost"),
+    ("messages", {"messages": [message(content=["x"])]}, "messages.0.content.0: a string, not an object"),
     ("messages", {"messages": [message(content=[{"type": "image"}])]}, "messages.0.content.0.type: 'image'"),
     (
         "messages",
@@ -166,24 +166,24 @@ REFUSED = [
     (
         "messages",
         {"messages": [message(), message("assistant", "x", reasoning_content="y"), message()]},
-        "messages.1.reasoning: only the assistant's message at the end",
+        "messages.1.reasoning: only the assistant's last message",
     ),
     ("messages", {"messages": [message(), message(reasoning="y")]}, "messages.1.reasoning: only the assistant's"),
     ("messages", {"messages": [message(), message("assistant", "x", thinking=" ")]}, "messages.1.thinking: blank"),
     ("messages", {"messages": [message(), message("assistant", "", thinking="y")]}, "messages.1.content: blank"),
-    ("messages", {"messages": [message("assistant", "x", thinking="y")]}, "messages.0: reasoning about nothing"),
+    ("messages", {"messages": [message("assistant", "x", thinking="y")]}, "messages.0: reasoning without a message"),
     (
         "messages",
         {"messages": [message(), message("assistant", "x", thinking="y", reasoning="z")]},
-        "messages.1.thinking: the reasoning is given twice",
+        "messages.1.thinking: differs from",
     ),
     ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, "conversations.0.value: blank text"),
     ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "conversations.0.from: 'bot'; the roles are"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "markdown": "y"}]}, "conversations.0.markdown"),
     ("messages", {"messages": [message()], "system": 5}, "system: a number, not text"),
-    ("messages", {"messages": [message("system"), message()], "system": "x"}, "system: it differs from messages.0"),
-    ("sharegpt", {"conversations": SHARED, "system": "x"}, "system: it differs from conversations.0"),
-    ("alpaca", {"instruction": "x", "output": "y", "history": "z"}, "history: a text, not a list of [question"),
+    ("messages", {"messages": [message("system"), message()], "system": "x"}, "system: differs from messages.0"),
+    ("sharegpt", {"conversations": SHARED, "system": "x"}, "system: differs from conversations.0"),
+    ("alpaca", {"instruction": "x", "output": "y", "history": "z"}, "history: a string, not a list of [question"),
     ("alpaca", {"instruction": "x", "output": "y", "history": [["z"]]}, "history.0: not a pair [question, answer]"),
     ("alpaca", {"instruction": "x", "output": "y", "history": [["z", ""]]}, "history.0.1: blank text"),
     ("alpaca", {"instruction": "x"}, "output: missing"),

@@ -112,7 +112,7 @@ def test_answers_of_gsm8k_with_words_behind_the_number_are_counted_and_said(tmp_
     records = [{"question": "Why?", "answer": f"So.\n#### {last}"} for last in ("3", "5 hours", "18.", "2 km")]
     write(tmp_path / "x.jsonl", *records)
     said = CliRunner().invoke(cli, ["data", "import", "x.jsonl", "--as", "g"]).stdout
-    assert "2 of 4 with words behind the number" in said
+    assert "2 of 4 with words after the number" in said
     answers = [json.loads(line)["final_answer"] for line in Path("datasets/g/dataset.jsonl").read_text().splitlines()]
     assert answers == ["3", "5 hours", "18", "2 km"]
     assert json.loads(Path("datasets/g/manifest.json").read_text())["answers_with_words"] == 2
@@ -123,7 +123,7 @@ def test_answers_of_gsm8k_with_words_behind_the_number_are_counted_and_said(tmp_
 def test_an_existing_key_is_refused_unless_it_is_to_be_replaced(tmp_path):
     first, second = (write(tmp_path / name, {"prompt": name, "completion": "x"}) for name in ("a", "b"))
     import_dataset(str(first), key="mine", folder=tmp_path / "d")
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="mine exists"):
         import_dataset(str(second), key="mine", folder=tmp_path / "d")
     assert samples_of(tmp_path / "d" / "mine") == samples_of(first)
     import_dataset(str(second), key="mine", folder=tmp_path / "d", replace=True)

@@ -191,7 +191,7 @@ def test_a_verdict_is_kept_and_not_asked_for_again(case, compiler, tmp_path):
     first, second = ask_compiler(asked), ask_compiler(asked, say=said.append)
     assert first == second
     assert counted.read_text() == "x"
-    assert "compiled before" in said[0]
+    assert "cached, compiled in" in said[0]
     assert first.memory.total == 5 + 4 - 3 + 2 + 1 > first.memory.peak
     assert dataclasses.replace(first.memory, peak=10).total == 10
     assert first.fits
@@ -219,9 +219,9 @@ def test_what_was_kept_and_is_damaged_is_asked_again(case, compiler, tmp_path):
 
 
 def test_a_compiler_that_takes_too_long_is_ended_and_said(case, compiler, monkeypatch):
-    monkeypatch.setattr(jax_ahead, "SAY_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(jax_ahead, "REPORT_EVERY_SECONDS", 0.1)
     child, said = compiler("import time\ntime.sleep(60)\n"), []
-    with pytest.raises(TunixError, match=r"no answer for v5e:2x4 within 0 s") as caught:
+    with pytest.raises(TunixError, match=r"compiling for v5e:2x4 took more than 0 s") as caught:
         ask_compiler(dataclasses.replace(case, child=child), say=said.append, limit_seconds=0.35)
     assert "--time-limit" in caught.value.fix
     assert said and said[0].startswith("compiling the training step for v5e:2x4")
@@ -229,7 +229,7 @@ def test_a_compiler_that_takes_too_long_is_ended_and_said(case, compiler, monkey
 
 def test_a_compiler_that_dies_is_no_verdict(case, compiler):
     child = compiler("raise SystemExit('a library is missing')\n")
-    with pytest.raises(TunixError, match="ended without an answer: a library is missing"):
+    with pytest.raises(TunixError, match="the TPU compiler failed: a library is missing"):
         ask_compiler(dataclasses.replace(case, child=child))
 
 

@@ -1,4 +1,4 @@
-"""What the JAX engine takes from a config.json is what transformers takes from it; what it cannot do is refused by name."""
+"""The JAX engine reads a config.json as transformers does, and refuses by name what it does not support."""
 
 import json
 
@@ -8,8 +8,9 @@ import torch
 import transformers
 
 from tests.conftest import _SMALL, ROOT
-from tunix_rt.engines.jax.architecture import FAMILIES, architecture_of
+from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import InputError
+from tunix_rt.models.families import families_of
 from tunix_rt.models.resolve import preset_names
 
 OLD_ROPE = {"rope_theta": 50_000.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
@@ -34,7 +35,7 @@ def shipped(preset):
     return json.loads((ROOT / "presets" / preset / "config.json").read_text())
 
 
-KNOWN = {name: shipped(name) for name in preset_names() if shipped(name)["model_type"] in FAMILIES} | VARIANTS
+KNOWN = {name: shipped(name) for name in preset_names() if shipped(name)["model_type"] in families_of("jax")} | VARIANTS
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -86,7 +87,7 @@ def rotations(model, layer_type):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],
 )
-def test_what_the_models_do_not_do_is_refused_by_name(family, change, words):
+def test_what_the_models_do_not_support_is_refused_by_name(family, change, words):
     architecture_of(_SMALL[family])
     with pytest.raises(InputError) as error:
         architecture_of(_SMALL[family] | change)
@@ -99,5 +100,5 @@ def test_the_first_gemma_releases_say_gelu_and_mean_its_approximation():
     assert architecture_of(gemma | {"model_type": "gemma2", "hidden_activation": "gelu"}).activation == "gelu"
 
 
-def test_dropout_that_a_configuration_asks_for_is_told():
+def test_dropout_is_the_largest_probability_in_the_configuration():
     assert [architecture_of(_SMALL[name]).dropout for name in ("gpt2", "gpt2-dropout", "llama")] == [0.0, 0.1, 0.0]

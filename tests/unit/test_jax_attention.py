@@ -1,4 +1,4 @@
-"""Which code computes attention, and that the kernels' boundaries are exact, as far as a CPU can tell."""
+"""Attention functions of the JAX engine: which one is chosen, and document boundaries as far as a CPU can check them."""
 
 import re
 from functools import partial
@@ -42,7 +42,7 @@ def test_splash_attention_keeps_examples_windows_and_caps_as_the_mask_does(kind)
         np.testing.assert_allclose(found, wanted, atol=3e-5)
 
 
-def test_the_examples_of_a_row_are_told_by_place_and_length():
+def test_the_examples_of_a_row_have_offsets_and_lengths():
     starts, lengths, counts = jax_attention.packed_examples(jnp.asarray(SEGMENTS), 4)
     assert starts.tolist() == [[0, 30, 130, 131, -1], [0, 200, -1, -1, -1]]
     assert lengths.tolist() == [[30, 100, 1, 125], [200, 56, -1, -1]]
@@ -59,17 +59,17 @@ def test_more_examples_than_a_kernel_takes_are_counted():
     ("platform", "architecture", "compute", "tokens", "name", "why"),
     [
         ("cpu", GEMMA, "float32", 256, "exact", "masks"),
-        ("tpu", GEMMA, "bfloat16", 256, "splash", "examples"),
+        ("tpu", GEMMA, "bfloat16", 256, "splash", "segment ids"),
         ("tpu", GEMMA, "bfloat16", 200, "exact", "multiples of 128, not 200 tokens"),
         ("gpu", GEMMA, "float32", 256, "exact", "no float32"),
-        ("gpu", GEMMA2, "bfloat16", 256, "exact", "soft cap"),
-        ("gpu", GEMMA, "bfloat16", 256, "exact", r"capability 9\.0, not 0\.0"),
+        ("gpu", GEMMA2, "bfloat16", 256, "exact", "no soft cap"),
+        ("gpu", GEMMA, "bfloat16", 256, "exact", r"needs compute capability 9\.0, and compute capability is not known"),
     ],
 )
 def test_a_kernel_is_taken_only_where_it_computes_what_the_model_does(
     platform, architecture, compute, tokens, name, why, monkeypatch
 ):
-    monkeypatch.setattr(jax_attention, "_capability", lambda: (0, 0))  # as where no GPU is
-    found, _, said = jax_attention.choose_attention(platform, architecture, compute, tokens)
+    monkeypatch.setattr(jax_attention, "_capability", lambda: None)  # no GPU
+    found, _, reason = jax_attention.choose_attention(platform, architecture, compute, tokens)
     assert found == name
-    assert re.search(why, said)
+    assert re.search(why, reason)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from tunix_rt.engines.jax.mesh import batch_sharding, cut_dimension, make_mesh, parameter_shardings, rows_for
+from tunix_rt.engines.jax.mesh import batch_sharding, make_mesh, parameter_shardings, rows_for, sharded_dimension
 from tunix_rt.errors import ConfigError
 
 EIGHT = AbstractMesh((1, 8), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -67,9 +67,9 @@ def test_rows_are_filled_up_to_the_devices(rows, filled):
 
 
 def test_of_equal_dimensions_the_first_is_cut():
-    assert cut_dimension((8, 8), 4) == 0
-    assert cut_dimension((8, 8), 4, first=1) == 1
-    assert cut_dimension((0, 3), 4) is None
+    assert sharded_dimension((8, 8), 4) == 0
+    assert sharded_dimension((8, 8), 4, first=1) == 1
+    assert sharded_dimension((0, 3), 4) is None
 
 
 def test_a_mesh_has_all_devices_and_refuses_replicas_that_do_not_divide_them():

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.optimizer_checks import make
+from tunix_rt.config.optimizers import optimizers_of
 from tunix_rt.config.settings import Training
 from tunix_rt.engines.jax import optim as jax_optim
-from tunix_rt.engines.selftest import reference as references
+from tunix_rt.engines.optimizers import Hyperparameters, module_of
 from tunix_rt.errors import ConfigError
 
 SHAPES = {
@@ -26,7 +27,7 @@ STEPS = 6
 RATES = [1e-2 * (1 - step / 10) for step in range(STEPS)]
 DECAY = 0.1
 
-each_kind = pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+each_kind = pytest.mark.parametrize("kind", optimizers_of("jax"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def walked(kind, dtype, *, scale=1.0):
     once = jax.jit(partial(jax_optim.update, scale=scale, optim=rule))
     for step in range(1, STEPS + 1):
         key = jax.random.fold_in(jax.random.key(0), step)
-        params, state = once(params, drawn(step, dtype), state, step=jnp.int32(step), rate=RATES[step - 1], key=key)
+        params, state = once(params, drawn(step, dtype), state, step=jnp.int32(step), lr=RATES[step - 1], key=key)
     return params, state
 
 
@@ -74,24 +75,12 @@ def expected(kind, *, scale=1.0):
     gradients = [tensors(drawn(step, "float64")) for step in range(1, STEPS + 1)]
     for name, weights in tensors(drawn(0, "float64")).items():
         decay = DECAY if weights.ndim >= 2 else 0.0
-        if kind == "adafactor":
-            state = references.Adafactor(parameter=weights)
-        else:
-            state = references.Adam(parameter=weights, first=0 * weights, second=0 * weights, step=0)
-        for gradient, rate in zip(gradients, RATES, strict=True):
-            slope = gradient[name] * scale
-            if kind == "adafactor":
-                state = references.adafactor_step(state, slope, rate=rate, decay=decay)
-            else:
-                state = references.adamw_step(
-                    state, slope, rate=rate, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=decay
-                )  # fmt: skip
-        params[name] = state.parameter
-        if kind == "adafactor":
-            parts = {"exp_avg_sq_row": state.rows, "exp_avg_sq_col": state.columns, "exp_avg_sq": state.whole}
-        else:
-            parts = {"exp_avg": state.first, "exp_avg_sq": state.second}
-        moments |= {f"{part}/{name}": array for part, array in parts.items() if array is not None}
+        states = {"parameter": weights}
+        for step, (gradient, lr) in enumerate(zip(gradients, RATES, strict=True), 1):
+            at = Hyperparameters(step=step, lr=lr, decay=decay)
+            states = module_of(kind).reference(states.pop("parameter"), states, gradient[name] * scale, at)
+        params[name] = states.pop("parameter")
+        moments |= {f"{part}/{name}": array for part, array in states.items()}
     return params, moments
 
 
@@ -133,7 +122,7 @@ def test_matrices_decay_and_vectors_do_not_though_they_are_stacked(kind):
     rule, params = optim(kind), drawn(0, "float64")
     nothing = jax.tree.map(jnp.zeros_like, params)
     after, _ = jax_optim.update(
-        params, nothing, jax_optim.init(params, rule), step=1, rate=0.01, scale=1.0, key=jax.random.key(0), optim=rule
+        params, nothing, jax_optim.init(params, rule), step=1, lr=0.01, scale=1.0, key=jax.random.key(0), optim=rule
     )
     for name, array in tensors(params).items():
         kept = 1 - 0.01 * DECAY if array.ndim >= 2 else 1.0
@@ -176,7 +165,7 @@ def test_small_updates_of_bfloat16_weights_add_up_at_random_and_are_lost_to_the_
         rule = optim(stochastic=stochastic, decay=0.0)
         now, state = params, jax_optim.init(params, rule)
         step_once = jax.jit(lambda *given, step, rule=rule: jax_optim.update(
-            *given, step=step, rate=1e-4, scale=1.0, key=jax.random.fold_in(jax.random.key(0), step), optim=rule
+            *given, step=step, lr=1e-4, scale=1.0, key=jax.random.fold_in(jax.random.key(0), step), optim=rule
         ))  # fmt: skip
         for step in range(1, 101):
             now, state = step_once(now, params, state, step=jnp.int32(step))
@@ -192,7 +181,7 @@ def test_random_bits_are_a_function_of_the_key_and_of_the_place():
     def once(seed):
         return jax_optim.update(
             params, params, jax_optim.init(params, rule),
-            step=1, rate=1e-3, scale=1.0, key=jax.random.key(seed), optim=rule,
+            step=1, lr=1e-3, scale=1.0, key=jax.random.key(seed), optim=rule,
         )[0]  # fmt: skip
 
     assert jnp.array_equal(once(0)["first"], once(0)["first"])

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_put_back_bit_for_bit_without_a_second_copy_on_the_devic
 
 def test_arrays_of_several_hosts_are_refused_by_name():
     elsewhere = SimpleNamespace(is_fully_addressable=False, shape=(2, 3))
-    with pytest.raises(TunixError, match=r"an array of \[2, 3\] lies on the devices of several hosts"):
+    with pytest.raises(TunixError, match=r"an array of \[2, 3\] is sharded over several hosts"):
         state.host_copy(elsewhere)
 
 
@@ -79,7 +79,7 @@ def test_memory_that_runs_out_while_a_checkpoint_is_made_is_said_to_be_that(tmp_
 
 
 @pytest.mark.parametrize(("kernel", "starts", "said"), [("cudnn", 8, 1), ("cudnn", 32, 0), ("exact", 8, 0)])
-def test_rows_of_more_examples_than_a_kernel_takes_are_spoken_of(caplog, kernel, starts, said):
+def test_rows_of_more_examples_than_a_kernel_takes_are_warned_of(caplog, kernel, starts, said):
     """Rows of 96 tokens may have 3 examples; those of 8 tokens are 12."""
     positions = np.arange(96)[None] % starts
     micro = MicroBatch(ids=np.ones((1, 96), np.int64), labels=np.ones((1, 96), np.int64), positions=positions)
@@ -88,6 +88,6 @@ def test_rows_of_more_examples_than_a_kernel_takes_are_spoken_of(caplog, kernel,
     assert examples == 96 // starts
     engine = SimpleNamespace(tokens=96, attention=SimpleNamespace(name=kernel))
     with caplog.at_level(logging.WARNING):
-        assert backend._is_said_to_be_slow(engine, 7, examples) is bool(said)
-    assert [one for one in caplog.messages if "Step 7: a row of 12 examples" in one] == caplog.messages
+        assert backend._warns_of_many_examples(engine, 7, examples) is bool(said)
+    assert [one for one in caplog.messages if "Step 7: a row has 12 examples" in one] == caplog.messages
     assert len(caplog.messages) == said

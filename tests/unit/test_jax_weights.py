@@ -9,11 +9,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT, write_small_model
-from tunix_rt.engines.jax.architecture import FAMILIES, architecture_of
+from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import InputError
+from tunix_rt.models.families import families_of
 from tunix_rt.models.resolve import preset_names, resolve_model
 
 weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
+jax_models = pytest.importorskip("benchmarks.jax_models", exc_type=ImportError)
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -52,7 +54,7 @@ def refused(folder, *words, **asked):
 
 def tensors_of(folder, **asked):
     return dict(
-        weights.named_tensors(load(folder, **asked), architecture_of(json.loads((folder / "config.json").read_text())))
+        jax_models.named_tensors(load(folder, **asked), architecture_of(json.loads((folder / "config.json").read_text())))
     )
 
 
@@ -63,7 +65,7 @@ def tensors_of(folder, **asked):
 def test_names_and_shapes_of_every_preset_are_those_of_transformers(preset):
     folder = ROOT / "presets" / preset
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] not in FAMILIES:
+    if config["model_type"] not in families_of("jax"):
         with pytest.raises(InputError, match=f"model_type {config['model_type']!r}"):
             architecture_of(config)
         return
@@ -98,14 +100,14 @@ def test_a_tensor_too_many_is_named_with_its_file(written):
 def test_another_shape_is_named_with_both(written):
     folder = written()
     spoil(folder, lambda tensors: tensors.update({QUERY: torch.zeros(32, 16)}))
-    refused(folder, QUERY, "has shape [32, 16]", "asks for [32, 32]")
+    refused(folder, QUERY, "has shape [32, 16]", "implies [32, 32]")
 
 
 def test_mixed_types_are_named_and_read_only_into_one_that_holds_them_all(written):
     folder, norm = written(), "model.norm.weight"
     spoil(folder, lambda tensors: tensors.update({norm: tensors[norm].bfloat16() + 0.5}))
-    refused(folder, "of several types", f"BF16 (1, first {norm})", "F32 (20, first")
-    refused(folder, "of several types", dtype="bfloat16")
+    refused(folder, "several dtypes", f"BF16 (1, first {norm})", "F32 (20, first")
+    refused(folder, "several dtypes", dtype="bfloat16")
     assert tensors_of(folder, dtype="float32")[norm].dtype == np.float32
     assert (tensors_of(folder, dtype="float32")[norm] == 1.5).all()
 
@@ -113,7 +115,7 @@ def test_mixed_types_are_named_and_read_only_into_one_that_holds_them_all(writte
 def test_a_quantised_tensor_is_named_whatever_is_asked_for(written):
     folder = written()
     spoil(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}))
-    refused(folder, f"{QUERY} is of type I8", dtype="float32")
+    refused(folder, f"{QUERY} has dtype I8", dtype="float32")
 
 
 def test_a_tied_head_may_lie_in_the_file_again_but_not_another(written):
@@ -164,7 +166,7 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
     folder, first, _ = sharded
     name = next(iter(load_file(folder / first)))
     spoil(folder, lambda tensors: tensors.pop(name), first)
-    refused(folder, f"{name} is in no shard", f"says {first}")
+    refused(folder, f"{name} is in no shard", f"lists {first}")
 
 
 def test_a_shard_that_the_index_does_not_name_is_refused(sharded):
@@ -211,7 +213,7 @@ def test_what_is_saved_in_a_type_is_loaded_in_it_by_transformers(written, tmp_pa
     folder = written()
     source = resolve_model(str(folder))
     architecture = architecture_of(source.config)
-    weights.save_weights(load(folder, dtype=dtype), architecture, tmp_path / "out", config=source.config)
+    jax_models.save_weights(load(folder, dtype=dtype), architecture, tmp_path / "out", config=source.config)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == getattr(torch, dtype)
     for name, one in load_file(folder / "model.safetensors").items():

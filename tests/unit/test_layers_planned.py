@@ -9,9 +9,8 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.compile_policy import layers_planned
-from tunix_rt.plan.prediction import predict_run
+from tunix_rt.plan.fit import least_room, predict_run
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.plan.target import least_room
 from tunix_rt.train.preflight import layers_for_data
 
 GIB = 2**30

@@ -18,7 +18,7 @@ from tunix_rt.errors import ConfigError, Preempted
 from tunix_rt.runs.folder import RunDir, list_checkpoints
 from tunix_rt.runs.ledger import has_rows, note_process, write_rows
 from tunix_rt.storage import json_line, merkle_root, read_json, sha256_file, write_json
-from tunix_rt.train.preemption import StopRequest
+from tunix_rt.train.preemption import Preemption
 
 TOTAL = 7
 
@@ -179,7 +179,7 @@ def test_a_damaged_list_is_made_of_what_is_still_there_and_that_is_said(
         run.checkpoint_list.write_text(damage)
     with caplog.at_level(logging.WARNING):
         train(run, total=TOTAL, resume=True)
-    assert ("only of the checkpoints that are still there" in caplog.text) == (damage is None or "[4" not in damage)
+    assert ("lists only the checkpoints that still exist" in caplog.text) == (damage is None or "[4" not in damage)
     assert listed(run) == [4, 6, 7]
 
 
@@ -198,7 +198,7 @@ def test_every_process_is_noted_and_the_first_begins_the_list(run: RunDir, caplo
     run.processes.write_text("{")
     with caplog.at_level(logging.WARNING):
         note_process(run, {}, first_step=9, started=noon, first=False)
-    assert "only of later processes" in caplog.text
+    assert "lists only later processes" in caplog.text
     assert [entry["first_step"] for entry in read_json(run.processes)["processes"]] == [9]
 
 
@@ -220,17 +220,17 @@ def test_the_instructions_of_a_cpu_are_one_hash_whatever_their_order(tmp_path: P
 
 
 def test_a_step_to_stop_after_that_is_not_taken_is_refused() -> None:
-    StopRequest().refuse_if_never(done=3, total=3)
+    Preemption().refuse_if_never(done=3, total=3)
     for done, after in ((0, 1), (0, 7), (3, 4)):
-        StopRequest(after_step=after).refuse_if_never(done=done, total=7)
+        Preemption(after_step=after).refuse_if_never(done=done, total=7)
     for done, after, words in ((0, 8, "steps 1 to 7"), (3, 3, "steps 4 to 7"), (7, 7, "no step")):
         with pytest.raises(ConfigError, match=f"--stop-after {after}: this process takes {words}"):
-            StopRequest(after_step=after).refuse_if_never(done=done, total=7)
+            Preemption(after_step=after).refuse_if_never(done=done, total=7)
 
 
 def test_a_stop_is_asked_for_once_the_step_is_taken() -> None:
-    stop = StopRequest(after_step=3)
+    stop = Preemption(after_step=3)
     stop.step = 2
     assert stop.why() == ""
     stop.step = 3
-    assert stop.why() == "stopped after step 3, as asked"
+    assert stop.why() == "stopped after step 3 (--stop-after)"

@@ -12,10 +12,10 @@ from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import activations
-from tunix_rt.plan.activations import Batch, Kept, kept_by_layer, tensors_of, widths_of
+from tunix_rt.plan.activations import Batch, SavedTensors, saved_by_layer, tensors_of, widths_of
+from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, least_room
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.target import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, least_room
 
 CASES = gpu_cases(ROOT)
 KINDS = sorted({kind_of(case) for case in CASES})
@@ -100,14 +100,14 @@ def named(name: str) -> dict[str, Any]:
 def test_a_plan_that_forgets_a_tensor_of_the_mlp_is_outside_the_band(monkeypatch):
     plain, compiled = named("gemma-2b 8x1024 bfloat16 AdamW"), named("gemma-2b 8x1024 compiled, bfloat16 products")
     assert predicted_afresh(plain).in_band and predicted_afresh(compiled).in_band
-    counted, compiled_counted = activations._kept_by_mlp, activations._kept_compiled
+    counted, compiled_counted = activations._saved_by_mlp, activations._saved_compiled
 
-    def one_less(*given: Any) -> Kept:
+    def one_less(*given: Any) -> SavedTensors:
         kept = compiled_counted(*given)
         return replace(kept, mlp=kept.mlp[:-1])
 
-    monkeypatch.setattr(activations, "_kept_by_mlp", lambda *given: counted(*given)[:-1])
-    monkeypatch.setattr(activations, "_kept_compiled", one_less)
+    monkeypatch.setattr(activations, "_saved_by_mlp", lambda *given: counted(*given)[:-1])
+    monkeypatch.setattr(activations, "_saved_compiled", one_less)
     assert not predicted_afresh(plain).in_band
     assert not predicted_afresh(compiled).in_band
 
@@ -137,7 +137,7 @@ def counted_and_kept(case: dict[str, Any]) -> tuple[int, int]:
         and tuple(sorted(dimensions)) not in casts
         and dimensions != [rows, length, shape.head_dim]
     ]
-    return sum(kept_by_layer(shape, widths, batch).all), sum(kept)
+    return sum(saved_by_layer(shape, widths, batch).all), sum(kept)
 
 
 @each_kept

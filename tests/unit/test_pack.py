@@ -9,10 +9,10 @@ from tunix_rt.data.packing import (
     IGNORED,
     batch_of_step,
     collate,
+    facts_of_rows,
     make_rows,
     pack,
     rows_of_step,
-    rows_root,
     steps_per_epoch,
     total_steps,
 )
@@ -141,4 +141,4 @@ def test_the_hash_of_a_row_changes_with_each_of_its_parts(part):
     changed = getattr(row, part).copy()
     changed[-1] = not changed[-1] if part == "trained" else changed[-1] + 1
     assert replace(row, **{part: changed}).sha256 != row.sha256
-    assert rows_root([replace(row, **{part: changed})]) != rows_root([row])
+    assert facts_of_rows([replace(row, **{part: changed})]).merkle_root != facts_of_rows([row]).merkle_root

@@ -7,15 +7,7 @@ import pytest
 
 from tunix_rt.accelerators import accelerators
 from tunix_rt.errors import ConfigError
-from tunix_rt.plan.target import (
-    FLOAT16_TFLOPS,
-    PLACES,
-    TPU_SLICES,
-    all_targets,
-    target_here,
-    target_named,
-    topology_of,
-)
+from tunix_rt.plan.target import FLOAT16_TFLOPS, PLACES, TPU_SLICES, all_targets, target_here, target_named, topology_of
 
 GIB = 2**30
 
@@ -70,7 +62,13 @@ def test_an_unknown_device_is_refused_with_the_nearest_names(name, nearest):
 
 
 @pytest.mark.parametrize(
-    "name, why", [("mi300x", "does not train on"), ("b300", "no memory"), ("tpu-v5p-7", "cores"), ("0gb", "has memory")]
+    "name, why",
+    [
+        ("mi300x", "does not train on"),
+        ("b300", "no measured memory size"),
+        ("tpu-v5p-7", "cores"),
+        ("0gb", "has memory"),
+    ],
 )
 def test_a_device_that_cannot_be_planned_for_is_refused_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=why):

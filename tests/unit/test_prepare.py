@@ -11,9 +11,8 @@ import tokenizers
 from tests.conftest import SHIPPED
 from tests.stores import quiet
 from tunix_rt.config.load import build_config
-from tunix_rt.data.length_checks import ModelFacts
-from tunix_rt.data.packing import rows_root
-from tunix_rt.data.prepare import prepare
+from tunix_rt.data.packing import facts_of_rows
+from tunix_rt.data.prepare import ModelFacts, prepare
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError
 
@@ -66,10 +65,10 @@ def test_a_trace_that_is_too_long_is_refused_with_its_line_in_the_file(with_one_
 def test_what_is_dropped_or_cut_is_counted_and_said_held_out_or_not(with_one_long_line, tokenizer, mode, counted, seed):
     config = settings(with_one_long_line, data_seed=seed, on_overflow=mode)
     data = ready(config, tokenizer)
-    assert counted in data.sentence
+    assert counted in data.describe()
     assert (data.dropped, data.truncated) == ((1, 0) if mode == "drop" else (0, 1))
     assert data.traces + data.heldout_traces == 10 - data.dropped
-    assert data.sentence.startswith(f"{with_one_long_line}: {data.traces} traces to train on, 2 held out; ")
+    assert data.describe().startswith(f"{with_one_long_line}: {data.traces} training traces, 2 held out; ")
     assert (data.heldout_traces, len(data.items)) == (2, 2), "what was dropped takes no place among the held out"
     assert (sum((row.positions == 0).sum() for row in data.rows), len(data.heldout_rows)) == (data.traces, 2)
     assert all(len(row.ids) <= 64 for row in (*data.rows, *data.heldout_rows))
@@ -80,7 +79,7 @@ def test_a_truncated_trace_that_has_lost_its_whole_completion_is_refused_with_it
     records[3]["prompt"] = "1 2 3 4 5 " * 20
     path = write_lines(tmp_path / "x.jsonl", *records)
     for seed in range(5):
-        with pytest.raises(InputError, match=r"no_target: 1 x .*after cutting at 64") as caught:
+        with pytest.raises(InputError, match=r"no_target: 1 x .*after truncation to 64") as caught:
             ready(settings(path, on_overflow="truncate", data_seed=seed), tokenizer)
         assert f"{path}:4" in caught.value.problem
 
@@ -117,7 +116,7 @@ def test_what_is_held_out_depends_on_the_data_seed_alone(tmp_path, tokenizer):
 
 def test_nothing_held_out_and_no_eval_set_is_refused_unless_evaluation_is_off(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", record(0), record(1))
-    with pytest.raises(InputError, match="nothing to evaluate on"):
+    with pytest.raises(InputError, match="nothing to evaluate: "):
         ready(settings(path, validation_fraction=0), tokenizer)
     off = settings(path, validation_fraction=0, evaluation={"enabled": False})
     assert ready(off, tokenizer).items == ()
@@ -127,7 +126,7 @@ def test_nothing_held_out_and_no_eval_set_is_refused_unless_evaluation_is_off(tm
 
 def test_a_tokenizer_of_another_model_is_refused_before_the_model_is_loaded(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", record(0), record(1))
-    with pytest.raises(InputError, match="embeddings"):
+    with pytest.raises(InputError, match="the embedding of the model has 100 rows"):
         ready(settings(path), tokenizer, vocabulary=100)
 
 
@@ -139,7 +138,7 @@ def test_the_hash_of_the_rows_notices_one_other_character(tmp_path, tokenizer):
     again = ready(settings(one, **evaluation), tokenizer)
     changed = ready(settings(other, **evaluation), tokenizer)
     assert first.merkle_root == again.merkle_root != changed.merkle_root
-    assert first.merkle_root == rows_root(first.rows)
+    assert first.merkle_root == facts_of_rows(first.rows).merkle_root
     assert first.tokens == sum(len(row.ids) for row in first.rows)
     assert 0 < first.trained_tokens < first.tokens
     assert all(row.ids.dtype == np.int32 for row in first.rows)
@@ -190,7 +189,7 @@ def test_an_evaluation_question_that_is_trained_on_is_refused_with_count_and_lin
     evalset = write_lines(tmp_path / "e.jsonl", *asked, *known)
     with pytest.raises(InputError, match=r"overlap_normalised: 2 x a training prompt") as caught:
         ready(settings(path, validation_fraction=0, evalset=str(evalset)), tokenizer)
-    assert f"first {path}:5: {evalset}:4 asks it too" in caught.value.problem
+    assert f"first {path}:5: {evalset}:4 shares " in caught.value.problem
     assert "evaluation.evalset" in caught.value.fix
     clean = settings(path, validation_fraction=0, evalset=str(write_lines(evalset, *asked)))
     assert len(ready(clean, tokenizer).items) == 3
@@ -230,8 +229,8 @@ def test_no_id_beyond_the_table_reaches_the_model_by_any_way(tmp_path, letter_by
     for seed in range(4):  # on either side
         ways[f"a trace, seed {seed}"] = given_to_the_model(strange, letter_by_letter, data_seed=seed)
     for way, (config, tokenizer) in ways.items():
-        with pytest.raises(InputError, match=rf"id {table}\b.*; the model has {table} rows"):
-            pytest.fail(f"{way}: {ready(config, tokenizer, vocabulary=table).sentence}")
+        with pytest.raises(InputError, match=rf"id {table}\b.*; the embedding of the model has {table} rows"):
+            pytest.fail(f"{way}: {ready(config, tokenizer, vocabulary=table).describe()}")
 
 
 # --- what is counted -------------------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ def test_rows_their_fill_and_their_hash_are_of_all_rows(tmp_path, tokenizer):
     assert len(data.rows) > 5
     lengths = [len(row.ids) for row in data.rows]
     assert data.fill == pytest.approx(sum(lengths[:-1]) / (len(lengths) - 1) / 64)
-    assert data.merkle_root == rows_root(list(data.rows)) != rows_root(list(data.rows)[:-1])
+    assert data.merkle_root == facts_of_rows(list(data.rows)).merkle_root != facts_of_rows(list(data.rows)[:-1]).merkle_root
     assert data.tokens == sum(lengths)
     assert data.trained_tokens == sum(int(row.trained.sum()) for row in data.rows)
 
@@ -268,17 +267,17 @@ def test_of_a_cut_example_only_what_is_left_is_counted_as_trained(with_one_long_
 
 
 def test_of_very_many_held_out_questions_an_even_part_is_asked(tmp_path, tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr("tunix_rt.data.prepare.MOST_ASKED", 4)
+    monkeypatch.setattr("tunix_rt.data.prepare.MOST_HELDOUT", 4)
     path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(40)))
     data = ready(settings(path), tokenizer)
     assert (data.heldout_traces, len(data.items)) == (8, 4)
-    assert "Of 8 held-out questions 4 are asked" in caplog.text
+    assert "Evaluation uses 4 of 8 held-out questions" in caplog.text
 
 
 def test_one_question_asked_over_and_over_holds_nothing_out_and_says_so(tmp_path, tokenizer, caplog):
     path = write_lines(tmp_path / "x.jsonl", *(record(0, final_answer=str(n)) for n in range(5)))
     assert ready(settings(path, evaluation={"enabled": False}), tokenizer).heldout_traces == 0
-    assert "Nothing is held out: all records ask the same question" in caplog.text
+    assert "No example is held out: all records have the same question" in caplog.text
 
 
 def test_chats_can_be_held_out_but_not_asked(tmp_path, tokenizer):
@@ -289,7 +288,7 @@ def test_chats_can_be_held_out_but_not_asked(tmp_path, tokenizer):
     ]
     chats = [{"messages": [*turns[:1], {"role": "user", "content": f"Hi {n}?"}, *turns[2:]]} for n in range(10)]
     path = write_lines(tmp_path / "x.jsonl", *chats)
-    with pytest.raises(InputError, match=r"of the 2 held-out records none is one question with one answer"):
+    with pytest.raises(InputError, match=r"none of the 2 held-out records is one question with one answer"):
         ready(settings(path), tokenizer)
     assert len(ready(settings(path, evaluation={"enabled": False}), tokenizer).heldout_rows) == 2
 
@@ -303,5 +302,5 @@ def test_a_tagged_completion_is_asked_for_the_answer_in_its_tag(tmp_path, tokeni
 
 def test_training_on_the_questions_too_is_said(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(5)))
-    assert "; the questions are trained too" in ready(settings(path, completion_only_loss=False), tokenizer).sentence
-    assert "trained too" not in ready(settings(path), tokenizer).sentence
+    assert "; loss on the prompts too" in ready(settings(path, completion_only_loss=False), tokenizer).describe()
+    assert "prompts too" not in ready(settings(path), tokenizer).describe()

@@ -11,15 +11,23 @@ import numpy as np
 import pytest
 
 from tests.program import ROOT
-from tunix_rt.engines.profile import parts
-from tunix_rt.engines.profile.parts import breakdown, part_of, short_name
-from tunix_rt.engines.profile.table import DenseProduct, Profile, figure, profile_json, profile_lines, profile_markdown
-from tunix_rt.engines.profile.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP, Span, read_trace, stretches
+from tunix_rt.engines import step_time as parts
+from tunix_rt.engines.step_time import DenseMatmul, breakdown, part_of, short_name
+from tunix_rt.engines.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP, Span, read_trace, stretches
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.evidence.checks import may_stay_out
 from tunix_rt.plan.timing import StepFlops
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.train.profiling import choose_first, example_lengths, refuse_too_many
+from tunix_rt.train.profiling import (
+    Profile,
+    choose_first,
+    example_lengths,
+    figure,
+    profile_json,
+    profile_lines,
+    profile_markdown,
+    refuse_too_many,
+)
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -92,8 +100,8 @@ def test_each_kernel_belongs_to_the_part_that_launched_it_and_the_parts_sum_to_t
     found = breakdown(gpu_step)
     assert found.on_gpu and found.steps == 1 and found.milliseconds == pytest.approx(0.090)
     assert milliseconds(found) == {
-        parts.LAYER_PRODUCTS: 10 + 16,
-        parts.HEAD_PRODUCTS: 8,
+        parts.LAYER_MATMULS: 10 + 16,
+        parts.HEAD_MATMULS: 8,
         parts.HEAD_REST: 3,
         parts.ATTENTION: 4,
         parts.ELEMENTWISE: 2,
@@ -121,8 +129,8 @@ def test_the_time_of_a_cpu_belongs_to_the_innermost_operation(tmp_path):
     w.on_host("aten::mul", 21, 23)
     found = breakdown(w.read(tmp_path))
     assert not found.on_gpu
-    assert milliseconds(found) == {parts.LAYER_PRODUCTS: 8, parts.ELEMENTWISE: 2, parts.ATTENTION: 8, parts.BETWEEN: 32}
-    assert {part.name: part.calls for part in found.parts}[parts.LAYER_PRODUCTS] == 1
+    assert milliseconds(found) == {parts.LAYER_MATMULS: 8, parts.ELEMENTWISE: 2, parts.ATTENTION: 8, parts.BETWEEN: 32}
+    assert {part.name: part.calls for part in found.parts}[parts.LAYER_MATMULS] == 1
 
 
 def test_a_step_waits_for_the_step_before_it_and_not_for_what_ran_between(tmp_path):
@@ -147,10 +155,10 @@ def test_nested_spans_are_cut_where_the_innermost_changes():
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", parts.LAYER_PRODUCTS),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4>(Params)", parts.LAYER_PRODUCTS),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>(Params)", parts.LAYER_PRODUCTS),
-        ("triton_tem_fused_mm_3", parts.LAYER_PRODUCTS),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", parts.LAYER_MATMULS),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4>(Params)", parts.LAYER_MATMULS),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>(Params)", parts.LAYER_MATMULS),
+        ("triton_tem_fused_mm_3", parts.LAYER_MATMULS),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", parts.ATTENTION),
         ("fmha_cutlassB_bf16_aligned_128x64_k96_sm80(Params)", parts.ATTENTION),
         ("triton_tem_fused_flex_attention_backward_2", parts.ATTENTION),
@@ -170,7 +178,7 @@ def test_nested_spans_are_cut_where_the_innermost_changes():
 def test_kernels_are_known_by_their_names(name, part):
     assert part_of(name, (STEP, BACKWARD)) == part
     assert part_of(name, (STEP, BACKWARD, OPTIMIZER)) == parts.UPDATE
-    assert part_of(name, (STEP, HEAD)) in (parts.HEAD_PRODUCTS, parts.HEAD_REST)
+    assert part_of(name, (STEP, HEAD)) in (parts.HEAD_MATMULS, parts.HEAD_REST)
 
 
 def test_the_norm_of_all_gradients_is_counted_with_the_update():
@@ -238,18 +246,18 @@ def test_the_lengths_of_packed_examples_are_read_from_their_positions():
 @pytest.fixture
 def profile(gpu_step):
     flops = StepFlops(layers=20e6, head=4e6, attention=2e6, executed_layers=26e6, executed_attention=2.5e6)
-    dense = DenseProduct(device="NVIDIA H200", size=8192, dtype="bfloat16", tflops=2.0)
+    dense = DenseMatmul(device="NVIDIA H200", size=8192, dtype="bfloat16", tflops=2.0)
     return Profile(first=4, warmed=3, breakdown=breakdown(gpu_step), flops=flops, tokens=512, dense=dense)
 
 
 def test_the_table_says_how_fast_each_part_is_beside_the_plain_product(profile):
     lines = profile_lines(profile)
     assert lines[0] == "Where the time of a step went: 0.090 ms for 512 tokens (step 4, NVIDIA H200)"
-    products = next(line for line in lines if parts.LAYER_PRODUCTS in line)
+    products = next(line for line in lines if parts.LAYER_MATMULS in line)
     assert products.split()[-3:] == ["1.00", "50", "%"], "26e6 operations in 26 us, of 2 TFLOP/s"
     together = next(line for line in lines if "together" in line)
     assert together.split()[-2:] == ["14", "%"] and together.split()[1] == "0.090"
-    assert any("14 % of the 2.00 TFLOP/s" in line and "8192 x 8192 numbers in bfloat16" in line for line in lines)
+    assert any("14 % of the 2.00 TFLOP/s" in line and "dense 8192 x 8192 matmul in bfloat16" in line for line in lines)
     assert any("25 % more than the method needs" in line for line in lines)
     assert not any("went by before the recording" in line for line in lines)
 
@@ -258,7 +266,7 @@ def test_what_is_not_known_is_left_out(profile):
     said = profile_json(replace(profile, dense=None))
     assert "dense_product" not in said and "share_of_dense_product" not in said and said["tflops"] > 0
     assert None not in [value for part in said["parts"] for value in part.values()]
-    assert "of the product" not in "\n".join(profile_lines(replace(profile, dense=None)))
+    assert "of dense" not in "\n".join(profile_lines(replace(profile, dense=None)))
 
 
 def test_every_key_of_the_file_is_in_the_page_of_the_run_folder(profile):
@@ -284,7 +292,7 @@ def test_a_short_warm_up_and_the_price_of_recording_are_told(profile):
     assert "Only 1 step went by before the recording" in text
     assert "the steps after it took 0.080 ms (median)" in text
     assert "ui.perfetto.dev" in text and "chrome://tracing" in text
-    assert "| the device waited |" in text and "| while the batch was prepared |" in text
+    assert "| idle device |" in text and "| while the batch was prepared |" in text
 
 
 def test_figures_have_three_digits_that_count():

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.runs.journal import LONGEST_WARNING, MOST_WARNINGS, Record, WithoutSecrets, without_home
+from tunix_rt.runs.journal import LONGEST_WARNING, MOST_WARNINGS, RunJournal, WithoutSecrets, without_home
 from tunix_rt.storage import write_json
 
 
@@ -35,7 +35,7 @@ def test_a_home_at_the_root_strikes_nothing(monkeypatch):
 
 def warned(folder, *texts, continued=False):
     """The warnings in the result of a run in which a library warned so."""
-    record = Record(run=RunDir(folder), continued=continued)
+    record = RunJournal(run=RunDir(folder), continued=continued)
     with record.logged(), record.ended(), warnings.catch_warnings():
         warnings.simplefilter("always")
         if continued:

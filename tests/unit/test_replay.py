@@ -38,7 +38,7 @@ from tunix_rt.evidence.replay.compare import (
 )
 from tunix_rt.evidence.replay.judge import Outcome, _judge_end, mostly_bit_equal
 from tunix_rt.evidence.replay.steps import (
-    Passed,
+    PassResult,
     Segment,
     all_segments,
     chance_of_detection,
@@ -47,7 +47,7 @@ from tunix_rt.evidence.replay.steps import (
     fresh_nonce,
     passes_over,
 )
-from tunix_rt.evidence.sandbox import Ended
+from tunix_rt.evidence.sandbox import Exit
 from tunix_rt.evidence.verify import _not_finished
 from tunix_rt.runs.schemas import HeldoutLine, StepLine
 from tunix_rt.runs.schemas_host import Machine
@@ -228,7 +228,7 @@ def test_a_machine_that_gives_half_of_the_recorded_bits_is_held_to_all_of_them()
     other = [replace(one, loss=one.loss * (1 + 1e-15)) for one in steps]
 
     def held(again: list[Step]) -> bool:
-        return mostly_bit_equal(run, [Passed(segment=Segment(start=0, stop=4), steps=again)])  # type: ignore[arg-type]
+        return mostly_bit_equal(run, [PassResult(segment=Segment(start=0, stop=4), steps=again)])  # type: ignore[arg-type]
 
     assert held(steps) and held([*steps[:2], *other[2:]])
     assert not held([steps[0], *other[1:]]) and not held(steps[:1])
@@ -358,7 +358,7 @@ def test_weights_of_an_unknown_type_or_with_a_header_without_end_are_refused(tmp
     with pytest.raises(EvidenceError, match="I8"):
         distance(*[write_tensors(tmp_path / "odd", "I8", w=np.zeros(2, dtype=np.int8))] * 3)
     (tmp_path / "long").write_bytes(struct.pack("<Q", 2**60))
-    with pytest.raises(EvidenceError, match="header of"):
+    with pytest.raises(EvidenceError, match="not a safetensors file"):
         distance(*[tmp_path / "long"] * 3)
 
 
@@ -378,8 +378,8 @@ def test_the_level_is_the_highest_that_was_passed_below_every_finding() -> None:
     assert not failed.ok and failed.describe() == "FAILED at L3 (replayed), level L2 (regenerated)"
 
 
-def ended(code: int | None, breach: str = "") -> Ended:
-    return Ended(code=code, seconds=1.0, peak_bytes=1, breach=breach)
+def ended(code: int | None, breach: str = "") -> Exit:
+    return Exit(code=code, seconds=1.0, peak_bytes=1, breach=breach)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_process_that_the_input_ended_is_a_finding(code: int | None, breach: s
 def test_a_file_that_training_does_not_write_into_the_final_model_is_found_in_every_class(strict: bool) -> None:
     """A second shard could hide foreign weights in the first."""
     run = SimpleNamespace(final_model={"model.safetensors": "a", "z.safetensors": "b"}, record=None)
-    found = Passed(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "a"}, final_distance=0.0)
+    found = PassResult(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "a"}, final_distance=0.0)
     outcome = Outcome()
     _judge_end(run, found, EXACT, outcome, strict=strict)  # type: ignore[arg-type]
     assert outcome.problems == [("final-model", "final_model/z.safetensors is not what training gives here")]
@@ -410,7 +410,7 @@ def test_a_file_that_training_does_not_write_into_the_final_model_is_found_in_ev
 
 def test_a_final_model_that_lies_too_far_from_the_replayed_one_is_found_where_bits_do_not_repeat() -> None:
     run = SimpleNamespace(final_model={"model.safetensors": "a"}, record=None)
-    found = Passed(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "c"}, final_distance=0.5)
+    found = PassResult(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "c"}, final_distance=0.5)
     near, far = Outcome(), Outcome()
     tolerance = TOLERANCES["same hardware", "bfloat16"]
     _judge_end(run, replace(found, final_distance=0.1), tolerance, near, strict=False)  # type: ignore[arg-type]

@@ -361,11 +361,11 @@ def test_swapped_names_are_found(checkpoint):
 def test_the_manifest_of_another_step_is_found(tmp_path, checkpoint):
     later = publish_checkpoint(stage_checkpoint(tmp_path, 51, fill))
     (checkpoint / "MANIFEST.json").write_bytes((later / "MANIFEST.json").read_bytes())
-    assert checkpoint_problems(checkpoint) == ["the manifest speaks of step 51"]
+    assert checkpoint_problems(checkpoint) == ["the manifest is of step 51"]
 
 
 def test_a_renamed_checkpoint_is_found(tmp_path, checkpoint):
-    assert checkpoint_problems(checkpoint.rename(tmp_path / "step-000099")) == ["the manifest speaks of step 50"]
+    assert checkpoint_problems(checkpoint.rename(tmp_path / "step-000099")) == ["the manifest is of step 50"]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_show_tells_everything_about_a_run(tmp_path):
         "3.0000 at step 1, 1.0000 at step 3, lowest 1.0000 at step 3",
         "2.5000 at step 2, 1.5000 at step 3",
         "predicted 3.00 GiB, measured 2.00 GiB, prediction +50.0 %",
-        "accuracy, tags apart",
+        "accuracy, lenient",
         "+50.0",
         str(run.final_model),
         str(run.checkpoints / "step-000003"),
@@ -189,7 +189,7 @@ def test_show_speaks_json_with_the_same_facts(tmp_path):
     assert told["losses"] == [[1, 3.0], [2, 2.0], [3, 1.0]]
     assert told["heldout"] == [[2, 2.5], [3, 1.5]]
     assert told["table"][0] == {
-        "measure": "accuracy, by the tags",
+        "measure": "accuracy, strict",
         "items": 4,
         "before": 0.25,
         "after": 0.75,
@@ -255,7 +255,7 @@ def test_a_damaged_file_is_named_in_the_list_and_on_the_page(tmp_path):
     run.result.write_text("{")
     run.config.write_text("a: [")
     assert read_run(run.root).summary.damaged == ("config.yaml", "result.json")
-    assert "damaged: result.json" in invoke(tmp_path).stdout
+    assert "corrupt: result.json" in invoke(tmp_path).stdout
     shown = invoke("show", run.root).stdout
     assert "note: result.json: not JSON" in shown and "note: config.yaml" in shown
     assert "1.0000 at step 3" in shown, "the rest is shown"

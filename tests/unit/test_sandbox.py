@@ -17,13 +17,13 @@ import pytest
 
 from tunix_rt.errors import HardwareError
 from tunix_rt.evidence import sandbox
-from tunix_rt.evidence.sandbox import Ended, Limits, run_limited
+from tunix_rt.evidence.sandbox import Exit, Limits, run_limited
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the Linux kernel")
 
 
-def run(command: Sequence[str], **options) -> tuple[Ended, str, str]:
+def run(command: Sequence[str], **options) -> tuple[Exit, str, str]:
     """The end of a command, its output and its errors."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given = {"limits": Limits(wall_seconds=30.0), "environment": {}, "folder": Path("/"), "stdin": b"", **options}
@@ -32,7 +32,7 @@ def run(command: Sequence[str], **options) -> tuple[Ended, str, str]:
     return ended, *texts
 
 
-def python(code: str, **options) -> tuple[Ended, str, str]:
+def python(code: str, **options) -> tuple[Exit, str, str]:
     return run([sys.executable, "-I", "-S", "-c", textwrap.dedent(code)], **options)
 
 

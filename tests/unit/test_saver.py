@@ -26,8 +26,8 @@ from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, list_checkpoints
 from tunix_rt.storage import write_text
-from tunix_rt.train.checkpointer import Saver, best_checkpoint
-from tunix_rt.train.preemption import StopRequest
+from tunix_rt.train.checkpointer import Checkpointer, best_checkpoint
+from tunix_rt.train.preemption import Preemption
 
 # --- the copies ------------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ POSITIONS = "transformer.wpe.weight"
     ("file", "name", "becomes", "said"),
     [
         ("model", POSITIONS, None, f"lacks {POSITIONS}"),
-        ("model", "foreign", torch.zeros(1), "does not train, foreign"),
+        ("model", "foreign", torch.zeros(1), "unexpected tensor foreign"),
         ("model", POSITIONS, torch.zeros(1), rf"has {POSITIONS} as \[1\] float32"),
         ("model", POSITIONS, torch.zeros(256, 32, dtype=torch.bfloat16), "bfloat16; this model"),
         ("optimizer", f"exp_avg.{POSITIONS}", None, f"has no exp_avg.{POSITIONS}"),
@@ -222,14 +222,14 @@ def run(tmp_path):
 
 @pytest.fixture
 def stop():
-    return StopRequest()
+    return Preemption()
 
 
 @pytest.fixture
 def make(run, backend, stop):
     def make(**changed):
         given = {"keep": 2, "start": 0, "sync_metrics": lambda: None, **changed}
-        return Saver(backend, None, None, run=run, stop=stop, **given)
+        return Checkpointer(backend, None, None, run=run, stop=stop, **given)
 
     return make
 
@@ -245,11 +245,11 @@ def test_training_goes_on_while_a_step_is_saved_and_only_what_is_there_counts(ru
         saver.save(1, {"step": 1})
         assert backend.writing.wait(10)
         backend.weight = 2  # the next update
-        assert (saver.asked, saver.committed, steps(run)) == (1, 0, [])
-        assert saver.kept() == "nothing is saved yet"
+        assert (saver.requested, saver.committed, steps(run)) == (1, 0, [])
+        assert saver.saved_state() == "nothing is saved yet"
         backend.go_on.set()
         saver.wait()
-        assert (saver.committed, saver.kept()) == (1, "step 1 is saved")
+        assert (saver.committed, saver.saved_state()) == (1, "step 1 is saved")
     assert (run.checkpoints / "step-000001" / "model.safetensors").read_text() == "1"
     assert json.loads((run.checkpoints / "step-000001" / "state.json").read_text()) == {"step": 1}
     assert checkpoint_problems(run.checkpoints / "step-000001") == []
@@ -259,11 +259,11 @@ def test_the_optimizer_is_let_go_when_training_ends_and_what_is_kept_can_still_b
     """The answers after training need its memory, and may be interrupted."""
     engine, optimizer = torch.zeros(1), torch.zeros(1)
     held = [weakref.ref(one) for one in (engine, optimizer)]
-    with Saver(backend, engine, optimizer, run=run, stop=stop, keep=2, start=0, sync_metrics=lambda: None) as saver:
+    with Checkpointer(backend, engine, optimizer, run=run, stop=stop, keep=2, start=0, sync_metrics=lambda: None) as saver:
         saver.save(1, {})
     del engine, optimizer, saver
     assert [one() for one in held] == [None, None]
-    assert stop.kept() == "step 1 is saved"
+    assert stop.saved_state() == "step 1 is saved"
 
 
 def test_a_second_save_waits_for_the_first_and_says_so_when_that_took_long(run, backend, make, caplog):
@@ -275,7 +275,7 @@ def test_a_second_save_waits_for_the_first_and_says_so_when_that_took_long(run, 
         saver.save(2, {})
         assert saver.committed >= 1
     assert steps(run) == [1, 2]
-    assert "s for the save of step 1" in caplog.text
+    assert "s for the checkpoint of step 1" in caplog.text
 
 
 def test_the_metrics_are_made_durable_before_the_checkpoint_is_staged(run, backend, make):
@@ -292,7 +292,7 @@ def test_where_host_memory_has_no_room_the_save_is_waited_for_and_that_is_said_o
         for step in (1, 2):
             saver.save(step, {})
             assert saver.committed == step
-    assert len(re.findall(r"a copy takes 3\.00 GiB of host memory, [\d.]+ GiB are free", caplog.text)) == 1
+    assert len(re.findall(r"a snapshot needs 3\.00 GiB of host memory, [\d.]+ GiB are free", caplog.text)) == 1
 
 
 @pytest.mark.parametrize("when", ["next step", "next save", "end"])
@@ -329,7 +329,7 @@ def test_an_error_of_the_loop_waits_for_the_save_under_way_and_is_not_hidden_by_
     with pytest.raises(KeyError, match="of the loop"), make(start=1) as saver:
         saver.save(2, {})
         raise KeyError("of the loop")
-    assert "the save of step 2 failed as well" in caplog.text and "Input/output error" in caplog.text
+    assert "The checkpoint of step 2 failed as well" in caplog.text and "Input/output error" in caplog.text
     assert steps(run) == [1]
 
 
@@ -366,12 +366,12 @@ def test_a_forced_end_does_not_wait_for_the_thread(tmp_path):
         from pathlib import Path
         from types import SimpleNamespace
         from tunix_rt.runs.folder import RunDir
-        from tunix_rt.train.checkpointer import Saver
-        from tunix_rt.train.preemption import StopRequest
+        from tunix_rt.train.checkpointer import Checkpointer
+        from tunix_rt.train.preemption import Preemption
         never = SimpleNamespace(write=lambda folder: threading.Event().wait())
         backend = SimpleNamespace(snapshot_bytes=lambda *a: 1, host_has_room=lambda n: True, snapshot=lambda *a: never)
-        saver = Saver(backend, None, None, run=RunDir(Path(sys.argv[1])), keep=2, start=0, sync_metrics=lambda: None,
-                      stop=StopRequest())
+        saver = Checkpointer(backend, None, None, run=RunDir(Path(sys.argv[1])), keep=2, start=0, sync_metrics=lambda: None,
+                      stop=Preemption())
         saver.save(1, {})
         sys.exit(5)
         """
@@ -386,7 +386,7 @@ def test_a_volume_without_room_for_the_checkpoint_is_refused_with_the_numbers(ru
         backend.bytes = 100 * 2**20
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=163 * 2**20 + 5))
         saver.save(2, {})
-    assert "the checkpoint of step 2, with some to spare, needs 164 MiB on disk, 163 MiB are free" in str(caught.value)
+    assert "the checkpoint of step 2, with a margin, needs 164 MiB on disk, 163 MiB are free" in str(caught.value)
     assert caught.value.exit_code == 8
     assert steps(run) == [1] and checkpoint_problems(run.checkpoints / "step-000001") == []
 
@@ -443,7 +443,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(run, make, mon
         saver.save(3, {})
         saver.wait()
         monkeypatch.undo()
-        assert "older checkpoints could not be deleted" in caplog.text
+        assert "Older checkpoints could not be deleted" in caplog.text
         assert steps(run) == [2, 3]
         saver.save(4, {})
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000003", "step-000004"]

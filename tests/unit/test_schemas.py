@@ -17,8 +17,8 @@ from tunix_rt.config.load import build_config
 from tunix_rt.doctor import facts
 from tunix_rt.doctor.checks import judge
 from tunix_rt.doctor.facts import Ask
-from tunix_rt.engines.profile import parts, table
-from tunix_rt.plan import prediction, shape
+from tunix_rt.engines import step_time as parts
+from tunix_rt.plan import fit, shape
 from tunix_rt.plan import timing as flops
 from tunix_rt.runs import fields as types
 from tunix_rt.runs import folder as rundir
@@ -28,6 +28,7 @@ from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.schemas import SCHEMAS, problems_of, schema_of
 from tunix_rt.scoring.score import Prediction
 from tunix_rt.storage import to_plain
+from tunix_rt.train import profiling as table
 
 BUNDLES = ROOT / "submission_runs"
 A_RUN = ("demo_v1", "m40_v1")
@@ -142,18 +143,18 @@ def test_doctor_reports_of_every_known_computer_have_the_declared_shape() -> Non
 def test_plans_of_both_engines_have_the_declared_shape(device: str, devices: int, settings: dict[str, Any]) -> None:
     gemma = shape.shape_of(json.loads((ROOT / "presets" / "gemma-3-270m" / "config.json").read_text()))
     config = build_config({"max_length": 256, "per_device_train_batch_size": 8, **settings}, "x")
-    plan = prediction.predict_run(gemma, config, device=device, devices=devices, capability=(9, 0))
+    plan = fit.predict_run(gemma, config, device=device, devices=devices, capability=(9, 0))
     assert problems(schemas_host.PlannedMemory, to_plain(plan)) == []
 
 
 def test_a_profile_has_the_declared_shape() -> None:
     kernel = parts.Share(name="void at::native<|>\n", milliseconds=1.0, calls=2.0)
-    part = parts.Part(name=parts.LAYER_PRODUCTS, milliseconds=1.0, share=0.5, calls=2.0, largest=(kernel,))
+    part = parts.Part(name=parts.LAYER_MATMULS, milliseconds=1.0, share=0.5, calls=2.0, largest=(kernel,))
     profile = table.Profile(
         first=4, warmed=3, tokens=512.0, unrecorded_milliseconds=2.5,
         breakdown=parts.Breakdown(steps=2, milliseconds=2.0, on_gpu=True, parts=(part,)),
         flops=flops.StepFlops(layers=2e7, head=4e6, attention=2e6, executed_layers=3e7, executed_attention=3e6),
-        dense=table.DenseProduct(device="NVIDIA H200", size=8192, dtype="bfloat16", tflops=2.0),
+        dense=table.DenseMatmul(device="NVIDIA H200", size=8192, dtype="bfloat16", tflops=2.0),
     )  # fmt: skip
     assert problems(schemas.Profile, to_plain(table.profile_json(profile))) == []
 

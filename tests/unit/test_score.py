@@ -1,4 +1,4 @@
-"""The scorer is the judge of every claim about learning: each row here was written and decided by hand."""
+"""Blocks, reasoning and scores. Verdicts on outputs are in `answer_pairs.jsonl` (test_answers.py)."""
 
 import pytest
 
@@ -20,185 +20,33 @@ def tagged(answer: str, reasoning: str = "12 + 25 = 37") -> str:
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
-# (output, expected, right by the tags, right with the tags set apart)
-JUDGED = [
-    # numbers, well-formed
-    (tagged("37"), "37", True, True),
-    (tagged(" 37\n"), "37", True, True),
-    (tagged("37."), "37", True, True),
-    (tagged("37.0"), "37", True, True),
-    (tagged("37.00"), "37", True, True),
-    (tagged("+37"), "37", True, True),
-    (tagged("**37**"), "37", True, True),
-    (tagged("(37)"), "37", True, True),
-    (tagged("$37"), "37", True, True),
-    (tagged("$37.00"), "37", True, True),
-    (tagged("37%"), "37", True, True),
-    (tagged("37 %."), "37", True, True),
-    (tagged("$37$"), "37", True, True),
-    (tagged("037"), "37", True, True),
-    (tagged("thirty-seven"), "37", True, True),
-    (tagged("1,600"), "1600", True, True),
-    (tagged("1600"), "1,600", True, True),
-    (tagged("$1,234,567.50"), "1234567.5", True, True),
-    (tagged("-5"), "-5", True, True),
-    (tagged("\u22125"), "-5", True, True),
-    (tagged("-$5"), "-5", True, True),
-    (tagged("0"), "-0", True, True),
-    (tagged(".5"), "0.5", True, True),
-    (tagged("123456789012345678901"), "123456789012345678901", True, True),
-    # numbers, well-formed and wrong
-    (tagged("38"), "37", False, False),
-    (tagged("-37"), "37", False, False),
-    (tagged("5"), "-5", False, False),
-    (tagged("3.7"), "37", False, False),
-    (tagged(".5"), "5", False, False),
-    (tagged("0.5"), "5", False, False),
-    (tagged("1.600"), "1600", False, False),
-    (tagged("160,0"), "1600", False, False),
-    (tagged("370"), "37", False, False),
-    (tagged("137"), "37", False, False),
-    (tagged("37th1"), "371", False, False),
-    (tagged("123456789012345678902"), "123456789012345678901", False, False),
-    (tagged("v37"), "37", False, False),
-    # the right value, not alone in its block: right only with the tags set apart, and only as the last value
-    (tagged("37 apples"), "37", False, True),
-    (tagged("So Rosa has 37 apples."), "37", False, True),
-    (tagged("12 + 25 = 37"), "37", False, True),
-    (tagged("37 or 38"), "37", False, False),
-    (tagged("37, no, 38"), "37", False, False),
-    (tagged("37-1"), "37", False, False),
-    (tagged("40-37"), "-37", False, False),
-    (tagged("37 1"), "371", False, False),
-    # the block decides, not what stands around it
-    (tagged("38", reasoning="It is 37."), "37", False, False),
-    ("37 " + tagged("38"), "37", False, False),
-    (tagged("38") + " 37", "37", False, False),
-    (tagged("37") + " So 38.", "37", False, True),
-    ("Sure! " + tagged("37"), "37", False, True),
-    # two answers
-    ("<reasoning>a</reasoning><answer>37</answer><answer>38</answer>", "37", False, False),
-    ("<reasoning>a</reasoning><answer>38</answer><answer>37</answer>", "37", False, True),
-    (tagged("37") + tagged("37"), "37", False, True),
-    (tagged("37") + tagged("38"), "37", False, False),
-    ("<reasoning>a</reasoning><answer>38<answer>37</answer></answer>", "37", False, True),
-    # broken tags
-    ("<reasoning>12 + 25 = 37</reasoning><answer>37", "37", False, True),
-    ("<reasoning>12 + 25 = 37</reasoning><answer>", "37", False, True),
-    ("<reasoning>37 - 12 = 25</reasoning><answer>", "37", False, False),
-    ("<reasoning>12 + 25 = 37<answer>37</answer>", "37", False, True),
-    ("12 + 25 = 37</reasoning><answer>37</answer>", "37", False, True),
-    ("<answer>37</answer><reasoning>12 + 25</reasoning>", "37", False, True),
-    ("<answer>12</answer><reasoning>is 37</reasoning>", "37", False, False),
-    ("</answer>37<answer>", "37", False, True),
-    ("<reasoning></reasoning><answer>37</answer>", "37", False, True),
-    ("<reasoning>37</reasoning><answer></answer>", "37", False, False),
-    ("<reasoning>37</reasoning><answer> \n </answer>", "37", False, False),
-    ("<answer>37</answer>", "37", False, True),
-    ("<Reasoning>a</Reasoning><Answer>37</Answer>", "37", False, True),
-    ("<reasoning>a</reasoning><answer>37</answer", "37", False, True),
-    ("<reasoning>a<answer>37</answer></reasoning>", "37", False, True),
-    # no tags at all
-    ("37", "37", False, True),
-    ("The answer is 37.", "37", False, True),
-    ("The answer is...37", "37", False, True),
-    ("12 + 25 = 37 apples, I think", "37", False, True),
-    ("37 apples minus 0 is 37 apples, in 2 baskets", "37", False, False),
-    ("37 is where we start, so 38", "37", False, False),
-    ("It costs $1,600.", "1600", False, True),
-    ("5, 7, 37", "37", False, False),
-    ("5, then 7, so 37", "37", False, True),
-    ("It fell to -37.", "37", False, False),
-    ("It fell to -37.", "-37", False, True),
-    ("version 1.2.37", "37", False, False),
-    ("<unused37>", "37", False, False),
-    ('it is 36 <span id="37">', "37", False, False),
-    ("It is 1,2345.", "1234", False, False),
-    ("no number here", "37", False, False),
-    ("", "37", False, False),
-    # letters and digits in a row
-    (tagged("d r i b"), "d r i b", True, True),
-    (tagged("D R I B"), "d r i b", True, True),
-    (tagged(" d  r\ti b. "), "d r i b", True, True),
-    (tagged("d, r, i, b"), "d r i b", False, True),
-    (tagged("drib"), "d r i b", False, False),
-    (tagged("d r i"), "d r i b", False, False),
-    (tagged("x d r i b"), "d r i b", False, False),
-    (tagged("d r i b x"), "d r i b", False, False),
-    (tagged("b i r d"), "d r i b", False, False),
-    (tagged("5 7 8 9"), "5 7 8 9", True, True),
-    (tagged("5789"), "5 7 8 9", False, False),
-    (tagged("5 7 9 8"), "5 7 8 9", False, False),
-    ("So the order is 5 7 8 9.", "5 7 8 9", False, True),
-    ("The digits are 5 8 9 7. So 5 7 8 9", "5 7 8 9", False, True),
-    ("5 7 8 9 sorted the other way is 9 8 7 5", "5 7 8 9", False, False),
-    ("We get d r i b as a word", "d r i b", False, True),
-    ("We get d r i b. No: d r i", "d r i b", False, False),
-    ("The letter is c", "c", False, True),
-    ("c comes before d", "c", False, False),
-    # words
-    (tagged("Tuesday"), "tuesday", True, True),
-    (tagged("“Tuesday”!"), "Tuesday", True, True),
-    (tagged("New   York"), "new york", True, True),
-    (tagged("Mr. Smith"), "Mr. Smith", True, True),
-    (tagged("cafe\u0301"), "caf\u00e9", True, True),
-    (tagged("It is Tuesday."), "Tuesday", False, True),
-    (tagged("Tuesday or Monday"), "Tuesday", False, False),
-    (tagged("C"), "C++", False, False),
-    (tagged("C++"), "c++", True, True),
-    (tagged(">"), ">", True, True),
-    (tagged("?"), "?", True, True),
-    (tagged("!"), "?", False, False),
-    ("The day is Tuesday.", "Tuesday", False, True),
-    ("Tuesday is the day", "Tuesday", False, False),
-    ("They live in New York", "New York", False, True),
-    ("New York is where they live", "New York", False, False),
-    # a question without an expected answer is never answered right
-    (tagged("37"), "", False, False),
-    ("", "", False, False),
-    ("<answer></answer>", "", False, False),
-]
-
-
-@pytest.mark.parametrize(("output", "expected", "strict", "lenient"), JUDGED)
-def test_every_output_is_judged_as_a_person_judged_it(output, expected, strict, lenient):
-    assert (matches_strict(output, expected), matches_lenient(output, expected)) == (strict, lenient)
-
-
-def test_no_pair_is_in_the_table_twice_and_both_verdicts_occur_often():
-    assert len({(output, expected) for output, expected, *_ in JUDGED}) == len(JUDGED) >= 100
-    assert min(sum(row[2] for row in JUDGED), sum(not row[2] for row in JUDGED)) >= 30
-    assert min(sum(row[3] for row in JUDGED), sum(not row[3] for row in JUDGED)) >= 40
-
-
 def test_reading_a_well_formed_output_gives_both_blocks():
     answer = read_answer("\n<reasoning>\n12 + 25 = 37\n</reasoning>\n<answer> 37 </answer>\n")
     assert answer is not None
     assert (answer.reasoning, answer.answer) == ("12 + 25 = 37", "37")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "37",
-        "<answer>37</answer>",
-        "<reasoning>a</reasoning>",
-        "<answer>37</answer><reasoning>a</reasoning>",
-        "<reasoning>a</reasoning> then <answer>37</answer>",
-        "x<reasoning>a</reasoning><answer>37</answer>",
-        "<reasoning>a</reasoning><answer>37</answer>.",
-        "<reasoning> </reasoning><answer>37</answer>",
-        "<reasoning>a</reasoning><answer> </answer>",
-        "<reasoning>a<reasoning>b</reasoning></reasoning><answer>37</answer>",
-        "<reasoning>a</reasoning><answer>37</answer><answer>37</answer>",
-        "<reasoning>a</reasoning><answer>37",
-        "<reasoning>a<answer>37</answer></reasoning>",
-        "</reasoning>a<reasoning></answer>37<answer>",
-    ],
-)
-def test_anything_but_one_reasoning_and_one_answer_is_not_well_formed(text):
-    assert not is_well_formed(text)
+MALFORMED = [
+    "",
+    "37",
+    "<answer>37</answer>",
+    "<reasoning>a</reasoning>",
+    "<answer>37</answer><reasoning>a</reasoning>",
+    "<reasoning>a</reasoning> then <answer>37</answer>",
+    "x<reasoning>a</reasoning><answer>37</answer>",
+    "<reasoning>a</reasoning><answer>37</answer>.",
+    "<reasoning> </reasoning><answer>37</answer>",
+    "<reasoning>a</reasoning><answer> </answer>",
+    "<reasoning>a<reasoning>b</reasoning></reasoning><answer>37</answer>",
+    "<reasoning>a</reasoning><answer>37</answer><answer>37</answer>",
+    "<reasoning>a</reasoning><answer>37",
+    "<reasoning>a<answer>37</answer></reasoning>",
+    "</reasoning>a<reasoning></answer>37<answer>",
+]
+
+
+def test_anything_but_one_reasoning_and_one_answer_is_not_well_formed():
+    assert [text for text in MALFORMED if is_well_formed(text)] == []
 
 
 def test_other_tags_are_read_as_the_usual_ones_are():
@@ -213,19 +61,19 @@ def test_other_tags_are_read_as_the_usual_ones_are():
     assert not is_well_formed(tagged("37"), tags)
 
 
-@pytest.mark.parametrize(
-    ("text", "taken", "not_taken"),
-    [
-        ("37 at first, and 1,638 in all", ["1,638"], ["37"]),
-        ("from 37 to 1,638 in all", [], ["37", "1,638"]),
-        ("no number", [], ["37"]),
-        ("We get d r i", ["d r i"], ["d r i b"]),
-        ("It is Monday.", ["Monday"], ["Tuesday"]),
-    ],
-)
-def test_the_lenient_reading_takes_the_last_value_and_no_other(text, taken, not_taken):
-    assert all(matches_lenient(text, value) for value in taken)
-    assert not any(matches_lenient(text, value) for value in not_taken)
+TAKEN = {  # text -> values that are the last one, values that are not
+    "37 at first, and 1,638 in all": (["1,638"], ["37"]),
+    "from 37 to 1,638 in all": ([], ["37", "1,638"]),
+    "no number": ([], ["37"]),
+    "We get d r i": (["d r i"], ["d r i b"]),
+    "It is Monday.": (["Monday"], ["Tuesday"]),
+}
+
+
+def test_the_lenient_reading_takes_the_last_value_and_no_other():
+    for text, values in TAKEN.items():
+        taken = tuple([value for value in side if matches_lenient(text, value)] for side in values)
+        assert taken == (values[0], []), text
 
 
 def test_a_long_output_of_open_tags_is_judged_in_reasonable_time():
@@ -287,21 +135,21 @@ def test_scores_count_what_the_verdicts_say():
     }
 
 
-@pytest.mark.parametrize(
-    ("output", "reasoning"),
-    [
-        (tagged("37"), "12 + 25 = 37"),
-        ("<reasoning>a b</reasoning><reasoning>c d</reasoning><answer>1</answer>", "c d"),
-        ("We add. <answer>37</answer>", "We add."),
-        ("We add.<b>So</b> <answer>37", "We add.\nSo"),
-        ("<reasoning>cut of", "cut of"),
-        ("it is 37", "it is 37"),
-        ("", ""),
-    ],
-)
-def test_the_reasoning_is_the_block_or_what_stands_before_the_answer(output, reasoning):
-    assert reasoning_of(output) == reasoning
-    assert judge(id="a", prompt="?", expected="1", output=output).reasoning_words == len(reasoning.split())
+REASONINGS = {
+    tagged("37"): "12 + 25 = 37",
+    "<reasoning>a b</reasoning><reasoning>c d</reasoning><answer>1</answer>": "c d",
+    "We add. <answer>37</answer>": "We add.",
+    "We add.<b>So</b> <answer>37": "We add.\nSo",
+    "<reasoning>cut of": "cut of",
+    "it is 37": "it is 37",
+    "": "",
+}
+
+
+def test_the_reasoning_is_the_block_or_everything_before_the_answer():
+    assert {output: reasoning_of(output) for output in REASONINGS} == REASONINGS
+    for output, reasoning in REASONINGS.items():
+        assert judge(id="a", prompt="?", expected="1", output=output).reasoning_words == len(reasoning.split())
 
 
 def test_equations_are_counted_in_the_reasoning_and_not_in_the_answer():
@@ -334,5 +182,5 @@ def test_an_empty_eval_set_is_refused():
 
 
 def test_an_id_given_twice_is_refused_by_name():
-    with pytest.raises(InputError, match="'a' twice"):
+    with pytest.raises(InputError, match="'a' occurs twice"):
         score_predictions([*predictions(), predictions()[0]], "before")

@@ -165,7 +165,7 @@ def test_an_odd_compute_capability_is_told(clone, capability):
     ended = setup(clone)
     assert ended.returncode == 4
     odd = "[N/A]" if "N/A" in capability else capability
-    assert f"error: nvidia-smi says '{odd}' where the compute capability of a GPU is asked for" in ended.stderr
+    assert f"error: nvidia-smi prints '{odd}' instead of a compute capability" in ended.stderr
 
 
 def test_gpus_that_no_wheel_serves_together_are_told_with_the_way_to_use_one(clone):

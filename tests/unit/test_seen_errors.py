@@ -1,4 +1,4 @@
-"""The record of how wrong predictions were: nothing is lost, nothing damaged hides the rest, and no run fails for it."""
+"""The record of how wrong predictions were: nothing is lost, no corrupt line hides the rest, and no run fails for it."""
 
 import json
 import logging
@@ -33,12 +33,12 @@ def test_the_band_is_of_this_device_and_engine_and_of_one_kind_of_layers_where_i
         add(seen(predicted, **named))
     add(seen(130, layers="compiled"))
     assert band("NVIDIA H200", "torch", layers="plain") == Band(runs=2, lowest=98 / 100 - 1, highest=105 / 100 - 1)
-    assert band("NVIDIA H200", "torch").words == "3 runs, error between -2.0 % and +30.0 %"
-    assert band("NVIDIA L4", "torch").words == "1 run, error -50.0 %"
+    assert band("NVIDIA H200", "torch").describe() == "3 runs, error between -2.0 % and +30.0 %"
+    assert band("NVIDIA L4", "torch").describe() == "1 run, error -50.0 %"
     assert band("NVIDIA L4", "torch", layers="compiled") is None
 
 
-def test_a_damaged_line_is_named_and_hides_no_other(caplog):
+def test_a_corrupt_line_is_named_and_hides_no_other(caplog):
     add(seen(90))
     record_path().write_bytes(
         record_path().read_bytes() + b'{"schema": "tunix-rt/seen-error/1", "device"\n\xff\xfe\n[]\n'
@@ -47,7 +47,7 @@ def test_a_damaged_line_is_named_and_hides_no_other(caplog):
     )  # fmt: skip
     add(seen(110))
     assert band("NVIDIA H200", "torch") == Band(runs=2, lowest=90 / 100 - 1, highest=110 / 100 - 1)
-    assert caplog.messages == [f"{record_path()}: 6 damaged line(s) passed over: 2, 3, 4, 5, 7 ..."]
+    assert caplog.messages == [f"{record_path()}: 6 corrupt line(s) skipped: 2, 3, 4, 5, 7 ..."]
 
 
 def test_the_newest_part_of_a_very_long_record_is_read(monkeypatch, caplog):
@@ -77,7 +77,7 @@ def test_a_record_that_another_process_holds_is_not_waited_for(monkeypatch, capl
     record_path().parent.mkdir(parents=True)
     with seen_errors.FileLock(record_path().with_name(f".{record_path().name}.lock")):
         assert add(seen()) is None
-    assert "is held by another process" in caplog.messages[0]
+    assert "is locked by another process" in caplog.messages[0]
     assert add(seen()) == record_path()
 
 

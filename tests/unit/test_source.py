@@ -13,7 +13,7 @@ import tunix_rt
 from tests.conftest import ROOT
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.runs import source
-from tunix_rt.runs.source import Found, find_commit, package_hash, require_repository, write_source
+from tunix_rt.runs.source import CommitMatch, find_commit, package_hash, require_repository, write_source
 
 PACKAGE = source.SOURCE_FOLDER
 A = f"{PACKAGE}/a.py"
@@ -78,7 +78,7 @@ def test_the_oldest_commit_with_the_source_is_found_from_its_hash_alone(repo, mo
     second = repo.commit({A: "A = 2\n"})
     repo.git("merge", "-q", "-s", "ours", "fork", "-m", "merge")
     for digest, commit in {first_hash: repo.honest, repo.hash: second, repo.evil_hash: repo.evil}.items():
-        assert find_commit(digest, repo.root) == Found(commit=commit, ref="main")
+        assert find_commit(digest, repo.root) == CommitMatch(commit=commit, ref="main")
     monkeypatch.setattr(source, "NEWEST_COMMITS", 1)
     assert find_commit(first_hash, repo.root) is None and find_commit(repo.hash, repo.root) is not None
 
@@ -106,7 +106,7 @@ def test_another_branch_or_tag_can_be_named_and_nothing_else(repo):
     for ref in ("refs/remotes/origin/fork", "refs/pull/1/head", "refs/remotes/origin/x\u2028xrefs/pull/1/head"):
         repo.git("update-ref", ref, repo.evil)
     for name in ("fork", "refs/heads/fork", "v1", "origin/fork"):
-        found = Found(commit=repo.evil, ref=name.removeprefix("refs/heads/"))
+        found = CommitMatch(commit=repo.evil, ref=name.removeprefix("refs/heads/"))
         assert find_commit(repo.evil_hash, repo.root, ["main", name]) == found
     for name in ("refs/pull/1/head", "pull/1/head", repo.evil, "", "--all", "fork~0", "main..fork", ":/change"):
         with pytest.raises(ConfigError, match="has no branch or tag"):
@@ -171,7 +171,7 @@ def test_no_program_of_a_repository_is_run(repo, tmp_path, settings, trigger):
 def test_the_environment_does_not_point_git_elsewhere(repo, tmp_path, monkeypatch):
     for name in ("GIT_DIR", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE", "GIT_TRACE"):
         monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
-    assert find_commit(repo.hash, repo.root) == Found(commit=repo.honest, ref="main")
+    assert find_commit(repo.hash, repo.root) == CommitMatch(commit=repo.honest, ref="main")
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -210,7 +210,7 @@ def test_worktrees_subfolders_and_clones_of_another_user_are_repositories(repo, 
         os.chown(tmp_path / "bare", 65534, 65534)
     monkeypatch.delenv("HOME", raising=False)
     for place, ref in {repo.root / PACKAGE: "main", tmp_path / "bare": "main", tmp_path / "worktree": "more"}.items():
-        assert find_commit(repo.hash, place) == Found(commit=repo.honest, ref=ref)
+        assert find_commit(repo.hash, place) == CommitMatch(commit=repo.honest, ref=ref)
 
 
 def test_a_shallow_clone_without_the_commit_names_the_way_out(repo, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tunix_rt.cli.views.progress import ANSWER, OTHER, REASONING, Parts, Speaker, shown
+from tunix_rt.cli.views.progress import ANSWER, OTHER, REASONING, Parts, StreamPrinter, shown
 
 ANSWERED = "well <reasoning>3 < 4\n</reasoning>\n<answer>7</answer> bye"
 
@@ -132,11 +132,11 @@ def spoken(monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(rich.console, "Console", console)
-            speaker = Speaker(parts())
+            printer = StreamPrinter(parts())
         for end in range(len(text)):
-            speaker.hear(text[:end])
-        speaker.hear(text, whole=True)
-        speaker.end(words)
+            printer.update(text[:end])
+        printer.update(text, whole=True)
+        printer.end(words)
         return out.getvalue(), aside.getvalue()
 
     return say

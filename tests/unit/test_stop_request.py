@@ -11,13 +11,13 @@ import pytest
 
 from tunix_rt.errors import Preempted
 from tunix_rt.train import preemption as stopping
-from tunix_rt.train.preemption import ENDING_SECONDS, StopRequest, program_began
+from tunix_rt.train.preemption import ENDING_SECONDS, Preemption, program_began
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_second_stops_at_once(number):
     before = signal.getsignal(number)
-    with StopRequest().listening() as stop:
+    with Preemption().listening() as stop:
         os.kill(os.getpid(), number)
         assert stop.signal_name == signal.Signals(number).name
         assert not stop.now
@@ -30,9 +30,9 @@ def test_the_first_signal_is_noted_and_the_second_stops_at_once(number):
 
 
 def test_what_does_not_end_within_the_grace_is_interrupted_and_names_what_is_kept():
-    stop = StopRequest(grace_seconds=600)
-    stop.kept = lambda: "step 7 is saved"
-    with pytest.raises(Preempted, match="the grace of 600 s after SIGTERM is over; step 7 is saved"), stop.listening():
+    stop = Preemption(grace_seconds=600)
+    stop.saved_state = lambda: "step 7 is saved"
+    with pytest.raises(Preempted, match="the grace period of 600 s after SIGTERM is over; step 7 is saved"), stop.listening():
         signal.raise_signal(signal.SIGTERM)
         assert 410 < signal.getitimer(signal.ITIMER_REAL)[0] <= 420, "the rest is kept for the ending"
         signal.raise_signal(signal.SIGALRM)
@@ -40,7 +40,7 @@ def test_what_does_not_end_within_the_grace_is_interrupted_and_names_what_is_kep
 
 
 def test_what_ends_within_the_grace_is_left_alone():
-    with StopRequest(grace_seconds=1).listening() as stop:
+    with Preemption(grace_seconds=1).listening() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     time.sleep(1.1)
@@ -48,10 +48,10 @@ def test_what_ends_within_the_grace_is_left_alone():
 
 
 def test_a_block_that_belongs_together_is_finished_before_the_grace_interrupts():
-    stop, done = StopRequest(), []
+    stop, done = Preemption(), []
     with pytest.raises(Preempted, match="grace"), stop.listening():
         signal.raise_signal(signal.SIGTERM)
-        with stop.unbroken():
+        with stop.deferring_signals():
             signal.raise_signal(signal.SIGALRM)
             done.append("the whole block")
         done.append("more")
@@ -60,7 +60,7 @@ def test_a_block_that_belongs_together_is_finished_before_the_grace_interrupts()
 
 def test_nothing_of_it_is_left_behind_and_it_can_listen_again():
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)]
-    stop = StopRequest()
+    stop = Preemption()
     for _ in range(2):
         with stop.listening():
             pass
@@ -75,14 +75,14 @@ GOES_ON = """
     import hashlib, sys, time
     from pathlib import Path
     from tunix_rt.errors import Preempted
-    from tunix_rt.train.preemption import StopRequest
-    stop = StopRequest(grace_seconds=2)
-    stop.kept = lambda: "step 7 is saved"
+    from tunix_rt.train.preemption import Preemption
+    stop = Preemption(grace_seconds=2)
+    stop.saved_state = lambda: "step 7 is saved"
     def last(error):
         Path(sys.argv[1]).write_text(error.problem)
         if sys.argv[2] == "hangs at the end":
             time.sleep(60)
-    stop.last_acts.append(last)
+    stop.on_forced_exit.append(last)
     try:
         with stop.listening():
             print("ready", flush=True)
@@ -114,8 +114,8 @@ def test_whatever_goes_on_cannot_hold_the_exit(tmp_path, how):
             assert 1.3 < time.monotonic() - began < 2.2
         finally:
             program.kill()
-    stuck = "" if how == "in Python" else ", and what was being done does not end"
-    assert said.read_text() == f"the grace of 2 s after SIGTERM is over{stuck}; step 7 is saved"
+    stuck = "" if how == "in Python" else " and the current call does not return"
+    assert said.read_text() == f"the grace period of 2 s after SIGTERM is over{stuck}; step 7 is saved"
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -123,9 +123,9 @@ def test_the_ending_is_not_interrupted_and_cannot_hold_the_exit_either(tmp_path,
     """A first signal, a second, the alarm: none breaks it. Only after the grace the thread exits, and nothing else writes."""
     script = """
         import os, signal, sys, time
-        from tunix_rt.train.preemption import StopRequest
-        stop = StopRequest(grace_seconds=2)
-        stop.last_acts.append(lambda error: print("a second ending", flush=True))
+        from tunix_rt.train.preemption import Preemption
+        stop = Preemption(grace_seconds=2)
+        stop.on_forced_exit.append(lambda error: print("a second ending", flush=True))
         with stop.listening(), stop.ending():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
@@ -146,12 +146,12 @@ def test_the_ending_is_not_interrupted_and_cannot_hold_the_exit_either(tmp_path,
 
 def test_a_budget_stops_when_what_comes_next_would_not_fit_with_its_ending(monkeypatch):
     monkeypatch.setattr(stopping, "program_began", time.monotonic)
-    stop = StopRequest(time_budget=60)
+    stop = Preemption(time_budget=60)
     assert stop.why(needed_seconds=60 - ENDING_SECONDS - 1) == ""
-    assert stop.why(needed_seconds=60 - ENDING_SECONDS) == "stopped by itself: of the time budget of 60 s 60 s are left"
-    stop.raise_if_asked("nothing was trained yet")
-    with pytest.raises(Preempted, match="time budget of 3 s 3 s are left; step 2 is saved") as caught:
-        StopRequest(time_budget=3).raise_if_asked("step 2 is saved")
+    assert stop.why(needed_seconds=60 - ENDING_SECONDS) == "time budget: 60 s of 60 s left, stopping"
+    stop.check("nothing was trained yet")
+    with pytest.raises(Preempted, match="time budget: 3 s of 3 s left, stopping; step 2 is saved") as caught:
+        Preemption(time_budget=3).check("step 2 is saved")
     assert caught.value.exit_code == 7 and "--resume" in caught.value.fix
 
 
@@ -161,36 +161,36 @@ def test_a_budget_shorter_than_the_start_says_to_raise_it_and_not_to_continue(mo
         with pytest.raises(
             Preempted, match=f"the time budget of {budget} s is shorter than the start {said}"
         ) as caught:
-            StopRequest(time_budget=budget).raise_if_asked("nothing was trained yet", starting=True)
+            Preemption(time_budget=budget).check("nothing was trained yet", starting=True)
         assert caught.value.fix == "raise training.time_budget"
 
 
 def test_what_takes_longer_than_is_left_is_not_begun_and_the_way_out_is_one_that_leads_there(monkeypatch):
     monkeypatch.setattr(stopping, "program_began", lambda: time.monotonic() - 30)
-    stop = StopRequest(time_budget=60)
-    stop.raise_if_too_long(20, "the answers after training", "all 5 steps are saved", in_vain=False)
+    stop = Preemption(time_budget=60)
+    stop.check_time(20, "evaluation after training", "all 5 steps are saved", in_vain=False)
     with pytest.raises(Preempted) as caught:
-        stop.raise_if_too_long(40, "the answers after training", "all 5 steps are saved", in_vain=False)
+        stop.check_time(40, "evaluation after training", "all 5 steps are saved", in_vain=False)
     assert caught.value.problem == (
-        "stopped by itself: of the time budget of 60 s 30 s are left, and the answers after training take about 40 s; "
+        "time budget: 30 s of 60 s left, stopping; evaluation after training takes about 40 s; "
         "all 5 steps are saved"
     )
     assert caught.value.fix == stopping.RESUME
     with pytest.raises(Preempted) as caught:
-        stop.raise_if_too_long(100, "the answers after training", "all 5 steps are saved", in_vain=False)
+        stop.check_time(100, "evaluation after training", "all 5 steps are saved", in_vain=False)
     assert caught.value.fix.startswith("raise training.time_budget above 135 s, and run the same command")
     with pytest.raises(Preempted) as caught:  # no step was left to take: the next process would stop here as well
-        stop.raise_if_too_long(40, "the answers after training", "all 5 steps are saved", in_vain=True)
+        stop.check_time(40, "evaluation after training", "all 5 steps are saved", in_vain=True)
     assert caught.value.fix.startswith("raise training.time_budget above 75 s, and run the same command")
     stop.signal_name = "SIGTERM"
     with pytest.raises(Preempted) as caught:
-        stop.raise_if_too_long(0, "the answers after training", "all 5 steps are saved", in_vain=False)
+        stop.check_time(0, "evaluation after training", "all 5 steps are saved", in_vain=False)
     assert caught.value.problem == "stopped by SIGTERM; all 5 steps are saved"
-    StopRequest().raise_if_too_long(1e12, "the answers after training", "all 5 steps are saved", in_vain=False)
+    Preemption().check_time(1e12, "evaluation after training", "all 5 steps are saved", in_vain=False)
 
 
 def test_without_a_budget_there_is_always_time():
-    assert StopRequest().why(needed_seconds=1e12) == ""
+    assert Preemption().why(needed_seconds=1e12) == ""
 
 
 def test_the_budget_is_counted_from_the_start_of_the_process():

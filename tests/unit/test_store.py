@@ -70,7 +70,7 @@ def test_damaged_tokens_are_noticed_and_made_again(data, what, caplog):
     else:
         (whole.folder / "manifest.json").unlink()
     again = open_store(recipe_for(data), quiet)
-    assert again.seconds > 0 and "are damaged" in caplog.text
+    assert again.seconds > 0 and "are corrupt" in caplog.text
     assert files(again.folder) == before
     assert again.merkle_root == whole.merkle_root
 
@@ -133,10 +133,10 @@ def test_waiting_for_another_program_is_said_and_can_be_stopped(data, caplog):
 
 def test_what_killed_programs_left_is_swept_and_what_is_being_made_is_not(data):
     for name in ("dead", "alive"):
-        (cache_folder() / f".building-{name}").mkdir(parents=True)
+        (cache_folder() / f".staged-{name}").mkdir(parents=True)
     with FileLock(cache_folder() / "alive.lock"):
         open_store(recipe_for(data), quiet)
-        assert [path.name for path in cache_folder().glob(".building-*")] == [".building-alive"]
+        assert [path.name for path in cache_folder().glob(".staged-*")] == [".staged-alive"]
 
 
 @pytest.mark.parametrize("name", ["big.jsonl", "big.json"])
@@ -160,7 +160,7 @@ def test_the_search_for_evaluation_questions_is_kept_and_made_again_for_another_
 
     first = leaks_of("a.jsonl", "What is 4 + 1?")
     assert [(found.rule, found.count, found.first) for found in first] == [("overlap_exact", 1, f"{data}:5")]
-    monkeypatch.setattr("tunix_rt.data.contamination._look", lambda *_: [])
+    monkeypatch.setattr("tunix_rt.data.contamination._search", lambda *_: [])
     assert leaks_of("a.jsonl", "What is 4 + 1?") == first
     assert leaks_of("b.jsonl", "What is 5 + 1?") == []
 

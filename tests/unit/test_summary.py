@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.errors import InputError, TunixError
-from tunix_rt.evaluate.report import compare, compare_runs
-from tunix_rt.evaluate.summary import SUMMARY_SCHEMA, comparison_facts, read_both, read_side, summary_of
+from tunix_rt.evaluate.comparison import compare, compare_runs
+from tunix_rt.evaluate.generate import read_both, read_side
+from tunix_rt.evaluate.report import SUMMARY_SCHEMA, comparison_facts, summary_of
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.scoring.score import judge, score_predictions
 from tunix_rt.storage import write_json, write_jsonl
@@ -53,7 +54,7 @@ def test_a_summary_of_both_sides_says_what_became_of_the_answers():
     assert changed["gain_points"] == pytest.approx(100 / 3)
     assert (changed["mcnemar"]["gained"], changed["mcnemar"]["lost"]) == (2, 1)
     assert changed["interval"]["low"] <= 1 / 3 <= changed["interval"]["high"]
-    assert changed["sentence"] == comparison.sentence
+    assert changed["sentence"] == comparison.describe()
     assert json.loads(json.dumps(said, allow_nan=False)) == said
 
 
@@ -87,7 +88,7 @@ def test_a_run_is_compared_with_itself_before_training_in_plain_words(folder):
     before, after = read_both(folder)
     assert (list(before.predictions), list(after.predictions)) == (BEFORE, AFTER)
     assert compare_runs(before, after) == compare(BEFORE, AFTER)
-    assert compare_runs(before, after).sentence.startswith("1 of 3 more answers right")
+    assert compare_runs(before, after).describe().startswith("1 of 3 more answers right")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_an_evaluation_of_two_models_has_their_names(tmp_path, summary, names):
     write_json(run.eval_summary, {"decoding": {}, **summary})
     sides = read_both(run.root)
     assert tuple(side.name for side in sides) == names and not any(side.is_moment for side in sides)
-    assert compare_runs(*sides).sentence.startswith(f"{names[1]} against {names[0]}: 1 of 3 more")
+    assert compare_runs(*sides).describe().startswith(f"{names[1]} against {names[0]}: 1 of 3 more")
 
 
 def test_a_run_gives_its_answers_after_training_under_its_own_name(folder):

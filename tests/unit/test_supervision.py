@@ -20,12 +20,11 @@ from tests.supervision_checks import (
 )
 from tunix_rt.config.load import build_config
 from tunix_rt.data import render as rendering
-from tunix_rt.data.length_checks import ModelFacts
 from tunix_rt.data.packing import IGNORED, batch_of_step, make_rows
-from tunix_rt.data.prepare import prepare
+from tunix_rt.data.prepare import ModelFacts, prepare
+from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.render import completion_text, prompt_ids, render, render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.scoring.score import matches_strict
 
 AWKWARD = Sample(
@@ -75,7 +74,7 @@ def test_the_prompt_at_generation_is_the_prefix_of_the_training_row(chatting, sa
         asked = prompt_ids(sample.question, chatting, way)
         assert example.ids[: len(asked)].tolist() == asked
         assert int(np.flatnonzero(example.trained)[0]) == len(asked) == example.prompt_tokens
-        assert not example.melted
+        assert not example.straddled
 
 
 def test_a_system_instruction_is_masked_with_the_question(tokenizer):

@@ -11,10 +11,10 @@ import tokenizers
 from tests.conftest import SHIPPED
 from tests.supervision_checks import chat, style, write_chat_tokenizer
 from tunix_rt.data import render as rendering
+from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.render import prompt_ids, render, render_batch
 from tunix_rt.data.template import TemplateRefusal, choose_template, conversation_text
 from tunix_rt.data.tokenizer import load_tokenizer, needs_bos
-from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.generate import stop_ids
 
@@ -165,9 +165,9 @@ def test_the_date_is_part_of_a_template_only_where_the_template_asks_for_it(toke
         ("{{ nobody.knows.this }}", "the chat template fails: 'nobody' is undefined"),
         ("{{ messages.append(1) }}", "the chat template fails"),
         ("{{ ''.__class__.__mro__ }}", "the chat template fails"),
-        ("{{ raise_exception('not for you') }}", "refuses a question and its answer: not for you"),
-        ("{{ messages[0].content }}", "leaves out what the assistant says"),
-        (5, "chat_template is no text"),
+        ("{{ raise_exception('not for you') }}", "rejects a question and its answer: not for you"),
+        ("{{ messages[0].content }}", "leaves out the assistant's turn"),
+        (5, "chat_template is not a string"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_with_its_file(tokenizer_with, tmp_path, template, words):
@@ -181,16 +181,16 @@ def test_what_a_template_says_about_one_conversation_is_kept_and_the_others_are_
     tokenizer = tokenizer_with(template)
     long = chat("Hi?", "Yes.", "So?", "No.")
     shown = render_batch([ANSWERED, long, ANSWERED], tokenizer, style(tokenizer, "auto"))
-    assert [getattr(one, "words", None) for one in shown] == [None, "two turns at most", None]
+    assert [getattr(one, "reason", None) for one in shown] == [None, "two turns at most", None]
     assert shown[0].ids.tolist() == shown[2].ids.tolist()
-    with pytest.raises(InputError, match="does not take this conversation: two turns at most"):
+    with pytest.raises(InputError, match="rejects this conversation: two turns at most"):
         render(long, tokenizer, style(tokenizer, "auto"))
 
 
 def test_a_conversation_that_a_template_fails_on_does_not_end_the_batch(tokenizer_with):
     tokenizer = tokenizer_with(OWN.replace("message.role +", "(message.role if loop.index < 3 else 5) +"))
     shown = render_batch([chat("a", "b", "c", "d"), ANSWERED], tokenizer, style(tokenizer, "auto"))
-    assert "the chat template fails" in shown[0].words and shown[1].trained.any()
+    assert "the chat template fails" in shown[0].reason and shown[1].trained.any()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_conversation_that_a_template_fails_on_does_not_end_the_batch(tokenize
 )
 def test_a_template_that_rewrites_a_conversation_is_refused_and_chatml_named(tokenizer_with, template):
     tokenizer = tokenizer_with(template)
-    with pytest.raises(InputError, match=r"rewrites a conversation that goes on.*data.chat_template=chatml"):
+    with pytest.raises(InputError, match=r"rewrites earlier turns of a longer conversation.*data.chat_template=chatml"):
         render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "auto"))
     render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "chatml"))
 
@@ -212,7 +212,7 @@ def test_a_conversation_that_the_assistant_begins_is_refused(tokenizer_with):
     tokenizer = tokenizer_with()
     begun = Sample(turns=(Turn(role="assistant", text="Hello."),))
     [refusal] = render_batch([begun], tokenizer, style(tokenizer, "chatml"))
-    assert "before the assistant speaks" in refusal.words
+    assert "no turn precedes the assistant" in refusal.reason
 
 
 def counted(monkeypatch):
@@ -231,7 +231,7 @@ def test_a_long_chat_is_cut_as_turn_by_turn_and_not_written_anew_for_each(tokeni
     asked = counted(monkeypatch)
     walked = render(long, tokenizer, way)
     assert len(asked) < 50
-    monkeypatch.setattr(rendering, "WRITTEN_ANEW", 1000)
+    monkeypatch.setattr(rendering, "RENDERED_ANEW", 1000)
     anew = render(long, tokenizer, way)
     assert len(walked.ends) == 100 and len(asked) > 200
     assert walked.trained.tolist() == anew.trained.tolist() and walked.ends == anew.ends
@@ -242,7 +242,7 @@ def test_a_long_chat_that_spells_out_the_opening_is_read_turn_by_turn_and_a_very
     chatml = style(tokenizer, "chatml")
     tricky = ("<|im_start|>assistant\nYes.<|im_end|>", "Yes.")
     assert taught(tokenizer, render(chat(*tricky * 70), tokenizer, chatml)) == "Yes.<|im_end|>" * 70
-    with pytest.raises(InputError, match=r"speaks 257 times, and over 256 are taken only .* split the conversation"):
+    with pytest.raises(InputError, match=r"257 assistant turns; more than 256 are supported only .* split the conversation"):
         render(chat(*tricky * 257), tokenizer, chatml)
     assert len(render(chat(*("Hi?", "Yes.") * 257), tokenizer, chatml).ends) == 257
 
@@ -263,7 +263,7 @@ def test_a_template_that_rewrites_a_long_conversation_is_refused_too(tokenizer_w
     tokenizer = tokenizer_with("{{ 'Long: ' if messages | length > 150 }}" + OWN)
     own = style(tokenizer, "auto")
     assert len(render(chat(*("Hi?", "Yes.") * 70), tokenizer, own).ends) == 70
-    with pytest.raises(InputError, match="rewrites a conversation"):
+    with pytest.raises(InputError, match="rewrites earlier turns"):
         render(chat(*("Hi?", "Yes.") * 80), tokenizer, own)
 
 
@@ -290,7 +290,7 @@ def test_a_template_without_an_end_token_says_so_and_teaches_what_is_said(tokeni
     chosen = style(tokenizer, "auto")
     assert chosen.template.end_id == -1
     example = render(chat("Hi?", "Yés 😀", "So?", "日"), tokenizer, chosen)
-    assert example.ends == (-1, -1) and not example.melted
+    assert example.ends == (-1, -1) and not example.straddled
     assert taught(tokenizer, example) == "Yés 😀\n日\n"
 
 
@@ -303,7 +303,7 @@ def test_an_end_token_that_swallows_the_line_break_after_it_is_taught(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     example = render(chat("Hi?", "Yes.", "So?", "No."), tokenizer, style(tokenizer, "auto"))
     assert taught(tokenizer, example) == "Yes.<|im_end|>No.<|im_end|>"
-    assert not example.melted and -1 not in example.ends
+    assert not example.straddled and -1 not in example.ends
 
 
 def test_an_answer_is_over_at_the_end_of_a_sequence_and_at_the_end_of_a_turn(tokenizer_with):
@@ -328,8 +328,8 @@ def test_a_token_of_prompt_and_answer_is_reported_and_not_taught(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     chatml = style(tokenizer, "chatml")
     example = render(chat("Hi?", "\nYes."), tokenizer, chatml)
-    assert example.melted and taught(tokenizer, example) == "Yes.<|im_end|>"
-    assert not render(chat("Hi?", "Yes.\n\n"), tokenizer, chatml).melted
+    assert example.straddled and taught(tokenizer, example) == "Yes.<|im_end|>"
+    assert not render(chat("Hi?", "Yes.\n\n"), tokenizer, chatml).straddled
 
 
 def test_a_prompt_that_is_tokenised_otherwise_alone_is_reported(tmp_path):
@@ -348,7 +348,7 @@ def test_a_prompt_that_is_tokenised_otherwise_alone_is_reported(tmp_path):
     own = style(tokenizer, "auto")
     assert prompt_ids("Hi?", tokenizer, own)[-1] == 773
     example = render(ANSWERED, tokenizer, own)
-    assert example.melted and 773 not in example.ids
+    assert example.straddled and 773 not in example.ids
     assert taught(tokenizer, example) == "Yes.<|im_end|>"
 
 

@@ -18,7 +18,7 @@ from tunix_rt.config.load import build_config
 from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.sources import Dataset
-from tunix_rt.engines.base import Step
+from tunix_rt.engines.base import PhasePeak, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.runs.folder import (
     RunDir,
@@ -28,12 +28,15 @@ from tunix_rt.runs.folder import (
     publish_checkpoint,
     stage_checkpoint,
 )
+from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import MetricsLog, final_state, state_hash
 from tunix_rt.storage import append_jsonl, read_json, write_json
 from tunix_rt.train.checkpointer import best_checkpoint
+from tunix_rt.train.commitment import Batch
+from tunix_rt.train.context import Options, RunContext
 from tunix_rt.train.loop import train_run
-from tunix_rt.train.preemption import StopRequest
-from tunix_rt.train.resume import cut_back, find_start, newest_checkpoint, refuse_other_kernels
+from tunix_rt.train.preemption import Preemption
+from tunix_rt.train.resume import find_start, newest_checkpoint, refuse_other_kernels, truncate_to
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -250,8 +253,8 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(run, commit, caplog):
     (commit(150) / "MANIFEST.json").unlink()
     with caplog.at_level(logging.WARNING, logger="tunix_rt"):
         assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
-    assert "step-000150 is damaged and passed over: MANIFEST.json is missing" in caplog.text
-    assert "step-000100 is damaged and passed over: changed: state.json" in caplog.text
+    assert "step-000150 is corrupt, skipped: MANIFEST.json is missing" in caplog.text
+    assert "step-000100 is corrupt, skipped: changed: state.json" in caplog.text
 
 
 def test_what_was_passed_over_is_known_at_the_start_with_its_problems(run, commit):
@@ -273,10 +276,10 @@ def test_a_checkpoint_without_its_lines_is_passed_over_aloud(run, commit, caplog
     run.metrics.write_bytes(b"".join(content[:99]) + rest)
     with caplog.at_level(logging.WARNING, logger="tunix_rt"):
         assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
-    assert "step-000100 is damaged and passed over: metrics.jsonl" in caplog.text
+    assert "step-000100 is corrupt, skipped: metrics.jsonl" in caplog.text
     start = find_start(run, resume=True)
     assert start.step == 50 and lines(run) == [*content[:99], *filter(None, [rest])], "to look changes nothing"
-    cut_back(run, start)
+    truncate_to(run, start)
     assert lines(run) == content[:50]
 
 
@@ -323,7 +326,7 @@ def test_what_the_kept_steps_took_is_known_at_the_start(run, commit, heads):
         "final_loss_hex": step(100).loss.hex(),
         "metrics_head": heads[100],
     }
-    assert (start.seconds, start.peak_bytes, start.kept) == (25.0, 1_000_000, "step 100 is saved")
+    assert (start.seconds, start.peak_bytes, start.saved_state) == (25.0, 1_000_000, "step 100 is saved")
 
 
 def test_a_staged_checkpoint_is_never_continued_from(run, commit):
@@ -356,6 +359,9 @@ class SummingEngine:
 
     def __init__(self):
         self.weight = 0
+
+    def take_peak(self):
+        return PhasePeak(used_bytes=0, measure="none", alone=True)
 
     def make_optimizer(self, engine, training):
         return None
@@ -401,7 +407,7 @@ def nothing_prepared(tmp_path, heldout=()):
 
 
 def train(run, *, total, resume=False, stop_after=None, read_along=None, **training):
-    engine, stop, notes = SummingEngine(), StopRequest(), {}
+    engine, stop, journal = SummingEngine(), Preemption(), RunJournal(run=run, continued=resume)
 
     def progress(what, done, of, note):
         if done == stop_after:
@@ -410,17 +416,17 @@ def train(run, *, total, resume=False, stop_after=None, read_along=None, **train
     config = build_config({"training": {"save_steps": 2, "eval_steps": 2, **training}}, "test")
     start = find_start(run, resume=resume)
     refuse_other_kernels(engine, start.checkpoint)
-    metrics = cut_back(run, start)
-    notes.update(start.facts)
-    try:
-        train_run(
-            engine, engine, run=run, config=config, data=nothing_prepared(run.root, heldout=("a row",)), pad_id=0,
-            total=total, start=start, metrics=metrics, stop=stop, progress=progress, note=notes.update, eval_rows=4,
-            read_along=read_along,
-        )  # fmt: skip
-    finally:
-        notes["weight"] = engine.weight
-    return notes
+    metrics = truncate_to(run, start)
+    journal.result.set(**start.facts)
+    context = RunContext(
+        journal=journal, stop=stop, options=Options(progress=progress), config=config, device=None, gpus=frozenset(),
+        model=None, shape=None, tokenizer=SimpleNamespace(pad_id=0), data=nothing_prepared(run.root, heldout=("a row",)),
+        plan=SimpleNamespace(eval_rows=4, layers=None), batch=Batch(rows=8, devices=1), start=start, total=total,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tunix_rt.train.context.load_backend", lambda name: engine)
+        train_run(context, engine, metrics, read_along)
+    return journal.result.to_json() | {"weight": engine.weight}
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_a_line_for_every_step(run):
@@ -572,11 +578,11 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(r
 
 
 def test_a_stop_before_the_first_step_takes_no_step(run):
-    stop = StopRequest()
-    stop.raise_if_asked("nothing was trained yet")
+    stop = Preemption()
+    stop.check("nothing was trained yet")
     stop.signal_name = "SIGINT"
     with pytest.raises(Preempted, match="stopped by SIGINT; nothing was trained yet"):
-        stop.raise_if_asked("nothing was trained yet")
+        stop.check("nothing was trained yet")
 
 
 def test_a_run_is_not_continued_with_layers_compiled_that_were_not(run, monkeypatch):

@@ -1,4 +1,4 @@
-"""`tunix-rt data`: bring a dataset in, ask the gate about it, look at what is trained."""
+"""`tunix-rt data`: import a dataset, validate it, inspect what is trained."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tunix_rt.cli.views import text
-from tunix_rt.cli.views import validation as gate
+from tunix_rt.cli.views import text, validation
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.data.importer import Imported
-    from tunix_rt.data.length_checks import ModelFacts
-    from tunix_rt.data.prepare import Inspected
+    from tunix_rt.data.prepare import Inspected, ModelFacts
     from tunix_rt.data.preview import RowView, TokenView
     from tunix_rt.data.render import Style
     from tunix_rt.data.sources import Dataset
@@ -31,18 +29,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @click.group()
 def data() -> None:
-    """Bring a dataset in, check it, and see what of it is trained."""
+    """Import a dataset, check it, and see what of it is trained."""
 
 
 def _settings(command: Command) -> Command:
-    """The options that say with which model and which settings a dataset is looked at."""
+    """The options for the model and the settings that a dataset is inspected with."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print everything as JSON."),
         click.option(
             "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated."
         ),
         click.option(
-            "--model", help=f"Hub id, local folder, or a shipped model; else that of --config, or {SHIPPED_MODEL}."
+            "--model", help=f"Hub id, local folder, or a shipped model. Default: that of --config, or {SHIPPED_MODEL}."
         ),
         click.option("--config", help="A YAML file, or the name of a shipped one."),
     ):
@@ -53,13 +51,13 @@ def _settings(command: Command) -> Command:
 @data.command("import")
 @click.argument("source", metavar="FILE")
 @click.option("--as", "key", required=True, metavar="KEY", help="Name of the dataset; it is written to datasets/KEY.")
-@click.option("--format", "reading", default="auto", show_default=True, help="How a record is read; auto finds out.")
+@click.option("--format", "reading", default="auto", show_default=True, help="Format of the records; auto detects it.")
 @click.option("--replace", is_flag=True, help="Replace the dataset of that name.")
 @_settings
-def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, **asked: Any) -> None:
-    """Bring FILE (JSONL, JSON or Parquet, also in gzip; a folder; a hub dataset in the local cache) in as datasets/KEY.
+def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, **options: Any) -> None:
+    """Import FILE (JSONL, JSON or Parquet, also in gzip; a folder; a hub dataset in the local cache) as datasets/KEY.
 
-    Says how it was read, tokenises it, and shows a few examples. What the gate finds is said, and refuses nothing here.
+    Prints how it was read, tokenizes it, and shows a few examples. Findings of validation are printed; none is refused here.
     """
     from tunix_rt.data.importer import import_dataset
     from tunix_rt.data.prepare import inspect
@@ -68,8 +66,8 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
     from tunix_rt.storage import read_json, to_plain, write_json
 
     refuse_address("FILE", source)
-    look = _look(asked, **{"data.format": reading})
-    style_of(look.config.data, look.tokenizer)  # a template that cannot be used is refused before anything is written
+    look = _look(options, **{"data.format": reading})
+    style_of(look.config.data, look.tokenizer)  # an unusable template is refused before anything is written
     with _watching() as progress:
         imported = import_dataset(source, key=key, format=reading, replace=replace, folder=FOLDER)
         if not as_json:
@@ -88,21 +86,21 @@ def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, *
     write_json(imported.manifest, manifest)
     if as_json:
         facts = {"schema": "tunix-rt/data-import/1", "folder": imported.dataset.parent, "manifest": manifest}
-        text.show_json(to_plain(facts | {"findings": gate.findings(seen)}))
+        text.show_json(to_plain(facts | {"findings": validation.findings(seen)}))
         return
-    length = gate.length_words(gate.figures(seen, config))
-    text.show_facts([*gate.token_facts(seen, look.whose), ("length", length)])
+    length = validation.describe_lengths(validation.figures(seen, config))
+    text.show_facts([*validation.token_facts(seen, look.whose), ("length", length)])
     text.show_lines([""])
     _show_samples(seen, look.tokenizer)
-    text.show_lines(_after_import(seen, imported, look, asked))
+    text.show_lines(_after_import(seen, imported, look, options))
 
 
 @data.command()
 @click.argument("name")
-@click.option("--data", "--dataset", "dataset", help="Training data that must not hold these questions.")
+@click.option("--data", "--dataset", "dataset", help="Training data that must not contain these questions.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def evalset(name: str, dataset: str | None, as_json: bool) -> None:
-    """Check the eval set NAME: every question has an answer that can be scored, none is asked twice. Exit 3 when not."""
+    """Check the eval set NAME: every question has an answer that can be scored, none occurs twice. Exit 3 when not."""
     from tunix_rt.errors import InputError
     from tunix_rt.evaluate.evalsets import validate_evalset
     from tunix_rt.models.secrets import refuse_address
@@ -116,49 +114,47 @@ def evalset(name: str, dataset: str | None, as_json: bool) -> None:
         kinds = (("section", found.sections), ("category", found.categories), ("difficulty", found.difficulties))
         counts = [(kind, ", ".join(f"{one} {count:,}" for one, count in of.items())) for kind, of in kinds]
         text.show_facts([("eval set", found.key), ("questions", f"{found.items:,}"), *counts])
-        text.show_lines(finding.sentence for finding in found.findings)
+        text.show_lines(finding.describe() for finding in found.findings)
     if not found.good:
         wrong = [finding for finding in found.findings if finding.refuses]
-        raise InputError(f"{name}: {wrong[0].sentence}", fix=f"mend the {len(wrong)} kind(s) of error above")
+        raise InputError(f"{name}: {wrong[0].describe()}", fix=f"correct the {len(wrong)} kind(s) of error above")
 
 
 @data.command()
 @click.argument("key")
 @_settings
-def check(key: str, as_json: bool, **asked: Any) -> None:
-    """Ask every rule of the gate about dataset KEY. Exit 3 when one refuses it, as a run would.
+def check(key: str, as_json: bool, **options: Any) -> None:
+    """Validate dataset KEY against every rule. Exit 3 when one refuses it, as a run would.
 
     KEY is a dataset, a file, a folder, or a hub dataset in the local cache.
     """
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.validation import refuse
 
-    look = _look(asked, **{"data.dataset": key})
+    look = _look(options, **{"data.dataset": key})
     with _watching() as progress:
         seen = inspect(look.config, look.tokenizer, look.model, progress)
-    figures = gate.figures(seen, look.config)
+    figures = validation.figures(seen, look.config)
     if as_json:
-        text.show_json(gate.check_json(seen, look.config, look.tokenizer, figures))
+        text.show_json(validation.check_json(seen, look.config, look.tokenizer, figures))
     else:
-        text.show_facts(gate.check_facts(seen, look.config, look.whose, figures))
-        gate.show_findings(seen)
+        text.show_facts(validation.check_facts(seen, look.config, look.whose, figures))
+        validation.show_findings(seen)
     refuse(seen.findings)
 
 
 @data.command()
 @click.argument("key")
-@click.option("--row", type=click.IntRange(min=1), metavar="N", help="The N-th record of the dataset (1 unless told).")
-@click.option(
-    "--packed", type=click.IntRange(min=1), metavar="N", help="The N-th row that is trained on, as it is packed."
-)
+@click.option("--row", type=click.IntRange(min=1), metavar="N", help="The N-th record of the dataset. Default: 1.")
+@click.option("--packed", type=click.IntRange(min=1), metavar="N", help="The N-th training row, as it is packed.")
 @_settings
-def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: Any) -> None:
+def show(key: str, row: int | None, packed: int | None, as_json: bool, **options: Any) -> None:
     """Show one row of dataset KEY token by token: its text, its ids, and what is trained."""
     from tunix_rt.cli.views import tokens
 
     if row is not None and packed is not None:
         raise click.UsageError("give --row or --packed, not both")
-    look = _look(asked, **{"data.dataset": key})
+    look = _look(options, **{"data.dataset": key})
     shown = _packed(packed, look) if packed is not None else _record(row or 1, look)
     view = shown.view
     if as_json:
@@ -168,7 +164,7 @@ def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: 
     header = [
         shown.header[0],
         f"{count:,} tokens: {view.trained:,} trained ({text.percent(view.trained / count)}), {count - view.trained:,} masked",
-        f"{gate.template_words(shown.facts['template'])}, {look.whose}",
+        f"{validation.describe_template(shown.facts['template'])}, {look.whose}",
         *shown.header[1:],
     ]
     tokens.show_row(view, header=header, places=shown.places)
@@ -176,12 +172,11 @@ def show(key: str, row: int | None, packed: int | None, as_json: bool, **asked: 
 
 @contextmanager
 def _watching() -> Iterator[Any]:
-    """Progress on the terminal; an interrupt ends the work at its next step, with exit code 7 and nothing half-made."""
+    """Progress on the terminal; an interrupt stops at the next step, with exit code 7 and no partial result."""
     from tunix_rt.cli.views.progress import watching
-    from tunix_rt.pipeline import stoppable
-    from tunix_rt.train.preemption import StopRequest
+    from tunix_rt.train.preemption import Preemption, stoppable
 
-    with StopRequest().listening() as stop, watching() as progress:
+    with Preemption().listening() as stop, watching() as progress:
         yield stoppable(progress, stop)
 
 
@@ -190,7 +185,7 @@ def _watching() -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The settings a dataset is looked at with, the tokenizer of their model, and in words whose it is."""
+    """The settings that a dataset is inspected with, the tokenizer of their model, and a description of it."""
 
     config: "RunConfig"
     tokenizer: "Tokenizer"
@@ -198,46 +193,49 @@ class Look:
     whose: str
 
 
-def _look(asked: Mapping[str, Any], **settings: str) -> Look:
-    """Settings as in a run; where no model is named, the shipped one. Needs no weights."""
+def _look(options: Mapping[str, Any], **settings: str) -> Look:
+    """Settings as in a run; the default model is the shipped one. Needs no weights."""
     from tunix_rt.config.load import find_config, load_config
     from tunix_rt.models.secrets import refuse_addresses
-    from tunix_rt.pipeline import find_tokenizer
+    from tunix_rt.train.context import find_tokenizer
 
-    path = find_config(asked["config"]) if asked["config"] else None
-    flags = settings | {"model.model_name_or_path": asked["model"]}
-    config = load_config(path, overrides=asked["overrides"], flags=flags)
+    path = find_config(options["config"]) if options["config"] else None
+    flags = settings | {"model.model_name_or_path": options["model"]}
+    config = load_config(path, overrides=options["overrides"], flags=flags)
     hint = ""
     if not config.model.model_name_or_path:
         flags["model.model_name_or_path"] = SHIPPED_MODEL
-        config = load_config(path, overrides=asked["overrides"], flags=flags)
-        hint = " (the shipped model: name yours with --model or --config)"
-    refuse_addresses(config.model_dump())  # one may hold a password, and its words would reach the terminal
+        config = load_config(path, overrides=options["overrides"], flags=flags)
+        hint = " (the shipped model: choose yours with --model or --config)"
+    refuse_addresses(config.model_dump())  # one may contain a password, which would reach the terminal
     whose = f"tokenizer of {config.model.tokenizer_name_or_path or config.model.model_name_or_path}{hint}"
     tokenizer, model = find_tokenizer(config)
     return Look(config=config, tokenizer=tokenizer, model=model, whose=whose)
 
 
-# --- words of an import ----------------------------------------------------------------------------------------------
+# --- import ----------------------------------------------------------------------------------------------------------
 
 
-def _import_facts(imported: "Imported") -> gate.Facts:
+def _import_facts(imported: "Imported") -> validation.Facts:
     unused = ", ".join(f"{name} ({count:,} of {imported.rows:,} records)" for name, count in imported.unused.items())
     files = len(imported.source.files)
-    worded = [("answers", f"{imported.worded:,} of {imported.rows:,} with words behind the number, kept as they are")]
+    worded = [("answers", f"{imported.worded:,} of {imported.rows:,} with words after the number, kept as they are")]
     return [
-        ("read", f"{gate.near(imported.source.key)}: {imported.container}{f', {files:,} files' if files > 1 else ''}"),
+        (
+            "read",
+            f"{validation.near(imported.source.key)}: {imported.container}{f', {files:,} files' if files > 1 else ''}",
+        ),
         ("format", " written as ".join(dict.fromkeys((imported.format, imported.written_as)))),
         ("records", f"{imported.rows:,}"),
-        ("not used", unused or "nothing: every column is read"),
+        ("not used", unused or "none: every column is read"),
         *(worded if imported.worded else []),
-        ("lies in", str(imported.dataset)),
+        ("path", str(imported.dataset)),
         ("sha256", imported.sha256),
     ]
 
 
 def _show_samples(seen: "Inspected", tokenizer: "Tokenizer") -> None:
-    """The first few examples as text. One that no tokens could be made of is passed over; the gate speaks of it."""
+    """The first few examples as text. One that cannot be tokenized is skipped; validation reports it."""
     from tunix_rt.cli.views import tokens
     from tunix_rt.data.packing import make_rows
     from tunix_rt.data.preview import view_of
@@ -246,33 +244,33 @@ def _show_samples(seen: "Inspected", tokenizer: "Tokenizer") -> None:
     for which in entries["length"].nonzero()[0][:SAMPLES].tolist():
         example = seen.store.examples[which]
         view = view_of(make_rows([example], max_length=len(example.ids), packing=False)[0], tokenizer)
-        place = gate.near(seen.dataset.place(int(entries[which]["file"]), int(entries[which]["line"])))
+        place = validation.near(seen.dataset.place(int(entries[which]["file"]), int(entries[which]["line"])))
         tokens.show_sample(view, title=f"{place}: {len(view.tokens):,} tokens, {view.trained:,} trained")
 
 
-def _after_import(seen: "Inspected", imported: "Imported", look: Look, asked: Mapping[str, Any]) -> list[str]:
-    """What the gate found, in a line, and what to type next."""
+def _after_import(seen: "Inspected", imported: "Imported", look: Look, given: Mapping[str, Any]) -> list[str]:
+    """A line with the findings of validation, and the next command."""
     key = imported.key
-    options = "".join(f" --set {shlex.quote(said)}" for said in asked["overrides"])
-    options = f" --model {shlex.quote(asked['model'])}{options}" if asked["model"] else options
-    config = shlex.quote(asked["config"]) if asked["config"] else ""
+    options = "".join(f" --set {shlex.quote(override)}" for override in given["overrides"])
+    options = f" --model {shlex.quote(given['model'])}{options}" if given["model"] else options
+    config = shlex.quote(given["config"]) if given["config"] else ""
     check = f"tunix-rt data check {key}" + (f" --config {config}" if config else "") + options
     refusing, warning = (
         ", ".join(f"{finding.rule} ({finding.count:,})" for finding in seen.findings if finding.refuses is refuses)
         for refuses in (True, False)
     )
-    said = [f"would refuse it: {refusing}"] * bool(refusing) + [f"warns: {warning}"] * bool(warning)
-    found = f"gate: {'; '.join(said) or 'no rule found anything'}"
+    findings = [f"would refuse it: {refusing}"] * bool(refusing) + [f"warnings: {warning}"] * bool(warning)
+    verdict = f"validation: {'; '.join(findings) or 'no findings'}"
     if refusing:
-        return [found, f"next: {check}"]
-    if not config and not asked["model"]:
+        return [verdict, f"next: {check}"]
+    if not config and not given["model"]:
         options = f" --model {look.config.model.model_name_or_path}{options}"
     tag = f"<{look.config.data.answer_tag}>"
     answered = any(sample.answer is not None or tag in "".join(sample.texts) for sample in imported.samples)
     if not answered and look.config.evaluation.enabled and not look.config.evaluation.evalset:
         options += " --set evaluation.enabled=false"  # there are no answers to compare with
     return [
-        f"{found}  ({check})",
+        f"{verdict}  ({check})",
         f"next: tunix-rt train{f' {config}' if config else ''}{options} --data {key} --output runs/{key}",
     ]
 
@@ -287,11 +285,11 @@ class Shown:
     places: list[str]
     """Of each example in the row."""
     facts: dict[str, Any]
-    """What JSON says besides the tokens."""
+    """Fields of the JSON besides the tokens."""
 
 
 def _record(number: int, look: Look) -> Shown:
-    """A record as a run would tokenise it; only this one is tokenised."""
+    """A record as a run tokenizes it; only this one is tokenized."""
     from tunix_rt.data.packing import Row
     from tunix_rt.data.prepare import recipe_of
     from tunix_rt.data.preview import read_record, view_of
@@ -301,9 +299,9 @@ def _record(number: int, look: Look) -> Shown:
     dataset = recipe.dataset
     found = read_record(recipe, number)
     row, limit, length = found.row, settings.max_length, len(found.row.ids)
-    header = [f"{dataset.key}, record {number:,} ({recipe.format}): {gate.near(found.place)}"]
+    header = [f"{dataset.key}, record {number:,} ({recipe.format}): {validation.near(found.place)}"]
     if length > limit:
-        becomes = {"error": "a run refuses it", "drop": "a run drops it", "truncate": "cut here as in a run"}
+        becomes = {"error": "a run refuses it", "drop": "a run drops it", "truncate": "truncated here as in a run"}
         header.append(f"too long: {length:,} tokens, data.max_length is {limit:,}; {becomes[settings.on_overflow]}")
         if settings.on_overflow == "truncate":
             row = Row(ids=row.ids[:limit], trained=row.trained[:limit], positions=row.positions[:limit])
@@ -320,7 +318,7 @@ def _record(number: int, look: Look) -> Shown:
 
 
 def _packed(number: int, look: Look) -> Shown:
-    """A row as it is trained on. There are such rows only when the gate lets the data through."""
+    """A training row. There are rows only when no rule refuses the data."""
     from tunix_rt.data.packing import Rows
     from tunix_rt.data.prepare import prepare
     from tunix_rt.data.preview import view_of
@@ -346,7 +344,7 @@ def _packed(number: int, look: Look) -> Shown:
     ]
     facts = _row_facts(look, dataset, prepared.format, prepared.style, view)
     facts |= {"packed": number, "rows": len(rows), "places": places}
-    return Shown(view=view, header=header, places=[gate.near(place) for place in places], facts=facts)
+    return Shown(view=view, header=header, places=[validation.near(place) for place in places], facts=facts)
 
 
 def _row_facts(look: Look, dataset: "Dataset", format: str, style: "Style", view: "RowView") -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""`tunix-rt doctor`: will this run on this device, which cause stops it, and the line that mends it."""
+"""`tunix-rt doctor`: whether a run works on this computer, what prevents it, and the command that repairs it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,23 +8,27 @@ import click
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
-    from tunix_rt.doctor.facts import Ask, Facts
+    from tunix_rt.doctor.facts import Ask, Check, Facts
     from tunix_rt.doctor.selection import DeviceChoice
     from tunix_rt.doctor.selftest import Proof
+
+PAGES = "docs/doctor"
 
 
 @click.command()
 @click.argument("config", required=False)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"]), help="What a run would ask for.")
-@click.option("--backend", type=click.Choice(["torch", "jax"]), help="The engine of the run.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Its type of arithmetic.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Where the run would be written; its disk is looked at."
+    "--device", type=click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"]), help="Device that the run would request."
 )
-@click.option("--prove", is_flag=True, help="Run kernels in a child process and compare them with a float64 reference.")
-@click.option("--facts-only", is_flag=True, help="Print the facts as JSON and judge nothing.")
-@click.option("--facts", "facts_file", type=click.Path(path_type=Path), help="Judge the facts in this file instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print verdict, cause, checks, proof and facts as JSON.")
+@click.option("--backend", type=click.Choice(["torch", "jax"]), help="Engine of the run.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype of the run.")
+@click.option("--output", type=click.Path(path_type=Path), help="Output folder of the run, whose disk is checked.")
+@click.option(
+    "--prove", is_flag=True, help="Run the kernel self-test: compare kernels with float64, in a child process."
+)
+@click.option("--facts-only", is_flag=True, help="Print the facts as JSON, without a verdict.")
+@click.option("--facts", "facts_file", type=click.Path(path_type=Path), help="Use the facts in this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print verdict, cause, checks, self-test and facts as JSON.")
 def doctor(
     config: str | None,
     output: Path | None,
@@ -33,18 +38,17 @@ def doctor(
     as_json: bool,
     **named: Any,
 ) -> None:
-    """Say whether a run would work on this computer; exit 4 and the cause when not.
+    """Check whether a run works on this computer; exit 4 with the cause if not.
 
-    With CONFIG (a YAML file or the name of a shipped one) device, engine, type and model are taken from it; options win.
-    Settings that no run takes together are refused with exit 2.
-    Facts written on one computer (--facts-only) are judged on another with --facts.
+    CONFIG (a YAML file or the name of a shipped one) sets device, engine, dtype and model; options override it. Settings
+    that exclude each other are refused with exit 2. --facts checks the facts of another computer (--facts-only).
     """
     from tunix_rt.errors import ConfigError, HardwareError, TunixError
 
-    ask, settings = _what_is_asked(config, named)
+    ask, settings = _requested(config, named)
     if facts_file is not None and (prove or facts_only):
         raise ConfigError(
-            "--facts judges a file; nothing can be run or gathered there", fix="leave out --prove and --facts-only"
+            "--facts names a file; --prove and --facts-only need a computer", fix="leave out --prove and --facts-only"
         )
     facts = _facts(facts_file, output, ask)
     if facts_only:
@@ -57,22 +61,22 @@ def doctor(
     proof: Proof | None = None
     refusal: TunixError | None = None
     try:
-        from tunix_rt.cli.plan import refuse_what_no_run_takes
+        from tunix_rt.cli.plan import refuse_unrunnable
         from tunix_rt.doctor.selection import choose_device
 
         if settings is not None:
-            refuse_what_no_run_takes(settings)
+            refuse_unrunnable(settings)
         choice = choose_device(ask, facts)
         if prove:
-            click.echo(f"proving {choice.device} in a child process, some seconds", err=True)
+            click.echo(f"running the kernel self-test on {choice.device}, some seconds", err=True)
             proof = _prove(ask, choice, settings)
     except (ConfigError, HardwareError) as error:
         refusal = error
     _show(facts, ask, choice, proof, refusal, as_json=as_json)
 
 
-def _what_is_asked(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConfig | None]":
-    """The Ask, and the configuration where one is named."""
+def _requested(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConfig | None]":
+    """What the run requests, and its configuration, if one is named."""
     from tunix_rt.doctor.facts import Ask
 
     given = {name: value for name, value in named.items() if value is not None}
@@ -95,7 +99,7 @@ def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
 
 
 def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "Proof":
-    """The proof of the device, with the step and the heads of the configured run: of its model only small files are needed."""
+    """The kernel self-test with the step and the heads of the configured run; needs the small files of its model only."""
     from tunix_rt.doctor.selection import set_environment
     from tunix_rt.doctor.selftest import prove
     from tunix_rt.models.resolve import resolve_model
@@ -104,16 +108,16 @@ def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> 
 
     backend = ask.backend or "torch"
     set_environment(choice.device, backend)
-    asked: dict[str, Any] = {"backend": backend, "device": choice.device, "dtype": ask.dtype}
+    options: dict[str, Any] = {"backend": backend, "device": choice.device, "dtype": ask.dtype}
     if settings is None:
-        return prove(**asked)
-    asked |= step_of(settings.training)
-    if ask.dtype != settings.training.dtype:  # weights for another type of arithmetic
-        asked["master_dtype"] = None
+        return prove(**options)
+    options |= step_of(settings.training)
+    if ask.dtype != settings.training.dtype:  # master weights of another compute dtype
+        options["master_dtype"] = None
     if not settings.model.model_name_or_path:
-        return prove(**asked)
+        return prove(**options)
     model = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
-    return prove(**asked, **kernels_of(model.config, shape_of(model.config)))
+    return prove(**options, **kernels_of(model.config, shape_of(model.config)))
 
 
 def _show(
@@ -125,28 +129,26 @@ def _show(
     *,
     as_json: bool,
 ) -> None:
-    """The verdict first. A refusal ends with its exit code here, since its words are part of the answer."""
+    """The verdict first. A refusal exits here, because its message is part of the output."""
     from tunix_rt.accelerators import find_accelerator, peaks
     from tunix_rt.cli.views import text
-    from tunix_rt.doctor.causes import CAUSES
-    from tunix_rt.doctor.checks import judge
-    from tunix_rt.doctor.report import not_ready, verdict_lines
+    from tunix_rt.doctor.checks import KIND_OF, judge
     from tunix_rt.doctor.selftest import proof_lines, proof_problem
     from tunix_rt.models.secrets import redacted
     from tunix_rt.storage import to_plain
 
     checks = judge(facts, ask)
-    disproved = proof_problem(proof) if proof else None
-    ready = choice is not None and disproved is None
+    wrong = proof_problem(proof) if proof else None
+    ready = choice is not None and wrong is None
     code = 0 if ready else refusal.exit_code if refusal else 4
     cause = str(getattr(refusal, "cause", ""))
     if as_json:
-        problem = (refusal.problem, refusal.fix) if refusal else disproved
-        answer = {
+        problem = (refusal.problem, refusal.fix) if refusal else wrong
+        report = {
             "schema": "tunix-rt/doctor/1",
             "verdict": "ready" if ready else "refused",
-            "cause": cause or ("not-proven" if disproved else None),
-            "kind": CAUSES[cause].kind if cause in CAUSES else "hardware" if disproved else None,
+            "cause": cause or ("not-proven" if wrong else None),
+            "kind": KIND_OF.get(cause) or ("hardware" if wrong else None),
             "problem": redacted(problem[0]) if problem else None,
             "fix": redacted(problem[1]) if problem else None,
             "asked": ask,
@@ -155,7 +157,7 @@ def _show(
             "checks": checks,
             "facts": facts,
         }
-        text.show_json(to_plain(answer))
+        text.show_json(to_plain(report))
     elif refusal and not cause:
         raise refusal
     else:
@@ -163,9 +165,64 @@ def _show(
         if proof and choice:
             known = find_accelerator(choice.kind, choice.memory_bytes)
             shown = proof_lines(proof, peaks(known, ask.dtype) if known else (None, None))
-        lines = verdict_lines(facts, checks, choice if ready else None, ask.device, proven=shown)
-        if disproved:
-            lines = [f"{not_ready(ask.device)}: {disproved[0]}", f"  fix:  {disproved[1]}", *lines]
-        text.show_lines(lines)
+        lines = verdict_lines(checks, choice if ready else None, ask.device, self_test=shown)
+        if wrong:
+            lines = [f"{_not_ready(ask.device)}: {wrong[0]}", f"  fix:  {wrong[1]}", *lines]
+        text.show_lines([*lines, ""])
+        text.show_facts(_summary(facts))
     if code:
         raise click.exceptions.Exit(code)
+
+
+def verdict_lines(
+    checks: "Iterable[Check]", choice: "DeviceChoice | None", requested: str, *, self_test: Iterable[str] = ()
+) -> list[str]:
+    """The verdict, the cause with its fix, the self-test, the warnings."""
+    from tunix_rt.doctor.selection import GIB
+
+    lines: list[str] = []
+    if choice is not None:
+        memory = f"{choice.free_bytes / GIB:.1f} of {choice.memory_bytes / GIB:.1f} GiB free"
+        count = f"{choice.count} x " if choice.count > 1 else ""
+        lines.append(f"ready: {choice.device}, {count}{choice.kind}, {memory} ({choice.reason})")
+    failures = [check for check in checks if check.verdict == "fail"]
+    for check in failures[:1]:
+        lines += [f"{_not_ready(requested)}: {check.why}", *_detail(check)]
+    if len(failures) > 1:
+        lines.append("  then: " + "; ".join(f"{check.why} [{check.cause}]" for check in failures[1:]))
+    lines += self_test
+    for check in checks:
+        if check.verdict == "warn":
+            lines += [f"warning: {check.why}", *_detail(check)]
+    return lines
+
+
+def _not_ready(requested: str) -> str:
+    return "not ready" if requested == "auto" else f"not ready for {requested}"
+
+
+def _detail(check: "Check") -> list[str]:
+    return [f"  saw:  {check.saw}", f"  fix:  {check.fix}", f"  more: {PAGES}/{check.cause}.md"]
+
+
+def _summary(facts: "Facts") -> Iterable[tuple[str, str]]:
+    """The facts that the verdict rests on; --json has all of them."""
+    from tunix_rt.doctor.selection import GIB, describe_platform
+
+    host, driver = facts.host, facts.nvidia.driver_version
+    alike: dict[str, list[int]] = {}
+    ram = f"{host.ram_available_bytes / GIB:.1f} of {host.ram_total_bytes / GIB:.1f} GiB RAM available"
+    yield "platform", describe_platform(facts)
+    yield "cpu", f"{host.cpu}, {host.cpu_cores} cores, {ram}"
+    for gpu in facts.nvidia.gpus:
+        size = "memory shared with the CPU" if gpu.total_bytes is None else f"{gpu.total_bytes / GIB:.1f} GiB"
+        code = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
+        alike.setdefault(f"{gpu.name}, {size}{code}, driver {driver}", []).append(gpu.index)
+    for shown, numbers in alike.items():
+        yield f"gpu {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else ""), shown
+    if count := len(facts.tpu.pci) or len(facts.tpu.nodes):
+        yield "tpu", f"{count} device(s), libtpu {facts.tpu.libtpu or 'none'}"
+    if facts.torch:
+        build = facts.torch.cuda_build
+        yield "torch", f"{facts.torch.version}, " + (f"CUDA {build}" if build else "built without CUDA")
+    yield "disk", f"{host.disk_free_bytes / GIB:.1f} GiB free at {host.disk_path}"

@@ -1,4 +1,4 @@
-"""`tunix-rt env`: an environment of its own with the torch that fits this computer."""
+"""`tunix-rt env`: a separate environment with a torch that fits this computer."""
 
 import sys
 from pathlib import Path
@@ -16,33 +16,31 @@ if TYPE_CHECKING:
 
 FOLDERS = {"cuda": Path(".venv-gpu"), "cpu": Path(".venv-cpu")}
 _device = click.option(
-    "--device", required=True, type=click.Choice(["cuda", "cpu"]), help="What torch shall compute on there."
+    "--device", required=True, type=click.Choice(["cuda", "cpu"]), help="Device of torch in the environment."
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
 @click.group()
 def env() -> None:
-    """Make an environment with the torch that fits this computer, or verify one."""
+    """Create an environment with a torch that fits this computer, or verify one."""
 
 
 @env.command()
 @_device
-@click.option("--path", type=click.Path(path_type=Path), help="Where; else .venv-gpu, or .venv-cpu.")
-@click.option("--dry-run", is_flag=True, help="Print the verdict and the commands; make nothing.")
+@click.option("--path", type=click.Path(path_type=Path), help="Folder of the environment [.venv-gpu or .venv-cpu].")
+@click.option("--dry-run", is_flag=True, help="Print the verdict and the commands; create nothing.")
 @click.option("--facts", "facts_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Facts of another computer (`tunix-rt doctor --facts-only`), for a dry run.")  # fmt: skip
-@click.option(
-    "--wheel-index", metavar="URL", help="A mirror of PyTorch's wheel index, above its folders cu130, cpu ..."
-)
+@click.option("--wheel-index", metavar="URL", help="Mirror of PyTorch's wheel index, with its folders cu130, cpu ...")
 @_json
 def create(
     device: str, path: Path | None, dry_run: bool, facts_file: Path | None, wheel_index: str | None, as_json: bool
 ) -> None:
-    """Read driver and GPU, install exactly the torch that fits them into a new environment, and prove that it computes.
+    """Install the torch that fits driver and GPU into a new environment, and run the kernel self-test there.
 
-    One other wheel is tried when that one fails; a GPU never gets a torch without CUDA. A log and a report are kept
-    beside the environment. Exit 4 when there is no such torch, or it does not work; nothing half-made stays.
+    If that wheel fails, one fallback is tried; a GPU never gets a torch without CUDA. A log and a report are written
+    beside the environment. Exit 4 if no torch fits or works; an incomplete environment is removed.
     """
     from tunix_rt.doctor.environment import plan_environment, why_refused
     from tunix_rt.doctor.install import SCHEMA, check_path, create_environment, error_of
@@ -51,7 +49,7 @@ def create(
     from tunix_rt.storage import to_plain
 
     if facts_file and not dry_run:
-        raise ConfigError("--facts speaks of another computer", fix="add --dry-run, or leave --facts out")
+        raise ConfigError("--facts describes another computer", fix="add --dry-run, or leave --facts out")
     path, base = path or FOLDERS[device], (wheel_index or INDEX_BASE).rstrip("/")
     check_path(path)
     facts = _facts(facts_file, path)
@@ -77,13 +75,13 @@ def create(
 
 @env.command()
 @_device
-@click.option("--path", type=click.Path(path_type=Path), help="The environment; else .venv-gpu, or .venv-cpu.")
+@click.option("--path", type=click.Path(path_type=Path), help="The environment [.venv-gpu or .venv-cpu].")
 @click.option(
     "--python", "python_file", type=click.Path(path_type=Path), metavar="EXE", help="Its Python, instead of --path."
 )
 @_json
 def verify(device: str, path: Path | None, python_file: Path | None, as_json: bool) -> None:
-    """Ask the torch of an environment what it was built for, run one kernel, then the whole proof. Exit 4 if it fails."""
+    """Check the build of torch in an environment, run one kernel, then the kernel self-test. Exit 4 if one fails."""
     import tempfile
 
     from tunix_rt.doctor.environment import python_in
@@ -92,12 +90,12 @@ def verify(device: str, path: Path | None, python_file: Path | None, as_json: bo
     from tunix_rt.storage import to_plain
 
     if path and python_file:
-        raise ConfigError("--path and --python name an environment each", fix="leave one of them out")
+        raise ConfigError("--path and --python exclude each other", fix="leave one of them out")
     facts = _facts(None, Path())
     python = python_file or python_in(path or FOLDERS[device], facts.host.system)
     if not python.is_file():
         raise ConfigError(
-            f"there is no {python}", fix=f"make it: tunix-rt env create --device {device}; or name another"
+            f"{python}: no such file", fix=f"create it: tunix-rt env create --device {device}; or name another"
         )
     with tempfile.TemporaryDirectory(prefix="tunix-rt-") as folder:
         torch, proof, failure = verify_environment(python, device=device, facts=facts, log=Path(folder, "log"))
@@ -105,7 +103,7 @@ def verify(device: str, path: Path | None, python_file: Path | None, as_json: bo
         text.show_json(to_plain({"ready": failure is None, "torch": torch, "proof": proof, "failure": failure}))
     elif failure is None:
         text.show_lines(
-            [f"ready: {python}, torch {torch.version}, CUDA {torch.cuda_build or 'none'}; proven on {device}"]
+            [f"ready: {python}, torch {torch.version}, CUDA {torch.cuda_build or 'none'}; self-test passed on {device}"]
         )
     if failure is not None:
         problem = f"{python} is not ready for {device}: {failure.problem} [{failure.kind}: {failure.cause}]"
@@ -118,7 +116,7 @@ def _facts(file: Path | None, path: Path) -> "Facts":
 
     if file:
         return read_facts(file)
-    return gather_facts(path, device="cpu")  # for the GPU's sake the torch of this environment need not be started
+    return gather_facts(path, device="cpu")  # the torch of this environment need not be started
 
 
 def _say(words: str) -> None:
@@ -129,24 +127,24 @@ def _show_plan(plan: "EnvironmentPlan", *, as_json: bool) -> None:
     from tunix_rt.doctor.environment import next_wheel
 
     chosen = plan.wheels[0]
-    unhad = next_wheel(plan.wheels, chosen, step="wheel")
-    useless = next_wheel(plan.wheels, chosen, step="check")
+    unavailable = next_wheel(plan.wheels, chosen, step="wheel")
+    unusable = next_wheel(plan.wheels, chosen, step="check")
     lines = [step.line for step in plan.steps(chosen)]
     if as_json:
         text.show_json(
             {
                 "device": plan.device, "path": str(plan.path), "reason": plan.reason, "commands": lines,
-                "if_it_cannot_be_had": unhad and _pip_words(unhad, plan),
-                "if_it_cannot_compute": useless and _pip_words(useless, plan),
+                "if_it_cannot_be_had": unavailable and _pip_words(unavailable, plan),
+                "if_it_cannot_compute": unusable and _pip_words(unusable, plan),
             }
         )  # fmt: skip
         return
     cuda = f", CUDA {chosen.cuda}" if plan.device == "cuda" else ""
-    text.show_lines([f"would make {plan.path} with torch {chosen.torch}{cuda} ({plan.reason})"])
+    text.show_lines([f"would create {plan.path} with torch {chosen.torch}{cuda} ({plan.reason})"])
     text.show_lines(f"{number}. {line}" for number, line in enumerate(lines, 1))
-    for words, other in (("cannot be had", unhad), ("cannot compute here", useless)):
-        then = f"the same with {_pip_words(other, plan)}" if other else "it stops and reports"
-        text.show_lines([f"if that wheel {words}: {then}"])
+    for failure, other in (("is not available", unavailable), ("does not compute here", unusable)):
+        then = f"the same with {_pip_words(other, plan)}" if other else "it fails with a report"
+        text.show_lines([f"if that wheel {failure}: {then}"])
 
 
 def _pip_words(wheel: "Wheel", plan: "EnvironmentPlan") -> str:
@@ -159,9 +157,9 @@ def _pip_words(wheel: "Wheel", plan: "EnvironmentPlan") -> str:
 def _ready_lines(report: "EnvironmentReport") -> list[str]:
     versions = report.versions
     return [
-        f"ready: {report.path} with torch {versions['torch']}, CUDA {versions['cuda']}; proven on {report.device}",
-        f"  take it: {report.path}/bin/tunix-rt"
+        f"ready: {report.path} with torch {versions['torch']}, CUDA {versions['cuda']}; self-test passed on {report.device}",
+        f"  use it: {report.path}/bin/tunix-rt"
         if sys.platform != "win32"
-        else f"  take it: {report.path}\\Scripts\\tunix-rt",
-        f"  report: {report.report_path}, whole log: {report.log_path}",
+        else f"  use it: {report.path}\\Scripts\\tunix-rt",
+        f"  report: {report.report_path}, log: {report.log_path}",
     ]

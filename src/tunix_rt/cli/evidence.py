@@ -1,4 +1,4 @@
-"""`tunix-rt evidence`: make a bundle of a run, sign it, verify it, pack it."""
+"""`tunix-rt evidence`: collect a run into a bundle, sign it, verify it, pack it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ FOLDER = click.Path(path_type=Path)
 
 @click.group()
 def evidence() -> None:
-    """Collect what a run left behind, sign it, verify it, pack it."""
+    """Collect a run into a bundle, sign it, verify it, pack it."""
 
 
 @evidence.command()
@@ -40,7 +40,7 @@ def collect(
     """Make a bundle of the completed run in RUN: its facts without its weights, a README, and hashes.
 
     A run that is not consistent, lacks a file its device must leave, or comes from uncommitted source is refused (exit 6).
-    A run brought home from another machine may lack its weights.
+    A run that was copied from another machine may lack its weights.
     """
     from tunix_rt.evidence.collect import Extras, collect
     from tunix_rt.runs.source import require_repository
@@ -85,7 +85,7 @@ class _Segments(click.ParamType):  # type: ignore[type-arg]
     "--require", "required", type=click.Choice(["L0", "L1", "L2", "L3", "L4"]), default="L1", show_default=True,
     help="Level below which the exit code is 6: readable, consistent, regenerated, replayed, reproduced.",
 )  # fmt: skip
-@click.option("--repository", type=FOLDER, help="Clone to look the source of the run up in.")
+@click.option("--repository", type=FOLDER, help="Clone in which to look up the source of the run.")
 @click.option("--ref", "refs", multiple=True, help="Branch or tag of that clone to look in [the one checked out].")
 @click.option("--source", metavar="REF", help="Compute with the recorded source, from a commit reachable from REF.")
 @click.option("--weights", type=FOLDER, help="The final model (L2) [that in the bundle].")
@@ -127,7 +127,7 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
     if as_json:
         text.show_json({"ok": verdict.ok, "meaning": verdict.describe(), **asdict(verdict)})
     else:
-        text.show_lines(_markdown(verdict) if as_markdown else _lines(verdict))
+        (_show_markdown if as_markdown else _show)(verdict)
     if not verdict.ok:
         failed = f"{len(verdict.findings)} finding(s)" if verdict.findings else "see the notes for what is missing"
         problem = f"{folder} is at level {verdict.level}, required is {required}: {failed}"
@@ -135,7 +135,7 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
 
 
 def _require_folder(folder: Path) -> None:
-    """A mistyped name, or the folder above, is not a matter of evidence."""
+    """A mistyped name, or the parent folder, is an InputError, not a finding."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder", fix="name the folder of a run or of a bundle")
     if not any((folder / name).exists() for name in ("run_manifest.json", "SHA256SUMS", "precommit.json")):
@@ -147,7 +147,7 @@ def _require_folder(folder: Path) -> None:
 
 
 def _refuse_unused(required: str, given: dict[str, Any]) -> None:
-    """An option that changes nothing would be taken for one that did."""
+    """Refuse an option that has no effect."""
     replays = given["segments"] is not None or required in ("L3", "L4")
     computes = replays or required == "L2" or given["weights"] is not None
     for name, used, fix in (
@@ -162,21 +162,20 @@ def _refuse_unused(required: str, given: dict[str, Any]) -> None:
             raise ConfigError(f"--{name.removesuffix('s') if name == 'refs' else name} has no effect here", fix=fix)
 
 
-def _lines(verdict: "Verdict") -> list[str]:
-    rows = [(one.name, " ".join(one.value.split()), one.label, one.how) for one in verdict.claims]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    claims = [
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    found = [f"{one.level} {one.check}: {one.problem}" for one in verdict.findings]
-    return [*found, *verdict.notes, *["claims:"] * bool(claims), *claims, f"{verdict.folder}: {verdict.describe()}"]
+def _show(verdict: "Verdict") -> None:
+    text.show_lines([*(f"{one.level} {one.check}: {one.problem}" for one in verdict.findings), *verdict.notes])
+    if verdict.claims:
+        rows = [(one.name, " ".join(one.value.split()), one.label, one.how) for one in verdict.claims]
+        text.show_table(("claim", "value", "label", "how"), rows)
+    text.show_lines([f"{verdict.folder}: {verdict.describe()}"])
 
 
-def _markdown(verdict: "Verdict") -> list[str]:
+def _show_markdown(verdict: "Verdict") -> None:
     rows = [f"| {' | '.join(map(_escaped, (one.name, one.value, one.label, one.how)))} |" for one in verdict.claims]
     table = ["| claim | value | label | how |", "|---|---|---|---|", *rows, ""] if rows else []
     found = [f"- **{one.level} {one.check}**: {_escaped(one.problem)}" for one in verdict.findings]
-    return [f"**{_escaped(verdict.describe())}**", "", *table, *found, *(f"- {_escaped(one)}" for one in verdict.notes)]
+    notes = [f"- {_escaped(one)}" for one in verdict.notes]
+    text.show_lines([f"**{_escaped(verdict.describe())}**", "", *table, *found, *notes])
 
 
 def _escaped(value: str) -> str:

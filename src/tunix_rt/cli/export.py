@@ -1,4 +1,4 @@
-"""`tunix-rt export`: a model for others, proven to be the one it was made from."""
+"""`tunix-rt export`: a model in Hugging Face layout, with a round-trip check."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,18 +17,18 @@ import click
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where it is loaded.",
+    help="Device to load it on.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Type of the weights; without it, the one they have.",
+    help="Type of the weights. Unset: unchanged.",
 )
 @click.option(
     "--step", type=click.IntRange(min=1), help="Of a run: the checkpoint of this step instead of the final model."
 )
 @click.option("--best", is_flag=True, help="Of a run: the checkpoint with the lowest held-out loss.")
-@click.option("--json", "as_json", is_flag=True, help="Print the proof as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the round-trip check as JSON.")
 def export(
     model: str,
     layout: str,
@@ -39,10 +39,10 @@ def export(
     best: bool,
     as_json: bool,
 ) -> None:
-    """Write MODEL (a run folder, model folder, GGUF file, shipped model or hub id) for transformers, and prove it.
+    """Write MODEL (a run folder, model folder, GGUF file, shipped model or hub id) for transformers, with a round-trip check.
 
-    A fresh process reloads the folder with plain transformers: weights, logits, greedy text, tokens and chat template must be
-    those of the model in memory. Exit 6 when they are not; the folder is removed then.
+    A fresh process reloads the folder with plain transformers and compares weights, logits, greedy generations, tokens and chat
+    template with the model in memory. A difference is exit 6, and the folder is removed.
     """
     from tunix_rt.cli.views import text
     from tunix_rt.export.export import export_model
@@ -52,4 +52,4 @@ def export(
     if as_json:
         text.show_json(to_plain(asdict(done)) | {"layout": layout})
     else:
-        text.show_lines([done.sentence])
+        text.show_lines([done.describe()])

@@ -1,37 +1,37 @@
-"""`tunix-rt generate` and `tunix-rt chat`: try a model out."""
+"""`tunix-rt generate` and `tunix-rt chat`: generations on the terminal."""
 
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tunix_rt.cli.evaluate import asking
+from tunix_rt.cli.evaluate import generation_options
 
 if TYPE_CHECKING:
-    from tunix_rt.data.trace import Turn
+    from tunix_rt.data.records import Turn
     from tunix_rt.engines.decoding import Decoding
-    from tunix_rt.inference import OpenModel
+    from tunix_rt.inference import LoadedModel
 
 
 @click.command()
 @click.argument("model")
 @click.argument("question")
-@click.option("--against", help="Another model, asked the same, side by side.")
+@click.option("--against", help="Another model with the same prompt, side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print prompt, text, reasoning and answer as JSON.")
-@asking
+@generation_options
 def generate(model: str, question: str, against: str | None, as_json: bool, **how: Any) -> None:
-    """Ask MODEL one QUESTION. The answer comes as it is written: reasoning dim, answer bright."""
+    """Generate with MODEL for one QUESTION. The text streams: reasoning dim, answer bright."""
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
-    from tunix_rt.data.trace import Turn
+    from tunix_rt.data.records import Turn
 
     turns = (Turn(role="user", text=question),)
     with watching():
-        models, decoding = _opened([model] if against is None else [against, model], how)
+        models, decoding = _load([model] if against is None else [against, model], how)
     if as_json:
-        said = [_said(opened, turns, decoding) for opened in models]
-        text.show_json(said[0] if against is None else {"question": question, "answers": said})
+        outputs = [_output(model, turns, decoding) for model in models]
+        text.show_json(outputs[0] if against is None else {"question": question, "answers": outputs})
     elif against is None:
-        if _speak(models[0], turns, decoding) is None:
+        if _stream(models[0], turns, decoding) is None:
             raise click.Abort
     else:
         _side_by_side(models, turns, decoding)
@@ -39,45 +39,40 @@ def generate(model: str, question: str, against: str | None, as_json: bool, **ho
 
 @click.command()
 @click.argument("model")
-@click.option("--against", help="Another model, asked the same, side by side.")
-@asking
+@click.option("--against", help="Another model with the same prompt, side by side.")
+@generation_options
 def chat(model: str, against: str | None, **how: Any) -> None:
-    """Talk with MODEL. An empty line or Ctrl-D ends it, Ctrl-C ends an answer, /new begins anew."""
+    """Chat with MODEL. An empty line or Ctrl-D ends it, Ctrl-C ends a generation, /new begins anew."""
     from tunix_rt.cli.main import report
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
+    from tunix_rt.data.records import Turn
     from tunix_rt.data.template import PLAIN
-    from tunix_rt.data.trace import Turn
     from tunix_rt.errors import InputError
 
     with watching():
-        models, decoding = _opened([model] if against is None else [against, model], how)
+        models, decoding = _load([model] if against is None else [against, model], how)
     alone = against is not None or models[0].style.template.name == PLAIN
-    text.show_lines(
-        [
-            "An empty line ends it. Each question is asked alone."
-            if alone
-            else "An empty line ends it; /new begins anew."
-        ]
-    )
+    memory = "Each question is a conversation of its own." if alone else "/new begins a new conversation."
+    text.show_lines([f"An empty line ends it. {memory}"])
     turns: tuple[Turn, ...] = ()
     while question := _next_question():
         if question == "/new":
             turns = ()
             continue
-        asked = (*(() if alone else turns), Turn(role="user", text=question))
+        conversation = (*(() if alone else turns), Turn(role="user", text=question))
         try:
             if against is not None:
-                _side_by_side(models, asked, decoding)
-            # What was interrupted or could not be asked is no turn that another could follow.
-            elif (answer := _speak(models[0], asked, decoding)) is not None:
-                turns = (*asked, Turn(role="assistant", text=answer))
+                _side_by_side(models, conversation, decoding)
+            # An interrupted generation is not part of the conversation.
+            elif (answer := _stream(models[0], conversation, decoding)) is not None:
+                turns = (*conversation, Turn(role="assistant", text=answer))
         except InputError as error:
             report(error)
 
 
 def _next_question() -> str:
-    """What is typed next; nothing when that is the end."""
+    """The next line; empty at the end of the input."""
     while True:
         try:
             return input("> ").strip()
@@ -85,72 +80,72 @@ def _next_question() -> str:
             print()
             return ""
         except UnicodeDecodeError:
-            click.echo("That is no UTF-8 text.", err=True)
+            click.echo("not valid UTF-8", err=True)
 
 
-def _opened(names: list[str], how: dict[str, Any]) -> "tuple[list[OpenModel], Decoding]":
-    """The models, the last one being the one that decides how all are spoken to."""
+def _load(names: list[str], how: dict[str, Any]) -> "tuple[list[LoadedModel], Decoding]":
+    """The models; the last one decides how prompts are rendered for all."""
     from tunix_rt.evaluate.generate import decoding_of
-    from tunix_rt.inference import find_model, load_found, name_model, settle_device
+    from tunix_rt.inference import inference_device, load_resolved, model_spec, resolve_spec
 
-    choice, dtype = settle_device(how["device"], how["dtype"])
-    first = find_model(name_model(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
+    choice, dtype = inference_device(how["device"], how["dtype"])
+    first = resolve_spec(model_spec(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
     others = [
-        find_model(name_model(name, how["overrides"]), choice, dtype, like=first, beside=True) for name in names[:-1]
+        resolve_spec(model_spec(name, how["overrides"]), choice, dtype, like=first, beside=True) for name in names[:-1]
     ]
     settings = {key: how[key] for key in ("max_new_tokens", "temperature", "top_p", "seed", "max_seconds")}
-    return [load_found(found) for found in (*others, first)], decoding_of(first.style, **settings)
+    return [load_resolved(model) for model in (*others, first)], decoding_of(first.style, **settings)
 
 
-def _parts(opened: "OpenModel") -> Any:
+def _parts(model: "LoadedModel") -> Any:
     from tunix_rt.cli.views.progress import Parts
 
-    return Parts(reasoning_tag=opened.style.reasoning_tag, answer_tag=opened.style.answer_tag)
+    return Parts(reasoning_tag=model.style.reasoning_tag, answer_tag=model.style.answer_tag)
 
 
-def _speak(opened: "OpenModel", turns: "tuple[Turn, ...]", decoding: "Decoding") -> str | None:
-    """Print the answer as it comes. None when it was interrupted."""
-    from tunix_rt.cli.views.progress import Speaker
+def _stream(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding") -> str | None:
+    """Print a generation as it grows. None when it was interrupted."""
+    from tunix_rt.cli.views.progress import StreamPrinter
 
-    speaker = Speaker(_parts(opened))
+    printer = StreamPrinter(_parts(model))
     try:
-        said, answer = opened.answer(opened.prompt(turns, decoding), decoding, heard=speaker.hear)
+        output, answer = model.generate(model.prompt(turns), decoding, on_text=printer.update)
     except KeyboardInterrupt:
-        speaker.end("interrupted")
+        printer.end("interrupted")
         return None
-    speaker.hear(said, whole=True)
-    speaker.end(ENDINGS.get(answer.ended, "" if said.strip() else "the model ended its answer without a word"))
-    return said
+    printer.update(output, whole=True)
+    printer.end(ENDINGS.get(answer.ended, "" if output.strip() else "the generation is empty"))
+    return output
 
 
-def _side_by_side(models: "list[OpenModel]", turns: "tuple[Turn, ...]", decoding: "Decoding") -> None:
-    """Every model's answer in a column of its own, none when they were interrupted. Nothing is remembered of them."""
+def _side_by_side(models: "list[LoadedModel]", turns: "tuple[Turn, ...]", decoding: "Decoding") -> None:
+    """The generation of every model in a column of its own; none when one was interrupted."""
     from tunix_rt.cli.views import text
 
     try:
-        said = [(opened.name, _said(opened, turns, decoding)["text"]) for opened in models]
+        outputs = [(model.name, _output(model, turns, decoding)["text"]) for model in models]
     except KeyboardInterrupt:
         click.echo("(interrupted)", err=True)
         return
-    text.show_side_by_side(said, _parts(models[0]))
+    text.show_side_by_side(outputs, _parts(models[0]))
 
 
 ENDINGS = {
-    "length": "cut off: --max-new-tokens allows no more",
-    "time": "cut off: --max-seconds is over",
-    "context": "cut off: the model has no further position",
+    "length": "cut off at --max-new-tokens",
+    "time": "cut off at --max-seconds",
+    "context": "cut off: the context is full",
 }
 
 
-def _said(opened: "OpenModel", turns: "tuple[Turn, ...]", decoding: "Decoding") -> dict[str, Any]:
+def _output(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding") -> dict[str, Any]:
     from tunix_rt.scoring.score import Tags, read_answer
 
-    said, answer = opened.answer(opened.prompt(turns, decoding), decoding)
-    tagged = read_answer(said, Tags(reasoning=opened.style.reasoning_tag, answer=opened.style.answer_tag))
+    output, answer = model.generate(model.prompt(turns), decoding)
+    tagged = read_answer(output, Tags(reasoning=model.style.reasoning_tag, answer=model.style.answer_tag))
     return {
-        "model": opened.name,
+        "model": model.name,
         "question": turns[-1].text,
-        "text": said,
+        "text": output,
         "reasoning": tagged.reasoning if tagged else None,
         "answer": tagged.answer if tagged else None,
         "tokens": len(answer.ids),

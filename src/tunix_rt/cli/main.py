@@ -1,4 +1,4 @@
-"""The `tunix-rt` program: its verbs, and the one place where an error becomes words and an exit code."""
+"""The `tunix-rt` program: its verbs, and the one place where an error is printed and becomes an exit code."""
 
 import importlib
 import io
@@ -15,26 +15,26 @@ from tunix_rt.errors import TunixError
 
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
-    "doctor": ("doctor", "Which device will be used on this computer, and why."),
-    "env": ("env", "Make an environment with the torch that fits this computer, or verify one."),
+    "doctor": ("doctor", "Which device a run uses on this computer, and why."),
+    "env": ("env", "Create an environment with a torch that fits this computer, or verify one."),
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
-    "data": ("data", "Bring a dataset in, check it, and see token by token what is trained."),
+    "data": ("data", "Import a dataset, check it, and show token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
-    "export": ("export", "Write a model for transformers, proven to be the one it was made from."),
-    "evaluate": ("evaluate", "Ask a model the questions of an eval set, and score its answers."),
+    "export": ("export", "Write a model for transformers, and check that it computes the same."),
+    "evaluate": ("evaluate", "Answer the questions of an eval set with a model, and score the answers."),
     "compare": (
         "evaluate",
-        "Two runs, question by question: what was gained, what was lost, and whether it is chance.",
+        "Compare two runs question by question: gains, losses, and whether they are chance.",
     ),
-    "generate": ("generate", "Ask a model one question, and see its reasoning and its answer."),
-    "chat": ("generate", "Talk with a model."),
+    "generate": ("generate", "Answer one question with a model: its reasoning and its answer."),
+    "chat": ("generate", "Chat with a model."),
     "runs": ("runs", "List the runs in a folder, or show one."),
-    "evidence": ("evidence", "Collect what a run left behind into a bundle, and check either."),
+    "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
 }
 
 
 class Verbs(click.Group):
-    """A group that knows its verbs by name only, and turns a TunixError into two lines and an exit code."""
+    """A group that imports a verb when it is used, and turns a TunixError into two lines and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -48,13 +48,13 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs, in the order of the pipeline"):
-            formatter.write_dl([(name, words) for name, (_, words) in VERBS.items()])
+            formatter.write_dl([(name, title) for name, (_, title) in VERBS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            vars(error)["message"] = without_values(error.message)  # declared final, and said from here by click
+            vars(error)["message"] = without_values(error.message)  # declared final, and printed by click
             raise
         except TunixError as error:
             report(error)
@@ -62,22 +62,22 @@ class Verbs(click.Group):
 
 
 def report(error: TunixError) -> None:
-    """The only place that prints an error. A token in it, of whatever setting or path it was part, is struck out."""
+    """The only place that prints an error. Secrets in it are redacted."""
     from tunix_rt.models.secrets import redacted
 
     click.echo(redacted(f"error: {error.problem}\n  fix: {error.fix}"), err=True)
 
 
 def without_values(message: str) -> str:
-    """What click says of a mistake, without the value that was given: it may be a password in the wrong place."""
+    """A message of click without the given value, which may be a password in the wrong place."""
     from tunix_rt.models.secrets import redacted
 
     message = re.sub(r"^(Got unexpected extra arguments?) \(.*\)$", r"\1", message, flags=re.DOTALL)
     return redacted(re.sub(r"^'.*?' is not ", "it is not ", message, flags=re.DOTALL))
 
 
-def say_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The traceback of a defect of ours, without secrets."""
+def print_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The traceback of a defect of tunix-rt, without secrets."""
     from tunix_rt.models.secrets import redacted
 
     click.echo(redacted("".join(traceback.format_exception(kind, error, trace))), err=True, nl=False)
@@ -90,7 +90,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    sys.excepthook = say_defect
+    sys.excepthook = print_defect
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a letter that this terminal cannot show ends nothing
+        sys.stdout.reconfigure(errors="replace")  # a character outside of the terminal's encoding is no error
     cli.main(args=sys.argv[1:], prog_name="tunix-rt")

@@ -8,7 +8,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tunix_rt.cli.plan_targets import Asked
+    from tunix_rt.cli.plan_targets import PlanTarget
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.models.resolve import ModelSource
     from tunix_rt.plan.report import Outlook
@@ -28,19 +28,20 @@ ALL = "all"
 @click.option(
     "--on", metavar="NAME", help="Another device: rtx5090, h200, 8gb, tpu-v5e-8, a facts.json of the doctor, or all."
 )
-@click.option("--exact", is_flag=True, help="Ask the TPU's own compiler, for the JAX engine; no TPU is needed.")
-@click.option("--topology", metavar="v5e:2x4", help="The same for chips in this arrangement.")
 @click.option(
-    "--time-limit", type=click.FloatRange(min=1), metavar="SECONDS", help="For the compiler; 1800 unless said."
+    "--exact", is_flag=True, help="Compile with the TPU's own compiler, for the JAX engine; no TPU is needed."
 )
+@click.option("--topology", metavar="v5e:2x4", help="The same for chips in this arrangement.")
+@click.option("--time-limit", type=click.FloatRange(min=1), metavar="SECONDS", help="Of the compiler; default 1800.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named: Any) -> None:
     """Predict peak memory, time and disk of a run of CONFIG, and whether it fits. Exit 5 when it does not.
 
-    Without --on, on the device of this computer with what is free there now; a device that is named is taken to be idle.
-    The disk is judged too, in words alone: a run that finds too little room on it ends with exit code 8.
+    Without --on, on the device of this computer with its free memory; a named device is assumed to be idle. For the JAX
+    engine the prediction is a lower bound, and the compiler decides. The plan reports a disk that is too small, and still exits
+    with 0; a run would end with exit code 8.
     """
-    from tunix_rt.cli.plan_targets import asked_for, exact_topology, of_flag, refuse_exact, run_topology
+    from tunix_rt.cli.plan_targets import device_flag, exact_topology, refuse_exact, resolve_target, run_topology
     from tunix_rt.config.load import find_config, load_config
     from tunix_rt.errors import ConfigError
 
@@ -54,7 +55,7 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     settings = load_config(find_config(config) if config else None, overrides=overrides, flags=flags)
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
-    refuse_what_no_run_takes(settings)
+    refuse_unrunnable(settings)
     on, topology = named["on"], named["topology"]
     if on and on.strip().casefold() == ALL:
         on = ALL
@@ -63,16 +64,16 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
         refuse_exact(settings)
     if on == ALL:
         source, shape = _model(settings)
-        plan_all(settings, source, shape, as_json=as_json, started=started, flag=of_flag(named["device"], settings))
+        plan_all(settings, source, shape, as_json=as_json, started=started, flag=device_flag(named["device"], settings))
         return
-    asked = None if topology else asked_for(on, settings, flag=of_flag(named["device"], settings))
-    if asked and named["exact"]:
-        topology = exact_topology(asked.target)
+    target = None if topology else resolve_target(on, settings, flag=device_flag(named["device"], settings))
+    if target and named["exact"]:
+        topology = exact_topology(target.target)
     if topology:
         run_topology(settings, topology, as_json, limit_seconds=named["time_limit"])
-    elif asked:
+    elif target:
         source, shape = _model(settings)
-        plan_one(settings, asked, source, shape, as_json=as_json)
+        plan_one(settings, target, source, shape, as_json=as_json)
 
 
 def refuse_options_together(on: str | None, topology: str | None, *, exact: bool) -> None:
@@ -87,57 +88,49 @@ def refuse_options_together(on: str | None, topology: str | None, *, exact: bool
         raise ConfigError("--exact compiles for one device, which takes minutes", fix="name it: --exact --on tpu-v5e-8")
 
 
-def refuse_what_no_run_takes(settings: "RunConfig") -> None:
-    """Refuse settings that `train` would refuse together, or as addresses.
-
-    Neither a dataset nor a model is asked for, nor the engine looked for: there may be none yet."""
+def refuse_unrunnable(settings: "RunConfig") -> None:
+    """Refuse settings that `train` refuses in combination, or as addresses. Dataset, model and engine need not exist yet."""
     from tunix_rt.config.settings import require_runnable
     from tunix_rt.models.secrets import refuse_addresses
-    from tunix_rt.plan.jax_limits import refuse_for_jax
 
     refuse_addresses(settings.model_dump())
     model = settings.model.model_copy(update={"model_name_or_path": settings.model.model_name_or_path or "any"})
     data = settings.data.model_copy(update={"dataset": settings.data.dataset or "any"})
     require_runnable(settings.model_copy(update={"model": model, "data": data}))
-    refuse_for_jax(settings)
 
 
 def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
     """Only config.json is read, so a model without its weights can be planned."""
+    from tunix_rt.engines.base import refuse_unsupported_model
     from tunix_rt.models.resolve import resolve_architecture
-    from tunix_rt.plan.jax_limits import refuse_dropout
     from tunix_rt.plan.shape import shape_of
 
     source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
-    if settings.training.backend == "jax":
-        from tunix_rt.engines.jax.architecture import architecture_of
-
-        shape = shape_of(source.config)
-        refuse_dropout(source.name, architecture_of(source.config).dropout, source.config)
-        return source, shape
-    return source, shape_of(source.config)
+    shape = shape_of(source.config)
+    refuse_unsupported_model(source, settings.training.backend)
+    return source, shape
 
 
 # --- one device -------------------------------------------------------------------------------------------------------
 
 
 def plan_one(
-    settings: "RunConfig", asked: "Asked", source: "ModelSource", shape: "ModelShape", *, as_json: bool
+    settings: "RunConfig", target: "PlanTarget", source: "ModelSource", shape: "ModelShape", *, as_json: bool
 ) -> None:
-    """Show the plan; then a HardwareError or a DoesNotFitError in the words of a run that would be refused."""
+    """Print the plan; then raise the HardwareError or DoesNotFitError of a run that would be refused."""
     from tunix_rt.cli.views.plan import disk_line, show_outlook
     from tunix_rt.plan.calibration import band
     from tunix_rt.plan.report import look, measured_here, whole_run
     from tunix_rt.plan.timing import disk_needed_bytes
 
-    seen = look(shape, settings, asked.target)
-    measured = asked.here and seen.target.device == "cpu"
+    seen = look(shape, settings, target.target)
+    measured = target.here and seen.target.device == "cpu"
     if measured:
         seen = measured_here(seen, shape, settings)
     run = whole_run(settings, seen)
     exact = settings.training.max_steps is not None or not settings.data.packing
-    disk, free = disk_needed_bytes(shape, settings), asked.disk_free_bytes
-    known = band(asked.kind, settings.training.backend, seen.plan.layers) if asked.kind else None
+    disk, free = disk_needed_bytes(shape, settings), target.disk_free_bytes
+    known = band(target.kind, settings.training.backend, seen.plan.layers) if target.kind else None
     if as_json:
         value = {"schema": "tunix-rt/plan-answer/1", "model": source.name, "shape": shape, **outlook_json(seen)}
         value |= {
@@ -151,13 +144,13 @@ def plan_one(
         show_whole_json(value)
     else:
         show_outlook(
-            seen, run, exact=exact, disk=disk_line(disk, free), band=known.words if known else "", measured=measured
+            seen, run, exact=exact, disk=disk_line(disk, free), band=known.describe() if known else "", measured=measured
         )
     refuse(seen)
 
 
 def refuse(seen: "Outlook") -> None:
-    """Raise what `train` would there, in fewer words: the parts and the other ways have been shown."""
+    """Raise the error of `train`, without the parts and proposals, which are already printed."""
     from tunix_rt.cli.views import text
     from tunix_rt.errors import DoesNotFitError, HardwareError
 
@@ -165,17 +158,17 @@ def refuse(seen: "Outlook") -> None:
     if seen.unable:
         raise HardwareError(
             f"{seen.target.name} {seen.unable}",
-            fix=fix or "use a GPU from compute capability 8.0 on",
+            fix=fix or "use a GPU of compute capability 8.0 or above",
             cause="bf16-emulated",
         )
-    if not seen.fit.fits and not seen.doubt:
+    if not seen.fit.fits:
         raise DoesNotFitError(
             f"does not fit on {seen.target.name}: {text.gib(-seen.fit.margin_bytes)} too much", fix=fix
         )
 
 
 def show_whole_json(value: dict[str, Any]) -> None:
-    """`value` on stdout with all of its keys: what is not known, or not so, is null."""
+    """`value` on stdout with all of its keys; unknown values are null."""
     import json
 
     from tunix_rt.storage import to_plain
@@ -184,7 +177,7 @@ def show_whole_json(value: dict[str, Any]) -> None:
 
 
 def outlook_json(seen: "Outlook") -> dict[str, Any]:
-    """One device, as JSON has it. The advice of a verdict is in the proposals and last resorts."""
+    """One device as JSON. Proposals and last resorts contain the advice of the verdict."""
     from dataclasses import asdict
 
     def listed(proposals: "Sequence[Proposal]") -> list[dict[str, Any]]:
@@ -226,15 +219,15 @@ def plan_all(
     started: float,
     flag: str | None = None,
 ) -> None:
-    """Show which devices of the catalogue run it. No error where none does: nothing of this computer is judged."""
-    from tunix_rt.cli.plan_targets import refuse_or_say_device
+    """Print which devices of the catalogue run it. No error if none does."""
+    from tunix_rt.cli.plan_targets import check_device
     from tunix_rt.cli.views.plan import show_all
+    from tunix_rt.config.capabilities import capabilities_of
     from tunix_rt.plan.report import look
     from tunix_rt.plan.target import all_targets
 
-    jax = settings.training.backend == "jax"
-    kinds = ("cuda", "tpu") if jax else ("cuda",)
-    refuse_or_say_device(ALL, kinds, settings, flag=flag)
+    kinds = tuple(device for device in capabilities_of(settings.training).devices if device != "cpu")
+    check_device(ALL, kinds, settings, flag=flag)
     targets = [target for target in all_targets() if target.device in ((flag,) if flag else kinds)]
     seen = [look(shape, settings, target) for target in targets]
     seconds = time.perf_counter() - started
@@ -242,4 +235,8 @@ def plan_all(
         value = {"schema": "tunix-rt/plan-all/1", "model": source.name, "shape": shape, "seconds": seconds}
         show_whole_json(value | {"devices": [outlook_json(one) for one in seen]})
         return
-    show_all(seen, seconds=seconds, left_out=[] if jax else ["TPUs are for the JAX engine: --backend jax --on all"])
+    show_all(
+        seen,
+        seconds=seconds,
+        left_out=[] if "tpu" in kinds else ["TPUs are for the JAX engine: --backend jax --on all"],
+    )

@@ -1,7 +1,6 @@
-"""`tunix-rt runs`: what is in the run folders, finished or not. Reads, never writes.
+"""`tunix-rt runs`: lists and shows run folders, finished or not. Never writes.
 
-A run may be under way while it is looked at, so a missing file is a fact that is not known yet and a half-written last
-line is passed over; a damaged file is named.
+A run may be live, so a missing file is an unknown fact and a torn last line is skipped; a corrupt file is named.
 """
 
 import os
@@ -26,7 +25,7 @@ DEFAULT_FOLDER = "runs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One line of `tunix-rt runs`. What is not known is None."""
+    """One line of `tunix-rt runs`. Unknown values are None."""
 
     folder: str
     status: str
@@ -39,13 +38,13 @@ class RunSummary:
     lenient_after: float | None = None
     device: str | None = None
     when: str | None = None
-    """When the run finished; of an unfinished one, when it last wrote."""
+    """When the run finished; of an unfinished run, its last write."""
     damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDetail:
-    """What `tunix-rt runs show` tells. Curves are (step, loss)."""
+    """What `tunix-rt runs show` prints. Curves are (step, loss)."""
 
     summary: RunSummary
     reason: str | None
@@ -60,16 +59,16 @@ class RunDetail:
     best_step: int | None = None
     best_heldout_loss: float | None = None
     resumed_from: int | None = None
-    """The step this run went on after; None for one that was never interrupted."""
+    """The step after which the run resumed; None for a run without interruption."""
     skipped_checkpoints: tuple[str, ...] = ()
-    """Damaged ones that were passed over when it went on, each with what was wrong."""
+    """Corrupt checkpoints that were skipped at the resume, each with its problem."""
     table: "list[Row]" = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 class _ListByDefault(click.Group):
-    """`runs`, `runs DIR` and `runs --json` mean `runs list ...`; a folder named `show` is written `./show`."""
+    """`runs`, `runs DIR` and `runs --json` are short for `runs list ...`; write a folder named `show` as `./show`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
@@ -100,7 +99,7 @@ def list_(folder: Path | None, as_json: bool) -> None:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the run as JSON.")
 def show(run: Path, as_json: bool) -> None:
-    """Show one RUN: loss curve, answers before and after, memory, where its files lie."""
+    """Show one RUN: loss curve, scores before and after, memory, files."""
     detail = read_run(find_run(run))
     if as_json:
         text.show_json(asdict(detail))
@@ -109,14 +108,14 @@ def show(run: Path, as_json: bool) -> None:
 
 
 def list_runs(folder: Path | None) -> list[RunSummary]:
-    """The runs below `folder`, newest first. A folder that was named and is not there is an InputError."""
+    """The runs below `folder`, newest first. InputError if a named folder does not exist."""
     from tunix_rt.runs.record import RunRecord
 
     below = folder if folder is not None else Path(DEFAULT_FOLDER)
     if not below.is_dir():
         if folder is None:
             return []
-        raise InputError(f"there is no folder {str(below)!r}", fix="give the folder that holds the run folders")
+        raise InputError(f"{below}: no such folder", fix="give the parent of the run folders")
     found = [_summary(RunRecord(root)) for root in _run_folders(below)]
     return sorted(found, key=lambda run: (run.when or "", run.folder), reverse=True)
 
@@ -135,7 +134,7 @@ def find_run(name: Path) -> Path:
 
 
 def read_run(root: Path) -> RunDetail:
-    """Everything `show` displays about the run in `root`."""
+    """Everything that `show` prints about the run in `root`."""
     from tunix_rt.runs.record import RunRecord
 
     record = RunRecord(root)
@@ -160,7 +159,7 @@ def read_run(root: Path) -> RunDetail:
         table=_table(record),
         paths=_paths(root),
     )
-    half = [f"the last line of {name} is half-written" for name in record.torn]
+    half = [f"the last line of {name} is torn" for name in record.torn]
     return replace(detail, notes=(*record.listing.problems, *(one[0] for one in record.problems.values()), *half))
 
 
@@ -199,7 +198,7 @@ def _last_write(root: Path) -> str | None:
 
 
 def _run_folders(below: Path) -> Iterator[Path]:
-    """Folders that hold a run, without descending into one. Links are not followed."""
+    """Folders that contain a run, without descending into one. Links are not followed."""
     from tunix_rt.runs.folder import RunDir
 
     for folder, inner, _ in os.walk(below):

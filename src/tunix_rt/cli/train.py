@@ -1,12 +1,13 @@
-"""`tunix-rt train`: the whole pipeline from one configuration."""
+"""`tunix-rt train`: the whole pipeline from one configuration. And the scripts in training/ and training_pt/."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import click
 
 MOST_RECORDED = 50
-"""Steps of a profile: of a large model these are more than a million events."""
+"""Steps of a profile: more than a million events of a large model."""
 
 
 @click.command()
@@ -21,12 +22,12 @@ MOST_RECORDED = 50
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output folder.")
 @click.option(
-    "--profile", type=click.IntRange(1, MOST_RECORDED), metavar="N", help="Record N steps: where does their time go?"
+    "--profile", type=click.IntRange(1, MOST_RECORDED), metavar="N", help="Profile N steps: where their time goes."
 )
 @click.option(
-    "--stop-after", type=click.IntRange(min=1), metavar="STEP", help="Keep that step and stop, to go on with --resume."
+    "--stop-after", type=click.IntRange(min=1), metavar="STEP", help="Save that step and stop; --resume continues."
 )
-@click.option("--allow-oom-attempt", is_flag=True, help="Go on where the plan says that the run does not fit.")
+@click.option("--allow-oom-attempt", is_flag=True, help="Start a run that is predicted not to fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output.")
 def train(
     config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
@@ -52,7 +53,7 @@ def train(
 
 
 def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, **how: Any) -> None:
-    """Run the pipeline with progress on the terminal, then the before/after table and where everything lies."""
+    """Run the pipeline with progress on the terminal, then show scores before and after, and the files."""
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.evaluate.report import remarks, table
@@ -61,7 +62,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     from tunix_rt.runs.folder import RunDir
     from tunix_rt.storage import read_json
 
-    refuse_addresses(config.model_dump())  # before anything is written down
+    refuse_addresses(config.model_dump())  # before anything is written
     refuse_secrets(config.model_dump())
     with watching() as progress:
         report = run_pipeline(config, output, progress=progress, profile=profile, **how)
@@ -75,7 +76,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
         text.show_before_after(table(*scores))
         setting = "evaluation.max_new_tokens"
         text.show_lines(remarks(*scores, weights=(config.model.weights,), tokens_setting=setting))
-        text.show_lines([report.comparison.sentence])
+        text.show_lines([report.comparison.describe()])
     answers = f"; answers in {run.samples}" if run.samples.exists() else ""
     if profile:
         text.show_lines([f"Where the time went: {run.profile_page}; for https://ui.perfetto.dev: {run.profile_trace}"])
@@ -88,13 +89,85 @@ SAMPLES_SHOWN = 2
 def _show_samples(run: Any, comparison: Any) -> None:
     """A few of the answers that became right, before and after."""
     from tunix_rt.cli.views import text
-    from tunix_rt.evaluate.summary import read_predictions
+    from tunix_rt.evaluate.generate import read_predictions
 
     before = {item.id: item for item in read_predictions(run.predictions("before"))}
     after = {item.id: item for item in read_predictions(run.predictions("after"))}
-    for item_id in (*comparison.gained, *comparison.both_right, *comparison.both_wrong)[:SAMPLES_SHOWN]:
+    for item_id in (*comparison.gained, *sorted(after, key=lambda key: not after[key].strict))[:SAMPLES_SHOWN]:
         lines = [f"Q: {after[item_id].prompt}"]
         for when, output in (("before", before[item_id].output), ("after", after[item_id].output)):
             flat = " / ".join(part for part in output.splitlines() if part.strip())
             lines.append(f"  {when:6}: {flat if len(flat) <= 160 else flat[:157] + '...'}")
         text.show_lines([*lines, ""])
+
+
+# --- the scripts of the founding documents, flag for flag; and the flags that error messages recommend -----------------
+
+SCRIPTS = {"torch": "training_pt/train.py", "jax": "training/run_train_jax.py"}
+"""The script of each engine. A script runs its own engine only."""
+
+
+def script_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Train from a configuration (see: tunix-rt train)."
+    )
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--dataset", "--data")
+    parser.add_argument("--device")
+    parser.add_argument("--max_steps", type=int)
+    parser.add_argument("--smoke_config", help="settings that override --config; only when given")
+    parser.add_argument("--smoke_steps", type=int, help="like --max_steps; only when given")
+    parser.add_argument("--model", help="hub id, local folder, or a shipped model")
+    parser.add_argument("--weights", help="pretrained or random")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--resume", action="store_true", help="resume the run in the output folder")
+    return parser.parse_args(argv)
+
+
+def run_script(backend: str, argv: list[str] | None = None) -> int:
+    """Parse the flags of a script, run the pipeline, return the exit code."""
+    options = script_options(argv)
+    from tunix_rt.cli.main import report
+    from tunix_rt.errors import TunixError
+
+    try:
+        run_and_show(script_config(options, backend), options.output, as_json=False)
+    except TunixError as error:
+        report(error)
+        return error.exit_code
+    return 0
+
+
+def script_config(options: argparse.Namespace, backend: str) -> Any:
+    """The configuration on the engine of the script; one that names the other engine is refused."""
+    from tunix_rt.config.load import find_config, load_config
+    from tunix_rt.config.names import modernise
+    from tunix_rt.config.yaml import read_yaml
+    from tunix_rt.errors import ConfigError
+
+    steps = [number for number in (options.smoke_steps, options.max_steps) if number is not None]
+    if len(set(steps)) > 1:
+        raise ConfigError("--max_steps and --smoke_steps differ", fix="give one of them")
+    flags: dict[str, Any] = {}
+    if options.smoke_config:
+        smoke = find_config(options.smoke_config)
+        for section, settings in modernise(read_yaml(smoke), str(smoke)).items():
+            flags |= {f"{section}.{name}": value for name, value in settings.items()}
+    given = {
+        "model.model_name_or_path": options.model,
+        "model.weights": options.weights,
+        "data.dataset": options.dataset,
+        "training.device": options.device,
+        "training.max_steps": steps[0] if steps else None,
+        "training.resume_from_checkpoint": "auto" if options.resume else None,
+    }
+    flags |= {name: value for name, value in given.items() if value is not None}
+    config = load_config(find_config(options.config), overrides=tuple(options.overrides), flags=flags)
+    if "backend" in config.training.model_fields_set and config.training.backend != backend:
+        other = config.training.backend
+        raise ConfigError(
+            f"training.backend is {other}, and {SCRIPTS[backend]} runs the {backend} engine only",
+            fix=f"run python {SCRIPTS[other]} with the same flags, or remove training.backend from the configuration",
+        )
+    return config.model_copy(update={"training": config.training.model_copy(update={"backend": backend})})

@@ -16,7 +16,7 @@ from tunix_rt.config.yaml import parse_yaml, read_yaml
 from tunix_rt.errors import ConfigError
 
 MOST_DIGITS = 12
-"""A longer number is not repeated in an error: it may be no number."""
+"""A longer number is not printed in an error: it may be a password."""
 
 
 def find_config(name: str) -> Path:
@@ -53,8 +53,8 @@ def build_config(raw: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _mistake(item: Any) -> str:
-    """The setting, what it takes, and what it was given: a short number as it is, of anything else only what it is. A text may
-    be a password that was put into the wrong place."""
+    """The setting, what it takes, and what it got: a short number itself, of any other value only its type. A text may be a
+    password in the wrong place."""
     name = ".".join(str(part) for part in item["loc"] if isinstance(part, str) and not part.startswith("function-"))
     message = item["msg"].removeprefix("Value error, ")
     return f"  {name}: {message} (got {_kind_of(item['input'])})"
@@ -68,7 +68,7 @@ def _kind_of(value: object) -> str:
         short = abs(value) < 10**MOST_DIGITS  # of a longer one Python may refuse to write out the digits
         return repr(value) if short or endless else f"a number of more than {MOST_DIGITS} digits"
     if isinstance(value, str):
-        return f"a text of {len(value):,} letters"
+        return f"a text of {len(value):,} characters"
     return "a section" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
@@ -80,14 +80,12 @@ def load_config(
     merged = modernise(read_yaml(path), source) if path else {}
     later = [(dict([parse_override(text)]), f"--set {text.partition('=')[0].strip()}") for text in overrides]
     later.append(({name: value for name, value in (flags or {}).items() if value is not None}, "command line"))
-    for names, said_by in later:
-        nested = modernise(_nest(names, said_by), said_by)
+    for names, origin in later:
+        nested = modernise(_nest(names, origin), origin)
         for section, settings in nested.items():
             merged.setdefault(section, {}).update(settings)
-    said = [text.partition("=")[0] for text in overrides] + [
-        name for name, value in (flags or {}).items() if value is not None
-    ]
-    return build_config(merged, f"{source} and the command line" if said and path else source)
+    overridden = any(names for names, _ in later)
+    return build_config(merged, f"{source} and the command line" if overridden and path else source)
 
 
 def _nest(names: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 
-# Old or foreign spelling -> canonical name. The only place that knows history. A bare key belongs to the top level.
+# Old or foreign spelling -> canonical name. A bare key belongs to the top level.
 OLD_NAMES = {
     "model.name": "model.model_name_or_path",
     "model.id": "model.model_name_or_path",
@@ -47,21 +47,21 @@ OLD_NAMES = {
     "eval_set": "evaluation.evalset",
 }
 
-# Known elsewhere, not a setting here: what to write instead.
+# Settings of other trainers that tunix-rt does not have: what to write instead.
 INSTEAD = {
     "output_dir": "give the folder on the command line: --output DIR",
     "output": "give the folder on the command line: --output DIR",
     "run_name": "a run is its folder: --output DIR",
     "bf16": "training.dtype: bfloat16",
     "fp16": "training.dtype: float16",
-    "warmup_ratio": "training.warmup_steps: a value below 1 is a share of all steps",
+    "warmup_ratio": "training.warmup_steps: a value below 1 is a fraction of all steps",
     "no_cuda": "training.device: cpu",
     "use_cpu": "training.device: cpu",
-    "trust_remote_code": "code from model repositories is never run; leave the key out",
-    "load_in_4bit": "every parameter is trained; leave the key out",
+    "trust_remote_code": "tunix-rt never runs code of a model repository; leave the key out",
+    "load_in_4bit": "tunix-rt trains every parameter; leave the key out",
     "eval_strategy": "training.eval_steps: N",
     "save_strategy": "training.save_steps: N",
-    "use_peft": "training.lora_rank: N, where training every parameter does not fit",
+    "use_peft": "training.lora_rank: N",
     "lora_r": "training.lora_rank: N",
     "optimizer_in_bwd": "training.optim_in_backward: true",
 }
@@ -100,7 +100,7 @@ def modernise(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
 def _leaves(raw: Mapping[Any, Any], source: str) -> Iterator[tuple[str, Any]]:
     for key, value in raw.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{source}: {key!r} is not the name of a setting", fix="names are plain words")
+            raise ConfigError(f"{source}: {key!r} is not the name of a setting", fix="a name is plain text")
         if key not in RunConfig.model_fields:
             yield key, value
         elif isinstance(value, Mapping):

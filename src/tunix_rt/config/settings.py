@@ -2,47 +2,46 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from tunix_rt.config.capabilities import refuse_unsupported
+from tunix_rt.config.optimizers import OPTIMIZERS
 from tunix_rt.errors import ConfigError
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _none_for(*spellings: object) -> BeforeValidator:
-    """Spellings that mean "not set" elsewhere (`max_steps: -1` in Hugging Face's arguments)."""
+    """Spellings of "not set" in other trainers (`max_steps: -1` in Hugging Face's arguments)."""
     return BeforeValidator(lambda value: None if value in spellings else value)
 
 
 def _same_as(table: Mapping[str, str]) -> BeforeValidator:
-    """Other words for a value: `gpu` is `cuda`, `adamw_torch` is `adamw`."""
+    """Aliases of a value: `gpu` is `cuda`, `adamw_torch` is `adamw`."""
     return BeforeValidator(lambda value: table.get(value.lower(), value.lower()) if isinstance(value, str) else value)
 
 
 def _seconds(value: object) -> object:
-    """A length of time as people write it, `2h30m`, `90m` or `45s`, in seconds; anything else as it is."""
-    if not isinstance(value, str) or not (found := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value.strip())):
+    """A duration (`2h30m`, `90m`, `45s`) in seconds; any other value unchanged."""
+    if not isinstance(value, str) or not (match := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value.strip())):
         return value
-    parts = [int(part or 0) for part in found.groups()]
+    parts = [int(part or 0) for part in match.groups()]
     return parts[0] * 3600 + parts[1] * 60 + parts[2] if value.strip() else value
 
 
-def _not_an_end(value: object) -> object:
-    """1 would be read as true, which keeps nothing, where 0.99 keeps nearly all."""
+def _refuse_0_and_1(value: object) -> object:
+    """1 would be converted to true, which saves no activations, where 0.99 saves nearly all."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value in (0, 1):
-        raise ValueError("write true to compute every layer again, false to keep all, or a share between 0 and 1")
+        raise ValueError("write true to checkpoint every layer, false for none, or the fraction saved, between 0 and 1")
     return value
-
-
-_TAKES_YES_OR_NO = frozenset(
-    {
-        "packing", "completion_only_loss", "gradient_checkpointing", "resume_from_checkpoint", "enabled",
-        "stochastic_rounding", "optim_in_backward", "deterministic", "compile",
-    }
-)  # fmt: skip
 
 
 class Section(BaseModel):
@@ -52,13 +51,20 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_what_it_says(cls, value: Any, info: ValidationInfo) -> Any:
-        """`seed: yes` would be 1, and half a surrogate pair can be put into no file and no tokenizer."""
-        if isinstance(value, bool) and info.field_name not in _TAKES_YES_OR_NO:
-            raise ValueError("yes or no is not a value of this setting")
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
+        """`seed: yes` would become 1, and no file or tokenizer takes half a surrogate pair."""
+        if isinstance(value, bool) and not cls._takes_bool(info.field_name or "", value):
+            raise ValueError("not a true/false setting")
         if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
             raise ValueError("a NUL or half of a surrogate pair in the text")
         return value
+
+    @classmethod
+    def _takes_bool(cls, name: str, value: bool) -> bool:
+        """Whether the annotation has `bool`, or a validator of the field converts it (`resume_from_checkpoint: true`)."""
+        field = cls.model_fields[name]
+        converters: list[Any] = [one.func for one in field.metadata if isinstance(one, BeforeValidator)]
+        return bool in (field.annotation, *get_args(field.annotation)) or any(f(value) is not value for f in converters)
 
 
 class Model(Section):
@@ -69,26 +75,26 @@ class Model(Section):
     weights: Literal["pretrained", "random"] = "pretrained"
     """`random` keeps architecture and size and draws the weights from the seed; never evidence of learning."""
     tokenizer_name_or_path: str | None = None
-    """Where `tokenizer.json` lies, if not beside the model."""
+    """Folder with `tokenizer.json`, if it is not the model's."""
     implementation: Literal["auto", "tunix"] = "auto"
-    """Whose code computes the model on the JAX engine: `auto` is tunix-rt's own, `tunix` that of google-tunix."""
+    """Model code of the JAX engine: `auto` is tunix-rt's own, `tunix` that of google-tunix."""
 
 
 class Data(Section):
     dataset: str | None = None
     """Key of a dataset (`datasets/<key>`), a file or folder, or the id of a Hugging Face dataset in the local cache."""
     format: Literal["auto", "trace", "prompt_completion", "messages", "sharegpt", "alpaca", "gsm8k"] = "auto"
-    """How a record is read; `auto` takes the one reading that its keys allow, and refuses when there are two."""
+    """Format of a record; `auto` infers it from the keys, and refuses a record that matches two."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 1024
     """Tokens in a row, prompt and completion together."""
     on_overflow: Literal["error", "drop", "truncate"] = "error"
-    """What becomes of a trace longer than `max_length`; what is dropped or cut is counted and said."""
+    """What to do with a trace longer than `max_length`; dropped and truncated traces are counted in the log."""
     packing: bool = True
-    """Several traces share a row; none of them sees its neighbours."""
+    """Pack several traces into a row; none attends to its neighbours."""
     completion_only_loss: bool = True
     """Train on reasoning, answer and end-of-sequence; the question is masked."""
     system_instruction: str | None = None
-    """Said before every prompt, in training and in evaluation: a line of its own, or the template's system turn."""
+    """System prompt in training and evaluation: the template's system turn, or a line before the prompt."""
     chat_template: Literal["auto", "tokenizer", "gemma", "chatml", "plain"] = "auto"
     """How turns become text; `auto` is the tokenizer's own template where it has one, else `plain`."""
     reasoning_tag: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")] = "reasoning"
@@ -103,25 +109,25 @@ class Training(Section):
     backend: Literal["torch", "jax"] = "torch"
     """The engine."""
     device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], _same_as({"gpu": "cuda"})] = "auto"
-    """Asked for and not there is an error, never a fallback. `gpu` is another word for `cuda`."""
+    """A device that is missing is an error, never a fallback. `gpu` is an alias of `cuda`."""
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16", "float16"],
         _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
     ] = "float32"
-    """Type of the arithmetic. The 16-bit ones keep their weights in `master_dtype`."""
+    """Compute dtype. With a 16-bit one the weights are kept in `master_dtype`."""
     master_dtype: Annotated[
         Literal["float32", "bfloat16"] | None, _same_as({"bf16": "bfloat16", "fp32": "float32"})
     ] = None
-    """Type in which weights are kept and updated: float32 unless said, and float64 in a float64 run."""
+    """dtype of the master weights, which the optimizer updates. Default: float32, in a float64 run float64."""
     stochastic_rounding: bool = True
-    """Round updates of bfloat16 weights up or down at random, so that small ones are not lost."""
+    """Stochastic rounding of bfloat16 weights, so that small updates are not lost."""
     optim: Annotated[
-        Literal["adamw", "adamw_8bit", "adafactor"],
+        OptimizerName,
         _same_as({"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"}),
     ] = "adamw"
-    """The optimizer; `adamw_8bit` keeps its moments in 8 bits, `adafactor` keeps rows and columns of the second alone."""
+    """The optimizer; `adamw_8bit` has 8-bit optimizer states, `adafactor` a factored second moment and no first."""
     optim_in_backward: bool = False
-    """Update each tensor as soon as its gradient is there and drop it; clips each tensor by itself, not all together."""
+    """Update each parameter in the backward pass and free its gradient; gradients are clipped per tensor, not globally."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-5
     """Highest learning rate of the schedule."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -137,7 +143,7 @@ class Training(Section):
     adam_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: Annotated[float, Field(ge=0, le=10**6)] = 1.0
-    """Gradients are scaled down to this global norm (each tensor's own when updated in backward); 0 leaves them alone."""
+    """Gradient clipping: global norm (per tensor with `optim_in_backward`); 0 turns it off."""
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
     """Passes over the rows; fractions allowed."""
     max_steps: Annotated[Count | None, _none_for(-1)] = None
@@ -147,73 +153,79 @@ class Training(Section):
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Forward passes in one optimizer step; does not change the loss."""
     data_replicas: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Copies of the whole state over which rows are split; the devices of a copy share it. For the JAX engine."""
-    gradient_checkpointing: Annotated[bool | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_not_an_end)] = False
-    """Recompute activations in the backward pass instead of keeping them: `true` all, a number the share that is kept."""
+    """Data-parallel replicas; the state is sharded over the devices of each (FSDP). JAX engine only."""
+    gradient_checkpointing: Annotated[bool | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_refuse_0_and_1)] = (
+        False
+    )
+    """Activation checkpointing: `true` for every layer, a number for the fraction of activations saved."""
     lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Train adapters of this rank (LoRA) instead of every parameter: a remedy when those do not fit, never chosen for you."""
+    """Train LoRA adapters of this rank instead of every parameter. Never chosen automatically."""
     memory: Literal["as_written", "auto"] = "as_written"
-    """`auto`: where the run does not fit, or others are faster, take the settings that the planner finds best. Rows of a step,
-    lengths and what is trained stay."""
+    """`auto`: if the run does not fit, or others are faster, use the best settings that the planner finds. Rows per step,
+    lengths and trained parameters do not change."""
     memory_limit_gib: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    """The most that the run may take of its device; on a GPU its allocator is held to it, elsewhere the plan alone judges by
-    it."""
+    """Most device memory the run may use: enforced by the allocator on a GPU, by the plan elsewhere."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the layers: faster, with less memory, after half a minute; `auto` on a GPU where a run is long enough."""
+    """Compile the layers: faster, with less memory, after half a minute; `auto`: on a GPU, if the run is long enough."""
     deterministic: bool = False
-    """Only kernels that give the same bits every time; costs some speed on a GPU."""
+    """Use only deterministic kernels; slower on a GPU."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: dropout, random weights, and the order of the rows unless `data_seed` is set."""
     data_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seed of the order of the rows and of the held-out choice."""
     eval_steps: Count | None = None
-    """Held-out loss every so many steps (and at the end)."""
+    """Held-out loss every N steps (and at the end)."""
     save_steps: Count | None = None
-    """Checkpoint every so many steps (and at the end)."""
+    """Checkpoint every N steps (and at the end)."""
     save_total_limit: Annotated[int, Field(ge=2, le=10**6)] = 2
-    """Checkpoints kept besides the one with the lowest held-out loss; at least two, because the newest may be damaged."""
+    """Checkpoints kept besides the one with the lowest held-out loss; at least two, because the newest may be corrupt."""
     save_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
     ] = None
-    """Type of the weights in `final_model`; unset: as they are kept. They are rounded before the evaluation after training."""
+    """dtype of the weights in `final_model`. Default: as trained. They are rounded before the evaluation after training."""
     time_budget: Annotated[Annotated[float, Field(gt=0, le=10**9)] | None, BeforeValidator(_seconds)] = None
-    """Stop and save by itself before so much time has passed since the program began: seconds, or as `2h30m`."""
+    """Save and stop before this much time has passed since the program started: seconds, or `2h30m`."""
     grace_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
-    """Time to save and end after SIGTERM or SIGINT; what is not done by then is given up, and the last checkpoint named."""
+    """Time to save after SIGTERM or SIGINT. A save that takes longer is abandoned, and the log names the last checkpoint."""
     logging_steps: Count = 10
-    """A line in the text log every so many steps; `metrics.jsonl` has every step."""
+    """A line in the text log every N steps; `metrics.jsonl` has every step."""
     resume_from_checkpoint: Annotated[
         Literal["auto"] | None,
         BeforeValidator(lambda value: "auto" if value is True else None if value is False else value),
     ] = None
-    """`auto` (or true) continues the run in the output folder from its newest checkpoint that verifies."""
+    """`auto` (or true) resumes the run in the output folder from its newest checkpoint that verifies."""
     report_to: Literal["none", "tensorboard"] = "none"
-    """Where metrics go besides `metrics.jsonl`."""
+    """Experiment tracker, besides `metrics.jsonl`."""
 
     @field_validator("warmup_steps")
     @classmethod
     def _whole_unless_a_share(cls, value: float) -> float:
         if value >= 1 and value != int(value):
-            raise ValueError("from 1 on a number of steps, which is whole")
+            raise ValueError("a number of steps must be whole; below 1 it is a fraction of all steps")
         return value
+
+    @property
+    def resolved_data_seed(self) -> int:
+        """The seed of the row order and of the held-out split: `data_seed`, or `seed` where it is not set."""
+        return self.seed if self.data_seed is None else self.data_seed
 
 
 class Evaluation(Section):
     enabled: bool | Literal["along"] = True
-    """Generate answers before and after training and score them; `along` answers the first three questions every
-    `training.eval_steps` too, into `eval/samples.jsonl`."""
+    """Generate answers before and after training and score them; `along` also generates the first three every
+    `training.eval_steps`, into `eval/samples.jsonl`."""
     evalset: str | None = None
-    """Key of an eval set (`evalsets/<key>.jsonl`) or its path; without one, the held-out traces are asked."""
+    """Key of an eval set (`evalsets/<key>.jsonl`) or its path. Default: the held-out traces."""
     max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 128
-    """Longest answer."""
+    """Most tokens of an answer."""
     per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    """Questions answered at once; rows of one forward pass of the held-out loss. Unset: up to 64, as many as need no more
-    memory than a training step."""
+    """Batch size of generation and of the held-out loss. Default: up to 64, as many as need no more memory than a training
+    step."""
 
     @property
-    def asked_along(self) -> int:
-        """Questions that are answered while training goes on."""
+    def samples_during_training(self) -> int:
+        """Questions that are answered every `training.eval_steps`."""
         return 3 if self.enabled == "along" else 0
 
 
@@ -225,43 +237,27 @@ class RunConfig(Section):
 
 
 def require_runnable(config: RunConfig) -> None:
-    """Refuse by name what no engine honours yet, and what a run cannot do without."""
+    """Refuse a configuration that lacks a required setting or combines settings that exclude each other."""
     if not config.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
     if config.model.revision == "flax":
         raise ConfigError(
-            "model.revision: `flax` is a branch of msgpack weights, which are not read here",
+            "model.revision: `flax` is a branch of msgpack weights, which tunix-rt does not load",
             fix="set model.revision: main (safetensors)",
         )
     if not config.data.dataset:
         raise ConfigError("no dataset is named", fix="set data.dataset, or give --data")
     training = config.training
-    asked = config.evaluation.asked_along and config.evaluation.evalset
-    if training.eval_steps and not config.data.validation_fraction and not asked:
+    sampled = config.evaluation.samples_during_training and config.evaluation.evalset
+    if training.eval_steps and not config.data.validation_fraction and not sampled:
         raise ConfigError(
-            "training.eval_steps: nothing is held out to measure, data.validation_fraction is 0",
+            "training.eval_steps needs held-out traces, and data.validation_fraction is 0",
             fix="set data.validation_fraction above 0, or leave training.eval_steps out",
         )
-    if training.backend != "jax":
-        _refuse_what_is_for_jax(config)
+    refuse_unsupported(training, implementation=config.model.implementation)
     for refused, problem, fix in _unfit(training):
         if refused:
             raise ConfigError(problem, fix=fix)
-
-
-def _refuse_what_is_for_jax(config: RunConfig) -> None:
-    """The PyTorch engine computes on one device, with models of transformers. What the JAX engine refuses is in
-    `plan/jax_limits.py`."""
-    if config.model.implementation != "auto":
-        raise ConfigError(
-            f"model.implementation: {config.model.implementation} is for the JAX engine",
-            fix="set training.backend: jax, or leave model.implementation out",
-        )
-    if config.training.data_replicas != 1:
-        raise ConfigError(
-            f"training.data_replicas: {config.training.data_replicas} copies are for the JAX engine; this one has one device",
-            fix="set training.backend: jax, or leave training.data_replicas out",
-        )
 
 
 def _default_of(name: str) -> Any:
@@ -269,56 +265,57 @@ def _default_of(name: str) -> Any:
 
 
 def _unfit(training: Training) -> Iterator[tuple[bool, str, str]]:
-    """Settings that are good by themselves and not together: (whether it is so, what, the way out)."""
+    """Settings that exclude each other: (whether they do here, the problem, the fix)."""
     master, dtype = training.master_dtype, training.dtype
     yield (
         master == "bfloat16" and dtype != "bfloat16",
-        f"training.master_dtype: weights in bfloat16 are of no use to arithmetic in {dtype}",
+        f"training.master_dtype: bfloat16 needs training.dtype: bfloat16, not {dtype}",
         "set training.dtype: bfloat16, or leave training.master_dtype out",
     )
     yield (
         master == "float32" and dtype == "float64",
-        "training.master_dtype: a float64 run keeps its weights in float64",
+        "training.master_dtype: a float64 run has float64 weights",
         "leave training.master_dtype out",
     )
     yield (
         training.optim_in_backward and training.gradient_accumulation_steps > 1,
-        "training.optim_in_backward: the gradients of several micro-batches have to be kept until the last",
+        "training.optim_in_backward frees gradients, which gradient accumulation has to keep",
         "set training.gradient_accumulation_steps: 1, or training.optim_in_backward: false",
     )
     yield (
         training.optim_in_backward and dtype == "float16",
-        "training.optim_in_backward: a float16 step that overflows is computed again, which half an update forbids",
+        "training.optim_in_backward cannot repeat a float16 step that overflows: some parameters are already updated",
         "set training.dtype: bfloat16, or training.optim_in_backward: false",
     )
     yield (
         training.optim_in_backward and training.lora_rank is not None,
-        "training.optim_in_backward: the gradients of adapters are small, there is nothing to save",
+        "training.optim_in_backward saves no memory with LoRA adapters, whose gradients are small",
         "set training.optim_in_backward: false",
     )
     yield (
         training.lora_rank is not None and dtype == "float64",
-        "training.lora_rank: adapters are trained in float32, which a float64 run is not",
+        "training.lora_rank: adapters are trained in float32, not in float64",
         "set training.dtype: float32, or leave training.lora_rank out",
     )
     yield (
         master != "bfloat16" and not training.stochastic_rounding,
-        "training.stochastic_rounding: only weights in bfloat16 are rounded, and these are not",
+        "training.stochastic_rounding applies to bfloat16 weights only",
         "set training.master_dtype: bfloat16, or leave training.stochastic_rounding out",
     )
     yield (
         training.lora_rank is not None and training.save_dtype is not None,
-        "training.save_dtype: a model with merged adapters is saved in float32, rounding would lose most of what they learned",
+        "training.save_dtype: merged adapters are saved in float32; rounding would lose most of what they learned",
         "leave training.save_dtype out, and convert the final model with `tunix-rt export`",
     )
-    unused = [n for n in ("adam_beta1", "adam_beta2", "adam_epsilon") if getattr(training, n) != _default_of(n)]
+    optimizer = OPTIMIZERS[training.optim]
+    unused = [n for n in optimizer.ignores if getattr(training, n) != _default_of(n)]
     yield (
-        training.optim == "adafactor" and bool(unused),
-        f"{', '.join(f'training.{name}' for name in unused)}: Adafactor has no such part",
+        bool(unused),
+        f"{', '.join(f'training.{name}' for name in unused)}: not used by {optimizer.title}",
         "leave it out, or set training.optim: adamw",
     )
     yield (
         training.lora_rank is not None and master == "bfloat16",
-        "training.master_dtype: adapters are trained in float32; the frozen weights are kept in training.dtype anyway",
+        "training.master_dtype: adapters are trained in float32, and frozen weights have training.dtype",
         "leave training.master_dtype out",
     )

@@ -1,4 +1,4 @@
-"""YAML that cannot surprise: no code, no aliases, no key given twice, and every mistake with file and line."""
+"""Strict YAML: no code, no aliases, no duplicate keys, and every mistake with file and line."""
 
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,16 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                raise _at(key.start_mark, "a key is a plain word")
+                raise _at(key.start_mark, "a key must be a plain scalar")
             if key.value in seen:
-                raise _at(key.start_mark, f"key {key.value!r} is given twice")
+                raise _at(key.start_mark, f"duplicate key {key.value!r}")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, OverflowError) as error:  # a date or a number that is none
+        except (ValueError, OverflowError) as error:  # an invalid date or number
             raise _at(node.start_mark, str(error)[:200]) from error
 
 
@@ -68,7 +68,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in the YAML file `path`."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES:,} bytes", fix="a configuration is a page of text")
+            raise ConfigError(
+                f"{path}: over {MAX_CONFIG_BYTES:,} bytes", fix="a configuration has a page of text at most"
+            )
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1

@@ -1,6 +1,6 @@
-"""Evaluation questions that the training data holds: letter by letter, but for case and marks, or 13 words in a row.
+"""Contamination: evaluation questions in the training data, verbatim, up to case and punctuation, or as a 13-gram.
 
-Invisible characters and letters of other alphabets that look like Latin ones hide nothing."""
+Invisible characters and look-alike letters of other alphabets are normalized first."""
 
 import json
 import logging
@@ -17,15 +17,15 @@ import numpy as np
 
 from tunix_rt.data.formats import to_sample
 from tunix_rt.data.readers import Raw, parse
+from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.sources import Dataset, FileRef
 from tunix_rt.data.text import OVERLAP_WORDS, SHORT_WORDS, Hashes, fold, runs_of, words
 from tunix_rt.data.token_cache import Progress, Reading, processes_for
 from tunix_rt.data.tokenize import Recipe, in_order
-from tunix_rt.data.trace import EvalItem, Sample
 from tunix_rt.data.validation import PLACES, Finding
 
 ZERO_WIDTH_SPACE = "\u200b"
-"""May stand inside a word or between two."""
+"""Occurs inside a word or between two words."""
 _LOOK_ALIKE = dict(
     zip(
         "авеіјкӏмнорԛѕстухѵԁԝһү" + "αβεζηικνορτυχϳ" + "ıɑɡ",
@@ -33,11 +33,11 @@ _LOOK_ALIKE = dict(
         strict=True,
     )
 )
-"""Cyrillic, Greek and other letters in lower case -> the Latin letter that they, or their capitals, look like."""
+"""Lower-case Cyrillic, Greek and other letters -> the Latin letter that they, or their capitals, look like."""
 
 
 class _Visible(dict[int, str | None]):
-    """A letter as it looks; None for what cannot be seen: format characters, joiners, variation selectors, fillers."""
+    """Character -> what is visible of it; None for format characters, joiners, variation selectors and fillers."""
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
@@ -53,22 +53,22 @@ _VISIBLE = _Visible({ord(foreign): latin for foreign, latin in _LOOK_ALIKE.items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """The questions of an eval set, ready to be looked for. Item numbers count from 0."""
+    """The questions of an eval set, indexed for the search. Item numbers count from 0."""
 
     exact: dict[str, int]
     folded: dict[str, int]
     runs: dict[str, int]
-    """Runs of 13 words that few questions have: what stands in many is their common instruction."""
+    """13-grams that occur in few questions: one that occurs in many is their common instruction."""
     short: dict[str, list[tuple[str, int]]]
-    """First 5 words of each short question -> those questions, whole."""
+    """First 5 words of a short question -> all questions that begin with them."""
     run_hashes: Hashes
     short_hashes: Hashes
-    """Sorted: what is not among them need not be looked up."""
+    """Sorted, as a filter in front of the dictionaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """One training sample that holds (part of) an evaluation question."""
+    """One training sample that contains (part of) an evaluation question."""
 
     rule: str
     item: int
@@ -87,7 +87,7 @@ def questions_of(items: Iterable[EvalItem]) -> Questions:
         whole = fold(prompt)
         exact.setdefault(item.prompt.strip(), number)
         if folded.setdefault(whole, number) != number:
-            continue  # the same question again
+            continue  # a repeated question
         runs = {" ".join(listed[start : start + OVERLAP_WORDS]) for start in range(len(listed) - OVERLAP_WORDS + 1)}
         how_many.update(runs)
         for run in runs:
@@ -111,12 +111,12 @@ def _hashes(runs: Iterable[str], length: int) -> Hashes:
 
 
 def find_overlap(sample: Sample, questions: Questions) -> Match | None:
-    """The strongest match between a sample and an eval set; None when they share nothing."""
-    asked = [turn.text for turn in sample.turns if turn.role == "user"]
-    for text in asked:
+    """The strongest match between a sample and an eval set; None without one."""
+    prompts = [turn.text for turn in sample.turns if turn.role == "user"]
+    for text in prompts:
         if (item := questions.exact.get(text.strip())) is not None:
             return Match(rule="overlap_exact", item=item, shared=text.strip()[:60])
-    for whole in (fold(reading) for text in asked for reading in _readings(text)):
+    for whole in (fold(reading) for text in prompts for reading in _readings(text)):
         if (item := questions.folded.get(whole)) is not None:
             return Match(rule="overlap_normalised", item=item, shared=whole[:60])
     runs = (_shared_runs(words(reading), questions) for reading in _readings(" ".join(sample.texts)))
@@ -124,7 +124,7 @@ def find_overlap(sample: Sample, questions: Questions) -> Match | None:
 
 
 def _readings(text: str) -> Iterator[str]:
-    """`text` as it is seen; with zero-width spaces, both as spaces and as nothing."""
+    """The visible `text`; zero-width spaces once as spaces and once removed."""
     seen = _as_seen(text)
     yield seen
     if ZERO_WIDTH_SPACE in seen:
@@ -138,7 +138,7 @@ def _as_seen(text: str) -> str:
 def _shared_runs(listed: list[str], questions: Questions) -> Iterator[Match]:
     for start in _among(runs_of(listed, OVERLAP_WORDS), questions.run_hashes):
         shared = " ".join(listed[start : start + OVERLAP_WORDS])
-        if (item := questions.runs.get(shared)) is not None:  # a hash may be shared by chance
+        if (item := questions.runs.get(shared)) is not None:  # hashes may collide
             yield Match(rule="overlap_ngram", item=item, shared=shared)
     for start in _among(runs_of(listed, SHORT_WORDS), questions.short_hashes):
         for whole, item in questions.short.get(" ".join(listed[start : start + SHORT_WORDS]), ()):
@@ -147,7 +147,7 @@ def _shared_runs(listed: list[str], questions: Questions) -> Iterator[Match]:
 
 
 def _among(runs: Hashes, known: Hashes) -> list[int]:
-    """Where in `runs` a hash stands that is among the sorted `known`."""
+    """Indices of `runs` whose hash is in the sorted `known`."""
     if not len(known):
         return []
     nearest = np.minimum(np.searchsorted(known, runs), len(known) - 1)
@@ -157,81 +157,66 @@ def _among(runs: Hashes, known: Hashes) -> list[int]:
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the comparison in `overlap.py`; what an older one found is not used."""
+"""Version of the comparison; cached matches of another version are not used."""
 Found = list[tuple[int, int, str, int, str]]
-"""(file, line, rule, item, the words that are shared)"""
+"""(file, line, rule, item, shared words)"""
 
 
 def find_leaks(
-    recipe: Recipe, kept_in: Path, items: Sequence[EvalItem], evalset: FileRef, progress: Progress
+    recipe: Recipe, folder: Path, items: Sequence[EvalItem], evalset: FileRef, progress: Progress
 ) -> list[Finding]:
-    """What the dataset holds of the eval set, one Finding per kind of overlap."""
-    kept = kept_in / f"overlap-{VERSION}-{evalset.sha256[:32]}.json"
-    matches = _kept(kept)
+    """The overlap of the dataset with the eval set, one Finding per rule. Matches are cached in `folder`."""
+    cache = folder / f"overlap-{VERSION}-{evalset.sha256[:32]}.json"
+    matches = _read_cache(cache)
     if matches is None:
-        matches = _look(recipe, items, progress)
-        _keep(matches, kept)
+        matches = _search(recipe, items, progress)
+        _write_cache(matches, cache)
     return [
-        Finding(
+        Finding.at(
+            recipe.dataset.places(match["places"]),
             rule=match["rule"],
             count=match["count"],
-            first=recipe.dataset.place(*match["places"][0]),
-            seen=f"{evalset.path}:{match['item'] + 1} asks it too ({match['shared']!r})",
-            places=tuple(recipe.dataset.place(*place) for place in match["places"]),
+            seen=f"{evalset.path}:{match['item'] + 1} shares {match['shared']!r}",
         )
         for match in matches
     ]
 
 
-def _kept(path: Path) -> list[dict[str, Any]] | None:
+def _read_cache(path: Path) -> list[dict[str, Any]] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         return [{name: match[name] for name in ("rule", "count", "places", "item", "shared")} for match in known]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not looked for yet, or damaged: look again
+        return None  # not searched yet, or corrupt
 
 
-def _keep(matches: list[dict[str, Any]], path: Path) -> None:
-    """Write down what was found, by a name of our own first: two programs may do so at once, and with the same result."""
+def _write_cache(matches: list[dict[str, Any]], path: Path) -> None:
+    """Written under a name of this process and renamed: two processes may write the same matches at once."""
     own = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         own.write_text(json.dumps(matches), encoding="utf-8")
         own.replace(path)
-    except OSError as error:  # a cache that can only be read: it is looked for again next time
-        logger.info("What was found of the eval set cannot be kept beside the tokens: %s", error)
+    except OSError as error:  # a read-only cache: the next run searches again
+        logger.info("Matches with the eval set are not cached: %s", error)
 
 
-def _look(recipe: Recipe, items: Sequence[EvalItem], progress: Progress) -> list[dict[str, Any]]:
+def _search(recipe: Recipe, items: Sequence[EvalItem], progress: Progress) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     read = Reading(recipe.dataset)
-    for part in in_order(
-        _look_in,
-        read.batches(),
-        processes=processes_for(recipe.dataset),
-        begin=_begin,
-        settings=(recipe.dataset, recipe.format, questions_of(items)),
-    ):
+    state = (recipe.dataset, recipe.format, questions_of(items))
+    for part in in_order(_matches_in, state, read.batches(), processes=processes_for(recipe.dataset)):
         for file, line, rule, item, shared in part:
             first = {"rule": rule, "count": 0, "places": [], "item": item, "shared": shared}
             known = found.setdefault(rule, first)
             known["count"] += 1
             if len(known["places"]) < PLACES:
                 known["places"].append([file, line])
-        read.tell(progress, "look for evaluation questions", "")
+        read.report(progress, "search for evaluation questions", "")
     return list(found.values())
 
 
-_worker: tuple[Dataset, str, Questions] | None = None
-
-
-def _begin(dataset: Dataset, format: str, questions: Questions) -> None:
-    global _worker
-    _worker = (dataset, format, questions)
-
-
-def _look_in(batch: Iterable[Raw]) -> Found:
-    assert _worker is not None, "begun"
-    dataset, format, questions = _worker
+def _matches_in(state: tuple[Dataset, str, Questions], batch: Iterable[Raw]) -> Found:
+    dataset, format, questions = state
     found: Found = []
     for raw in batch:
         where = dataset.place(raw.file, raw.line)

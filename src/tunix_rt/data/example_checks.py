@@ -1,32 +1,33 @@
-"""What the rules look at: pure functions from one record, or one rendered example, to what is wrong with it."""
+"""The rules about one example: pure functions from a record, or a rendered example, to what is wrong with it."""
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tunix_rt.data.records import Sample
 from tunix_rt.data.render import Rendered, Style
 from tunix_rt.data.template import PLAIN
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.data.trace import Sample
 
-# --- one example at a time -------------------------------------------------------------------------------------------
+# --- the rendered example --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One rendered example as the rules see it. `said`, turn by turn, is read back from its token ids, not from the file."""
+    """One rendered example as the rules see it. `turns` are decoded from the trained token ids, not read from the file."""
 
     sample: Sample
     rendered: Rendered
-    said: tuple[str, ...]
+    turns: tuple[str, ...]
     style: Style
     tokenizer: Tokenizer
     needs_bos: bool
 
 
 Check = Callable[[Seen], str | None]
-"""What is wrong, in a few words; None when nothing is."""
+"""What is wrong; None when nothing is."""
 
 
 def _no_target(seen: Seen) -> str | None:
@@ -64,15 +65,14 @@ def _bos_missing(seen: Seen) -> str | None:
 
 
 def _tagged(seen: Seen) -> Iterator[tuple[str, list[str]]]:
-    """Every tag that has a meaning here, with what a turn holds from each opening or closing one to the next.
+    """Every tag that the style uses, with an assistant turn split at its opening and closing tags.
 
-    A turn is asked about its tags when it is made of them: a trace, or a text that begins or ends with one. Of a text
-    that speaks about tags nothing is known.
+    Only a trace, or a text that begins or ends with a tag, is checked: another text may mention tags.
     """
     names = tuple(dict.fromkeys((seen.style.reasoning_tag, seen.style.answer_tag, "think")))
-    for turn in seen.said:
+    for turn in seen.turns:
         text = turn.removesuffix(seen.style.template.end_token).strip()
-        own = seen.sample.texts  # a block that the template puts before a text without one is the template's affair
+        own = seen.sample.texts  # without the empty block that some templates put before a text
         made_of_tags = bool(seen.sample.steps) or any(
             text.startswith((f"<{name}>", f"</{name}>")) or text.endswith((f"</{name}>", f"<{name}>")) for name in names
         )
@@ -83,9 +83,9 @@ def _tagged(seen: Seen) -> Iterator[tuple[str, list[str]]]:
 
 def _orphan_tag(seen: Seen) -> str | None:
     for name, parts in _tagged(seen):
-        found = parts[1::2]
-        if found != [f"<{name}>", f"</{name}>"] * (len(found) // 2):
-            return f"the tags are {' '.join(found[:6])}"
+        tags = parts[1::2]
+        if tags != [f"<{name}>", f"</{name}>"] * (len(tags) // 2):
+            return f"the tags are {' '.join(tags[:6])}"
     return None
 
 
@@ -98,7 +98,7 @@ def _empty_tag(seen: Seen) -> str | None:
 
 
 def open_tag(text: str, style: Style) -> str | None:
-    """The tag that is still open at the end of `text`; None when there is none."""
+    """The tag that is open at the end of `text`; None when there is none."""
     for name in (style.reasoning_tag, style.answer_tag):
         if text.rfind(f"<{name}>") > text.rfind(f"</{name}>"):
             return name
@@ -108,17 +108,17 @@ def open_tag(text: str, style: Style) -> str | None:
 def _answer_missing(seen: Seen) -> str | None:
     if seen.sample.answer is None or not seen.rendered.trained.any():
         return None
-    wanted, said = (_bare(text) for text in (seen.sample.answer, "".join(seen.said)))
-    return None if wanted in said else f"the answer {seen.sample.answer[:40]!r} is not in what is trained"
+    answer, trained = (_bare(text) for text in (seen.sample.answer, "".join(seen.turns)))
+    return None if answer in trained else f"the answer {seen.sample.answer[:40]!r} is not in what is trained"
 
 
 def _prompt_trained(seen: Seen) -> str | None:
     if not seen.style.completion_only_loss:
-        return None  # asked for, and said in the log
+        return None  # requested by the settings
     shown = seen.rendered
     if shown.trained[: shown.prompt_tokens].any():
         return f"{int(shown.trained[: shown.prompt_tokens].sum())} tokens of the prompt are trained"
-    return "a token holds the end of the prompt and the beginning of the completion" if shown.melted else None
+    return "a token holds the end of the prompt and the beginning of the completion" if shown.straddled else None
 
 
 def _bare(text: str) -> str:
@@ -145,18 +145,18 @@ _LIKE_A_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")
 
 
 def _lone_surrogate(sample: Sample) -> str | None:
-    found = next((match for text in sample.texts if (match := _SURROGATE.search(text))), None)
-    return f"\\u{ord(found.group()):04x} stands alone" if found else None
+    match = next((match for text in sample.texts if (match := _SURROGATE.search(text))), None)
+    return f"\\u{ord(match.group()):04x} is not part of a pair" if match else None
 
 
 def _control_character(sample: Sample) -> str | None:
-    found = next((match for text in sample.texts if (match := _CONTROL.search(text))), None)
-    return f"the character \\u{ord(found.group()):04x}" if found else None
+    match = next((match for text in sample.texts if (match := _CONTROL.search(text))), None)
+    return f"the character \\u{ord(match.group()):04x}" if match else None
 
 
 def spelled_control_token(sample: Sample, tokenizer: Tokenizer) -> str | None:
-    """The first control token of the tokenizer that a text spells out."""
-    known, odd = _control_tokens(tokenizer)
+    """The first control token of the tokenizer that a text contains."""
+    known, odd = _control_tokens(tokenizer.control_tokens)
     for text in sample.texts:
         for match in _LIKE_A_TOKEN.finditer(text):
             if match.group() in known:
@@ -167,17 +167,12 @@ def spelled_control_token(sample: Sample, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def _control_tokens(tokenizer: Tokenizer) -> tuple[frozenset[str], tuple[str, ...]]:
+@functools.lru_cache(maxsize=8)
+def _control_tokens(tokens: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     """The control tokens that look like `<...>` or `[...]`, and the others."""
-    tokens = _CONTROL_TOKENS.get(tokenizer.sha256)
-    if tokens is None:
-        listed = [token for token in tokenizer.control_tokens if token]
-        usual = frozenset(token for token in listed if _LIKE_A_TOKEN.fullmatch(token))
-        tokens = _CONTROL_TOKENS[tokenizer.sha256] = (usual, tuple(token for token in listed if token not in usual))
-    return tokens
+    usual = frozenset(token for token in tokens if _LIKE_A_TOKEN.fullmatch(token))
+    return usual, tuple(token for token in tokens if token and token not in usual)
 
-
-_CONTROL_TOKENS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
 
 TEXT_CHECKS: dict[str, Callable[[Sample], str | None]] = {
     "lone_surrogate": _lone_surrogate,
@@ -186,7 +181,7 @@ TEXT_CHECKS: dict[str, Callable[[Sample], str | None]] = {
 
 
 def check_text(sample: Sample, tokenizer: Tokenizer, style: Style) -> Iterator[tuple[str, str]]:
-    """(rule, what is wrong) for every rule about the text alone that the sample breaks."""
+    """(rule, what is wrong) for every rule about the text that the sample breaks."""
     for name, check in TEXT_CHECKS.items():
         if (wrong := check(sample)) is not None:
             yield name, wrong
@@ -194,7 +189,7 @@ def check_text(sample: Sample, tokenizer: Tokenizer, style: Style) -> Iterator[t
     if token is not None and style.template.name == PLAIN:
         yield "control_text", f"{token} is spelled out"
     elif token is not None and (token != tokenizer.bos_token or _serves_twice(tokenizer, style)):
-        # elsewhere the beginning of sequence has a rule of its own
+        # otherwise the beginning-of-sequence token has a rule of its own
         yield "control_token", f"{token} is spelled out"
 
 

@@ -1,7 +1,7 @@
-"""The shapes a training record comes in, and the one way from each of them to a Sample. Nothing is dropped in silence.
+"""The formats of training records, and how each becomes a Sample. No column is dropped silently.
 
-What the keys of the first records allow decides; two readings, or none, are refused with the ways out. What a text may hold
-(control characters, half a surrogate pair) is for the rules to say: it passes here.
+The keys of the first record decide; a record that fits two formats, or none, is refused with the ways out. Control
+characters and lone surrogates in a text are left to validation.
 """
 
 import re
@@ -12,12 +12,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunix_rt.data.conversations import (
+from tunix_rt.data.containers import printable
+from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.records import (
     SHAREGPT_ROLES,
     Fields,
     Message,
+    Role,
+    Sample,
+    Trace,
+    Turn,
     Wrong,
     conversation,
+    first_problem,
     history_of,
     messages_of,
     optional_text,
@@ -25,61 +32,58 @@ from tunix_rt.data.conversations import (
     whole,
     with_system,
 )
-from tunix_rt.data.readers import parse, read_raw
 from tunix_rt.data.sources import Dataset
-from tunix_rt.data.streams import printable
-from tunix_rt.data.trace import Role, Sample, Trace, Turn, first_problem
 from tunix_rt.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One shape of record. `fits` looks at the keys alone; `read` is strict about what is in them."""
+    """One format. `fits` checks the keys alone; `read` is strict about the values."""
 
     name: str
     needs: str
-    """The keys of a record, in words."""
-    words: str
-    """How a record becomes a conversation, in a sentence or two."""
+    """The keys of a record, for people."""
+    description: str
+    """How a record becomes a conversation."""
     example: Fields
     fits: Callable[[Fields], bool]
     read: Callable[[Fields], Sample]
     uses: Callable[[Fields], frozenset[str]]
-    """Names of the columns that are read; the others of a record are not used."""
+    """Names of the columns that are read."""
 
 
 def detect_format(dataset: Dataset, wanted: str = "auto") -> str:
-    """Name of the format to read the dataset in: `wanted`, or the one reading that the first record of every file allows."""
+    """Name of the format of the dataset: `wanted`, or the only one that fits the first record of every file."""
     if wanted in FORMATS:
         return wanted
     if wanted != "auto":
         raise InputError(f"no format is named {wanted!r}", fix=f"use one of: auto, {', '.join(FORMATS)}")
-    found: dict[str, str] = {}
+    formats: dict[str, str] = {}
     for number, file in enumerate(dataset.files):
         with closing(read_raw(replace(dataset, files=(file,)))) as records:
             raw = next(records)
         where = dataset.place(number, raw.line)
-        found.setdefault(_only_reading(parse(raw, where), where), where)
-    if len(found) > 1:
-        (first, here), (second, there), *_ = found.items()
+        formats.setdefault(_only_reading(parse(raw, where), where), where)
+    if len(formats) > 1:
+        (first, here), (second, there), *_ = formats.items()
         raise InputError(
-            f"the files are not of one format: {here} is {first}, {there} is {second}",
-            fix="give the files of one format; a dataset is read in one",
+            f"the files have different formats: {here} is {first}, {there} is {second}",
+            fix="give files of one format",
         )
-    return next(iter(found))
+    return next(iter(formats))
 
 
 def to_sample(record: dict[str, Any], format: str, where: str) -> Sample:
-    """The record in its normal form; an InputError names `where` and the field that is wrong."""
+    """The record in its normal form; an InputError names `where` and the wrong field."""
     shape = FORMATS[format]
     try:
         return shape.read(record)
     except Wrong as wrong:
         others = [] if shape.fits(record) else readings(record)
-        words = f"; by its keys it is {' or '.join(others)}, not {format}" if others else ""
+        instead = f"; by its keys it is {' or '.join(others)}, not {format}" if others else ""
         alone = "; records of another format need a dataset of their own" if others else ""
         raise InputError(
-            f"{where}: {printable(wrong.field)}: {wrong.words}{words}",
+            f"{where}: {printable(wrong.field)}: {wrong.problem}{instead}",
             fix=f"correct it: {format} needs {shape.needs}{alone}",
         ) from wrong
 
@@ -90,27 +94,27 @@ def readings(record: Fields) -> list[str]:
 
 
 def unused_columns(record: Fields, format: str) -> list[str]:
-    """Columns of the record that say something and are not read."""
+    """Columns of the record that have a value and are not read."""
     used = FORMATS[format].uses(record)
     return [name for name, value in record.items() if name not in used and value is not None]
 
 
 def _only_reading(record: dict[str, Any], where: str) -> str:
-    found = readings(record)
-    if len(found) == 1:
-        return found[0]
+    fitting = readings(record)
+    if len(fitting) == 1:
+        return fitting[0]
     names = [printable(name[:60]) for name in record]
     keys = ", ".join(names[:30]) + (" ..." if len(names) > 30 else "")
-    if not found:
+    if not fitting:
         needs = "\n".join(f"    {name}: {shape.needs}" for name, shape in FORMATS.items())
         raise InputError(
             f"{where}: no format fits the keys of the record: {keys or 'it has none'}",
             fix=f"rename the columns to those of a format\n{needs}",
         )
-    ways = ", or ".join(f"--format {name} ({FORMATS[name].needs})" for name in found)
+    ways = ", or ".join(f"--format {name} ({FORMATS[name].needs})" for name in fitting)
     raise InputError(
-        f"{where}: the keys of the record can be read as {' and as '.join(found)}: {keys}",
-        fix=f"say which: {ways}; outside of an import that is --set data.format=NAME",
+        f"{where}: the keys of the record can be read as {' and as '.join(fitting)}: {keys}",
+        fix=f"choose one: {ways}; outside of an import that is --set data.format=NAME",
     )
 
 
@@ -145,13 +149,13 @@ def _read_sharegpt(record: Fields) -> Sample:
     return conversation(with_system(messages, record.get("system")))
 
 
-# --- a prompt and what is to be said ---------------------------------------------------------------------------------
+# --- a prompt and its completion -------------------------------------------------------------------------------------
 
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("input", "output"), ("question", "answer"))
 
 
 def _pairs(record: Fields) -> list[tuple[str, str]]:
-    """The pairs of columns that the record can be read by. `input` beside an instruction is Alpaca's."""
+    """The pairs of columns that the record has. `input` beside an instruction is Alpaca's."""
     found = [pair for pair in PAIRS if _has(record, *pair)]
     if ("input", "output") in found and _has(record, "instruction"):
         found.remove(("input", "output"))
@@ -161,7 +165,7 @@ def _pairs(record: Fields) -> list[tuple[str, str]]:
 
 
 def _fits_pair(record: Fields) -> bool:
-    """GSM8K's answers are not taken for mere text, unless they are asked for as that."""
+    """A GSM8K record is read as a pair only where that format is chosen."""
     found = _pairs(record)
     return bool(found) and not (found == [("question", "answer")] and _fits_gsm8k(record))
 
@@ -171,13 +175,13 @@ def _read_pair(record: Fields) -> Sample:
     if not found:
         raise _no_pair(record)
     if len(found) > 1:
-        words = " and ".join(" with ".join(pair) for pair in found)
-        raise Wrong(found[1][1], f"there are two readings, {words}: leave one of them out")
-    asked, said = found[0]
-    if type(record[asked]) is str and type(record[said]) is str:
-        prompt, completion = text_of(record[asked], asked), text_of(record[said], said)
+        both = " and ".join(" with ".join(pair) for pair in found)
+        raise Wrong(found[1][1], f"there are two readings, {both}: leave one of them out")
+    first, second = found[0]
+    if type(record[first]) is str and type(record[second]) is str:
+        prompt, completion = text_of(record[first], first), text_of(record[second], second)
         return Sample(turns=(Turn(role="user", text=prompt), Turn(role="assistant", text=completion)))
-    return conversation([*_side(record[asked], asked, "user"), *_side(record[said], said, "assistant")])
+    return conversation([*_side(record[first], first, "user"), *_side(record[second], second, "assistant")])
 
 
 def _no_pair(record: Fields) -> Wrong:
@@ -188,7 +192,7 @@ def _no_pair(record: Fields) -> Wrong:
 
 
 def _side(value: Any, field: str, role: Role) -> list[Message]:
-    """One half of a pair: a text, or messages."""
+    """One half of a pair: a string, or messages."""
     if type(value) is list:
         messages = messages_of(value, field)
         for message in messages:
@@ -203,10 +207,10 @@ def _read_alpaca(record: Fields) -> Sample:
     instruction = text_of(record.get("instruction"), "instruction")
     material = optional_text(record.get("input"), "input")
     system = optional_text(record.get("system"), "system")
-    asked = instruction if material is None else f"{instruction}\n\n{material}"
-    said = Turn(role="assistant", text=text_of(record.get("output"), "output"))
+    prompt = instruction if material is None else f"{instruction}\n\n{material}"
+    reply = Turn(role="assistant", text=text_of(record.get("output"), "output"))
     first = () if system is None else (Turn(role="system", text=system),)
-    return Sample(turns=(*first, *history_of(record.get("history")), Turn(role="user", text=asked), said))
+    return Sample(turns=(*first, *history_of(record.get("history")), Turn(role="user", text=prompt), reply))
 
 
 # --- GSM8K -----------------------------------------------------------------------------------------------------------
@@ -221,10 +225,10 @@ _UNIT = (
 )
 _STOP = r"[ \t]*\.?"
 _NUMBER_LINE = re.compile(f"{_BEFORE_NUMBER}{_NUMBER}{_STOP}")
-"""What tells GSM8K from other texts. A number alone: `#### Summary` and `#### 2 Methods` are headings in a text."""
+"""What distinguishes GSM8K from other texts: a bare number. `#### Summary` and `#### 2 Methods` are headings."""
 _ANSWER_LINE = re.compile(f"{_BEFORE_NUMBER}(?P<answer>{_NUMBER}(?P<words>[ \\t]?{_UNIT}(?: {_UNIT}){{0,3}})?){_STOP}")
-"""The last line of an answer, once it is known to be one. What it stands for is a number with or without a unit, as answers
-are scored: `5 hours`, and not `5 or 6`, `5 is it`, `2x` or `5 hours 30 minutes`. The full stop is no part of it."""
+"""The last line of a GSM8K answer: a number with or without a unit, as answers are scored. It is `5 hours`, and not `5 or 6`,
+`5 is it`, `2x` or `5 hours 30 minutes`. The full stop is not part of the answer."""
 
 
 def _fits_gsm8k(record: Fields) -> bool:
@@ -235,7 +239,7 @@ def _fits_gsm8k(record: Fields) -> bool:
 
 
 def words_behind_number(record: Fields, format: str) -> str | None:
-    """What stands behind the number of a GSM8K answer that `to_sample` reads, such as `hours`; None for nothing."""
+    """The words after the number of a GSM8K answer that `to_sample` reads, such as `hours`; None without them."""
     if format != "gsm8k":
         return None
     found = _ANSWER_LINE.fullmatch(str(record.get("answer")).rstrip(_BLANKS).rpartition("\n")[2])
@@ -243,7 +247,7 @@ def words_behind_number(record: Fields, format: str) -> str | None:
 
 
 def _gsm8k(record: Fields) -> tuple[str, list[tuple[str, list[str]]], str]:
-    """Question, steps with the calculator's marks that stood in each, and answer."""
+    """Question, steps with the calculator annotations of each, and answer."""
     question, answer = text_of(record.get("question"), "question"), text_of(record.get("answer"), "answer")
     body, _, last = answer.rstrip(_BLANKS).rpartition("\n")
     stated = _ANSWER_LINE.fullmatch(last)
@@ -268,7 +272,7 @@ def _read_gsm8k(record: Fields) -> Sample:
 
 
 def gsm8k_trace(record: Fields) -> dict[str, Any]:
-    """A GSM8K record that `to_sample` reads, as a trace of our own. The marks it took out of each step are in `meta`."""
+    """A GSM8K record that `to_sample` reads, as a trace. The calculator annotations of each step are in `meta`."""
     question, steps, answer = _gsm8k(record)
     return {
         "prompt": question,
@@ -294,7 +298,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="trace",
             needs="prompt, steps (each with i, type, content) and final_answer; also id and meta, and no other key",
-            words="Our own. The steps and the answer are put into the reasoning and answer tags, after the prompt.",
+            description="The native format. Steps and answer are put into the reasoning and answer tags, after the prompt.",
             example={
                 "prompt": "Tom has 3 pens and buys 4. How many has he?",
                 "steps": [{"i": 0, "type": "compute", "content": "3 + 4 = 7"}],
@@ -307,8 +311,8 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="prompt_completion",
             needs="prompt and completion (or prompt and response, input and output, question and answer)",
-            words="One question of the user, one answer of the assistant; or on both sides a list of messages: no turn of "
-            "the assistant in the prompt, and no other in the completion.",
+            description="One user turn and one assistant turn; or on both sides a list of messages: no assistant turn in the "
+            "prompt, no other in the completion.",
             example={"prompt": "What is the capital of France?", "completion": "Paris."},
             fits=_fits_pair,
             read=_read_pair,
@@ -317,7 +321,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="messages",
             needs="messages, each with role (system, user, assistant) and content; also system",
-            words="A chat, kept whole; a `system` beside it is its first turn. Where the assistant's last message has "
+            description="A chat, kept whole; a `system` beside it is its first turn. Where the assistant's last message has "
             "`reasoning_content` (or `reasoning`, `thinking`), that is the step of a trace and its content the answer.",
             example={
                 "messages": [
@@ -332,8 +336,8 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="sharegpt",
             needs="conversations, each with from (system, human or user, gpt or assistant or model) and value; also system",
-            words="A chat, kept whole; a `system` beside it is its first turn. `role` and `content` are read in the place "
-            "of `from` and `value` too.",
+            description="A chat, kept whole; a `system` beside it is its first turn. `role` and `content` are read instead of "
+            "`from` and `value` too.",
             example={
                 "conversations": [{"from": "human", "value": "What is 3 + 4?"}, {"from": "gpt", "value": "7"}],
             },
@@ -344,8 +348,8 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="alpaca",
             needs="instruction and output; also input, system, and history (pairs of a question and its answer)",
-            words="The user says the instruction and, after an empty line, the input if there is one; the assistant the "
-            "output. The pairs of the history are turns before that.",
+            description="The user turn is the instruction and, after an empty line, the input if there is one; the assistant "
+            "turn is the output. The pairs of the history are turns before them.",
             example={"instruction": "Name the largest number.", "input": "3, 9, 4", "output": "9"},
             fits=lambda record: _has(record, "instruction", "output"),
             read=_read_alpaca,
@@ -354,8 +358,8 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name="gsm8k",
             needs="question, and answer with a last line `#### N`, where N is a number",
-            words="Every line of the answer is one step, without its `<<3+4=7>>` marks; what follows `####` is the answer: a "
-            "number, with its unit where one stands there (`#### 5 hours`).",
+            description="Every line of the answer is one step, without its `<<3+4=7>>` annotations; the answer follows `####`: "
+            "a number, with its unit if it has one (`#### 5 hours`).",
             example={
                 "question": "Tom has 3 pens and buys 4. How many?",
                 "answer": "He has 3+4=<<3+4=7>>7 pens.\n#### 7",

@@ -1,45 +1,41 @@
-"""Bring a dataset home: whatever it was, as `datasets/<key>/dataset.jsonl` with a manifest that says where it came from."""
+"""Import a dataset: any source becomes `datasets/<key>/dataset.jsonl` with a manifest of its origin."""
 
 import hashlib
 import json
 import os
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tunix_rt import __version__
+from tunix_rt.data.containers import printable
 from tunix_rt.data.formats import detect_format, gsm8k_trace, to_sample, unused_columns, words_behind_number
 from tunix_rt.data.readers import MAX_LINE_BYTES, parse, read_raw
+from tunix_rt.data.records import Sample
 from tunix_rt.data.sources import KEY, Dataset, find_dataset
-from tunix_rt.data.streams import printable
-from tunix_rt.data.trace import Sample
 from tunix_rt.errors import InputError
-from tunix_rt.storage import settle_files, storage, sync_folder, write_json
+from tunix_rt.storage import staged_folder, storage, write_json
 
 SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import recognised and wrote."""
+    """What an import read and wrote."""
 
     key: str
     source: Dataset
     format: str
-    """How the records were read."""
+    """Of the source."""
     written_as: str
-    """How they were written: trace or messages."""
+    """Format of the imported dataset: trace or messages."""
     rows: int
     unused: Mapping[str, int]
-    """Columns that were not read, with the number of records in which they said something."""
+    """Columns that were not read, with the number of records that have a value there."""
     worded: int
-    """Records whose answer has words behind its number: GSM8K's `#### 5 hours`."""
+    """Records whose answer has words after its number: GSM8K's `#### 5 hours`."""
     dataset: Path
     manifest: Path
     sha256: str
@@ -48,13 +44,13 @@ class Imported:
 
     @property
     def container(self) -> str:
-        """What the files were, in words."""
+        """The containers of the source files, for people."""
         kinds = {f"{file.container} in gzip" if file.gzip else file.container for file in self.source.files}
         return ", ".join(sorted(kinds))
 
 
 def import_dataset(name: str, *, key: str, format: str = "auto", replace: bool = False, folder: Path) -> Imported:
-    """Read the dataset `name` whole and write it as `folder/key`. Nothing is there before all of it is."""
+    """Read all of the dataset `name` and write it as `folder/key`, which appears when it is complete."""
     if not KEY.fullmatch(key):
         raise InputError(
             f"{key[:80]!r} is no key for a dataset",
@@ -64,70 +60,46 @@ def import_dataset(name: str, *, key: str, format: str = "auto", replace: bool =
     _refuse_existing(final, replace)
     source = find_dataset(name)
     chosen = detect_format(source, format)
-    with _staged(folder, key) as staged:
-        written = _write_records(source, chosen, staged / "dataset.jsonl")
-        facts = {
-            "key": key,
-            "rows": written.rows,
-            "sha256": written.sha256,
-            "bytes": written.bytes,
-            "format": _written_as(chosen),
-            "source": {
-                "name": printable(name),
-                "sha256": source.sha256,
-                "bytes": sum(file.bytes for file in source.files),
-                "format": chosen,
-                "files": [
-                    {
-                        "name": printable(file.path.name),
-                        "sha256": file.sha256,
-                        "bytes": file.bytes,
-                        "container": file.container,
-                    }
-                    | ({"gzip": True} if file.gzip else {})
-                    for file in source.files
-                ],
-            },
-            "unused_columns": written.unused,
-            **({"answers_with_words": written.worded} if written.worded else {}),
-            "written_by": f"tunix-rt {__version__}",
-        }
-        write_json(staged / "manifest.json", facts)
-        settle_files(staged)
-        _put_in_place(staged, final, replace=replace)
-    return Imported(
-        key=key,
-        source=source,
-        format=chosen,
-        written_as=_written_as(chosen),
-        rows=written.rows,
-        unused=written.unused,
-        worded=written.worded,
-        dataset=final / "dataset.jsonl",
-        manifest=final / "manifest.json",
-        sha256=written.sha256,
-        samples=written.samples,
-    )
+    with staged_folder(final, replace=replace, concurrent=True) as staged:
+        imported = _write_records(source, chosen, final, staged)
+        write_json(staged / "manifest.json", _manifest(name, imported, (staged / "dataset.jsonl").stat().st_size))
+    return imported
+
+
+def _manifest(name: str, imported: Imported, size: int) -> dict[str, Any]:
+    source = imported.source
+    files = [
+        {"name": printable(file.path.name), "sha256": file.sha256, "bytes": file.bytes, "container": file.container}
+        | ({"gzip": True} if file.gzip else {})
+        for file in source.files
+    ]
+    return {
+        "key": imported.key,
+        "rows": imported.rows,
+        "sha256": imported.sha256,
+        "bytes": size,
+        "format": imported.written_as,
+        "source": {
+            "name": printable(name),
+            "sha256": source.sha256,
+            "bytes": sum(file.bytes for file in source.files),
+            "format": imported.format,
+            "files": files,
+        },
+        "unused_columns": imported.unused,
+        **({"answers_with_words": imported.worded} if imported.worded else {}),
+        "written_by": f"tunix-rt {__version__}",
+    }
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    rows: int
-    bytes: int
-    sha256: str
-    unused: dict[str, int]
-    worded: int
-    samples: tuple[Sample, ...]
-
-
-def _write_records(source: Dataset, format: str, path: Path) -> _Written:
+def _write_records(source: Dataset, format: str, final: Path, staged: Path) -> Imported:
     digest, unused = hashlib.sha256(), Counter[str]()
     samples: list[Sample] = []
-    rows = size = worded = 0
-    with path.open("wb") as file:
+    rows = worded = 0
+    with (staged / "dataset.jsonl").open("wb") as file:
         for raw in read_raw(source):
             where = source.place(raw.file, raw.line)
             record = parse(raw, where)
@@ -136,16 +108,21 @@ def _write_records(source: Dataset, format: str, path: Path) -> _Written:
             file.write(line)
             digest.update(line)
             unused.update(printable(column) for column in unused_columns(record, format))
-            rows, size = rows + 1, size + len(line)
+            rows += 1
             worded += words_behind_number(record, format) is not None
             if rows <= SHOWN:
                 samples.append(sample)
-    return _Written(
+    return Imported(
+        key=final.name,
+        source=source,
+        format=format,
+        written_as=_written_as(format),
         rows=rows,
-        bytes=size,
-        sha256=digest.hexdigest(),
         unused=dict(sorted(unused.items())),
         worded=worded,
+        dataset=final / "dataset.jsonl",
+        manifest=final / "manifest.json",
+        sha256=digest.hexdigest(),
         samples=tuple(samples),
     )
 
@@ -155,7 +132,7 @@ def _written_as(format: str) -> str:
 
 
 def _to_write(record: dict[str, Any], sample: Sample, format: str) -> Mapping[str, Any]:
-    """A record of ours that reads back as the same sample."""
+    """A record that is read back as the same sample."""
     if format == "trace":
         return record
     if format == "gsm8k":
@@ -171,61 +148,31 @@ def _line(record: Mapping[str, Any], where: str) -> bytes:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         try:
             content = line.encode("utf-8") + b"\n"
-        except UnicodeEncodeError:  # half a surrogate pair has no bytes of its own; the rules will speak of it
+        except UnicodeEncodeError:  # a lone surrogate has no UTF-8 bytes; validation reports it
             content = json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
-    except (TypeError, ValueError, RecursionError) as error:  # only `meta` of a trace can hold what JSON cannot
-        raise InputError(f"{where}: meta: {error}", fix="JSON must be able to hold it; leave it out") from error
+    except (TypeError, ValueError, RecursionError) as error:  # only `meta` of a trace can contain what JSON cannot
+        raise InputError(
+            f"{where}: meta: {error}", fix="use values that JSON can represent, or leave it out"
+        ) from error
     if len(content) > MAX_LINE_BYTES:
         raise InputError(
-            f"{where}: the record is longer than {MAX_LINE_BYTES:,} bytes, the most a line may have",
-            fix="divide it, or leave it out",
+            f"{where}: the record is longer than {MAX_LINE_BYTES:,} bytes, the limit of a line",
+            fix="split it, or leave it out",
         )
     return content
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- the folder ------------------------------------------------------------------------------------------------------
 
 
 def _refuse_existing(final: Path, replace: bool) -> None:
     if not os.path.lexists(final):
         return
     if not replace:
-        raise InputError(f"{final} is there already", fix="choose another key, or add --replace")
+        raise InputError(f"{final} exists", fix="choose another key, or add --replace")
     with storage(final):
         others = sorted(path.name for path in final.iterdir() if path.name not in ("dataset.jsonl", "manifest.json"))
     if others:
         raise InputError(
-            f"{final} holds more than a dataset: {', '.join(others[:5])}", fix="move it away, or choose another key"
+            f"{final} contains more than a dataset: {', '.join(others[:5])}", fix="move it away, or choose another key"
         )
-
-
-@contextmanager
-def _staged(folder: Path, key: str) -> Iterator[Path]:
-    """An empty folder beside the final one. It is gone afterwards; what a killed import left is swept away at the next."""
-    begins = f".staged-{key}-"
-    staged = folder / f"{begins}{os.getpid()}"
-    with storage(folder):
-        for leftover in folder.glob(f"{begins}*"):
-            process = leftover.name.removeprefix(begins)
-            if process.isdecimal() and (leftover == staged or not psutil.pid_exists(int(process))):
-                shutil.rmtree(leftover)
-        staged.mkdir(parents=True)
-        try:
-            yield staged
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-
-
-def _put_in_place(staged: Path, final: Path, *, replace: bool) -> None:
-    """Two renames when something is replaced: the old one is gone only when the new one is there."""
-    old = staged.with_name(f"{staged.name}-replaced")
-    if replace and os.path.lexists(final):
-        final.rename(old)
-    try:
-        staged.rename(final)
-    except OSError:
-        if old.exists():
-            old.rename(final)
-        raise
-    sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Rows, and their order. A row is one or more examples side by side; which rows step k trains on is a pure function."""
+"""Packed rows and their order. A row is one or more examples; the rows of step k are a pure function of seed and step."""
 
 import hashlib
 import math
@@ -15,12 +15,12 @@ from tunix_rt.data.render import Example, Ids, Mask
 from tunix_rt.storage import merkle_root, row_leaf
 
 IGNORED = -100
-"""Label of a token that is no target (the number torch's cross entropy ignores)."""
+"""Label of a token that is not a target (`ignore_index` of torch's cross entropy)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Packed examples. `positions` restart at 0 with each example: that is the boundary nobody may look across."""
+    """Packed examples. `positions` restart at 0 with each example: attention does not cross that document boundary."""
 
     ids: Ids
     trained: Mask
@@ -28,7 +28,7 @@ class Row:
 
     @property
     def sha256(self) -> bytes:
-        """Identity of the row: its tokens, what is trained, where examples begin."""
+        """Hash of the row: token ids, loss mask, positions."""
         return row_leaf(self.ids, self.trained, self.positions)
 
 
@@ -115,7 +115,7 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], max_length: int) -> P
 
 
 class Rows(Sequence[Row]):
-    """The rows of a dataset, in a fixed order that `rows_of_step` shuffles. A row is put together when it is asked for."""
+    """The rows of a dataset, in a fixed order that `rows_of_step` shuffles. A row is assembled on access."""
 
     def __init__(self, examples: Sequence[Example], packing: Packing, max_length: int) -> None:
         self._examples, self._packing, self._max_length = examples, packing, max_length
@@ -147,7 +147,7 @@ class Rows(Sequence[Row]):
 
 
 def make_rows(examples: Sequence[Example], *, max_length: int, packing: bool) -> Rows:
-    """The rows of a few examples at hand; an example longer than `max_length` is cut."""
+    """The rows of examples in memory; an example longer than `max_length` is truncated."""
     lengths = [min(len(example.ids), max_length) for example in examples]
     alone = Packing(np.arange(len(examples)), np.arange(len(examples) + 1))
     return Rows(examples, pack(lengths, max_length) if packing else alone, max_length)
@@ -201,7 +201,7 @@ def _is_target(row: Row) -> Mask:
 
 
 def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
-    """`micro` with at least so many rows of so many tokens. What is added is no target, and stands where nobody sees it."""
+    """`micro`, padded to at least so many rows of so many tokens. Padding has no targets, and no token attends to it."""
     missing = tuple(max(0, wanted - there) for wanted, there in zip(least, micro.ids.shape, strict=True))
     if not any(missing):
         return micro
@@ -254,7 +254,7 @@ class RowFacts:
 
     @property
     def merkle_root(self) -> str:
-        """One hash over every row, from which each row can be proven."""
+        """Merkle root over the hashes of the rows."""
         return merkle_root(self.identities())
 
     def lines(self) -> Iterator[str]:
@@ -266,15 +266,10 @@ class RowFacts:
 
 
 def facts_of_rows(rows: Iterable[Row]) -> RowFacts:
-    """In one pass: putting the rows of a large dataset together takes longer than all that is asked of them."""
+    """One pass over the rows: assembling them takes longer than everything that is computed from them."""
     hashes, tokens, targets = bytearray(), array("I"), array("I")
     for row in rows:
         hashes += row.sha256
         tokens.append(len(row.ids))
         targets.append(int(np.count_nonzero(_is_target(row))))
     return RowFacts(hashes=bytes(hashes), tokens=tokens, targets=targets)
-
-
-def rows_root(rows: Iterable[Row]) -> str:
-    """One hash over every row, in dataset order, from which each row can be proven."""
-    return facts_of_rows(rows).merkle_root

@@ -1,4 +1,4 @@
-"""What a row says, token by token: its own text, and whether it is trained. For people; nothing trains on what is here."""
+"""A row token by token, with the text of each and the loss mask. For people; training does not use it."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import numpy as np
 
 from tunix_rt.data.packing import Row
 from tunix_rt.data.readers import read_raw
-from tunix_rt.data.tokenize import TRAINED, Recipe, begin, begin_settings, tokenise
+from tunix_rt.data.tokenize import TRAINED, Recipe, tokenize
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.data.validation import RULES
 from tunix_rt.errors import InputError
@@ -19,7 +19,7 @@ from tunix_rt.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
-    """One token of a row. `raw` holds its bytes: a character may be split over tokens, and then none of them has text."""
+    """One token of a row. `raw` are its bytes: a character may be split over tokens."""
 
     position: int
     """In the row, from 0."""
@@ -33,7 +33,7 @@ class TokenView:
 
     @property
     def text(self) -> str:
-        """The token's own text; bytes that are no whole character by their names, `<0xE2>`."""
+        """The text of the token; bytes that are not a whole character as `<0xE2>`."""
         return spelled(self.raw)
 
 
@@ -72,7 +72,7 @@ class RowView:
 
 
 def view_of(row: Row, tokenizer: Tokenizer) -> RowView:
-    """`row` as it can be shown. Like the labels, the first token of an example counts as masked: nothing predicts it."""
+    """`row` for display. As in the labels, the first token of an example is masked: nothing predicts it."""
     bytes_of = _bytes_of(tokenizer)
     begins = row.positions == 0
     columns = (row.ids, row.trained & ~begins, np.cumsum(begins))
@@ -94,7 +94,7 @@ def view_of(row: Row, tokenizer: Tokenizer) -> RowView:
 
 
 def spelled(raw: bytes) -> str:
-    """The text of `raw`; what is no UTF-8 in it by the names of its bytes."""
+    """The text of `raw`; bytes that are not UTF-8 as `<0xE2>`."""
     text = raw.decode("utf-8", "surrogateescape")
     return re.sub("[\udc80-\udcff]", lambda match: f"<0x{ord(match.group()) - 0xDC00:02X}>", text)
 
@@ -103,9 +103,9 @@ def spelled(raw: bytes) -> str:
 
 
 def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """How this tokenizer writes its tokens down, read from its decoder: byte-level letters, or words with `▁` for a space.
+    """Token id -> bytes, by the kind of the tokenizer's decoder: byte-level letters, or words with `▁` for a space.
 
-    One token cannot be given to the decoder itself: it strips the space before a first word, and half a character.
+    The decoder itself does not work on one token: it strips the space before a first word, and half a character.
     """
     inner = tokenizer.inner
     added = {number: token.content for number, token in inner.get_added_tokens_decoder().items()}
@@ -125,12 +125,12 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes]:
         if number in tokenizer.control_ids:
             return str(name).encode()
         if "ByteLevel" in kinds:
-            # A word that was added to the vocabulary stands there as it is written.
+            # A word that was added to the vocabulary is written as it is.
             if number in added or any(letter not in _BYTE_OF for letter in name):
                 return str(name).encode()
             return bytes(_BYTE_OF[letter] for letter in name)
-        if "ByteFallback" in kinds and (found := _BYTE_NAME.fullmatch(name)):
-            return bytes([int(found[1], 16)])
+        if "ByteFallback" in kinds and (match := _BYTE_NAME.fullmatch(name)):
+            return bytes([int(match[1], 16)])
         for space in spaces:
             name = name.replace(space, " ")
         return str(name).encode()
@@ -139,7 +139,7 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 def _decoder_steps(inner: object) -> list[dict[str, Any]]:
-    """What the decoder does, in order; empty when the tokenizer has none."""
+    """The steps of the decoder, in order; empty when the tokenizer has none."""
     decoder = getattr(inner, "decoder", None)
     if decoder is None:
         return []
@@ -151,7 +151,7 @@ _BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level vocabularies write for each byte: itself if it shows, else the next free above 255."""
+    """The letter of each byte in a byte-level vocabulary: itself if it is visible, else the next free one above 255."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -165,7 +165,7 @@ _BYTE_OF = _byte_letters()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRow:
-    """One record as a row of its own, and which rules it breaks: (rule, what was seen)."""
+    """One record as a row, and the rules that it breaks: (rule, what is wrong)."""
 
     place: str
     row: Row
@@ -173,20 +173,19 @@ class RecordRow:
 
 
 def read_record(recipe: Recipe, number: int) -> RecordRow:
-    """Record `number` (from 1) of the dataset, tokenised as a run would. The records before it are read, not tokenised."""
+    """Record `number` (from 1) of the dataset, tokenized as in a run. The records before it are read, not tokenized."""
     counted = 0
     for counted, raw in enumerate(islice(read_raw(recipe.dataset), number), start=1):
         if counted < number:
             continue
-        begin(*begin_settings(recipe, alone=True))
-        part = tokenise([raw])
+        part = tokenize(recipe, [raw])
         if part.failure is not None:
             raise InputError(part.failure[0], fix=part.failure[1])
         place = recipe.dataset.place(raw.file, raw.line)
         broken = tuple((rule, seen) for _, rule, seen in part.broken)
         if not len(part.tokens):
-            words = "; ".join(f"{rule}: {seen}" for rule, seen in broken)
-            raise InputError(f"{place}: no tokens can be made of it ({words})", fix=RULES[broken[0][0]].fix)
+            reasons = "; ".join(f"{rule}: {seen}" for rule, seen in broken)
+            raise InputError(f"{place}: it cannot be tokenized ({reasons})", fix=RULES[broken[0][0]].fix)
         ids = (part.tokens & ~TRAINED).astype(np.int32)
         trained = (part.tokens & TRAINED).astype(np.bool_)
         return RecordRow(

@@ -1,29 +1,36 @@
-"""Raw records out of data files: JSONL, JSON and Parquet, plain or gzip, told apart by what is in them, not by their names.
+"""Raw records of data files: JSONL, JSON and Parquet, plain or gzip, recognized by content and not by name.
 
-JSONL, gzip and Parquet are read piece by piece; a JSON document is held as text, so its size is limited.
+JSONL, gzip and Parquet are streamed; a JSON document is held as text, so its size is limited.
 """
 
+import contextlib
 import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from tunix_rt.data.json_document import DECODER, is_document, records_of
-from tunix_rt.data.parquet import Opaque, read_parquet
-from tunix_rt.data.streams import MAX_DOCUMENT_BYTES, Version, refuse_bytes, unpacked_bytes
+from tunix_rt.data.containers import (
+    MAX_DOCUMENT_BYTES,
+    Opaque,
+    Version,
+    read_parquet,
+    refuse_bytes,
+    unpacked_bytes,
+)
 from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:
     from tunix_rt.data.sources import Dataset
 
 MAX_LINE_BYTES = 1_000_000
-"""Of one record, whatever it lies in: outside of JSONL its texts are counted."""
+"""Limit of one record in every container: in JSON and Parquet its strings are counted."""
 MAX_BLANK_LINES = 1_000
-"""At the end of a file; a few kilobytes of gzip can hold more of them than anyone wants to wait for."""
+"""Limit at the end of a file: a few kilobytes of gzip can contain gigabytes of them."""
 BOM = b"\xef\xbb\xbf"
 
 NOT_READ = {
@@ -35,16 +42,16 @@ NOT_READ = {
 }
 
 Records = Iterator[tuple[int, Any]]
-"""Line (in Parquet: row), counted from 1, and the record there. In JSON: line and record, packed by `pack_line`."""
+"""Line (in Parquet: row), counted from 1, and its record. In JSON: line and record number, packed by `pack_line`."""
 LINE_BITS = 34
-"""Line and record of the largest JSON document fit into 63 bits: no record has less than two bytes."""
+"""Line and record number of the largest JSON document fit into 63 bits: no record has less than two bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """One record as it lies in file number `file`. A line of JSONL is not decoded: whoever wants it parses it.
+    """One record of file number `file`, before decoding: a line of JSONL is bytes, which `parse` decodes.
 
-    `line` is one number to keep and to give to `Dataset.place`; out of a JSON document it holds the record too.
+    `line` is the number that `Dataset.place` takes; in a JSON document it contains the record number too.
     """
 
     file: int
@@ -53,28 +60,28 @@ class Raw:
 
 
 def pack_line(line: int, record: int) -> int:
-    """Where a record of a JSON document stands, in one number: the line where it begins, and which record it is."""
+    """The place of a record of a JSON document in one number: the line where it begins, and its record number."""
     return line | record << LINE_BITS
 
 
 def unpack_line(packed: int) -> tuple[int, int]:
-    """Line and record, both from 1; the record is 0 where the line alone tells it (JSONL, and rows of Parquet)."""
+    """Line and record number, both from 1; the second is 0 where the line suffices (JSONL, and rows of Parquet)."""
     return packed & (1 << LINE_BITS) - 1, packed >> LINE_BITS
 
 
-def line_words(packed: int) -> str:
-    """`12`, or `12 (record 3)` out of a JSON document."""
+def describe_line(packed: int) -> str:
+    """`12`, or `12 (record 3)` in a JSON document."""
     line, record = unpack_line(packed)
     return f"{line} (record {record})" if record else f"{line}"
 
 
 def recognise(path: Path) -> tuple[str, bool]:
-    """Container of the file (jsonl, json or parquet), and whether it is packed with gzip. What is none of them is JSONL."""
+    """Container of the file (jsonl, json or parquet), and whether it is gzip. Unknown content is JSONL."""
     head, packed = _head(path)
-    for magic, words in NOT_READ.items():
+    for magic, kind in NOT_READ.items():
         if head.startswith(magic):
             raise InputError(
-                f"{path} is {words}", fix="unpack or convert it: JSONL, JSON and Parquet are read, also in gzip"
+                f"{path} is {kind}", fix="unpack or convert it: JSONL, JSON and Parquet are read, also in gzip"
             )
     if head.startswith(b"PAR1"):
         return "parquet", packed
@@ -87,12 +94,12 @@ _COLUMN = re.compile(r"[^\W\d][\w .:/#()-]{0,60}")
 
 
 def _refuse_csv(path: Path, head: bytes) -> None:
-    """Refuse a file whose first line is names of columns, and no JSON."""
+    """Refuse a file whose first line is a CSV header."""
     line = re.split(rb"[\r\n]", head[:10_000], maxsplit=1)[0].decode("utf-8", "replace")
-    for name, mark, told in (("TSV", "\t", ", delimiter='\\t'"), ("CSV", ",", ""), ("CSV", ";", ", delimiter=';'")):
+    for name, mark, option in (("TSV", "\t", ", delimiter='\\t'"), ("CSV", ",", ""), ("CSV", ";", ", delimiter=';'")):
         columns = [column.strip().strip('"') for column in line.split(mark)]
         if len(columns) > 1 and all(map(_COLUMN.fullmatch, columns)):
-            source = f"open(0, newline='', encoding='utf-8-sig'){told}"
+            source = f"open(0, newline='', encoding='utf-8-sig'){option}"
             code = f"import csv, json; [print(json.dumps(row)) for row in csv.DictReader({source})]"
             raise InputError(
                 f"{path}:1: not JSON: it looks like {name}, which is not read",
@@ -101,9 +108,9 @@ def _refuse_csv(path: Path, head: bytes) -> None:
 
 
 def read_raw(dataset: "Dataset") -> Generator[Raw]:
-    """Every record of every file, in order. What cannot be read is an InputError with the file, and the line if there is one.
+    """Every record of every file, in order. What cannot be read is an InputError with the file, and its line if known.
 
-    The last record of a file comes when the file was read to its end and is still the one that was hashed.
+    The last record of a file is yielded after the file was read to its end and is still the one that was hashed.
     """
     for number, file in enumerate(dataset.files):
         held = None
@@ -113,16 +120,16 @@ def read_raw(dataset: "Dataset") -> Generator[Raw]:
             if not isinstance(data, bytes) and _text_bytes(data) > MAX_LINE_BYTES:
                 raise InputError(
                     f"{dataset.place(number, line)}: the record is longer than {MAX_LINE_BYTES:,} bytes",
-                    fix="divide it, or leave it out",
+                    fix="split it, or leave it out",
                 )
             held = Raw(file=number, line=line, data=data)
         if held is None:
-            raise InputError(f"{file.path} holds no rows", fix="give a file with at least one record")
+            raise InputError(f"{file.path} has no rows", fix="give a file with at least one record")
         yield held
 
 
 def _text_bytes(record: dict[str, Any]) -> int:
-    """UTF-8 bytes of all texts of a record: never more than the line of JSONL that it would be."""
+    """UTF-8 bytes of all strings of a record: never more than its line of JSONL has."""
     total = 0
     left: list[Any] = [record]
     while left:
@@ -135,6 +142,22 @@ def _text_bytes(record: dict[str, Any]) -> int:
             left += value
             left += value.values()
     return total
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a value")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice[:60]!r} is given twice")
+    return record
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_no_key_twice)
+"""Strict JSON: a repeated key and NaN are errors."""
 
 
 def parse(raw: Raw, where: str) -> dict[str, Any]:
@@ -159,18 +182,18 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """What kind of value it is, in the words of JSON."""
+    """The type of a value, as JSON names it."""
     if isinstance(value, Opaque):
         return f"a Parquet value of type {value.type}"
-    words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return words.get(type(value), "a number")
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def _head(path: Path) -> tuple[bytes, bool]:
-    """The first unpacked bytes, enough for a whole line, and whether they were packed. Damage is left to the reader."""
+    """The first decompressed bytes, enough for a line, and whether they were gzip. Corrupt data is left to the reader."""
     head = bytearray()
     packed = True
     try:
@@ -188,7 +211,7 @@ def _head(path: Path) -> tuple[bytes, bool]:
 
 
 def read_lines(path: Path, version: Version | None = None) -> Iterator[tuple[int, bytes]]:
-    """Every line with its number. Blank lines are allowed at the end only; of a line that is too long, one part is read."""
+    """Every line with its number. Blank lines are allowed at the end only; a line over the limit is not read whole."""
     blank_at = number = 0
     try:
         with unpacked_bytes(path, version) as (stream, _):
@@ -211,14 +234,126 @@ def read_lines(path: Path, version: Version | None = None) -> Iterator[tuple[int
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
+RECORD_KEYS = frozenset(
+    ("messages", "conversations", "steps", "prompt", "completion", "response", "input", "output", "question", "answer")
+)
+"""Keys whose list of objects is part of one record. A list of objects under any other key is a list of records."""
+_SPACE = re.compile(r"[ \t\n\r]*")
+_LIST_OF_OBJECTS = re.compile(r"\[[ \t\n\r]*\{")
+
+
+class _Cursor:
+    """A position in a JSON text, moving forward. Every problem of the text is a JSONDecodeError with its position."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def peek(self) -> str:
+        """The next character that is not white space; empty at the end."""
+        self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches anywhere
+        return self.text[self.at : self.at + 1]
+
+    def take(self, wanted: str) -> str:
+        """The next character, which must be one of `wanted`."""
+        character = self.peek()
+        if not character or character not in wanted:
+            raise self.error(f"expected {' or '.join(wanted)}")
+        self.at += 1
+        return character
+
+    def value(self) -> Any:
+        self.peek()
+        try:
+            value, self.at = DECODER.raw_decode(self.text, self.at)
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise self.error(str(error)) from error
+        return value
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """The items of a list, each with the position of its first character."""
+        self.take("[")
+        if self.peek() == "]":
+            self.take("]")
+            return
+        while True:
+            self.peek()
+            start = self.at
+            yield start, self.value()
+            if self.take(",]") == "]":
+                return
+
+    def members(self) -> Iterator[str]:
+        """The keys of an object. After each, the cursor is at its value, which the caller takes."""
+        self.take("{")
+        keys: set[str] = set()
+        while True:
+            if self.peek() != '"':
+                raise self.error("expected a key in double quotes")
+            key = str(self.value())
+            if key in keys:
+                raise self.error(f"the key {key[:60]!r} is given twice")
+            keys.add(key)
+            self.take(":")
+            self.peek()
+            yield key
+            if self.take(",}") == "}":
+                return
+
+    def error(self, problem: str) -> json.JSONDecodeError:
+        return json.JSONDecodeError(problem, self.text, self.at)
+
+
+def is_document(head: bytes) -> bool:
+    """Whether a file that begins with `{` is one object around a list of records, and not JSONL."""
+    line, _, rest = head.partition(b"\n")
+    if rest.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(line)
+            return False  # a complete value in the first line, and more lines
+    cursor = _Cursor(head.decode("utf-8", "ignore"))
+    with contextlib.suppress(json.JSONDecodeError):  # the head ends anywhere
+        for key in cursor.members():
+            if _LIST_OF_OBJECTS.match(cursor.text, cursor.at):
+                return key not in RECORD_KEYS
+            cursor.value()
+    return False
+
+
+def _listed(cursor: _Cursor) -> Iterator[tuple[int, Any]]:
+    """Items of a list, or of the only list of objects in an object, each with the position where it begins."""
+    if cursor.peek() == "{":
+        yield from _listed_in_object(cursor)
+    else:
+        yield from cursor.items()
+    if cursor.peek():
+        raise cursor.error("more after the end of the document; JSONL begins with a whole object in its first line")
+
+
+def _listed_in_object(cursor: _Cursor) -> Iterator[tuple[int, Any]]:
+    records_in = None
+    for key in cursor.members():
+        if records_in is None and _LIST_OF_OBJECTS.match(cursor.text, cursor.at):
+            records_in = key
+            yield from cursor.items()
+            continue
+        value = cursor.value()
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            reason = f"the records are under {records_in[:60]!r}" if records_in else "it begins with no object"
+            raise cursor.error(f"an object in the list under {key[:60]!r}, but {reason}")
+
 
 def _read_document(path: Path, version: Version) -> Records:
     """Records of a JSON document: a list of objects, or an object with exactly one list of objects."""
+    text, line, counted = _document(path, version), 1, 0
     try:
-        for record, (line, value) in enumerate(records_of(_document(path, version)), start=1):
+        for record, (start, value) in enumerate(_listed(_Cursor(text)), start=1):
+            line, counted = line + text.count("\n", counted, start), start
             place = pack_line(line, record)
             if not isinstance(value, dict):
-                where = f"{path}:{line_words(place)}"
+                where = f"{path}:{describe_line(place)}"
                 raise InputError(f"{where}: {kind_of(value)}, not an object", fix="every item is one record")
             yield place, value
     except json.JSONDecodeError as error:
@@ -236,8 +371,8 @@ def _document(path: Path, version: Version) -> str:
         refuse_bytes(path, error)
     if len(content) > MAX_DOCUMENT_BYTES:
         raise InputError(
-            f"{path}: a JSON document of over {MAX_DOCUMENT_BYTES:,} bytes, which would be held in memory whole",
-            fix="write it as JSONL, one record per line: that is read piece by piece",
+            f"{path}: a JSON document of over {MAX_DOCUMENT_BYTES:,} bytes, which would be held in memory",
+            fix="write it as JSONL, one record per line, which is streamed",
         )
     try:
         return content.decode("utf-8-sig")

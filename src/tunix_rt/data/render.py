@@ -1,7 +1,7 @@
-"""From a sample to token ids and a mask of what is trained: what the assistant says and the token that ends it, no more.
+"""From a sample to token ids and a loss mask: the assistant's turns and the token that ends each are trained.
 
-Under a chat template the whole conversation is one text, tokenised as transformers does it; what is trained is found by
-where each token stands in that text. Plain, every turn is tokenised apart, so that no token can hold parts of two.
+With a chat template, the conversation is one text, tokenized as in transformers, and the mask follows from the offsets of
+the tokens. Plain, every turn is tokenized separately, so that no token spans two turns.
 """
 
 import hashlib
@@ -10,34 +10,21 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tunix_rt.config.settings import Data
+from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.template import PLAIN, Template, TemplateRefusal, choose_template, conversation_text
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.data.trace import Sample, Turn
 from tunix_rt.errors import InputError
 
-__all__ = [
-    "Example",
-    "Ids",
-    "Mask",
-    "Rendered",
-    "Style",
-    "TemplateRefusal",
-    "completion_text",
-    "prompt_ids",
-    "render",
-    "render_batch",
-    "style_of",
-]
-
-# Turns of the assistant up to which the conversation is written anew for each; where the long way is the only one; and
-# for how many turns of a longer conversation it is still done. The work of the long way grows with the square.
-WRITTEN_ANEW, WRITTEN_ANEW_AT_MOST, PROBES = 64, 256, 16
+RENDERED_ANEW, MOST_RENDERED_ANEW, PROBES = 64, 256, 16
+"""Assistant turns up to which the conversation is rendered once for each; up to which it is where no other way works; and
+the number of turns of a longer conversation that are checked so. Rendering for each turn is quadratic."""
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -45,7 +32,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One rendered sample. `trained[i]` says whether token i is a target of the loss."""
+    """One rendered sample. `trained` is the loss mask: whether token i is a target."""
 
     ids: Ids
     trained: Mask
@@ -53,22 +40,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered(Example):
-    """An example, and what the rules want to know about how it was made."""
+    """An example, with the facts that validation needs."""
 
     prompt_tokens: int
-    """Tokens before the first thing the assistant says, counted over the prompt by itself and not from the mask."""
+    """Tokens before the first assistant turn, counted from the prompt alone and not from the mask."""
     ends: tuple[int, ...]
-    """Where the token that ends each turn of the assistant stands; -1 for a turn that has none."""
+    """Index of the token that ends each assistant turn; -1 for a turn without one."""
     reasoning_end: int
     """Tokens up to and including the closing tag of the reasoning; 0 when there is none."""
     answer_end: int
-    melted: bool
-    """A token holds characters of the prompt and of what is said, or the prompt alone would be tokenised otherwise."""
+    straddled: bool
+    """A token spans prompt and completion, or the prompt alone would be tokenized differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """All that decides how a sample is written and what of it is trained."""
+    """Everything that determines how a sample is rendered and masked."""
 
     template: Template
     system_instruction: str | None = None
@@ -78,12 +65,12 @@ class Style:
 
     @property
     def sha256(self) -> str:
-        said = (self.system_instruction, self.completion_only_loss, self.reasoning_tag, self.answer_tag)
-        return hashlib.sha256(json.dumps([self.template.sha256, *said]).encode()).hexdigest()
+        settings = (self.system_instruction, self.completion_only_loss, self.reasoning_tag, self.answer_tag)
+        return hashlib.sha256(json.dumps([self.template.sha256, *settings]).encode()).hexdigest()
 
 
 def style_of(data: Data, tokenizer: Tokenizer, *, today: date | None = None) -> Style:
-    """The style that the settings ask for. `today` as in `choose_template`."""
+    """The style of the settings. `today` as in `choose_template`."""
     return Style(
         template=choose_template(data.chat_template, tokenizer, today=today),
         system_instruction=data.system_instruction,
@@ -94,7 +81,7 @@ def style_of(data: Data, tokenizer: Tokenizer, *, today: date | None = None) -> 
 
 
 def completion_text(sample: Sample, style: Style) -> str:
-    """What the model is to say last: the steps of a trace, one per line, then its answer; else the assistant's last turn."""
+    """The last completion: the steps of a trace, one per line, then its answer; else the assistant's last turn."""
     if not sample.steps:
         return next((turn.text for turn in reversed(sample.turns) if turn.role == "assistant"), "")
     steps = "\n".join(sample.steps)
@@ -106,13 +93,13 @@ def _answer_text(sample: Sample, style: Style) -> str:
 
 
 def prompt_ids(prompt: str, tokenizer: Tokenizer, style: Style) -> list[int]:
-    """What generation is given: the tokens that stand before the completion of this prompt in training."""
+    """The prompt of generation: the tokens that precede the completion of this prompt in training."""
     return conversation_ids((Turn(role="user", text=prompt),), tokenizer, style)
 
 
-def conversation_ids(said: tuple[Turn, ...], tokenizer: Tokenizer, style: Style) -> list[int]:
-    """The same for a conversation whose next turn is the assistant's."""
-    turns = _with_instruction(said, style)
+def conversation_ids(turns: tuple[Turn, ...], tokenizer: Tokenizer, style: Style) -> list[int]:
+    """`prompt_ids` of a conversation whose next turn is the assistant's."""
+    turns = _with_instruction(turns, style)
     if style.template.name == PLAIN:
         return [*tokenizer.prefix, *tokenizer.encode(_lines(turns))]
     try:
@@ -123,7 +110,7 @@ def conversation_ids(said: tuple[Turn, ...], tokenizer: Tokenizer, style: Style)
 
 
 def render(sample: Sample, tokenizer: Tokenizer, style: Style) -> Rendered:
-    """The sample as tokens. A conversation that the template does not take is an InputError."""
+    """The sample as tokens. A conversation that the template rejects is an InputError."""
     [rendered] = render_batch([sample], tokenizer, style)
     if isinstance(rendered, TemplateRefusal):
         raise _refused(rendered, style)
@@ -132,15 +119,15 @@ def render(sample: Sample, tokenizer: Tokenizer, style: Style) -> Rendered:
 
 def _refused(refusal: TemplateRefusal, style: Style) -> InputError:
     return InputError(
-        f"{style.template.source}: the chat template does not take this conversation: {refusal.words}",
-        fix="put the turns in the order the template wants, or name another: --set data.chat_template=chatml (or plain)",
+        f"{style.template.source}: the chat template rejects this conversation: {refusal.reason}",
+        fix="put the turns in the order that the template expects, or choose another: --set data.chat_template=chatml (or plain)",
     )
 
 
 def render_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) -> list[Rendered | TemplateRefusal]:
-    """Every sample as tokens, or the reason why the template cannot write it. Raises for no single sample."""
-    how = _plain_batch if style.template.name == PLAIN else _template_batch
-    return how(samples, tokenizer, style)
+    """Every sample as tokens, or the reason why the template rejects it. No single sample raises."""
+    render_all = _plain_batch if style.template.name == PLAIN else _template_batch
+    return render_all(samples, tokenizer, style)
 
 
 def _turns(sample: Sample, style: Style) -> tuple[Turn, ...]:
@@ -149,8 +136,8 @@ def _turns(sample: Sample, style: Style) -> tuple[Turn, ...]:
 
 
 def _with_instruction(turns: tuple[Turn, ...], style: Style) -> tuple[Turn, ...]:
-    """The turns after the system instruction. One system turn is all a template takes, so where the sample has its own,
-    the instruction comes first in it, then a blank line."""
+    """The turns with the system instruction. Templates take one system turn: in a sample that has one, the instruction is
+    put before its text and a blank line."""
     if not style.system_instruction:
         return turns
     if turns and turns[0].role == "system":
@@ -159,12 +146,12 @@ def _with_instruction(turns: tuple[Turn, ...], style: Style) -> tuple[Turn, ...]
     return (Turn(role="system", text=style.system_instruction), *turns)
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- the loss mask ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Said:
-    """Tokens `first` to `last`, exclusive: one turn of the assistant. `end` is its end token, or -1."""
+class _Span:
+    """Tokens `first` to `last`, exclusive: one assistant turn. `end` is its end token, or -1."""
 
     first: int
     last: int
@@ -172,41 +159,36 @@ class _Said:
 
 
 def _rendered(
-    ids: Sequence[int],
-    said: Sequence[_Said],
-    style: Style,
-    *,
-    prompt_tokens: int,
-    closed: tuple[int, int],
-    melted: bool = False,
-) -> Rendered:
+    ids: Sequence[int], spans: Sequence[_Span], style: Style, *, prompt_tokens: int, closed: tuple[int, int],
+    straddled: bool = False,
+) -> Rendered:  # fmt: skip
     trained = np.full(len(ids), not style.completion_only_loss, dtype=np.bool_)
-    for turn in said:
+    for turn in spans:
         trained[turn.first : turn.last] = True
-    trained[:1] = False  # the first token of a row has nothing before it to predict it from
+    trained[:1] = False  # nothing precedes the first token of a row, so nothing predicts it
     return Rendered(
         ids=np.array(ids, dtype=np.int32),
         trained=trained,
         prompt_tokens=prompt_tokens,
-        ends=tuple(turn.end for turn in said),
+        ends=tuple(turn.end for turn in spans),
         reasoning_end=closed[0],
         answer_end=closed[1],
-        melted=melted,
+        straddled=straddled,
     )
 
 
-def _closing_characters(said: str, sample: Sample, style: Style) -> tuple[int, int]:
-    """Where in the text `said` the closing tags of reasoning and answer end; 0 for one that is not there."""
+def _closing_characters(text: str, sample: Sample, style: Style) -> tuple[int, int]:
+    """Where the closing tags of reasoning and answer end in `text`; 0 for a missing one."""
     if not sample.steps:
         return 0, 0
     answer, closing = _answer_text(sample, style), f"</{style.reasoning_tag}>"
-    start = said.rfind(answer) if answer else -1
-    reasoning = said.rfind(closing, 0, start if start >= 0 else len(said))
+    start = text.rfind(answer) if answer else -1
+    reasoning = text.rfind(closing, 0, start if start >= 0 else len(text))
     return reasoning + len(closing) if reasoning >= 0 else 0, start + len(answer) if start >= 0 else 0
 
 
 def _starts(encoding: Any) -> list[int]:
-    """The character at which each token begins, in rising order: `bisect_left(starts, stop)` tokens begin before `stop`."""
+    """The first character of each token, ascending: `bisect_left(starts, stop)` tokens begin before `stop`."""
     return [start for start, _ in encoding.offsets]
 
 
@@ -218,18 +200,12 @@ def _lines(turns: Sequence[Turn]) -> str:
 
 
 def _pieces(turns: Sequence[Turn]) -> Iterator[tuple[str, bool]]:
-    """Texts that are tokenised apart, and whether the assistant says them: what lies between its turns is one text."""
-    asked: list[Turn] = []
-    for turn in turns:
-        if turn.role != "assistant":
-            asked.append(turn)
-            continue
-        if asked:
-            yield _lines(asked), False
-        yield turn.text, True
-        asked = []
-    if asked:
-        yield _lines(asked), False
+    """Texts that are tokenized separately, and whether each is an assistant turn; the turns between two are one text."""
+    for is_reply, group in groupby(turns, key=lambda turn: turn.role == "assistant"):
+        if is_reply:
+            yield from ((turn.text, True) for turn in group)
+        else:
+            yield _lines([*group]), False
 
 
 def _plain_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) -> list[Rendered | TemplateRefusal]:
@@ -237,23 +213,23 @@ def _plain_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) 
     encodings = iter(tokenizer.encode_batch([text for of in pieces for text, _ in of], conversations=False))
     result: list[Rendered | TemplateRefusal] = []
     for sample, texts in zip(samples, pieces, strict=True):
-        ids, said, closed = [*tokenizer.prefix], [], (0, 0)
+        ids, spans, closed = [*tokenizer.prefix], [], (0, 0)
         prompt_tokens = len(tokenizer.prefix)
-        for place, (text, is_said) in enumerate(texts):
+        for place, (text, is_reply) in enumerate(texts):
             encoding = next(encodings)
-            if place == 0 and not is_said:
+            if place == 0 and not is_reply:
                 prompt_tokens += len(encoding)
             start = len(ids)
             ids += encoding.ids
-            if is_said:
+            if is_reply:
                 starts = _starts(encoding) if sample.steps else []
                 reasoning, answer = (
                     at and start + bisect_left(starts, at) for at in _closing_characters(text, sample, style)
                 )
                 closed = (reasoning, answer)
-                said.append(_Said(first=start, last=len(ids) + 1, end=len(ids)))
+                spans.append(_Span(first=start, last=len(ids) + 1, end=len(ids)))
                 ids.append(tokenizer.eos_id)
-        result.append(_rendered(ids, said, style, prompt_tokens=prompt_tokens, closed=closed))
+        result.append(_rendered(ids, spans, style, prompt_tokens=prompt_tokens, closed=closed))
     return result
 
 
@@ -262,10 +238,10 @@ def _plain_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) 
 
 @dataclass(slots=True)
 class _Written:
-    """A whole conversation, and from which character to which the assistant speaks, the end token included."""
+    """A whole conversation, and the characters of each assistant turn, the end token included."""
 
     text: str
-    said: list[tuple[int, int]]
+    replies: list[tuple[int, int]]
 
 
 def _template_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) -> list[Rendered | TemplateRefusal]:
@@ -281,53 +257,54 @@ def _template_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Styl
 
 def _write(turns: Sequence[Turn], tokenizer: Tokenizer, template: Template) -> _Written | TemplateRefusal:
     if not turns or turns[0].role == "assistant":
-        return TemplateRefusal("nothing is said before the assistant speaks")
+        return TemplateRefusal("no turn precedes the assistant's first")
     try:
         text = conversation_text(template, tokenizer, turns)
         spans = _spans(text, turns, tokenizer, template)
     except TemplateRefusal as error:
-        return TemplateRefusal(error.words)  # without the frames that the raised one keeps alive
+        return TemplateRefusal(error.reason)  # without the frames that the raised one keeps alive
     except InputError as error:
         return TemplateRefusal(error.problem)
     return _Written(text, spans)
 
 
 def _spans(text: str, turns: Sequence[Turn], tokenizer: Tokenizer, template: Template) -> list[tuple[int, int]]:
-    """`_span` of every turn of the assistant. Each writes the conversation anew, so long ones are walked through once
-    and `_span` is asked about some of the turns alone, the first and the last among them."""
-    said = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
-    if len(said) > WRITTEN_ANEW:
-        walked = _walked(
-            text, [turns[at].text for at in said], _opening(turns[: said[0]], tokenizer, template), template
-        )
-        asked = [place * (len(said) - 1) // (PROBES - 1) for place in range(PROBES)]
-        if walked and all(walked[place] == _span(text, turns, said[place], tokenizer, template) for place in asked):
+    """`_span` of every assistant turn. Each renders the conversation anew, so a long one is searched once and `_span`
+    checks a sample of its turns, the first and the last among them."""
+    replies = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
+    if len(replies) > RENDERED_ANEW:
+        opening = _opening(turns[: replies[0]], tokenizer, template)
+        walked = _walked(text, [turns[at].text for at in replies], opening, template)
+        checked = [place * (len(replies) - 1) // (PROBES - 1) for place in range(PROBES)]
+        if walked and all(
+            walked[place] == _span(text, turns, replies[place], tokenizer, template) for place in checked
+        ):
             return walked
-        if len(said) > WRITTEN_ANEW_AT_MOST:
+        if len(replies) > MOST_RENDERED_ANEW:
             raise TemplateRefusal(
-                f"the assistant speaks {len(said):,} times, and over {WRITTEN_ANEW_AT_MOST} are taken only where each is "
-                "written word for word between the same two marks, which no text spells out; split the conversation"
+                f"{len(replies):,} assistant turns; more than {MOST_RENDERED_ANEW} are supported only where the template "
+                "writes each verbatim between the same two markers, which no text contains; split the conversation"
             )
-    return [_span(text, turns, at, tokenizer, template) for at in said]
+    return [_span(text, turns, at, tokenizer, template) for at in replies]
 
 
 def _opening(turns: Sequence[Turn], tokenizer: Tokenizer, template: Template) -> str:
-    """What the template adds to `turns` so that the assistant speaks; empty when it adds nothing, or rewrites them."""
+    """The generation prompt that the template adds to `turns`; empty when it adds none, or rewrites them."""
     shown = conversation_text(template, tokenizer, turns)
     prompt = conversation_text(template, tokenizer, turns, add_generation_prompt=True)
     return prompt.removeprefix(shown) if prompt.startswith(shown) else ""
 
 
-def _walked(text: str, said: Sequence[str], opening: str, template: Template) -> list[tuple[int, int]] | None:
-    """Where each of `said` stands in `text` between `opening` and the end token, or None where there is any doubt."""
+def _walked(text: str, replies: Sequence[str], opening: str, template: Template) -> list[tuple[int, int]] | None:
+    """Where each of `replies` is in `text` between `opening` and the end token, or None where that is ambiguous."""
     end, spans, stop = template.end_token, [], 0
     if not opening or not end:
         return None
-    for words in said:
+    for reply in replies:
         opened = text.find(opening, stop)
         start = opened + len(opening)
         closed = text.find(end, start)
-        if opened < 0 or closed < 0 or text[start:closed].strip() != words.strip():
+        if opened < 0 or closed < 0 or text[start:closed].strip() != reply.strip():
             return None
         stop = closed + len(end)
         spans.append((start, stop))
@@ -335,10 +312,10 @@ def _walked(text: str, said: Sequence[str], opening: str, template: Template) ->
 
 
 def _span(text: str, turns: Sequence[Turn], at: int, tokenizer: Tokenizer, template: Template) -> tuple[int, int]:
-    """From which character to which turn `at` is said in `text`, its end token included.
+    """First and last character, exclusive, of turn `at` in `text`, its end token included.
 
-    What generation is given for this turn, and what it should say then, must be how the whole conversation goes. What a
-    template writes after the end token of its last turn is not asked for.
+    The prompt of generation for this turn, followed by the turn, must be a prefix of the whole conversation. What a
+    template writes after the end token of its last turn is not compared.
     """
     prompt = conversation_text(template, tokenizer, turns[:at], add_generation_prompt=True)
     shown = text if at == len(turns) - 1 else conversation_text(template, tokenizer, turns[: at + 1])
@@ -347,7 +324,7 @@ def _span(text: str, turns: Sequence[Turn], at: int, tokenizer: Tokenizer, templ
         stop = end + len(template.end_token)
     if not (shown.startswith(prompt) and text.startswith(shown[:stop])):
         raise TemplateRefusal(
-            "it rewrites a conversation that goes on, so what is trained would not be what is generated; "
+            "it rewrites earlier turns of a longer conversation, so training would differ from generation; "
             "--set data.chat_template=chatml (or plain) does not"
         )
     return len(prompt), stop
@@ -356,37 +333,35 @@ def _span(text: str, turns: Sequence[Turn], at: int, tokenizer: Tokenizer, templ
 def _read(
     written: _Written, encoding: Any, sample: Sample, tokenizer: Tokenizer, style: Style, alone: dict[str, list[int]]
 ) -> Rendered:
-    """The mask, from where the tokens stand. `alone` remembers how the ends of prompts are tokenised by themselves."""
+    """The loss mask, from the offsets of the tokens. `alone` caches how the ends of prompts are tokenized by themselves."""
     ids, starts = encoding.ids, _starts(encoding)
-    said: list[_Said] = []
-    closed, melted, prompt_tokens = (0, 0), False, len(ids)
-    for start, stop in written.said:
+    spans: list[_Span] = []
+    closed, straddled, prompt_tokens = (0, 0), False, len(ids)
+    for start, stop in written.replies:
         first, last = bisect_left(starts, start), bisect_left(starts, stop)
         ends = last > first and ids[last - 1] == style.template.end_id
-        straddled = _stretches_beyond(encoding, first - 1, start) or (
-            not ends and _stretches_beyond(encoding, last - 1, stop)
-        )
+        straddled |= _ends_after(encoding, first - 1, start) or (not ends and _ends_after(encoding, last - 1, stop))
         control, tail = _prompt_alone(written.text[:start], starts, ids[:first], tokenizer, alone)
-        melted |= straddled or tail != ids[control:first]
-        if not said:
+        straddled |= tail != ids[control:first]
+        if not spans:
             prompt_tokens = control + len(tail)
-        said.append(_Said(first=first, last=last, end=last - 1 if ends else -1))
+        spans.append(_Span(first=first, last=last, end=last - 1 if ends else -1))
         at = _closing_characters(written.text[start:stop], sample, style)
         reasoning, answer = (place and bisect_left(starts, start + place) for place in at)
         closed = (reasoning, answer)
-    return _rendered(ids, said, style, prompt_tokens=prompt_tokens, closed=closed, melted=melted)
+    return _rendered(ids, spans, style, prompt_tokens=prompt_tokens, closed=closed, straddled=straddled)
 
 
-def _stretches_beyond(encoding: Any, token: int, stop: int) -> bool:
+def _ends_after(encoding: Any, token: int, stop: int) -> bool:
     return token >= 0 and encoding.token_to_chars(token)[1] > stop
 
 
 def _prompt_alone(
     prompt: str, starts: list[int], ids: list[int], tokenizer: Tokenizer, alone: dict[str, list[int]]
 ) -> tuple[int, list[int]]:
-    """Where the last control token of the prompt stands, and the prompt's tokens from there on, by itself.
+    """Index of the last control token of the prompt, and the tokens of the prompt alone from there on.
 
-    A control token cuts the text, so only what follows the last one can differ: a word or two, the same in every sample.
+    Control tokens split the text, so only what follows the last one can differ: a word or two, the same in every sample.
     """
     control = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in tokenizer.control_ids), 0)
     tail = prompt[starts[control] if control else 0 :]

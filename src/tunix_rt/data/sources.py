@@ -1,6 +1,6 @@
-"""From a name to the files it means, with their hashes: a key, a file, a folder, or a hub dataset in the local cache.
+"""From a name to files and their hashes: a key, a file, a folder, or a hub dataset in the local cache.
 
-A file that no longer matches its manifest is refused, and so is a folder in which the names show more than one split.
+A file that does not match its manifest is refused, and so is a folder whose file names have more than one split.
 """
 
 import fnmatch
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_rt import assets
-from tunix_rt.data.readers import line_words, recognise
-from tunix_rt.data.streams import Version, printable, refuse_changed, version_of
-from tunix_rt.data.trace import EvalItem, read_records
+from tunix_rt.data.containers import Version, printable, refuse_changed, version_of
+from tunix_rt.data.readers import describe_line, recognise
+from tunix_rt.data.records import EvalItem, read_records
 from tunix_rt.errors import InputError
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<inside>.+))?", re.
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
 NOT_READ_ENDINGS = (".csv", ".tsv", ".arrow", ".zst", ".xz", ".zip", ".bz2")
 NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json"}
-"""What lies beside data files under the name of one."""
+"""Metadata files with the extension of a data file."""
 SPLITS = {
     "train": "train", "training": "train", "test": "test", "testing": "test", "validation": "validation",
     "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation", "evaluation": "validation",
@@ -35,7 +35,7 @@ SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRef:
-    """A data file that exists: the name it was asked by, where it lies, and what it is."""
+    """An existing data file: the name it was given by, its path, hash and version."""
 
     key: str
     path: Path
@@ -45,22 +45,22 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file of a dataset. `container` is what it holds once unpacked: jsonl, json or parquet."""
+    """One file of a dataset. `container` is its decompressed content: jsonl, json or parquet."""
 
     path: Path
     sha256: str
     bytes: int
     container: str
     version: Version
-    """Of the file whose content was hashed; no part of any hash."""
+    """Of the file that was hashed; not part of any hash."""
     gzip: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The files of a dataset, in order, and the name it was asked by.
+    """The files of a dataset, in order, and the name it was given by.
 
-    `sha256` is that of the file; of several, over their `sha256  name` lines, the names as seen from their common folder.
+    `sha256` is that of the file; of several, over their `sha256  name` lines, with names relative to their common folder.
     """
 
     key: str
@@ -68,16 +68,20 @@ class Dataset:
     sha256: str
 
     def place(self, file: int, line: int) -> str:
-        """Where a record stands, as errors say it. `line` is that of a `Raw`: out of a JSON document, line and record."""
-        found = self.files[file]
-        return f"{found.path} row {line}" if found.container == "parquet" else f"{found.path}:{line_words(line)}"
+        """The place of a record, for errors. `line` is that of a `Raw`."""
+        source = self.files[file]
+        return f"{source.path} row {line}" if source.container == "parquet" else f"{source.path}:{describe_line(line)}"
+
+    def places(self, records: Iterable[Sequence[int]]) -> list[str]:
+        """`place` of records given as (file, line)."""
+        return [self.place(int(file), int(line)) for file, line in records]
 
 
 def find_dataset(key: str) -> Dataset:
-    """The dataset that `key` means: a file, a key on the search path, a folder, a pattern (`data/train-*`), or a hub
-    dataset in the local cache (`owner/name`, or `owner/name:data/train-*`). Nothing is ever fetched."""
+    """The dataset `key`: a file, a key on the search path, a folder, a pattern (`data/train-*`), or a hub dataset in the
+    local cache (`owner/name`, or `owner/name:data/train-*`). Nothing is downloaded."""
     path = os.path.expanduser(key)
-    if os.path.isfile(path):  # unlike their twins in pathlib, these never raise
+    if os.path.isfile(path):  # unlike pathlib, os.path does not raise for an invalid name
         return _dataset(key, [Path(path)])
     if KEY.fullmatch(key) and (found := assets.find("datasets", f"{key}/dataset.jsonl")) is not None:
         return _dataset_folder(key, found.parent)
@@ -91,7 +95,7 @@ def find_dataset(key: str) -> Dataset:
 
 
 def find_evalset(key: str) -> FileRef:
-    """Eval set `key` on the search path, or the JSONL file of that path."""
+    """Eval set `key` on the search path, or the JSONL file at that path."""
     if os.path.isfile(path := os.path.expanduser(key)):
         return _file_ref(key, Path(path))
     if (found := assets.find("evalsets", f"{key}.jsonl")) is not None and found.is_file():
@@ -114,7 +118,7 @@ def read_items(ref: FileRef) -> list[EvalItem]:
 def _unknown(key: str, kind: str, pattern: str, otherwise: str) -> InputError:
     found = (path for root in assets.search_path(kind) for path in root.glob(pattern.format(key="*")))
     keys = {path.parent.name if path.name == "dataset.jsonl" else path.stem for path in found}
-    known = sorted(filter(KEY.fullmatch, keys))  # what an interrupted import left begins with a dot
+    known = sorted(filter(KEY.fullmatch, keys))  # leftovers of an interrupted import begin with a dot
     ways = f"use one of: {', '.join(known)}; or {otherwise}" if known else f"give {otherwise}"
     return InputError(f"no {kind[:-1]} named {key!r}", fix=ways)
 
@@ -145,7 +149,7 @@ def _file_ref(key: str, path: Path) -> FileRef:
 
 
 def _describe(path: Path) -> tuple[str, Version]:
-    """Hash of the file, never held whole, and its version, which was the same before and after."""
+    """Hash of the file, streamed, and its version, which must not change meanwhile."""
     try:
         with path.open("rb") as file:
             version = version_of(file)
@@ -157,7 +161,7 @@ def _describe(path: Path) -> tuple[str, Version]:
 
 
 def _dataset_folder(key: str, folder: Path) -> Dataset:
-    """A folder as `datasets/<key>` is: one file and its manifest."""
+    """A folder like `datasets/<key>`: one file and its manifest."""
     dataset = _dataset(key, [folder / "dataset.jsonl"])
     _compare_with_manifest(dataset.files[0].path, dataset.sha256, folder / "manifest.json")
     return dataset
@@ -173,15 +177,15 @@ def _compare_with_manifest(path: Path, sha256: str, manifest: Path) -> None:
         raise InputError(f"{manifest} cannot be read: {error!r}", fix="make the dataset again") from error
     if claimed != sha256:
         raise InputError(
-            f"{path} is not the file its manifest speaks of (sha256 {sha256[:12]}, manifest {shown})",
-            fix="restore the file, or make the dataset again so that its manifest is written too",
+            f"{path} does not match its manifest (sha256 {sha256[:12]}, manifest {shown})",
+            fix="restore the file, or import the dataset again, which writes its manifest too",
         )
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 Given = Callable[[str], str]
-"""From a path inside a folder to the words a user gives for it."""
+"""From a path inside a folder to the name that a user gives for it."""
 
 
 def _from_folder(key: str, folder: Path, given: Given) -> Dataset:
@@ -214,7 +218,7 @@ def _data_files_in(folder: Path) -> Iterable[Path]:
 
 
 def _refuse_left_out(folder: Path) -> None:
-    """What looks like data and would not be read: a file of another kind, or one that lies deeper than one level."""
+    """Refuse a folder with data files that would not be read: of another kind, or deeper than one level."""
     unread: list[str] = []
     deep: list[str] = []
     for parent, below, names in os.walk(folder, onerror=_raise):
@@ -226,7 +230,7 @@ def _refuse_left_out(folder: Path) -> None:
             elif len(path.parts) > 2 and _is_data(folder / path):
                 deep.append(path.as_posix())
         if len(unread) + len(deep) > 20:
-            break  # enough to say so; a tree may be large
+            break  # enough for the error; the tree may be large
     for left_out, why, way_out in (
         (unread, "of a kind that is not read", "convert them to JSONL, or move them away"),
         (deep, "more than one level down", "give the folder that holds them, or move them away"),
@@ -234,7 +238,7 @@ def _refuse_left_out(folder: Path) -> None:
         if left_out:
             shown = ", ".join(printable(name) for name in left_out[:5]) + (" ..." if len(left_out) > 5 else "")
             raise InputError(
-                f"{folder} holds data files {why}, which would be left out: {shown}",
+                f"{folder} has data files {why}, which would be left out: {shown}",
                 fix=f"{way_out}; or name the files you want: a path, or a pattern with *",
             )
 
@@ -244,7 +248,7 @@ def _raise(error: OSError) -> None:
 
 
 def _is_data(path: Path) -> bool:
-    """By its name: beside the data lie licences, scripts and descriptions. What is in it is looked at later."""
+    """By its name: a folder also has licences, scripts and descriptions. Its content is checked later."""
     name = path.name.lower()
     return (
         not name.startswith(".")
@@ -255,7 +259,7 @@ def _is_data(path: Path) -> bool:
 
 
 def split_of(inside: str) -> str:
-    """The split that the name of a file, or else of its folder, speaks of; empty when it speaks of none."""
+    """The split in the name of a file, or else of its folder; empty without one."""
     folder, _, name = inside.rpartition("/")
     if shard := SHARD.match(name):
         return shard["split"]
@@ -264,7 +268,7 @@ def split_of(inside: str) -> str:
 
 
 def _refuse_two_readings(inside: Sequence[str], folder: Path, given: Given) -> None:
-    """More than one split, files both here and below, or the same name in two folders: which is meant cannot be known."""
+    """Refuse an ambiguous folder: several splits, files here and below, or the same name in two folders."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in inside:
         groups.setdefault((name.rpartition("/")[0], split_of(name)), []).append(name)
@@ -279,20 +283,20 @@ def _refuse_two_readings(inside: Sequence[str], folder: Path, given: Given) -> N
         given(path) for (parent, split), group in groups.items() for path in _as_paths(parent, split, group, inside)
     ]
     shown = ", ".join(sorted(splits)) if len(splits) > 1 or held_out_beside else "several folders"
-    others = " and files whose names speak of no split" if held_out_beside else ""
+    others = " and files without a split in their names" if held_out_beside else ""
     raise InputError(
-        f"{folder} can be read in {len(groups)} ways: it holds {shown}{others}",
+        f"{folder} is ambiguous ({len(groups)} readings): it has {shown}{others}",
         fix=f"give one of: {', '.join(readings[:12])}{' ...' if len(readings) > 12 else ''}",
     )
 
 
 def _is_held_out(split: str) -> bool:
-    """Whether a split is not there to be trained on; that of a shard may have more words (`test_sft`)."""
+    """Whether a split is not for training; that of a shard may have more words (`test_sft`)."""
     return any(SPLITS.get(word, "train") != "train" for word in re.split(r"[^a-z]+", split.lower()))
 
 
 def _as_paths(parent: str, split: str, group: Sequence[str], inside: Sequence[str]) -> Sequence[str]:
-    """What to give for these files: one path, their folder, a pattern that means them and no other, or every path."""
+    """Names for these files: one path, their folder, a pattern that matches them alone, or every path."""
     if len(group) == 1:
         return group
     if parent and [name for name in inside if name.rpartition("/")[0] == parent] == list(group):
@@ -302,7 +306,7 @@ def _as_paths(parent: str, split: str, group: Sequence[str], inside: Sequence[st
 
 
 def _refuse_missing_shards(inside: Sequence[str], folder: Path) -> None:
-    """`train-00000-of-00003` promises two more."""
+    """`train-00000-of-00003` implies two more shards."""
     found: dict[tuple[str, str], set[int]] = {}
     for name in inside:
         if shard := SHARD.match(name):
@@ -327,7 +331,7 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _from_hub(key: str, name: str, inside: str | None) -> Dataset:
-    """The files of a hub dataset that were fetched before."""
+    """The files of a hub dataset that were downloaded before."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -1,5 +1,7 @@
-"""Which examples are held out, and which of them are asked: a function of the records, the seed and the share, so that
-whoever checks a run can draw them again without a tokenizer."""
+"""The held-out split and its evaluation questions: a pure function of records, seed and fraction.
+
+Verification of a run repeats it without a tokenizer.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,29 +9,28 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.text import fold
-from tunix_rt.data.trace import EvalItem, Sample
 
-MOST_ASKED = 500
-"""Held-out questions that are asked where no eval set is named; of more, as many evenly spread."""
+MOST_HELDOUT = 500
+"""Held-out questions in an evaluation without an eval set; of more, as many evenly spaced."""
 
 
 def hash8(text: str) -> int:
-    """Eight bytes of a hash of `text`, as a number."""
+    """A 64-bit hash of `text`."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def question_hash(sample: Sample) -> int:
-    """The same for samples with the same question: case, spaces and punctuation do not make another."""
+    """Equal for samples with the same question; case, spaces and punctuation do not count."""
     return hash8(fold(sample.question))
 
 
 def hold_out(questions: npt.NDArray[np.uint64], *, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which examples are held out, by the hashes of their questions. All examples of one question go to one side; the seed
-    decides.
+    """Which examples are held out, by the hashes of their questions. All examples of one question are on one side.
 
-    Questions are taken in a shuffled order as long as they fit into the share; at least one is held out, the rarest, and
-    one is left to train on. None is where all ask the same.
+    Questions are taken in an order shuffled by `seed` as long as they fit into `fraction`. At least one is held out, the
+    rarest, and one is left to train on; with a single question, none is held out.
     """
     _, first, group_of = np.unique(questions, return_index=True, return_inverse=True)
     heldout = np.zeros(len(questions), dtype=np.bool_)
@@ -50,22 +51,22 @@ def hold_out(questions: npt.NDArray[np.uint64], *, fraction: float, seed: int) -
     return np.isin(group_of, in_file_order[chosen])
 
 
-def askable(sample: Sample, answer_tag: str) -> tuple[str, str] | None:
+def as_question(sample: Sample, answer_tag: str) -> tuple[str, str] | None:
     """(question, answer) of a sample that is one question with one answer; None for a chat or an open text."""
     before = [turn for turn in sample.turns if turn.role != "assistant"]
-    said = [turn.text for turn in sample.turns if turn.role == "assistant"]
+    replies = [turn.text for turn in sample.turns if turn.role == "assistant"]
     if [turn.role for turn in before] != ["user"]:
         return None
     answer = sample.answer
-    if answer is None and len(said) == 1:
-        _, opened, rest = said[0].rpartition(f"<{answer_tag}>")
+    if answer is None and len(replies) == 1:
+        _, opened, rest = replies[0].rpartition(f"<{answer_tag}>")
         text, closed, _ = rest.partition(f"</{answer_tag}>")
         answer = text.strip() if opened and closed else None
     return (before[0].text, answer) if answer else None
 
 
-def items_of(pairs: Sequence[tuple[str, str]], most: int = MOST_ASKED) -> tuple[EvalItem, ...]:
-    """The questions of an evaluation, of held-out ones that can be asked; of more than `most`, as many evenly spread."""
+def items_of(pairs: Sequence[tuple[str, str]], most: int = MOST_HELDOUT) -> tuple[EvalItem, ...]:
+    """Evaluation items of held-out (question, answer) pairs; of more than `most`, as many evenly spaced."""
     if len(pairs) > most:
         pairs = [pairs[place * len(pairs) // most] for place in range(most)]
     return tuple(

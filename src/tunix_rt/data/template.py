@@ -1,7 +1,7 @@
-"""How turns become one text: the tokenizer's own chat template, one of ours, or plain lines.
+"""How turns become one text: the tokenizer's chat template, a built-in one, or plain lines.
 
-A chat template is a program from outside. It runs in jinja2's sandbox, set up as transformers sets it up, so that the text
-of a conversation is the one the model will be given when it is served.
+A chat template is an untrusted program. It runs in jinja2's sandbox with the settings of transformers, so that training
+renders a conversation as serving does.
 """
 
 import functools
@@ -18,14 +18,14 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from tunix_rt.data.records import Turn
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.data.trace import Turn
 from tunix_rt.errors import InputError
 
 PLAIN = "plain"
 
-# Gemma has no system role: what the system says opens the first turn of the user. Same text as Gemma 3's own template.
-# Where the tokenizer knows a beginning of sequence, it is put before.
+# Gemma has no system role: the system turn opens the first user turn. The text is that of Gemma 3's own template.
+# A tokenizer with a beginning-of-sequence token puts it before. The text is part of a hash, so it does not change.
 GEMMA = (
     "{% set told = messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' else '' %}"
     "{% set turns = messages[1:] if told else messages %}"
@@ -44,25 +44,25 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-OURS = {"gemma": (GEMMA, ("<start_of_turn>", "<end_of_turn>")), "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"))}
+BUILT_IN = {"gemma": (GEMMA, ("<start_of_turn>", "<end_of_turn>")), "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"))}
 OTHER_WAYS = "--set data.chat_template=plain, or gemma or chatml where the tokenizer has their control tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A way to write a conversation. `jinja` is empty for `plain`, which `render.py` writes itself."""
+    """A way to render a conversation. `jinja` is empty for `plain`, which `render.py` implements."""
 
     name: str
     jinja: str
     source: str
-    """Where it comes from, for the words of a refusal."""
+    """Where it comes from, for errors."""
     end_id: int = -1
-    """The control token that ends what the assistant says; -1 when the template puts none."""
+    """The control token that ends an assistant turn; -1 when the template has none."""
     end_token: str = ""
     opens_turns_with_bos: bool = False
-    """The token that begins a sequence also begins each turn (SmolLM2 takes ChatML's `<|im_start|>` for both)."""
+    """The beginning-of-sequence token also begins each turn (SmolLM2 uses ChatML's `<|im_start|>` for both)."""
     today: date | None = None
-    """What the template is told when it asks for the date; None when it does not ask."""
+    """The date that the template renders; None when it renders none."""
 
     @property
     def sha256(self) -> str:
@@ -70,18 +70,18 @@ class Template:
 
 
 class TemplateRefusal(Exception):
-    """The template's own words about a conversation that it does not take."""
+    """The template's reason to reject a conversation."""
 
-    def __init__(self, words: str) -> None:
-        super().__init__(words)
-        self.words = words
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def choose_template(wanted: str, tokenizer: Tokenizer, *, today: date | None = None) -> Template:
-    """The template `wanted` (auto, tokenizer, gemma, chatml, plain), parsed and tried, or an InputError.
+    """The template `wanted` (auto, tokenizer, gemma, chatml, plain), parsed and rendered once, or an InputError.
 
-    Some templates write the date into every conversation. It is `today`, or the real date when that is not given; a run
-    that is continued on another day must be given the one it began with, or it sees other tokens.
+    Some templates write the date into every conversation: `today`, or the current date. A resumed run must be given the
+    date it began with, or its tokens differ.
     """
     if wanted == PLAIN or (wanted == "auto" and tokenizer.chat_template is None):
         return _ending_in(Template(name=PLAIN, jinja="", source=PLAIN), tokenizer.eos_id, tokenizer)
@@ -89,22 +89,22 @@ def choose_template(wanted: str, tokenizer: Tokenizer, *, today: date | None = N
         if tokenizer.chat_template is None:
             raise InputError(f"the tokenizer in {tokenizer.folder} has no chat template", fix=OTHER_WAYS)
         name, jinja, source = "tokenizer", tokenizer.chat_template, str(tokenizer.chat_template_file)
-        spelled = jinja  # a template that means the beginning of the sequence says `bos_token`
+        spelled = jinja  # a template that only begins a sequence uses `bos_token`
     else:
-        name, (jinja, markers), source = wanted, OURS[wanted], f"the template {wanted!r}"
+        name, (jinja, markers), source = wanted, BUILT_IN[wanted], f"the template {wanted!r}"
         _require_markers(wanted, markers, tokenizer)
         spelled = "".join(markers)
         if tokenizer.bos_token and (wanted == "gemma" or tokenizer.adds_bos):
             jinja = f"{{{{ {json.dumps(tokenizer.bos_token)} }}}}{jinja}"
-    told = (today or date.today()) if "strftime_now" in jinja else None
-    template = Template(name=name, jinja=jinja, source=source, today=told)
+    rendered_date = (today or date.today()) if "strftime_now" in jinja else None
+    template = Template(name=name, jinja=jinja, source=source, today=rendered_date)
     if tokenizer.bos_token and tokenizer.bos_token in spelled:
-        template = replace(template, opens_turns_with_bos=_begins_often(template, tokenizer))
+        template = replace(template, opens_turns_with_bos=_has_bos_twice(template, tokenizer))
     return _ending_in(template, _find_end(template, tokenizer), tokenizer)
 
 
-def _begins_often(template: Template, tokenizer: Tokenizer) -> bool:
-    """Whether a conversation of two turns holds the beginning of sequence more than once."""
+def _has_bos_twice(template: Template, tokenizer: Tokenizer) -> bool:
+    """Whether a conversation of two turns contains the beginning-of-sequence token more than once."""
     turns = [Turn(role="user", text="a"), Turn(role="assistant", text="b")]
     try:
         return conversation_text(template, tokenizer, turns).count(str(tokenizer.bos_token)) > 1
@@ -120,10 +120,10 @@ def _require_markers(name: str, markers: Sequence[str], tokenizer: Tokenizer) ->
     missing = [marker for marker in markers if marker not in tokenizer.control_tokens]
     if missing:
         known = {marker: tokenizer.inner.token_to_id(marker) for marker in missing}
-        words = [text if number is None else f"{text} (only as word {number})" for text, number in known.items()]
+        lacking = [text if number is None else f"{text} (only as word {number})" for text, number in known.items()]
         raise InputError(
             f"the template {name!r} needs {' and '.join(markers)} as control tokens; "
-            f"the tokenizer in {tokenizer.folder} lacks {' and '.join(words)}",
+            f"the tokenizer in {tokenizer.folder} lacks {' and '.join(lacking)}",
             fix="--set data.chat_template=plain, or use a tokenizer that has them",
         )
 
@@ -131,7 +131,7 @@ def _require_markers(name: str, markers: Sequence[str], tokenizer: Tokenizer) ->
 def conversation_text(
     template: Template, tokenizer: Tokenizer, turns: Sequence[Turn], *, add_generation_prompt: bool = False
 ) -> str:
-    """What the template makes of `turns`. Raises TemplateRefusal when it does not take them, InputError when it fails."""
+    """`turns` as the template renders them. Raises TemplateRefusal when it rejects them, InputError when it fails."""
     try:
         return _program(template.jinja, template.today, template.source).render(
             messages=[{"role": turn.role, "content": turn.text} for turn in turns],
@@ -142,22 +142,22 @@ def conversation_text(
         )
     except (TemplateRefusal, InputError):
         raise
-    except Exception as error:  # whatever a program from outside raises is a fault of that program
+    except Exception as error:  # whatever an untrusted program raises is its own failure
         raise InputError(f"{template.source}: the chat template fails: {_first_line(error)}", fix=OTHER_WAYS) from error
 
 
 def _find_end(template: Template, tokenizer: Tokenizer) -> int:
-    """The first control token after what the assistant says in a conversation of one question; -1 when there is none."""
-    question, said = Turn(role="user", text="What is said?"), Turn(role="assistant", text="This is what is said.")
+    """The first control token after the reply in a conversation of one question; -1 when there is none."""
+    question, reply = Turn(role="user", text="What is said?"), Turn(role="assistant", text="This is what is said.")
     try:
-        text = conversation_text(template, tokenizer, [question, said])
+        text = conversation_text(template, tokenizer, [question, reply])
     except TemplateRefusal as error:
         raise InputError(
-            f"{template.source}: the chat template refuses a question and its answer: {error.words}", fix=OTHER_WAYS
+            f"{template.source}: the chat template rejects a question and its answer: {error.reason}", fix=OTHER_WAYS
         ) from error
-    _, found, after = text.rpartition(said.text)
-    if not found:
-        raise InputError(f"{template.source}: the chat template leaves out what the assistant says", fix=OTHER_WAYS)
+    _, separator, after = text.rpartition(reply.text)
+    if not separator:
+        raise InputError(f"{template.source}: the chat template leaves out the assistant's turn", fix=OTHER_WAYS)
     ids = tokenizer.encode_conversation(after)
     return next((number for number in ids if number in tokenizer.control_ids), -1)
 
@@ -187,19 +187,19 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
-def _refuse(words: object) -> None:
-    raise TemplateRefusal(str(words))
+def _refuse(reason: object) -> None:
+    raise TemplateRefusal(str(reason))
 
 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> str:
-    """Unlike jinja2's own, nothing is escaped for HTML."""
+    """jinja2's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant says; the text inside is written as it stands."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's turn; the text inside is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 

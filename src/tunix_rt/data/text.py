@@ -1,4 +1,4 @@
-"""Texts as sequences of words, for comparing them: the same question is the same in capitals, with other spaces or commas."""
+"""Texts as normalized words: n-gram hashes and MinHash sketches that ignore case, spaces and punctuation."""
 
 import re
 import unicodedata
@@ -12,15 +12,15 @@ import numpy.typing as npt
 Hashes = npt.NDArray[np.uint64]
 
 OVERLAP_WORDS = 13
-"""The length that is usual for contamination since GPT-3; below it, common phrases are found."""
+"""The usual n-gram length for contamination since GPT-3; shorter ones match common phrases."""
 SHORT_WORDS = 5
-"""A question of fewer than 13 words, but at least so many, is looked for whole."""
+"""A question of at least so many words, but fewer than 13, is matched as a whole."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
-# What would be lost as punctuation, and makes another question: each stands in for itself until the marks are gone.
+# Punctuation that distinguishes questions: placeholders keep it while other marks are removed.
 _POINT, _FACTORIAL, _SHARP = "\ue000", "\ue001", "\ue002"
 _KEPT = (
-    (",", re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),  # 1,600 is 1600; of 1,2,3 nothing is taken
+    (",", re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),  # 1,600 is 1600; 1,2,3 stays
     (".", re.compile(r"(?<=\d)\.(?=\d)"), _POINT),  # 3.5 is one number
     ("!", re.compile(r"(?<=[\d)])!"), _FACTORIAL),  # 5! is not 5
     ("#", re.compile(r"(?<=\w)#"), _SHARP),  # C# is not C
@@ -33,7 +33,7 @@ _WRITTEN_WITHOUT_SPACES = (
 
 
 class _Table(dict[int, str]):
-    """What becomes of a character: letters, their marks and digits stay, signs become words, the rest a space."""
+    """Character -> its replacement: letters, their marks and digits stay, symbols become words, the rest a space."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -54,7 +54,7 @@ _TABLE = _Table()
 
 
 def words(text: str) -> list[str]:
-    """Words, numbers and signs, with case and compatibility forms folded; punctuation and spaces are gone."""
+    """Words, numbers and symbols, with case and compatibility forms folded, without punctuation and spaces."""
     plain = text.casefold() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
     for mark, pattern, instead in _KEPT:
         if mark in plain:
@@ -63,12 +63,12 @@ def words(text: str) -> list[str]:
 
 
 def fold(text: str) -> str:
-    """`text` as it is compared with others; a text without any word is compared by its characters."""
+    """The normal form in which texts are compared; a text without words is compared by its characters."""
     return " ".join(words(text)) or " ".join(text.split())
 
 
 def runs_of(listed: list[str], length: int) -> Hashes:
-    """A 64-bit hash for every run of `length` words, in order. The same on every computer and in every process."""
+    """A 64-bit hash of every n-gram of `length` words, in order. The same on every machine and in every process."""
     count = len(listed) - length + 1
     if count <= 0:
         return np.empty(0, dtype=np.uint64)
@@ -85,10 +85,10 @@ def _number(word: str) -> int:
 
 
 RUN_WORDS = 5
-"""Two texts are as alike as the runs of five words they share, of all that either has (the Jaccard index)."""
+"""Similarity of two texts is the Jaccard index of their 5-grams."""
 THRESHOLD = 0.8
 CAPACITY = 1 << 18
-"""Sketches kept (34 MB). Of more texts a sample is compared; near-duplicates tend to be in the sample together."""
+"""Sketches in memory (34 MB). Of more texts a sample is compared, in which near-duplicates stay together."""
 
 _HASHES = 32
 _BANDS = 8
@@ -100,18 +100,18 @@ Sketch = npt.NDArray[np.uint32]
 
 
 def sketch(text: str) -> Sketch:
-    """32 numbers; the share that two sketches agree on estimates how alike their texts are (within about 0.07)."""
+    """MinHash of 32 numbers; the fraction that two sketches share estimates the Jaccard index (within about 0.07)."""
     listed = words(text)
     runs = runs_of(listed, max(1, min(RUN_WORDS, len(listed))))
     if not len(runs):
         return np.full(_HASHES, np.iinfo(np.uint32).max, dtype=np.uint32)
-    spread = runs[None, :] * _ODD[:, None] + _SHIFT[:, None]
-    return np.asarray((spread >> np.uint64(32)).min(axis=1), dtype=np.uint32)
+    hashed = runs[None, :] * _ODD[:, None] + _SHIFT[:, None]
+    return np.asarray((hashed >> np.uint64(32)).min(axis=1), dtype=np.uint32)
 
 
 @dataclass(slots=True, kw_only=True)
 class Sketches:
-    """Sketches of a stream of texts, at most CAPACITY of them: those whose first number is lowest."""
+    """Sketches of a stream of texts: the CAPACITY of them whose first number is lowest."""
 
     _limit: int = np.iinfo(np.uint32).max
     _parts: list[tuple[npt.NDArray[np.int64], Sketch]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Sketches:
     seen: int = 0
 
     def add(self, numbers: npt.NDArray[np.int64], sketches: Sketch) -> None:
-        """`numbers` says which texts the rows of `sketches` belong to."""
+        """`numbers` are the texts that the rows of `sketches` belong to."""
         self.seen += len(numbers)
         self._keep(numbers, sketches)
         while self._kept > CAPACITY:
@@ -143,7 +143,7 @@ class Sketches:
         return self._kept
 
     def near_duplicates(self) -> dict[int, int]:
-        """Text -> an earlier text that it is like (at or above THRESHOLD, by estimate)."""
+        """Text -> an earlier similar text (estimated at or above THRESHOLD)."""
         if not self._parts:
             return {}
         numbers = np.concatenate([part[0] for part in self._parts])

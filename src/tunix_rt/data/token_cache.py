@@ -1,6 +1,6 @@
-"""Examples on disk: tokenised once, memory-mapped ever after. Found again by the hash of all that decides the tokens.
+"""The token cache: examples are tokenized once and memory-mapped afterwards, under a hash of everything that determines them.
 
-A store is complete or it is not there: it is built beside its place and moved there when it is whole.
+An entry is complete or does not exist: it is staged beside its place and renamed.
 """
 
 import contextlib
@@ -20,25 +20,14 @@ from filelock import FileLock, Timeout
 
 from tunix_rt.assets import cache_root
 from tunix_rt.data import validation as rules
-from tunix_rt.data.readers import Raw, line_words, read_raw
+from tunix_rt.data.readers import Raw, describe_line, read_raw
 from tunix_rt.data.render import Example
 from tunix_rt.data.sources import Dataset
 from tunix_rt.data.text import Sketches
-from tunix_rt.data.tokenize import (
-    INDEX,
-    SCHEMA,
-    TRAINED,
-    Part,
-    Recipe,
-    begin,
-    begin_settings,
-    cores,
-    in_order,
-    tokenise,
-)
+from tunix_rt.data.tokenize import INDEX, SCHEMA, TRAINED, Part, Recipe, cores, in_order, tokenize
 from tunix_rt.data.validation import Finding
 from tunix_rt.errors import InputError
-from tunix_rt.storage import merkle_root, settle_files, storage, sync_folder, write_json
+from tunix_rt.storage import merkle_root, staged_folder, storage, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +36,21 @@ Progress = Callable[[str, int, int, str], None]
 BATCH_BYTES = 1 << 18
 BATCH_RECORDS = 1_000
 ONE_PROCESS_BYTES = 32 << 20
-"""Below this, starting more processes takes longer than it saves; the tokenizer's own threads are used instead."""
+"""Below this, starting processes takes longer than it saves; the tokenizer's threads are used instead."""
 MOST_PROCESSES = 8
-LOOKED_AT_BYTES = 64 << 20
-BUILDING = ".building-"
+RELEASE_BYTES = 64 << 20
+STAGED = ".staged-"
 OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
 
 
 class Examples(Sequence[Example]):
-    """The examples of a store, read from the disk as they are asked for."""
+    """The examples of a store, read from disk on access."""
 
     def __init__(self, folder: Path) -> None:
         self.entries = np.fromfile(folder / "index.bin", dtype=INDEX)
         self._mapped = _map(folder / "tokens.bin")
         self._tokens = np.frombuffer(self._mapped, dtype="<u4") if self._mapped else np.empty(0, dtype="<u4")
-        self._looked_at = 0
+        self._read_bytes = 0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -76,15 +65,15 @@ class Examples(Sequence[Example]):
         entry = self.entries[which]
         stored = self._tokens[entry["start"] : entry["start"] + entry["length"]]
         example = Example(ids=(stored & ~TRAINED).astype(np.int32), trained=(stored & TRAINED).astype(np.bool_))
-        self._let_go(stored.nbytes)
+        self._release_pages(stored.nbytes)
         return example
 
-    def _let_go(self, looked_at: int) -> None:
-        """Pages of a mapped file count as ours until the system wants them back; hand them back as we go."""
-        self._looked_at += looked_at
-        if self._looked_at > LOOKED_AT_BYTES and hasattr(mmap, "MADV_DONTNEED") and self._mapped is not None:
+    def _release_pages(self, read_bytes: int) -> None:
+        """Pages of a mapped file count as memory of the process until they are released."""
+        self._read_bytes += read_bytes
+        if self._read_bytes > RELEASE_BYTES and hasattr(mmap, "MADV_DONTNEED") and self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
-            self._looked_at = 0
+            self._read_bytes = 0
 
 
 def _map(path: Path) -> mmap.mmap | None:
@@ -96,7 +85,7 @@ def _map(path: Path) -> mmap.mmap | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """What a dataset came to with one tokenizer and one style."""
+    """The tokens of a dataset with one tokenizer and one style."""
 
     folder: Path
     examples: Examples
@@ -104,10 +93,10 @@ class Store:
     trained_tokens: int
     highest_id: int
     merkle_root: str
-    """Over the examples in the order of the file: ids, what is trained, positions."""
+    """Over the examples in file order: token ids, loss mask, positions."""
     findings: tuple[Finding, ...]
     seconds: float
-    """What making it took; 0 when it was read."""
+    """Time to build it; 0 when it was read from the cache."""
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -121,41 +110,30 @@ class Store:
 
 
 def cache_folder() -> Path:
-    """Where stores are kept: `$XDG_CACHE_HOME/tunix-rt/tokens`, or below `~/.cache`."""
+    """`$XDG_CACHE_HOME/tunix-rt/tokens`, or the same below `~/.cache`."""
     return cache_root() / "tokens"
 
 
 def open_store(recipe: Recipe, progress: Progress) -> Store:
-    """The store of `recipe`: read where it is there and whole, else made. One process makes it, others wait and say so."""
+    """The store of `recipe`, from the cache or built now. One process builds it, others wait for it."""
     place = cache_folder() / recipe.key
-    if (known := _read(place, recipe)) is not None:  # before the lock: a cache may be shared, and read-only
+    if (known := _read(place, recipe)) is not None:  # without the lock: a shared cache may be read-only
         return known
     with storage(place, fix=OTHER_CACHE), _alone(place, progress):
         if (known := _read(place, recipe)) is not None:
             return known
         _sweep(place.parent)
-        building = place.parent / f"{BUILDING}{recipe.key}"
-        shutil.rmtree(building, ignore_errors=True)  # its maker was killed: the lock is ours now
-        building.mkdir()
-        try:
-            began = time.perf_counter()
-            manifest = _build(recipe, building, progress)
-            write_json(building / "manifest.json", manifest)
-            settle_files(building)
-            if place.exists():
-                shutil.rmtree(place)  # damaged, or it would have been read
-            building.rename(place)
-            sync_folder(place.parent)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+        began = time.perf_counter()
+        with staged_folder(place, replace=True, fix=OTHER_CACHE) as staged:
+            write_json(staged / "manifest.json", _build(recipe, staged, progress))
         made = _read(place, recipe)
-    assert made is not None, "what was just written reads back"
+    assert made is not None, "it was just written"
     return replace(made, seconds=time.perf_counter() - began)
 
 
 @contextlib.contextmanager
 def _alone(place: Path, progress: Progress) -> Iterator[None]:
-    """Hold the place of a store. While another program makes it, that is said; `progress` may raise to end the wait."""
+    """Hold the lock of a store. A wait for another process is logged; `progress` may raise to end it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(_lock_of(place))
     waited = 0
@@ -165,7 +143,7 @@ def _alone(place: Path, progress: Progress) -> Iterator[None]:
             break
         except Timeout:
             if not waited:
-                logger.info("Another tunix-rt is making the tokens of this dataset; waiting for it")
+                logger.info("Another tunix-rt is tokenizing this dataset; waiting for it")
             waited += 1
             progress("wait for the other tunix-rt (s)", waited // 2, 3600, "")
     try:
@@ -179,21 +157,21 @@ def _lock_of(place: Path) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Take away what killed programs have left half-made of other stores: nobody holds their locks any more."""
-    for left_over in folder.glob(f"{BUILDING}*"):
-        lock = FileLock(_lock_of(folder / left_over.name.removeprefix(BUILDING)))
+    """Remove what killed processes left of other stores: their locks are free."""
+    for leftover in folder.glob(f"{STAGED}*"):
+        lock = FileLock(_lock_of(folder / leftover.name.removeprefix(STAGED).removesuffix("-replaced")))
         try:
             lock.acquire(timeout=0)
         except Timeout:
             continue
         try:
-            shutil.rmtree(left_over, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
         finally:
             lock.release()
 
 
 def _read(place: Path, recipe: Recipe) -> Store | None:
-    """The store in `place`, or None when there is none or its files are not those of its manifest."""
+    """The store in `place`, or None when there is none or its files do not match its manifest."""
     if not place.is_dir():
         return None
     try:
@@ -203,12 +181,8 @@ def _read(place: Path, recipe: Recipe) -> Store | None:
                 if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                     raise ValueError(f"{name} has changed")
         findings = tuple(
-            Finding(
-                rule=found["rule"],
-                count=found["count"],
-                seen=found["seen"],
-                first=recipe.dataset.place(*found["places"][0]),
-                places=tuple(recipe.dataset.place(*place) for place in found["places"]),
+            Finding.at(
+                recipe.dataset.places(found["places"]), rule=found["rule"], count=found["count"], seen=found["seen"]
             )
             for found in manifest["findings"]
         )
@@ -223,22 +197,22 @@ def _read(place: Path, recipe: Recipe) -> Store | None:
             seconds=0.0,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("The tokens kept in %s are damaged (%s) and are made again", place, error)
+        logger.warning("The cached tokens in %s are corrupt (%s) and are rebuilt", place, error)
         return None
 
 
-# --- making it -------------------------------------------------------------------------------------------------------
+# --- building --------------------------------------------------------------------------------------------------------
 
 
 class _Tally:
-    """What is written down while parts come in: counts, hashes, findings."""
+    """Counts, sketches and findings of the parts so far."""
 
     def __init__(self) -> None:
         self.examples = self.tokens = self.trained_tokens = self.highest_id = 0
         self.sketches = Sketches()
         self.first: dict[str, dict[str, Any]] = {}
 
-    def note(self, rule: str, entry: Any, seen: str) -> None:
+    def add_finding(self, rule: str, entry: Any, seen: str) -> None:
         known = self.first.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": []})
         known["count"] += 1
         if len(known["places"]) < rules.PLACES:
@@ -246,7 +220,7 @@ class _Tally:
 
     def add(self, part: Part) -> None:
         for at, rule, wrong in part.broken:
-            self.note(rule, part.index[at], wrong)
+            self.add_finding(rule, part.index[at], wrong)
         self.sketches.add(np.arange(self.examples, self.examples + len(part.index)), part.sketches)
         self.examples += len(part.index)
         self.tokens += len(part.tokens)
@@ -260,13 +234,7 @@ def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
     processes = processes_for(recipe.dataset)
     tally, began = _Tally(), time.perf_counter()
     read = Reading(recipe.dataset)
-    parts = in_order(
-        tokenise,
-        read.batches(),
-        processes=processes,
-        begin=begin,
-        settings=begin_settings(recipe, alone=processes == 1),
-    )
+    parts = in_order(tokenize, recipe, read.batches(), processes=processes)
     digests = {name: hashlib.sha256() for name in ("tokens.bin", "index.bin")}
 
     def leaves() -> Iterator[bytes]:
@@ -280,13 +248,13 @@ def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
                     digests[Path(file.name).name].update(content)
                 tally.add(part)
                 speed = tally.tokens / (time.perf_counter() - began)
-                read.tell(progress, "tokenise", f"{speed:,.0f} tokens/s")
+                read.report(progress, "tokenize", f"{speed:,.0f} tokens/s")
                 yield from part.leaves
 
     root = merkle_root(leaves())
     if not tally.examples:
-        raise InputError(f"{recipe.dataset.key} holds no rows", fix="give a file with at least one record")
-    _note_duplicates(tally, folder)
+        raise InputError(f"{recipe.dataset.key} has no rows", fix="give a file with at least one record")
+    _find_duplicates(tally, folder)
     return {
         "schema": SCHEMA,
         "dataset": {"key": recipe.dataset.key, "sha256": recipe.dataset.sha256, "format": recipe.format},
@@ -305,8 +273,8 @@ def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _note_duplicates(tally: _Tally, folder: Path) -> None:
-    """Exact ones by their hash; near ones by their sketch, if they are not exact ones."""
+def _find_duplicates(tally: _Tally, folder: Path) -> None:
+    """Exact duplicates by their hash; others that are similar by their sketch."""
     index = np.fromfile(folder / "index.bin", dtype=INDEX)
     _, first = np.unique(index["content"], return_index=True)
     again = np.ones(len(index), dtype=np.bool_)
@@ -314,19 +282,19 @@ def _note_duplicates(tally: _Tally, folder: Path) -> None:
     copies = np.flatnonzero(again)
     if len(copies):
         original = np.flatnonzero(index["content"] == index[copies[0]]["content"])[0]
-        said = f"the same as {_line_of(index[original], index[copies[0]])}"
+        seen = f"the same as {_line_of(index[original], index[copies[0]])}"
         for at in copies:
-            tally.note("duplicate", index[at], said)
+            tally.add_finding("duplicate", index[at], seen)
     near = {later: earlier for later, earlier in tally.sketches.near_duplicates().items() if not again[later]}
     sampled = f" (of {tally.sketches.seen:,} records, {tally.sketches.compared:,} were compared)"
     for later in sorted(near):
-        said = f"much like {_line_of(index[near[later]], index[later])}" + sampled * tally.sketches.sampled
-        tally.note("near_duplicate", index[later], said)
+        seen = f"similar to {_line_of(index[near[later]], index[later])}" + sampled * tally.sketches.sampled
+        tally.add_finding("near_duplicate", index[later], seen)
 
 
 def _line_of(entry: Any, beside: Any) -> str:
-    """Where an example stands, without the name of the file: the same tokens may be read from another place."""
-    line = f"line {line_words(int(entry['line']))}"
+    """The place of an example without the name of its file: the same tokens may come from another path."""
+    line = f"line {describe_line(int(entry['line']))}"
     return line if entry["file"] == beside["file"] else f"{line} of file {int(entry['file']) + 1}"
 
 
@@ -335,15 +303,15 @@ def processes_for(dataset: Dataset) -> int:
 
 
 class Reading:
-    """The records of a dataset in batches, and how many bytes of it were read."""
+    """The records of a dataset in batches, and the bytes read so far."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._total = sum(file.bytes for file in dataset.files)
         self.bytes = 0
 
-    def tell(self, progress: Progress, what: str, note: str) -> None:
-        progress(f"{what} (KiB)", min(self.bytes, self._total) // 1024, max(1, self._total // 1024), note)
+    def report(self, progress: Progress, what: str, speed: str) -> None:
+        progress(f"{what} (KiB)", min(self.bytes, self._total) // 1024, max(1, self._total // 1024), speed)
 
     def batches(self) -> Iterator[list[Raw]]:
         batch: list[Raw] = []
@@ -364,7 +332,7 @@ class Reading:
 
 
 def _size(value: Any) -> int:
-    """About how many bytes a record holds."""
+    """Approximate bytes of a record."""
     if isinstance(value, (bytes, str)):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

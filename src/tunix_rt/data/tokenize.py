@@ -1,4 +1,4 @@
-"""Records to tokens, a batch at a time, in whichever process: parse, read, render, and ask every rule about the example."""
+"""Records to tokens, in batches and worker processes: parse, convert, render, and check every rule about an example."""
 
 import contextlib
 import hashlib
@@ -22,19 +22,19 @@ import numpy.typing as npt
 from tunix_rt.data.example_checks import Seen, check_example, check_text
 from tunix_rt.data.formats import to_sample, unused_columns, words_behind_number
 from tunix_rt.data.readers import Raw, parse
+from tunix_rt.data.records import Sample
 from tunix_rt.data.render import Rendered, Style, render_batch
 from tunix_rt.data.sources import Dataset
 from tunix_rt.data.split import hash8, question_hash
 from tunix_rt.data.template import TemplateRefusal
 from tunix_rt.data.text import sketch
-from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.data.trace import Sample
+from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.storage import row_leaf
 
 SCHEMA = "tunix-rt/tokens/1"
 
-TRAINED = np.uint32(1 << 31)  # the highest bit of a stored token says whether it is a target; ids are below it
+TRAINED = np.uint32(1 << 31)  # the highest bit of a stored token marks a target of the loss; ids are below it
 INDEX = np.dtype(
     [
         ("start", "<i8"),
@@ -48,23 +48,22 @@ INDEX = np.dtype(
         ("content", "<u8"),
     ]
 )
-"""One entry per example: where its tokens are, where it came from, and hashes to find the same question or text by."""
+"""One entry per example: where its tokens are, where it came from, and hashes of its question and of its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All that decides the tokens of a dataset, apart from the code."""
+    """Everything that determines the tokens of a dataset, except the code."""
 
     dataset: Dataset
     format: str
     tokenizer: Tokenizer
     style: Style
     needs_bos: bool
-    model_type: str
 
     @property
     def key(self) -> str:
-        """Name of the store. Another file, tokenizer, template, setting or version of the code is another store."""
+        """Name in the token cache. Another file, tokenizer, template, setting or version of the code has another key."""
         parts = {
             "schema": SCHEMA,
             "dataset": self.dataset.sha256,
@@ -80,94 +79,65 @@ class Recipe:
 
 
 def _code_sha256() -> str:
-    """Over the sources of this package: tokens made by other code are not ours."""
+    """Over the sources of this package: other code may produce other tokens."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One batch, tokenised. `failure` is a record that cannot be read at all: (problem, fix)."""
+    """One tokenized batch. `failure` is (problem, fix) of a record that cannot be read at all."""
 
     tokens: npt.NDArray[np.uint32]
     index: npt.NDArray[Any]
     leaves: list[bytes]
     broken: list[tuple[int, str, str]]
-    """(place in the batch, rule, what is wrong)"""
+    """(index in the batch, rule, what is wrong)"""
     sketches: npt.NDArray[np.uint32]
     failure: tuple[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Worker:
-    dataset: Dataset
-    format: str
-    tokenizer: Tokenizer
-    style: Style
-    needs_bos: bool
-
-
-_worker: _Worker | None = None
-
-
-def begin_settings(recipe: Recipe, *, alone: bool) -> tuple[Any, ...]:
-    """What `begin` is told. Another process reads the tokenizer from its folder; this one has it."""
-    known = recipe.tokenizer if alone else None
-    folder = recipe.tokenizer.folder
-    return known, folder, recipe.model_type, recipe.dataset, recipe.format, recipe.style, recipe.needs_bos
-
-
-def begin(
-    known: Tokenizer | None, folder: Path, model_type: str, dataset: Dataset, format: str, style: Style, needs_bos: bool
-) -> None:
-    global _worker
-    tokenizer = known or load_tokenizer(folder, model_type)
-    _worker = _Worker(dataset=dataset, format=format, tokenizer=tokenizer, style=style, needs_bos=needs_bos)
-
-
-def tokenise(batch: list[Raw]) -> Part:
-    """Records to tokens, with everything the rules say about each."""
-    worker = _worker
-    assert worker is not None, "begun"
+def tokenize(recipe: Recipe, batch: list[Raw]) -> Part:
+    """Records to tokens, with every rule that each of them breaks."""
+    dataset, tokenizer, style = recipe.dataset, recipe.tokenizer, recipe.style
     broken: list[tuple[int, str, str]] = []
     samples: list[Sample] = []
     try:
         for at, raw in enumerate(batch):
-            where = worker.dataset.place(raw.file, raw.line)
+            where = dataset.place(raw.file, raw.line)
             record = parse(raw, where)
-            samples.append(to_sample(record, worker.format, where))
-            if unused := unused_columns(record, worker.format):
+            samples.append(to_sample(record, recipe.format, where))
+            if unused := unused_columns(record, recipe.format):
                 broken.append((at, "unused_column", ", ".join(repr(name)[1:-1][:60] for name in unused[:20])))
-            if words := words_behind_number(record, worker.format):
+            if words := words_behind_number(record, recipe.format):
                 broken.append((at, "answer_with_words", repr(words)[1:-1][:60]))
     except InputError as error:
         return _empty_part((error.problem, error.fix))
     for at, sample in enumerate(samples):
-        broken += [(at, *wrong) for wrong in check_text(sample, worker.tokenizer, worker.style)]
+        broken += [(at, *wrong) for wrong in check_text(sample, tokenizer, style)]
     unreadable = {at for at, rule, _ in broken if rule == "lone_surrogate"}
     readable = [at for at in range(len(samples)) if at not in unreadable]
-    shown = dict(
-        zip(readable, render_batch([samples[at] for at in readable], worker.tokenizer, worker.style), strict=True)
-    )
+    shown = dict(zip(readable, render_batch([samples[at] for at in readable], tokenizer, style), strict=True))
     rendered = {at: one for at, one in shown.items() if isinstance(one, Rendered)}
-    broken += [(at, "template_refused", one.words) for at, one in shown.items() if isinstance(one, TemplateRefusal)]
+    broken += [(at, "template_refused", one.reason) for at, one in shown.items() if isinstance(one, TemplateRefusal)]
     turns = [list(_turns(one)) for one in rendered.values()]
-    texts = iter(worker.tokenizer.inner.decode_batch([ids for of in turns for ids in of], skip_special_tokens=False))
-    for (at, one), said in zip(rendered.items(), turns, strict=True):
+    texts = iter(tokenizer.inner.decode_batch([ids for of in turns for ids in of], skip_special_tokens=False))
+    for (at, one), spans in zip(rendered.items(), turns, strict=True):
+        decoded = tuple(next(texts) for _ in spans)
         seen = Seen(
             sample=samples[at],
             rendered=one,
-            said=tuple(next(texts) for _ in said),
-            style=worker.style,
-            tokenizer=worker.tokenizer,
-            needs_bos=worker.needs_bos,
+            turns=decoded,
+            style=style,
+            tokenizer=tokenizer,
+            needs_bos=recipe.needs_bos,
         )
         broken += [(at, *wrong) for wrong in check_example(seen)]
     return _part(batch, samples, rendered, sorted(broken))
 
 
 def _turns(one: Rendered) -> Iterator[list[int]]:
-    """The trained ids of each turn that the model says; of the last also what has no end token."""
+    """The trained ids of each assistant turn; of the last one also those without an end token."""
     start = one.prompt_tokens
     for end in one.ends:
         stop = end + 1 if end >= 0 else len(one.ids)
@@ -208,61 +178,56 @@ def _empty_part(failure: tuple[str, str]) -> Part:
 
 
 def _content(sample: Sample) -> int:
-    """The same for records that say the same, whatever else they hold."""
+    """Hash of the turns of a record; columns that are not used do not change it."""
     return hash8("\0".join((*(turn.role for turn in sample.turns), "", *sample.texts)))
 
 
+State = TypeVar("State")
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HAS_GROUPS = os.name == "posix"
 AHEAD = 2
-"""Batches per process that are read before the first of them is back."""
+"""Batches per process that are read before the first result is taken."""
 
 
 def in_order(
-    work: Callable[[Batch], Result],
-    batches: Iterable[Batch],
-    *,
-    processes: int,
-    begin: Callable[..., None],
-    settings: tuple[Any, ...],
+    work: Callable[[State, Batch], Result], state: State, batches: Iterable[Batch], *, processes: int
 ) -> Iterator[Result]:
-    """`work` of every batch, in their order. `begin(*settings)` runs once in each process before.
+    """`work(state, batch)` of every batch, in order. One process is this one; every other one gets `state` once.
 
-    One process is this one. More are started afresh, not forked: a fork of a process with threads may hang.
+    Workers are spawned, not forked: a fork of a process with threads can deadlock.
     """
     if processes == 1:
-        begin(*settings)
-        yield from map(work, batches)
+        yield from (work(state, batch) for batch in batches)
         return
     pool = ProcessPoolExecutor(
         max_workers=processes,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_alone,
-        initargs=(begin, settings),
+        initializer=_start_worker,
+        initargs=(work, state),
     )
     waiting: deque[Future[Result]] = deque()
     try:
         for batch in batches:
-            with _signals_wait():  # a process that is being started has them wait too, until it is ready for them
-                waiting.append(pool.submit(work, batch))
+            with _signals_blocked():  # a worker inherits the mask until it has set its handlers
+                waiting.append(pool.submit(_work, batch))
             if len(waiting) >= AHEAD * processes:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise TunixError(
-            "a process that prepares the data ended without a word; the system may have run out of memory",
-            fix="free some memory and run it again; nothing half-made was kept",
+            "a worker process of the tokenization died; the system may be out of memory",
+            fix="free some memory and run it again; no partial result was kept",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     if not _HAS_GROUPS:
         yield
         return
@@ -273,21 +238,31 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_alone(begin: Callable[..., None], settings: tuple[Any, ...]) -> None:
-    """In a new process: leave signals to the parent, end when it ends, and use one thread.
+_worker: tuple[Callable[[Any, Any], Any], Any] | None = None
 
-    A terminal and many schedulers signal the whole group, so the process leaves it. The parent stops its workers by
-    itself, for which they must still listen to SIGTERM: one that ignored it could never be ended after another had died.
+
+def _start_worker(work: Callable[[State, Batch], Result], state: State) -> None:
+    """Set a new process up: it leaves signals to its parent, exits with it, and uses one thread.
+
+    A terminal and many schedulers signal the whole process group, so the worker leaves it. The parent terminates its
+    workers with SIGTERM, which they must not ignore.
     """
+    global _worker
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # forgets one that came to the group while we were starting
+        signal.signal(number, signal.SIG_IGN)  # drops one that is pending from before the group was left
     if _HAS_GROUPS:
         os.setpgrp()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    begin(*settings)
+    _worker = (work, state)
+
+
+def _work(batch: Any) -> Any:
+    assert _worker is not None, "started"
+    work, state = _worker
+    return work(state, batch)
 
 
 def _end_with_parent() -> None:

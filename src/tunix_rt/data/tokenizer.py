@@ -1,4 +1,4 @@
-"""A model's tokenizer, read from its files without transformers. Special ids come from these files alone."""
+"""A model's tokenizer, loaded from its files without transformers. Special ids come from these files alone."""
 
 import hashlib
 import json
@@ -10,12 +10,13 @@ from typing import Any
 import tokenizers
 
 from tunix_rt.errors import InputError
+from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.resolve import A_TOKENIZER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """Text to ids and back. `prefix` is what stands before a plain text (Gemma: `<bos>`; GPT-2: nothing)."""
+    """Text to ids and back. `prefix` are the ids before a plain text (Gemma: `<bos>`; GPT-2: none)."""
 
     folder: Path
     inner: Any
@@ -24,15 +25,15 @@ class Tokenizer:
     pad_id: int
     bos_id: int | None
     special_tokens: Mapping[str, str]
-    """`bos_token`, `eos_token` and their like as the tokenizer's files name them: what a chat template may ask for."""
+    """`bos_token`, `eos_token` and the like from the tokenizer's files: the variables of a chat template."""
     control_tokens: tuple[str, ...]
-    """Texts that become one control token where control tokens are read. A sample that spells one is no plain text."""
+    """Texts that are encoded as one control token in a conversation."""
     control_ids: frozenset[int]
     chat_template: str | None
-    """The tokenizer's own chat template, or None."""
+    """The tokenizer's own chat template, if it has one."""
     chat_template_file: Path | None
     sha256: str
-    """Over tokenizer.json and over what the files beside it say: special tokens, prefix, chat template."""
+    """Over tokenizer.json and the facts of the files beside it: special tokens, prefix, chat template."""
 
     @property
     def bos_token(self) -> str | None:
@@ -44,12 +45,12 @@ class Tokenizer:
         return self.bos_id is not None and self.bos_id in self.prefix
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, nothing added; `<eos>` spelled out in it is text, not the end of it."""
+        """Ids of the text, nothing added; `<eos>` in it is text, not a control token."""
         self.inner.encode_special_tokens = True
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def encode_conversation(self, text: str) -> list[int]:
-        """Ids of a rendered conversation: control tokens are read, nothing is added."""
+        """Ids of a rendered conversation: control tokens are parsed, nothing is added."""
         self.inner.encode_special_tokens = False
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
@@ -59,7 +60,7 @@ class Tokenizer:
         return list(self.inner.encode_batch(texts, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids without beginning, end and padding. Other special tokens stay: a tag of an answer may be one."""
+        """Text of the ids without bos, eos and padding. Other special tokens stay: an answer tag may be one."""
         around = {self.bos_id, self.eos_id, self.pad_id}
         return str(self.inner.decode([number for number in ids if number not in around], skip_special_tokens=False))
 
@@ -69,19 +70,19 @@ class Tokenizer:
 
 
 def needs_bos(tokenizer: Tokenizer, model_type: str) -> bool:
-    """Whether a sequence must begin with the beginning-of-sequence token: the tokenizer puts it, or the model is a Gemma.
+    """Whether a sequence must begin with the BOS token: the tokenizer adds it, or the model's family needs it.
 
-    A Gemma that is asked without it writes garbage, and no loss curve says why.
+    Without it a Gemma generates garbage, and no loss curve shows why.
     """
-    return tokenizer.adds_bos or _is_gemma(model_type)
+    return tokenizer.adds_bos or _family_needs_bos(model_type)
 
 
-def _is_gemma(model_type: str) -> bool:
-    return "gemma" in model_type
+def _family_needs_bos(model_type: str) -> bool:
+    return model_type in FAMILIES and FAMILIES[model_type].needs_bos
 
 
 def load_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
-    """The tokenizer in `folder` for a model of `model_type`, or an InputError that says which file or token is missing."""
+    """The tokenizer in `folder` for a model of `model_type`, or an InputError that names the missing file or token."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputError(f"no tokenizer.json in {folder}", fix=A_TOKENIZER)
@@ -94,25 +95,18 @@ def load_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
     eos_id, pad_id, bos_id = (_special_id(inner, special, model, f"{role}_token") for role in ("eos", "pad", "bos"))
     if eos_id is None:
         raise InputError(f"{folder} names no end-of-sequence token", fix="add `eos_token` to its tokenizer_config.json")
-    table = model.get("vocab_size")
-    if pad_id is None or (type(table) is int and pad_id >= table):
-        pad_id = eos_id  # padding is never trained and never seen, so any token of the model will do
+    vocabulary = model.get("vocab_size")
+    if pad_id is None or (type(vocabulary) is int and pad_id >= vocabulary):
+        pad_id = eos_id  # padding is neither trained nor attended to, so any token will do
     prefix = _put_before_a_text(inner)
-    if bos_id is not None and bos_id not in prefix and (settings.get("add_bos_token") is True or _is_gemma(model_type)):
+    wanted = settings.get("add_bos_token") is True or _family_needs_bos(model_type)
+    if bos_id is not None and bos_id not in prefix and wanted:
         prefix = (bos_id, *prefix)
     named = {eos_id, *((bos_id,) if bos_id is not None else ())}
     control = named | {number for number, token in inner.get_added_tokens_decoder().items() if token.special}
     chat_template, chat_template_file = _own_chat_template(folder, settings)
-    facts = [
-        hashlib.sha256(content).hexdigest(),
-        prefix,
-        eos_id,
-        pad_id,
-        bos_id,
-        special,
-        sorted(control),
-        chat_template,
-    ]
+    digest = hashlib.sha256(content).hexdigest()
+    facts = [digest, prefix, eos_id, pad_id, bos_id, special, sorted(control), chat_template]
     return Tokenizer(
         folder=folder,
         inner=inner,
@@ -143,14 +137,14 @@ def _parse(path: Path) -> tuple[bytes, Any]:
 
 
 def _put_before_a_text(inner: Any) -> tuple[int, ...]:
-    """Ids that the tokenizer's own post-processor puts before a text; those it puts after are no part of a prompt."""
+    """Ids that the tokenizer's post-processor adds before a text; those after it are not part of a prompt."""
     plain, whole = (list(inner.encode("x", add_special_tokens=added).ids) for added in (False, True))
     starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
     return tuple(whole[: next(starts, 0)])
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """`{"eos_token": "<eos>", ...}`: every setting that names a token, by its text or as an object with `content`."""
+    """`{"eos_token": "<eos>", ...}`: every setting that is a token, as a string or an object with `content`."""
     more = settings.get("extra_special_tokens")
     both = settings | (more if isinstance(more, dict) else {})
     texts = {name: _text_of(value) for name, value in both.items() if name.endswith("_token")}
@@ -169,25 +163,25 @@ def _text_of(token: Any) -> str:
 
 
 def _make_control_tokens(inner: Any, texts: Sequence[str]) -> None:
-    """Words of the vocabulary that a setting names as special are read as one token; words it lacks are not added."""
+    """Make the words of the vocabulary that are configured as special control tokens; no word is added to it."""
     known = {token.content for token in inner.get_added_tokens_decoder().values()}
     inner.add_special_tokens([text for text in texts if text not in known and inner.token_to_id(text) is not None])
 
 
 def _special_id(inner: Any, special: Mapping[str, str], model: dict[str, Any], role: str) -> int | None:
-    """Id of `eos_token` and its like: by the text in the tokenizer's settings, else the id in the model's config.json."""
+    """Id of `eos_token` and the like: by its text in the tokenizer's settings, else the id in the model's config.json."""
     if role in special and (found := inner.token_to_id(special[role])) is not None:
         return int(found)
     number = model.get(f"{role}_id")
     if isinstance(number, list) and number:
         number = number[0]
     if type(number) is not int or not 0 <= number < 2**31 or inner.id_to_token(number) is None:
-        return None  # `pad_token_id: -1` is what many published configurations say
+        return None  # many published configurations have `pad_token_id: -1`
     return number
 
 
 def _own_chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, Path | None]:
-    """The template in `chat_template.jinja`, else in tokenizer_config.json, and the file it stands in."""
+    """The template in `chat_template.jinja`, else in tokenizer_config.json, and its file."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -204,7 +198,7 @@ def _own_chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | No
             )
         found = named["default"]
     if found and not isinstance(found, str):
-        raise InputError(f"{path}: chat_template is no text", fix="fetch the tokenizer again")
+        raise InputError(f"{path}: chat_template is not a string", fix="fetch the tokenizer again")
     return (found, path) if found else (None, None)
 
 

@@ -1,7 +1,7 @@
-"""A program that may hang, crash or print without end, run so that it harms nobody, and its ending in words.
+"""A child process that may hang, crash or print without end, run with limits.
 
-It has no stdin, a session of its own that is killed whole, and prints into files: a flood does not fill our memory, and a
-process it left behind does not keep us waiting.
+It has no stdin, its own session, which is killed as a whole, and prints into files: its output does not fill our memory, and
+a process that it leaves behind does not block us.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import IO
 
 MOST_READ = 1 << 20
-"""Bytes that are read of what a child printed: the last ones."""
+"""Bytes of output that are read, from the end."""
 MOST_PRINTED = 64 << 20
-"""Bytes after which a child is ended: the files may lie in memory too."""
+"""Bytes of output after which a child is killed: the files may be in RAM."""
 PULSE_SECONDS = 20.0
 NO_ANSWER = "gave no answer within"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What became of a child. `out` and `err` are the end of what it printed; `cut` when `out` had more."""
+    """How a child ended. `out` and `err` are the end of its output; `cut`: there was more."""
 
     code: int | None
-    """None: it did not end by itself, or did not start."""
+    """None: it was killed, or did not start."""
     words: str
     """`ended with code 3`, `was ended by SIGSEGV`, `gave no answer within 30 s` ..."""
     pid: int
@@ -46,13 +46,13 @@ class Ended:
 
 
 def run_child(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run it, for so long at most, and read what it printed."""
+    """Run `command` for at most `seconds`, and read its output."""
     try:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             ended = run_into(command, out, err, seconds=seconds, environment=environment)
             cut = os.fstat(out.fileno()).st_size > MOST_READ
             return replace(ended, out=last_text(out), err=last_text(err), cut=cut)
-    except OSError as error:  # no place for the files
+    except OSError as error:  # no space for the files
         return _not_started(command, error)
 
 
@@ -66,11 +66,10 @@ def run_into(
     folder: Path | None = None,
     pulse: Callable[[float], None] | None = None,
 ) -> Ended:
-    """Run it, in `folder` where one is named, with its output in these files (in one, without `err`); `pulse` is told the
-    seconds now and then.
+    """Run `command` with its output in these files (in one, without `err`); `pulse` is called with the elapsed seconds.
 
-    However it ends, also with us, its process group is killed. What even then does not end, because it is stuck in a broken
-    driver, is left to the system: waiting for it would hang us as well.
+    Its process group is killed in any case. A process that survives that, because it is stuck in a broken driver, is left
+    to the system: waiting for it would hang us too.
     """
     started = time.monotonic()
     try:
@@ -95,7 +94,7 @@ def run_into(
 
 
 def last_text(file: IO[bytes], since: int = 0) -> str:
-    """The end of what is in the file from `since` on."""
+    """The end of the file, from `since` on."""
     file.seek(max(since, file.seek(0, os.SEEK_END) - MOST_READ))
     return file.read().decode("utf-8", errors="replace")
 
@@ -122,7 +121,7 @@ def _wait(
     seconds: float | None,
     pulse: Callable[[float], None] | None,
 ) -> str | None:
-    """None when the child has ended by itself, else why it is to be ended."""
+    """None if the child ended by itself, else why it has to be killed."""
     pause, pulses = 0.002, 1
     while not _has_ended(child):
         passed = time.monotonic() - started
@@ -139,12 +138,12 @@ def _wait(
 
 
 def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
-    """Where the system can, without reaping it: until then the number of its group is its own."""
+    """Without reaping it, where the system can: until then the id of its process group is not reused."""
     if not hasattr(os, "waitid"):
         return child.poll() is not None
     try:
         return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # where SIGCHLD is ignored the system reaps it
+    except ChildProcessError:  # SIGCHLD is ignored, so the system reaped it
         return True
 
 

@@ -1,7 +1,7 @@
-"""A new environment with the torch that fits this computer: what is in the way, which wheel, which commands, which other
-wheel if that one fails, and what the words of a command mean. Pure; `installing.py` does it.
+"""The plan of a new environment with a torch that fits this computer: obstacles, the wheel, the commands, the fallback wheel,
+and the meaning of the output of a command. Pure; `install.py` runs it.
 
-A GPU never gets a torch without CUDA, and at most one other wheel is tried.
+A GPU never gets a torch without CUDA, and at most one fallback is tried.
 """
 
 import importlib.metadata
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import tunix_rt
-from tunix_rt.doctor.causes import CAUSES
-from tunix_rt.doctor.checks import first_failure, judge
+from tunix_rt.doctor.checks import KIND_OF, first_failure, judge
 from tunix_rt.doctor.facts import Ask, Facts, Torch, visible_gpus
 from tunix_rt.doctor.wheels import INDEX_BASE, TESTED_TORCH, Wheel, fitting_wheels, pip_arguments, why_no_wheel
 
 NEEDED_GIB = {"cuda": 12, "cpu": 4}
-"""A choice, with room for pip's copies: torch with the CUDA libraries, or without."""
+"""Disk space of torch with CUDA libraries, or without, and of pip's temporary copies."""
 DTYPE, HEAD_SIZE = "float32", 64
 PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "30")
 LAST_RESORT = "the last resort is to build torch from source (docs/guides/gpu-environment.md)"
@@ -40,25 +39,25 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentPlan:
-    """What would be done. `wheels` are those that fit, best first; at most one of them follows the first."""
+    """`wheels` are those that fit, best first; at most one is tried after the first."""
 
     device: str
     path: Path
     python: Path
-    """Of the new environment."""
+    """That of the new environment."""
     reason: str
     wheels: tuple[Wheel, ...]
     index_base: str
 
     def steps(self, wheel: Wheel) -> list[Step]:
-        """The commands in their order, exactly as they are run."""
+        """The commands in order, exactly as they are run."""
         new = str(self.python)
         proof = ("--device", self.device, "--dtype", DTYPE, "--head-size", str(HEAD_SIZE))
         return [
             Step(name="venv", command=(sys.executable, "-m", "venv", str(self.path))),
             Step(name="wheel", command=(new, *PIP, *pip_arguments(wheel, self.index_base))),
             Step(name="check", command=quick_check(new, self.device)),
-            # The wheel is named again, so that what is installed now cannot put another torch in its place.
+            # The wheel is named again, so that pip does not replace it for another package.
             Step(name="packages", command=(new, *PIP, wheel.requirement, *package_source())),
             Step(name="proof", command=(new, "-P", "-m", "tunix_rt.engines.selftest.torch", *proof)),
         ]
@@ -66,7 +65,7 @@ class EnvironmentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why it ended. `kind` is the class: wheel, driver, network, storage, proof ...; `cause` the code within it."""
+    """Why it failed. `kind`: wheel, driver, network, storage, proof ...; `cause`: the code within it."""
 
     step: str
     kind: str
@@ -76,26 +75,28 @@ class Failure:
 
 
 def without_password(words: str) -> str:
-    """`words` with any `user:password@` of an address blotted out."""
+    """`words` with any `user:password@` of a URL replaced."""
     return re.sub(r"(?<=://)[^/\s]+@", "****@", words)
 
 
-# --- before anything is made ------------------------------------------------------------------------------------------
+# --- before the installation ------------------------------------------------------------------------------------------
 
 
 def why_refused(facts: Facts, device: str) -> Failure | None:
-    """What is in the way before anything is installed: GPU, driver, disk, or that no wheel fits them."""
+    """What prevents the installation: GPU, driver, disk, or that no wheel fits."""
     free, needed = facts.host.disk_free_bytes / 2**30, NEEDED_GIB[device]
     if device == "cuda":
         cause = first_failure(judge(facts, Ask(device="cuda", backend=None, dtype=DTYPE)))
         if cause is not None:
             words = f"{cause.why} ({cause.saw})"
-            return _refusal(kind=CAUSES[cause.cause].kind, cause=cause.cause, problem=words, fix=cause.fix)
+            return _refusal(kind=KIND_OF[cause.cause], cause=cause.cause, problem=words, fix=cause.fix)
         if refusal := _why_no_wheel(facts):
             return refusal
     if free < needed:
         words = f"{free:.1f} GiB free at {facts.host.disk_path}; the environment needs about {needed} GiB"
-        return _refusal(kind="storage", cause="low-disk", problem=words, fix="free some, or choose another --path")
+        return _refusal(
+            kind="storage", cause="low-disk", problem=words, fix="free disk space, or choose another --path"
+        )
     return None
 
 
@@ -103,13 +104,13 @@ def _why_no_wheel(facts: Facts) -> Failure | None:
     gpus, driver, host = visible_gpus(facts), facts.nvidia.driver_version, facts.host
     capabilities = [gpu.capability for gpu in gpus if gpu.capability is not None]
     if driver is None or len(capabilities) < len(gpus):
-        words = f"the driver does not tell {'the compute capability of every GPU' if driver else 'its version'}"
+        words = f"the driver does not report {'the compute capability of every GPU' if driver else 'its version'}"
         return _refusal(kind="driver", cause="driver-tells-too-little", problem=words, fix="update the NVIDIA driver")
     place = (host.system, host.machine)
     if fitting_wheels(capabilities, driver, *place, wsl=host.wsl):
         return None
     problem, fix = why_no_wheel(capabilities, driver, *place, wsl=host.wsl)
-    # Whether any driver would help: 580 is the last for old GPUs, and new ones take any later one.
+    # Whether any driver would help: 580 is the last for old GPUs, and new ones run with any later one.
     helped = any(fitting_wheels(capabilities, other, *place) for other in ("580.65.06", "999"))
     return _refusal(kind="driver" if helped else "wheel", cause="no-wheel-fits", problem=problem, fix=fix)
 
@@ -119,7 +120,7 @@ def _refusal(*, kind: str, cause: str, problem: str, fix: str) -> Failure:
 
 
 def plan_environment(facts: Facts, device: str, path: Path, index_base: str = INDEX_BASE) -> EnvironmentPlan:
-    """The wheels that fit and the commands; only for facts that `why_refused` has nothing against."""
+    """The wheels that fit and the commands, for facts that `why_refused` accepts."""
     host = facts.host
     if device == "cuda":
         gpus, driver = visible_gpus(facts), facts.nvidia.driver_version or ""
@@ -147,7 +148,7 @@ def python_in(path: Path, system: str) -> Path:
 
 
 def cpu_wheels(system: str) -> list[Wheel]:
-    """PyTorch's CPU build, then the registry's, which on Linux brings CUDA libraries along. macOS has the latter only."""
+    """PyTorch's CPU build, then the registry's, which on Linux includes CUDA libraries. macOS has the latter only."""
     known: dict[str, Any] = {
         "torch": TESTED_TORCH,
         "architectures": (),
@@ -160,7 +161,7 @@ def cpu_wheels(system: str) -> list[Wheel]:
 
 
 def package_source() -> list[str]:
-    """What to give pip for the tunix-rt that runs now, with what training needs: this clone, its origin, or its version."""
+    """pip arguments for the running tunix-rt with its training extra: this clone, its origin, or its version."""
     package = Path(tunix_rt.__file__).parent
     clone = package.parents[1]
     if package.parent.name == "src" and (clone / "pyproject.toml").is_file():
@@ -182,10 +183,10 @@ def package_source() -> list[str]:
 
 
 def next_wheel(fitting: Sequence[Wheel], failed: Wheel, *, step: str, kind: str = "wheel") -> Wheel | None:
-    """The one wheel to try after `failed`, by where and how it failed; None where another wheel would not help.
+    """The fallback after `failed`, by the step and kind of the failure; None if another wheel would not help.
 
-    Could not be had: from elsewhere, first from another host (PyTorch's index, the registry), then from another folder of
-    the index, then another version. Had, and cannot compute: one for another CUDA version.
+    Not available: from another host (PyTorch's index, the registry), else from another folder of the index, else another
+    version. Available, but it does not compute: one for another CUDA version.
     """
     if kind in ("storage", "permissions") or step not in ("wheel", "check", "proof"):
         return None
@@ -197,55 +198,55 @@ def next_wheel(fitting: Sequence[Wheel], failed: Wheel, *, step: str, kind: str 
     return next((wheel for wheel in others if wheel.cuda != failed.cuda), None)
 
 
-# --- what the commands said -------------------------------------------------------------------------------------------
+# --- the output of the commands ---------------------------------------------------------------------------------------
 
 
 def quick_check(python: str, device: str) -> tuple[str, ...]:
-    """The command that tells what the torch of `python` was built for, then runs one kernel: the last line is 8.0."""
+    """The command that prints the build of torch in `python`, then runs one kernel: the last line is 8.0."""
     script = (
         "import json, torch; c = torch.cuda; "
         'print(json.dumps({"version": torch.__version__, "cuda_build": torch.version.cuda, "hip_build": '
         'getattr(torch.version, "hip", None), "arch_list": c.get_arch_list(), "cuda_available": c.is_available()}), '
         f'flush=True); print(torch.ones(8, device="{device}").sum().item())'
     )
-    return (python, "-P", "-c", script)  # a file torch.py in the current folder is not torch
+    return (python, "-P", "-c", script)  # -P: do not import a torch.py of the working folder
 
 
-def judge_quick_check(said: str, exit_code: int | None, device: str, facts: Facts) -> tuple[Torch, Failure | None]:
-    """The torch that answered, and what is wrong with it on this computer: the doctor's own checks, then the kernel."""
-    torch = _torch_that_said(said)
+def judge_quick_check(output: str, exit_code: int | None, device: str, facts: Facts) -> tuple[Torch, Failure | None]:
+    """The torch in the output, and what is wrong with it on this computer: the checks of the doctor, then the kernel."""
+    torch = _parse_torch(output)
     cause = first_failure(judge(replace(facts, torch=torch), Ask(device=device, backend="torch", dtype=DTYPE)))
     if cause is not None:
-        problem, kind = f"{cause.why} ({cause.saw})", CAUSES[cause.cause].kind
+        problem, kind = f"{cause.why} ({cause.saw})", KIND_OF[cause.cause]
         return torch, Failure(step="check", kind=kind, cause=cause.cause, problem=problem, fix=cause.fix)
-    if exit_code == 0 and "8.0" in said.splitlines():
+    if exit_code == 0 and "8.0" in output.splitlines():
         return torch, None
-    code = "wheel-lacks-architecture" if "no kernel image" in said else "kernel-failed"
-    problem = f"torch {torch.version} cannot add eight numbers on {device} ({last_words(said)})"
-    fix = f"see what torch said in the log; {LAST_RESORT}"
+    code = "wheel-lacks-architecture" if "no kernel image" in output else "kernel-failed"
+    problem = f"torch {torch.version} cannot run a kernel on {device} ({last_words(output)})"
+    fix = f"see the output of torch in the log; {LAST_RESORT}"
     return torch, Failure(step="check", kind="wheel", cause=code, problem=problem, fix=fix)
 
 
-def _torch_that_said(said: str) -> Torch:
+def _parse_torch(output: str) -> Torch:
     from pydantic import TypeAdapter
 
-    lines = said.splitlines()
+    lines = output.splitlines()
     for place, line in enumerate(lines):
         if line.startswith('{"version"'):
-            warned = " ".join([*lines[:place], *lines[place + 1 :][-1:]])
+            warnings = " ".join([*lines[:place], *lines[place + 1 :][-1:]])
             try:
-                answer = json.loads(line)
-                known = {**answer, "arch_list": answer["arch_list"], "said": warned[:600]}
+                known = json.loads(line)
+                known |= {"arch_list": known["arch_list"], "said": warnings[:600]}
                 return TypeAdapter(Torch).validate_python(known)
-            except (ValueError, KeyError, RecursionError):
-                return Torch(version="unknown", problem=f"torch answered {line[:200]!r}, which is no answer")
-    return Torch(version="unknown", problem=f"torch gave no answer: {last_words(said)}")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return Torch(version="unknown", problem=f"malformed output of torch: {line[:200]!r}")
+    return Torch(version="unknown", problem=f"no output of torch: {last_words(output)}")
 
 
-_PIP_TROUBLES = (
+_PIP_ERRORS = (
     ("storage", "disk-full", r"No space left on device|Disk quota exceeded|Read-only file system|Errno (28|30|122)\b",
      "free space there (and where pip keeps its cache and temporary files), or choose another --path"),
-    ("permissions", "not-permitted", r"Permission denied|Errno 13\b", "choose a --path that this user may write"),
+    ("permissions", "not-permitted", r"Permission denied|Errno 13\b", "choose a --path that this user can write"),
     ("network", "index-unreachable",
      r"ConnectionError|Connection (refused|reset|aborted|timed out|to \S+ timed out)|ConnectTimeout|ReadTimeout|timed out\b|"
      r"name resolution|Name or service not known|ProxyError|SSLError|CERTIFICATE_VERIFY_FAILED|Max retries exceeded|"
@@ -254,23 +255,23 @@ _PIP_TROUBLES = (
     ("wheel", "wheel-not-there", r"No matching distribution|not a supported wheel|Could not find a version|HTTP error 4\d\d",
      "use Python 3.11, 3.12 or 3.13 on a system torch is published for, or name another index: --wheel-index"),
 )  # fmt: skip
-"""Class, cause, words of pip, way out; the first that shows is meant: without a network pip also finds no distribution."""
+"""Kind, cause, pattern of pip's output, fix; the first match counts: without a network pip also finds no distribution."""
 
 
-def judge_install(said: str, step: str, what: str) -> Failure:
-    """Why `pip install` failed, from its words."""
-    for kind, cause, pattern, fix in _PIP_TROUBLES:
-        if re.search(pattern, said):
+def judge_install(output: str, step: str, what: str) -> Failure:
+    """Why `pip install` failed, from its output."""
+    for kind, cause, pattern, fix in _PIP_ERRORS:
+        if re.search(pattern, output):
             return Failure(
-                step=step, kind=kind, cause=cause, problem=f"pip could not get {what} ({last_words(said)})", fix=fix
+                step=step, kind=kind, cause=cause, problem=f"pip could not get {what} ({last_words(output)})", fix=fix
             )
-    problem = f"pip failed on {what} ({last_words(said)})"
+    problem = f"pip failed on {what} ({last_words(output)})"
     return Failure(step=step, kind="environment", cause="pip-failed", problem=problem, fix="see the log")
 
 
-def last_words(said: str) -> str:
-    """The errors in what a command printed, or its last lines; on one line, and not without end."""
-    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip()]
+def last_words(output: str) -> str:
+    """The errors in the output of a command, or its last lines, in one line of limited length."""
+    lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     ending = lines[-1:] if any(line.startswith("Traceback ") for line in lines) else lines[-3:]
-    return without_password(" | ".join(errors[-3:] or ending))[-600:] or "no words"
+    return without_password(" | ".join(errors[-3:] or ending))[-600:] or "no output"

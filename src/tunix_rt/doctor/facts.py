@@ -1,10 +1,11 @@
-"""What the doctor knows of a computer: plain values, gathered once by `probe.py`, judged by pure functions, and the same
-in a file. A fact that could not be had is None or absent; nothing here is a judgement."""
+"""Facts about a computer: plain values, gathered once by `probe.py`, judged by pure functions, the same in a file. An
+unknown fact is None or absent. And `Check`, the verdict on one cause."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -45,7 +46,7 @@ class Host(_Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess(_Strict):
-    """A process that holds memory of a GPU. WSL and some containers do not tell how much."""
+    """A process that holds memory of a GPU. WSL and some containers do not report how much."""
 
     pid: int
     name: str | None = None
@@ -64,13 +65,13 @@ class GpuSlice(_Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu(_Strict):
-    """One NVIDIA GPU as NVML sees it, whatever is masked. A fact NVML would not tell is None."""
+    """One NVIDIA GPU as NVML sees it, masked or not. What NVML does not report is None."""
 
     index: int = 0
     name: str
     uuid: str = ""
     total_bytes: int | None = None
-    """None where CPU and GPU share one memory and NVML does not tell (GB10, Jetson)."""
+    """None where CPU and GPU share one memory and NVML does not report it (GB10, Jetson)."""
     free_bytes: int | None = None
     capability: tuple[int, int] | None = None
     mig: bool = False
@@ -115,7 +116,7 @@ class Nvidia(_Strict):
     nodes: tuple[DeviceNode, ...] = ()
     """/dev/nvidia0 ..., /dev/nvidiactl, /dev/nvidia-uvm; on WSL /dev/dxg."""
     libcuda: tuple[str, ...] = ()
-    """Places where the loader finds a libcuda.so.1, the first it would take first."""
+    """Paths of libcuda.so.1 in the order in which the loader looks."""
     nvml_problem: str | None = None
     """Name of the NVML error and its text; None when NVML answered."""
     driver_version: str | None = None
@@ -137,7 +138,7 @@ class Tpu(_Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch(_Strict):
-    """The installed torch. What only a running torch can tell is None when it was not asked, or did not answer."""
+    """The installed torch. What only a running torch reports is None if it was not started, or failed."""
 
     version: str
     cuda_build: str | None = None
@@ -149,23 +150,23 @@ class Torch(_Strict):
     cuda_available: bool | None = None
     cuda_devices: int | None = None
     said: str | None = None
-    """Warnings torch gave while it was asked."""
+    """Warnings of torch while it was probed."""
     problem: str | None = None
-    """Why it could not be asked: a hang, a crash, an answer that is none."""
+    """Why the probe failed: a hang, a crash, malformed output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jax(_Strict):
-    """The installed jax. `devices` is None when it was not asked, or did not answer."""
+    """The installed jax. `devices` is None if it was not started, or failed."""
 
     version: str
     jaxlib: str | None = None
     plugins: Mapping[str, str] = field(default_factory=dict)
-    """Installed packages that bring an accelerator, with versions: jax-cuda13-plugin, jax-cuda13-pjrt, jax-rocm7-plugin."""
+    """Installed accelerator plugins with versions: jax-cuda13-plugin, jax-cuda13-pjrt, jax-rocm7-plugin."""
     asked_for: str | None = None
-    """The one platform it was asked for: cpu, cuda or tpu."""
+    """The one platform it was started with: cpu, cuda or tpu."""
     platform: str | None = None
-    """The platform it then said it has: cpu, gpu or tpu."""
+    """The platform that it reported: cpu, gpu or tpu."""
     devices: tuple[str, ...] | None = None
     """device_kind of each device: `NVIDIA H200`, `TPU v5 lite`."""
     said: str | None = None
@@ -174,7 +175,7 @@ class Jax(_Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(_Strict):
-    """Everything the checks look at."""
+    """Everything that the checks use."""
 
     schema: str = SCHEMA
     host: Host
@@ -183,11 +184,11 @@ class Facts(_Strict):
     torch: Torch | None = None
     jax: Jax | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that decide what is seen or where memory goes (`probe.VARIABLES`); no others are read."""
+    """Variables that decide visibility and memory (`probe.VARIABLES`); no others are read."""
 
 
 def read_facts(path: Path) -> Facts:
-    """The facts in a file that `tunix-rt doctor --facts-only` wrote; what is no such file is an InputError."""
+    """The facts in a file of `tunix-rt doctor --facts-only`; InputError for any other file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -197,7 +198,7 @@ def read_facts(path: Path) -> Facts:
 
 
 def facts_from_json(raw: Any, *, source: str = "facts") -> Facts:
-    """The Facts that `rundir.to_plain` made plain. Anything else is an InputError that names the place."""
+    """The Facts in `raw`, the output of `storage.to_plain`; InputError with the path for anything else."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -215,10 +216,10 @@ WSL_LIBRARIES = "/usr/lib/wsl/lib"
 
 
 def gpu_signs(host: Host, nvidia: Nvidia) -> list[str]:
-    """Every trace of an NVIDIA GPU. /dev/dxg alone is none: every WSL 2 has it.
+    """Every sign of an NVIDIA GPU. /dev/dxg alone is none: every WSL 2 has it.
 
-    A driver that fails is a trace as well. Only `DriverNotLoaded` is none where the bus can be seen and is empty: there
-    the driver is installed for nothing.
+    A driver that fails is a sign too, except `DriverNotLoaded` where the PCI bus is visible and empty: there the driver
+    has no GPU to drive.
     """
     signs = [gpu.name for gpu in nvidia.gpus]
     signs += [f"PCI device {device.address}" for device in nvidia.pci]
@@ -235,10 +236,10 @@ def gpu_signs(host: Host, nvidia: Nvidia) -> list[str]:
 
 
 def visible_gpus(facts: Facts) -> tuple[Gpu, ...]:
-    """The GPUs CUDA shows under CUDA_VISIBLE_DEVICES: a list ends at the first entry that names none, a repeat empties it.
+    """The GPUs that CUDA shows under CUDA_VISIBLE_DEVICES: a list ends at its first invalid entry, a duplicate empties it.
 
     A GPU in MIG mode shows as one of its slices, with the slice's memory. Without a mask CUDA gives a process whole GPUs, or
-    the first slice where there are none.
+    the first slice if there are none.
     """
     gpus = facts.nvidia.gpus
     mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
@@ -289,10 +290,10 @@ Verdict = Literal["pass", "warn", "fail", "skip"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a run wants. `backend` None asks for the device alone, as a plan does: no engine has to be installed."""
+    """What a run requests. With `backend` None only the device, as for a plan: no engine has to be installed."""
 
     device: str = "auto"
-    """auto, cpu, cuda or tpu; `gpu` is another word for cuda."""
+    """auto, cpu, cuda or tpu; `gpu` is an alias of cuda."""
     backend: str | None = "torch"
     dtype: str = "float32"
 
@@ -303,7 +304,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The answer to one cause. `saw` is the evidence; on a failure or a warning `why` is what follows, `fix` the way out."""
+    """The verdict on one cause. `saw` is the evidence; a failure or a warning has its conclusion (`why`) and its `fix`."""
 
     cause: str
     verdict: Verdict
@@ -312,17 +313,38 @@ class Check:
     fix: str = ""
 
 
-def skipped(cause: str, saw: str = "nothing to judge") -> Check:
-    return Check(cause, "skip", saw)
+Rule = Callable[[Facts, Ask], Check]
 
 
-def passed(cause: str, saw: str) -> Check:
-    return Check(cause, "pass", saw)
+def check(
+    cause: str, *, engine: str | None = None, needs: Callable[[Facts, Ask], bool] = lambda _facts, _ask: True
+) -> Callable[[Rule], Rule]:
+    """A rule for `cause`, which is skipped where another `engine` is requested, and unless `needs` holds. The rule returns
+    `passed(...)`, `failed(...)` and so on."""
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def judged(facts: Facts, ask: Ask) -> Check:
+            if engine not in (None, ask.backend):
+                return replace(skipped("another engine is requested"), cause=cause)
+            return replace(rule(facts, ask) if needs(facts, ask) else skipped(), cause=cause)
+
+        return judged
+
+    return decorate
 
 
-def failed(cause: str, saw: str, why: str, fix: str) -> Check:
-    return Check(cause, "fail", saw, why, fix)
+def skipped(saw: str = "not applicable") -> Check:
+    return Check("", "skip", saw)
 
 
-def warned(cause: str, saw: str, why: str, fix: str) -> Check:
-    return Check(cause, "warn", saw, why, fix)
+def passed(saw: str) -> Check:
+    return Check("", "pass", saw)
+
+
+def failed(saw: str, why: str, fix: str) -> Check:
+    return Check("", "fail", saw, why, fix)
+
+
+def warned(saw: str, why: str, fix: str) -> Check:
+    return Check("", "warn", saw, why, fix)

@@ -1,5 +1,5 @@
-"""Makes and verifies the environment that `environment.py` planned, and leaves a log and a report beside it. Unless it is
-ready nothing else is left. No other environment is touched.
+"""Create and verify the environment that `environment.py` plans, with a log and a report beside it. An environment that is
+not ready is removed. No other environment is touched.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ CHECK_SECONDS = 180
 NOT_FOR_CHILDREN = (
     "PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
-"""Variables that would bring other packages into the new environment, put its packages elsewhere, or let torch ask the
-driver instead of CUDA whether there is a GPU."""
+"""Variables that would add other packages to the new environment, install its packages elsewhere, or let torch detect the
+GPU through NVML instead of CUDA."""
 
-Say = Callable[[str], None]
+Print = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Ran:
     step: str
     command: str
     exit_code: int | None
-    """None: it was ended when its time was over, or could not be started."""
+    """None: it timed out, or did not start."""
     seconds: float
     words: str
 
@@ -64,7 +64,7 @@ class Ran:
 class Attempt:
     wheel: str
     index: str
-    """Where it was asked for; a `find-links` of pip's own settings may have had it too."""
+    """Where pip looked; a `find-links` in the settings of pip may have had it too."""
     cuda: str
     ran: tuple[Ran, ...]
     failure: Failure | None
@@ -74,11 +74,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReport:
-    """How it went; what `<path>.json` holds. The first failure is the cause: what came after was its stand-in."""
+    """The content of `<path>.json`. The first failure is the cause; the others are those of the fallback."""
 
     schema: str = SCHEMA
     status: str
-    """ready, refused (nothing was begun) or failed."""
+    """ready, refused (nothing was installed) or failed."""
     device: str
     path: str
     kind: str | None = None
@@ -107,37 +107,39 @@ def report_of(path: Path) -> Path:
 
 
 def check_path(path: Path) -> None:
-    """A ConfigError for a place that is taken, first of all by the environment we run in."""
+    """ConfigError if `path` exists, or is the environment of this process."""
     if os.path.realpath(path) == os.path.realpath(sys.prefix):
         raise ConfigError(f"{path} is the environment that tunix-rt runs in", fix="choose another --path")
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists", fix="choose another --path")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
-            f"the folder {path.absolute().parent} does not exist", fix="make it, or choose another --path"
+            f"the folder {path.absolute().parent} does not exist", fix="create it, or choose another --path"
         )
     for beside in (log_of(path), report_of(path)):
         with storage(beside, fix="choose another --path"):
             if os.path.lexists(beside) and not (beside.is_file() and SCHEMA.encode() in beside.read_bytes()):
-                raise ConfigError(f"{beside} would be overwritten, and is not ours", fix="choose another --path")
+                raise ConfigError(
+                    f"{beside} is not of `env create` and would be overwritten", fix="choose another --path"
+                )
 
 
-# --- making it --------------------------------------------------------------------------------------------------------
+# --- creation ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Log:
-    """Runs commands and keeps everything they print."""
+    """Runs commands and keeps their output."""
 
     path: Path
-    say: Say
+    say: Print
 
-    def write(self, words: str) -> None:
+    def write(self, text: str) -> None:
         with storage(self.path, fix="free space or permissions there"), self.path.open("a", encoding="utf-8") as file:
-            file.write(words)
+            file.write(text)
 
     def run(self, step: Step, *, seconds: float | None = None) -> tuple[Ran, str]:
-        """What became of the command, and the end of what it said. It and its children end with us, or when the time is over."""
+        """How the command ended, and the end of its output. It and its children end with us, or after `seconds`."""
         self.write(f"\n$ {step.line}\n")
         begin = self.path.stat().st_size
         with self.path.open("ab") as file:
@@ -146,12 +148,12 @@ class _Log:
                 pulse=lambda passed: self.say(f"  {passed:.0f} s"),
             )  # fmt: skip
         silent = self.path.stat().st_size == begin
-        if ended.code is None or ended.code < 0 or (ended.code > 0 and silent):  # else its last words are its own
+        if ended.code is None or ended.code < 0 or (ended.code > 0 and silent):  # else its own output has the reason
             self.write(f"{step.name} {ended.words}\n")
         with self.path.open("rb") as file:
-            said = last_text(file, begin)
-        seconds_taken, words = round(ended.seconds, 1), last_words(said)
-        return Ran(step=step.name, command=step.line, exit_code=ended.code, seconds=seconds_taken, words=words), said
+            output = last_text(file, begin)
+        seconds_taken, words = round(ended.seconds, 1), last_words(output)
+        return Ran(step=step.name, command=step.line, exit_code=ended.code, seconds=seconds_taken, words=words), output
 
 
 def child_environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -160,36 +162,36 @@ def child_environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP as KeyboardInterrupt, so that all leave nothing half-made behind; a second one does not disturb it.
+def _signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP as KeyboardInterrupt, so that each removes an incomplete environment; a second one is ignored.
 
-    A signal that is ignored stays so: `nohup` asks for that.
+    A signal that is ignored stays so, as under `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in names}
-    heard = {number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    handled = {number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
 
     def stop(*_: object) -> None:
-        for number in heard:
+        for number in handled:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     try:
-        for number in heard:
+        for number in handled:
             signal.signal(number, stop)
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, before[number])
 
 
 def create_environment(
-    facts: Facts, *, device: str, path: Path, index_base: str = INDEX_BASE, say: Say = lambda words: None
+    facts: Facts, *, device: str, path: Path, index_base: str = INDEX_BASE, say: Print = lambda line: None
 ) -> EnvironmentReport:
-    """Make and verify the environment at `path`, and write the report beside it. Unless it is `ready`, `path` is gone."""
+    """Create and verify the environment at `path`, and write the report beside it. `path` is removed unless it is `ready`."""
     check_path(path)
     refusal = why_refused(facts, device)
     if refusal is not None:
@@ -200,7 +202,7 @@ def create_environment(
         log.path.write_text(f"{SCHEMA}: env create --device {device} --path {path}: {plan.reason}\n", encoding="utf-8")
     attempts: list[Attempt] = []
     try:
-        with _ended_like_ctrl_c():
+        with _signals_as_interrupt():
             wheel: Wheel | None = plan.wheels[0]
             while wheel is not None and len(attempts) < 2:
                 attempts.append(_attempt(plan, wheel, facts, log))
@@ -219,13 +221,13 @@ def create_environment(
 
 
 def _attempt(plan: EnvironmentPlan, wheel: Wheel, facts: Facts, log: _Log) -> Attempt:
-    """One wheel from an empty folder to the proof; the folder goes unless all of it succeeds."""
+    """One wheel, from an empty folder to the self-test; the folder is removed unless all of it succeeds."""
     ran: list[Ran] = []
     seen: dict[str, Any] = {"versions": {}, "proof": None}
     failure: Failure | None = None
     done = False
     with storage(plan.path, fix="choose another --path"):
-        plan.path.mkdir()  # not there before: what is removed below is ours
+        plan.path.mkdir()  # it is new, so it may be removed below
     try:
         failure = _install_and_verify(plan, wheel, facts, log, ran, seen)
         done = failure is None
@@ -241,36 +243,36 @@ def _install_and_verify(
     plan: EnvironmentPlan, wheel: Wheel, facts: Facts, log: _Log, ran: list[Ran], seen: dict[str, Any]
 ) -> Failure | None:
     venv, install, check, packages, proof = plan.steps(wheel)
-    log.say(f"making {plan.path}")
-    done, said = _keep(ran, log.run(venv))
+    log.say(f"creating {plan.path}")
+    done, output = _keep(ran, log.run(venv))
     if done.exit_code != 0:
-        problem = f"{sys.executable} cannot make a virtual environment ({last_words(said)})"
+        problem = f"{sys.executable} cannot create a virtual environment ({last_words(output)})"
         fix = "install its venv package (Debian, Ubuntu: apt install python3-venv)"
         return Failure(step="venv", kind="environment", cause="venv-failed", problem=problem, fix=fix)
     log.say(f"installing {wheel.requirement}")
-    done, said = _keep(ran, log.run(install))
+    done, output = _keep(ran, log.run(install))
     if done.exit_code != 0:
-        return judge_install(said, "wheel", wheel.requirement)
-    done, said = _keep(ran, log.run(check, seconds=CHECK_SECONDS))
-    torch, failure = judge_quick_check(said, done.exit_code, plan.device, facts)
+        return judge_install(output, "wheel", wheel.requirement)
+    done, output = _keep(ran, log.run(check, seconds=CHECK_SECONDS))
+    torch, failure = judge_quick_check(output, done.exit_code, plan.device, facts)
     seen["versions"] = {"python": facts.host.python, "torch": torch.version, "cuda": torch.cuda_build or "none"}
     if failure is not None:
         return failure
-    log.say("installing tunix-rt and what training needs")
-    done, said = _keep(ran, log.run(packages))
+    log.say("installing tunix-rt with its training dependencies")
+    done, output = _keep(ran, log.run(packages))
     if done.exit_code != 0:
-        return judge_install(said, "packages", "tunix-rt with its dependencies")
-    log.say(f"proving it on {plan.device}")
-    done, said = _keep(ran, log.run(check, seconds=CHECK_SECONDS))
-    after, failure = judge_quick_check(said, done.exit_code, plan.device, facts)
+        return judge_install(output, "packages", "tunix-rt with its dependencies")
+    log.say(f"running the kernel self-test on {plan.device}")
+    done, output = _keep(ran, log.run(check, seconds=CHECK_SECONDS))
+    after, failure = judge_quick_check(output, done.exit_code, plan.device, facts)
     if failure is None and (after.version, after.cuda_build) != (torch.version, torch.cuda_build):
         problem = f"the other packages changed torch {torch.version} to {after.version}"
         failure = Failure(
             step="packages", kind="environment", cause="torch-changed", problem=problem, fix="see the log"
         )
     if failure is None:
-        seen["proof"], failure = _proven(plan.python, plan.device)
-        ran.append(_proof_ran(proof, log, seen["proof"], failure))
+        seen["proof"], failure = _self_test(plan.python, plan.device)
+        ran.append(_record_self_test(proof, log, seen["proof"], failure))
     return failure
 
 
@@ -279,8 +281,8 @@ def _keep(ran: list[Ran], result: tuple[Ran, str]) -> tuple[Ran, str]:
     return result
 
 
-def _proven(python: Path, device: str) -> tuple[Any, Failure | None]:
-    """The proof that this Python computes rightly on the device, plain, and what is wrong with it."""
+def _self_test(python: Path, device: str) -> tuple[Any, Failure | None]:
+    """The kernel self-test of this Python on the device, as plain values, and what failed."""
     with _environment_of_children():
         proof = prove(backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute()))
     wrong = proof_problem(proof)
@@ -292,7 +294,7 @@ def _proven(python: Path, device: str) -> tuple[Any, Failure | None]:
 
 @contextlib.contextmanager
 def _environment_of_children() -> Iterator[None]:
-    """Our environment as a child shall inherit it; `prove` starts its own."""
+    """The variables of this process as a child inherits them: `prove` starts its own."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(child_environment(before))
@@ -304,7 +306,7 @@ def _environment_of_children() -> Iterator[None]:
 
 
 def _finite(value: Any) -> Any:
-    """Plain values as JSON can hold them: a failed proof may have NaN among its figures."""
+    """Plain values without NaN and infinity, which JSON lacks and a failed self-test may have."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -312,26 +314,26 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _proof_ran(step: Step, log: _Log, proof: Any, failure: Failure | None) -> Ran:
+def _record_self_test(step: Step, log: _Log, proof: Any, failure: Failure | None) -> Ran:
     log.write(f"\n$ {step.line}\n{json.dumps(proof, indent=1)}\n")
-    words, code = ("proven", 0) if failure is None else (failure.problem, 1)
+    words, code = ("passed", 0) if failure is None else (failure.problem, 1)
     seconds = round(proof["seconds"], 1)
     return Ran(step=step.name, command=step.line, exit_code=code, seconds=seconds, words=words)
 
 
 def verify_environment(python: Path, *, device: str, facts: Facts, log: Path) -> tuple[Torch, Any, Failure | None]:
-    """Quick check and proof with the Python of an environment that is there: its torch, the proof, what is wrong.
+    """Quick check and kernel self-test with the Python of an existing environment: its torch, the self-test, what failed.
 
-    Made absolute, not resolved: a plain name would be looked for in PATH, and the link is what makes it this environment's.
+    The path is made absolute, not resolved: a plain name would be searched in PATH, and the link selects the environment.
     """
     python = python.absolute()
-    ran, said = _Log(path=log, say=lambda words: None).run(
+    ran, output = _Log(path=log, say=lambda line: None).run(
         Step(name="check", command=quick_check(str(python), device)), seconds=CHECK_SECONDS
     )
-    torch, failure = judge_quick_check(said, ran.exit_code, device, facts)
+    torch, failure = judge_quick_check(output, ran.exit_code, device, facts)
     if failure is not None:
         return torch, None, failure
-    proof, failure = _proven(python, device)
+    proof, failure = _self_test(python, device)
     return torch, proof, failure
 
 
@@ -361,13 +363,13 @@ def _written(report: EnvironmentReport) -> EnvironmentReport:
 
 
 def error_of(report: EnvironmentReport) -> TunixError | None:
-    """The error a report that is not `ready` ends with; it names the report, and the log where there is one."""
+    """The error of a report that is not `ready`; it names the report, and the log if there is one."""
     if report.status == "ready":
         return None
-    kept = f"report: {report.report_path}" + (f", whole log: {report.log_path}" if report.status == "failed" else "")
+    kept = f"report: {report.report_path}" + (f", log: {report.log_path}" if report.status == "failed" else "")
     problem, fix = f"{report.problem} [{report.kind}: {report.cause}]", f"{report.fix}; {kept}"
     if report.kind == "storage":
         return StorageError(problem, fix=fix)
     if report.kind == "stopped":
-        return Preempted(f"{problem}; the half-made {report.path} was removed", fix=fix)
+        return Preempted(f"{problem}; the incomplete {report.path} was removed", fix=fix)
     return HardwareError(problem, fix=fix, cause=report.cause or "")

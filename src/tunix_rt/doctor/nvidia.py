@@ -1,7 +1,7 @@
-"""NVIDIA GPUs in the order in which one thing hides the next: bus, kernel module, device nodes, libcuda, NVML.
+"""Facts about NVIDIA GPUs, from the bottom up: bus, kernel module, device nodes, libcuda, NVML.
 
-Run as a program it prints what NVML tells. Only that child loads the driver's library, because a broken driver can hang or
-crash whoever does; it imports nothing but the standard library and pynvml, so that it costs tens of milliseconds."""
+Run as a program it prints what NVML reports. Only that child loads the driver's library, because a broken driver can hang or
+crash the process that does; it imports the standard library and pynvml alone and takes tens of milliseconds."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from tunix_rt.doctor.facts import DeviceNode, Gpu, GpuProcess, GpuSlice, Nvidia, PciDevice
 
-Told = TypeVar("Told")
+T = TypeVar("T")
 
 NVML_COMMAND = (sys.executable, "-P", "-m", "tunix_rt.doctor.nvidia")
 NVML_SECONDS = 20.0  # eight GPUs without the persistence daemon take more than ten
@@ -29,7 +29,7 @@ LDCONFIG_MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
 
 
 def nvidia_facts(root: Path = Path("/")) -> Nvidia:
-    """All that shows of NVIDIA GPUs. `root` stands for the root folder of the bus, the module and the nodes."""
+    """All facts about NVIDIA GPUs. `root` is the root folder of the bus, the module and the nodes."""
     version, flavour = _module(root)
     driver_version, driver_cuda, gpus, problem = ask_nvml()
     return Nvidia(
@@ -65,7 +65,7 @@ def pci_devices(root: Path, vendor: str) -> list[tuple[str, PciDevice]]:
 
 
 def device_nodes(root: Path, *patterns: str) -> tuple[DeviceNode, ...]:
-    """The files of /dev that match, in the order of the patterns, and whether this user may read and write each."""
+    """The files of /dev that match, in the order of the patterns, and whether this user can read and write each."""
     dev = root / "dev"
     found = [
         path for pattern in patterns for path in sorted(dev.glob(pattern), key=lambda path: (len(path.name), path))
@@ -76,7 +76,7 @@ def device_nodes(root: Path, *patterns: str) -> tuple[DeviceNode, ...]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file of the system, stripped; empty where it cannot be had."""
+    """The text of a small system file, stripped; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip()
     return ""
@@ -93,7 +93,7 @@ def _module(root: Path) -> tuple[str | None, str | None]:
 
 
 def _libcuda(root: Path) -> tuple[str, ...]:
-    """Where the loader finds libcuda.so.1: LD_LIBRARY_PATH, then its cache, then the folder of WSL."""
+    """Paths of libcuda.so.1 for the loader: LD_LIBRARY_PATH, then its cache, then the folder of WSL."""
     from tunix_rt.doctor.packages import plain_words
 
     folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
@@ -114,13 +114,13 @@ def _loader_cache() -> str:
 
 
 def cached_libraries(listing: str, name: str, machine: str) -> list[str]:
-    """Paths of a library in what `ldconfig -p` printed, without those for another machine, which the loader skips."""
-    wanted = LDCONFIG_MACHINES.get(machine, "")
+    """Paths of a library in the output of `ldconfig -p`, without those for another machine, which the loader skips."""
+    label = LDCONFIG_MACHINES.get(machine, "")
     lines = re.findall(rf"^\s*{re.escape(name)} \(([^)]*)\) => (.+)$", listing, flags=re.MULTILINE)
-    return [path.strip() for flags, path in lines if wanted in flags]
+    return [path.strip() for flags, path in lines if label in flags]
 
 
-# --- NVML, asked in a child ------------------------------------------------------------------------------------------
+# --- NVML, in a child process ----------------------------------------------------------------------------------------
 
 
 def ask_nvml(
@@ -130,14 +130,14 @@ def ask_nvml(
     from tunix_rt.doctor.packages import NoAnswer, ask_child, plain_words  # not needed in the child
 
     try:
-        told = ask_child(command, who="NVML", seconds=seconds)
+        report = ask_child(command, who="NVML", seconds=seconds)
     except NoAnswer as none:
         return None, None, (), str(none)
     try:
-        gpus = tuple(_gpu_from(plain) for plain in told["gpus"])
-        return told["driver_version"], told["driver_cuda"], gpus, "; ".join(told["problems"]) or None
+        gpus = tuple(_gpu_from(plain) for plain in report["gpus"])
+        return report["driver_version"], report["driver_cuda"], gpus, "; ".join(report["problems"]) or None
     except (KeyError, TypeError, ValueError):
-        return None, None, (), f"NVML answered {plain_words(str(told))!r}, which is no answer"
+        return None, None, (), f"NVML: malformed output {plain_words(str(report))!r}"
 
 
 def _gpu_from(plain: dict[str, Any]) -> Gpu:
@@ -164,31 +164,31 @@ def _process_name(pid: int) -> str | None:
 
 
 def read_nvml() -> dict[str, Any]:
-    """What NVML tells, as plain values, with the name and text of every error in `problems`."""
+    """What NVML reports, as plain values, with the name and text of every error in `problems`."""
     import pynvml
 
-    told: dict[str, Any] = {"driver_version": None, "driver_cuda": None, "gpus": [], "problems": []}
+    report: dict[str, Any] = {"driver_version": None, "driver_cuda": None, "gpus": [], "problems": []}
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        told["problems"].append(_nvml_words(error))
-        return told
+        report["problems"].append(_nvml_words(error))
+        return report
     count = 0
     try:
-        told["driver_version"] = pynvml.nvmlSystemGetDriverVersion()
+        report["driver_version"] = pynvml.nvmlSystemGetDriverVersion()
         if cuda := _unless_unknown(pynvml.nvmlSystemGetCudaDriverVersion_v2):
-            told["driver_cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+            report["driver_cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
-        told["problems"].append(_nvml_words(error))
+        report["problems"].append(_nvml_words(error))
     for index in range(count):
         try:
-            told["gpus"].append(asdict(_read_gpu(index)))
+            report["gpus"].append(asdict(_read_gpu(index)))
         except pynvml.NVMLError as error:
-            told["problems"].append(f"{_nvml_words(error)} (GPU {index})")
+            report["problems"].append(f"{_nvml_words(error)} (GPU {index})")
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlShutdown()
-    return told
+    return report
 
 
 def _read_gpu(index: int) -> Gpu:
@@ -229,22 +229,22 @@ def _read_slices(handle: Any) -> tuple[GpuSlice, ...]:
 
 
 def _read_processes(handle: Any) -> tuple[GpuProcess, ...]:
-    """Each process once, also one that computes and draws. The names of the functions are those of drivers from 510 on."""
+    """Each process once, also one that computes and draws. The function names are those of drivers from 510 on."""
     import pynvml
 
     used: dict[int, int | None] = {}
-    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses_v3, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3):
-        for process in _unless_unknown(ask, handle) or []:
+    for query in (pynvml.nvmlDeviceGetComputeRunningProcesses_v3, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3):
+        for process in _unless_unknown(query, handle) or []:
             used[process.pid] = used.get(process.pid) or process.usedGpuMemory
     return tuple(GpuProcess(pid=pid, used_bytes=bytes_) for pid, bytes_ in sorted(used.items()))
 
 
-def _unless_unknown(ask: Callable[..., Told], *arguments: Any) -> Told | None:
-    """The answer; None where this driver, GPU or user has none to that question. Other errors are the GPU's."""
+def _unless_unknown(query: Callable[..., T], *arguments: Any) -> T | None:
+    """The result; None if this driver, GPU or user has none for this query. Other errors are raised."""
     import pynvml
 
     try:
-        return ask(*arguments)
+        return query(*arguments)
     except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
         return None
 
@@ -261,18 +261,18 @@ SMI_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """`by` is `nvml` for what NVML lists under `pid`; `device` for all that is in use where NVML hides process ids."""
+    """`by` is `nvml` for memory that NVML lists under `pid`; `device` for all used memory, if NVML hides process ids."""
 
     step: int
     pid: int
     used_bytes: int
     by: str
     at: str
-    """When, in UTC."""
+    """Time, in UTC."""
 
 
 def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> GpuMemory | None:
-    """What this process holds on the GPUs with these uuids now; None where NVML does not tell at all."""
+    """Memory that this process holds on the GPUs with these uuids; None if NVML reports none."""
     import pynvml
 
     pid = os.getpid() if pid is None else pid
@@ -286,7 +286,7 @@ def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> 
         for uuid in uuids:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
             in_use += int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-            if uuid.startswith("MIG-"):  # processes are listed by the whole GPU
+            if uuid.startswith("MIG-"):  # NVML lists processes for the whole GPU
                 handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
             own += [int(process.usedGpuMemory) for process in listed if process.pid == pid and process.usedGpuMemory]
@@ -302,7 +302,7 @@ def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> 
 
 
 def driver_version() -> str | None:
-    """Of the driver of NVIDIA, by NVML; None where it does not tell."""
+    """Version of the NVIDIA driver from NVML; None if it is unknown."""
     import pynvml
 
     try:
@@ -316,8 +316,8 @@ def driver_version() -> str | None:
 
 
 def nvidia_smi_text(sample: GpuMemory | None, step: int) -> str:
-    """The text of `nvidia_smi.txt`: what the program prints now, under a line that says when and for which process."""
-    held = "NVML told nothing of it"
+    """The text of `nvidia_smi.txt`: the output of the program, below a line with the step and our process id."""
+    held = "no memory reported"
     if sample is not None:
         whose = "under our process id" if sample.by == "nvml" else "in use on the device (NVML hides process ids here)"
         held = f"{sample.used_bytes} bytes {whose}"
@@ -326,9 +326,9 @@ def nvidia_smi_text(sample: GpuMemory | None, step: int) -> str:
         done = subprocess.run(
             ["nvidia-smi"], capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS, check=False
         )
-        said = done.stdout or done.stderr
+        output = done.stdout or done.stderr
     except FileNotFoundError:
-        said = "nvidia-smi is not installed here; the line above is NVML's own\n"
+        output = "nvidia-smi is not installed; the line above is from NVML\n"
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = f"nvidia-smi gave no answer: {error}\n"
-    return f"{head}\n\n{said}"
+        output = f"nvidia-smi failed: {error}\n"
+    return f"{head}\n\n{output}"

@@ -1,6 +1,6 @@
-"""The installed torch and jax: what their metadata tells at once, and what they say themselves in a child with a time limit.
+"""The installed torch and jax: their metadata, and their own report in a child process with a time limit.
 
-Neither is ever imported in this process: a probe that initialises CUDA in the trainer, or hangs it, does harm."""
+Neither is imported in this process: a probe must not initialise CUDA in the trainer, or hang it."""
 
 import contextlib
 import json
@@ -18,47 +18,45 @@ from tunix_rt.doctor.facts import Jax, Torch
 
 TORCH_SECONDS = 30.0
 JAX_SECONDS = 60.0  # a TPU takes long to start
-PYTHON = (sys.executable, "-P", "-c")  # -P: a torch.py in the working folder is not torch
+PYTHON = (sys.executable, "-P", "-c")  # -P: do not import a torch.py of the working folder
 
 # --- a child with a time limit ---------------------------------------------------------------------------------------
 
 
 class NoAnswer(Exception):
-    """A child told nothing; the text says why."""
+    """A child printed no result; the message has the reason."""
 
 
 def ask_child(
     command: Sequence[str], *, who: str, seconds: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The last JSON object the child printed on a line. NoAnswer for a hang, a crash, an error, or other words."""
+    """The last JSON object that the child printed on a line. NoAnswer for a hang, a crash, an error, or other output."""
     ended = run_child(command, seconds=seconds, environment=environment)
     if ended.code is None:
         raise NoAnswer(plain_words(f"{who} {ended.words}"))
     if ended.code != 0:
-        raise NoAnswer(f"{who} {ended.words}: {plain_words(ended.last_error) or 'no words'}")
+        raise NoAnswer(f"{who} {ended.words}: {plain_words(ended.last_error) or 'no output'}")
     text = ended.out.strip()
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(answer := json.loads(line), dict):
                 return answer
-    raise NoAnswer(
-        f"{who} answered {plain_words(text[-200:])!r}, which is no answer" if text else f"{who} said nothing"
-    )
+    raise NoAnswer(f"{who}: malformed output {plain_words(text[-200:])!r}" if text else f"{who}: no output")
 
 
 def plain_words(text: str, limit: int = 300) -> str:
-    """`text` in one line, printable, cut at `limit`, with `~` for the home folder: facts travel to other people."""
+    """`text` in one printable line of at most `limit` characters, with `~` for the home folder: facts are shared."""
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = text.replace(home, "~")
-    return "".join(sign for sign in " ".join(text.split()) if sign.isprintable())[:limit]
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:limit]
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; None also for the remains of an installation that have no version."""
+    """The installed version; None also for the remains of an installation without one."""
     try:
         return metadata.version(package) or None
     except (metadata.PackageNotFoundError, KeyError):
@@ -88,12 +86,12 @@ def _builds_in_version_file() -> tuple[str | None, str | None]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None, None
-    found = dict(re.findall(r"^(cuda|hip)\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, flags=re.MULTILINE))
-    return found.get("cuda"), found.get("hip")
+    builds = dict(re.findall(r"^(cuda|hip)\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, flags=re.MULTILINE))
+    return builds.get("cuda"), builds.get("hip")
 
 
 def installed_jax() -> Jax | None:
-    """jax by its metadata alone, with the packages that bring it an accelerator. libtpu is a fact of the TPU."""
+    """jax by its metadata alone, with its accelerator plugins. libtpu is a fact of the TPU."""
     version = version_of("jax")
     if version is None:
         return None
@@ -105,9 +103,9 @@ def installed_jax() -> Jax | None:
     return Jax(version=version, jaxlib=version_of("jaxlib"), plugins=dict(sorted(plugins.items())))
 
 
-# --- what they say themselves ----------------------------------------------------------------------------------------
+# --- their own report ------------------------------------------------------------------------------------------------
 
-# The flags are asked for below `get_arch_list()`, which before torch 2.13 tells nothing where CUDA does not start.
+# The flags instead of `get_arch_list()`, which before torch 2.13 is empty if CUDA does not start.
 TORCH_SCRIPT = """
 import json, warnings
 with warnings.catch_warnings(record=True) as said:
@@ -133,8 +131,8 @@ print(json.dumps(facts))
 
 
 def ask_torch(torch: Torch, *, script: str = TORCH_SCRIPT, seconds: float = TORCH_SECONDS) -> Torch:
-    """`torch` completed by what it says in a process of its own, or with the `problem` that kept it from answering."""
-    # With that variable `is_available()` is the driver's weaker answer, whether or not CUDA starts.
+    """`torch` completed by its report in a child process, or with the `problem` that prevented one."""
+    # With that variable `is_available()` queries NVML only, whether or not CUDA starts.
     environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
     try:
         answer = ask_child([*PYTHON, script], who="torch", seconds=seconds, environment=environment)
@@ -152,10 +150,10 @@ def ask_torch(torch: Torch, *, script: str = TORCH_SCRIPT, seconds: float = TORC
             said=_joined(answer["said"]),
         )
     except (ValueError, KeyError, TypeError):
-        return replace(torch, problem=f"torch answered {plain_words(str(answer))!r}, which is no answer")
+        return replace(torch, problem=f"torch: malformed output {plain_words(str(answer))!r}")
 
 
-# jax falls to the CPU with a line in its log at most, so the log is kept. Preallocation would take most of the GPU.
+# jax falls back to the CPU with a line in its log at most, so the log is kept. Preallocation would take most of the GPU.
 JAX_SCRIPT = """
 import json, logging, warnings
 heard = []
@@ -178,41 +176,43 @@ print(json.dumps(facts))
 
 
 def ask_jax(jax: Jax, platform: str, *, script: str = JAX_SCRIPT, seconds: float = JAX_SECONDS) -> Jax:
-    """`jax` completed by what it says when asked for one platform (cuda, tpu or cpu) and no other, in its own process."""
-    asked = replace(jax, asked_for=platform)
+    """`jax` completed by its report with exactly one platform (cuda, tpu or cpu), in a child process."""
+    started = replace(jax, asked_for=platform)
     environment = {**os.environ, "JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment.pop("JAX_PLATFORM_NAME", None)  # it would choose another default among the platforms
     try:
         answer = ask_child([*PYTHON, script], who="jax", seconds=seconds, environment=environment)
     except NoAnswer as none:
-        return replace(asked, problem=str(none))
+        return replace(started, problem=str(none))
     try:
         said = _joined(answer["said"])
         if "error" in answer:
-            return replace(asked, said=said, problem=_jax_problem(platform, str(answer["error"]), str(answer["words"])))
+            return replace(
+                started, said=said, problem=_jax_problem(platform, str(answer["error"]), str(answer["words"]))
+            )
         return replace(
-            asked, platform=str(answer["platform"]), devices=tuple(str(kind) for kind in answer["devices"]), said=said
+            started, platform=str(answer["platform"]), devices=tuple(str(kind) for kind in answer["devices"]), said=said
         )
     except (KeyError, TypeError):
-        return replace(asked, problem=f"jax answered {plain_words(str(answer))!r}, which is no answer")
+        return replace(started, problem=f"jax: malformed output {plain_words(str(answer))!r}")
 
 
 def _jax_problem(platform: str, error: str, words: str) -> str:
     if words.strip():
         return plain_words(f"{error}: {words}")
-    return f"jax asked for {platform} ended with {error} and no words, as it does where it finds no device node"
+    return f"jax with JAX_PLATFORMS={platform} raised {error} without a message, as it does if there is no device node"
 
 
 def _joined(said: Sequence[Any]) -> str | None:
     """The warnings, each once. Anything but a list of texts is a TypeError."""
     if not isinstance(said, list):
-        raise TypeError(f"{said!r} is no list")
+        raise TypeError(f"{said!r} is not a list")
     return " | ".join(dict.fromkeys(plain_words(str(words), 1000) for words in said)) or None
 
 
 def _text(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 

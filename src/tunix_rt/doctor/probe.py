@@ -1,5 +1,5 @@
-"""Facts about this computer, gathered once. Judges nothing, and imports neither torch nor jax: they are asked in children
-with a time limit, and only where an accelerator shows."""
+"""Gathers the facts about this computer. Imports neither torch nor jax: they are started in child processes with a time
+limit, and only if there is a sign of an accelerator."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ from tunix_rt.doctor.nvidia import device_nodes, nvidia_facts, pci_devices, read
 from tunix_rt.doctor.packages import ask_jax, ask_torch, installed_jax, installed_torch, version_of
 
 ROOT = Path("/")
-# Variables whose values hold no paths and no secrets. LD_LIBRARY_PATH shows by what it does: `Nvidia.libcuda`.
+# Variables without paths and secrets in their values. LD_LIBRARY_PATH has its effect in `Nvidia.libcuda`.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -51,8 +51,8 @@ def gather_facts(
 ) -> Facts:
     """The facts of this computer now.
 
-    The engine of `backend` is started (seconds) only where an accelerator shows that `device` does not rule out, and not
-    after an NVML that hung: it would hang on the same driver. With `deep` both engines are, whatever shows.
+    The engine of `backend` is started (seconds) only if there is a sign of an accelerator that `device` allows, and not
+    after NVML timed out: it would hang on the same driver. With `deep` both engines are started in any case.
     """
     host, nvidia, tpu = host_facts(output), nvidia_facts(), tpu_facts()
     torch, jax = installed_torch(), installed_jax()
@@ -68,7 +68,7 @@ def gather_facts(
 
 
 def jax_platform(device: str, *, gpu: bool, tpu: bool, deep: bool = False) -> str | None:
-    """The one platform jax is asked for, whatever JAX_PLATFORMS says; None where there is nothing to ask."""
+    """The one platform that jax is started with, whatever JAX_PLATFORMS is; None: it is not started."""
     if gpu and device not in ("cpu", "tpu"):
         return "cuda"
     if tpu and device in ("auto", "tpu"):
@@ -77,7 +77,7 @@ def jax_platform(device: str, *, gpu: bool, tpu: bool, deep: bool = False) -> st
 
 
 def tpu_facts(root: Path = ROOT) -> Tpu:
-    """Signs of a TPU. Numbered nodes of VFIO belong to whatever was handed through, so they need a TPU on the bus."""
+    """Signs of a TPU. Numbered VFIO nodes belong to any passed-through device, so they need a TPU on the bus."""
     pci = tuple(device for _, device in pci_devices(root, GOOGLE_VENDOR) if device.device in TPU_DEVICES)
     nodes = device_nodes(root, "accel[0-9]*", *(["vfio/[0-9]*"] if pci else []))
     return Tpu(pci=pci, nodes=nodes, libtpu=version_of("libtpu") or version_of("libtpu-nightly"))
@@ -87,7 +87,7 @@ def tpu_facts(root: Path = ROOT) -> Tpu:
 
 
 def host_facts(output: Path | None = None, root: Path = ROOT) -> Host:
-    """The computer without its accelerators, and the volume of `output`, whose path is kept as it was given."""
+    """The computer without its accelerators, and the volume of `output`, whose path is kept as given."""
     total, available = _memory(root)
     disk = _existing(output or Path("."))
     return Host(
@@ -112,11 +112,11 @@ def _cpu_name(root: Path) -> str:
 
 
 def cpu_facts(root: Path = ROOT) -> dict[str, str]:
-    """What of a CPU and its Python decides how numbers are added: name, instructions, version.
+    """What decides the numerics of a CPU: name, instruction set, Python version.
 
-    The instructions as a hash of their sorted names, as Linux tells them; elsewhere of the name of the architecture."""
-    told = read_text(root / "proc/cpuinfo")
-    match = re.search(r"^(?:flags|features)\s*:\s*(.+)$", told, flags=re.MULTILINE | re.IGNORECASE)
+    The instruction set is a hash of its sorted names in /proc/cpuinfo; elsewhere of the name of the architecture."""
+    text = read_text(root / "proc/cpuinfo")
+    match = re.search(r"^(?:flags|features)\s*:\s*(.+)$", text, flags=re.MULTILINE | re.IGNORECASE)
     flags = " ".join(sorted(set(match[1].split()))) if match else platform.machine()
     return {
         "cpu": _cpu_name(root),
@@ -126,16 +126,16 @@ def cpu_facts(root: Path = ROOT) -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Cores this process may run on, which in a container or under taskset are fewer than the machine has."""
+    """Cores of this process, in a container or under taskset fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Total and available bytes; the limit of the control group where that is lower.
+    """Total and available bytes; the limit of the control group if that is lower.
 
-    Its use counts pages of files too. Those not in use (`inactive_file`) make room when asked, so they are available.
+    Its usage counts the page cache too, of which `inactive_file` is reclaimable and so available.
     """
     memory = psutil.virtual_memory()
     group = root / "sys/fs/cgroup"
@@ -155,7 +155,7 @@ def _first_number(*paths: Path) -> int | None:
 
 
 def _reclaimable(*paths: Path) -> int:
-    """Bytes of `inactive_file` in the first memory.stat there is; version 1 counts the groups below in `total_`."""
+    """Bytes of `inactive_file` in the first memory.stat; version 1 has nested groups in `total_`."""
     for path in paths:
         if text := read_text(path):
             with contextlib.suppress(ValueError):
@@ -165,12 +165,12 @@ def _reclaimable(*paths: Path) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists and may be looked at."""
+    """`path`, or its nearest parent that exists and is readable."""
     return next((folder for folder in (path, *path.parents) if os.path.isdir(folder)), Path("."))
 
 
 def _container(root: Path) -> str | None:
-    """The kind of container around this process, by the marks its engine leaves; control groups are the last of them."""
+    """The kind of container of this process, by the files and variables of its engine, last by control groups."""
     for name, kind in CONTAINER_FILES.items():
         if os.path.exists(root / name):
             return kind
@@ -182,4 +182,4 @@ def _container(root: Path) -> str | None:
         if re.fullmatch(r"[\w.-]{1,40}", named) and named != "wsl":
             return named
     groups = read_text(root / "proc/1/cgroup")
-    return next((kind for word, kind in CONTAINER_GROUPS.items() if word in groups), None)
+    return next((kind for name, kind in CONTAINER_GROUPS.items() if name in groups), None)

@@ -1,4 +1,4 @@
-"""The device a run will use: the one that was asked for, or none."""
+"""The device of a run: the requested one or an error, never another. And the device as text, for logs and run folders."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from tunix_rt.errors import ConfigError, HardwareError
 
 GIB = 2**30
 DEVICES = ("auto", "cpu", "cuda", "tpu")
-CPU_ANYWAY = "or ask for the CPU: --device cpu"
+CPU_ANYWAY = "or use the CPU: --device cpu"
 JAX_MEMORY_SHARE = "0.92"
-"""Of a GPU's memory, which jax takes when it starts: more than the three quarters that it takes by itself, and room for what
-it takes besides (code, cuDNN, cuBLAS)."""
+"""Of GPU memory, which jax preallocates: more than its default of three quarters, and less than all, because code, cuDNN and
+cuBLAS need some too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChoice:
-    """The device a run will use. For `cpu`, memory is RAM; for `cuda`, that of the smallest visible GPU."""
+    """The device of a run. For `cpu`, memory is RAM; for `cuda`, that of the smallest visible GPU."""
 
     device: str
     kind: str
@@ -30,26 +30,26 @@ class DeviceChoice:
     free_bytes: int
     reason: str
     capability: tuple[int, int] | None = None
-    """CUDA compute capability, the lowest of the visible GPUs; None where there is none or NVML does not tell."""
+    """CUDA compute capability, the lowest of the visible GPUs; None without a GPU or if NVML does not report it."""
 
 
 def choose_device(ask: Ask, facts: Facts) -> DeviceChoice:
-    """The device a run will use. What was asked for and cannot be used is a HardwareError, never another device."""
+    """The device of a run. HardwareError if the requested device cannot be used."""
     if ask.device not in DEVICES:
         raise ConfigError(f"training.device: no device named {ask.device!r}", fix="use auto, cpu, cuda (gpu) or tpu")
     device = target(facts, ask)
     failure = first_failure(judge(facts, ask))
     if failure is not None:
-        way_out = failure.fix if device == "cpu" else f"{failure.fix}; {CPU_ANYWAY}"
-        raise HardwareError(f"{failure.why} ({failure.saw})", fix=way_out, cause=failure.cause)
+        fix = failure.fix if device == "cpu" else f"{failure.fix}; {CPU_ANYWAY}"
+        raise HardwareError(f"{failure.why} ({failure.saw})", fix=fix, cause=failure.cause)
     return {"cuda": _cuda, "tpu": _tpu, "cpu": _cpu}[device](facts, ask)
 
 
 def environment_for(device: str, backend: str, *, memory_share: float | None = None) -> Mapping[str, str]:
-    """The variables an engine's libraries read when they are imported.
+    """The variables that the libraries of an engine read at import.
 
-    jax gets exactly one platform, never a list that ends at the CPU, and most of a GPU's memory, or `memory_share` of it
-    where that is less; CUDA counts GPUs in the order of NVML.
+    jax gets exactly one platform, never a list that ends at the CPU, and most of the GPU memory, or `memory_share` of it
+    if that is less; CUDA numbers GPUs in the order of NVML.
     """
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if device == "cuda" else {}
     if backend != "jax":
@@ -60,8 +60,8 @@ def environment_for(device: str, backend: str, *, memory_share: float | None = N
 
 
 def set_environment(device: str, backend: str, *, memory_share: float | None = None) -> None:
-    """Set them in this process, for the engine and the children that prove it. An order or a share of memory that the user
-    has set stays, unless the run is to take no more than `memory_share`; jax takes no two names of that share."""
+    """Set them in this process, for the engine and its self-test in a child process. An order or a memory fraction that the
+    user has set stays, unless it is more than `memory_share`; jax refuses both names of the fraction together."""
     for name, value in environment_for(device, backend, memory_share=memory_share).items():
         if name == "JAX_PLATFORMS":
             os.environ[name] = value
@@ -77,7 +77,7 @@ _SHARE_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
 def _more(share: str, than: str) -> bool:
-    """Whether a share that somebody has set is more than `than`; what is no number is taken to be."""
+    """Whether the fraction that a user has set is more than `than`, or not a number."""
     try:
         return not float(share) <= float(than)
     except ValueError:
@@ -85,12 +85,12 @@ def _more(share: str, than: str) -> bool:
 
 
 def with_virtual_devices(choice: DeviceChoice, backend: str) -> DeviceChoice:
-    """A CPU that jax is told to take for several devices, which share its memory; any other choice as it is."""
+    """A CPU that jax splits into several virtual devices, which share its memory; any other choice unchanged."""
     if backend != "jax" or choice.device != "cpu":
         return choice
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    told = flag[1] if flag else os.environ.get("JAX_NUM_CPU_DEVICES", "")
-    return replace(choice, count=int(told)) if told.isdecimal() and int(told) > 1 else choice
+    count = flag[1] if flag else os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return replace(choice, count=int(count)) if count.isdecimal() and int(count) > 1 else choice
 
 
 def _cpu(facts: Facts, ask: Ask) -> DeviceChoice:
@@ -100,7 +100,7 @@ def _cpu(facts: Facts, ask: Ask) -> DeviceChoice:
         count=1,
         memory_bytes=facts.host.ram_total_bytes,
         free_bytes=facts.host.ram_available_bytes,
-        reason="asked for" if ask.device == "cpu" else "no NVIDIA GPU or TPU seen",
+        reason="requested" if ask.device == "cpu" else "no NVIDIA GPU or TPU present",
     )
 
 
@@ -112,7 +112,7 @@ def _cuda(facts: Facts, ask: Ask) -> DeviceChoice:
         count=len(gpus),
         memory_bytes=min(_total(gpu, facts) for gpu in gpus),
         free_bytes=min(_free(gpu, facts) for gpu in gpus),
-        reason="asked for" if ask.device == "cuda" else f"the best device here: {_why_fit(facts, ask)}",
+        reason="requested" if ask.device == "cuda" else f"the best device here: {_why_fit(facts, ask)}",
         capability=min((gpu.capability for gpu in gpus if gpu.capability is not None), default=None),
     )
 
@@ -125,7 +125,7 @@ def _why_fit(facts: Facts, ask: Ask) -> str:
 
 
 def _total(gpu: Gpu, facts: Facts) -> int:
-    """Where CPU and GPU share one memory NVML tells none: RAM it is."""
+    """RAM, if CPU and GPU share one memory and NVML reports none."""
     return facts.host.ram_total_bytes if gpu.total_bytes is None else gpu.total_bytes
 
 
@@ -143,5 +143,61 @@ def _tpu(facts: Facts, ask: Ask) -> DeviceChoice:
         count=len(kinds),
         memory_bytes=memory,
         free_bytes=memory,
-        reason="asked for" if ask.device == "tpu" else "the best device here",
+        reason="requested" if ask.device == "tpu" else "the best device here",
     )
+
+
+# --- the device as text -----------------------------------------------------------------------------------------------
+
+
+def device_lines(choice: DeviceChoice, facts: Facts) -> list[str]:
+    """The first lines of every log."""
+    return [
+        f"Platform: {describe_platform(facts)}",
+        f"Device kind: {choice.kind}; count {choice.count}; "
+        f"memory {choice.memory_bytes / GIB:.1f} GiB, {choice.free_bytes / GIB:.1f} GiB free",
+        f"Reason: {choice.reason}",
+        f"Using device: {choice.device}",
+    ]
+
+
+def describe_platform(facts: Facts) -> str:
+    host = facts.host
+    where = f" in {host.container}" if host.container else " (WSL)" if host.wsl else ""
+    engines = [f"{name} {it.version}" for name, it in (("torch", facts.torch), ("jax", facts.jax)) if it]
+    return ", ".join([f"{host.system} {host.release} {host.machine}{where}", f"Python {host.python}", *engines])
+
+
+def env_info_text(facts: Facts) -> str:
+    """The text of `env_info.txt`: these facts and no others; the environment is never dumped."""
+    host, nvidia = facts.host, facts.nvidia
+    lines = [
+        f"os: {host.system} {host.release} {host.machine}",
+        f"container: {host.container or ('WSL' if host.wsl else 'no')}",
+        f"python: {host.python}",
+        f"cpu: {host.cpu}, {host.cpu_cores} cores",
+        f"ram: {host.ram_total_bytes} bytes",
+        f"torch: {facts.torch.version if facts.torch else 'not installed'}",
+        f"jax: {facts.jax.version if facts.jax else 'not installed'}",
+        f"driver version: {nvidia.driver_version or nvidia.nvml_problem or 'none'}",
+        f"cuda version the driver reports: {nvidia.driver_cuda or 'none'}",
+    ]
+    if nvidia.module_version:
+        lines.append(f"kernel module: {nvidia.module_version}, {nvidia.module_flavour or 'unknown flavour'}")
+    for gpu in nvidia.gpus:
+        size = "memory shared with the CPU" if gpu.total_bytes is None else f"{gpu.total_bytes} bytes"
+        capability = "unknown" if gpu.capability is None else "{}.{}".format(*gpu.capability)
+        lines.append(f"gpu {gpu.index}: {gpu.name}, {gpu.uuid}, {size}, compute capability {capability}")
+    lines += [f"{name}: {value}" for name, value in sorted(facts.environment.items())]
+    return "\n".join(lines) + "\n"
+
+
+def torch_version_text(facts: Facts) -> str:
+    """The text of `torch_version.txt`."""
+    torch = facts.torch
+    if torch is None:
+        return "torch: not installed\n"
+    arches = "unknown" if torch.arch_list is None else " ".join(torch.arch_list) or "none"
+    lines = [f"torch: {torch.version}", f"cuda build: {torch.cuda_build or 'none'}", f"architectures: {arches}"]
+    lines += [f"rocm build: {torch.hip_build}"] if torch.hip_build else []
+    return "\n".join([*lines, f"cudnn: {torch.cudnn or 'none'}"]) + "\n"

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TABLE_DATE = "2026-11-15"
-"""When the tables below were last held against their sources."""
+"""When the tables below were last compared with their sources."""
 INDEX_BASE = "https://download.pytorch.org/whl"
 OLDEST_TORCH = "2.10"
-"""Older ones have known holes in reading weights."""
+"""Older versions have known vulnerabilities in loading weights."""
 TESTED_TORCH = "2.13.0"
 INSTALL = {"torch": 'pip install -e ".[torch]"', "jax": 'pip install -e ".[jax]"'}
-"""What brings an engine, in the clone of tunix-rt: that is where it is installed from."""
+"""The command that installs an engine, in a clone of tunix-rt."""
 MISFIT_WORDS = (
     "not compatible with the current PyTorch installation",
     "does not include kernels for this GPU",
@@ -25,7 +25,7 @@ MISFIT_WORDS = (
     "no longer supports this GPU",
     "compiled with an unknown compute capability",
 )
-"""What torch warns of, in its versions from 2.4 on, when a wheel has no code for the GPU; then it goes on."""
+"""Warnings of torch from 2.4 on about a wheel without kernels for the GPU."""
 
 Capability = tuple[int, int]
 
@@ -41,7 +41,7 @@ class Wheel:
     platforms: tuple[str, ...]
     """`Linux x86_64`, `Linux aarch64`, `Windows AMD64`."""
     driver_from: str
-    """Oldest driver we put it on. NVIDIA's own floor for all of CUDA 12 is lower, at the price of some features."""
+    """Oldest driver that we install it on. NVIDIA's own minimum for all of CUDA 12 is lower, without some features."""
     source: str
 
     @property
@@ -82,7 +82,7 @@ WHEELS = (
     Wheel(torch="2.12.1", cuda="12.6", index="cu126", architectures=_LEGACY, platforms=_PC, driver_from="525.60.13",
           source="pytorch RELEASE.md, matrix of 2.12 (github.com/pytorch/pytorch/pull/182849)"),
 )  # fmt: skip
-"""Best first: the version we test with, the newest CUDA; then what stands in where that one cannot be had."""
+"""Best first: the tested version with the newest CUDA; then the fallbacks."""
 
 DRIVER_FLOOR = {
     "Linux": {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"},
@@ -90,7 +90,7 @@ DRIVER_FLOOR = {
     "Windows": {11: "452.39", 12: "528.33", 13: "580"},
 }
 """Oldest driver for each CUDA major: NVIDIA's minor-version compatibility (docs.nvidia.com/deploy/cuda-compatibility). The
-driver that comes with Jetson Thor calls itself 580.00. WSL runs the driver of Windows."""
+driver of Jetson Thor is numbered 580.00. WSL uses the driver of Windows."""
 BLACKWELL: Capability = (10, 0)
 BLACKWELL_DRIVER = "570.26"
 """The first driver for any GPU of compute capability 10.0 and above (its toolkit is CUDA 12.8)."""
@@ -109,18 +109,18 @@ def driver_floor(cuda: str, system: str, machine: str = "") -> str:
     return floors[max((major for major in floors if (major,) <= number(cuda)[:1]), default=min(floors))]
 
 
-# --- does this code run on that GPU -----------------------------------------------------------------------------------
+# --- architectures ----------------------------------------------------------------------------------------------------
 
 _OWN_CODE_ONLY = {53: {53}, 62: {62}, 72: {72}, 87: {87}, 101: {101, 110}, 110: {101, 110}}
-"""Code for integrated GPUs runs on its own kind only (101 was renamed 110)."""
+"""Code for an integrated GPU runs on that GPU only (101 was renamed 110)."""
 _NOT_ON = {50: {53}, 52: {53}, 60: {62}, 61: {62}, 70: {72}, 80: {87}, 86: {87}, 100: {101}}
-"""GPUs that do not take the code of their own generation."""
+"""GPUs that do not run the code of their own generation."""
 
 
 def fits(capability: Capability, arch_list: Iterable[str], cuda_build: str) -> bool:
     """Whether code in `arch_list` runs on the GPU: same major and minor not above its own, or older PTX."""
     device = capability[0] * 10 + capability[1]
-    unified = number(cuda_build) >= (13, 2)  # from here on integrated GPUs take 70, 80 and 86
+    unified = number(cuda_build) >= (13, 2)  # from here on integrated GPUs run 70, 80 and 86
     for arch in arch_list:
         match = re.fullmatch(r"(sm|compute)_(\d+)[af]?", arch)
         if not match:
@@ -138,13 +138,13 @@ def fits(capability: Capability, arch_list: Iterable[str], cuda_build: str) -> b
     return False
 
 
-# --- which wheel ------------------------------------------------------------------------------------------------------
+# --- selection --------------------------------------------------------------------------------------------------------
 
 
 def fitting_wheels(
     capabilities: Sequence[Capability], driver: str, system: str, machine: str, *, wsl: bool = False
 ) -> list[Wheel]:
-    """The wheels that run on all of these GPUs under this driver, best first; empty when `why_no_wheel` has a reason."""
+    """The wheels that run on all of these GPUs under this driver, best first; if empty, `why_no_wheel` has the reason."""
     if number(driver)[:1] > (LAST_BRANCH_BELOW_7_5,) and any(one < (7, 5) for one in capabilities):
         return []
     return [
@@ -157,14 +157,14 @@ def fitting_wheels(
 
 
 def _driver_for(wheel: Wheel, system: str, machine: str, wsl: bool) -> str:
-    """Oldest driver that we put the wheel on and that NVIDIA allows it."""
+    """Oldest driver that both we and NVIDIA allow for the wheel."""
     return max(wheel.driver_from, driver_floor(wheel.cuda, "Windows" if wsl else system, machine), key=number)
 
 
 def why_no_wheel(
     capabilities: Sequence[Capability], driver: str, system: str, machine: str, *, wsl: bool = False
 ) -> tuple[str, str]:
-    """Why `fitting_wheels` found none, and the way out."""
+    """Why `fitting_wheels` is empty, and the fix."""
     shown = ", ".join(f"{major}.{minor}" for major, minor in dict.fromkeys(capabilities))
     platform = f"{system} {machine}"
     last_branch = (
@@ -174,7 +174,7 @@ def why_no_wheel(
         return f"no CUDA wheel of torch is published for {platform}", "use Linux (x86_64 or aarch64) or Windows on a PC"
     old = any(one < (7, 5) for one in capabilities)
     if old and number(driver)[:1] > (LAST_BRANCH_BELOW_7_5,):
-        return f"driver {driver} no longer drives GPUs of compute capability {shown}", last_branch
+        return f"driver {driver} does not support GPUs of compute capability {shown}", last_branch
     best_driver = f"{LAST_BRANCH_BELOW_7_5}.999" if old else "999"
     if better := fitting_wheels(capabilities, best_driver, system, machine, wsl=wsl):
         needed = _driver_for(better[0], system, machine, wsl)
@@ -192,7 +192,7 @@ def why_no_wheel(
 
 
 def pip_arguments(wheel: Wheel, index_base: str = INDEX_BASE) -> list[str]:
-    """What to give `pip install` for exactly this wheel."""
+    """Arguments of `pip install` for exactly this wheel."""
     return [wheel.requirement, *(["--index-url", f"{index_base}/{wheel.index}"] if wheel.index else [])]
 
 
@@ -202,30 +202,30 @@ def install_line(wheel: Wheel) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`DRIVER CAPABILITY SYSTEM MACHINE RELEASE`, the first two as nvidia-smi tells them, a line for each GPU.
+    """`DRIVER CAPABILITY SYSTEM MACHINE RELEASE`, the first two as nvidia-smi prints them, a line for each GPU.
 
-    Prints the pip arguments of the best wheel and why that one; with exit 4 why there is none, and the fix.
+    Prints the pip arguments of the best wheel and the reason; with exit 4 why there is none, and the fix.
     """
     drivers, capabilities, system, machine, release = arguments
-    for answer, asked, pattern in (
-        (drivers, "the version of the driver", r"\d+(\.\d+)+"),
-        (capabilities, "the compute capability", r"\d{1,2}\.\d"),
+    for output, name, pattern in (
+        (drivers, "a driver version", r"\d+(\.\d+)+"),
+        (capabilities, "a compute capability", r"\d{1,2}\.\d"),
     ):
-        wrong = [line.strip() for line in answer.splitlines() or [""] if not re.fullmatch(pattern, line.strip())]
+        wrong = [line.strip() for line in output.splitlines() or [""] if not re.fullmatch(pattern, line.strip())]
         if wrong:
-            problem = f"nvidia-smi says {wrong[0][:200]!r} where {asked} of a GPU is asked for, so no torch wheel can be chosen"
-            return _told(problem, "mend or update the NVIDIA driver, until nvidia-smi lists every GPU", exit_code=4)
+            problem = f"nvidia-smi prints {wrong[0][:200]!r} instead of {name}, so no torch wheel can be selected"
+            return _print(problem, "repair or update the NVIDIA driver, until nvidia-smi lists every GPU", exit_code=4)
     driver, wsl = drivers.split()[0], "microsoft" in release.lower()
-    wanted = [(int(major), int(minor)) for major, minor in (one.split(".") for one in capabilities.split())]
-    found = fitting_wheels(wanted, driver, system, machine, wsl=wsl)
-    if not found:
-        return _told(*why_no_wheel(wanted, driver, system, machine, wsl=wsl), exit_code=4)
+    required = [(int(major), int(minor)) for major, minor in (one.split(".") for one in capabilities.split())]
+    fitting = fitting_wheels(required, driver, system, machine, wsl=wsl)
+    if not fitting:
+        return _print(*why_no_wheel(required, driver, system, machine, wsl=wsl), exit_code=4)
     shown = ", ".join(dict.fromkeys(capabilities.split()))
-    reason = f"compute capability {shown}, NVIDIA driver {driver}: CUDA {found[0].cuda}"
-    return _told(" ".join(pip_arguments(found[0])), reason, exit_code=0)
+    reason = f"compute capability {shown}, NVIDIA driver {driver}: CUDA {fitting[0].cuda}"
+    return _print(" ".join(pip_arguments(fitting[0])), reason, exit_code=0)
 
 
-def _told(first: str, second: str, *, exit_code: int) -> int:
+def _print(first: str, second: str, *, exit_code: int) -> int:
     sys.stdout.write(f"{first}\n{second}\n")
     return exit_code
 

@@ -1,27 +1,43 @@
-"""The engines. Each offers the same functions in the same order (`load`, `optimizer_steps`, `save`, `generate`); heavy
-libraries are imported here and nowhere else."""
+"""The interface of an engine: `EngineModule`, the functions of `engines/torch/loop.py` and `engines/jax/loop.py`, and
+`Engine`, the loaded model that `load` returns. What an engine supports is data in `config/capabilities.py`.
+
+mypy compares both engines with the interface (at the end of this file). Heavy libraries are imported below `engines` only.
+"""
+
+from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import psutil
 
 from tunix_rt.assets import cache_root
-from tunix_rt.errors import TunixError
+from tunix_rt.config.capabilities import CAPABILITIES
+from tunix_rt.errors import InputError
+
+if TYPE_CHECKING:  # the planner reads this file without numpy and without a tokenizer
+    import numpy as np
+    import numpy.typing as npt
+
+    from tunix_rt.config.settings import Training
+    from tunix_rt.data.packing import MicroBatch, Row, StepBatch
+    from tunix_rt.engines.decoding import Answer, Decoding
+    from tunix_rt.models.resolve import ModelSource
+    from tunix_rt.plan.precision import Recipe
 
 NUMERICS: dict[str, int] = {"torch": 1, "jax": 1}
 """By engine. Raised only when its results change in their bits: a run is resumed and replayed by the same numerics alone."""
 Progress = Callable[[str, int, int, str], None]
-"""Told as work goes on: (what, done, total, a note such as "loss 0.41, 4,512 tokens/s")."""
+"""Called as work proceeds: (what, done, total, a note such as "loss 0.41, 4,512 tokens/s")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One optimizer update, as the engine saw it. `loss` is the mean over the target tokens of the whole step."""
+    """One optimizer update. `loss` is the mean over the target tokens of the whole step."""
 
     step: int
     loss: float
@@ -36,26 +52,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
-    """The highest memory of a part of a run, as its engine measures it."""
+    """The peak memory of a phase of a run, as its engine measures it."""
 
     used_bytes: int
     measure: str
     """What the bytes are, in words."""
     alone: bool
-    """Whether it is the peak of this part by itself; else the highest since the load, where no one can begin anew."""
+    """Whether it is the peak of this phase; else the peak since the load, where the counter cannot be reset."""
     reserved_bytes: int | None = None
-    """What the allocator held at most, given out or not; None where it does not tell."""
+    """Peak of what the allocator reserved, used or not; None where it reports none."""
 
-    def or_higher(self, other: "PhasePeak") -> "PhasePeak":
-        """Of two parts of one kind, the higher peak; each figure by itself."""
+    def or_higher(self, other: PhasePeak) -> PhasePeak:
+        """Of two phases of one kind, the higher peak; each figure by itself."""
         higher = max(self, other, key=lambda peak: peak.used_bytes)
-        held = [one.reserved_bytes for one in (self, other) if one.reserved_bytes is not None]
-        return replace(higher, reserved_bytes=max(held, default=None))
+        reserved = [one.reserved_bytes for one in (self, other) if one.reserved_bytes is not None]
+        return replace(higher, reserved_bytes=max(reserved, default=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What an engine that compiles a whole step has to know of it before it loads a weight."""
+    """The shape of a training step, for an engine that compiles it before it reads a weight."""
 
     rows: int
     """Of a micro-batch, all devices together."""
@@ -65,35 +81,249 @@ class StepShape:
     """Of the longest row."""
 
 
-def out_of_range(name: str, dtype: str) -> TunixError:
-    """The error of `round_weights` where a weight is too large for `dtype`."""
-    return TunixError(
-        f"training.save_dtype: {name} has weights that are too large for {dtype}",
-        fix="export the last checkpoint with `tunix-rt export`, or train with training.save_dtype: bfloat16",
-    )
+# --- the interface ---------------------------------------------------------------------------------------------------
 
 
-def load_backend(name: str) -> Any:
+class AttentionChoice(Protocol):
+    """The attention kernel of an engine."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def generating(self) -> str:
+        """What transformers calls the implementation that generations are compared with: sdpa or eager."""
+        ...
+
+
+class Engine(Protocol):
+    """A loaded model on its devices."""
+
+    @property
+    def source(self) -> ModelSource: ...
+    @property
+    def parameters(self) -> int:
+        """Of the model; LoRA adapters are not counted."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def attention(self) -> AttentionChoice: ...
+    @property
+    def device_type(self) -> str:
+        """cpu, cuda or tpu."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[object]: ...
+    @property
+    def runs_transformers(self) -> bool:
+        """Whether transformers computes the model, so that a reloaded folder rounds as it does."""
+        ...
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest sequence; None where the model sets no limit."""
+        ...
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def saved_dtype(self) -> str | None:
+        """Type in which `save` writes the weights, which `round_weights` rounded to it; None: as they are in memory."""
+        ...
+
+    @property
+    def compiled_shape(self) -> tuple[int, int] | None:
+        """Rows and tokens of the micro-batches that a training step is compiled for; None: it is not compiled."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Peak memory since the load: of the fullest device, or on a CPU the rise of resident memory."""
+        ...
+
+    def take_peak(self) -> PhasePeak:
+        """Peak memory since the last call, where the counter can be reset."""
+        ...
+
+
+class Snapshot(Protocol):
+    """A copy of weights and optimizer state in host memory. Written once."""
+
+    @property
+    def bytes(self) -> int: ...
+    def write(self, folder: Path) -> None:
+        """Write the files of a checkpoint into `folder`; may be called from another thread."""
+        ...
+
+
+E = TypeVar("E")
+O = TypeVar("O")  # noqa: E741  the optimizer
+
+
+class EngineModule(Protocol[E, O]):
+    """The functions of an engine, whose loaded models are `E` and whose optimizers are `O`."""
+
+    def load(
+        self, source: ModelSource, *, device: str, training: Training, step: StepShape | None = None,
+        implementation: str = "auto", attempt: bool = False,
+    ) -> E:  # fmt: skip
+        """The model for training. An engine that compiles whole steps compiles `step` before it reads a weight, and
+        refuses one that does not fit, except in an `attempt`."""
+        ...
+
+    def load_for_inference(self, source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> E:
+        """The model with weights of type `dtype`; it cannot be trained."""
+        ...
+
+    def make_optimizer(self, engine: E, training: Training) -> O: ...
+    def prepare_steps(
+        self, engine: E, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
+        as_before: str | None = None, planned: str | None = None,
+    ) -> dict[str, str]:  # fmt: skip
+        """Compile what is left to compile; which kernels compute the steps, as a checkpoint records it. A resumed run
+        computes its layers `as_before`, another one as `planned`."""
+        ...
+
+    def optimizer_steps(
+        self,
+        engine: E,
+        optimizer: O,
+        batch_of: Callable[[int], StepBatch],
+        training: Training,
+        *,
+        first: int,
+        total: int,
+    ) -> Generator[Step, None, None]:
+        """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
+        ...
+
+    def heldout_loss(self, engine: E, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:
+        """Mean loss over the target tokens of `rows`, and their number."""
+        ...
+
+    def summed_loss(self, engine: E, micro: MicroBatch) -> SupportsFloat:
+        """Cross entropy summed over the targets of `micro`."""
+        ...
+
+    def generate(
+        self, engine: E, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
+        decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
+        """(index of the prompt, its generation) as each ends, the longest prompts first.
+
+        `batch_size_at` gives the batch size for prompts of a length; it is halved where memory runs out. `on_tokens` is called
+        with the tokens of a prompt so far whenever there are new ones."""
+        ...
+
+    def snapshot(self, engine: E, optimizer: O) -> Snapshot: ...
+    def snapshot_bytes(self, engine: E, optimizer: O) -> int:
+        """Size of a checkpoint, which is the host memory that a snapshot takes."""
+        ...
+
+    def host_has_room(self, needed_bytes: int) -> bool: ...
+    def write_direct(self, engine: E, optimizer: O, folder: Path) -> None:
+        """Write a checkpoint a block at a time, without a snapshot."""
+        ...
+
+    def restore_state(self, engine: E, optimizer: O, folder: Path, *, step: int) -> None:
+        """Restore a verified checkpoint of `step`, bit for bit."""
+        ...
+
+    def round_weights(self, engine: E, dtype: str) -> None: ...
+    def save(
+        self,
+        engine: E,
+        folder: Path,
+        *,
+        tokenizer_folder: Path,
+        stop_ids: Sequence[int],
+        chat_template: str | None = None,
+    ) -> None:
+        """Write the model in Hugging Face layout, with its tokenizer. Replaces `folder` as a whole."""
+        ...
+
+    def last_logits(self, engine: E, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+        """Logits of the token after each prompt, [prompts, vocabulary]."""
+        ...
+
+    def token_gaps(
+        self, engine: E, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], ends: Sequence[int]
+    ) -> list[list[float]]:
+        """How far the logit of each generated token is below the largest at its position; last, of the best of `ends`."""
+        ...
+
+    def tensor_hashes(self, engine: E) -> dict[str, list[Any]]:
+        """dtype, shape and SHA-256 of every tensor as `save` writes it."""
+        ...
+
+    def free_bytes(self, engine: E) -> int:
+        """Free memory on the fullest device of `engine`."""
+        ...
+
+    def room_beside(self, engine: E) -> int:
+        """Free device memory that another process can allocate; 0 on a CPU."""
+        ...
+
+    def release(self, engine: E) -> None:
+        """Free the memory of the model; `engine` cannot be used afterwards."""
+        ...
+
+    def machine_facts(self, engine: E) -> dict[str, Any]:
+        """What decides the bits of a step beside its inputs."""
+        ...
+
+
+Backend: TypeAlias = EngineModule[Engine, object]
+"""An engine chosen at run time. Its models and optimizers go back only into the module that made them."""
+
+
+def load_backend(name: str) -> Backend:
     """The engine module for `training.backend`.
 
-    Threads are told to sleep while they wait, unless the user said otherwise: beside another busy program, threads that
-    spin for each other slow a small model down several times. Compiled code is kept across runs: torch would put it where a
-    computer forgets it when it starts again.
+    OpenMP threads sleep while they wait, unless the user configured otherwise: spinning threads slow a small model down several
+    times beside another busy program. Compiled code is cached across restarts, which PyTorch's default folder is not.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    if (folder := _folder_for_code()) is not None:
+    if (folder := _compile_cache()) is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-    return importlib.import_module(f"tunix_rt.engines.{name}.loop")
+    return cast(Backend, importlib.import_module(f"tunix_rt.engines.{name}.loop"))
 
 
-def _folder_for_code() -> str | None:
-    """Where compiled code is kept; None where nothing can be written there, which torch's own place then makes up for."""
+def _compile_cache() -> str | None:
+    """The folder for compiled code; None where it is not writable, and PyTorch uses its default."""
     folder = cache_root() / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
     return str(folder) if os.access(folder, os.W_OK) else None
+
+
+def refuse_unsupported_model(source: ModelSource, backend: str) -> None:
+    """InputError for a model that the engine has no code for, or no dropout for. Reads its config.json alone."""
+    if CAPABILITIES[backend].own_models:
+        from tunix_rt.engines.jax.architecture import architecture_of
+
+        refuse_dropout(source.name, architecture_of(source.config).dropout, source.config, backend)
+
+
+def refuse_dropout(name: str, rate: float, config: Mapping[str, object], backend: str) -> None:
+    engine = CAPABILITIES[backend]
+    if rate > 0 and not engine.dropout:
+        keys = [key for key, value in config.items() if ("dropout" in key or key.endswith("_pdrop")) and value]
+        others = [name for name, other in CAPABILITIES.items() if other.dropout]
+        raise InputError(
+            f"{name}: config.json has dropout of {rate:g} ({', '.join(sorted(keys)) or 'by default'}), "
+            f"which the {engine.title} engine does not support",
+            fix=f"set it to 0 in a copy of the model's config.json, or set training.backend: {' or '.join(others)}",
+        )
+
+
+# --- resident memory -------------------------------------------------------------------------------------------------
 
 
 MEASURE = "rise of resident memory since before the load, with what was freed and not taken back"
@@ -103,7 +333,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class RiseMeter:
-    """Counts from its making. On Linux the kernel keeps the peak; elsewhere it is the highest value seen when asked."""
+    """Measures the rise of resident memory. On Linux the kernel keeps the peak; elsewhere it is the highest value sampled."""
 
     def __init__(self) -> None:
         self._kernel_keeps_peak = _reset_kernel_peak()
@@ -117,7 +347,7 @@ class RiseMeter:
         return self._highest - self._start
 
     def take_peak(self) -> PhasePeak:
-        """The rise since this was last asked; where the kernel keeps no peak, the highest up to now."""
+        """The rise since the last call; where the kernel keeps no peak, the highest since the start."""
         if not self._kernel_keeps_peak:
             return PhasePeak(used_bytes=self.peak_bytes(), measure=MEASURE, alone=False)
         now = _kernel_peak()
@@ -137,3 +367,16 @@ def _reset_kernel_peak() -> bool:
 def _kernel_peak() -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
+
+
+if TYPE_CHECKING:  # mypy compares each engine with the interface, function by function
+    from tunix_rt.engines.jax import load as jax_load
+    from tunix_rt.engines.jax import loop as jax_loop
+    from tunix_rt.engines.torch import loop as torch_loop
+    from tunix_rt.engines.torch import model as torch_model
+    from tunix_rt.engines.torch import optim as torch_optim
+
+    _torch: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_loop
+    _jax: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_loop
+    _torch_engine: type[Engine] = torch_model.Engine
+    _jax_engine: type[Engine] = jax_load.Engine

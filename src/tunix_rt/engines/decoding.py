@@ -1,4 +1,4 @@
-"""How answers are written: greedy or drawn, how long, and where they end. Values and pure functions; no library of tensors."""
+"""Decoding settings, where a generation ends, and how prompts are batched. Pure Python, shared by both engines."""
 
 import hashlib
 import logging
@@ -12,33 +12,33 @@ from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG, TIME
 logger = logging.getLogger(__name__)
 
 NOT_A_TOKEN = -1
-"""What an engine gives for a token whose logits are NaN."""
+"""In place of a token whose logits are NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """Settings that decide what an answer is. Two answers can be compared when these are the same."""
+    """Settings that decide a generation. Generations are comparable only with equal settings."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """0 takes the likeliest token every time."""
+    """0 is greedy decoding."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability are drawn from."""
+    """Nucleus sampling: the most likely tokens with this total probability."""
     seed: int = 0
     closing: str | None = None
-    """Text after which an answer is over, though the model writes on."""
+    """Text after which a generation ends, such as a closing tag."""
     max_seconds: float | None = None
-    """Time for the answers of one batch. What is cut by it depends on the machine."""
+    """Time limit of a batch. Where it cuts depends on the machine."""
 
     def settings(self) -> dict[str, Any]:
-        """What is set; nothing is said of a limit that there is not, nor of a draw where none is made."""
-        drawing = () if self.temperature else ("top_p", "seed")
-        return {name: value for name, value in asdict(self).items() if value is not None and name not in drawing}
+        """As evaluations record them: without limits that are unset, and without sampling settings in greedy decoding."""
+        unused = () if self.temperature else ("top_p", "seed")
+        return {name: value for name, value in asdict(self).items() if value is not None and name not in unused}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """New tokens, without the one that ended them."""
+    """New tokens, without the stop token."""
 
     ids: list[int]
     ended: str
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Ending:
-    """Finds the end of one answer as its tokens come. Gives the same for tokens one by one or many at a time."""
+    """Finds the end of a generation; the same whether tokens arrive one by one or several at a time."""
 
     stop_ids: frozenset[int]
     closing: str | None
@@ -54,12 +54,12 @@ class Ending:
     _seen: int = field(default=0, init=False)
     _closed_at: int | None = field(default=None, init=False)
 
-    def anew(self) -> "Ending":
-        """The same for another answer."""
+    def reset(self) -> "Ending":
+        """The same for another generation."""
         return Ending(stop_ids=self.stop_ids, closing=self.closing, decode=self.decode)
 
     def find(self, ids: Sequence[int]) -> Answer | None:
-        """The answer, once it is over. A tag ends it only when the model does not stop right after it by itself."""
+        """The generation, once it has ended. A stop token right after the closing text takes precedence over it."""
         for place in range(self._seen, len(ids)):
             if ids[place] in self.stop_ids:
                 return Answer(ids=list(ids[:place]), ended=STOP)
@@ -71,11 +71,11 @@ class Ending:
         return None
 
     def cut(self, ids: Sequence[int], ended: str) -> Answer:
-        """The answer that is not over, and gets no further token because of `ended`."""
+        """The generation that has not ended, cut off because of `ended`."""
         return Answer(ids=list(ids), ended=TAG if self._closed_at == len(ids) and ids else ended)
 
     def _closes(self, ids: Sequence[int], end: int) -> bool:
-        """Whether the token before `end` completes the closing text. A token is at least a byte of it."""
+        """Whether the token before `end` completes the closing text, of which a token is at least one byte."""
         if self.closing is None:
             return False
         start = max(0, end - len(self.closing.encode()) - 1)
@@ -83,35 +83,35 @@ class Ending:
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
-    """A prompt and what has come of its answer."""
+class Prompt:
+    """A prompt and the tokens generated for it so far."""
 
     index: int
     prompt: Sequence[int]
     ending: Ending
-    room: int
-    """New tokens that may come."""
-    no_more: str
-    """Why no more may."""
+    max_new: int
+    """The most new tokens."""
+    limit: str
+    """What limits them: the context of the model, or `max_new_tokens`."""
     ids: list[int] = field(default_factory=list)
 
-    def begin_anew(self) -> None:
-        """Asked again after memory ran out, nothing is left of what came before."""
-        self.ids, self.ending = [], self.ending.anew()
+    def restart(self) -> None:
+        """Discard the tokens so far, as after memory ran out."""
+        self.ids, self.ending = [], self.ending.reset()
 
-    def take(self, tokens: Sequence[int], *, late: bool, model: str) -> Answer | None:
-        """The answer, if it is over with the next `tokens` or because it is `late`. `model` is named where they are none."""
-        sound = tokens[: tokens.index(NOT_A_TOKEN)] if NOT_A_TOKEN in tokens else tokens
-        self.ids = [*self.ids, *sound][: self.room]
+    def append(self, tokens: Sequence[int], *, late: bool, model: str) -> Answer | None:
+        """The generation, if it ends with the next `tokens` or because it is `late`. NaN logits are an error of `model`."""
+        valid = tokens[: tokens.index(NOT_A_TOKEN)] if NOT_A_TOKEN in tokens else tokens
+        self.ids = [*self.ids, *valid][: self.max_new]
         answer = self.ending.find(self.ids)
-        if answer is None and len(sound) < len(tokens) and len(self.ids) < self.room:
-            raise InputError(f"{model}: gives NaN instead of a next token", fix="the weights are damaged")
-        if answer is None and (late or len(self.ids) == self.room):
-            answer = self.ending.cut(self.ids, self.no_more if len(self.ids) == self.room else TIME)
+        if answer is None and len(valid) < len(tokens) and len(self.ids) < self.max_new:
+            raise InputError(f"{model}: its logits are NaN", fix="the weights are corrupt")
+        if answer is None and (late or len(self.ids) == self.max_new):
+            answer = self.ending.cut(self.ids, self.limit if len(self.ids) == self.max_new else TIME)
         return answer
 
 
-def row_of(
+def prompt_of(
     index: int,
     prompt: Sequence[int],
     *,
@@ -119,61 +119,60 @@ def row_of(
     decoding: Decoding,
     stop_ids: Sequence[int],
     decode: Callable[[list[int]], str],
-) -> Row:
-    """Prompt number `index` of a model that knows so many `positions`; None: any number."""
+) -> Prompt:
+    """Prompt number `index`, for a model with a context of `positions` tokens; None: without a limit."""
     left = decoding.max_new_tokens if positions is None else positions - len(prompt)
-    return Row(
+    return Prompt(
         index=index,
         prompt=prompt,
         ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
-        room=min(decoding.max_new_tokens, left),
-        no_more=CONTEXT if left < decoding.max_new_tokens else LENGTH,
+        max_new=min(decoding.max_new_tokens, left),
+        limit=CONTEXT if left < decoding.max_new_tokens else LENGTH,
     )
 
 
-def answer_in_batches(
-    rows: Sequence[Row],
-    answers: Callable[[Sequence[Row]], Iterator[tuple[Row, Answer]]],
+def generate_in_batches(
+    prompts: Sequence[Prompt],
+    generate: Callable[[Sequence[Prompt]], Iterator[tuple[Prompt, Answer]]],
     *,
-    rows_at: Callable[[int], int],
+    batch_size_at: Callable[[int], int],
     most: int,
     free_memory: Callable[[], None],
 ) -> Iterator[tuple[int, Answer]]:
-    """(number of the prompt, its answer) as answers come to their end. At most `most` rows are asked at once, and half as
-    many as before where `answers` finds no memory for them."""
-    for chosen in batches([len(row.prompt) for row in rows], rows_at):
-        together = [rows[place] for place in chosen]
-        yield from ((row.index, Answer(ids=[], ended=CONTEXT)) for row in together if row.room < 1)
-        waiting = [row for row in together if row.room >= 1]
+    """(index of the prompt, its generation) as each ends. A batch has at most `most` prompts; the limit is halved where
+    `generate` runs out of memory."""
+    for chosen in batches([len(one.prompt) for one in prompts], batch_size_at):
+        together = [prompts[place] for place in chosen]
+        yield from ((one.index, Answer(ids=[], ended=CONTEXT)) for one in together if one.max_new < 1)
+        waiting = [one for one in together if one.max_new >= 1]
         while waiting:
-            asked, burst = waiting[:most], False
+            batch, out_of_memory = waiting[:most], False
             try:
-                for row, answer in answers(asked):
-                    waiting.remove(row)
-                    yield row.index, answer
+                for one, answer in generate(batch):
+                    waiting.remove(one)
+                    yield one.index, answer
             except DoesNotFitError:
-                if len(asked) == 1:
+                if len(batch) == 1:
                     raise
-                burst = True
-            if burst:  # not above: there, the error still holds on to what did not fit
-                most = len(asked) // 2
-                logger.warning("No memory for %d answers at once: going on with %d", len(asked), most)
+                out_of_memory = True
+            if out_of_memory:  # not above, where the error still refers to the tensors
+                most = len(batch) // 2
+                logger.warning("Generation: out of memory with batch size %d, continuing with %d", len(batch), most)
                 free_memory()
 
 
-def batches(lengths: Sequence[int], rows_at: Callable[[int], int]) -> Iterator[list[int]]:
-    """Numbers of prompts to be asked together, the longest first: what needs the most memory comes before all else.
-
-    `rows_at` says how many prompts of a length fit."""
+def batches(lengths: Sequence[int], batch_size_at: Callable[[int], int]) -> Iterator[list[int]]:
+    """Indices of the prompts of each batch, the longest first, which need the most memory. `batch_size_at` gives the batch size
+    for a length."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     while order:
-        rows = max(1, rows_at(lengths[order[0]]))
-        yield order[:rows]
-        del order[:rows]
+        size = max(1, batch_size_at(lengths[order[0]]))
+        yield order[:size]
+        del order[:size]
 
 
 def random_keys(seed: int, index: int, count: int) -> list[int]:
-    """64 bits for each of the first `count` tokens of prompt `index`: the same in whatever batch it is asked."""
+    """64 bits for each of the first `count` tokens of prompt `index`, in whatever batch it is."""
     return [
         int.from_bytes(hashlib.sha256(f"{seed}/{index}/{place}".encode()).digest()[:8], "big", signed=True)
         for place in range(count)

@@ -25,8 +25,9 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from tunix_rt.errors import InputError, StorageError, TunixError
+from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.gguf import BESIDE, MANIFEST, OTHER_CACHE, SCHEMA, read_manifest
-from tunix_rt.storage import settle_files, storage, sync_folder, write_json
+from tunix_rt.storage import staged_folder, storage, write_json
 
 VERSIONS = (2, 3)
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -36,8 +37,8 @@ GIB = 2**30
 WITH_CONFIG = "put the config.json of the original model beside the file, or use the model's safetensors"
 # No weights but factors of the rotation, one for each frequency: Llama 3 and its long context.
 ROTATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Gemmas of 27B divide their scores by a number that stands in config.json alone.
-LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+# Layers of the models whose attention scale only config.json contains (Gemma 27B), by GGUF architecture.
+LAYERS_WITHOUT_SCALE = {family.gguf: family.gguf_layers_without_scale for family in FAMILIES.values() if family.gguf}
 # Where a file does not say whether a text begins with the token for it: kinds of tokenizers for which llama.cpp puts it.
 BEGINS_WITH_BOS = {"tokenizer.ggml.model": {"llama"}, "tokenizer.ggml.pre": {"llama3", "llama-v3", "llama-bpe"}}
 
@@ -85,19 +86,10 @@ def convert(file: Path, place: Path, *, with_weights: bool) -> None:
         with FileLock(place.with_name(f"{place.name}.lock")):
             if read_manifest(place) is not None:
                 return
-            building = place.with_name(f".building-{place.name}")
-            shutil.rmtree(building, ignore_errors=True)  # its maker was killed: the lock is ours now
-            building.mkdir()
-            try:
-                about = _fill(building, file, with_weights=with_weights)
-                about["files"] = {path.name: path.stat().st_size for path in sorted(building.iterdir())}
-                write_json(building / MANIFEST, about)
-                settle_files(building)
-                shutil.rmtree(place, ignore_errors=True)  # damaged, or it would have been read
-                building.rename(place)
-                sync_folder(place.parent)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
+            with staged_folder(place, replace=True, fix=OTHER_CACHE) as staged:
+                about = _fill(staged, file, with_weights=with_weights)
+                about["files"] = {path.name: path.stat().st_size for path in sorted(staged.iterdir())}
+                write_json(staged / MANIFEST, about)
 
 
 def _fill(building: Path, file: Path, *, with_weights: bool) -> dict[str, Any]:
@@ -142,8 +134,8 @@ def _config_of(file: Path, header: Header, nothing: str) -> Any:
     config = transformers.AutoConfig.from_pretrained(nothing, gguf_file=str(file), local_files_only=True)
     # The tables themselves are right where the file's facts are silent, or count tokens that have no row.
     config.vocab_size = header.rows("token_embd.weight") or config.vocab_size
-    if config.model_type == "gpt2":
-        config.n_positions = header.rows("position_embd.weight") or config.n_positions
+    if positions := header.rows("position_embd.weight"):  # learned: GPT-2
+        config.n_positions = positions
     return config
 
 
@@ -154,7 +146,7 @@ def _refuse_lost_settings(file: Path, header: Header) -> None:
     rotation = next((tensor.name for tensor in header.tensors if tensor.name in ROTATION), None)
     if rotation is not None or scaling != "none":
         lost = f"a scaled rotation ({rotation or scaling})"
-    elif kind in LAYERS_OF_27B and LAYERS_OF_27B[kind] == header.facts.get(f"{kind}.block_count"):
+    elif LAYERS_WITHOUT_SCALE.get(kind) == header.facts.get(f"{kind}.block_count", 0):
         lost = "the scale of the attention of a 27B model"
     else:
         return

@@ -1,1 +1,1 @@
-"""Did the model learn? Outputs are judged by pure functions (`score`), before is set against after (`report`)."""
+"""Evaluation: generations for an eval set, their comparison before and after training, and the report."""

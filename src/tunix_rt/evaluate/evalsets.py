@@ -1,6 +1,6 @@
 """Eval sets by name: a shipped key, a file of questions, or any dataset whose records are questions with a final answer.
 
-`load_evalset` refuses the first record that cannot be asked; `validate_evalset` looks at all of them and counts.
+`load_evalset` refuses the first record that cannot be scored; `validate_evalset` checks all of them and counts.
 """
 
 import json
@@ -20,9 +20,9 @@ from tunix_rt import assets
 from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import detect_format, readings, to_sample
 from tunix_rt.data.readers import Raw, parse, read_raw
+from tunix_rt.data.records import EvalItem, Sample, first_problem
 from tunix_rt.data.sources import KEY, Dataset, find_dataset, find_evalset
 from tunix_rt.data.text import fold
-from tunix_rt.data.trace import EvalItem, Sample, first_problem
 from tunix_rt.data.validation import PLACES, Finding
 from tunix_rt.data.validation import RULES as DATA_RULES
 from tunix_rt.errors import InputError
@@ -36,19 +36,18 @@ ITEMS = "items"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """The questions to ask, in the order of the file. With a `limit` they are a part of its `rows`, drawn by `seed`."""
+    """Questions in the order of the file. With a `limit` they are a sample of its `rows`, drawn by `seed`."""
 
     key: str
     format: str
     sha256: str
-    """Of the whole file, also when a part is asked."""
+    """Of the whole file, also of a sample."""
     rows: int
     items: tuple[EvalItem, ...]
     seed: int | None = None
-    """None when all rows are asked."""
+    """None when it has all rows."""
 
-    @property
-    def sentence(self) -> str:
+    def describe(self) -> str:
         count = f"{len(self.items):,} question{'s' if len(self.items) != 1 else ''}"
         if self.seed is None:
             return f"{self.key}: all {count}" if len(self.items) > 1 else f"{self.key}: {count}"
@@ -56,39 +55,30 @@ class EvalSet:
 
 
 def load_evalset(name: str, *, limit: int | None = None, seed: int = 0) -> EvalSet:
-    """The eval set or dataset `name`: a key, a path, or whatever else names a dataset.
+    """The eval set or dataset `name`: a key, a path, or any other name of a dataset.
 
     With a `limit` below the number of rows, that many are drawn: the same ones for the same file, limit and seed. An empty
-    set, an id given twice or a record that is no question with one answer is an InputError with file and line.
+    set, a repeated id or a record that is not a question with one answer is an InputError with file and line.
     """
     if limit is not None and limit < 1:
-        raise InputError(f"a limit of {limit} questions leaves none to ask", fix="give a limit of 1 or more")
+        raise InputError(f"a limit of {limit} questions leaves none", fix="give a limit of 1 or more")
     source = _find(name)
     items: list[EvalItem] = []
     seen: dict[str, str] = {}
-    for where, found in _rows(source):
-        if isinstance(found, InputError):
-            raise found
-        if (first := seen.setdefault(found.id, where)) != where:
+    for where, item in _rows(source):
+        if isinstance(item, InputError):
+            raise item
+        if (first := seen.setdefault(item.id, where)) != where:
             raise InputError(
-                f"{where}: id {found.id!r} is used twice, first at {first}", fix="give every question an id of its own"
+                f"{where}: id {item.id!r} is used twice, first at {first}", fix="give every question an id of its own"
             )
-        items.append(found)
-    drawn = limit is not None and limit < len(items)
-    return EvalSet(
-        key=name,
-        format=source.format,
-        sha256=source.dataset.sha256,
-        rows=len(items),
-        items=tuple(_drawn(items, limit, seed) if limit is not None and drawn else items),
-        seed=seed if drawn else None,
-    )
-
-
-def _drawn(items: Sequence[EvalItem], limit: int, seed: int) -> Iterator[EvalItem]:
+        items.append(item)
+    known: dict[str, Any] = {"key": name, "format": source.format, "sha256": source.dataset.sha256, "rows": len(items)}
+    if limit is None or limit >= len(items):
+        return EvalSet(items=tuple(items), **known)
     generator = np.random.Generator(np.random.PCG64([seed, len(items)]))
-    places = generator.choice(len(items), size=limit, replace=False)
-    return (items[place] for place in sorted(places.tolist()))
+    chosen = sorted(generator.choice(len(items), size=limit, replace=False).tolist())
+    return EvalSet(items=tuple(items[place] for place in chosen), seed=seed, **known)
 
 
 # --- from a name to records ------------------------------------------------------------------------------------------
@@ -128,7 +118,7 @@ def _unknown(name: str) -> InputError:
 
 
 def _holds_items(dataset: Dataset) -> bool:
-    """By its first record: a prompt that no format of a dataset reads. So a missing answer is named as just that."""
+    """By its first record: a prompt that no dataset format reads. So a missing answer is reported as such."""
     with closing(read_raw(dataset)) as records:
         raw = next(records)
     record = parse(raw, dataset.place(raw.file, raw.line))
@@ -136,14 +126,14 @@ def _holds_items(dataset: Dataset) -> bool:
 
 
 def _section(dataset: Dataset) -> str:
-    """A name for what was not asked for by a key: that of the file, or of the folder of a dataset of ours."""
+    """A section name for a dataset without a key: that of its file, or of the folder of one in our layout."""
     path = dataset.files[0].path if len(dataset.files) == 1 else Path(dataset.key.rpartition(":")[2])
     name = path.parent.name if path.name == "dataset.jsonl" else path.name.split(".")[0]
     return re.sub(r"[^\w-]+", "", name) or "all"
 
 
 def _rows(source: _Source) -> Iterator[tuple[str, EvalItem | InputError]]:
-    """Every record with its place: an item, or what is wrong with it."""
+    """Every record with its file and line: an item, or what is wrong with it."""
     for number, raw in enumerate(read_raw(source.dataset), start=1):
         where = source.dataset.place(raw.file, raw.line)
         try:
@@ -161,7 +151,7 @@ def _item(raw: Raw, number: int, source: _Source, where: str) -> EvalItem:
             fix="give it its answer, or remove it",
         )
     try:
-        return EvalItem.model_validate(record if source.format == ITEMS else _asked(record, number, source, where))
+        return EvalItem.model_validate(record if source.format == ITEMS else _fields(record, number, source, where))
     except ValidationError as error:
         wrong, words = first_problem(error)
         raise InputError(
@@ -172,29 +162,29 @@ def _item(raw: Raw, number: int, source: _Source, where: str) -> EvalItem:
 _ANSWER_FIELD = {ITEMS: "answer", "trace": "final_answer", "gsm8k": "answer"}
 
 
-def _asked(record: dict[str, Any], number: int, source: _Source, where: str) -> dict[str, Any]:
-    """The fields of an item, out of a record of a dataset."""
+def _fields(record: dict[str, Any], number: int, source: _Source, where: str) -> dict[str, Any]:
+    """The fields of an item, from a record of a dataset."""
     sample = to_sample(record, source.format, where)
     answer = _answer(sample)
     if answer is None or [turn.role for turn in sample.turns if turn.role != "assistant"] != ["user"]:
         raise InputError(
-            f"{where}: not one question with one final answer, so it cannot be asked and scored",
+            f"{where}: not one question with one final answer, so it cannot be scored",
             fix="name a dataset of traces, of GSM8K records or of completions with an answer block; or an eval set",
         )
     given = record.get("id")
     meta = record.get("meta") if source.format == "trace" else None
-    told = meta if isinstance(meta, dict) else {}
+    meta = meta if isinstance(meta, dict) else {}
     return {
         "id": f"{source.section}-{number:05d}" if _blank(given) or not isinstance(given, str) else given,
         "prompt": sample.question,
         "answer": answer,
         "section": source.section,
-        **{name: told[name] for name in ("category", "template", "difficulty") if isinstance(told.get(name), str)},
+        **{name: meta[name] for name in ("category", "template", "difficulty") if isinstance(meta.get(name), str)},
     }
 
 
 def _stated(value: object, format: str) -> object:
-    """The answer in its field; of GSM8K what stands behind the last ####, where one stands."""
+    """The answer in its field; of GSM8K the text behind the last ####."""
     return value.rpartition("####")[2] if format == "gsm8k" and isinstance(value, str) else value
 
 
@@ -203,34 +193,34 @@ def _blank(value: object) -> bool:
 
 
 def _answer(sample: Sample) -> str | None:
-    """Of a trace its own; of a completion what its answer block holds."""
+    """Of a trace its final answer; of a completion the content of its answer block."""
     if sample.answer is not None:
         return sample.answer
-    said = [turn.text for turn in sample.turns if turn.role == "assistant"]
-    tagged = read_answer(said[0]) if len(said) == 1 else None
+    completions = [turn.text for turn in sample.turns if turn.role == "assistant"]
+    tagged = read_answer(completions[0]) if len(completions) == 1 else None
     return None if tagged is None else tagged.answer
 
 
 # --- the validator ---------------------------------------------------------------------------------------------------
 
 RULES: Mapping[str, tuple[bool, str]] = {
-    "unreadable": (True, "a record that is no question with one answer"),
+    "unreadable": (True, "a record that is not a question with one answer"),
     "no_answer": (True, "a question whose answer is blank or missing"),
     "duplicate_id": (True, "an id that another question has"),
-    "conflicting_answers": (True, "a question that is asked before, with another answer"),
-    "unscorable": (True, "an answer that the rules would not accept even from a model that gives exactly it"),
+    "conflicting_answers": (True, "a repeated question with another answer"),
+    "unscorable": (True, "an answer that scoring rejects even from a model that gives exactly it"),
     "overlap_exact": (True, DATA_RULES["overlap_exact"].finds),
     "overlap_normalised": (True, DATA_RULES["overlap_normalised"].finds),
     "overlap_ngram": (True, DATA_RULES["overlap_ngram"].finds),
-    "duplicate_prompt": (False, "a question that is asked before, with the same answer: it counts twice"),
-    "only_in_tags": (False, "an answer that is found in its tags only, not at the end of a sentence"),
+    "duplicate_prompt": (False, "a repeated question with the same answer: it counts twice"),
+    "only_in_tags": (False, "an answer that is right in its tags only, not at the end of a sentence"),
     "read_as_words": (
         False,
         "an answer with a number that is compared as words: the same value in another spelling is wrong",
     ),
     "answer_in_prompt": (
         False,
-        "an answer that stands in the question, by chance or by choice, where it can be copied",
+        "an answer that occurs in the question, by chance or by choice, where it can be copied",
     ),
 }
 """Name -> whether it is an error (else a warning), and what it finds."""
@@ -245,15 +235,14 @@ class EvalFinding(Finding):
     def refuses(self) -> bool:
         return RULES[self.rule][0]
 
-    @property
-    def sentence(self) -> str:
+    def describe(self) -> str:
         word = "error" if self.refuses else "warning"
         return f"{word}: {self.rule}: {self.count:,} x {RULES[self.rule][1]}; first {self.first}: {self.seen}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What was found in an eval set, errors first, and how many questions of each kind it has."""
+    """Findings about an eval set, errors first, and how many questions of each kind it has."""
 
     key: str
     items: int
@@ -269,9 +258,9 @@ class Validation:
 
 
 def validate_evalset(name: str, *, dataset: str | None = None) -> Validation:
-    """Every finding about the eval set `name`, and about what the training dataset `dataset` holds of it, if one is named.
+    """Every finding about the eval set `name`, and about its overlap with the training dataset `dataset`, if one is named.
 
-    Only what cannot be read as a file at all, and a set without a row, raises.
+    Only an unreadable file and an empty set raise.
     """
     read: list[tuple[str, EvalItem]] = []
     found: list[tuple[str, str, str]] = []
@@ -298,17 +287,17 @@ def validate_evalset(name: str, *, dataset: str | None = None) -> Validation:
 
 
 def _doubled(read: Sequence[tuple[str, EvalItem]]) -> Iterator[tuple[str, str, str]]:
-    """(rule, place, what is seen) for ids and questions that were there before. Case and marks make no other question."""
+    """(rule, place, what is there) for repeated ids and questions. Case and punctuation make no other question."""
     ids: dict[str, str] = {}
-    asked: dict[str, tuple[str, EvalItem]] = {}
+    prompts: dict[str, tuple[str, EvalItem]] = {}
     for where, item in read:
         if (first := ids.setdefault(item.id, where)) != where:
             yield "duplicate_id", where, f"{item.id!r}, first at {first}"
-        before, earlier = asked.setdefault(fold(item.prompt) or item.prompt, (where, item))
+        before, earlier = prompts.setdefault(fold(item.prompt) or item.prompt, (where, item))
         if before == where:
             continue
         if _accepts(earlier.answer, item.answer):
-            yield "duplicate_prompt", where, f"asked at {before}"
+            yield "duplicate_prompt", where, f"first at {before}"
         else:
             yield "conflicting_answers", where, f"{item.answer!r}, and {earlier.answer!r} at {before}"
 
@@ -337,7 +326,7 @@ def _about_answer(item: EvalItem) -> Iterator[tuple[str, str]]:
 
 
 def _overlaps(read: Sequence[tuple[str, EvalItem]], name: str) -> Iterator[tuple[str, str, str]]:
-    """What the training data holds. A place here is one of the training data."""
+    """Overlap with the training data. A place here is one of the training data."""
     dataset = find_dataset(name)
     format = detect_format(dataset)
     questions = questions_of(item for _, item in read)
@@ -345,7 +334,7 @@ def _overlaps(read: Sequence[tuple[str, EvalItem]], name: str) -> Iterator[tuple
         where = dataset.place(raw.file, raw.line)
         match = find_overlap(to_sample(parse(raw, where), format, where), questions)
         if match is not None:
-            yield match.rule, where, f"{read[match.item][0]} asks it too ({match.shared!r})"
+            yield match.rule, where, f"{read[match.item][0]} shares {match.shared!r}"
 
 
 def _counted(found: Iterable[tuple[str, str, str]]) -> Iterator[EvalFinding]:

@@ -1,28 +1,33 @@
-"""Ask the model every question of an eval set and write down what it said and how it scored."""
+"""Generations for an eval set: prompted, scored, written into a run folder, and read back from one."""
 
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from tunix_rt.data.records import EvalItem
 from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.data.trace import EvalItem
-from tunix_rt.engines.base import Progress
+from tunix_rt.engines.base import Backend, Engine, Progress
 from tunix_rt.engines.decoding import Decoding
+from tunix_rt.errors import InputError, TunixError
+from tunix_rt.evaluate.comparison import NAMES, Side
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.scoring.score import Prediction, Scores, Tags, judge, score_predictions
-from tunix_rt.storage import append_jsonl, to_plain, write_json, write_jsonl
+from tunix_rt.storage import append_jsonl, read_json, to_plain, write_json, write_jsonl
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What is asked and how: the same for base and tuned, or their answers cannot be compared."""
+    """The prompts and how generations are decoded: the same for both sides of a comparison."""
 
     items: Sequence[EvalItem]
     tokenizer: Tokenizer
@@ -34,31 +39,31 @@ class Questions:
         return Tags(reasoning=self.style.reasoning_tag, answer=self.style.answer_tag)
 
     def settings(self) -> dict[str, Any]:
-        """What decides the tokens that are given and how the next are chosen."""
-        said = (self.style.template.sha256, self.style.system_instruction, *self.tags)
-        style = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        """Everything that decides the prompt tokens and the choice of the next ones."""
+        parts = (self.style.template.sha256, self.style.system_instruction, *self.tags)
+        style = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         tags = {"reasoning_tag": self.tags.reasoning, "answer_tag": self.tags.answer}
         return self.decoding.settings() | tags | {"style": style, "tokenizer": self.tokenizer.sha256}
 
 
 def decoding_of(style: Style, *, max_new_tokens: int, **more: Any) -> Decoding:
-    """Greedy unless said otherwise, and over at the closing tag of the answer."""
+    """Greedy by default, and stopped by the closing tag of the answer."""
     return Decoding(max_new_tokens=max_new_tokens, closing=f"</{style.answer_tag}>", **more)
 
 
-def ask(
-    backend: Any,
-    engine: Any,
+def generate_predictions(
+    backend: Backend,
+    engine: Engine,
     questions: Questions,
     *,
     what: str,
-    rows_at: Callable[[int], int],
+    batch_size_at: Callable[[int], int],
     progress: Progress,
     stop: Callable[[], None],
 ) -> list[Prediction]:
-    """An answer to every item, judged, in the order of the items.
+    """A scored generation for every item, in the order of the items.
 
-    `stop` is called as answers come, so that it may raise: a long evaluation can be interrupted.
+    `stop` is called after each one and may raise: a long evaluation can be interrupted.
     """
     tokenizer, items, began = questions.tokenizer, questions.items, time.monotonic()
     prompts = [prompt_ids(item.prompt, tokenizer, questions.style) for item in items]
@@ -70,7 +75,7 @@ def ask(
         stop_ids=stop_ids(tokenizer, questions.style),
         pad_id=tokenizer.pad_id,
         decode=tokenizer.decode,
-        rows_at=rows_at,
+        batch_size_at=batch_size_at,
     ):
         answers[index] = answer
         progress(what, len(answers), len(items), _pace(len(answers), len(items), time.monotonic() - began))
@@ -92,36 +97,131 @@ def ask(
 
 
 def _pace(done: int, total: int, seconds: float) -> str:
-    """Questions per second and the time that is left at this pace. The longest prompts come first: seldom too short."""
-    left = seconds / done * (total - done)
-    return (
-        f"{done / max(seconds, 1e-9):,.1f}/s, {left:,.0f} s left"
-        if total > done
-        else f"{done / max(seconds, 1e-9):,.1f}/s"
-    )
+    """Questions per second and the time left at this pace. The longest prompts come first, so it is seldom too short."""
+    rate = f"{done / max(seconds, 1e-9):,.1f}/s"
+    return f"{rate}, {seconds / done * (total - done):,.0f} s left" if total > done else rate
 
 
 def evaluate_model(
-    backend: Any, engine: Any, questions: Questions, *, when: str, run: RunDir, **asking: Any
+    backend: Backend, engine: Engine, questions: Questions, *, when: str, run: RunDir | None, **generation: Any
 ) -> tuple[list[Prediction], Scores]:
-    """`ask`, scored; `eval/<when>.json` and the predictions are written. Interrupted, it leaves no file."""
-    predictions = ask(backend, engine, questions, what=f"evaluate {when}", **asking)
+    """`generate_predictions`, scored; with a `run`, `eval/<when>.json` and the predictions are written when all are complete."""
+    predictions = generate_predictions(backend, engine, questions, what=f"evaluate {when}", **generation)
     scores = score_predictions(predictions, when=when)
-    write_jsonl(run.predictions(when), list(predictions))
-    write_json(run.scores(when), scores)
+    if run is not None:
+        write_jsonl(run.predictions(when), list(predictions))
+        write_json(run.scores(when), scores)
     return predictions, scores
 
 
-def read_along(backend: Any, engine: Any, questions: Questions, run: RunDir, rows: int, step: int) -> None:
-    """Answers to a few questions while training goes on: appended to `eval/samples.jsonl`, the first one said."""
+def sample_during_training(
+    backend: Backend, engine: Engine, questions: Questions, run: RunDir, rows: int, step: int
+) -> None:
+    """Generations for a few prompts, appended to `eval/samples.jsonl`; the first one is logged."""
     silent: dict[str, Any] = {"progress": lambda *_: None, "stop": lambda: None}
-    answers = ask(backend, engine, questions, what="samples", rows_at=lambda length: rows, **silent)
-    append_jsonl(run.samples_along, [{"step": step, **to_plain(answer)} for answer in answers])
-    right = sum(answer.lenient for answer in answers)
-    said = " / ".join(part for part in answers[0].output.splitlines() if part.strip())
-    logger.info("step %d  samples: %d of %d right; %r", step, right, len(answers), said[:120])
+    samples = generate_predictions(
+        backend, engine, questions, what="samples", batch_size_at=lambda length: rows, **silent
+    )
+    append_jsonl(run.samples_along, [{"step": step, **to_plain(sample)} for sample in samples])
+    right = sum(sample.lenient for sample in samples)
+    text = " / ".join(part for part in samples[0].output.splitlines() if part.strip())
+    logger.info("step %d  samples: %d of %d right (lenient); %r", step, right, len(samples), text[:120])
 
 
 def stop_ids(tokenizer: Tokenizer, style: Style) -> list[int]:
-    """Tokens that end an answer: end-of-sequence, and the end of a turn where the template has one of its own."""
+    """Tokens that end a generation: end-of-sequence, and the end of a turn where the template has one of its own."""
     return sorted({tokenizer.eos_id, style.template.end_id} - {-1})
+
+
+# --- read back --------------------------------------------------------------------------------------------------------
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """The lines of an `eval/predictions-*.jsonl`; an invalid line is an InputError that names it."""
+    adapter = TypeAdapter(Prediction)
+    predictions = []
+    try:
+        # Not `splitlines`: an output may contain U+2028, which JSON leaves as it is.
+        lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}", fix="evaluate again") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            predictions.append(adapter.validate_json(line, strict=True))
+        except ValidationError as error:
+            raise InputError(f"{path}:{number}: {_first_mistake(error)}", fix="evaluate again") from error
+    return predictions
+
+
+def read_scores(path: Path) -> Scores:
+    """The scores in an `eval/before.json` or `eval/after.json`; anything else is an InputError."""
+    try:
+        return TypeAdapter(Scores).validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise InputError(f"{path}: {_first_mistake(error)}", fix="evaluate again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error}", fix="evaluate again") from error
+
+
+def _first_mistake(error: ValidationError) -> str:
+    first: Mapping[str, Any] = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+def read_side(folder: Path) -> Side:
+    """The generations in the folder of a run (those after training) or of `tunix-rt evaluate`, under the folder's name."""
+    return _side(folder, folder.name or str(folder), "after", "answers")
+
+
+def read_both(folder: Path) -> tuple[Side, Side]:
+    """The two sides in one folder: before and after training, or the two models of `tunix-rt evaluate --against`."""
+    if not RunDir(folder).predictions("base").is_file():
+        before, after = NAMES
+        return _side(folder, before, "before", is_moment=True), _side(folder, after, "after", is_moment=True)
+    names = _summary(RunDir(folder)).get("models")
+    first, second = "base", folder.name or str(folder)
+    match names:
+        case [str(one), str(other)] if one != other:
+            first, second = one, other
+    return _side(folder, first, "base"), _side(folder, second, "answers")
+
+
+def _side(folder: Path, name: str, *whens: str, is_moment: bool = False) -> Side:
+    run = RunDir(folder)
+    path = next((path for when in whens if (path := run.predictions(when)).is_file()), None)
+    if path is None:
+        raise InputError(
+            f"{folder} has no predictions to compare (no {' or '.join(run.predictions(when).name for when in whens)})",
+            fix="name the folder of a finished `tunix-rt train`, or the --output of `tunix-rt evaluate`",
+        )
+    summary = _summary(run)
+    model = ""
+    match summary.get("models"):
+        case [str(only)]:
+            model = only
+        case [str(base), str(tuned)]:
+            model = base if whens[0] == "base" else tuned
+    return Side(
+        name=name,
+        predictions=read_predictions(path),
+        decoding=_decoding(run, summary),
+        is_moment=is_moment,
+        model=model,
+        computed={key: value for key in ("dtype", "device") if isinstance(value := summary.get(key), str)},
+    )
+
+
+def _summary(run: RunDir) -> dict[str, Any]:
+    content = read_json(run.eval_summary) if run.eval_summary.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _decoding(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """How the generations were decoded; empty for a folder without eval_summary.json."""
+    if not run.eval_summary.is_file():
+        return {}
+    try:
+        return dict(summary["decoding"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TunixError(f"{run.eval_summary}: decoding is missing", fix="evaluate again") from error

@@ -1,5 +1,5 @@
 """The checks of L1: everything that follows from recorded facts, computed again without a model. Pure functions of a `Run`;
-each yields one sentence per problem."""
+each yields one line per problem."""
 
 import hashlib
 import math
@@ -43,7 +43,7 @@ def commitment(run: Run) -> Iterator[str]:
     data = run.record.data("config.yaml", MOST_CONFIG) or b""
     yield from differs(file, "config_sha256", committed.config_sha256, hashlib.sha256(data).hexdigest())
     training = config.training
-    seeds = {"seed": training.seed, "data_seed": training.seed if training.data_seed is None else training.data_seed}
+    seeds = {"seed": training.seed, "data_seed": training.resolved_data_seed}
     yield from differs(file, "seeds", committed.seeds.model_dump(), seeds)
     yield from differs(file, "dataset.key", committed.dataset.key, config.data.dataset)
     yield from differs(file, "base_model.name", committed.base_model.name, config.model.model_name_or_path)
@@ -162,7 +162,7 @@ def heldout(run: Run) -> Iterator[str]:
 
 
 def checkpoints(run: Run) -> Iterator[str]:
-    """Checkpoints lie where the settings make them or a process stopped; each belongs to its line and to the run's hashes."""
+    """Checkpoints are at the steps of the settings, or where a process stopped; each matches its line and the run's hashes."""
     entries, file, training = run.record.checkpoints, f"{run.where}checkpoints.json", run.config.training
     steps = [entry.step for entry in entries]
     due = {run.total}
@@ -274,7 +274,7 @@ def gpu(run: Run) -> Iterator[str]:
     if not any(sample.pid in pids and sample.used_bytes > 0 for sample in samples):
         yield f"{run.where}result.json: no sample of GPU memory under a process id of the run"
     for warning in run.result.warnings or ():
-        if any(words.casefold() in warning.casefold() for words in MISFIT_WORDS):
+        if any(phrase.casefold() in warning.casefold() for phrase in MISFIT_WORDS):
             yield f"{run.where}result.json: a warning about the compute capability: {shown(warning)}"
 
 

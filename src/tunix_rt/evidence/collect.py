@@ -2,13 +2,13 @@
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunix_rt import assets
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import ConfigError, EvidenceError
 from tunix_rt.evidence.checks import may_stay_out
 from tunix_rt.evidence.examine import examine
@@ -21,7 +21,7 @@ from tunix_rt.runs.checksums import RUN_SUMS, SUMS, copy_regular, few, write_sum
 from tunix_rt.runs.folder import RunDir, checkpoint_name
 from tunix_rt.runs.record import MANIFEST, README
 from tunix_rt.runs.source import NEWEST_COMMITS, find_commit
-from tunix_rt.storage import settle_files, storage, sync_folder, write_json, write_text
+from tunix_rt.storage import staged_folder, write_json, write_text
 
 MIB = 2**20
 _PLACE = re.compile(r"(?<![\w./:])(?:/(?:tmp|root|home|work|Users)/|[A-Z]:\\)[^\s\"',;:]*")
@@ -30,7 +30,7 @@ _UNSCANNED = re.compile(
 )
 """Weights, numbers and vocabularies."""
 _OF_MACHINES = re.compile(r"(?:cpu/)?(?:[^/]*\.txt|doctor\.json|result\.json)")
-"""Where `Basic` and `Bearer` start a header; in settings, questions and answers they are words: "a basic salary"."""
+"""Where `Basic` and `Bearer` start a header; in settings, questions and answers they are plain English: "a basic salary"."""
 _TWO_WORDS = re.compile(r"(?i)\b(?:bearer|basic) +")
 
 
@@ -45,7 +45,7 @@ class Extras:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
+class Bundle:
     """The content of run_manifest.json, and each line of a copied file that contains a path of this machine."""
 
     manifest: dict[str, Any]
@@ -55,7 +55,7 @@ class Collected:
 def collect(
     folder: Path, output: Path, *, cpu_folder: Path | None, repository: Path, run_id: str | None = None,
     without_cpu: bool = False, extras: Extras | None = None, refs: Sequence[str] = (),
-) -> Collected:  # fmt: skip
+) -> Bundle:  # fmt: skip
     """Make the bundle `output` of the run in `folder`, named `run_id` or like `output`. Nothing is written before the run has
     passed every check of L1, its commit is found from `refs` and its CPU run fits."""
     output = Path(os.path.abspath(output))
@@ -73,7 +73,7 @@ def collect(
         names = [SUMS, *(name for name in cpu.record.run_sums if not may_stay_out(name))]
         copies |= {f"cpu/{name}": (cpu_folder, name) for name in names}
     places = _write(output, copies, manifest, external_inputs(run))
-    return Collected(manifest=manifest, places=places)
+    return Bundle(manifest=manifest, places=places)
 
 
 def _refuse_output(output: Path, *runs: Path | None) -> None:
@@ -111,7 +111,7 @@ def _companion(run: Run, cpu_folder: Path | None, *, without: bool) -> Run | Non
         problem = "--cpu-run and --without-cpu-run exclude each other" if without else "the run itself is on the CPU"
         raise ConfigError(problem, fix="leave --cpu-run out")
     if cpu_folder is None:
-        if without or run.device == "cpu" or run.backend != "torch":
+        if without or run.device == "cpu" or not CAPABILITIES[run.backend].cpu_baseline:
             return None
         train = f"tunix-rt train {run.record.root / 'config.yaml'} --device cpu --output CPU_RUN"
         raise EvidenceError(
@@ -188,26 +188,16 @@ Copies = Mapping[str, tuple[Path, str]]
 
 def _write(output: Path, copies: Copies, manifest: dict[str, Any], external: frozenset[str]) -> tuple[str, ...]:
     """Fill a folder beside `output`, verify it, and rename it. Returns the lines that contain paths of this machine."""
-    staged = output.with_name(f".staged-{output.name}")
-    with storage(output):
-        if staged.exists():  # left by a collect that was killed
-            shutil.rmtree(staged)
-        try:
-            for name, source in copies.items():
-                copy_regular(*source, staged / name)
-            write_json(staged / MANIFEST, manifest)
-            places = tuple(few(_places(staged, sorted([*copies, MANIFEST]))))
-            write_text(staged / README, readme_text(manifest, external))
-            write_sums(RunDir(staged))
-            settle_files(staged)
-            if problems := [finding.problem for finding in examine(staged, inputs=Inputs()).findings]:
-                fix = "did the run change meanwhile? Otherwise this is a defect; please report it with these lines"
-                raise EvidenceError(_listed("the bundle does not verify and was removed", problems), fix=fix)
-            staged.rename(output)
-        finally:
-            if staged.exists():
-                shutil.rmtree(staged)
-        sync_folder(output.parent)
+    with staged_folder(output) as staged:
+        for name, source in copies.items():
+            copy_regular(*source, staged / name)
+        write_json(staged / MANIFEST, manifest)
+        places = tuple(few(_places(staged, sorted([*copies, MANIFEST]))))
+        write_text(staged / README, readme_text(manifest, external))
+        write_sums(RunDir(staged))
+        if problems := [finding.problem for finding in examine(staged, inputs=Inputs()).findings]:
+            fix = "did the run change meanwhile? Otherwise this is a defect; please report it with these lines"
+            raise EvidenceError(_listed("the bundle does not verify and was removed", problems), fix=fix)
     return places
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunix_rt.errors import TunixError
-from tunix_rt.evidence.answer_checks import accuracy_of, answer_problems, answered_in
 from tunix_rt.evidence.checks import CHECKS, may_stay_out
-from tunix_rt.evidence.data_checks import data_problems
+from tunix_rt.evidence.data_checks import accuracy_of, answer_problems, answered_in, data_problems
 from tunix_rt.evidence.facts import Claim, Finding, Label, Level, Run, completed_run, level_of, missing_files
 from tunix_rt.evidence.inputs import Inputs
 from tunix_rt.evidence.manifest import companion_problems, manifest_problems
@@ -31,7 +30,7 @@ OWN = {SUMS, RUN_SUMS, MANIFEST, README}
 
 
 @dataclass(slots=True, kw_only=True)
-class Examined:
+class Examination:
     """What was found, and the facts that later levels work on."""
 
     record: RunRecord
@@ -61,9 +60,9 @@ class Examined:
 
 def examine(
     folder: Path, *, inputs: Inputs | None = None, weights: Path | None = None, may_lack_weights: bool = False
-) -> Examined:
-    """All checks of L0, then those of L1 if L0 found nothing. `weights` is where the weights lie, if not in `folder`."""
-    done, inputs = Examined(record=RunRecord(folder)), inputs or Inputs()
+) -> Examination:
+    """All checks of L0, then those of L1 if L0 found nothing. `weights` is the folder of the weights, if not `folder`."""
+    done, inputs = Examination(record=RunRecord(folder)), inputs or Inputs()
     record = done.record
     done.check("L0", "folder", lambda: record.listing.problems)
     if not done.findings:
@@ -86,7 +85,7 @@ def examine(
     return done
 
 
-def _check_files(done: Examined, record: RunRecord, weights: Path, *, may_lack_weights: bool) -> None:
+def _check_files(done: Examination, record: RunRecord, weights: Path, *, may_lack_weights: bool) -> None:
     done.check("L0", "schema", record.schema_problems)
     if done.findings:
         return
@@ -125,7 +124,7 @@ def _copy_problems(record: RunRecord) -> Iterator[str]:
             yield f"{name}: not as the run left it"
 
 
-def _check_consistency(done: Examined, inputs: Inputs) -> None:
+def _check_consistency(done: Examination, inputs: Inputs) -> None:
     record, run = done.record, done.run
     if run is not None:
         for name, check in CHECKS.items():
@@ -153,7 +152,7 @@ def _check_consistency(done: Examined, inputs: Inputs) -> None:
 
 
 def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
-    """What the run claims, with what L1 can say about it."""
+    """The claims of the run, as far as L1 checks them."""
     committed, result, model = run.commitment, run.result, run.commitment.base_model
     after = run.record.scores("after") if run.answered else None
     machine = run.record.processes[-1].machine
@@ -178,8 +177,8 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
 
 
 def _looked_up(recorded: str, found: str | None, more: str = "") -> tuple[str, Label, str]:
-    """A name is the run's own word; what has the hash is known by the name it has here."""
+    """A recorded name is self-reported; a file with the hash has the name that it has here."""
     if found is None:
-        return recorded + more, "self-reported", "none with its hash is at hand"
+        return recorded + more, "self-reported", "no file with its hash was given"
     name = found.rstrip("/").removesuffix("/dataset.jsonl").rpartition("/")[2]
     return name + more, "consistent", f"by its hash; recorded as {recorded}"

@@ -37,7 +37,7 @@ class Claim:
     """A statement of the run and how far it was checked.
 
     recomputed: the verifier computed the value itself. consistent: it follows from facts that were looked up outside of the
-    bundle or from settings, seed and rows. self-reported: only the run says so. not checked: what the check needs was not given.
+    bundle or from settings, seed and rows. self-reported: only the run states it. not checked: an input of the check is missing.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Verdict:
 
 
 def level_of(findings: Sequence[Finding], passed: Sequence[Level]) -> Level:
-    """The highest of the levels that were `passed` and lie below every one that a finding denies."""
+    """The highest of the `passed` levels below every level that a finding denies."""
     denied = min((LEVELS.index(finding.level) for finding in findings), default=len(LEVELS))
     return max((level for level in passed if LEVELS.index(level) < denied), key=LEVELS.index, default="none")
 
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def rows_per_step(self) -> int:
-        """JAX spreads its micro-batch over the devices it sees, and committed to how many rows that makes."""
+        """A JAX run shards its micro-batch over all devices, and committed to its number of rows."""
         batch = self.commitment.batch
         rows = batch.rows if batch is not None else self.config.training.per_device_train_batch_size
         return rows * self.config.training.gradient_accumulation_steps

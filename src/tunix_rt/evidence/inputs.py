@@ -114,7 +114,7 @@ def _has_files(name: str, files: Mapping[str, str], weights: str) -> bool:
 
 
 def needed(committed: Commitment) -> Iterator[tuple[str, str, str]]:
-    """(what, name, hashes in words) of everything that the run was given."""
+    """(kind, name, description of its hashes) of every input of the run."""
     model = committed.base_model
     hashes = ", ".join(f"{name} sha256 {digest}" for name, digest in sorted(model.files.items()))
     origin = f", converted from {model.converted_from}" if model.converted_from else ""

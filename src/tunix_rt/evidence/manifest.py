@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.evidence.checks import left_out
 from tunix_rt.evidence.facts import Run
 from tunix_rt.runs.checksums import SUMS, parse_object, shown
@@ -72,7 +73,7 @@ def companion_problems(run: Run, cpu: Run | None) -> Iterator[str]:
     for name in SAME:
         if getattr(run.commitment, name) != getattr(cpu.commitment, name):
             yield f"{cpu.where}precommit.json: {name} is not that of the run on {run.device}"
-    if run.backend == "torch":  # JAX spreads its batch over the devices that it sees
+    if not CAPABILITIES[run.backend].multi_device:  # else the batch depends on the visible devices
         steps = ([(line.batch, line.tokens, line.target_tokens) for line in one.metrics] for one in (run, cpu))
         if next(steps) != next(steps):
             yield f"{cpu.where}metrics.jsonl: other batches than on {run.device}"

@@ -1,6 +1,6 @@
 """README.md of a bundle, from run_manifest.json. For people: it is hashed, and nothing parses it.
 
-Names come from machines and settings of strangers: Markdown is escaped in prose, and shell words are quoted in commands.
+Names come from machines and settings of strangers: Markdown is escaped in prose, and shell arguments are quoted in commands.
 """
 
 import re
@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.runs.checksums import is_weights
 
 Stated = Mapping[str, Any]
@@ -194,7 +195,9 @@ def _reproduce(manifest: Stated, external: Collection[str]) -> Iterator[str]:
     yield _block(f"git checkout {shlex.quote(manifest.get('commit', 'COMMIT'))}", *_install(manifest))
     yield "To make a bundle of the new run:"
     cpu = ["tunix-rt train cpu/config.yaml --output ../reproduced_cpu"] if "cpu_run" in manifest else []
-    alone = " --without-cpu-run" if manifest["device"] == "cuda" and manifest["backend"] == "torch" else ""
+    alone = (
+        " --without-cpu-run" if manifest["device"] == "cuda" and CAPABILITIES[manifest["backend"]].cpu_baseline else ""
+    )
     flag = " --cpu-run ../reproduced_cpu" if cpu else alone
     yield _block(*cpu, f"tunix-rt evidence collect ../reproduced --to ../NEW_BUNDLE{flag}")
     yield "On another device or with other versions the losses agree closely, not bit by bit."
@@ -203,7 +206,7 @@ def _reproduce(manifest: Stated, external: Collection[str]) -> Iterator[str]:
 def _install(manifest: Stated) -> Iterator[str]:
     """JAX gets its CUDA libraries from an extra of its own, named as in `jax-cuda13-plugin`."""
     versions = manifest["versions"]
-    yield f'pip install -e ".[{"jax" if manifest["backend"] == "jax" else "training"}]"'
+    yield f'pip install -e ".[{CAPABILITIES[manifest["backend"]].extra}]"'
     for cuda in sorted({match[1] for name in versions if (match := re.fullmatch(r"jax-(cuda\d+)-\w+", name))}):
         yield "pip install " + shlex.quote(f"jax[{cuda}]=={versions['jax']}")
 

@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Exit:
     code: int | None
     """Exit code, negative for a signal. None: it was ended for `breach`."""
     seconds: float
@@ -52,7 +52,7 @@ class Ended:
 def run_limited(
     command: Sequence[str], *, limits: Limits, environment: Mapping[str, str], folder: Path, stdin: bytes,
     stdout: IO[bytes], stderr: IO[bytes], network: bool = True, pulse: Pulse = lambda _seconds: None,
-) -> Ended:  # fmt: skip
+) -> Exit:  # fmt: skip
     """Run `command` in `folder`. `pulse` is called with the elapsed seconds and may return new limits, of which
     `wall_seconds` and `resident_bytes` replace the present ones.
 
@@ -78,7 +78,7 @@ def run_limited(
         _refuse_failed_start(status.read().decode(), command[0])
     code = child.returncode or 0  # unknown where SIGCHLD is ignored
     breach = breach or _kernel_breach(limits, code, cpu_seconds)
-    return Ended(code=None if breach else code, seconds=time.monotonic() - started, peak_bytes=peak, breach=breach)
+    return Exit(code=None if breach else code, seconds=time.monotonic() - started, peak_bytes=peak, breach=breach)
 
 
 def _options(limits: Limits, **options: object) -> str:

@@ -25,7 +25,7 @@ _KEY = re.compile(r"(?<!\S)(?:ssh|ecdsa|sk)-[\w.@-]+\s+AAAA\S+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """A signature that holds."""
+    """A valid signature."""
 
     signer: str
     """The principal of the allowed-signers file; the fingerprint where a public key was given."""
@@ -44,7 +44,7 @@ def sign(bundle: Path, key: Path, *, overwrite: bool = False) -> Path:
     if os.path.lexists(signature) and not overwrite:
         raise ConfigError(f"{signature} exists", fix="pass --overwrite to replace the signature")
     if key.resolve().is_relative_to(bundle.resolve()):
-        raise InputError(f"{key} lies inside the bundle", fix="move the key out of it and collect the bundle again")
+        raise InputError(f"{key} is inside the bundle", fix="move the key out of it and collect the bundle again")
     good, out, err = _ssh_keygen("-Y", "sign", "-n", NAMESPACE, "-f", str(key.absolute()), stdin=sums)
     if not good:
         raise InputError(
@@ -74,7 +74,7 @@ def signer_of(bundle: Path, signed_by: Path) -> Signature:
         good, out, err = _ssh_keygen("-Y", "check-novalidate", "-n", NAMESPACE, "-s", str(copy), stdin=sums)
         if not good:
             fix = "get the bundle again from the signer: it changed after signing, or was signed for another purpose"
-            raise EvidenceError(f"{bundle}: the signature does not hold for {SUMS}: {err}", fix=fix)
+            raise EvidenceError(f"{bundle}: the signature is not valid for {SUMS}: {err}", fix=fix)
         fingerprint = out.split()[-1]
         good, out, err = _ssh_keygen("-Y", "find-principals", *files)
         principal = out.partition("\n")[0]

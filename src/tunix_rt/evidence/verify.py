@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunix_rt import errors
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, InputError, TunixError
 from tunix_rt.evidence.facts import LEVELS, Claim, Finding, Level, Verdict, level_of
 from tunix_rt.evidence.inputs import Inputs
 from tunix_rt.evidence.replay.steps import fresh_nonce
-from tunix_rt.evidence.sandbox import Ended, Limits, run_limited
+from tunix_rt.evidence.sandbox import Exit, Limits, run_limited
 from tunix_rt.evidence.sign import signer_of
 from tunix_rt.runs.checksums import SUMS, copy_regular, is_weights, list_folder
 from tunix_rt.runs.record import MANIFEST
@@ -187,7 +188,8 @@ def _computed(
     request = _request(shot, options) | {
         "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(shot.scratch),
         "segments": (options.segments or "default") if replays else None, "whole": require == "L4", "root": shot.sums_sha256,
-        "nonce": options.nonce or fresh_nonce(), "cores": about["threads"] if about["backend"] == "jax" else None,
+        "nonce": options.nonce or fresh_nonce(),
+        "cores": about["threads"] if CAPABILITIES[about["backend"]].threads_by_affinity else None,
     }  # fmt: skip
     with _source(shot, about, options) as source:
         environment = _environment(shot, source) | _threads(about)
@@ -201,9 +203,9 @@ def _computed(
     return _not_finished(ended, last_line, prepared=watch.prepared, level="L3" if replays else "L2")
 
 
-def _not_finished(ended: Ended, last_line: str, *, prepared: bool, level: Level) -> dict[str, Any]:
-    """A breach is a finding; what the machine lacks says nothing about the run and is raised."""
-    if not ended.breach and (ended.code == -9 or any(words in last_line for words in OUT_OF_MEMORY)):
+def _not_finished(ended: Exit, last_line: str, *, prepared: bool, level: Level) -> dict[str, Any]:
+    """A breach is a finding; what this machine lacks is not about the run and is raised."""
+    if not ended.breach and (ended.code == -9 or any(message in last_line for message in OUT_OF_MEMORY)):
         raise DoesNotFitError(f"could not be tried here: {last_line or 'killed'}", fix="try a machine with more memory")
     if not ended.breach and ended.code is not None and ended.code < 0 and prepared:
         raise HardwareError(f"could not be tried here: signal {-ended.code}: {last_line}", fix="try another machine")
@@ -223,7 +225,7 @@ def _failed(level: Level, problem: str) -> dict[str, Any]:
 
 
 class _Watch:
-    """Reads what the worker writes as it goes on: progress, and that the preparation is over."""
+    """Reads the lines of the worker: progress, and the end of the preparation."""
 
     def __init__(self, progress: Progress, seconds: float) -> None:
         self.progress, self.seconds, self.prepared = progress, seconds, False
@@ -243,8 +245,8 @@ class _Watch:
 def _run(
     shot: _Snapshot, request: Mapping[str, Any], limits: Limits, environment: Mapping[str, str], *,
     watch: _Watch | None = None, network: bool = True,
-) -> tuple[list[dict[str, Any]], Ended, str]:  # fmt: skip
-    """One worker. Errors that say nothing about the run are raised as they are."""
+) -> tuple[list[dict[str, Any]], Exit, str]:  # fmt: skip
+    """One worker. Errors that are not about the run are raised unchanged."""
     working = shot.scratch / "working"
     working.mkdir(exist_ok=True)
     request_file, answer = shot.scratch / "request.json", shot.scratch / "answer.jsonl"

@@ -17,7 +17,7 @@ from tunix_rt.evidence.facts import Finding
 from tunix_rt.evidence.inputs import Inputs
 
 if TYPE_CHECKING:
-    from tunix_rt.evidence.replay.replay import Made
+    from tunix_rt.evidence.replay.replay import Results
 
 
 def main(request_path: Path, answer_path: Path) -> None:
@@ -56,7 +56,7 @@ def _examine(request: Mapping[str, Any], file: IO[str]) -> dict[str, Any]:
 
 def _compute(request: Mapping[str, Any], file: IO[str]) -> dict[str, Any]:
     from tunix_rt.evidence.facts import completed_run
-    from tunix_rt.evidence.replay.replay import Made, Work, compute
+    from tunix_rt.evidence.replay.replay import Results, Work, compute
     from tunix_rt.evidence.replay.session import prepare_run
     from tunix_rt.runs.record import RunRecord
 
@@ -68,20 +68,20 @@ def _compute(request: Mapping[str, Any], file: IO[str]) -> dict[str, Any]:
     to_train = request["segments"] is not None
     try:
         with _little_memory(request["preparing_bytes"]):
-            ready = prepare_run(run, _inputs(request), to_train=to_train)
+            prepared = prepare_run(run, _inputs(request), to_train=to_train)
         _write(file, "prepared")
         made = compute(Work(
-            run=run, ready=ready, weights=Path(request["weights"]) if request["weights"] else None,
+            run=run, prepared=prepared, weights=Path(request["weights"]) if request["weights"] else None,
             weights_root=Path(request["weights_root"]), scratch=Path(request["scratch"]), segments=request["segments"],
             whole=request["whole"], root=request["root"], nonce=request["nonce"],
             progress=lambda what, done, total: _write(file, "progress", what=what, done=done, total=total),
         ))  # fmt: skip
     except EvidenceError as error:
-        made = Made(findings=[Finding(level="L3" if to_train else "L2", check="inputs", problem=error.problem)])
+        made = Results(findings=[Finding(level="L3" if to_train else "L2", check="inputs", problem=error.problem)])
     return _outcome(made)
 
 
-def _outcome(made: "Made") -> dict[str, Any]:
+def _outcome(made: "Results") -> dict[str, Any]:
     return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)} | {
         "findings": [dataclasses.asdict(one) for one in made.findings]
     }

@@ -1,8 +1,7 @@
-"""A model written for others, and proven: what plain transformers loads from the folder is what was in memory."""
+"""Export a model in Hugging Face layout; the round-trip check compares what plain transformers loads with the model in memory."""
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +13,17 @@ from typing import Any
 from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import Data, RunConfig, Training
 from tunix_rt.data.render import Style, style_of
-from tunix_rt.data.template import OURS as NAMED_TEMPLATES
+from tunix_rt.data.template import BUILT_IN
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.engines.base import load_backend
+from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError
 from tunix_rt.evaluate.generate import stop_ids
-from tunix_rt.export.roundtrip import ReloadProof, prove_folder, remember
+from tunix_rt.export.roundtrip import RoundTrip, check_folder, reference_of
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.runs.folder import RunDir, checkpoint_name, checkpoint_problems, checkpoint_step, list_checkpoints
-from tunix_rt.storage import read_json, require_space, sha256_file, storage, sync_folder, write_json
+from tunix_rt.storage import read_json, require_space, sha256_file, staged_folder, storage, write_json
 from tunix_rt.train.checkpointer import best_checkpoint
 from tunix_rt.train.commitment import began_on, read_precommit
 from tunix_rt.train.device import find_device
@@ -35,39 +34,38 @@ SCHEMA = "tunix-rt/export-proof/1"
 PROOF = "export_proof.json"
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BESIDE_BYTES = 64 * 2**20
-"""Room for tokenizer, configuration and proof."""
+"""Disk space for tokenizer, configuration and `export_proof.json`."""
 WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """A folder that was proven, and by what."""
+class Export:
+    """An exported folder and its round-trip check."""
 
     folder: Path
     model: str
     dtype: str
-    proof: ReloadProof
+    proof: RoundTrip
 
-    @property
-    def sentence(self) -> str:
-        return f"{self.model} is in {self.folder} ({self.dtype}), {self.proof.sentence}"
+    def describe(self) -> str:
+        return f"{self.model} is in {self.folder} ({self.dtype}), {self.proof.describe()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """What is exported: a model folder, its tokenizer, and how it was trained where a run says so."""
+    """What is exported: a model folder, its tokenizer, and the settings of the run that trained it."""
 
     source: ModelSource
     tokenizer: Path
     dtype: str
-    """In which its weights are kept."""
+    """Of the stored weights."""
     data: Data
     today: date | None = None
     adapted: Training | None = None
-    """Settings of a run with adapters, whose checkpoint holds them alone."""
+    """Settings of a LoRA run, whose checkpoints contain the adapters alone."""
     checkpoint: Path | None = None
     more_stops: tuple[int, ...] = ()
-    """Tokens that end a text beside those that tokenizer and template name."""
+    """Tokens that end a generation beside those of tokenizer and template."""
 
 
 def export_model(
@@ -78,10 +76,10 @@ def export_model(
     dtype: str | None = None,
     step: int | None = None,
     best: bool = False,
-) -> Exported:
-    """Write the model `name` into the folder `output`, in Hugging Face layout, with its proof beside it.
+) -> Export:
+    """Write the model `name` into the folder `output`, in Hugging Face layout, with `export_proof.json` beside it.
 
-    The folder has its name only once it is proven: what differs is an EvidenceError, and nothing is left behind."""
+    The folder gets its name after the round-trip check: a difference is an EvidenceError, and nothing is left behind."""
     refuse_address("the model", name)
     _refuse_occupied(output)
     with _find(name, step=step, best=best) as origin:
@@ -91,32 +89,18 @@ def export_model(
         require_space(output, needed, what="the exported model")
         chosen = _device(device, kind, size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype])
         place = Path(os.path.abspath(output))
-        with storage(place):
-            place.parent.mkdir(parents=True, exist_ok=True)
-        unproven = place.with_name(f".unproven-{place.name}")
-        try:
-            exported = _write_and_prove(origin, unproven, output, device=chosen, dtype=kind)
-            with storage(place):
-                if place.is_dir():
-                    place.rmdir()
-                unproven.rename(place)
-                sync_folder(place.parent)
-        finally:
-            for leftover in (unproven, unproven.with_name(f".staged-{unproven.name}")):
-                shutil.rmtree(leftover, ignore_errors=True)
-    return exported
+        with staged_folder(place) as staged:
+            return _write_and_check(origin, staged, output, device=chosen, dtype=kind)
 
 
 def _refuse_occupied(output: Path) -> None:
     with storage(output):
         if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-            raise ConfigError(
-                f"--output: {output} already holds something", fix="name a folder that does not exist yet"
-            )
+            raise ConfigError(f"--output: {output} is not empty", fix="name a folder that does not exist yet")
 
 
-def _device(asked: str, dtype: str, weights: int) -> str:
-    choice = find_device(asked, dtype)
+def _device(requested: str, dtype: str, weights: int) -> str:
+    choice = find_device(requested, dtype)
     device = choice.device
     if weights > choice.free_bytes:
         raise DoesNotFitError(
@@ -124,7 +108,7 @@ def _device(asked: str, dtype: str, weights: int) -> str:
             fix="free memory there, or export on another device",
         )
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device: a model is not exported on {device}", fix="--device cpu")
+        raise ConfigError(f"--device {device}: export needs cpu or cuda", fix="--device cpu")
     return device
 
 
@@ -133,13 +117,13 @@ def _device(asked: str, dtype: str, weights: int) -> str:
 
 @contextmanager
 def _find(name: str, *, step: int | None, best: bool) -> Iterator[_Origin]:
-    """The model of that name. A checkpoint is shown as a model folder as long as this lasts."""
+    """The model of that name. A checkpoint gets a temporary model folder."""
     run = RunDir(Path(os.path.expanduser(name)))
     is_run = os.path.isdir(run.root) and run.holds_a_run()
     if (step is not None or best) and not is_run:
-        raise ConfigError(f"{name} is no run, and has no checkpoints", fix="leave --step and --best out")
+        raise ConfigError(f"{name} is not a run: it has no checkpoints", fix="remove --step and --best")
     if step is not None and best:
-        raise ConfigError("--step and --best name two checkpoints", fix="leave one of them out")
+        raise ConfigError("--step and --best name two checkpoints", fix="remove one of them")
     if not is_run:
         yield _of_model(name)
     elif step is None and not best:
@@ -156,7 +140,7 @@ def _of_model(name: str) -> _Origin:
         tokenizer=source.folder,
         dtype=_kept_in(source),
         data=Data(),
-        more_stops=_ends_named(source.folder),
+        more_stops=_eos_ids(source.folder),
     )
 
 
@@ -169,20 +153,20 @@ def _kept_in(source: ModelSource) -> str:
     return "float32"
 
 
-def _ends_named(folder: Path) -> tuple[int, ...]:
-    """Tokens at which the folder itself says that a text ends: some models have more than one."""
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    """The eos_token_id of generation_config.json: some models have more than one."""
     path = folder / "generation_config.json"
-    said = read_json(path) if path.is_file() else {}
-    named = said.get("eos_token_id") if isinstance(said, dict) else None
+    content = read_json(path) if path.is_file() else {}
+    named = content.get("eos_token_id") if isinstance(content, dict) else None
     listed = named if isinstance(named, list) else [named]
     return tuple(number for number in listed if type(number) is int and number >= 0)
 
 
 def _of_final_model(run: RunDir) -> _Origin:
     if not run.final_model.is_dir():
-        steps = ", ".join(str(checkpoint_step(one)) for one in reversed(list_checkpoints(run.checkpoints)))
+        steps = _steps(run)
         raise InputError(
-            f"{run.root} has no final_model: the run did not get to its end",
+            f"{run.root} has no final_model: the run is not complete",
             fix=f"export a checkpoint: --step with one of {steps}" if steps else "continue it with train --resume",
         )
     source = resolve_model(str(run.final_model))
@@ -196,25 +180,28 @@ def _of_final_model(run: RunDir) -> _Origin:
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Path:
-    """The checkpoint of `step`, or the best without one; it verifies."""
+    """The checkpoint of `step`, or the best without one; its hashes are verified."""
     if step is None:
         step = best_checkpoint(run).get("best_step")
         if step is None:
             raise InputError(f"{run.root}: no checkpoint has a held-out loss", fix="name one with --step")
-    found = run.checkpoints / checkpoint_name(step)
-    if not found.is_dir():
-        steps = ", ".join(str(checkpoint_step(one)) for one in reversed(list_checkpoints(run.checkpoints)))
-        raise InputError(f"{run.root} has no checkpoint of step {step}", fix=f"there are: {steps or 'none'}")
-    if problems := checkpoint_problems(found):
-        raise EvidenceError(f"{found} is damaged: {'; '.join(problems[:3])}", fix="export another step")
-    return found
+    checkpoint = run.checkpoints / checkpoint_name(step)
+    if not checkpoint.is_dir():
+        raise InputError(f"{run.root} has no checkpoint of step {step}", fix=f"there are: {_steps(run) or 'none'}")
+    if problems := checkpoint_problems(checkpoint):
+        raise EvidenceError(f"{checkpoint} is corrupt: {'; '.join(problems[:3])}", fix="export another step")
+    return checkpoint
+
+
+def _steps(run: RunDir) -> str:
+    return ", ".join(str(checkpoint_step(one)) for one in reversed(list_checkpoints(run.checkpoints)))
 
 
 def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
-    """The weights of a checkpoint as a model folder; adapters, which are no model alone, with the model they belong to."""
+    """The weights of a checkpoint as a model folder; of adapters, their base model with them."""
     config = load_config(run.config)
     training, today = config.training, began_on(read_precommit(run))
-    base, tokenizer = _began_with(run, config, adapted=training.lora_rank is not None)
+    base, tokenizer = _base_model(run, config, adapted=training.lora_rank is not None)
     if training.lora_rank is not None:
         _refuse_another_base(run, base)
         return _Origin(
@@ -230,45 +217,45 @@ def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
 
 
 def _refuse_another_base(run: RunDir, base: ModelSource) -> None:
-    """Adapters belong to the weights they were trained beside."""
+    """Adapters belong to the base weights they were trained with."""
     committed = read_precommit(run).get("base_model", {}).get("files", {})
     changed = sorted(path.name for path in base.weight_files() if committed.get(path.name) != sha256_file(path))
     if changed:
         raise EvidenceError(
-            f"{base.name}: {', '.join(changed)} is not what the run in {run.root} began with",
-            fix="bring back the model it was trained from, or export its final model: leave --step and --best out",
+            f"{base.name}: {', '.join(changed)} differs from the base model of the run in {run.root}",
+            fix="restore the base model, or export the final model of the run: remove --step and --best",
         )
 
 
-def _began_with(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[ModelSource, Path]:
-    """The model a run began with and the folder of its tokenizer; without adapters its architecture is enough."""
+def _base_model(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[ModelSource, Path]:
+    """The base model of a run and the folder of its tokenizer; without adapters its architecture is enough."""
     if not adapted and (run.final_model / "config.json").is_file():
         return resolve_model(str(run.final_model), weights="random"), run.final_model
     named = config.model
     if adapted and named.weights == "random":
         raise InputError(
-            f"{run.root}: its checkpoints hold adapters alone, and the weights beside them were drawn at random",
-            fix="export its final model: leave --step and --best out",
+            f"{run.root}: the checkpoints contain adapters alone, and the base weights are random",
+            fix="export its final model: remove --step and --best",
         )
     weights = named.weights if adapted else "random"
     base = resolve_model(named.model_name_or_path or "", revision=named.revision, weights=weights)
     return base, resolve_tokenizer(named.tokenizer_name_or_path) if named.tokenizer_name_or_path else base.folder
 
 
-def _dtype_of(origin: _Origin, asked: str | None) -> str:
-    kind = asked or ("float32" if origin.adapted is not None or origin.dtype == "float64" else origin.dtype)
+def _dtype_of(origin: _Origin, requested: str | None) -> str:
+    kind = requested or ("float32" if origin.adapted is not None or origin.dtype == "float64" else origin.dtype)
     if origin.adapted is not None and kind != "float32":
         raise ConfigError(
-            f"--dtype {kind}: adapters are added to their weights in float32",
+            f"--dtype {kind}: adapters are merged in float32",
             fix="export in float32 first, then export that folder with --dtype",
         )
     return kind
 
 
-# --- writing and proving ---------------------------------------------------------------------------------------------
+# --- writing and checking --------------------------------------------------------------------------------------------
 
 
-def _write_and_prove(origin: _Origin, folder: Path, output: Path, *, device: str, dtype: str) -> Exported:
+def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str, dtype: str) -> Export:
     backend = load_backend("torch")
     tokenizer = load_tokenizer(origin.tokenizer, str(origin.source.config["model_type"]))
     style = style_of(origin.data, tokenizer, today=origin.today)
@@ -277,9 +264,9 @@ def _write_and_prove(origin: _Origin, folder: Path, output: Path, *, device: str
     template = style.template
     backend.save(
         engine, folder, tokenizer_folder=origin.tokenizer, stop_ids=ends,
-        chat_template=template.jinja if template.name in NAMED_TEMPLATES else None,
+        chat_template=template.jinja if template.name in BUILT_IN else None,
     )  # fmt: skip
-    proof = _prove(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
+    checked = _check(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
     with storage(folder):
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
     source = origin.source
@@ -287,36 +274,36 @@ def _write_and_prove(origin: _Origin, folder: Path, output: Path, *, device: str
     facts: dict[str, Any] = {"model": model, "revision": source.revision, "dtype": dtype, "files": files}
     if source.converted_from is not None:
         facts["converted_from"] = source.converted_from
-    write_json(folder / PROOF, {"schema": SCHEMA, **facts, "proof": asdict(proof)})
-    return Exported(folder=output, model=model, dtype=dtype, proof=proof)
+    write_json(folder / PROOF, {"schema": SCHEMA, **facts, "proof": asdict(checked)})
+    return Export(folder=output, model=model, dtype=dtype, proof=checked)
 
 
-def _load(backend: Any, origin: _Origin, *, device: str, dtype: str) -> Any:
+def _load(backend: Backend, origin: _Origin, *, device: str, dtype: str) -> Engine:
     if origin.adapted is None or origin.checkpoint is None:
-        return backend.load_to_ask(origin.source, device=device, dtype=dtype)
+        return backend.load_for_inference(origin.source, device=device, dtype=dtype)
     engine = backend.load(origin.source, device=device, training=origin.adapted)
     optimizer = backend.make_optimizer(engine, origin.adapted)  # of the adapters alone: it is small
     backend.restore_state(engine, optimizer, origin.checkpoint, step=checkpoint_step(origin.checkpoint))
     return engine
 
 
-def _prove(
-    backend: Any, engine: Any, folder: Path, *, tokenizer: Tokenizer, style: Style, ends: list[int]
-) -> ReloadProof:
-    """Remember, let go of the model, then compare: there is memory for one."""
+def _check(
+    backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, ends: list[int]
+) -> RoundTrip:
+    """Compute the reference, release the model, then compare: only one model is in memory."""
     try:
-        remembered = remember(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
+        reference = reference_of(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
     except InputError as error:
         if engine.recipe.compute != "float16":
             raise
         raise InputError(
-            error.problem, fix="float16 ends at 65,504, which is too little for some models: --dtype bfloat16"
+            error.problem, fix="float16 overflows at 65,504, which is too low for some models: --dtype bfloat16"
         ) from error
     backend.release(engine)
-    proof = prove_folder(remembered, folder)
-    if proof is None:
+    checked = check_folder(reference, folder)
+    if checked is None:
         raise DoesNotFitError(
-            "the exported model could not be loaded once more to prove it (the log says why), and was removed",
+            "the exported model could not be reloaded for the round-trip check (the log has the reason), and was removed",
             fix="free memory, export it with --device cpu, or on a larger computer",
         )
-    return proof
+    return checked

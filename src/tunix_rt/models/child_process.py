@@ -1,6 +1,6 @@
-"""A module run as a child that does not outlive its parent: `python -P -m tunix_rt.models.child_process MODULE [ARGUMENT ...]`.
+"""Run a module as a child that does not outlive its parent: `python -P -m tunix_rt.models.child_process MODULE [ARGUMENT ...]`.
 
-Standard input is a pipe that the parent holds open and never writes to. However the parent ends, the system closes it.
+Standard input is a pipe that the parent keeps open and never writes to. When the parent ends, the system closes it.
 """
 
 import os

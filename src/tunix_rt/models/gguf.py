@@ -1,7 +1,6 @@
-"""A GGUF file as a model folder: converted once by a child process, found again by the hash of its bytes.
+"""A GGUF file as a model folder: converted once by a child process, and cached under the hash of its bytes.
 
-The weights come out as float32: the exact values that the quantised blocks stand for, which are not those of the model
-the file was made from.
+The weights are float32: the exact values of the quantized blocks, which differ from those of the original model.
 """
 
 import functools
@@ -31,15 +30,15 @@ MANIFEST = "gguf.json"
 CONVERSION = "tunix_rt.engines.gguf"
 CHILD = "tunix_rt.models.child_process"
 NEEDED = {"gguf": "gguf", "accelerate": "gguf", "torch": "torch", "transformers": "torch"}
-"""Package -> the extra of tunix-rt that brings it."""
+"""Package -> the extra of tunix-rt that installs it."""
 BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files beside a GGUF file that win over what is in it. The tokenizer's count when tokenizer.json is there."""
+"""Files beside a GGUF file that override its own. Those of the tokenizer need tokenizer.json."""
 OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """The folder a GGUF file became, and the file by name and hash."""
+    """The folder of a converted GGUF file, and the file by name and hash."""
 
     folder: Path
     origin: str
@@ -60,12 +59,12 @@ def only_gguf(folder: Path) -> Path | None:
 
 
 def converted(file: Path, *, with_weights: bool) -> Converted:
-    """The model folder of a GGUF file, from the cache or made now. Without weights: configuration and tokenizer only."""
+    """The model folder of a GGUF file, from the cache or converted now. Without weights: configuration and tokenizer only."""
     _refuse_foreign(file)
     with readable(file.name, file):
         about = file.stat()
         sha256 = _sha256(file, about.st_size, about.st_mtime_ns)
-        key = "-".join([sha256, *_hash_of_what_lies_beside(file)])
+        key = "-".join([sha256, *_hash_of_files_beside(file)])
     whole, small = _cache_folder() / key, _cache_folder() / f"{key}-without-weights"
     for place in (whole,) if with_weights else (whole, small):
         if (known := read_manifest(place)) is not None:
@@ -76,8 +75,8 @@ def converted(file: Path, *, with_weights: bool) -> Converted:
         logger.info("Converting %s (sha256 %s) into %s; this is done once", file.name, sha256, place)
         _convert(file, place, with_weights=with_weights)
         if (known := read_manifest(place)) is None:
-            raise StorageError(f"{place} is not what was written there", fix=OTHER_CACHE)
-    logger.info("%s holds %s; weights: %s; kept in %s", file.name, known["quantisation"], known["weights"], place)
+            raise StorageError(f"{place} does not read back as it was written", fix=OTHER_CACHE)
+    logger.info("%s has %s; weights: %s; cached in %s", file.name, known["quantisation"], known["weights"], place)
     return Converted(folder=place, origin=f"{file.name} sha256:{sha256}")
 
 
@@ -91,18 +90,18 @@ def _refuse_foreign(file: Path) -> None:
         raise InputError(f"{file} is incomplete: a Git LFS pointer instead of the model", fix="fetch the file again")
     if start[: len(MAGIC)] != MAGIC:
         raise InputError(
-            f"{file} is a file, and no GGUF file by its first bytes", fix="give a model folder, or a .gguf file"
+            f"{file} is a file, but not GGUF by its first bytes", fix="give a model folder, or a .gguf file"
         )
 
 
 @functools.lru_cache(maxsize=8)
 def _sha256(file: Path, _size: int, _changed: int) -> str:
-    """Of the file while its size and time stay as they are: a large one takes a while, and is asked for again."""
+    """Hash of the file, cached while its size and time stay the same."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _hash_of_what_lies_beside(file: Path) -> list[str]:
+def _hash_of_files_beside(file: Path) -> list[str]:
     found = [path for path in (file.parent / name for name in BESIDE) if path.is_file()]
     if not found:
         return []
@@ -118,7 +117,7 @@ def _cache_folder() -> Path:
 
 
 def read_manifest(place: Path) -> Mapping[str, Any] | None:
-    """What the conversion wrote down, or None when the folder is not there or lacks a file of the size it had."""
+    """The manifest of a conversion, or None when the folder or a file of it is missing or has another size."""
     try:
         known = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
         whole = all((place / name).stat().st_size == size for name, size in known["files"].items())
@@ -137,11 +136,11 @@ def _require_packages(file: Path) -> None:
 
 
 def _convert(file: Path, place: Path, *, with_weights: bool) -> None:
-    """Run the conversion in a child: it takes memory, and a file from elsewhere may bring its reader down.
+    """Convert in a child process: it needs memory, and an untrusted file may crash its reader.
 
-    The child holds one end of a pipe whose other end is ours alone: when we are killed it is closed, and the child ends."""
+    The child has one end of a pipe whose other end belongs to this process: when it is killed, the child exits."""
     command = [sys.executable, "-P", "-m", CHILD, CONVERSION, str(file), str(place)]
-    # Nothing is fetched, and no GPU is woken for it.
+    # Offline, and without a GPU.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     watched, held = os.pipe()
     try:
@@ -152,25 +151,25 @@ def _convert(file: Path, place: Path, *, with_weights: bool) -> None:
             capture_output=True,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C asks us to stop; half a conversion is of no use to anyone
+            start_new_session=True,  # Ctrl-C goes to the parent; half a conversion is useless
         )
     finally:
         os.close(watched)
         os.close(held)
     if ended.returncode == 0:
         return
-    said = _last_line(ended.stdout)
+    reported = _last_line(ended.stdout)
     kind = {InputError.exit_code: InputError, StorageError.exit_code: StorageError}.get(ended.returncode)
-    if kind is not None and said.startswith("{"):
-        raise kind(**json.loads(said))
+    if kind is not None and reported.startswith("{"):
+        raise kind(**json.loads(reported))
     if ended.returncode == -signal.SIGKILL:
         raise InputError(
-            f"{file} was not converted: the process was killed, probably for want of memory",
+            f"{file} was not converted: the process was killed, probably out of memory",
             fix="convert it on a computer with more memory (about 10 bytes per parameter), or use a model with safetensors",
         )
     raise InputError(
         f"{file} cannot be converted: {redacted(_last_line(ended.stderr))[:300] or f'exit code {ended.returncode}'}",
-        fix="fetch the file again; if it is whole, transformers cannot read this kind: use the model's safetensors",
+        fix="fetch the file again; if it is complete, transformers does not support it: use the model's safetensors",
     )
 
 

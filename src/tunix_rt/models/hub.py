@@ -1,4 +1,4 @@
-"""A model of the hub: from the local cache when it is whole there, else fetched. Every refusal of the hub in words."""
+"""A model of the hub: from the local cache when it is complete there, else downloaded. Errors of the hub with a way out."""
 
 import errno
 import fnmatch
@@ -15,7 +15,7 @@ from tunix_rt.models.secrets import one_line, redacted
 
 logger = logging.getLogger(__name__)
 
-# What a run reads of a model: safetensors and JSON only. No pickle, no code.
+# The files of a model that a run reads: safetensors and JSON. No pickle, no code.
 WEIGHTS = "*.safetensors"
 SMALL_FILES = ("*.json", "*.jinja")
 GIB = 2**30
@@ -24,30 +24,30 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """What is asked of the hub, and what an answer that is no model has to say about it."""
+class Request:
+    """A model requested from the hub, with what its errors need."""
 
     name: str
     revision: str
     cached: str
-    """`not in the local cache`, or what is lacking there."""
+    """`not in the local cache`, or what is missing there."""
     ways_on: str
 
 
 def from_hub(name: str, revision: str, *, with_weights: bool, ways_on: str) -> tuple[Path, str]:
     """Folder and commit of a hub model: the local cache first, then the hub.
 
-    A branch that is in the cache is taken as it was when it was fetched; the commit says which one that is."""
+    A cached branch is used as it was when it was downloaded; the commit identifies it."""
     patterns = [WEIGHTS, *SMALL_FILES] if with_weights else list(SMALL_FILES)
     folder, lacking = _from_cache(name, revision, patterns, with_weights)
     if folder is None or lacking:
-        asking = Asking(name=name, revision=revision, ways_on=ways_on, cached=lacking or "not in the local cache")
-        folder = _fetch(asking, patterns, with_weights=with_weights)
+        request = Request(name=name, revision=revision, ways_on=ways_on, cached=lacking or "not in the local cache")
+        folder = _fetch(request, patterns, with_weights=with_weights)
     return folder, folder.name
 
 
 def _from_cache(name: str, revision: str, patterns: list[str], with_weights: bool) -> tuple[Path | None, str]:
-    """The snapshot in the cache, or None; and what it lacks, in words."""
+    """The snapshot in the cache, or None; and a description of what it lacks."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -56,7 +56,7 @@ def _from_cache(name: str, revision: str, patterns: list[str], with_weights: boo
             name, revision=revision, allow_patterns=patterns, local_files_only=True
         )
     except errors.LocalEntryNotFoundError as error:
-        found = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files its listing names
+        found = getattr(error, "snapshot_path", None)  # set for an incomplete snapshot
         if found is None:
             return None, ""
     except (errors.HFValidationError, OSError, ValueError):
@@ -71,37 +71,37 @@ def _from_cache(name: str, revision: str, patterns: list[str], with_weights: boo
     return folder, f"only partly in the local cache (without {lacks[0]})" if lacks else ""
 
 
-def _fetch(asking: Asking, patterns: list[str], *, with_weights: bool) -> Path:
+def _fetch(request: Request, patterns: list[str], *, with_weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     if not constants.HF_HUB_OFFLINE:
-        logger.info("Asking the hub for %s", redacted(asking.name))
+        logger.info("Requesting %s from the hub", redacted(request.name))
     try:
-        _never_wait_for_ever()
-        about = huggingface_hub.HfApi().model_info(asking.name, revision=asking.revision, files_metadata=True)
+        _limit_waiting()
+        about = huggingface_hub.HfApi().model_info(request.name, revision=request.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or () if "/" not in file.rfilename}
         wanted = [file for file in sizes if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
         if with_weights and not fnmatch.filter(sizes, WEIGHTS):
-            where = f"on the hub at revision {asking.revision}"
-            raise no_safetensors(f"model {asking.name!r}", where, sizes, fix=asking.ways_on)
-        _refuse_full_disk(asking.name, sum(sizes[file] for file in wanted))
-        # By the name of the revision, not by its commit: the cache then remembers what that name stood for.
-        return Path(huggingface_hub.snapshot_download(asking.name, revision=asking.revision, allow_patterns=wanted))
+            where = f"on the hub at revision {request.revision}"
+            raise no_safetensors(f"model {request.name!r}", where, sizes, fix=request.ways_on)
+        _refuse_full_disk(request.name, sum(sizes[file] for file in wanted))
+        # By the name of the revision, not by its commit: the cache then records the commit of that name.
+        return Path(huggingface_hub.snapshot_download(request.name, revision=request.revision, allow_patterns=wanted))
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError, OSError, RuntimeError) as error:
-        raise _refusal(error, asking) from None
+        raise _refusal(error, request) from None
 
 
-def _never_wait_for_ever() -> None:
-    """Let no request of the hub's client wait longer than HF_HUB_ETAG_TIMEOUT (10 s) for a server that says nothing.
+def _limit_waiting() -> None:
+    """Give every request of the hub client the timeout HF_HUB_ETAG_TIMEOUT (10 s).
 
-    The client keeps that time when it looks for a file, and has none where it asks about a model and lists its files."""
+    The client has it for downloads, and none for the request that describes a model and lists its files."""
     from huggingface_hub import constants, utils
 
     def limit(request: Any) -> None:
-        asked = request.extensions.get("timeout", {})
+        given = request.extensions.get("timeout", {})
         kinds = ("connect", "read", "write", "pool")
-        request.extensions["timeout"] = {kind: asked.get(kind) or constants.HF_HUB_ETAG_TIMEOUT for kind in kinds}
+        request.extensions["timeout"] = {kind: given.get(kind) or constants.HF_HUB_ETAG_TIMEOUT for kind in kinds}
 
     session = utils.get_session()
     hooks = session.event_hooks
@@ -110,7 +110,7 @@ def _never_wait_for_ever() -> None:
 
 
 def _refuse_full_disk(name: str, needed_bytes: int) -> None:
-    """Before the first byte: what the hub's client only warns of."""
+    """Check the free space before the download: the hub client only warns."""
     from huggingface_hub import constants
 
     place = Path(constants.HF_HUB_CACHE)
@@ -124,20 +124,20 @@ def _refuse_full_disk(name: str, needed_bytes: int) -> None:
         )
 
 
-def _refusal(error: BaseException, asking: Asking) -> TunixError:
-    """What the hub, its client or the disk said, as one problem and a way out."""
+def _refusal(error: BaseException, request: Request) -> TunixError:
+    """The error of the hub, its client or the disk, as one problem and a way out."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # the client has looked into the cache once more, and says that
-    name, ways_on = asking.name, asking.ways_on
+        error = error.__cause__  # the client hides it behind the lookup in the cache
+    name, ways_on = request.name, request.ways_on
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.HFValidationError):
         return InputError(f"no model named {name!r} on the hub, in the cache or shipped", fix=ways_on)
     if isinstance(error, errors.GatedRepoError):
         return _gated(name, status, ways_on)
     if isinstance(error, errors.RevisionNotFoundError):
-        return InputError(f"model {name!r} has no revision {asking.revision!r}", fix="set model.revision: main")
+        return InputError(f"model {name!r} has no revision {request.revision!r}", fix="set model.revision: main")
     if isinstance(error, errors.DisabledRepoError):
         return InputError(f"the hub has disabled access to model {name!r}", fix=ways_on)
     refuses_token = "Invalid credentials" in _header(error, "X-Error-Message")
@@ -150,7 +150,7 @@ def _refusal(error: BaseException, asking: Asking) -> TunixError:
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return InputError(
-            f"model {name!r} is {asking.cached}, and HF_HUB_OFFLINE forbids asking the hub",
+            f"model {name!r} is {request.cached}, and HF_HUB_OFFLINE disables the hub",
             fix=f"unset HF_HUB_OFFLINE; or {ways_on}",
         )
     if status is not None:
@@ -158,21 +158,21 @@ def _refusal(error: BaseException, asking: Asking) -> TunixError:
     if _is_full_disk(error):
         return StorageError(f"model {name!r} cannot be written to the hub's cache: {one_line(error)}", fix=OTHER_CACHE)
     return InputError(
-        f"model {name!r} is {asking.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
+        f"model {name!r} is {request.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
         fix=ways_on,
     )
 
 
 def _header(error: BaseException, name: str) -> str:
-    """A header of the hub's answer; the hub says there what a status alone does not."""
+    """A header of the hub's response, which has more than the status."""
     return str(getattr(getattr(error, "response", None), "headers", {}).get(name, ""))
 
 
 def _gated(name: str, status: Any, ways_on: str) -> InputError:
-    """401: the hub does not know who asks. 403: it does, and that account was not let in."""
+    """401: no valid token. 403: the account has no access."""
     if status == 403:
         return InputError(
-            f"model {name!r} is gated, and this account has not been given access (403)",
+            f"model {name!r} is gated, and this account has no access (403)",
             fix=f"open the model's page on the hub, accept its licence and wait until access is granted; or {ways_on}",
         )
     return InputError(
@@ -191,14 +191,14 @@ def _refused_status(status: int, name: str, ways_on: str) -> InputError:
     elif status == 403:
         problem, way = f"forbids model {name!r} to {token} (403)", "use a token that may read this model"
     elif status == 429:
-        problem, way = f"has had too many requests (429), model {name!r} among them", "wait some minutes, or log in"
+        problem, way = f"limits the rate of requests (429), for model {name!r} too", "wait some minutes, or log in"
     else:
-        problem, way = f"answers {status} for model {name!r}", "try again later"
+        problem, way = f"returns {status} for model {name!r}", "try again later"
     return InputError(f"the hub {problem}", fix=f"{way}; or {ways_on}")
 
 
 def _is_full_disk(error: BaseException) -> bool:
-    """By its number; the client's own downloader only says it in words."""
+    """By errno; the client's own downloader has only a message."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return True
-    return any(words in str(error) for words in ("No space left", "Disk quota exceeded"))
+    return any(message in str(error) for message in ("No space left", "Disk quota exceeded"))

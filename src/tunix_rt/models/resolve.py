@@ -1,7 +1,7 @@
-"""From the name of a model to a folder on this computer, before anything is loaded.
+"""From the name of a model to a local folder, before anything is loaded.
 
-A model is a local folder, a GGUF file, a shipped one, a hub id found in the local cache or on the hub, or, with random
-weights, a preset. It is never swapped for another.
+A model is a local folder, a GGUF file, a shipped one, a hub id in the local cache or on the hub, or, with random weights,
+a preset. It is never replaced by another one.
 """
 
 import json
@@ -17,12 +17,7 @@ from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models.gguf import Converted, converted, only_gguf
 from tunix_rt.models.hub import from_hub
 from tunix_rt.models.safetensors import no_safetensors, refuse_incomplete
-from tunix_rt.models.secrets import redacted, refuse_address, refuse_addresses, refuse_secrets
-
-__all__ = [
-    "A_TOKENIZER", "TWO_WAYS_ON", "ModelSource", "preset_names", "redacted", "refuse_address", "refuse_addresses",
-    "refuse_secrets", "resolve_architecture", "resolve_model", "resolve_tokenizer",
-]  # fmt: skip
+from tunix_rt.models.secrets import redacted, refuse_address
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +43,8 @@ PRESET_OF = {
     "google/gemma-3-1b-it": "gemma-3-1b",
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
+    "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
     "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
     "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
     "Qwen/Qwen3-0.6B": "qwen-3-0.6b",
@@ -65,7 +62,7 @@ class ModelSource:
     weights: str
     config: Mapping[str, Any]
     converted_from: str | None = None
-    """Name and hash of the GGUF file the folder was made from; its weights are dequantised then."""
+    """Name and hash of the GGUF file that the folder was converted from, with dequantized weights."""
 
     def weight_files(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"))
@@ -76,9 +73,9 @@ def preset_names() -> list[str]:
 
 
 def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrained") -> ModelSource:
-    """The folder of model `name`. Raises InputError when it cannot be had or is no model we can read.
+    """The folder of model `name`. Raises InputError when it is not available or not supported.
 
-    A revision of a model that has none is a ConfigError: it would be ignored."""
+    A revision of a model without revisions is a ConfigError: it would be ignored."""
     try:
         found, commit, origin = _find(name, revision, with_weights=weights == "pretrained")
         if commit in ("local", "shipped", "preset"):
@@ -94,12 +91,12 @@ def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrain
             refuse_incomplete(name, found)
         return source
     except TunixError as error:
-        _strike_secrets(error)
+        _redact(error)
         raise
 
 
 def resolve_architecture(name: str, *, revision: str = "main") -> ModelSource:
-    """Model `name` for its config.json alone. The hub is not asked for what a preset says as well."""
+    """Model `name` for its config.json alone: a preset is used instead of the hub where there is one."""
     is_here = os.path.exists(os.path.expanduser(name)) or assets.find("models", name) is not None
     if name not in PRESET_OF or revision != "main" or is_here:
         return resolve_model(name, revision=revision, weights="random")
@@ -121,19 +118,19 @@ def resolve_tokenizer(name: str, *, revision: str = "main") -> Path:
             raise InputError(f"{name} is a preset, which has no tokenizer", fix=A_TOKENIZER)
         return found
     except TunixError as error:
-        _strike_secrets(error)
+        _redact(error)
         raise
 
 
-def _strike_secrets(error: TunixError) -> None:
-    """A name, a path or the words of the hub may have carried a token."""
+def _redact(error: TunixError) -> None:
+    """A name, a path or a message of the hub may contain a token."""
     error.problem, error.fix = redacted(error.problem), redacted(error.fix)
     error.args = (error.problem,)
 
 
 def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, str | None]:
-    """Folder, revision, and the GGUF file it was made from: in the order in which a name is looked up."""
-    here = os.path.expanduser(name)  # unlike their twins in pathlib, the questions of os.path never raise
+    """Folder, revision, and the GGUF file it was converted from. The branches are in the order of the lookup."""
+    here = os.path.expanduser(name)  # unlike pathlib, os.path does not raise for an invalid name
     if os.path.isfile(here):
         return _of_gguf(converted(Path(here).resolve(), with_weights=with_weights))
     if os.path.isdir(here):
@@ -142,15 +139,15 @@ def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, s
             return _of_gguf(converted(file, with_weights=with_weights))
         return folder, "local", None
     if (known := assets.find("models", name)) is not None:
-        came_with_us = known.parent.resolve() == assets.shipped_folder("models").resolve()
-        return known, "shipped" if came_with_us else "local", None
+        shipped = known.parent.resolve() == assets.shipped_folder("models").resolve()
+        return known, "shipped" if shipped else "local", None
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(".gguf"):
         _refuse_path(name)
     if name in preset_names() and name not in PRESET_OF:
         if with_weights:
             raise InputError(
                 f"{name} is a preset: an architecture and its size, without weights",
-                fix="add --weights random, or name a model that has weights: a local model folder, or its hub id "
+                fix="add --weights random, or give a model with weights: a local model folder, or its hub id "
                 f"({', '.join(sorted(hub_id for hub_id, preset in PRESET_OF.items() if preset == name))})",
             )
         return _presets() / name, "preset", None
@@ -162,7 +159,7 @@ def _of_gguf(made: Converted) -> tuple[Path, str, str]:
 
 
 def _of_hub(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, None]:
-    """A hub model; where only its architecture is asked for and is not to be had, that of its preset."""
+    """A hub model; without weights, the architecture of its preset where the hub is not available."""
     ways_on = TWO_WAYS_ON if with_weights else "give the path of a local folder with config.json and tokenizer.json"
     try:
         folder, commit = from_hub(name, revision, with_weights=with_weights, ways_on=ways_on)
@@ -171,7 +168,7 @@ def _of_hub(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str,
         if with_weights or name not in PRESET_OF or revision != "main":
             raise
         logger.warning(
-            "%s; its architecture is taken from the preset %s, which has no tokenizer",
+            "%s; using the architecture of the preset %s, which has no tokenizer",
             redacted(error.problem), PRESET_OF[name],
         )  # fmt: skip
         return _presets() / PRESET_OF[name], "preset", None
@@ -190,8 +187,8 @@ def _refuse_path(name: str) -> None:
 def _refuse_revision(name: str, commit: str, revision: str) -> None:
     if revision != "main":
         raise ConfigError(
-            f"model.revision: {revision!r} is asked for, but {name} is a {commit} model, which has no revisions",
-            fix="leave model.revision out, or name a hub model",
+            f"model.revision is {revision!r}, but {name} is a {commit} model, which has no revisions",
+            fix="leave model.revision out, or give a hub model",
         )
 
 
@@ -204,5 +201,5 @@ def _read_config(folder: Path, name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}", fix="fetch the model again") from error
     if not isinstance(config, dict) or not config.get("model_type"):
-        raise InputError(f"{path} names no model_type", fix="point at a Hugging Face model folder")
+        raise InputError(f"{path}: model_type is missing", fix="point at a Hugging Face model folder")
     return config

@@ -1,10 +1,15 @@
-"""Are the weights of a folder there and whole? Asked of their headers alone, before an engine is started."""
+"""safetensors files: their header, read and written, and whether the weights of a folder are complete.
+
+Only headers are read, so incomplete weights are refused before an engine is started.
+"""
 
 import contextlib
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunix_rt.errors import InputError
 
@@ -13,7 +18,7 @@ LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors format allows no more."""
 LFS_POINTER = b"version https://git-lfs"
 
-# Why a file that holds weights is not read.
+# Why a file with weights is not read.
 NOT_READ = {
     ".bin": "a pickle, which can run code",
     ".pt": "a pickle, which can run code",
@@ -28,7 +33,7 @@ NOT_READ = {
 
 
 def no_safetensors(name: str, where: str, files: Iterable[str], *, fix: str) -> InputError:
-    """The refusal of a folder or repository without safetensors: what it has instead, why that is not read."""
+    """The error for a folder or repository without safetensors: what it has instead, and why that is not read."""
     others = sorted(file for file in files if Path(file).suffix in NOT_READ)
     if not others:
         return InputError(f"{name}: no *.safetensors {where}", fix=fix)
@@ -36,17 +41,19 @@ def no_safetensors(name: str, where: str, files: Iterable[str], *, fix: str) -> 
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
     if any(file.endswith(".gguf") for file in others):
         fix = f"fetch one .gguf file and give its path as the model; or {fix}"
-    return InputError(f"{name}: no *.safetensors {where}, which are all that is read; found {shown}{more}", fix=fix)
+    return InputError(
+        f"{name}: no *.safetensors {where}, the only weights that are read; it has {shown}{more}", fix=fix
+    )
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Names of weight files that should be in the folder and are not; a link that leads nowhere counts as missing."""
+    """Names of the missing weight files of a folder; a dangling link counts as missing."""
     named = {path.name for path in folder.glob("*.safetensors")} | _named_by_index(folder)
     return sorted(name for name in named if not (folder / name).is_file())
 
 
 def _named_by_index(folder: Path) -> set[str]:
-    """The shards that the index of a sharded model names."""
+    """The shards in the index of a sharded model."""
     if not (folder / INDEX).is_file():
         return set()
     try:
@@ -56,32 +63,32 @@ def _named_by_index(folder: Path) -> set[str]:
 
 
 def refuse_incomplete(name: str, folder: Path) -> None:
-    """Raise an InputError for the first weight file that is absent, unreadable, cut off, or a pointer instead of weights."""
+    """Raise an InputError for the first weight file that is missing, unreadable, truncated, or a Git LFS pointer."""
     with readable(name, folder):
         missing = missing_weights(folder)
     if missing:
         raise InputError(
             f"{name}: {len(missing)} weight file(s) are missing in {folder}, first {missing[0]}",
-            fix="fetch the model again (a download that was broken off goes on where it stopped)",
+            fix="fetch the model again (an interrupted download is resumed)",
         )
     for path in sorted(folder.glob("*.safetensors")):
         with readable(name, path):
             problem = _what_is_wrong(path)
         if problem:
-            # In the hub's cache that is the blob: were only the link to it deleted, the next download would link it again.
+            # In the hub cache that is the blob: if only the link were deleted, the next download would link it again.
             raise InputError(
                 f"{name}: {path.name} {problem}",
-                fix=f"delete {path.resolve()}, and fetch it again (of a hub model: run again)",
+                fix=f"delete {path.resolve()} and fetch it again (for a hub model: run again)",
             )
 
 
 @contextlib.contextmanager
 def readable(name: str, where: Path) -> Iterator[None]:
-    """What cannot be read there, because it may not or its disk fails, is an InputError that names it."""
+    """Raise an OSError of the block (permissions, a failing disk) as an InputError that names the file."""
     try:
         yield
     except OSError as error:
-        place = error.filename or where  # a read that fails does not say of which file
+        place = error.filename or where  # a failed read does not name its file
         raise InputError(
             f"{name}: {place} cannot be read: {error.strerror or error}",
             fix=f"let this user read it (chmod u+r {place}), fetch it again, or give another model",
@@ -89,26 +96,73 @@ def readable(name: str, where: Path) -> Iterator[None]:
 
 
 def _what_is_wrong(path: Path) -> str | None:
-    """None for a whole safetensors file: a length, a header of that length, and the bytes the header speaks of."""
+    """None for a complete safetensors file; else what is wrong with it."""
+    try:
+        tensors, header_bytes = read_header(path)
+    except ValueError as error:
+        return str(error)
+    size, end = path.stat().st_size, max((tensor.end for tensor in tensors.values()), default=header_bytes)
+    if size < end:
+        return f"is incomplete: {size:,} of {end:,} bytes"
+    return None if size == end else f"is corrupt: {size:,} bytes, its header describes {end:,}"
+
+
+# --- the header ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor as a header describes it. `begin` and `end` count from the first byte of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> tuple[dict[str, Tensor], int]:
+    """The tensors of a file, and the bytes of its header. A ValueError explains why the file has no valid header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
         if start == LFS_POINTER:
-            return f"is incomplete: a Git LFS pointer of {size} bytes instead of the weights"
+            raise ValueError(f"is incomplete: a Git LFS pointer of {size} bytes instead of the weights")
         if len(start) < 8:
-            return f"is incomplete: {size} bytes"
+            raise ValueError(f"is incomplete: {size} bytes")
         (length,) = struct.unpack("<Q", start[:8])
         if length > LONGEST_HEADER:
-            return "is no safetensors file: its first bytes are not the length of a header"
+            raise ValueError("is not a safetensors file: its first bytes are not the length of a header")
         file.seek(8)
-        header = file.read(length)
-    if len(header) < length:
-        return f"is incomplete: {size:,} bytes, and its header alone has {length:,}"
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"is incomplete: {size:,} bytes, its header alone has {length:,}")
+    first = 8 + length
     try:
-        tensors = {key: value for key, value in json.loads(header).items() if key != "__metadata__"}
-        end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return "is no safetensors file: its header is not JSON that describes tensors"
-    if size < end:
-        return f"is incomplete: {size:,} of {end:,} bytes"
-    return None if size == end else f"is damaged: {size:,} bytes, and its header speaks of {end:,}"
+        tensors = {
+            name: Tensor(
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                begin=first + int(entry["data_offsets"][0]),
+                end=first + int(entry["data_offsets"][1]),
+            )
+            for name, entry in json.loads(text).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError("is not a safetensors file: its header is not JSON that describes tensors") from error
+    return tensors, first
+
+
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """First bytes of a file with `tensors` (name, dtype, shape, bytes) in this order, and the offset of each in the file."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offsets, end = {}, 0
+    for name, dtype, shape, size in tensors:
+        offsets[name], end = end, end + size
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}

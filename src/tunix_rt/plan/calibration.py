@@ -1,7 +1,6 @@
-"""How wrong predictions were on this computer: a line for every run that was measured to its end, and the band they span.
+"""The recorded errors of memory predictions on this computer: a line for every finished run, and the range they span.
 
-The record belongs to the person, not to a run: it lies in the cache, and a run goes on without it where nothing can be
-written there.
+The record is in the user's cache, not in a run folder; a run continues without it if the cache cannot be written.
 """
 
 import json
@@ -19,22 +18,22 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = "tunix-rt/seen-error/1"
 LOCK_SECONDS = 2.0
-"""How long a line waits for another process to write its own."""
+"""How long to wait for another process that writes."""
 LONGEST_READ = 16 * 2**20
-"""Of a record that grew beyond this, about 40,000 runs, the newest part is read."""
+"""Of a longer record, more than about 40,000 runs, the newest part is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenError:
-    """What was predicted of one run and what was measured, in bytes, and what the run was."""
+    """Predicted and measured bytes of one run, and what the run was."""
 
     device: str
-    """The name of the device, as the doctor gives it."""
+    """Device name, as the doctor has it."""
     backend: str
     layers: str
-    """What its plan took to compute them: `plain`, `compiled` or `recorded`. Each kind has errors of its own."""
+    """How the plan ran them: `plain` (eager), `compiled` or `recorded` (CUDA graphs). Their errors differ."""
     recipe: str
-    """Types and optimizer, in words."""
+    """dtypes and optimizer."""
     model: str
     parameters: int
     predicted_bytes: int
@@ -42,20 +41,19 @@ class SeenError:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1: below 0 the run took more than was predicted."""
+        """Predicted over measured, less 1: below 0 the run used more than predicted."""
         return self.predicted_bytes / max(1, self.measured_bytes) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The errors of all runs of one kind: how many there were, the lowest and the highest."""
+    """The errors of all runs of one kind: their number, the lowest and the highest."""
 
     runs: int
     lowest: float
     highest: float
 
-    @property
-    def words(self) -> str:
+    def describe(self) -> str:
         runs = "1 run" if self.runs == 1 else f"{self.runs:,} runs"
         if self.runs == 1:
             return f"{runs}, error {100 * self.lowest:+.1f} %"
@@ -67,7 +65,7 @@ def record_path() -> Path:
 
 
 def add(seen: SeenError) -> Path | None:
-    """Append `seen` to the record, and where that lies; None, said in one line, where it cannot be written."""
+    """Append `seen` to the record and return its path; None, with a warning, if it cannot be written."""
     path = record_path()
     line = {"schema": SCHEMA, "at": datetime.now(UTC).isoformat(timespec="seconds"), **asdict(seen)}
     text = json.dumps(line, sort_keys=True, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
@@ -78,13 +76,13 @@ def add(seen: SeenError) -> Path | None:
             path.open("ab+", buffering=0) as file,
         ):
             if file.seek(0, os.SEEK_END) and _last_byte(path) != b"\n":
-                text = b"\n" + text  # a line that a crash has torn stays by itself
-            file.write(text)  # at once, so that a reader sees all of it or nothing
+                text = b"\n" + text  # keep a truncated line of a crash apart
+            file.write(text)  # in one call, so that a reader sees all of it or nothing
     except Timeout:
-        logger.warning("How wrong the prediction was is not recorded: %s is held by another process", path)
+        logger.warning("The prediction error is not recorded: %s is locked by another process", path)
         return None
     except OSError as error:
-        logger.warning("How wrong the prediction was is not recorded: %s: %s", path, error.strerror or error)
+        logger.warning("The prediction error is not recorded: %s: %s", path, error.strerror or error)
         return None
     return path
 
@@ -96,7 +94,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 def seen_errors() -> list[SeenError]:
-    """All that is recorded, oldest first. Damaged lines are named, together in one line, and passed over."""
+    """All recorded errors, oldest first. Corrupt lines are skipped with one warning."""
     path = record_path()
     try:
         with path.open("rb") as file:
@@ -106,40 +104,40 @@ def seen_errors() -> list[SeenError]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        logger.warning("What earlier runs measured cannot be read: %s: %s", path, error.strerror or error)
+        logger.warning("The recorded prediction errors cannot be read: %s: %s", path, error.strerror or error)
         return []
     whole = size <= LONGEST_READ
     found: list[SeenError] = []
-    damaged: list[int] = []
+    corrupt: list[int] = []
     for number, line in enumerate(lines, start=1):
         if (seen := _parsed(line)) is not None:
             found.append(seen)
-        elif line.strip() and (whole or number > 1):  # the first of a part may be the end of a line
-            damaged.append(number)
-    if damaged:
-        named = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
+        elif line.strip() and (whole or number > 1):  # the first may be the end of a line
+            corrupt.append(number)
+    if corrupt:
+        named = ", ".join(map(str, corrupt[:5])) + (" ..." if len(corrupt) > 5 else "")
         counted = "" if whole else f", counted in its last {LONGEST_READ // 2**20} MiB"
-        logger.warning("%s: %d damaged line(s) passed over: %s%s", path, len(damaged), named, counted)
+        logger.warning("%s: %d corrupt line(s) skipped: %s%s", path, len(corrupt), named, counted)
     return found
 
 
 def _parsed(line: bytes) -> SeenError | None:
     try:
-        told = json.loads(line)
-        if told["schema"] != SCHEMA:
+        fields = json.loads(line)
+        if fields["schema"] != SCHEMA:
             return None
-        seen = SeenError(**{name: told[name] for name in SeenError.__slots__})
+        seen = SeenError(**{name: fields[name] for name in SeenError.__slots__})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     words = (seen.device, seen.backend, seen.layers, seen.recipe, seen.model)
     sizes = (seen.parameters, seen.predicted_bytes, seen.measured_bytes)
-    sound = all(isinstance(one, str) for one in words) and all(type(one) is int and 0 < one < 2**63 for one in sizes)
-    return seen if sound else None
+    valid = all(isinstance(one, str) for one in words) and all(type(one) is int and 0 < one < 2**63 for one in sizes)
+    return seen if valid else None
 
 
 def band(device: str, backend: str, layers: str | None = None) -> Band | None:
-    """What the runs of `backend` on devices of this name were off by; those with such `layers` alone where they are given
-    (`MemoryPlan.layers`). None where there was no such run."""
+    """The errors of runs of `backend` on devices of this name, with such `layers` if given (`MemoryPlan.layers`). None without
+    such a run."""
     errors = [
         seen.error
         for seen in seen_errors()

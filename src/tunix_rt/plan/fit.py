@@ -1,116 +1,186 @@
-"""From a prediction to an answer: does it fit this device, and what to change if not."""
+"""The prediction for the engine that a configuration names, and whether it fits a device with a safety margin."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
 
+from tunix_rt.config.capabilities import capabilities_of
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.errors import DoesNotFitError
-from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.phases import Phase
+from tunix_rt.plan.attention_kernels import capability_class
+from tunix_rt.plan.compile_policy import layers_planned
+from tunix_rt.plan.jax_floor import predict_jax
+from tunix_rt.plan.memory import MemoryPlan, longest_row, predict
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.solver import last_resorts, offered, solve, words_of
-from tunix_rt.plan.speed import Rates, rates_for
-from tunix_rt.plan.target import SAFETY_SHARE, Device, Fit, verdict
-from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, measure_rate, training_flops_per_token
-
-__all__ = [
-    "SAFETY_SHARE", "Fit", "advice_for", "disk_needed_bytes", "estimate_time", "explain_out_of_memory", "judge",
-    "left_to_the_compiler", "measure_rate", "refuse_if_too_big", "training_flops_per_token",
-]  # fmt: skip
 
 GIB = 2**30
-OVERSHOOT = {"tpu": 1.35, "cuda": 1.65, "cpu": 1.65}
-"""By how much the bound of the JAX engine may exceed what its compiler asks for, at most. On TPUs it was 1.33 times as much
-(benchmarks/results/plan_against_compiler.json), on an H200 1.61 times (jax_local_gpu_h200/training_log.txt and
-jax_program_h200.txt there). A CPU's compiler was not asked, and is taken to be no better than a GPU's."""
+SAFETY_SHARE = 0.20
+"""Margin on top of the prediction on a CPU. A choice: above the largest shortfall in benchmarks/results/memory_cpu.json (a
+test checks it), with headroom for what that file does not cover."""
+CUDA_SAFETY_SHARE, CUDA_SAFETY_BYTES = 0.04, 128 * 2**20
+"""The same on a GPU, for fragmentation: memory that the allocator reserves and cannot use. Chosen so that every case of
+benchmarks/results/memory_cuda.json runs in no more memory than the verdict requires."""
 
 
-def judge(
-    plan: MemoryPlan,
-    choice: Device,
-    shape: ModelShape | None = None,
-    config: RunConfig | None = None,
-    *,
-    steps: int | None = None,
-) -> Fit:
-    """Hold the prediction against what is free. With `shape` and `config`, a run that does not fit comes with advice, for
-    as many `steps` as it has where that is known."""
-    fit = verdict(plan, choice)
-    if fit.fits or shape is None or config is None:
-        return fit
-    return replace(fit, advice=advice_for(plan, choice, shape, config, rates_for(choice), steps=steps))
+class Device(Protocol):
+    """The properties of a device that decide whether a run fits (the doctor's DeviceChoice has them)."""
 
-
-def advice_for(
-    plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig, rates: Rates, *, steps: int | None = None
-) -> list[str]:
-    """Up to three proposals that fit, as lines of `--set`; where none does, the last resorts and what else is left to do."""
-    found = offered(solve(plan, choice, shape, config, rates, steps=steps))
-    return [words_of(one) for one in found] or last_resorts(plan, choice, shape, config, rates, steps=steps)
-
-
-def refuse_if_too_big(
-    plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig, *, steps: int | None = None
-) -> None:
-    """Raise DoesNotFitError, with the parts and what to change, unless the run fits."""
-    fit = judge(plan, choice, shape, config, steps=steps)
-    if fit.fits:
-        return
-    context = f" + {plan.context_bytes / GIB:.2f} GiB for CUDA itself" if plan.context_bytes else ""
-    raise DoesNotFitError(
-        f"does not fit: {fit.predicted_bytes / GIB:.2f} GiB predicted + {fit.safety_bytes / GIB:.2f} GiB margin{context}, "
-        f"{fit.available_bytes / GIB:.2f} GiB free on {choice.device}\n"
-        f"  {_parts(plan.least)}",
-        fix=_lines(fit.advice),
-    )
-
-
-def left_to_the_compiler(plan: MemoryPlan, choice: Device, config: RunConfig) -> str:
-    """What to say where a run of the JAX engine is not judged to fit and yet goes on: weights and optimizer have room, and
-    the bound over everything is no further above it than bounds were seen to be above what XLA asks for. Empty where the
-    verdict stands."""
-    if config.training.backend != "jax" or verdict(plan, choice).fits:
-        return ""
-    step = next(phase for phase in plan.phases if phase.name == "step")
-    room = choice.free_bytes - plan.context_bytes
-    if step.parts["weights"] + step.parts["optimizer"] > room or plan.least_bytes > OVERSHOOT[plan.device] * room:
-        return ""
-    return (
-        f"It may not fit: up to {plan.least_bytes / GIB:.2f} GiB predicted, {choice.free_bytes / GIB:.2f} GiB free on "
-        f"{choice.device}; that is an upper bound, and the compiler decides before a weight is loaded"
-    )
-
-
-def explain_out_of_memory(
-    plan: MemoryPlan, measured_bytes: int, choice: Device, shape: ModelShape, config: RunConfig
-) -> tuple[str, str]:
-    """What to say, and what to advise, when memory ran out although `plan` was judged to fit.
-
-    `measured_bytes` is the peak up to then, as the engine measures it. More could not be had, whatever was thought to be
-    free, so the advice is what would fit into that; or into less than was predicted, where even that was not enough.
-    """
-    usable = min(measured_bytes, plan.least_bytes)
-    free = usable + plan.context_bytes
-    known = _Known(device=choice.device, kind=choice.kind, free_bytes=free, capability=choice.capability)
-    problem = (
-        f"out of memory: {measured_bytes / GIB:.2f} GiB were taken when no more could be had; "
-        f"{plan.peak_bytes / GIB:.2f} GiB had been predicted, and {choice.free_bytes / GIB:.2f} GiB were free on "
-        f"{choice.device} before\n  {_parts(plan.least)}"
-    )
-    return problem, _lines(advice_for(plan, known, shape, config, rates_for(choice)))
+    @property
+    def device(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def capability(self) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    device: str
-    kind: str
-    free_bytes: int
-    capability: tuple[int, int] | None
+class Fit:
+    """The verdict. `margin_bytes` stay free beside the prediction and its safety margin; below 0 the run is refused."""
+
+    fits: bool
+    predicted_bytes: int
+    safety_bytes: int
+    available_bytes: int
+    margin_bytes: int
+    advice: list[str] = field(default_factory=list)
 
 
-def _parts(phase: Phase) -> str:
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in phase.parts.items() if size >= GIB / 200)
-    return f"in GiB at the peak ({phase.name}): {parts}"
+# --- prediction -------------------------------------------------------------------------------------------------------
 
 
-def _lines(advice: list[str]) -> str:
-    return "\n       ".join(advice)
+def predict_run(
+    shape: ModelShape,
+    config: RunConfig,
+    *,
+    device: str,
+    devices: int = 1,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+    target_share: float = 1.0,
+    capability: tuple[int, int] | None = None,
+    device_name: str | None = None,
+    steps: int | None = None,
+    layers: str | None = None,
+) -> MemoryPlan:
+    """The memory of the PyTorch engine on its one device, or a lower bound for the JAX engine on each of `devices` with
+    micro-batches of `rows`.
+
+    Unless `layers` is given, the name of the GPU and the number of `steps` decide how the layers run. Results are cached: a
+    search over many devices meets most settings several times."""
+    if capabilities_of(config.training).compiles_whole_step:
+        layers = "compiled"
+    elif layers is None:
+        tokens = longest_row(shape, config, row_tokens or config.data.max_length)
+        layers = layers_planned(
+            config, shape, device=device, device_name=device_name, capability=capability, row_tokens=tokens, steps=steps
+        )
+    return _predicted(shape, config, device, devices, rows, row_tokens, target_share, capability, layers)
+
+
+@lru_cache(maxsize=2048)
+def _predicted(
+    shape: ModelShape,
+    config: RunConfig,
+    device: str,
+    devices: int,
+    rows: int | None,
+    row_tokens: int | None,
+    target_share: float,
+    capability: tuple[int, int] | None,
+    layers: str,
+) -> MemoryPlan:
+    if capabilities_of(config.training).compiles_whole_step:
+        return predict_jax(
+            shape, config, device=device, devices=devices, rows=rows, row_tokens=row_tokens, target_share=target_share
+        )
+    return predict(
+        shape, config, device=device, row_tokens=row_tokens, target_share=target_share, capability=capability,
+        layers=layers,
+    )  # fmt: skip
+
+
+def predict_as_run(
+    shape: ModelShape,
+    config: RunConfig,
+    choice: Device,
+    *,
+    devices: int = 1,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+    target_share: float = 1.0,
+    steps: int | None = None,
+    packed: bool | None = None,
+) -> MemoryPlan:
+    """The prediction for a run of `steps` steps with its `training.compile` on `choice`: layers run the fastest way, or if
+    that does not fit, compiled, which needs the least memory. A run of an unknown number of steps is assumed to be long;
+    `packed` rows have several examples, by default as `data.packing` requests.
+
+    Devices of one capability class share a prediction, which makes a search over the catalogue fast."""
+    known = choice.capability
+    alike = known and capability_class(known, shape.head_dim)
+
+    def planned(layers: str | None) -> MemoryPlan:
+        return predict_run(
+            shape, config, device=choice.device, devices=devices, rows=rows, row_tokens=row_tokens,
+            target_share=target_share, capability=alike, device_name=choice.kind, layers=layers,
+        )  # fmt: skip
+
+    def rule(steps: int | None) -> str:
+        tokens = longest_row(shape, config, row_tokens or config.data.max_length)
+        return layers_planned(
+            config, shape, device=choice.device, device_name=choice.kind, capability=known, row_tokens=tokens,
+            packed=packed, steps=steps,
+        )  # fmt: skip
+
+    if capabilities_of(config.training).compiles_whole_step:
+        return planned(None)
+    fastest = rule(steps)
+    plan = planned(fastest)
+    if fastest == "compiled" or verdict(plan, choice).fits or rule(None) == "plain":
+        return plan
+    compiled = planned("compiled")
+    return compiled if verdict(compiled, choice).fits else plan
+
+
+# --- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def verdict(plan: MemoryPlan, choice: Device) -> Fit:
+    """Compare the prediction with the free memory.
+
+    If a copy of the state does not fit, checkpoints are written without one: the verdict is then about the rest."""
+    room = choice.free_bytes - _outside_allocator(plan)
+    predicted = plan.peak_bytes if plan.peak_bytes + _safety(plan, plan.peak_bytes) <= room else plan.least_bytes
+    safety = _safety(plan, predicted)
+    margin = room - predicted - safety
+    return Fit(
+        fits=margin >= 0,
+        predicted_bytes=predicted,
+        safety_bytes=safety,
+        available_bytes=choice.free_bytes,
+        margin_bytes=margin,
+    )
+
+
+def limited(free_bytes: int, limit_gib: float | None) -> int:
+    """The part of `free_bytes` that a run may use under `limit_gib`; all of it without a limit."""
+    return free_bytes if limit_gib is None else min(free_bytes, round(limit_gib * GIB))
+
+
+def least_room(plan: MemoryPlan) -> int:
+    """The fewest free bytes of a device on which the plan fits."""
+    return plan.least_bytes + _safety(plan, plan.least_bytes) + _outside_allocator(plan)
+
+
+def _outside_allocator(plan: MemoryPlan) -> int:
+    return plan.context_bytes + plan.pool_bytes
+
+
+def _safety(plan: MemoryPlan, predicted: int) -> int:
+    if plan.lower_bound:
+        return 0
+    if plan.device == "cpu":
+        return math.ceil(predicted * SAFETY_SHARE)
+    return math.ceil(predicted * CUDA_SAFETY_SHARE) + CUDA_SAFETY_BYTES

@@ -1,36 +1,51 @@
-"""What a run holds whatever it is just doing, and what its loss head and its updates take: sums over its parameters."""
+"""The memory of a training step of the PyTorch engine: sums over the parameters, and the phases at which a step can peak.
+
+Everything is counted, except for the fractions of the C heap that a CPU loses between blocks, which are fitted.
+"""
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
 from tunix_rt.plan.activations import (
     DTYPE_BYTES,
+    Batch,
     Dimensions,
+    Moment,
     Tensors,
     Widths,
     adapters_of,
+    backward_moments,
     elements,
+    forward_of_one_layer,
+    saved_by_last_norm,
+    saved_by_layer,
+    saved_once,
     tensors_of,
     widths_of,
 )
-from tunix_rt.plan.optimizers import state_bytes
-from tunix_rt.plan.precision import Recipe, loss_rows, recipe_of, recipe_to_ask
+from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
 from tunix_rt.plan.shape import ModelShape
 
-# How the PyTorch engine goes about it.
+MIB = 2**20
+HEAP_BLOCK_BYTES = 32 * MIB
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: freed blocks up to this size stay in the heap of the process (mallopt(3))."""
+KEPT_SLACK, ACCUMULATED_SLACK, ADAPTED_SLACK = 0.08, 0.6, 0.7
+RECOMPUTED_SLACK = 1.6
+UPDATED_SLACK, UPDATED_SLACK_BYTES = 0.25, 384 * MIB
+"""Fractions of the heap that are lost between blocks, as `_lost` uses them. Fitted to the cases marked so in
+benchmarks/results/memory_cpu.json; two runs of one case differ by up to 30 % with updates in the backward pass."""
 TABLE_SLICE_ROWS = 32_768
-"""Rows of the table's gradient that are computed at a time where it is of another type than the products."""
+"""Rows of the lm_head gradient that are computed at a time if its dtype is not the compute dtype."""
 UPDATE_ELEMENTS = 8 * 2**20
 """Elements of a tensor that are updated at a time."""
-UPDATE_COPIES = {"adamw": (1.0, 3.25), "adamw_8bit": (4.25, 6.5), "adafactor": (2.0, 4.25)}
-"""Temporaries of an update, in copies of what is updated at a time, in the type of the work: of weights in that type, and of
-bfloat16 weights, which are cast to it and rounded back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The parameters of a run under its recipe. Sizes are in bytes."""
+    """The parameters of a run with its dtypes and optimizer. Sizes are in bytes."""
 
     shape: ModelShape
     recipe: Recipe
@@ -38,16 +53,16 @@ class Footprint:
     device: str
     tensors: Tensors
     adapters: list[Dimensions]
-    """Of one layer; empty where every parameter is trained."""
+    """Of one layer; empty if every parameter is trained."""
     optimizer: int
-    """States of all trained parameters."""
+    """Optimizer states of all trained parameters."""
     trained_elements: int
     modern: bool = True
-    """A GPU of compute capability 8.0 or above, for which there are kernels of updates."""
+    """A GPU of compute capability 8.0 or above, for which the optimizers have kernels."""
 
     @property
     def width(self) -> int:
-        """Of an element of trained weights, and of their gradients."""
+        """Bytes of an element of trained weights and of their gradients."""
         return DTYPE_BYTES[self.recipe.weights]
 
     @property
@@ -57,7 +72,7 @@ class Footprint:
     @property
     def trained_kinds(self) -> list[Dimensions]:
         """Every trained tensor, those of one layer standing for all."""
-        return self.adapters or [*self.tensors.tables, *self.tensors.layer, *self.tensors.others]
+        return self.adapters or [*self.tensors.embeddings, *self.tensors.layer, *self.tensors.others]
 
     @property
     def weights(self) -> int:
@@ -65,7 +80,7 @@ class Footprint:
 
     @property
     def final_model(self) -> int:
-        """As it is saved: in the type of the weights, and in float32 where adapters are added to them."""
+        """As saved: in the dtype of the weights, in float32 if adapters are merged."""
         return self.shape.parameters * (4 if self.adapters else self.widths.stream)
 
     @property
@@ -74,22 +89,22 @@ class Footprint:
 
     @property
     def checkpoint(self) -> int:
-        """Trained weights and the optimizer's states: what a checkpoint holds."""
+        """Trained weights and optimizer states."""
         return self.width * self.trained_elements + self.optimizer
 
     @property
     def table_gradients(self) -> int:
-        """Of the vocabulary, which live until the end of the backward pass."""
-        return 0 if self.adapters else self.width * elements(self.tensors.tables)
+        """Of embedding and lm_head, which live until the end of the backward pass."""
+        return 0 if self.adapters else self.width * elements(self.tensors.embeddings)
 
     @property
     def head_gradient(self) -> int:
-        """Of the head's table alone, which is there from the loss on."""
-        return 0 if self.adapters else self.width * elements(self.tensors.tables[:1])
+        """Of the lm_head weight, which exists from the loss on."""
+        return 0 if self.adapters else self.width * elements(self.tensors.embeddings[:1])
 
     @property
     def casts_of_layer(self) -> int:
-        """Its matrices in the type of the products."""
+        """Its matrices in the compute dtype."""
         return elements(self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
 
     @property
@@ -98,31 +113,31 @@ class Footprint:
 
     @property
     def largest_cast(self) -> int:
-        """Of its casts one at a time, where none outlives its product."""
+        """Of its casts one at a time, if none outlives its matmul."""
         return max(elements([one]) for one in self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
 
     @property
     def head_cast(self) -> int:
-        """The head's table, where the model's own head computes: when it is tried after loading, and in generation."""
-        return elements(self.tensors.tables[:1]) * self.widths.compute if self.widths.casts else 0
+        """The lm_head weight in the compute dtype, for the model's own head: a trial after loading, and generation."""
+        return elements(self.tensors.embeddings[:1]) * self.widths.compute if self.widths.casts else 0
 
     @property
     def updated_by_kernel(self) -> bool:
-        """Whether `engines/torch/triton` has the update: of bfloat16 weights, and of float32 with 8-bit optimizer states."""
-        known = self.width == 2 or (self.width == 4 and self.recipe.optimizer == "adamw_8bit")
-        return known and self.device != "cpu" and self.modern
+        """Whether `engines/torch/triton` has a kernel for the update."""
+        return self.recipe.weights in OPTIMIZERS[self.recipe.optimizer].triton and self.device != "cpu" and self.modern
 
     @property
     def _copies_updating(self) -> float:
-        """Bytes of temporaries for one element that is updated."""
-        if self.recipe.optimizer == "adamw" and not self.recipe.in_backward and self.width != 2:
-            return 0  # one kernel for all, in place
+        """Bytes of temporaries for one updated element."""
+        spec = OPTIMIZERS[self.recipe.optimizer]
+        if spec.fused and not self.recipe.in_backward and self.width != 2:
+            return 0  # one fused call for all tensors, in place
         if self.updated_by_kernel:
-            return 0  # ours, in place
-        return UPDATE_COPIES[self.recipe.optimizer][self.width == 2] * max(4, self.width)
+            return 0  # a Triton kernel, in place
+        return spec.workspace[self.width == 2] * max(4, self.width)
 
     def update_of(self, tensors: list[Dimensions]) -> int:
-        """Temporaries of the update of the largest of `tensors`."""
+        """Temporaries of an update of the largest of `tensors`."""
         return int(self._copies_updating * min(max(math.prod(one) for one in tensors), UPDATE_ELEMENTS))
 
     @property
@@ -134,35 +149,33 @@ class Footprint:
 
     @property
     def product_width(self) -> int:
-        """Of an element of the head's products. A CPU has none of 16-bit numbers with a float32 result."""
+        """Bytes of an operand of the lm_head matmuls. A CPU has no 16-bit matmul with a float32 result."""
         return 4 if self.device == "cpu" and self.widths.compute == 2 else self.widths.compute
 
     @property
     def operand(self) -> int:
-        """The table in the type of the head's products, where it is kept in another; or with rows up to an even number of
-        them, without which a GPU has but slow products of 16 bits."""
-        table = elements(self.tensors.tables[:1])
+        """The lm_head weight in the dtype of its matmuls, if stored in another; or padded to a multiple of 8 rows, without
+        which 16-bit matmuls are slow on a GPU."""
+        table = elements(self.tensors.embeddings[:1])
         padded = self.device != "cpu" and self.product_width == 2 and self.shape.vocab % 8 != 0
         return table * self.product_width if padded or self.product_width != self.widths.stream else 0
 
     def loss_head(self, targets: int, *, gradients_there: bool) -> list[int]:
-        """The head's tensors beside the gradient of its table, where they are most: logits and what they turn into, or a
-        chunk's gradient of the table. `gradients_there`: that of the table is there from the beginning."""
+        """The tensors of the loss head at its peak, beside the lm_head gradient: logits and their gradient, or a chunk's lm_head
+        gradient. `gradients_there`: the lm_head gradient exists from the beginning."""
         shape, width = self.shape, self.product_width
         rows = loss_rows(targets)
         logits = rows * shape.vocab
-        if self.device != "cpu" and width <= 4:  # turned into their gradient in place
+        if self.device != "cpu" and width <= 4:  # dlogits overwrite the logits
             turning = adding = [logits * 4]
         else:
             turning = [logits * max(4, width)] * (2 if shape.capped_logits else 1)
             adding = [logits * width]
         if self.head_gradient and self.width != width:
             adding = [*adding, min(TABLE_SLICE_ROWS, shape.vocab) * shape.hidden * max(self.width, width)]
-        if (
-            targets <= rows and not gradients_there
-        ):  # that of the table is made behind the first chunk: not both at once
+        if targets <= rows and not gradients_there:  # the lm_head gradient is made after the first chunk, not beside it
             turning = [sum(turning) - self.head_gradient]
-        states = [targets * shape.hidden * self.widths.stream] * 2  # of the targets, and their gradient
+        states = [targets * shape.hidden * self.widths.stream] * 2  # hidden states of the targets, and their gradient
         return [self.operand, *max(turning, adding, key=sum), *states]
 
     def loss_head_without_gradients(self, targets: int) -> list[int]:
@@ -173,7 +186,7 @@ class Footprint:
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
     tensors, recipe = tensors_of(shape), recipe_of(training)
     adapters = adapters_of(tensors, training.lora_rank) if training.lora_rank is not None else []
-    layer, besides = (adapters, []) if adapters else (tensors.layer, [*tensors.tables, *tensors.others])
+    layer, besides = (adapters, []) if adapters else (tensors.layer, [*tensors.embeddings, *tensors.others])
 
     def states(of: list[Dimensions]) -> int:
         return sum(state_bytes(one, recipe.optimizer, recipe.weights) for one in of)
@@ -191,9 +204,9 @@ def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: 
     )
 
 
-def footprint_to_ask(shape: ModelShape, dtype: str, device: str) -> Footprint:
-    """Of a model that is not trained."""
-    recipe = recipe_to_ask(dtype)
+def footprint_for_inference(shape: ModelShape, dtype: str, device: str) -> Footprint:
+    """Of a model that generates and is not trained."""
+    recipe = recipe_for_inference(dtype)
     return Footprint(
         shape=shape,
         recipe=recipe,
@@ -204,3 +217,150 @@ def footprint_to_ask(shape: ModelShape, dtype: str, device: str) -> Footprint:
         optimizer=0,
         trained_elements=0,
     )
+
+
+# --- phases -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A phase of a run and what is in memory at its peak, in bytes by part."""
+
+    name: str
+    parts: dict[str, int]
+    total_bytes: int
+
+
+def phase_of(name: str, **parts: int) -> Phase:
+    return Phase(name=name, parts=parts, total_bytes=sum(parts.values()))
+
+
+def in_heap(blocks: Iterable[int]) -> int:
+    """Bytes of `blocks` in the heap of the C library. A larger block counts as the largest that it serves."""
+    return sum(min(block, HEAP_BLOCK_BYTES) for block in blocks)
+
+
+def step_phases(
+    run: Footprint, batch: Batch, targets: int, accumulating: bool, state: dict[str, int]
+) -> tuple[Phase, ...]:
+    """The phases of a step. From the second micro-batch on, the gradients of the first exist."""
+    kept_layers = run.recipe.kept_layers(run.shape.layers)
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    layer = sum(saved_by_layer(run.shape, run.widths, batch).all)
+    # A checkpointed layer saves its input.
+    kept = (run.shape.layers - kept_layers) * passed_on + kept_layers * layer
+    kept += sum(saved_once(run.shape, run.widths, batch))
+    behind = sum(saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    # A compiled layer returns all that it would save, and only then is it freed.
+    one_layer = layer if batch.compiled else sum(forward_of_one_layer(run.shape, run.widths, batch))
+    passing = 2 * passed_on if kept_layers else one_layer
+    gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+    forward = phase_of(
+        "forward",
+        **state,
+        gradients=gradients if accumulating else 0,
+        casts=kept_layers * run.casts_of_layer or run.largest_cast,
+        activations=kept,
+        in_flight=passing,
+    )
+    loss = phase_of(
+        "loss",
+        **state,
+        gradients=gradients if accumulating else run.head_gradient,
+        casts=kept_layers * run.casts_of_layer,
+        activations=kept + behind,
+        loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
+    )
+    backward = max(_backward(run, batch, accumulating, state), key=lambda phase: phase.total_bytes)
+    update = phase_of("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
+    phases = (forward, loss, backward, update)
+    slack = _lost(run, batch, phases, accumulating) if run.device == "cpu" else 0
+    return tuple(phase_of(phase.name, **phase.parts, allocator_slack=slack) for phase in phases)
+
+
+def recorded_phases(run: Footprint, batch: Batch, phases: Iterable[Phase]) -> tuple[tuple[Phase, ...], int]:
+    """The same for layers that run as CUDA graphs, and the bytes of the graphs' memory pool.
+
+    Activations and casts are in the pool, which the allocator does not count once the graphs are captured. Gradients are static
+    tensors of the graphs: they exist from the first step to the last. The graphs are captured before the optimizer exists.
+    """
+    by_name = {phase.name: phase for phase in phases}
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    behind = sum(saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    state = {name: size for name, size in by_name["update"].parts.items() if name not in ("gradients", "in_flight")}
+    compiling = by_name["loss"].parts | {"optimizer": 0}
+    making = by_name["backward"].parts | {"optimizer": 0, "gradients": run.gradients - run.head_gradient}
+    handed_over = 3 * passed_on  # input and output of the layers, and its gradient
+    loss = by_name["loss"].parts | {"gradients": run.gradients, "casts": 0, "activations": behind + handed_over}
+    held = {"gradients": run.gradients, "activations": handed_over}
+    backward = phase_of("backward", **state, **held, in_flight=_lookup(run, batch))
+    update = phase_of("update", **state, **held, in_flight=run.update_of(run.trained_kinds))
+    kept = by_name["forward"].parts["activations"] + by_name["forward"].parts["casts"]
+    pool = kept + max(moment.in_flight for moment in backward_moments(run.shape, run.widths, batch))
+    recording = max(
+        phase_of("recording", **compiling), phase_of("recording", **making), key=lambda phase: phase.total_bytes
+    )
+    return (recording, phase_of("loss", **loss), backward, update), pool
+
+
+def _lost(run: Footprint, batch: Batch, phases: Iterable[Phase], accumulating: bool) -> int:
+    """On a CPU: heap blocks that one phase of the step freed and no other can reuse, after a few steps.
+
+    A part counts as in its largest phase. More is lost where short-lived blocks lie between others that stay: gradients during
+    recomputation or the next micro-batch, temporaries of adapters and of updates in the backward pass.
+    """
+    layers = run.shape.layers
+    kept_layers = run.recipe.kept_layers(layers)
+    live = max(phase.total_bytes for phase in phases)
+    largest = {name: max(phase.parts.get(name, 0) for phase in phases) for phase in phases for name in phase.parts}
+    layer = in_heap(saved_by_layer(run.shape, run.widths, batch).all)
+    passing = in_heap(forward_of_one_layer(run.shape, run.widths, batch))
+    kept = kept_layers * layer
+    cut = kept * (KEPT_SLACK + ACCUMULATED_SLACK * accumulating + ADAPTED_SLACK * bool(run.adapters))
+    cut += (1 - kept_layers / layers) * (RECOMPUTED_SLACK * layer + passing)
+    if run.recipe.in_backward:
+        cut += UPDATED_SLACK * min(run.updates, UPDATED_SLACK_BYTES)
+    return max(0, sum(largest.values()) - live) + int(cut)
+
+
+def _backward(run: Footprint, batch: Batch, accumulating: bool, state: dict[str, int]) -> Iterator[Phase]:
+    """The backward pass at its moments, from the last layer to the embedding."""
+    layers = run.shape.layers
+    recomputed = layers - run.recipe.kept_layers(layers)
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    layer = sum(saved_by_layer(run.shape, run.widths, batch).all)
+    once = sum(saved_once(run.shape, run.widths, batch))
+    trained = run.width * elements(run.trained_of_layer)
+    matrices = elements(run.tensors.matrices)
+
+    def at(below: int, moment: Moment) -> Phase:
+        """In the layer with `below` layers before it."""
+        kept_below = max(0, below - recomputed)
+        held = min(below, recomputed) * passed_on + kept_below * layer + once
+        # The input of the layer is saved once if its norm computes in the same dtype.
+        own = passed_on if below < recomputed and run.widths.stream != run.widths.norm and not batch.compiled else 0
+        done = 0 if run.recipe.in_backward else int((layers - 1 - below + moment.done / matrices) * trained)
+        return phase_of(
+            "backward",
+            **state,
+            gradients=run.gradients if accumulating else run.head_gradient + done,
+            casts=kept_below * run.casts_of_layer + moment.casts * run.widths.compute * run.widths.casts,
+            activations=held + own + moment.saved,
+            in_flight=moment.in_flight + moment.updating * run.update_of(run.tensors.matrices[-1:]),
+        )
+
+    # Memory rises or falls evenly between these.
+    for below in {0, recomputed - 1, recomputed, layers - 1} & set(range(layers)):
+        for moment in backward_moments(run.shape, run.widths, batch):
+            if run.recipe.in_backward or not moment.updating:
+                yield at(below, moment)
+    if not run.adapters:
+        gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+        yield phase_of("backward", **state, gradients=gradients, casts=0, activations=0, in_flight=_lookup(run, batch))
+
+
+def _lookup(run: Footprint, batch: Batch) -> int:
+    """The gradient of the embedding: as it arrives, sorted, summed by token in at least float32, and rounded."""
+    wide, narrow = max(4, run.width), run.widths.stream
+    copies = 2 * narrow + wide + (wide + narrow if wide != run.width else 0)
+    return batch.tokens * run.shape.hidden * copies

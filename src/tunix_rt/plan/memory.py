@@ -1,55 +1,60 @@
-"""Peak memory of a run, predicted as a sum of named parts, from `config.json` and settings alone. Loads no weights.
+"""Peak memory of a run of the PyTorch engine, predicted as a sum of named parts from `config.json` and the settings.
 
-What a step keeps is counted tensor by tensor (`activations.py`), what it holds parameter by parameter (`footprint.py`); here
-they are put together into the moments at which a run can peak. On CUDA the allocator gives out what is counted. On a CPU the
-prediction is the rise of resident memory over the moment before the load, so it also has to follow the C allocator: glibc
-serves blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and what one moment leaves behind seldom suits the
-next.
+Activations are counted tensor by tensor (`activations.py`), weights, gradients and optimizer states parameter by parameter
+(`footprint.py`); this module adds them up for each phase of a run. On CUDA the allocator returns what is counted. On a CPU the
+prediction is the rise of resident memory over the moment before the load, so it also models the C allocator: glibc serves
+blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and the next phase can seldom reuse what one has freed.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.plan.activations import Batch, elements, forward_of_one_layer, generating_kernel, kept_once
+from tunix_rt.plan.activations import Batch, elements, forward_of_one_layer, generation_kernel, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
-from tunix_rt.plan.footprint import Footprint, footprint_of, footprint_to_ask
-from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
+from tunix_rt.plan.footprint import (
+    Footprint,
+    Phase,
+    footprint_for_inference,
+    footprint_of,
+    in_heap,
+    phase_of,
+    recorded_phases,
+    step_phases,
+)
 from tunix_rt.plan.shape import ModelShape
 
 MIB = 2**20
 CPU_OVERHEAD_BYTES = 27 * MIB
-"""Thread pools, code loaded by the first step, library buffers. Fitted like what follows; mostly to case `tiny 1x8`, where
-little else is counted."""
+"""Thread pools, code loaded by the first step, library buffers. Fitted like the figures below; mostly to the case `tiny 1x8`,
+where little else is counted."""
 EVALUATION_SLACK = 0.25
 CACHE_SLACK = 0.2
-"""Of keys and values on a GPU: a cache that grows by a token is copied, layer by layer, and leaves places behind that nothing
-fits into. A choice, after one case ran out of memory with less (benchmarks/results/memory_cuda.json)."""
+"""Fraction of the KV cache on a GPU: a cache that grows by a token is copied, layer by layer, and leaves gaps that nothing fits
+into. A choice, after one case ran out of memory with less (benchmarks/results/memory_cuda.json)."""
 CUDA_OVERHEAD_BYTES = 64 * MIB
-"""Workspaces of cuBLAS, which torch takes from its allocator: 32 MiB on Hopper, less elsewhere, for each of the two threads
-that compute (forward and backward)."""
+"""cuBLAS workspaces, which torch takes from its allocator: 32 MiB on Hopper, less elsewhere, for the forward and the backward
+thread."""
 RECORDING_OVERHEAD_BYTES = 128 * MIB
-"""The same once more for each of two streams: layers that are recorded are tried out on one and recorded on another."""
+"""The same again for two streams: CUDA graphs are warmed up on one and captured on another."""
 PUBLISHED_BYTES = 2
-"""Of an element of the file that pretrained weights are read from."""
+"""Bytes of an element in a checkpoint file of pretrained weights."""
 CUDA_CONTEXT_BYTES = 512 * MIB
-"""Room for the CUDA context, outside what the allocator counts. An allowance, not measured."""
-
-
+"""Allowance for the CUDA context, which the allocator does not count. Not measured."""
 PROOF_SPARE_BYTES = 2**30
-"""Of a fresh process that loads the final model, beside the weights: libraries, a CUDA context, activations of short prompts."""
+"""A fresh process that loads the final model needs this beside the weights: libraries, a CUDA context, short prompts."""
 LEFT_OUT = ("proof",)
-"""Phases that no run is refused for. The final model is proven on the run's own device where it finds room there, else on the
-CPU, else not at all, which is said (`export/roundtrip.py`)."""
+"""Phases that no run is refused for. The final model is reloaded on the run's own device if it fits there, else on the CPU,
+else the check is skipped with a warning (`export/roundtrip.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
-"""Questions answered at once where no number is asked for: the first of these that needs no more memory than training."""
+"""Evaluation batch sizes: unless one is set, the first of these that needs no more memory than training."""
 SPARE = ("snapshot", "mapped_file")
-"""Parts that a run can do without."""
+"""Parts that a run does without if memory is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Predicted bytes by phase and part. `peak_bytes` is the largest that is judged; nothing is added across phases."""
+    """Predicted bytes by phase and part. `peak_bytes` is the largest phase that must fit; phases are not added up."""
 
     device: str
     dtype: str
@@ -57,32 +62,38 @@ class MemoryPlan:
     rows: int
     row_tokens: int
     target_share: float
-    """Of the tokens, how many are taken to be targets."""
+    """Fraction of the tokens that are targets of the loss."""
     phases: tuple[Phase, ...]
     peak_phase: str
     peak_bytes: int
-    """On a CPU the rise of resident memory; on CUDA what the allocator will have given out."""
+    """On a CPU the rise of resident memory; on CUDA the peak of allocated memory."""
     least_bytes: int
-    """The same without what a run can do without: a copy of the state for checkpoints, which is only made where there is
-    room for it, and pages of a file that the system takes back when it needs them."""
+    """The same without spare parts: a copy of the state for checkpoints, which is only made if it fits, and pages of a mapped
+    file, which the system reclaims."""
     context_bytes: int
-    """Taken on the device besides, by the CUDA context; 0 on a CPU."""
+    """Of the CUDA context, not included above; 0 on a CPU."""
     eval_rows: int
-    """Questions that are answered at once, and rows of a forward pass of the held-out loss."""
+    """Evaluation batch size, for generation and for the held-out loss."""
     devices: int = 1
-    """Over which the run is spread. Bytes are those of one of them; on a CPU, of all together."""
+    """Over which the run is sharded. Bytes are those of one device; on a CPU, of all together."""
     layers: str = "plain"
-    """What computes them in a training step: `plain`, `compiled` or `recorded`."""
+    """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
-    """Held besides what the allocator counts, for as long as training goes on: what recorded layers work in."""
+    """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
 
     @property
     def peak(self) -> Phase:
         return next(phase for phase in self.phases if phase.name == self.peak_phase)
 
     @property
+    def lower_bound(self) -> bool:
+        """Whether a run needs at least this much, and its compiler decides how much more: of a step that is compiled as a
+        whole, one phase is counted."""
+        return self.peak_phase == "step"
+
+    @property
     def judged(self) -> tuple[Phase, ...]:
-        """All that must fit: the phases but those that are left out where there is no room."""
+        """The phases that must fit."""
         return tuple(phase for phase in self.phases if phase.name not in LEFT_OUT)
 
     @property
@@ -101,54 +112,34 @@ def predict(
     capability: tuple[int, int] | None = None,
     layers: str | None = None,
 ) -> MemoryPlan:
-    """What training `shape` under `config` needs on `device` (`cpu` or `cuda`).
+    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`).
 
-    Before the data is read the rows are taken to be as long as `data.max_length` and every token to be a target, the
-    worst case. Give the longest row as `row_tokens` and the share of targets to predict a run whose rows are known.
-    Held-out rows and questions are single examples, which are never longer than the positions of the model. A GPU of
-    unknown CUDA `capability` is taken to be a modern one; below 8.0, attention over packed rows needs a mask. `layers`, as
-    `layers_planned` names them, are of a long run on an unknown device unless given.
+    Before the data is read, rows are assumed to be as long as `data.max_length` and every token a target, the worst case. Pass
+    the longest row as `row_tokens` and the fraction of targets once they are known. Held-out rows and questions are single
+    examples, never longer than the positions of the model. A GPU of unknown CUDA `capability` is assumed to be a modern one;
+    below 8.0, attention over packed rows needs a mask. `layers`, as `layers_planned` names them, default to those of a long
+    run on an unknown device.
     """
-    training, evaluation = config.training, config.evaluation
+    training = config.training
     modern = capability is None or capability >= (8, 0)
     run = footprint_of(shape, training, device, modern=modern)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
-    if layers is None:
-        layers = layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
+    layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
     step = Batch(
         rows=training.per_device_train_batch_size,
         length=length if layers == "plain" else compiled_length(length),
         packed=config.data.packing,
         device=device,
-        modern=modern,
+        capability=capability,
         deterministic=training.deterministic,
         compiled=layers != "plain",
     )
-    accumulating = training.gradient_accumulation_steps > 1
-    # A checkpoint is written while training goes on, by copies in the memory of the host.
-    copied = run.checkpoint if device == "cpu" else 0
-    during = {"snapshot": copied if training.save_steps is not None else 0}
-    if layers == "recorded":
-        during = {**during, "overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
-    in_step = step_phases(run, step, max(1, int(step.tokens * target_share)), accumulating, _state(run) | during)
-    pool = 0
-    if layers == "recorded":
-        in_step, pool = recorded_phases(run, step, in_step)
-        during = {**during, "gradients": run.gradients}  # they lie in the recording
-    phases = [
-        _load(run, pretrained=config.model.weights == "pretrained"),
-        *in_step,
-        _save(run, copied),
-    ]
-    asked = replace(step, compiled=False, length=min(length, shape.max_positions))
-    asking = {
-        rows: list(_asking(run, replace(asked, rows=rows), config, during))
-        for rows in ([evaluation.per_device_eval_batch_size] if evaluation.per_device_eval_batch_size else EVAL_ROWS)
-    }
-    room = max(_without_spare(phase).total_bytes for phase in phases)
-    fitting = (rows for rows, asked in asking.items() if all(_without_spare(one).total_bytes <= room for one in asked))
-    eval_rows = next(fitting, min(asking))
-    phases += asking[eval_rows]
+    copied = run.checkpoint if device == "cpu" else 0  # a checkpoint is written from a copy while training goes on
+    in_step, pool, during = _step(run, step, config, layers, target_share, copied)
+    phases = [_load(run, pretrained=config.model.weights == "pretrained"), *in_step, _save(run, copied)]
+    single = replace(step, compiled=False, length=min(length, shape.max_positions))
+    eval_rows, evaluating = _evaluation(run, single, config, during, max(map(_without_spare_bytes, phases)))
+    phases += evaluating
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
@@ -160,7 +151,7 @@ def predict(
         phases=(*phases, _proof(run)),
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
-        least_bytes=max(_without_spare(phase).total_bytes for phase in phases),
+        least_bytes=max(map(_without_spare_bytes, phases)),
         context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES,
         eval_rows=eval_rows,
         layers=layers,
@@ -168,8 +159,36 @@ def predict(
     )
 
 
+def _step(
+    run: Footprint, step: Batch, config: RunConfig, layers: str, target_share: float, copied: int
+) -> tuple[tuple[Phase, ...], int, dict[str, int]]:
+    """The phases of a training step, the pool of CUDA graphs, and what stays allocated between steps."""
+    training = config.training
+    during = {"snapshot": copied if training.save_steps is not None else 0}
+    if layers == "recorded":
+        during |= {"overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
+    targets, accumulating = max(1, int(step.tokens * target_share)), training.gradient_accumulation_steps > 1
+    phases = step_phases(run, step, targets, accumulating, _state(run) | during)
+    if layers != "recorded":
+        return phases, 0, during
+    phases, pool = recorded_phases(run, step, phases)
+    return phases, pool, during | {"gradients": run.gradients}  # they are part of the graphs
+
+
+def _evaluation(
+    run: Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
+) -> tuple[int, list[Phase]]:
+    """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
+    fixed = config.evaluation.per_device_eval_batch_size
+    sizes = [fixed] if fixed else EVAL_ROWS
+    phases = {rows: list(_evaluating(run, replace(batch, rows=rows), config, during)) for rows in sizes}
+    fitting = (rows for rows, found in phases.items() if all(_without_spare_bytes(one) <= room for one in found))
+    chosen = next(fitting, min(phases))
+    return chosen, phases[chosen]
+
+
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
-    """`tokens`, unless a row is one example: no example goes beyond the model's positions, several in a row do."""
+    """`tokens`, limited by the positions of the model if a row is one example."""
     return tokens if config.data.packing else min(tokens, shape.max_positions)
 
 
@@ -177,14 +196,18 @@ def _without_spare(phase: Phase) -> Phase:
     return phase_of(phase.name, **{name: size for name, size in phase.parts.items() if name not in SPARE})
 
 
+def _without_spare_bytes(phase: Phase) -> int:
+    return _without_spare(phase).total_bytes
+
+
 def _state(run: Footprint) -> dict[str, int]:
-    """What is there from the first step on."""
+    """Allocated from the first step on."""
     overhead = CPU_OVERHEAD_BYTES if run.device == "cpu" else CUDA_OVERHEAD_BYTES
     return {"weights": run.weights, "optimizer": run.optimizer, "overhead": overhead}
 
 
 def _between_steps(run: Footprint) -> dict[str, int]:
-    """Between steps gradients are freed; on a CPU their place in the heap is not, and seldom suits what comes next."""
+    """Gradients are freed between steps; on a CPU the heap keeps their blocks, which the next phase can seldom reuse."""
     kept = run.table_gradients if run.recipe.in_backward else run.gradients
     return _state(run) | {"gradients": kept if run.device == "cpu" else 0}
 
@@ -193,15 +216,15 @@ def _between_steps(run: Footprint) -> dict[str, int]:
 
 
 def _load(run: Footprint, *, pretrained: bool) -> Phase:
-    """Beside the weights: the file they are read from, or the head that random weights draw before it is tied.
+    """Beside the weights: the file they are read from, or the lm_head weight that is drawn before it is tied.
 
-    Weights of the file's own type are the file itself, mapped into memory, until they are updated; it is taken to be of a
-    16-bit type, as models are published. Then a few tokens are tried, with casts of one matrix after the other.
+    Weights of the file's dtype are the mapped file itself until they are updated; files are assumed to be 16-bit, as models
+    are published. Then a few tokens are tried, with one matrix cast after the other.
     """
     other_type = pretrained and run.device == "cpu" and run.widths.stream != PUBLISHED_BYTES
-    drawn = elements(run.tensors.tables[:1]) * run.widths.stream if run.shape.tied_head and not pretrained else 0
+    drawn = elements(run.tensors.embeddings[:1]) * run.widths.stream if run.shape.tied_head and not pretrained else 0
     base = run.shape.parameters * run.widths.stream
-    later = run.weights - base + max(run.largest_cast, run.head_cast, run.operand)  # adapters come behind the draw
+    later = run.weights - base + max(run.largest_cast, run.head_cast, run.operand)  # adapters are added after the draw
     parts = {"weights": base, "overhead": CPU_OVERHEAD_BYTES if run.device == "cpu" else 0}
     return phase_of(
         "load",
@@ -214,24 +237,24 @@ def _load(run: Footprint, *, pretrained: bool) -> Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _asking(run: Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
-    """What is measured and asked beside training, with the rows of `batch`."""
+def _evaluating(run: Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
+    """The phases of an evaluation with the rows of `batch`."""
     new_tokens = config.evaluation.max_new_tokens
     if config.data.validation_fraction:
         yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
-        # Before the optimizer is made and after it is gone; on a CPU its place in the heap is taken to be still there.
-        there = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        yield phase_of("generation", **there, **answering_parts(run, batch, new_tokens))
-    if config.evaluation.asked_along:
-        rows = min(batch.rows, config.evaluation.asked_along)
-        parts = answering_parts(run, replace(batch, rows=rows), new_tokens)
+        # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
+        state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
+        yield phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
+    if config.evaluation.samples_during_training:
+        rows = min(batch.rows, config.evaluation.samples_during_training)
+        parts = generation_parts(run, replace(batch, rows=rows), new_tokens)
         yield phase_of("samples", **(_between_steps(run) | during), **parts)
 
 
 def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
-    """Forward passes without gradients: one layer at a time, then the head in chunks."""
-    layer = forward_of_one_layer(run.shape, run.widths, batch) + kept_once(run.shape, run.widths, batch)
+    """Forward passes without gradients: one layer at a time, then the loss in chunks."""
+    layer = forward_of_one_layer(run.shape, run.widths, batch) + saved_once(run.shape, run.widths, batch)
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     slack = int(EVALUATION_SLACK * in_heap(layer + head)) if run.device == "cpu" else 0
@@ -241,18 +264,18 @@ def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
     return max(both, key=lambda phase: phase.total_bytes)
 
 
-def answering_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
-    """Prompts up to a whole row, then `max_new_tokens` more: keys and values of all, one layer of them copied to grow."""
+def generation_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
+    """Prompts of up to a whole row, then `max_new_tokens` more: the KV cache of all tokens, one layer of it copied to grow."""
     shape, width = run.shape, run.widths.compute
     tokens = batch.rows * min(batch.length + max_new_tokens, max(batch.length, shape.max_positions))
-    kernel = generating_kernel(shape, run.widths, batch)
-    layer = forward_of_one_layer(shape, run.widths, batch, kernel) + kept_once(shape, run.widths, batch, kernel)
+    kernel = generation_kernel(shape, run.widths, batch)
+    layer = forward_of_one_layer(shape, run.widths, batch, kernel) + saved_once(shape, run.widths, batch, kernel)
     logits = [batch.rows * shape.vocab * max(width, 4)] * 2
-    # Keys are rotated by numbers of the type that layers pass on, and kept as they come.
+    # Keys are rotated in the dtype of the residual stream, and cached in it.
     keys = width if shape.learned_positions else max(width, run.widths.stream)
     cache = [tokens * shape.kv_size * (width + keys)] * (shape.layers + 1)
     cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
-    repeated = [tokens * shape.query_size * width] * 2  # key-value heads repeated for each query head, in one layer
+    repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
     return {
         "casts": run.casts + run.head_cast,
         "kv_cache": sum(cache) + sum(repeated),
@@ -263,26 +286,26 @@ def answering_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[s
 
 
 def reloaded_bytes(saved: int, *, device: str, autocast: bool) -> int:
-    """Weights of a process that loads a folder with `saved` bytes of them: on a GPU, casts of matrices stand beside them."""
+    """Weights of a process that loads `saved` bytes of them: on a GPU with autocast, casts of the matrices come on top."""
     return saved * 3 // 2 if device != "cpu" and autocast else saved
 
 
 def _proof(run: Footprint) -> Phase:
     """The end of a run: a fresh process loads the final model on the same device, beside the one in memory.
 
-    On a GPU the optimizer is gone and what the allocator held in vain was given back; on a CPU its place stays taken.
+    On a GPU the optimizer and the allocator's cache are freed; on a CPU the heap keeps the blocks of the optimizer.
     """
-    there = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
+    state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
     autocast = run.recipe.casts and run.recipe.frozen is None
     weights = reloaded_bytes(run.final_model, device=run.device, autocast=autocast)
-    return phase_of("proof", **there, fresh_process=weights + PROOF_SPARE_BYTES)
+    return phase_of("proof", **state, fresh_process=weights + PROOF_SPARE_BYTES)
 
 
 def _save(run: Footprint, copied: int) -> Phase:
-    """A checkpoint; or the model in the end, with adapters added to it in float32 on the host, tensor by tensor.
+    """A checkpoint, or the final model with its adapters merged in float32 on the host, tensor by tensor.
 
-    What an adapter adds is there twice, as it is and scaled; then beside the sum. Weights in float32 without an adapter are
-    not copied on a CPU.
+    The update of an adapter exists twice, plain and scaled, then beside the sum. On a CPU, float32 weights without an adapter
+    are not copied.
     """
     merged = 0
     if run.adapters:
@@ -294,9 +317,9 @@ def _save(run: Footprint, copied: int) -> Phase:
 
 
 MOST_ROWS = {"cpu": 64, "cuda": 512}
-"""More at once make a CPU no faster, and a GPU hardly."""
+"""Larger batches make a CPU no faster, and a GPU hardly."""
 USED_SHARE = {"cpu": 0.5, "cuda": 0.85}
-"""Of the memory at hand. A CPU's is shared with other programs, a GPU's comes in pieces."""
+"""Fraction of the free memory. A CPU shares it with other programs, a GPU's is fragmented."""
 
 
 def rows_that_fit(
@@ -307,14 +330,14 @@ def rows_that_fit(
     length: int,
     max_new_tokens: int,
     free_bytes: int,
-    modern: bool = True,
+    capability: tuple[int, int] | None = None,
 ) -> int:
-    """The most prompts of `length` tokens whose answers fit into `free_bytes` beside the weights, and at least 1."""
-    run = footprint_to_ask(shape, dtype, device)
+    """The largest batch of prompts of `length` tokens whose generations fit into `free_bytes` beside the weights, at least 1."""
+    run = footprint_for_inference(shape, dtype, device)
 
     def needed(rows: int) -> int:
-        batch = Batch(rows=rows, length=length, packed=False, device=device, modern=modern)
-        return sum(answering_parts(run, batch, max_new_tokens).values())
+        batch = Batch(rows=rows, length=length, packed=False, device=device, capability=capability)
+        return sum(generation_parts(run, batch, max_new_tokens).values())
 
     low, high = 1, MOST_ROWS[device]
     while low < high:

@@ -1,6 +1,6 @@
-"""What the PyTorch engine keeps in memory for each parameter, in which type and until when.
+"""The dtypes of weights, gradients and matmuls, the optimizer and activation checkpointing of a run.
 
-Written once: the engine builds itself from it, the planner sums it up.
+The engines are built from a Recipe, and the planner adds up the memory of the same one.
 """
 
 import math
@@ -9,57 +9,57 @@ from dataclasses import dataclass
 from tunix_rt.config.settings import Training
 
 FEWEST_LOSS_ROWS = 256
-"""Target tokens that meet the vocabulary at once: fewer keep a GPU waiting for memory."""
+"""Target tokens of a chunk of the loss: with fewer, a GPU waits for memory."""
 MOST_LOSS_CHUNKS = 8
-"""The head's gradient is rounded once per chunk, in the type of the weights: few chunks keep it exact."""
+"""The lm_head gradient is rounded once per chunk, to the dtype of the weights: few chunks keep it exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The memory of a training step. Types are named as torch names them."""
+    """How a training step computes. dtypes have their torch names."""
 
     weights: str
-    """Type in which trained parameters are kept and updated, and their gradients are."""
+    """dtype of trained parameters and their gradients."""
     compute: str
-    """Type of the products. Where it is another, weights are cast for the length of a forward and backward pass."""
+    """dtype of the matmuls. If it differs from `weights`, they are cast for a forward and backward pass."""
     frozen: str | None
-    """With LoRA, the type of the parameters that are not trained; None: every parameter is trained."""
+    """With LoRA, the dtype of the parameters that are not trained; None: every parameter is trained."""
     optimizer: str
     in_backward: bool
-    """A gradient is gone once its tensor is updated; the vocabulary table's alone lives through the backward pass."""
+    """A gradient is freed once its tensor is updated; only those of embedding and lm_head live through the backward pass."""
     rounding: str
-    """`stochastic` for bfloat16 weights, unless it was turned off; else `nearest`."""
+    """`stochastic` for bfloat16 weights, unless turned off; else `nearest`."""
     loss_scaled: bool
-    """float16: the loss is multiplied before the backward pass, and a step that overflows is computed again."""
+    """float16: the loss is scaled before the backward pass, and a step that overflows is repeated."""
     kept_share: float
-    """Share of the layers that keep their activations; the others keep their input and are computed again."""
+    """Fraction of the layers that save their activations; the others save their input and recompute."""
 
     @property
     def casts(self) -> bool:
         return self.compute != (self.frozen or self.weights)
 
-    @property
-    def words(self) -> str:
-        """For the log: types, optimizer, and what of it is not as everywhere."""
+    def describe(self) -> str:
+        """dtypes and optimizer in one line."""
         trained = f"weights in {self.weights}"
         if self.weights == "bfloat16":
-            trained += f", rounded {'stochastically' if self.rounding == 'stochastic' else 'to nearest: small updates are lost'}"
+            nearest = "rounded to nearest: small updates are lost"
+            trained += f", {'stochastic rounding' if self.rounding == 'stochastic' else nearest}"
         if self.frozen is not None:
             trained = f"adapters in {self.weights}, all other weights frozen in {self.frozen}"
-        said = f"{trained}; products in {self.compute}; {self.optimizer}"
+        words = f"{trained}; {self.compute} matmuls; {self.optimizer}"
         if self.in_backward:
-            said += " in backward: each tensor is updated and clipped by itself as soon as its gradient is there"
-        return said
+            words += " in backward: each tensor is clipped and updated as soon as its gradient is complete"
+        return words
 
     def kept_layers(self, layers: int) -> int:
-        """The last so many layers keep their activations: theirs are gone again before the first is computed anew."""
+        """The number of layers that save their activations: the last ones, which free them before the first is recomputed."""
         return math.floor(self.kept_share * layers + 1e-9)
 
 
 def recipe_of(training: Training) -> Recipe:
-    """What `training` asks for, spelled out."""
+    """The recipe of `training`."""
     weights = training.master_dtype or ("float64" if training.dtype == "float64" else "float32")
-    asked = training.gradient_checkpointing
+    checkpointed = training.gradient_checkpointing
     return Recipe(
         weights=weights,
         compute=training.dtype,
@@ -68,12 +68,12 @@ def recipe_of(training: Training) -> Recipe:
         in_backward=training.optim_in_backward,
         rounding="stochastic" if weights == "bfloat16" and training.stochastic_rounding else "nearest",
         loss_scaled=training.dtype == "float16",
-        kept_share=(0.0 if asked else 1.0) if isinstance(asked, bool) else float(asked),
+        kept_share=(0.0 if checkpointed else 1.0) if isinstance(checkpointed, bool) else float(checkpointed),
     )
 
 
-def recipe_to_ask(dtype: str) -> Recipe:
-    """A model that is only asked: weights of the type of the products, nothing is trained."""
+def recipe_for_inference(dtype: str) -> Recipe:
+    """A model that is not trained, with weights and matmuls in `dtype`."""
     return Recipe(
         weights=dtype,
         compute=dtype,
@@ -87,6 +87,6 @@ def recipe_to_ask(dtype: str) -> Recipe:
 
 
 def loss_rows(targets: int) -> int:
-    """How many of `targets` meet the vocabulary at once: an eighth, in steps of 128, and not fewer than 256."""
+    """The targets in a chunk of the loss: an eighth of them, rounded up to a multiple of 128, and at least 256."""
     share = math.ceil(targets / MOST_LOSS_CHUNKS / 128) * 128
     return max(1, min(targets, max(FEWEST_LOSS_ROWS, share)))

@@ -1,4 +1,4 @@
-"""Everything a plan says of one device: memory, verdict, time, and what to change."""
+"""What a plan reports: a device with its memory, time and proposals; a whole run; and the refusal of what does not fit."""
 
 import json
 import math
@@ -6,38 +6,44 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tunix_rt import assets
+from tunix_rt.config.capabilities import capabilities_of
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.plan.fit import left_to_the_compiler
+from tunix_rt.errors import DoesNotFitError
+from tunix_rt.plan.fit import GIB, Device, Fit, limited, predict_as_run, verdict
+from tunix_rt.plan.footprint import Phase
+from tunix_rt.plan.jax_floor import savings
 from tunix_rt.plan.knobs import BFLOAT16_CAPABILITY, differing, set_line
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.solver import OFFERED, Proposal, faster, last_resorts, offered, solve
-from tunix_rt.plan.speed import StepTime, rates_for, step_time
-from tunix_rt.plan.target import Fit, Target, limited, predict_as_run, verdict
+from tunix_rt.plan.solver import OFFERED, Proposal, faster, last_resorts, offered, solve, words_of
+from tunix_rt.plan.speed import Rates, StepTime, rates_for, time_of_plan
+from tunix_rt.plan.target import Target
 from tunix_rt.plan.timing import RunTime, estimate_time, run_time, steps_of_run
+
+# --- one device -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """A run on one device. There are `proposals` where it does not fit as it is written, `faster` where it does."""
+    """A run on one device: `proposals` if it does not fit as written, `faster` if it does."""
 
     target: Target
     plan: MemoryPlan
     fit: Fit
     unable: str
-    """Why the device computes no such run, whatever its memory; empty where it does."""
+    """Why the device cannot run it, whatever its memory; empty if it can."""
     doubt: str
-    """What to say where only the compiler of the JAX engine can tell; empty where the verdict stands."""
+    """That the compiler decides, if the prediction is a lower bound that fits; else empty."""
     time: StepTime
     proposals: tuple[Proposal, ...]
     faster: tuple[Proposal, ...]
     resorts: tuple[str, ...]
-    """Where nothing else makes it fit: what changes the step, the data or the kind of training, in words."""
+    """If nothing else makes it fit: lines about other steps, other data or another kind of training."""
 
     @property
     def runs(self) -> bool:
-        """As it is written."""
+        """As written, and as far as is known before compiling."""
         return self.fit.fits and not self.unable
 
     def fit_of(self, proposal: Proposal) -> Fit:
@@ -45,21 +51,20 @@ class Outlook:
 
 
 def look(shape: ModelShape, config: RunConfig, target: Target) -> Outlook:
-    """What a run of `config` is like on `target`, rows taken to be as long as `data.max_length`, and as many steps as are
-    known of."""
+    """The outlook for `config` on `target`, with rows of `data.max_length` and as many steps as are known."""
     free = limited(target.free_bytes, config.training.memory_limit_gib)
     target, rates = replace(target, free_bytes=free), rates_for(target)
     plan, time = _predicted(shape, config, target)
-    fit, unable = verdict(plan, target), computes_not(config, target)
-    doubt = "" if unable else left_to_the_compiler(plan, target, config)
+    fit, unable = verdict(plan, target), emulated_bfloat16(config, target)
+    doubt = "" if unable else left_to_the_compiler(plan, target)
     quicker: list[Proposal] = []
     if unable:
-        found, resorts = _otherwise(shape, config, target)
+        found, resorts = _without_bfloat16(shape, config, target)
     elif fit.fits:
         found, resorts = [], []
         quicker = faster(plan, target, shape, config, rates, steps=steps_known(config, target))
     else:
-        found, resorts = _what_fits(plan, target, shape, config, asked=config)
+        found, resorts = _what_fits(plan, target, shape, config, written=config)
     return Outlook(
         target=target,
         plan=plan,
@@ -74,16 +79,16 @@ def look(shape: ModelShape, config: RunConfig, target: Target) -> Outlook:
 
 
 def _what_fits(
-    plan: MemoryPlan, target: Target, shape: ModelShape, config: RunConfig, *, asked: RunConfig
+    plan: MemoryPlan, target: Target, shape: ModelShape, config: RunConfig, *, written: RunConfig
 ) -> tuple[list[Proposal], list[str]]:
-    """What makes `config` fit, over what was `asked` for; where nothing does, the last resorts instead."""
+    """What makes `config` fit, as changes of the `written` one; if nothing does, the last resorts."""
     steps, rates = steps_known(config, target), rates_for(target)
-    found = offered(solve(plan, target, shape, config, rates, steps=steps, asked=asked))
-    return found, [] if found else last_resorts(plan, target, shape, config, rates, steps=steps, asked=asked)
+    found = offered(solve(plan, target, shape, config, rates, steps=steps, written=written))
+    return found, [] if found else last_resorts(plan, target, shape, config, rates, steps=steps, written=written)
 
 
 def _of_fewer_settings(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
-    """The first, and of the others those that ask for fewer changes than all before them."""
+    """The first, then those with fewer changes than all before them."""
     fewest = math.inf
     for one in proposals:
         if len(one.settings) < fewest:
@@ -92,49 +97,41 @@ def _of_fewer_settings(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
 
 
 def _predicted(shape: ModelShape, config: RunConfig, target: Target) -> tuple[MemoryPlan, StepTime]:
-    jax = config.training.backend == "jax"
-    devices = target.count if jax else 1
+    devices = target.count if capabilities_of(config.training).multi_device else 1
     plan = predict_as_run(shape, config, target, devices=devices, steps=steps_known(config, target))
-    time = step_time(
-        shape, config, rates_for(target), device=target.device, devices=devices, rows=plan.rows, row_tokens=plan.row_tokens,
-        capability=target.capability, layers=plan.layers,
-    )  # fmt: skip
-    return plan, time
+    return plan, time_of_plan(plan, shape, config, rates_for(target), target)
 
 
-# --- a type that a device does not compute in --------------------------------------------------------------------------
-
-
-def computes_not(config: RunConfig, target: Target) -> str:
-    """Why a run would be refused there whatever its memory, as the doctor does; empty where it would not."""
+def emulated_bfloat16(config: RunConfig, target: Target) -> str:
+    """Why the doctor would refuse the run on this GPU whatever its memory; empty if it would not."""
     known = target.capability
     if target.device != "cuda" or known is None or known >= BFLOAT16_CAPABILITY or config.training.dtype != "bfloat16":
         return ""
     return f"computes bfloat16 only by emulation (compute capability {known[0]}.{known[1]}; it begins at 8.0)"
 
 
-def _otherwise(shape: ModelShape, config: RunConfig, target: Target) -> tuple[list[Proposal], list[str]]:
-    """The run in a type that the device computes in, with what more it takes to fit; or the last resorts of such a run."""
+def _without_bfloat16(shape: ModelShape, config: RunConfig, target: Target) -> tuple[list[Proposal], list[str]]:
+    """The run in a dtype that the device supports, with what else it needs to fit; or its last resorts."""
     training = config.training
-    narrow = training.backend == "torch" and not training.optim_in_backward
+    narrow = "float16" in capabilities_of(training).dtypes and not training.optim_in_backward
     settings: dict[str, object] = {"training.dtype": "float16" if narrow else "float32"}
     if training.master_dtype == "bfloat16":
         settings |= {"training.master_dtype": "float32", "training.stochastic_rounding": True}
     changed = with_settings(config, settings)
     plan, time = _predicted(shape, changed, target)
     if not verdict(plan, target).fits:
-        return _what_fits(plan, target, shape, changed, asked=config)
-    said = differing(config, changed)
-    cost = f"products in {changed.training.dtype}"
-    return [Proposal(settings=said, plan=plan, time=time, level=0, costs=(cost,), line=set_line(said))], []
+        return _what_fits(plan, target, shape, changed, written=config)
+    changes = differing(config, changed)
+    cost = f"{changed.training.dtype} matmuls"
+    return [Proposal(settings=changes, plan=plan, time=time, level=0, costs=(cost,), line=set_line(changes))], []
 
 
 # --- how many steps ----------------------------------------------------------------------------------------------------
 
 
 def most_rows(config: RunConfig) -> int | None:
-    """Rows that the dataset can come to: one for each trace that is not held out. Packed there are fewer. None where no
-    manifest says how many traces there are."""
+    """The most rows that the dataset can have: one per trace that is not held out, fewer if packed. None without a
+    manifest."""
     key = config.data.dataset
     found = assets.find("datasets", f"{key}/manifest.json") if key and "/" not in key else None
     if found is None:
@@ -142,31 +139,119 @@ def most_rows(config: RunConfig) -> int | None:
     try:
         traces = json.loads(found.read_text(encoding="utf-8"))["rows"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # the data stage says what is wrong with it
+        return None  # the data stage reports what is wrong with it
     return max(1, math.ceil(traces * (1 - config.data.validation_fraction))) if isinstance(traces, int) else None
 
 
 def steps_known(config: RunConfig, target: Target) -> int | None:
-    """Of the whole run, at most where rows are packed; None where neither the configuration nor a manifest says it."""
+    """Steps of the run, an upper bound if rows are packed; None if neither the configuration nor a manifest has them."""
     training = config.training
-    devices = target.count if training.backend == "jax" else 1
+    devices = target.count if capabilities_of(training).multi_device else 1
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * devices
     return steps_of_run(config, rows=most_rows(config), rows_per_step=rows)
 
 
 def whole_run(config: RunConfig, seen: Outlook) -> RunTime | None:
-    """Steps, tokens and hours, where the configuration or the manifest of its dataset says how many steps there are; at
-    most those, without `training.max_steps` and with packed rows."""
+    """Steps, tokens and hours if the number of steps is known; upper bounds if `max_steps` is not set and rows are packed."""
     rows_per_step = seen.plan.rows * config.training.gradient_accumulation_steps
     return run_time(seen.time, config, rows=most_rows(config), rows_per_step=rows_per_step)
 
 
 def measured_here(seen: Outlook, shape: ModelShape, config: RunConfig) -> Outlook:
-    """`seen` of the CPU that this runs on, with its rate measured for a moment instead of assumed."""
-    told = estimate_time(shape, config, tokens_per_step=seen.time.tokens, steps=1)
-    seconds = math.sqrt(told.seconds_low * told.seconds_high)
-    time = replace(
-        seen.time, seconds=seconds, seconds_low=told.seconds_low, seconds_high=told.seconds_high,
+    """`seen` on the CPU of this computer, with its measured rate instead of an assumed one."""
+    time = estimate_time(shape, config, tokens_per_step=seen.time.tokens, steps=1)
+    seconds = math.sqrt(time.seconds_low * time.seconds_high)
+    measured = replace(
+        seen.time, seconds=seconds, seconds_low=time.seconds_low, seconds_high=time.seconds_high,
         tokens_per_second=seen.time.tokens / seconds,
     )  # fmt: skip
-    return replace(seen, time=time)
+    return replace(seen, time=measured)
+
+
+# --- refusal and advice -----------------------------------------------------------------------------------------------
+
+
+def left_to_the_compiler(plan: MemoryPlan, choice: Device) -> str:
+    """The line for a lower bound that fits, of which only the compiler knows the rest; else empty."""
+    if not plan.lower_bound or not verdict(plan, choice).fits:
+        return ""
+    return (
+        f"at least {plan.least_bytes / GIB:.2f} GiB of {choice.free_bytes / GIB:.2f} GiB free on {choice.device}; the compiler "
+        "decides before a weight is loaded"
+    )
+
+
+def judge(
+    plan: MemoryPlan,
+    choice: Device,
+    shape: ModelShape | None = None,
+    config: RunConfig | None = None,
+    *,
+    steps: int | None = None,
+) -> Fit:
+    """The verdict. With `shape` and `config`, a run that does not fit comes with advice for its number of `steps`."""
+    fit = verdict(plan, choice)
+    if fit.fits or shape is None or config is None:
+        return fit
+    return replace(fit, advice=advice_for(plan, choice, shape, config, rates_for(choice), steps=steps))
+
+
+def advice_for(
+    plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig, rates: Rates, *, steps: int | None = None
+) -> list[str]:
+    """Up to three proposals that fit, as `--set` lines; if none does, the last resorts."""
+    found = offered(solve(plan, choice, shape, config, rates, steps=steps))
+    return [words_of(one) for one in found] or last_resorts(plan, choice, shape, config, rates, steps=steps)
+
+
+def refuse_if_too_big(
+    plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig, *, steps: int | None = None
+) -> None:
+    """Raise DoesNotFitError, with the parts and what to change, unless the run fits."""
+    fit = judge(plan, choice, shape, config, steps=steps)
+    if fit.fits:
+        return
+    predicted = f"{'at least ' if plan.lower_bound else ''}{fit.predicted_bytes / GIB:.2f} GiB predicted"
+    margin = f" + {fit.safety_bytes / GIB:.2f} GiB margin" if fit.safety_bytes else ""
+    context = f" + {plan.context_bytes / GIB:.2f} GiB for the CUDA context" if plan.context_bytes else ""
+    raise DoesNotFitError(
+        f"does not fit: {predicted}{margin}{context}, {fit.available_bytes / GIB:.2f} GiB free on {choice.device}\n"
+        f"  {_parts(plan.least)}",
+        fix=_lines(fit.advice),
+    )
+
+
+def explain_out_of_memory(
+    plan: MemoryPlan, measured_bytes: int, choice: Device, shape: ModelShape, config: RunConfig
+) -> tuple[str, str]:
+    """Problem and fix when memory ran out although `plan` fits.
+
+    `measured_bytes` is the peak as the engine measures it. No more was available, so the fix is what fits into that; or into
+    less than the prediction, if even that was not enough."""
+    problem = (
+        f"out of memory: {measured_bytes / GIB:.2f} GiB in use and no more available; {plan.peak_bytes / GIB:.2f} GiB "
+        f"{'or more ' if plan.lower_bound else ''}predicted, {choice.free_bytes / GIB:.2f} GiB free on {choice.device} before\n"
+        f"  {_parts(plan.least)}"
+    )
+    if plan.lower_bound:
+        return problem, _lines(savings(config.training))
+    free = min(measured_bytes, plan.least_bytes) + plan.context_bytes
+    known = _Known(device=choice.device, kind=choice.kind, free_bytes=free, capability=choice.capability)
+    return problem, _lines(advice_for(plan, known, shape, config, rates_for(choice)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    device: str
+    kind: str
+    free_bytes: int
+    capability: tuple[int, int] | None
+
+
+def _parts(phase: Phase) -> str:
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in phase.parts.items() if size >= GIB / 200)
+    return f"in GiB at the peak ({phase.name}): {parts}"
+
+
+def _lines(advice: list[str]) -> str:
+    return "\n       ".join(advice)

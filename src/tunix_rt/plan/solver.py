@@ -1,9 +1,9 @@
-"""What to change so that a run fits a device, or goes faster on it: every combination of the settings that save memory.
+"""Settings with which a run fits a device, or is faster on it: a search over every combination that saves memory.
 
-Of those that fit, the best is the one that changes the result least, then the fastest. Settings that leave the result alone
-come first: how the rows of a step are split, what is computed again, how many questions are asked at once. Five others change
-it a little, and each has a weight; a combination's level is the sum of its weights. The rows of a step are kept. Fewer rows,
-shorter rows and adapters are another training: they are last resorts, said in words of their own.
+Of those that fit, the best changes the result least and is then the fastest. Settings that keep the result come first: how
+the batch is split into micro-batches, activation checkpointing, the evaluation batch size. Five others change it a little;
+each has a weight, and the level of a combination is the sum of its weights. The batch size of a step is kept. Smaller
+batches, shorter rows and LoRA are another training: they are last resorts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,19 +14,20 @@ from math import ceil, log
 from typing import TypeVar
 
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan.fit import Device, least_room, predict_as_run, verdict
 from tunix_rt.plan.knobs import (
     ACCUMULATION,
-    ASKED,
-    KEPT,
+    CHECKPOINTING,
+    EVAL_BATCH,
     ROWS,
     WEIGHTS,
     Settings,
-    asked_at_once,
     can_run,
     changes_of_result,
+    checkpointing_of,
     costs_of,
     differing,
-    kept_shares,
+    eval_batch_sizes,
     narrow_type,
     rows_of_step,
     rungs_of,
@@ -38,40 +39,39 @@ from tunix_rt.plan.knobs import (
 )
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.speed import Rates, StepTime, step_time
-from tunix_rt.plan.target import Device, least_room, predict_as_run, verdict
+from tunix_rt.plan.speed import Rates, StepTime, time_of_plan
 
 T = TypeVar("T")
 GIB = 2**30
 SAME_SPEED = 0.01
-"""Proposals that differ by less in their predicted speed are taken to be equally fast: then fewer settings win."""
-WORTH_SAYING = 0.03
-"""A change is offered as faster from here on: the prediction orders no smaller differences."""
+"""Proposals whose predicted speeds differ by less count as equally fast: then fewer settings win."""
+WORTH_OFFERING = 0.03
+"""The least predicted speed-up that is offered: the prediction cannot order smaller differences."""
 OFFERED = 3
 SHORTEST_ADVISED_ROW = 128
-"""Rows are not advised to be shorter than this: most traces would no longer fit into one."""
+"""Shorter rows are not advised: most traces would not fit into one."""
 ADVISED_RANK = 16
-"""Of adapters, where nothing else fits."""
+"""LoRA rank, where nothing else fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Settings over those of a run, and what they come to."""
+    """Changed settings, with the memory and time of the changed run."""
 
     settings: Settings
-    """What differs, by dotted name."""
+    """By dotted name."""
     plan: MemoryPlan
     time: StepTime
     level: int
-    """How much the result changes; 0: not beyond the order of additions."""
+    """How much the result changes; 0: only the order of additions."""
     costs: tuple[str, ...]
-    """What changes in the result, in words."""
+    """What changes in the result."""
     line: str
-    """The settings, ready for the command line."""
+    """The settings as command line options."""
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Smaller is better. Last comes what makes the order one of its own: exact speed, then questions at once."""
+        """Smaller is better. Exact speed and the evaluation batch size break ties."""
         speed = self.time.tokens_per_second
         steps = -round(log(speed) / log(1 + SAME_SPEED))
         return (self.level, steps, len(self.settings), -speed, -self.plan.eval_rows)
@@ -85,16 +85,16 @@ def solve(
     rates: Rates,
     *,
     steps: int | None = None,
-    asked: RunConfig | None = None,
+    written: RunConfig | None = None,
 ) -> list[Proposal]:
-    """What fits the device, best first: one for every way to change the result and share that is computed again. Empty where
-    nothing of this kind fits.
+    """What fits the device, best first: one proposal for each way to change the result and each checkpointing fraction.
+    Empty if nothing of this kind fits.
 
-    `plan` is the prediction for `config`, whose known row lengths and devices count for the proposals too. `steps` are those
-    of the whole run; where they are not known, it is taken to be long. Proposals are over what was `asked` for, where
-    `config` already differs from it.
+    `plan` is the prediction for `config`; its row lengths and devices apply to the proposals too. `steps` is the length of
+    the whole run, assumed to be long if unknown. Proposals are changes of the `written` configuration, if `config` already
+    differs from it.
     """
-    problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=asked)
+    problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=written)
     tried = (rungs for rungs in rungs_of(config, choice) if _has_room(problem, rungs))
     found = [one for rungs in tried for one in _fitting(problem, rungs)]
     return sorted(found, key=lambda one: one.rank)
@@ -103,28 +103,31 @@ def solve(
 def faster(
     plan: MemoryPlan, choice: Device, shape: ModelShape, config: RunConfig, rates: Rates, *, steps: int | None = None
 ) -> list[Proposal]:
-    """For a run that fits: what would be faster by at least 3 % and leave the result alone, fastest first."""
+    """For a run that fits: what is predicted to be at least 3 % faster and keeps the result, fastest first. Empty where only
+    the compiler knows what fits."""
+    if plan.lower_bound:
+        return []
     problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps)
     now = problem.time_of(config, problem.plan_of(config)).tokens_per_second
-    found = [one for one in _fitting(problem, {}) if one.time.tokens_per_second >= (1 + WORTH_SAYING) * now]
+    found = [one for one in _fitting(problem, {}) if one.time.tokens_per_second >= (1 + WORTH_OFFERING) * now]
     return sorted(found, key=lambda one: one.rank)
 
 
 def words_of(one: Proposal, verdict: str = "fits") -> str:
-    """A proposal in one line: what to set, and in brackets what it comes to."""
-    size, speed = (
-        one.plan.least_bytes / GIB,
-        float(f"{one.time.tokens_per_second:.2g}"),
-    )  # no prediction has more digits
+    """A proposal in one line: the settings, and in brackets its memory, speed and costs."""
+    size = f"{one.plan.least_bytes / GIB:.2f} GiB"
+    if one.plan.lower_bound:
+        size, verdict = f"at least {size}", verdict.replace("fits", "may fit")
+    speed = float(f"{one.time.tokens_per_second:.2g}")  # no prediction has more digits
     what = "; ".join([verdict, *(one.costs or ("the result stays the same",))])
-    return f"{one.line}  ({size:.2f} GiB, about {speed:,.0f} tokens/s: {what})"
+    return f"{one.line}  ({size}, about {speed:,.0f} tokens/s: {what})"
 
 
 def offered(proposals: list[Proposal], count: int = OFFERED) -> list[Proposal]:
-    """The best, and of the others those that change more and are faster for it."""
+    """The best, then those that change more and are faster for it."""
     chosen: list[Proposal] = []
     for one in proposals:
-        if not chosen or one.time.tokens_per_second >= (1 + WORTH_SAYING) * chosen[-1].time.tokens_per_second:
+        if not chosen or one.time.tokens_per_second >= (1 + WORTH_OFFERING) * chosen[-1].time.tokens_per_second:
             chosen.append(one)
     return chosen[:count]
 
@@ -141,21 +144,21 @@ class _Problem:
     rates: Rates
     steps: int | None = None
     written: RunConfig | None = None
-    """The configuration that settings are said over, where it is not `config`."""
+    """The configuration that proposals change, if it is not `config`."""
 
     def rows_of(self, config: RunConfig) -> int:
-        """Of a micro-batch on all devices. Of a run that began on another number of them there are as many as there were."""
+        """Of a micro-batch on all devices. A run that began on another number of devices keeps its rows."""
         before, now = (one.training.per_device_train_batch_size for one in (self.config, config))
         return -(-self.plan.rows * now // before)
 
     def steps_of(self, config: RunConfig) -> int | None:
-        """Of the whole run: with fewer rows in each there are more, unless their number is asked for."""
+        """Of the whole run: smaller batches need more steps, unless `max_steps` is set."""
         if self.steps is None or config.training.max_steps is not None:
             return self.steps
         return ceil(self.steps * rows_of_step(self.config) / rows_of_step(config))
 
     def plan_of(self, config: RunConfig) -> MemoryPlan:
-        """The prediction for the rows that the plan was made for: they may be known to be shorter than `data.max_length`."""
+        """The prediction for the rows of the plan, which may be known to be shorter than `data.max_length`."""
         return predict_as_run(
             self.shape,
             config,
@@ -168,35 +171,24 @@ class _Problem:
         )
 
     def time_of(self, config: RunConfig, plan: MemoryPlan) -> StepTime:
-        return step_time(
-            self.shape,
-            config,
-            self.rates,
-            device=self.plan.device,
-            devices=self.plan.devices,
-            rows=self.rows_of(config),
-            row_tokens=min(self.plan.row_tokens, config.data.max_length),
-            target_share=self.plan.target_share,
-            capability=self.choice.capability,
-            layers=plan.layers,
-        )
+        return time_of_plan(plan, self.shape, config, self.rates, self.choice)
 
     def fitted(self, config: RunConfig) -> MemoryPlan | None:
-        """The prediction where it fits."""
+        """The prediction if it fits."""
         plan = self.plan_of(config)
         return plan if verdict(plan, self.choice).fits else None
 
     def proposal(self, settings: Settings, plan: MemoryPlan, changed: RunConfig) -> Proposal:
-        asked = self.written or self.config
-        every = settings if asked is self.config else differing(asked, self.config) | settings
-        said = {name: value for name, value in every.items() if value != value_of(asked, name)}
+        written = self.written or self.config
+        every = settings if written is self.config else differing(written, self.config) | settings
+        changes = {name: value for name, value in every.items() if value != value_of(written, name)}
         return Proposal(
-            settings=said,
+            settings=changes,
             plan=plan,
             time=self.time_of(changed, plan),
-            level=sum(WEIGHTS[rung] for rung in changes_of_result(asked, changed)),
-            costs=tuple(costs_of(said, asked, changed)),
-            line=set_line(said),
+            level=sum(WEIGHTS[rung] for rung in changes_of_result(written, changed)),
+            costs=tuple(costs_of(changes, written, changed)),
+            line=set_line(changes),
         )
 
 
@@ -204,8 +196,8 @@ class _Problem:
 
 
 def _has_room(problem: _Problem, rungs: Settings) -> bool:
-    """Whether an engine honours it at all, and weights and optimizer alone have room: they are the same however rows are
-    split and layers computed."""
+    """Whether the engine supports it, and weights and optimizer states fit: they do not depend on micro-batches and
+    checkpointing."""
     rows, often = splits(rows_of_step(problem.config))[0]
     changed = runnable(problem.config, rungs | {ROWS: rows, ACCUMULATION: often})
     if changed is None:
@@ -216,21 +208,21 @@ def _has_room(problem: _Problem, rungs: Settings) -> bool:
 
 
 def _fitting(problem: _Problem, rungs: Settings) -> Iterator[Proposal]:
-    """Of one way to change the result, for every share that is computed again: the fastest split that fits, and the split as
-    it is where that fits too."""
+    """For one way to change the result and each checkpointing fraction: the fastest split that fits, and the split as written
+    if it fits too."""
     now = problem.config.training
     every = splits(rows_of_step(problem.config))
-    for share in kept_shares(problem.config):
+    for fraction in checkpointing_of(problem.config):
         found: list[Proposal] = []
-        settings: Settings = rungs | {KEPT: share}
+        settings: Settings = rungs | {CHECKPOINTING: fraction}
         alone, several = [one for one in every if one[1] == 1], [one for one in every if one[1] > 1]
         for split in alone:
             found.extend(_at(problem, settings, split))
         if not found:
             found.extend(_first(several, partial(_at, problem, settings)))
-        as_it_is = (now.per_device_train_batch_size, now.gradient_accumulation_steps)
-        if found and found[0].settings.get(ROWS, as_it_is[0]) != as_it_is[0]:
-            found.extend(_at(problem, settings, as_it_is))
+        as_written = (now.per_device_train_batch_size, now.gradient_accumulation_steps)
+        if found and found[0].settings.get(ROWS, as_written[0]) != as_written[0]:
+            found.extend(_at(problem, settings, as_written))
         if found:
             best = min(found, key=lambda one: one.rank)
             if best.settings:
@@ -238,8 +230,8 @@ def _fitting(problem: _Problem, rungs: Settings) -> Iterator[Proposal]:
 
 
 def _first(many: Sequence[T], tried: Callable[[T], Iterable[Proposal]]) -> list[Proposal]:
-    """What is found for the first of `many` for which anything is: by halving, for each needs no more than the one before.
-    Often there is nothing even for the last, which is tried first."""
+    """The proposals for the first of `many` that has any, by bisection: each needs no more memory than the one before. Often
+    even the last has none, so it is tried first."""
     found = list(tried(many[-1])) if many else []
     low, high = 0, len(many) - 1 if found else 0
     while low < high:
@@ -250,16 +242,16 @@ def _first(many: Sequence[T], tried: Callable[[T], Iterable[Proposal]]) -> list[
 
 
 def _at(problem: _Problem, settings: Settings, split: tuple[int, int]) -> list[Proposal]:
-    """The proposal for one split, with the most questions at once that fit: fewer need no more memory."""
+    """The proposal for one split, with the largest evaluation batch that fits."""
     chosen: Settings = settings | {ROWS: split[0], ACCUMULATION: split[1]}
-    asked = asked_at_once(problem.config)
-    if len(asked) > 1 and not _with(problem, chosen | {ASKED: asked[-1]}):
+    sizes = eval_batch_sizes(problem.config)
+    if len(sizes) > 1 and not _with(problem, chosen | {EVAL_BATCH: sizes[-1]}):
         return []
-    return _with(problem, chosen) or _first(asked[1:], lambda questions: _with(problem, chosen | {ASKED: questions}))
+    return _with(problem, chosen) or _first(sizes[1:], lambda size: _with(problem, chosen | {EVAL_BATCH: size}))
 
 
 def _with(problem: _Problem, settings: Settings) -> list[Proposal]:
-    """The proposal with `settings`, where it can be run and fits."""
+    """The proposal with `settings`, if the engine supports it and it fits."""
     changed = runnable(problem.config, settings)
     plan = None if changed is None else problem.fitted(changed)
     return [] if changed is None or plan is None else [problem.proposal(settings, plan, changed)]
@@ -276,11 +268,11 @@ def last_resorts(
     rates: Rates,
     *,
     steps: int | None = None,
-    asked: RunConfig | None = None,
+    written: RunConfig | None = None,
 ) -> list[str]:
-    """What is left where nothing fits, in words: fewer or shorter rows, with everything else that saves memory, as lines of
-    `--set`; a smaller model; adapters. `steps` and `asked` are as `solve` has them."""
-    problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=asked)
+    """Lines for a run that nothing above makes fit: smaller batches or shorter rows, with everything else that saves memory,
+    as `--set` lines; a smaller model; LoRA. `steps` and `written` are as for `solve`."""
+    problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=written)
     rows = rows_of_step(config)
     fewer = [count for count, _ in splits(rows) if count < rows]
     shorter = list(_shorter(config, plan.row_tokens))
@@ -289,12 +281,12 @@ def last_resorts(
     if not found and fewer:
         found = _first_that_fits(problem, [(1, length) for length in shorter])
     lines = [words_of(one, "fits, but is another training") for one in found]
-    adapters = [f"or, only then, {words_of(one)}" for one in _adapters(problem)]
+    adapters = [f"or, only then, {words_of(one)}" for one in _lora(problem)]
     return [*lines, _smaller_model(problem), *adapters]
 
 
 def _shorter(config: RunConfig, longest: int) -> Iterator[int]:
-    """Row lengths below those there are."""
+    """Row lengths below `longest`, each half of the one before."""
     length = config.data.max_length
     while length // 2 >= SHORTEST_ADVISED_ROW:
         length //= 2
@@ -303,15 +295,17 @@ def _shorter(config: RunConfig, longest: int) -> Iterator[int]:
 
 
 def _first_that_fits(problem: _Problem, sizes: list[tuple[int, int | None]]) -> list[Proposal]:
-    """The best for the largest of steps of so many rows of such a length for which anything fits."""
+    """The best proposal for the first of `sizes`, rows of a step and their length, that has one."""
     found = _first(sizes, lambda size: _smallest(problem, *size))
     return sorted(found, key=lambda one: one.rank)[:1]
 
 
 def _smallest(problem: _Problem, rows: int, length: int | None) -> Iterator[Proposal]:
-    """What fits of the least that a step of `rows` rows can do with: all of them or one at a time, every layer computed
-    again, one question at once."""
-    least: Settings = {KEPT: True} | ({ASKED: 1} if problem.config.evaluation.per_device_eval_batch_size else {})
+    """What fits with the least memory for a step of `rows` rows: all of them or one at a time, full checkpointing, an
+    evaluation batch of one."""
+    least: Settings = {CHECKPOINTING: True} | (
+        {EVAL_BATCH: 1} if problem.config.evaluation.per_device_eval_batch_size else {}
+    )
     if length is not None:
         least["data.max_length"] = length
     every = splits(rows)
@@ -320,17 +314,17 @@ def _smallest(problem: _Problem, rows: int, length: int | None) -> Iterator[Prop
 
 
 def _smaller_model(problem: _Problem) -> str:
-    """A smaller model or another device; with the least that training every parameter needs, where that is too much."""
+    """A smaller model or a larger device, with the least memory that full training needs if that is too much."""
     least, changed = min(_least_plans(problem), key=lambda found: least_room(found[0]))
-    room, free, advice = (
-        least_room(least),
-        problem.choice.free_bytes,
-        "use a smaller model or a device with more memory",
-    )
+    room, free = least_room(least), problem.choice.free_bytes
+    advice = "use a smaller model or a device with more memory"
     if room <= free:
         return advice
-    asked = problem.written or problem.config
-    with_all = [*costs_of(differing(asked, changed), asked, asked), f"one row of {least.row_tokens} tokens at a time"]
+    written = problem.written or problem.config
+    with_all = [
+        *costs_of(differing(written, changed), written, written),
+        f"one row of {least.row_tokens} tokens at a time",
+    ]
     parts = sorted(least.least.parts.items(), key=lambda part: -part[1])[:2]
     largest = " and ".join(f"{size / GIB:.2f} for {name.replace('_', ' ')}" for name, size in parts)
     return (
@@ -340,23 +334,23 @@ def _smaller_model(problem: _Problem) -> str:
 
 
 def _least_plans(problem: _Problem) -> Iterator[tuple[MemoryPlan, RunConfig]]:
-    """Predictions for one short row at a time, for every way to change the result."""
-    least: Settings = {KEPT: True, ROWS: 1, ACCUMULATION: 1}
+    """Predictions for one short row at a time and each way to change the result."""
+    least: Settings = {CHECKPOINTING: True, ROWS: 1, ACCUMULATION: 1}
     least["data.max_length"] = min(problem.config.data.max_length, SHORTEST_ADVISED_ROW)
     if problem.config.evaluation.per_device_eval_batch_size:
-        least[ASKED] = 1
+        least[EVAL_BATCH] = 1
     for rungs in rungs_of(problem.config, problem.choice):
         changed = with_copied(problem.config, rungs | least)
         if not rungs or can_run(changed):
             yield problem.plan_of(changed), changed
 
 
-def _adapters(problem: _Problem) -> list[Proposal]:
-    """Adapters, which are never mixed into the other advice: a row at a time, where that can be run and fits."""
+def _lora(problem: _Problem) -> list[Proposal]:
+    """LoRA, which is never part of another proposal: one row at a time, if the engine supports it and it fits."""
     training = problem.config.training
     if training.lora_rank is not None:
         return []
-    settings: Settings = {"training.lora_rank": ADVISED_RANK, KEPT: True, "training.optim_in_backward": False}
+    settings: Settings = {"training.lora_rank": ADVISED_RANK, CHECKPOINTING: True, "training.optim_in_backward": False}
     rows, often = splits(rows_of_step(problem.config))[-1]
     settings |= {"training.stochastic_rounding": True, ROWS: rows, ACCUMULATION: often}
     if training.master_dtype == "bfloat16":
@@ -364,5 +358,5 @@ def _adapters(problem: _Problem) -> list[Proposal]:
     if training.dtype in ("float32", "float64"):
         settings["training.dtype"] = narrow_type(problem.choice) or "float32"
     if problem.config.evaluation.per_device_eval_batch_size:
-        settings[ASKED] = 1
+        settings[EVAL_BATCH] = 1
     return _with(problem, settings)

@@ -1,79 +1,81 @@
-"""Seconds of an optimizer step on a GPU or TPU, predicted as a sum of named parts from the model's shape and the settings alone.
+"""Seconds of an optimizer step on a GPU or TPU, predicted as a sum of named parts from the model's shape and the settings.
 
-Every part is arithmetic over a rate or bytes over a bandwidth, and both are taken at the share of the published figure that
-was reached on an H200. The constants below are all there are; `tests/unit/test_speed_prediction.py` holds them against every
-measured step. What was not measured is another GPU: there the published figures scale the parts, and the range is wider.
+A part is operations over a rate or bytes over a bandwidth, each at the fraction of the published figure that an H200 reached.
+`tests/unit/test_speed_prediction.py` compares the constants below with every measured step. Other GPUs were not measured: their
+published figures scale the parts, and the range is wider.
 """
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from tunix_rt.accelerators import find_accelerator
+from tunix_rt.config.capabilities import capabilities_of
+from tunix_rt.config.optimizers import OPTIMIZERS
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.activations import DTYPE_BYTES, Batch, attention_kernel, widths_of
+from tunix_rt.plan.attention_kernels import jax_attention
 from tunix_rt.plan.compile_policy import UNKNOWN_TFLOPS, compiled_length, layers_planned
+from tunix_rt.plan.fit import Device
 from tunix_rt.plan.footprint import footprint_of
-from tunix_rt.plan.jax_memory import has_kernel, row_length
-from tunix_rt.plan.memory import longest_row
-from tunix_rt.plan.precision import Recipe, loss_rows, recipe_of
+from tunix_rt.plan.jax_floor import row_length
+from tunix_rt.plan.memory import MemoryPlan, longest_row
+from tunix_rt.plan.precision import FEWEST_LOSS_ROWS, MOST_LOSS_CHUNKS, Recipe, recipe_of
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.target import Device
 
-# --- fitted to the steps in benchmarks/results/speed_*.json and jax_speed*.json, where nothing else is said
+# --- fitted to the steps in benchmarks/results/speed_*.json and jax_speed*.json, unless another file is named
 
 PRODUCT_SHARE = 0.78
-"""Of the published rate of products, beside the time that their operands take: the layers of Gemma 2B came to 693 of 989
-TFLOP/s with both (benchmarks/results/speed_profile.txt)."""
+"""Fraction of the published matmul rate, without the time to move operands: with both, the layers of Gemma 2B reached 693 of
+989 TFLOP/s (benchmarks/results/speed_profile.txt)."""
 BANDWIDTH_SHARE = 0.8
-"""Of the published bandwidth: 3,847 of 4,800 GB/s (benchmarks/results/jax_program_h200.txt)."""
+"""Fraction of the published bandwidth: 3,847 of 4,800 GB/s (benchmarks/results/jax_program_h200.txt)."""
 ATTENTION_SHARE = 0.2
-"""Of the published rate, by the products of attention, whose softmax stands between them."""
+"""Fraction of the published rate that the matmuls of attention reach, with a softmax between them."""
 ATTENTION_PASSES = 30
-"""Times that a head's values are read or written, forth and back: short examples fill a kernel's tiles badly."""
+"""Times that the values of a head are read or written, forward and backward: short examples fill a kernel's tiles badly."""
 NORM_PASSES = 20
-"""Times that a norm's values are, with the residual beside it, in a compiled layer."""
+"""The same for the values of a norm with its residual, in a compiled layer."""
 GATED_PASSES, PLAIN_PASSES = 9, 6
-"""Times that the inner values of an MLP are between its products: gate, up and their product, or a single activation."""
+"""The same for the inner values of an MLP between its matmuls: gate, up and their product, or a single activation."""
 PLAIN_LAYER = 3.0
-"""What a layer that is not compiled moves, in multiples of what a compiled one does: each operation by itself. A guess: where
-such layers were measured, the host was slower."""
+"""Memory traffic of an eager layer in multiples of a compiled one: each operation alone. A guess: where such layers were
+measured, the host was slower."""
 LOGIT_BYTES = 9
-"""Moved for each logit beside the products of the head (`_turn_part` in speed_profile.txt)."""
+"""Memory traffic of each logit beside the lm_head matmuls (`_turn_part` in speed_profile.txt)."""
 COMPILED_LAUNCH_SECONDS, PLAIN_LAUNCH = 0.0031, 1.4
-"""A host launches the kernels of a compiled layer, forth and back, in so long beside an H200
-(speed_models_unrecorded.json); of one that is not compiled, in so many times as long (smollm2_gsm8k/metrics.jsonl)."""
+"""Launch time of the kernels of a compiled layer, forward and backward, with an H200 (speed_models_unrecorded.json); an eager
+layer takes this many times as long (smollm2_gsm8k/metrics.jsonl)."""
 STEP_SECONDS = 0.003
-"""The device waits so long in every step, for its batch and its loss."""
+"""Time in every step in which the device waits for its batch and its loss."""
 UPDATE_LAUNCH_SECONDS, TENSORS_OF_A_LAYER = 0.00005, 9
-"""A host launches the update of one tensor in so long, where each is updated by itself in the backward pass
-(solver_order.json)."""
+"""Launch time of the update of one tensor in the backward pass (solver_order.json)."""
 EIGHT_BIT_PASSES = 10
-"""Times that the temporaries of an update with moments of 8 bits are read and written, where no kernel does it at once
-(solver_auto.json, before there was one)."""
+"""Times that the temporaries of an 8-bit update are read and written without a Triton kernel (solver_auto.json, before there
+was one)."""
 JAX_SLOWER = 1.14
-"""The JAX engine's steps beside the same parts of the PyTorch engine's (jax_program_h200.txt)."""
+"""Time of the JAX engine's steps in multiples of the same parts of the PyTorch engine (jax_program_h200.txt)."""
 JAX_GRADIENT_BYTES = 16
-"""Moved for each parameter in every micro-batch of the JAX engine besides: gradients are arrays of their own that are then
-added up (jax_local_gpu_h200/metrics.jsonl)."""
+"""Additional memory traffic of each parameter in every micro-batch of the JAX engine: gradients are separate arrays that are
+then added up (jax_local_gpu_h200/metrics.jsonl)."""
 KNOWN_RANGE, UNKNOWN_RANGE = (0.8, 1.7), (0.5, 2.5)
-"""Seconds come to lie between these multiples of the prediction: on a device whose rates are published, and on any other. The
-first holds every step that was measured on an H200; a step that waits for its host comes near its end (solver_order.json).
-Other devices were not measured."""
+"""Seconds lie between these multiples of the prediction: on a device with published rates, and on any other. The first contains
+every step that was measured on an H200; a step that waits for its host is near the end (solver_order.json). Other devices were
+not measured."""
 
 TYPICAL_EXAMPLE_TOKENS = 256
-"""Length of the examples in a packed row, where it is not known: attention stays within an example."""
+"""Assumed length of the examples in a packed row: attention stays within an example."""
 ASSUMED_FP32_SHARE, ASSUMED_BANDWIDTH = 0.25, 600e9
-"""Of a GPU that no table knows: float32 products at a quarter of the rate of 16-bit ones, bytes in a second."""
+"""Of an unknown GPU: float32 matmuls at a quarter of the 16-bit rate, bytes per second."""
 CPU_FLOPS, CPU_BANDWIDTH = 1e11, 2e10
 """Of a CPU: two busy cores, within a factor of two of most steps in benchmarks/results/memory_cpu.json. Good enough to order
-settings by; `plan/timing.py` measures the CPU it is asked on."""
+settings; `plan/timing.py` measures the CPU at hand."""
 SCORE_BYTES = 40
-"""Moved for each score where attention makes them: ten times in float32. A guess."""
+"""Memory traffic of each attention score without a fused kernel: ten times in float32. A guess."""
 
 
 @runtime_checkable
 class Named(Protocol):
-    """A device with a name that the table of accelerators may know (the doctor's DeviceChoice)."""
+    """A device with a name that may be in the table of accelerators (the doctor's DeviceChoice)."""
 
     @property
     def kind(self) -> str: ...
@@ -83,7 +85,7 @@ class Named(Protocol):
 
 @runtime_checkable
 class Published(Protocol):
-    """A device that carries its published figures (a target of the catalogue)."""
+    """A device with its published figures (a target of the catalogue)."""
 
     @property
     def tflops(self) -> float | None: ...
@@ -95,20 +97,20 @@ class Published(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a device computes and moves in a second, as published."""
+    """Published rates of a device."""
 
     flops_per_second: float
-    """Of products of 16-bit numbers."""
+    """Of 16-bit matmuls."""
     fp32_flops_per_second: float
     bytes_per_second: float
     launch_seconds: float
-    """In which a host launches the kernels of one compiled layer, forth and back; 0 where nothing is launched one by one."""
+    """Launch time of one compiled layer, forward and backward; 0 without kernel launches."""
     known: bool
-    """Whether these are the device's own figures, or assumed."""
+    """Whether these are published figures, or assumed."""
 
 
 def rates_of(tflops: float | None, fp32_tflops: float | None, bandwidth_gb_s: float | None) -> Rates:
-    """The published figures as rates. What is not published is assumed: middling, and said to be so by `known`."""
+    """The published figures as rates. Middling ones are assumed for what is not published, and `known` is False."""
     narrow = tflops if tflops is not None else (fp32_tflops or ASSUMED_FP32_SHARE * UNKNOWN_TFLOPS) / ASSUMED_FP32_SHARE
     wide = fp32_tflops if fp32_tflops is not None else ASSUMED_FP32_SHARE * narrow
     return Rates(
@@ -130,7 +132,7 @@ CPU_RATES = Rates(
 
 
 def rates_for(device: Device) -> Rates:
-    """The rates of a device: those it carries, those of its name in the table of accelerators, or assumed ones."""
+    """The rates of a device: its own, those of its name in the table of accelerators, or assumed ones."""
     if device.device == "cpu":
         return CPU_RATES
     if isinstance(device, Published):
@@ -144,17 +146,17 @@ def rates_for(device: Device) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of one optimizer step, by cause."""
+    """Predicted seconds of one optimizer step, by part."""
 
     parts: dict[str, float]
     seconds: float
     seconds_low: float
     seconds_high: float
     tokens: int
-    """Of all its micro-batches on all devices, rows taken to be full."""
+    """Of all micro-batches on all devices, with full rows."""
     tokens_per_second: float
     layers: str
-    """How its layers are launched: `plain`, `compiled` or `recorded` (replayed as CUDA graphs, without a host)."""
+    """How layers run: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
 
 
 def step_time(
@@ -172,18 +174,18 @@ def step_time(
     device_name: str | None = None,
     example_tokens: int | None = None,
 ) -> StepTime:
-    """How long an optimizer step takes. `rows` are those of a micro-batch on all `devices`; what becomes of its `layers` is
-    what the plan of the run says, or, where that is not given, what it would say of a device of this name.
+    """How long an optimizer step takes. `rows` counts a micro-batch on all `devices`; `layers` run as the plan has it, by
+    default as it would for a device of this name.
 
-    What devices tell one another is not counted. Rows are taken to be full, and a packed one to hold examples of
+    Communication between devices is not counted. Rows are assumed to be full, and packed ones to have examples of
     `example_tokens`.
     """
     training = config.training
     length = longest_row(shape, config, row_tokens or config.data.max_length)
     all_rows = rows or training.per_device_train_batch_size * devices
-    jax = training.backend == "jax"
+    jax = capabilities_of(training).compiles_whole_step
     if jax:
-        layers = "compiled"  # every step, as a whole
+        layers = "compiled"
     elif layers is None:
         layers = layers_planned(config, shape, device=device, device_name=device_name, row_tokens=length)
     padded = row_length(length, device) if jax else length if layers == "plain" else compiled_length(length)
@@ -192,7 +194,7 @@ def step_time(
         length=padded,
         packed=config.data.packing,
         device=device,
-        modern=capability is None or capability >= (8, 0),
+        capability=capability,
         deterministic=training.deterministic,
     )
     run = _Run(shape=shape, config=config, recipe=recipe_of(training), rates=rates, batch=batch, jax=jax)
@@ -211,6 +213,14 @@ def step_time(
         tokens_per_second=tokens / seconds,
         layers=layers,
     )
+
+
+def time_of_plan(plan: MemoryPlan, shape: ModelShape, config: RunConfig, rates: Rates, device: Device) -> StepTime:
+    """How long the step takes whose memory is planned, on `device` with these `rates`."""
+    return step_time(
+        shape, config, rates, device=plan.device, devices=plan.devices, rows=plan.rows, row_tokens=plan.row_tokens,
+        target_share=plan.target_share, capability=device.capability, layers=plan.layers,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +244,7 @@ class _Run:
 
     @property
     def published(self) -> float:
-        """Rate of products of this type; those of float64 are taken to be half as fast as those of float32."""
+        """Rate of matmuls in the compute dtype; float64 is assumed to be half as fast as float32."""
         if self.compute == 2:
             return self.rates.flops_per_second
         return self.rates.fp32_flops_per_second * 4 / self.compute
@@ -249,8 +259,10 @@ class _Run:
 def _kernel(run: _Run, device: str, capability: tuple[int, int] | None) -> str:
     """Which attention there will be: `fused`, `masked`, or `math` and `eager`, which make the scores."""
     if run.jax:
-        known = has_kernel(run.shape, run.recipe, device=device, tokens=run.batch.length, capability=capability)
-        return "fused" if known else "math"
+        name, _ = jax_attention(
+            run.shape, platform=device, compute=run.recipe.compute, tokens=run.batch.length, capability=capability
+        )
+        return "math" if name == "exact" else "fused"
     return attention_kernel(run.shape, widths_of(run.recipe, run.config.training.lora_rank), run.batch)
 
 
@@ -273,8 +285,8 @@ def _parts(run: _Run, layers: str, targets: int, example: int, kernel: str) -> d
 
 
 def _products(run: _Run) -> float:
-    """Of the layers: six operations per parameter and token, four where it is frozen. What goes in and out is moved for each
-    of the three products, weights and gradients once in every micro-batch."""
+    """Matmuls of the layers: six operations per parameter and token, four if it is frozen. Inputs and outputs are moved for each
+    of the three matmuls, weights and gradients once in every micro-batch."""
     shape, tokens = run.shape, run.batch.tokens
     frozen = run.recipe.frozen is not None
     passes = 2 if frozen else 3
@@ -289,18 +301,19 @@ def _products(run: _Run) -> float:
 
 
 def _head(run: _Run, targets: int) -> float:
-    """Products with the vocabulary, the logits between them, and the table with its gradient once for every chunk of rows."""
+    """lm_head matmuls, logits, and the lm_head weight with its gradient once for every chunk of the loss. Chunks are counted as a
+    fraction, before `loss_rows` rounds them, so that more targets never take less time."""
     shape = run.shape
     passes = 2 if run.recipe.frozen is not None else 3
-    chunks = targets / loss_rows(targets)
+    chunks = max(1.0, min(targets / FEWEST_LOSS_ROWS, MOST_LOSS_CHUNKS))
     moved: float = LOGIT_BYTES * shape.vocab * targets
     moved += chunks * shape.embedding_parameters * 2 * (run.compute + run.weights)
     return run.computing(2 * passes * shape.embedding_parameters * targets) + run.moving(moved)
 
 
 def _attention(run: _Run, example: int, kernel: str) -> float:
-    """Scores and values, forth and back, with the scores computed once more on the way back. Without a mask within examples
-    alone, and half of the square; else over the whole row."""
+    """Scores and values, forward and backward, with the scores recomputed in the backward pass. A fused kernel computes half of
+    the square within examples; others compute the whole row."""
     shape, length = run.shape, run.batch.length
     reach = example if kernel == "fused" else 2 * length
     flops = 7 * shape.query_size * reach
@@ -314,17 +327,17 @@ def _attention(run: _Run, example: int, kernel: str) -> float:
 
 
 def _elementwise(run: _Run) -> float:
-    """Norms, residuals and the activation of a layer, as a compiled one moves them."""
+    """Norms, residuals and the activation of a compiled layer."""
     shape = run.shape
     normed = shape.norms_per_layer * shape.hidden + shape.head_norms * (shape.query_size + shape.kv_size)
     values = NORM_PASSES * normed + (GATED_PASSES if shape.gated_mlp else PLAIN_PASSES) * shape.ffn
-    width = (run.compute + run.weights) / 2  # what layers pass on has the type of the weights
+    width = (run.compute + run.weights) / 2  # the residual stream has the dtype of the weights
     return run.moving(values * width * shape.layers * run.batch.tokens)
 
 
 def _recomputation(run: _Run, products: float, attention: float, elementwise: float) -> float:
-    """The forward pass of the layers that are computed again. The JAX engine, told to keep a share, keeps all products and
-    is not slower for what it computes again (jax_speed.json beside jax_speed_none.json)."""
+    """The repeated forward pass of checkpointed layers. With a fraction, the JAX engine saves all matmul results and is not
+    slower for what it recomputes (jax_speed.json beside jax_speed_none.json)."""
     again = 1 - run.recipe.kept_layers(run.shape.layers) / run.shape.layers
     if run.jax and 0 < run.recipe.kept_share < 1:
         return 0.0
@@ -332,22 +345,22 @@ def _recomputation(run: _Run, products: float, attention: float, elementwise: fl
 
 
 def _update(run: _Run) -> float:
-    """Weights and states are read and written, gradients read twice (for their norm); and temporaries where no kernel does
-    all at once."""
+    """Weights and states are read and written, gradients read twice (for their norm); and temporaries without a fused
+    kernel."""
     footprint = footprint_of(run.shape, run.config.training, run.batch.device, modern=run.batch.modern)
     kernel = run.jax or footprint.updated_by_kernel
     moved = 4 * footprint.width * footprint.trained_elements + 2 * footprint.optimizer
-    passes = EIGHT_BIT_PASSES if run.recipe.optimizer == "adamw_8bit" and not run.jax else 1
+    passes = EIGHT_BIT_PASSES if OPTIMIZERS[run.recipe.optimizer].quantized and not run.jax else 1
     return run.moving(moved + (0 if kernel else 2 * passes * footprint.updates))
 
 
 def _adding_up(run: _Run) -> float:
-    """The gradients of a micro-batch of the JAX engine."""
+    """Accumulation of the gradients of a micro-batch of the JAX engine."""
     return run.moving(JAX_GRADIENT_BYTES * run.shape.parameters) if run.jax else 0.0
 
 
 def _launching(run: _Run, layers: str) -> float:
-    """How long the host takes; where that is longer than the device, the device waits."""
+    """Launch time on the host; if it is longer than the device computes, the device waits."""
     launch = run.rates.launch_seconds
     if run.jax or not launch:
         return 0.0

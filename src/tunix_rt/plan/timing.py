@@ -1,4 +1,4 @@
-"""How many floating point operations a step asks for: counted from the model's shape and the examples in the step."""
+"""FLOPs of a step, the length of a run in steps and hours, the time on this CPU, and the disk that a run needs."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from tunix_rt.plan.speed import StepTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFlops:
-    """Of forward and backward pass. `model` is what the method needs; `executed` adds padding and layers computed twice."""
+    """Of forward and backward pass. `model` is what the method needs; `executed` adds padding and recomputation."""
 
     layers: float
     head: float
@@ -34,19 +34,19 @@ class StepFlops:
 
 
 def step_flops(shape: ModelShape, recipe: Recipe, *, lengths: Sequence[int], positions: int, targets: int) -> StepFlops:
-    """A step on examples of these `lengths`, in rows of `positions` tokens together, of which `targets` meet the vocabulary.
+    """A step on examples of these `lengths`, in rows with `positions` tokens in all and `targets` targets of the loss.
 
-    Six operations per matrix parameter and token, four where it is frozen: a product forth, and one for each gradient.
-    Attention is causal and stays within an example; a window (Gemma 2 and 3) is not counted, so an example longer than it
-    counts too much. What adapters add is left out, and so is what attention computes twice within its own backward pass.
+    Six operations per matrix parameter and token, four if it is frozen: a matmul forward, and one for each gradient. Attention is
+    causal and stays within an example; sliding windows (Gemma 2 and 3) are ignored, so longer examples count too much. LoRA
+    adapters are not counted, nor what attention recomputes in its own backward pass.
     """
     each = 6 if recipe.frozen is None else 4
     matrices = shape.layers * shape.layer_matrix_parameters
-    # 2 products x 2 operations x half of the square, with its diagonal
+    # 2 matmuls x 2 operations x half of the square, with its diagonal
     attended = shape.layers * shape.query_size * 2 * sum(length * (length + 1) for length in lengths)
     again = shape.layers - recipe.kept_layers(shape.layers)
-    # Computing a layer again ends with the last value that its backward pass needs: without a norm after it, the last
-    # product of the layer is not taken.
+    # Recomputation ends with the last value that the backward pass needs: without a norm after it, the last matmul of the layer
+    # is skipped.
     last = 0 if shape.norms_per_layer > 2 else shape.hidden * shape.ffn
     return StepFlops(
         layers=each * matrices * sum(lengths),
@@ -62,7 +62,7 @@ def step_flops(shape: ModelShape, recipe: Recipe, *, lengths: Sequence[int], pos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """A whole training. Its hours are a range around those of the prediction; evaluation, saving and compiling come on top."""
+    """A whole training, in hours with a range. Evaluation, saving and compiling are not included."""
 
     steps: int
     tokens: int
@@ -73,10 +73,10 @@ class RunTime:
 
 
 def run_time(step: StepTime, config: RunConfig, *, rows: int | None = None, rows_per_step: int) -> RunTime | None:
-    """Steps, tokens and hours of a run of such steps, over a dataset of `rows` rows; None where neither the rows nor
-    `training.max_steps` say how many steps there are.
+    """Steps, tokens and hours of a run of such steps over a dataset of `rows` rows; None if neither the rows nor
+    `training.max_steps` is known.
 
-    A step takes `rows_per_step` rows, or all there are; the last of an epoch what is left, which is counted as a whole one.
+    A step has `rows_per_step` rows, or all there are. The last step of an epoch may have fewer, and counts as a whole one.
     """
     steps = steps_of_run(config, rows=rows, rows_per_step=rows_per_step)
     if steps is None:
@@ -95,7 +95,7 @@ def run_time(step: StepTime, config: RunConfig, *, rows: int | None = None, rows
 
 
 def steps_of_run(config: RunConfig, *, rows: int | None, rows_per_step: int) -> int | None:
-    """Optimizer steps over a dataset of `rows` rows; None where neither they nor `training.max_steps` say how many."""
+    """Optimizer steps over a dataset of `rows` rows; None if neither they nor `training.max_steps` are known."""
     training = config.training
     if training.max_steps is not None or rows is None:
         return training.max_steps
@@ -103,32 +103,32 @@ def steps_of_run(config: RunConfig, *, rows: int | None, rows_per_step: int) -> 
     return max(1, math.ceil(training.num_train_epochs * math.ceil(rows / in_step)))
 
 
-# --- on this CPU; pairs are the fast end and the slow end of a range ---------------------------------------------------
+# --- on this CPU; pairs are the fast and the slow end of a range ---------------------------------------------------
 
-FEWEST_PRODUCTS = 8
-"""The product that measures this CPU is repeated at least so often: on a busy computer the first ones wait for a core."""
+FEWEST_MATMULS = 8
+"""Least number of matmuls that measure this CPU: on a busy computer the first ones wait for a core."""
 RATE_SECONDS = 0.08
-"""How long the matrix product that measures this CPU is repeated."""
-PRODUCT_SIZE = 256
-"""Its side. Larger products come nearer to the full rate, but on a busy machine wait for a core more often."""
-ALONE_SIZE = 64
-"""Side of a product that the library computes with one thread, in microseconds: no other thread is waited for."""
+"""How long the matmul that measures this CPU is repeated."""
+MATMUL_SIZE = 256
+"""Its size. Larger matmuls come nearer to the full rate, but wait for a core more often on a busy computer."""
+SINGLE_THREAD_SIZE = 64
+"""Size of a matmul that one thread computes in microseconds, without waiting for others."""
 EFFICIENCY = (0.75, 0.25)
-"""Share of that rate which the products of a step reach, as a range. A choice around `rate_share` of the larger cases in
+"""Fraction of that rate that the matmuls of a step reach, as a range. A choice around `rate_share` of the larger cases in
 benchmarks/results/memory_cpu.json (2 cores)."""
 UPDATE_SECONDS = (2e-9, 1e-8)
-"""Clipping and AdamW, per parameter: memory traffic that no batch makes smaller. A choice around the `1x8` cases there."""
+"""Clipping and AdamW, per parameter: memory traffic that does not depend on the batch. A choice around the `1x8` cases there."""
 LAYER_CALL_SECONDS = (0.0009, 0.003)
-"""One layer's forward pass over single tokens, which is calls and little arithmetic: on idle and on busy cores. A choice."""
+"""Forward pass of one layer over single tokens, mostly call overhead: on idle and on busy cores. A choice."""
 CACHE_BYTES_PER_SECOND = (1.2e10, 3e9)
-"""Rate at which a layer's keys and values are copied to grow by a token and repeated per head. A choice."""
+"""Rate at which the KV cache of a layer is copied to grow by a token and repeated per head. A choice."""
 ANSWER_SHARE = (0.3, 1.0)
-"""Share of `max_new_tokens` that answers use: short ones end early, an untrained model goes on to the limit."""
+"""Fraction of `max_new_tokens` that generations use: short ones end early, an untrained model reaches the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeEstimate:
-    """A range, not a promise: the machine's rate was measured for a moment, the share of it that is reached varies."""
+    """A range: the rate is measured for a moment, and the fraction of it that a step reaches varies."""
 
     seconds_low: float
     seconds_high: float
@@ -144,59 +144,61 @@ def estimate_time(
     eval_rows: int = 32,
     flops_per_second: float | None = None,
 ) -> TimeEstimate:
-    """How long training and both evaluations take on this CPU. Times a matrix product unless given its rate."""
+    """How long training and both evaluations take on this CPU. Measures its rate unless it is given."""
     rate = (flops_per_second or measure_rate()) * 4 / max(4, DTYPE_BYTES[config.training.dtype])
     step_flops = tokens_per_step * training_flops_per_token(shape, config)
-    calls = 3 * config.training.gradient_accumulation_steps * shape.layers  # forward, and backward at twice its price
-    asked = min(eval_items, eval_rows) if config.evaluation.enabled else 0
+    calls = (
+        3 * config.training.gradient_accumulation_steps * shape.layers
+    )  # a backward pass counts as two forward passes
+    batch = min(eval_items, eval_rows) if config.evaluation.enabled else 0
     new_tokens = config.evaluation.max_new_tokens
-    answer_calls = 2 * math.ceil(eval_items / asked) * new_tokens * shape.layers if asked else 0  # before and after
-    cache = asked * new_tokens * 4 * (shape.kv_size + shape.query_size) * DTYPE_BYTES[config.training.dtype]
-    products = 2 * asked * shape.parameters / shape.layers
+    answer_calls = 2 * math.ceil(eval_items / batch) * new_tokens * shape.layers if batch else 0  # before and after
+    cache = batch * new_tokens * 4 * (shape.kv_size + shape.query_size) * DTYPE_BYTES[config.training.dtype]
+    matmuls = 2 * batch * shape.parameters / shape.layers
 
     def seconds(end: int) -> float:
         flops, call = rate * EFFICIENCY[end], LAYER_CALL_SECONDS[end]
         step = step_flops / flops + shape.parameters * UPDATE_SECONDS[end] + calls * call
-        answer = call + cache / CACHE_BYTES_PER_SECOND[end] + products / flops
+        answer = call + cache / CACHE_BYTES_PER_SECOND[end] + matmuls / flops
         return steps * step + ANSWER_SHARE[end] * answer_calls * answer
 
     return TimeEstimate(seconds_low=seconds(0), seconds_high=seconds(1))
 
 
 def training_flops_per_token(shape: ModelShape, config: RunConfig) -> float:
-    """Forward and backward: six operations per matrix parameter (the head counted once), plus causal attention.
+    """Forward and backward: six operations per matrix parameter (the lm_head counted once), plus causal attention.
 
-    Frozen matrices need four, and a layer that is computed again its forward pass twice.
+    Frozen matrices need four, and checkpointed layers a second forward pass.
     """
     length = longest_row(shape, config, config.data.max_length)
     recipe = recipe_of(config.training)
     each = 6 if recipe.frozen is None else 4
     layers = shape.layers * shape.layer_matrix_parameters
-    attention = shape.layers * shape.query_size * length  # 2 products x 2 operations x half of the square
+    attention = shape.layers * shape.query_size * length  # 2 matmuls x 2 operations x half of the square
     recomputed = 1 - recipe.kept_layers(shape.layers) / shape.layers
     return each * (layers + shape.embedding_parameters) + 6 * attention + recomputed * 2 * (layers + attention)
 
 
 def measure_rate() -> float:
-    """Float32 operations per second of this CPU: of a product by all threads, or of one by a single thread, times the cores.
+    """Float32 operations per second of this CPU: of a matmul by all threads, or of one by a single thread, times the cores.
 
-    Whichever is more: on a busy computer the threads of a product wait for one another, and it takes a hundred times as long.
+    Whichever is more: on a busy computer the threads of a matmul wait for one another, and it takes a hundred times as long.
     """
     import psutil
 
     cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
-    return max(_product_rate(PRODUCT_SIZE), cores * _product_rate(ALONE_SIZE))
+    return max(_matmul_rate(MATMUL_SIZE), cores * _matmul_rate(SINGLE_THREAD_SIZE))
 
 
-def _product_rate(size: int) -> float:
-    """Of the fastest product of that side within `RATE_SECONDS`: one that waits for a core says nothing about it."""
+def _matmul_rate(size: int) -> float:
+    """Of the fastest matmul of that size within `RATE_SECONDS`; those that wait for a core do not count."""
     import numpy as np
 
     left = np.ones((size, size), dtype=np.float32)
     product = left @ left  # starts the threads
-    fastest, products, until = math.inf, 0, time.perf_counter() + RATE_SECONDS / 2
-    while products < FEWEST_PRODUCTS or time.perf_counter() < until:
-        started, products = time.perf_counter(), products + 1
+    fastest, count, until = math.inf, 0, time.perf_counter() + RATE_SECONDS / 2
+    while count < FEWEST_MATMULS or time.perf_counter() < until:
+        started, count = time.perf_counter(), count + 1
         np.matmul(left, left, out=product)
         fastest = min(fastest, time.perf_counter() - started)
     return 2.0 * size**3 / fastest
@@ -205,13 +207,13 @@ def _product_rate(size: int) -> float:
 # --- disk ------------------------------------------------------------------------------------------------------------
 
 EVAL_BYTES = 64 * 2**20
-"""Room for answers, metrics and logs: thousands of answers of a few kilobytes."""
+"""For generations, metrics and logs: thousands of generations of a few kilobytes."""
 
 
 def disk_needed_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Highest use of disk: the newest checkpoints, the best, one more being staged, the final model, answers and logs."""
+    """Peak disk usage: the newest checkpoints, the best, one being staged, the final model, generations and logs."""
     training = config.training
     run = footprint_of(shape, training, "cpu")
-    # Where nothing is saved on the way: that of an interruption, and that of the end.
+    # Without `save_steps`: that of an interruption, and that of the end.
     checkpoints = training.save_total_limit + 2 if training.save_steps or training.eval_steps else 2
     return checkpoints * run.checkpoint + run.final_model + EVAL_BYTES

@@ -1,6 +1,6 @@
 """Reading a folder that a stranger may have made: names and sizes before content, no links, no pipes, no file without an end.
 
-What a file contains never raises here. A problem is one printable sentence.
+The content of a file never raises here. A problem is one printable line.
 """
 
 import hashlib
@@ -152,7 +152,7 @@ def _number(text: str) -> int:
 
 
 def few(problems: Iterable[str], most: int = FEW) -> Iterator[str]:
-    """The first `most` problems; the next one only says that there are more."""
+    """The first `most` problems, then a line that there are more."""
     for number, problem in enumerate(problems):
         if number == most:
             yield f"more than {most} problems of this kind"
@@ -183,7 +183,7 @@ def write_sums(run: RunDir, *, pending: Mapping[Path, str] | None = None, verifi
     """Write `SHA256SUMS` over every file of the folder. A link, a special file or an odd name is an EvidenceError.
 
     `pending` are files whose text is settled but which are written after their hash. `verified` are checkpoints that the
-    caller has hashed itself, so that their manifests hold; all other files are read.
+    caller has hashed itself, so that their manifests are trusted; all other files are read.
     """
     listing = list_folder(run.root)
     if listing.problems:
@@ -204,7 +204,7 @@ def sums_text(digests: Mapping[str, str]) -> str:
 
 
 def _hashes_at_commit(run: RunDir, verified: Collection[Path]) -> dict[str, str]:
-    """Hashes in the manifests of `verified` checkpoints: tens of gigabytes that a process told to end has no time to read."""
+    """Hashes in the manifests of `verified` checkpoints: tens of gigabytes, too much to read for a process that has to stop."""
     found: dict[str, str] = {}
     for checkpoint in (path for path in list_checkpoints(run.checkpoints) if path in verified):
         try:

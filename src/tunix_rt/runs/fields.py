@@ -67,12 +67,12 @@ Many = Annotated[tuple[T, ...], Field(strict=False, fail_fast=True)]
 Digests = Annotated[dict[Name, Digest], Field(max_length=5_000)]
 Versions = Annotated[dict[Name, Version], Field(max_length=64)]
 Figures = Annotated[dict[Name, JsonValue], Field(max_length=64)]
-"""Values of any kind. Whoever uses them compares them with what they must be, or holds them to their types."""
+"""Values of any kind. The code that uses them checks values or types."""
 
 
 class Facts(BaseModel):
-    """The base of every schema: no other keys, no conversions, no NaN, no text without end. Dataclasses in it are held to
-    the same."""
+    """The base of every schema: no other keys, no conversions, no NaN, no unlimited text. The same
+    applies to dataclasses in it."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, str_max_length=400_000, defer_build=True
@@ -97,6 +97,6 @@ def problems_of(error: ValidationError) -> Iterator[str]:
 
 def _problem(one: ErrorDetails) -> str:
     place = ".".join(plain(part) if isinstance(part, str) else str(part) for part in one["loc"])
-    words = _MESSAGES.get(one["type"], one["msg"][:200])
-    value = "" if words in ("unknown key", "missing") else f": {shown(one['input'])}"
-    return f"{place or 'the object'}: {words}{value}"
+    message = _MESSAGES.get(one["type"], one["msg"][:200])
+    value = "" if message in ("unknown key", "missing") else f": {shown(one['input'])}"
+    return f"{place or 'the object'}: {message}{value}"

@@ -11,7 +11,16 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from tunix_rt.errors import StorageError
-from tunix_rt.storage import json_text, settle_files, sha256_file, storage, sync_folder, write_text
+from tunix_rt.storage import (
+    fresh_folder,
+    json_text,
+    publish_folder,
+    settle_files,
+    sha256_file,
+    storage,
+    sync_folder,
+    write_text,
+)
 
 FORMAT = 4
 """`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
@@ -60,7 +69,7 @@ class RunDir:
 
     @property
     def cuda_check(self) -> Path:
-        """On a GPU: what torch said of CUDA when it was proven."""
+        """On a GPU: what torch reports about CUDA in the self-test."""
         return self.root / "cuda_check.txt"
 
     @property
@@ -216,15 +225,11 @@ def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
             sync_folder(folder.parent)  # without its name there the first checkpoint would not outlive a power cut
         for leftover in (*folder.glob(".staged-*"), *folder.glob(".*.staged")):
             shutil.rmtree(leftover)
-        staged.mkdir()
-        try:
+        with fresh_folder(staged):
             write(staged)
             settle_files(staged)
             hashes = {path.name: sha256_file(path) for path in staged.iterdir()}
             write_text(staged / "MANIFEST.json", _manifest_text(staged, step, hashes))
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
     return staged
 
 
@@ -232,15 +237,12 @@ def publish_checkpoint(staged: Path) -> Path:
     """Give a staged checkpoint its name. This is the commit."""
     final = staged.with_name(staged.name.removeprefix(".staged-"))
     with storage(staged.parent):
-        if final.exists():  # a damaged one of the same step, passed over at resume
-            shutil.rmtree(final)
-        staged.rename(final)
-        sync_folder(staged.parent)
+        publish_folder(staged, final)  # replaces a corrupt one of the same step, which resume skipped
     return final
 
 
 def _manifest_text(checkpoint: Path, step: int, hashes: Mapping[str, str]) -> str:
-    """What MANIFEST.json of a checkpoint with files of these hashes says, to the byte."""
+    """MANIFEST.json of a checkpoint with files of these hashes, to the byte."""
     files = {name: {"sha256": digest, "bytes": (checkpoint / name).stat().st_size} for name, digest in hashes.items()}
     return json_text({"schema": "tunix-rt/checkpoint/1", "step": step, "files": files})
 
@@ -248,7 +250,7 @@ def _manifest_text(checkpoint: Path, step: int, hashes: Mapping[str, str]) -> st
 def checkpoint_problems(checkpoint: Path) -> list[str]:
     """Every way a checkpoint differs from its manifest; an empty list means it verifies.
 
-    A file that cannot be read is a StorageError: a disk that fails, or permissions, say nothing about what is on it.
+    A file that cannot be read is a StorageError: a failing disk or permissions do not make a checkpoint corrupt.
     """
     manifest = checkpoint / "MANIFEST.json"
     with storage(manifest):
@@ -263,7 +265,7 @@ def checkpoint_problems(checkpoint: Path) -> list[str]:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return [f"MANIFEST.json cannot be read: {error!r}"]
-    problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest speaks of step {step}"]
+    problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest is of step {step}"]
     problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
     problems += [f"not in the manifest: {name}" for name in sorted(present - files.keys())]
     problems += [
@@ -297,8 +299,8 @@ def checkpoint_step(checkpoint: Path) -> int:
 def prune_checkpoints(folder: Path, keep: int, *, newest: int, previous: int, best: int | None = None) -> None:
     """Delete all but `best` and the newest `keep` up to step `newest`, which was just made durable.
 
-    What lies after `previous`, the checkpoint before it, was passed over as damaged or belongs to steps that will be
-    taken again. It must not count: the highest number is not the newest then.
+    Checkpoints after `previous`, the one before it, were skipped as corrupt or belong to steps that are repeated. They do not
+    count: the highest number is not the newest then.
     """
     steps = {checkpoint: checkpoint_step(checkpoint) for checkpoint in list_checkpoints(folder)}
     ours = [checkpoint for checkpoint, step in steps.items() if step <= previous or step == newest]

@@ -1,7 +1,7 @@
-"""How a run is written down: its log while it goes, its result and hashes when it ends, however it ends.
+"""The journal of a run: its log while it runs, its result and checksums when it ends, however it ends.
 
-A continuation writes nothing until it is known to be the run that began in the folder: a refused one leaves every file
-as it was, and the run still verifies.
+A resumed run writes nothing until it is known to be the run that began in the folder: a refused one leaves every file
+unchanged, and the run still verifies.
 """
 
 import logging
@@ -12,29 +12,29 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.errors import StorageError, TunixError
+from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.models.secrets import redacted
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.storage import json_text, read_json, storage, sync_folder, write_text
+from tunix_rt.storage import json_text, read_json, storage, sync_folder, to_plain, write_text
 
 logger = logging.getLogger(__name__)
 
 
 MOST_WARNINGS, LONGEST_WARNING = 50, 500
-"""Of those that `result.json` lists, and characters of each."""
+"""Warnings listed in `result.json`, and characters of each."""
 
 
 class LogFile(logging.Handler):
-    """`training_log.txt`, unbuffered: what a full disk refused must not arrive after the file was hashed.
+    """`training_log.txt`, unbuffered: no line may reach the disk after the file was hashed.
 
-    The first line that cannot be written ends the run with a StorageError, once; `failure` keeps it where it must not be
-    raised, in another thread or while the run ends.
+    The first line that cannot be written ends the run with a StorageError, once; `failure` keeps the error where it must not
+    be raised, in another thread or while the run ends.
     """
 
     failure: StorageError | None
@@ -65,8 +65,7 @@ class LogFile(logging.Handler):
 
 
 class WithoutSecrets(logging.Formatter):
-    """Strikes tokens of the hub from what libraries say, and writes ~ for the folder of whoever runs it: a log is for
-    strangers."""
+    """Redacts hub tokens and replaces the home folder by ~: strangers read this log."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_home(redacted(super().format(record)))
@@ -77,28 +76,81 @@ def without_home(text: str) -> str:
     return text.replace(f"{home}{os.sep}", f"~{os.sep}") if len(home) > 1 else text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Memory of a run; `available_bytes` of one that was predicted not to fit."""
+
+    predicted_bytes: int
+    measured_bytes: int | None = None
+    available_bytes: int | None = None
+
+
 @dataclass(slots=True, kw_only=True)
-class Record:
-    """What is known of the run so far; `result.json` is written from it whatever happens."""
+class RunResult:
+    """The facts in `result.json`, filled in by the stages. How far the run came decides which are set; `Result` in
+    `schemas.py` is the closed schema."""
+
+    device: str | None = None
+    parameters: int | None = None
+    run_id: str | None = None
+    memory: Footprint | None = None
+    oom_attempt: Footprint | None = None
+    steps_planned: int | None = None
+    steps_completed: int | None = None
+    resumed_from: int | None = None
+    skipped_checkpoints: list[dict[str, Any]] | None = None
+    final_loss: float | None = None
+    final_loss_hex: str | None = None
+    metrics_head: str | None = None
+    final_state: str | None = None
+    best_step: int | None = None
+    best_heldout_loss: float | None = None
+    answering_seconds: float | None = None
+    scores: dict[str, dict[str, float]] | None = None
+    gpu_memory: list[dict[str, Any]] | None = None
+    final_model: dict[str, Any] | None = None
+
+    def set(self, **values: Any) -> None:
+        """Several fields at once; an unknown name is an AttributeError."""
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are set."""
+        given = {one.name: to_plain(getattr(self, one.name)) for one in fields(self)}
+        return {name: without_none(value) for name, value in given.items() if value is not None}
+
+
+def without_none(value: Any) -> Any:
+    return {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+
+@dataclass(slots=True, kw_only=True)
+class RunJournal:
+    """The open record of a run; `result.json` is written from it whatever happens."""
 
     run: RunDir
     continued: bool
-    facts: dict[str, Any] = field(default_factory=dict)
+    """Whether this process resumes a run that began in an earlier one."""
+    result: RunResult = field(default_factory=RunResult)
     training_began: bool = False
     seconds_before: float = 0.0
-    """Of the steps that earlier processes took and this one does not take again."""
-    sound: set[Path] = field(default_factory=set)
-    """Checkpoints that this process verified or committed; the files of others are read when the run ends."""
+    """Seconds of the steps that earlier processes took and this one does not repeat."""
+    verified: set[Path] = field(default_factory=set)
+    """Checkpoints that this process verified or committed; the files of others are hashed when the run ends."""
     ending: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds the writing of the ending, so that no signal halves it."""
+    before_end: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with the status before `result.json` is written."""
     warnings: list[str] = field(default_factory=list)
-    """Distinct warnings of libraries, and of what a reader of the result must know."""
+    """Distinct warnings of libraries, and those that a reader of the result must know."""
     log: LogFile | None = None
     held_back: list[Callable[[], None]] = field(default_factory=list)
     accepted: bool = False
+    began: tuple[datetime, float] = field(default_factory=lambda: (datetime.now(UTC), time.monotonic()))
 
     def write(self, write: Callable[[Path, Any], None], path: Path, value: Any) -> None:
-        """Write `value` to `path`, in a continuation once it is accepted."""
+        """Write `value` to `path`; in a resumed run, once it is accepted."""
         self._when_accepted(lambda: write(path, value))
 
     def warn(self, text: str) -> None:
@@ -108,11 +160,11 @@ class Record:
         self.warnings = _distinct([*self.warnings, without_home(redacted(plain))])
 
     def _show_warning(self, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        """A warning of a library is a line of the log: one about the GPU must not pass unnoticed. Without its place on disk."""
+        """Log a library's warning without its source path."""
         self.warn(f"{category.__name__}: {' '.join(str(message).split())}")
 
     def accept(self) -> None:
-        """This is the run that began here: its old ending goes, and what was held back is written."""
+        """This is the run that began here: delete its old ending and write what was held back."""
         self.accepted = True
         self.warnings = _distinct([*_warnings_of(self.run.result), *self.warnings])
         with storage(self.run.root):
@@ -131,7 +183,7 @@ class Record:
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """Everything said also goes to `training_log.txt`; a continued run appends."""
+        """Copy log records to `training_log.txt`; a resumed run appends."""
         formatter = WithoutSecrets("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ")
         formatter.converter = time.gmtime
         # Passes each record on at once when it has a target, and keeps them all while it has none.
@@ -159,8 +211,8 @@ class Record:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """Write `result.json` and the hashes at the end, however it ends. The one broad except of tunix-rt."""
-        started, clock = datetime.now(UTC), time.monotonic()
+        """Write `result.json` and the checksums at the end, however it ends. The one broad except of tunix-rt."""
+        self.began = datetime.now(UTC), time.monotonic()
         try:
             yield
             logger.info("Completed")
@@ -170,19 +222,21 @@ class Record:
             with self.ending():
                 refused = error.exit_code in (2, 3, 4, 5) and not self.training_began
                 status = "preempted" if error.exit_code == 7 else "refused" if refused else "failed"
-                self._end_after(error, status, error.exit_code, error.problem, started, clock)
+                self._end_after(error, status, error.exit_code, error.problem)
             raise
         except BaseException as error:  # our own defects: recorded, then raised on
             with self.ending():
-                self._end_after(error, "failed", 1, f"{type(error).__name__}: {error}", started, clock)
+                self._end_after(error, "failed", 1, f"{type(error).__name__}: {error}")
             raise
         with self.ending():
-            self._end("completed", 0, "all steps taken", started, clock)
+            self._end("completed", 0, "all steps taken")
 
-    def _end_after(
-        self, error: BaseException, status: str, exit_code: int, reason: str, started: datetime, clock: float
-    ) -> None:
-        """Write the ending after `error`, which stays the one that is raised, whatever happens to the disk meanwhile."""
+    def end_now(self, error: Preempted) -> None:
+        """Write the ending from another thread: the main thread is in a call that does not return."""
+        self._end("preempted", error.exit_code, error.problem)
+
+    def _end_after(self, error: BaseException, status: str, exit_code: int, reason: str) -> None:
+        """Write the ending after `error`, which is raised whatever happens to the disk meanwhile."""
         if self.log is not None:
             self.log.raises = False
         if isinstance(error, TunixError):
@@ -190,13 +244,16 @@ class Record:
         else:
             logger.exception("failed")
         try:
-            self._end(status, exit_code, reason, started, clock)
+            self._end(status, exit_code, reason)
         except TunixError as another:
-            logger.error("how the run ended could not be written down: %s", another.problem)
+            logger.error("result.json could not be written: %s", another.problem)
 
-    def _end(self, status: str, exit_code: int, reason: str, started: datetime, clock: float) -> None:
+    def _end(self, status: str, exit_code: int, reason: str) -> None:
         if self.continued and not self.accepted:
             return
+        for act in self.before_end:
+            act(status)
+        started, clock = self.began
         result = {
             "schema": "tunix-rt/result/1",
             "status": status,
@@ -206,12 +263,12 @@ class Record:
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(self.seconds_before + time.monotonic() - clock, 3),
             "warnings": self.warnings,
-            **self.facts,
+            **self.result.to_json(),
         }
-        # The hashes first, with that of the result to come: a crash in between leaves a run without a result, which is
-        # unfinished and can be continued. The other way round it would be complete and never verify.
+        # The checksums first, with that of the result to come: a crash in between leaves a run without a result, which is
+        # unfinished and can be resumed. The other way round it would be complete and never verify.
         text = json_text(result)
-        write_sums(self.run, pending={self.run.result: text}, verified=self.sound)
+        write_sums(self.run, pending={self.run.result: text}, verified=self.verified)
         write_text(self.run.result, text)
 
 
@@ -220,7 +277,7 @@ def _distinct(found: list[str]) -> list[str]:
 
 
 def _warnings_of(result: Path) -> list[str]:
-    """Those that the process before this one listed; none where it was killed."""
+    """Warnings that the previous process listed; none where it was killed."""
     try:
         listed = read_json(result)["warnings"]
     except (TunixError, KeyError, TypeError):

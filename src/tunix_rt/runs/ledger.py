@@ -90,7 +90,7 @@ class MetricsLog:
             self.states = {}
 
 
-def _step_and_prev(line: bytes) -> tuple[object, object]:
+def step_and_prev(line: bytes) -> tuple[object, object]:
     try:
         record = json.loads(line)
         return record["step"], record["prev"]
@@ -102,7 +102,7 @@ def chain_heads(first: str, lines: list[bytes]) -> list[str]:
     """The hash each step's line must hold in `prev`: `first`, then that of every line up to the first that is wrong."""
     heads = [first]
     for number, line in enumerate(lines, start=1):
-        if not line.endswith(b"\n") or _step_and_prev(line) != (number, heads[-1]):
+        if not line.endswith(b"\n") or step_and_prev(line) != (number, heads[-1]):
             break
         heads.append(hashlib.sha256(line.rstrip(b"\n")).hexdigest())
     return heads
@@ -168,15 +168,15 @@ def _states(entries: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def mend_checkpoint_list(run: RunDir, heads: Sequence[str], *, sound: Path | None) -> None:
-    """Make `checkpoints.json` tell of the steps that are kept and of no other, before training goes on after `sound`.
+def repair_checkpoint_ledger(run: RunDir, heads: Sequence[str], *, verified: Path | None) -> None:
+    """List the checkpoints of the steps that are kept and no others, before training continues from `verified`.
 
-    `heads` are the hashes of the kept lines of the metrics by their step, at 0 that of the precommitment. Entries of other
-    steps go. A checkpoint without an entry, committed just before a kill, gains it, unless it is damaged.
+    `heads` are the hashes of the kept lines of the metrics by their step, at 0 that of `precommit.json`. Entries of other
+    steps are dropped. A checkpoint without an entry, committed just before a kill, gains it, unless it is corrupt.
     """
-    known = {entry["step"]: entry for entry in _listed(run, expected=sound is not None) if _belongs(entry, heads)}
-    if sound is not None:  # verified just now: what it says of itself holds
-        known[checkpoint_step(sound)] = _entry_of(sound)
+    known = {entry["step"]: entry for entry in _listed(run, expected=verified is not None) if _belongs(entry, heads)}
+    if verified is not None:
+        known[checkpoint_step(verified)] = _entry_of(verified)
     for checkpoint in list_checkpoints(run.checkpoints):
         step = checkpoint_step(checkpoint)
         if 0 < step < len(heads) and step not in known and not checkpoint_problems(checkpoint):
@@ -187,12 +187,12 @@ def mend_checkpoint_list(run: RunDir, heads: Sequence[str], *, sound: Path | Non
 
 def _entry_of(checkpoint: Path) -> dict[str, Any]:
     manifest = checkpoint / "MANIFEST.json"
-    told = read_json(manifest)
+    contents = read_json(manifest)
     return {
-        "step": told["step"],
+        "step": contents["step"],
         "manifest_sha256": sha256_file(manifest),
         "metrics_head": read_json(checkpoint / "state.json").get("metrics_head", ""),
-        "files": told["files"],
+        "files": contents["files"],
     }
 
 
@@ -212,23 +212,23 @@ def _is_entry(found: Any) -> bool:
 
 def _listed(run: RunDir, *, expected: bool) -> list[dict[str, Any]]:
     """The valid entries of `checkpoints.json`."""
-    instead = "tells only of the checkpoints that are still there"
+    instead = "lists only the checkpoints that still exist"
     return [one for one in _read_list(run.checkpoint_list, "checkpoints", instead, expected=expected) if _is_entry(one)]
 
 
 def _read_list(path: Path, key: str, instead: str, *, expected: bool) -> list[Any]:
-    """The list in `path`; empty where it cannot be had, which is said where it was `expected`."""
+    """The list in `path`; empty where it cannot be read, which is logged where it was `expected`."""
     if not expected and not path.exists():
         return []
     try:
         found = read_json(path)[key]
         if isinstance(found, list):
             return found
-        problem = f"{path} is damaged: `{key}` is no list"
+        problem = f"{path} is corrupt: `{key}` is not a list"
     except TunixError as error:
         problem = error.problem
     except (KeyError, TypeError):
-        problem = f"{path} is damaged: it has no `{key}`"
+        problem = f"{path} is corrupt: `{key}` is missing"
     logger.warning("%s; from here on it %s", problem, instead)
     return []
 
@@ -245,7 +245,7 @@ def note_process(run: RunDir, machine: dict[str, Any], *, first_step: int, start
 
     The process that took a step is the last of those in the list that began at it or before.
     """
-    before = [] if first else _read_list(run.processes, "processes", "tells only of later processes", expected=True)
+    before = [] if first else _read_list(run.processes, "processes", "lists only later processes", expected=True)
     entry = {
         "pid": os.getpid(),
         "started": started.isoformat(timespec="seconds"),

@@ -225,7 +225,7 @@ class RunRecord:
 
 
 def require_format(record: RunRecord) -> None:
-    """Refuse a run of another format by name, before its files are held to the schemas of this one."""
+    """Refuse a run of another format, before its files are validated by the schemas of this one."""
     found = parse_object(record.data("precommit.json") or b"")
     if isinstance(found, str):
         return

@@ -9,10 +9,9 @@ from tunix_rt.doctor.facts import Check
 from tunix_rt.doctor.facts import Facts as Computer
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.doctor.selftest import Proved
-from tunix_rt.engines.profile.parts import Part
-from tunix_rt.engines.profile.table import DenseProduct
+from tunix_rt.engines.step_time import DenseMatmul, Part
+from tunix_rt.plan.fit import Fit
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.target import Fit
 from tunix_rt.runs import fields as f
 
 # --- doctor.json, processes.json --------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ class Proof(f.Facts):
 
 
 class Doctor(f.Facts):
-    """`doctor.json`. A refused run has no choice; only an accelerator has a proof."""
+    """`doctor.json`. A refused run has no choice; only an accelerator has a self-test (`proof`)."""
 
     facts: Computer
     checks: Annotated[f.Many[Check], Field(max_length=256)]
@@ -151,6 +150,6 @@ class Profile(f.Facts):
     flops: dict[f.Name, f.Amount]
     tflops: f.Amount
     executed_tflops: f.Amount
-    dense_product: f.Maybe[DenseProduct] = None
+    dense_product: f.Maybe[DenseMatmul] = None
     share_of_dense_product: f.Maybe[f.Amount] = None
     unrecorded_step_milliseconds: f.Maybe[f.Amount] = None

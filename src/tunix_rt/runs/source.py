@@ -42,7 +42,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CommitMatch:
     """The oldest commit with the files of a run, and the branch or tag that contains it."""
 
     commit: str
@@ -70,7 +70,7 @@ def require_repository(repo: Path) -> None:
     _full_name("HEAD", repo)
 
 
-def find_commit(source_sha256: str, repo: Path, refs: Sequence[str] = ()) -> Found | None:
+def find_commit(source_sha256: str, repo: Path, refs: Sequence[str] = ()) -> CommitMatch | None:
     """The oldest of the newest 500 commits with exactly these files that is reachable from `refs`: branches or tags that
     whoever verifies has named, else HEAD. The first ref with such a commit wins.
 
@@ -86,7 +86,7 @@ def find_commit(source_sha256: str, repo: Path, refs: Sequence[str] = ()) -> Fou
         hashes = _package_hashes({tree for tree in trees if ":" not in tree}, repo)  # "<commit>:<path> missing"
         same = [commit for commit, tree in zip(commits, trees, strict=True) if hashes.get(tree) == source_sha256]
         if same:
-            return Found(commit=same[-1], ref=ref.split("/", 2)[-1])
+            return CommitMatch(commit=same[-1], ref=ref.split("/", 2)[-1])
     if _git(repo, "rev-parse", "--is-shallow-repository").strip() == b"true":
         raise InputError(
             f"{repo}: no commit has the source {source_sha256[:12]}, but the history is incomplete (a shallow clone)",
@@ -212,7 +212,7 @@ def _git(repo: Path, *arguments: str, stdin: bytes = b"") -> bytes:
 
 
 def _git_folder(repo: Path) -> Path:
-    """Found here, not by git: git does not check the owner of a folder that is named to it, and needs no home folder."""
+    """CommitMatch here, not by git: git does not check the owner of a folder that is named to it, and needs no home folder."""
     start = Path(os.path.abspath(repo))
     for folder in (start, *start.parents):
         for place in (folder / ".git", folder):

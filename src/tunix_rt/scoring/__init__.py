@@ -1,1 +1,1 @@
-"""Is an answer right? Pure functions."""
+"""Whether an answer is right, strictly and leniently. Pure functions."""

@@ -1,8 +1,8 @@
-"""What does an answer say, and do two answers say the same? Pure functions of text; no number is rounded, nothing is evaluated.
+"""The value of an answer, and whether two answers have the same. Pure functions of text; nothing is rounded or evaluated.
 
-An answer is a quantity (`$1,600.50`, `1 1/2`, `12 km`, `50%`), a list (`3, 1, 2`, or a set in braces) or words. What can
-be read in two ways is not read as a number. `same_value` compares two whole answers and raises for no text: what is too
-long to be an answer is compared letter by letter.
+An answer is a quantity (`$1,600.50`, `1 1/2`, `12 km`, `50%`), a list (`3, 1, 2`, or a set in braces) or words. An ambiguous
+text is not read as a number. `same_value` compares two whole answers and raises for no text: a text that is too long to be an
+answer is compared character by character.
 """
 
 import re
@@ -58,23 +58,23 @@ class Quantity:
     by_sign: bool = False
 
 
-def same_value(found: str, expected: str) -> bool:
-    """Whether two whole answers say the same. A blank expectation equals nothing."""
-    if max(len(found), len(expected)) > LONGEST_ANSWER:
-        return " ".join(found.split()).casefold() == " ".join(expected.split()).casefold() != ""
+def same_value(actual: str, expected: str) -> bool:
+    """Whether two whole answers have the same value. A blank expectation equals nothing."""
+    if max(len(actual), len(expected)) > LONGEST_ANSWER:
+        return " ".join(actual.split()).casefold() == " ".join(expected.split()).casefold() != ""
     if _INTERVAL.fullmatch(interval := tidy(expected).strip()):
-        return "".join(tidy(found).split()).casefold() == "".join(interval.split()).casefold()
-    found, expected = bare_answer(found), bare_answer(expected)
+        return "".join(tidy(actual).split()).casefold() == "".join(interval.split()).casefold()
+    actual, expected = bare_answer(actual), bare_answer(expected)
     if (wanted := read_quantity(expected)) is not None:
-        return (got := read_quantity(found)) is not None and _same_quantity(got, wanted)
-    if list_items(expected) is not None or list_items(found) is not None:
+        return (got := read_quantity(actual)) is not None and _same_quantity(got, wanted)
+    if list_items(expected) is not None or list_items(actual) is not None:
         # One list is enough: `Monday and Tuesday` is `Monday, Tuesday`.
-        return _same_items(_parts(found), _parts(expected), ordered=not _is_set(expected))
-    return plain_words(found) == plain_words(expected) != ""
+        return _same_items(_parts(actual), _parts(expected), ordered=not _is_set(expected))
+    return plain_words(actual) == plain_words(expected) != ""
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """What a bare text says when it is one number with or without a unit."""
+    """The quantity in a bare text that is one number with or without a unit."""
     if (number := number_in_words(text)) is not None:
         return Quantity(number=number)
     text = MINUS.sub(r"\g<edge>-", text)
@@ -85,9 +85,9 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def is_number_as_words(text: str) -> bool:
-    """Whether an answer holds a number, and is compared as words all the same: `3 or 4`, `5 hours 30 minutes`, `1.600.000`.
+    """Whether an answer contains a number and is still compared as words: `3 or 4`, `5 hours 30 minutes`, `1.600.000`.
 
-    Digits with spaces between (`5 7 8 9`) are a row of signs. `3,5` is read as a list, though a decimal may be meant.
+    Digits with spaces between (`5 7 8 9`) are a sequence of characters. `3,5` is read as a list, though a decimal may be meant.
     """
     bare = bare_answer(text)
     if not re.search("[0-9]", bare) and not has_number_word(bare):
@@ -124,16 +124,53 @@ def decimal(digits: str) -> Fraction:
     return Fraction(re.sub("[,' ]", "", digits))
 
 
-def _same_quantity(found: Quantity, wanted: Quantity) -> bool:
-    if found.number != wanted.number:
+def _same_quantity(actual: Quantity, wanted: Quantity) -> bool:
+    if actual.number != wanted.number:
         return False
-    left_out = (not found.unit and wanted.by_sign) or (not wanted.unit and found.by_sign)
-    return found.unit == wanted.unit or (left_out and not is_a_hundredth(found, wanted))
+    left_out = (not actual.unit and wanted.by_sign) or (not wanted.unit and actual.by_sign)
+    return actual.unit == wanted.unit or (left_out and not is_a_hundredth(actual, wanted))
 
 
-def is_a_hundredth(found: Quantity, wanted: Quantity) -> bool:
+def is_a_hundredth(actual: Quantity, wanted: Quantity) -> bool:
     """Whether a percent sign makes it another number: 0.75% is not 0.75, while 75% may be written for 75."""
-    return found.unit == units.PERCENT and not wanted.unit and abs(wanted.number) <= 1
+    return actual.unit == units.PERCENT and not wanted.unit and abs(wanted.number) <= 1
+
+
+# --- compared leniently ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastValue:
+    """The last value of a text, verbatim, and the quantity it is, if it is one."""
+
+    text: str
+    quantity: Quantity | None = None
+
+
+def lenient_same(actual: LastValue, expected: str) -> bool:
+    """As `same_value`, but a unit may be missing on either side, 50% is also 0.5, and marks between words do not count."""
+    wanted = read_quantity(bare_answer(expected))
+    if wanted is not None and actual.quantity is not None:
+        return _nearly_same(actual.quantity, wanted)
+    if same_value(actual.text, expected):
+        return True
+    if wanted is not None:
+        return False
+    texts = [bare_answer(text) for text in (actual.text, expected)]
+    if all(list_items(text) is not None for text in texts):
+        return False
+    got, words = ([plain_words(token) for token in tokens_of(text)] for text in texts)
+    return got == words != []
+
+
+def _nearly_same(actual: Quantity, wanted: Quantity) -> bool:
+    if actual.unit and wanted.unit:
+        return actual.number == wanted.number and units.fits(actual.unit, wanted.unit)
+    if wanted.unit == units.PERCENT and actual.number == wanted.number / 100:
+        return True
+    if actual.unit == units.PERCENT and 0 < abs(wanted.number) < 1 and actual.number / 100 == wanted.number:
+        return True
+    return actual.number == wanted.number and not is_a_hundredth(actual, wanted)
 
 
 # --- lists and words --------------------------------------------------------------------------------------------------
@@ -159,21 +196,21 @@ def _is_set(text: str) -> bool:
     return bare.startswith("{") and bare.endswith("}")
 
 
-def _same_items(found: Sequence[str], wanted: Sequence[str], *, ordered: bool) -> bool:
-    if ordered or max(len(found), len(wanted)) > 50:
-        return len(found) == len(wanted) and all(map(_same_item, found, wanted))
+def _same_items(actual: Sequence[str], wanted: Sequence[str], *, ordered: bool) -> bool:
+    if ordered or max(len(actual), len(wanted)) > 50:
+        return len(actual) == len(wanted) and all(map(_same_item, actual, wanted))
     return (
-        bool(found)
-        and all(any(_same_item(one, other) for other in wanted) for one in found)
-        and all(any(_same_item(one, other) for one in found) for other in wanted)
+        bool(actual)
+        and all(any(_same_item(one, other) for other in wanted) for one in actual)
+        and all(any(_same_item(one, other) for one in actual) for other in wanted)
     )
 
 
-def _same_item(found: str, wanted: str) -> bool:
-    found, wanted = _edges_off(found), _edges_off(wanted)
+def _same_item(actual: str, wanted: str) -> bool:
+    actual, wanted = _edges_off(actual), _edges_off(wanted)
     if (number := read_quantity(wanted)) is not None:
-        return (got := read_quantity(found)) is not None and _same_quantity(got, number)
-    return plain_words(found) == plain_words(wanted)
+        return (got := read_quantity(actual)) is not None and _same_quantity(got, number)
+    return plain_words(actual) == plain_words(wanted)
 
 
 def plain_words(text: str) -> str:
@@ -187,11 +224,11 @@ def tokens_of(text: str) -> list[str]:
     return [bare for word in text.split() if (bare := word.strip(AROUND))]
 
 
-# --- what stands around an answer -----------------------------------------------------------
+# --- what surrounds an answer -----------------------------------------------------------------------------------------
 
 
 def bare_answer(text: str) -> str:
-    """A whole answer without what is written around it: `$…$`, `\\boxed{…}`, `####`, quotes, a full stop."""
+    """A whole answer without what surrounds it: `$…$`, `\\boxed{…}`, `####`, quotes, a full stop."""
     bare = tidy(text).strip()
     for _ in range(4):
         before = bare

@@ -1,7 +1,7 @@
-"""Is the arithmetic stated in a reasoning right? Every `12 + 5 = 17` is found and worked out exactly, in fractions.
+"""The arithmetic in a reasoning: every `12 + 5 = 17` is parsed and evaluated exactly, in fractions.
 
-What is read: numbers with or without units, `+ - * / ^`, parentheses, `20% of 50`, LaTeX's spellings, chains of `=`, and
-GSM8K's `<<48/2=24>>`. What cannot be read whole (a variable, a word in the middle, mixed units) is not counted at all.
+Parsed: numbers with or without units, `+ - * / ^`, parentheses, `20% of 50`, LaTeX's spellings, chains of `=`, and GSM8K's
+`<<48/2=24>>`. An equation that cannot be parsed whole (a variable, a word in the middle, mixed units) is not counted at all.
 """
 
 import re
@@ -14,7 +14,7 @@ from tunix_rt.scoring import normalize as units
 from tunix_rt.scoring.answers import DIGITS, decimal
 from tunix_rt.scoring.normalize import tidy
 
-LONGEST_TEXT = 100_000  # characters; equations behind are not looked for
+LONGEST_TEXT = 100_000  # characters; equations behind are not searched
 LONGEST_SEGMENT = 120  # tokens
 LONGEST_NUMBER = 40  # digits
 HIGHEST_POWER = 64
@@ -50,7 +50,7 @@ _PROSE = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticCheck:
-    """How many equations a text states, how many of them are right, and the wrong ones as they stand."""
+    """How many equations a text states, how many of them are right, and the wrong ones verbatim."""
 
     stated: int
     right: int
@@ -69,7 +69,7 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """One side of an equation, worked out. `literal` is the number it consists of, as written, if it is one."""
+    """One side of an equation, evaluated. `literal` is the number it consists of, as written, if it is one."""
 
     value: Fraction
     first: Fraction
@@ -84,7 +84,7 @@ class _Side:
 def check_arithmetic(text: str) -> ArithmeticCheck:
     """Every stated equation, checked. A division may be rounded: 10/3 = 3.33 is right, 3.34 and 3 are not, `≈ 3` is.
 
-    An equation has something to work out on one side at least: `x = 5` and `1 hour = 60 minutes` state none. In a chain,
+    An equation has an operation on one side at least: `x = 5` and `1 hour = 60 minutes` state none. In a chain,
     a running total counts as right (`2+3=5+1=6`), though the signs of equality are not; `12+5=17=18` states two things.
     """
     text = _LIST_MARK.sub("", tidy(text[:LONGEST_TEXT]).replace("**", " "))
@@ -133,15 +133,15 @@ def _joined(run: list[_Token], words: Sequence[_Token], after: _Token) -> bool:
     """Whether `words` belong between the run and the next token, as `times`, unit or variable; they are added then."""
     if not run:
         return False
-    last, said = run[-1], " ".join(word.text for word in words).casefold()
+    last, phrase = run[-1], " ".join(word.text for word in words).casefold()
     first = [word.text.casefold() for word in words[:8]]
     if last.kind == "number" and (units.multiple(first[0]) is not None or not _REMAINDER.isdisjoint(first)):
         run.append(words[0])  # 2 dozen, 3 remainder 1: a side with a word in it is not read
         return True
     closed = last.kind == "number" or last.text == ")"
-    if said in ("x", "of") and closed and (after.kind == "number" or after.text == "("):
+    if phrase in ("x", "of") and closed and (after.kind == "number" or after.text == "("):
         share = last.text.endswith("%") or (len(run) > 1 and run[-2].text in ("/", "÷"))
-        if said == "x" or share:
+        if phrase == "x" or share:
             run.append(_Token("operator", "*", words[0].start, words[0].end))
             return True
     letters = [word for word in words if len(word.text) == 1 and (word.text != "a" or len(words) == 1)]
@@ -150,7 +150,7 @@ def _joined(run: list[_Token], words: Sequence[_Token], after: _Token) -> bool:
         return True
     goes_on = after.kind in ("equals", "other") or after.text in ("+", "-", "*", "/", ")", "×", "·", "÷")
     if last.kind == "number" and goes_on and len(words) <= 3 and not any(word.text in _PROSE for word in words):
-        _, unit = units.words(said)
+        _, unit = units.words(phrase)
         run[-1] = last._replace(unit=unit[-1] if unit else "", end=words[-1].end)
         return True
     return False
@@ -220,7 +220,7 @@ def _equal(left: _Side, right: _Side, *, rounded: bool) -> bool:
 
 
 def _side(tokens: Sequence[_Token], *, last: bool) -> _Side | None:
-    """One side worked out; None when it cannot be. Parentheses around the equation and a dash behind it are left away."""
+    """One side evaluated; None when it cannot be. Parentheses around the equation and a dash behind it are removed."""
     tokens = list(tokens)
     while last and tokens and tokens[-1].text == "-":
         tokens.pop()
@@ -236,8 +236,8 @@ def _side(tokens: Sequence[_Token], *, last: bool) -> _Side | None:
     numbers = [token for token in tokens if token.kind == "number"]
     reader = _Reader(tokens)
     try:
-        value = reader.sum()[0]
-    except _NotRead:
+        value = reader.expression()[0]
+    except _Unparsable:
         return None
     if reader.at < len(tokens):
         return None
@@ -253,46 +253,40 @@ def _side(tokens: Sequence[_Token], *, last: bool) -> _Side | None:
     )
 
 
-class _NotRead(Exception):
-    """The tokens are no expression, or one too large to work out."""
+class _Unparsable(Exception):
+    """The tokens are no expression, or one too large to evaluate."""
 
 
 class _Reader:
-    """Reads an expression by precedence. Every method gives (value, whether it is a percentage)."""
+    """Parses an expression by precedence. Every method returns (value, whether it is a percentage)."""
 
     def __init__(self, tokens: Sequence[_Token]) -> None:
         self.tokens = tokens
         self.at = 0
         self.operators: set[str] = set()
 
-    def sum(self) -> tuple[Fraction, bool]:
-        value, percent = self.product()
-        while (sign := self.take("+-")) is not None:
-            self.operators.add(sign)
-            other, also = self.product()
-            if percent != also:  # 50 + 10% can mean two things
-                raise _NotRead
-            value += other if sign == "+" else -other
-        return value, percent
-
-    def product(self) -> tuple[Fraction, bool]:
+    def expression(self, above: int = 0) -> tuple[Fraction, bool]:
+        """Terms joined by operators that bind more tightly than `above`: 1 for sums, 2 for products."""
         value, percent = self.signed()
-        while (sign := self.take("*/×·÷")) is not None:
-            other, _ = self.signed()
-            percent = False
-            self.operators.add("/" if sign in "/÷" else "*")
+        while (sign := self.take("+-*/×·÷" if above == 0 else "*/×·÷" if above == 1 else "")) is not None:
+            self.operators.add({"×": "*", "·": "*", "÷": "/"}.get(sign, sign))
+            other, also = self.expression(1 if sign in "+-" else 2)
+            if sign in "+-" and percent != also:  # 50 + 10% can mean two things
+                raise _Unparsable
+            if sign in "+-":
+                value += other if sign == "+" else -other
+                continue
             if sign in "/÷" and other == 0:
-                raise _NotRead
-            value = value / other if sign in "/÷" else value * other
+                raise _Unparsable
+            value, percent = value / other if sign in "/÷" else value * other, False
             if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4096:
-                raise _NotRead
+                raise _Unparsable
         return value, percent
 
     def signed(self) -> tuple[Fraction, bool]:
-        if self.take("-") is not None:
-            value, percent = self.power()
-            return -value, percent
-        return self.power()
+        minus = self.take("-") is not None
+        value, percent = self.power()
+        return -value if minus else value, percent
 
     def power(self) -> tuple[Fraction, bool]:
         value, percent = self.atom()
@@ -302,21 +296,21 @@ class _Reader:
         self.operators.add("^")
         too_large = max(value.numerator.bit_length(), value.denominator.bit_length()) > 128
         if exponent.denominator != 1 or abs(exponent) > HIGHEST_POWER or too_large or (value == 0 and exponent < 0):
-            raise _NotRead
+            raise _Unparsable
         return Fraction(value ** int(exponent)), False
 
     def atom(self) -> tuple[Fraction, bool]:
         if self.take("(") is not None:
-            inside = self.sum()
+            inside = self.expression()
             if self.take(")") is None:
-                raise _NotRead
+                raise _Unparsable
             return inside
         if self.at == len(self.tokens) or self.tokens[self.at].kind != "number":
-            raise _NotRead
+            raise _Unparsable
         text = self.tokens[self.at].text
         self.at += 1
         if len(text) > LONGEST_NUMBER:
-            raise _NotRead
+            raise _Unparsable
         number = decimal(text.rstrip(" %"))
         if (under := self.tight_fraction()) is not None:
             return number / under, False
@@ -330,11 +324,10 @@ class _Reader:
         spaced = before.text in ("/", "÷") and before.end < number.start
         if not (spaced and stroke.text == "/" and number.end == stroke.start and stroke.end == under.start):
             return None
-        if (
-            under.kind != "number"
-            or len(under.text) > LONGEST_NUMBER
-            or not (value := decimal(under.text.rstrip(" %")))
-        ):
+        value = (
+            decimal(under.text.rstrip(" %")) if under.kind == "number" and len(under.text) <= LONGEST_NUMBER else None
+        )
+        if not value:
             return None
         self.at += 2
         self.operators.add("/")
@@ -342,11 +335,8 @@ class _Reader:
 
     def take(self, signs: str) -> str | None:
         """The next token if it is one of these operators."""
-        if (
-            self.at < len(self.tokens)
-            and self.tokens[self.at].kind == "operator"
-            and self.tokens[self.at].text in signs
-        ):
-            self.at += 1
-            return self.tokens[self.at - 1].text
-        return None
+        token = self.tokens[self.at] if self.at < len(self.tokens) else None
+        if token is None or token.kind != "operator" or token.text not in signs:
+            return None
+        self.at += 1
+        return token.text

@@ -1,4 +1,4 @@
-"""One spelling for what is written in many: Unicode, simple LaTeX, numbers in words. It changes no value."""
+"""One spelling for many: Unicode, simple LaTeX, numbers in words, units. It changes no value."""
 
 import re
 import unicodedata
@@ -26,7 +26,7 @@ _LATEX = (
 
 
 def tidy(text: str) -> str:
-    """One spelling for what is written in many: full-width digits, ½, −, x², simple LaTeX, `p.m.`. Lines stay lines.
+    """One spelling for many: full-width digits, ½, −, x², simple LaTeX, `p.m.`. Lines stay lines.
 
     The marks of a Markdown list go: `- 42` on a line of its own is 42.
     """
@@ -42,7 +42,7 @@ def tidy(text: str) -> str:
 
 
 def braced(text: str, start: int) -> str | None:
-    """What stands between the brace before `start` and the one that closes it."""
+    """The text between the brace before `start` and the one that closes it."""
     depth = 1
     for at in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -172,7 +172,7 @@ def is_known(word: str) -> bool:
 
 
 def is_letter_alone(text: str, *, glued: bool) -> bool:
-    """Whether a single letter that is no unit is all that stands behind a number: the x of `12 x`, the q of `5q`."""
+    """Whether a number is followed by nothing but a single letter that is no unit: the x of `12 x`, the q of `5q`."""
     first = text.split(" ")[0]
     if len(first) != 1 or not first.isalpha() or first in "kKM" or is_known(first):
         return False
@@ -181,7 +181,7 @@ def is_letter_alone(text: str, *, glued: bool) -> bool:
 
 
 def _folded(text: str) -> str:
-    """Lower case, but for symbols whose case tells two units apart."""
+    """Lower case, except for symbols whose case distinguishes two units."""
     return _WORD.sub(lambda word: word[0] if _case_counts(word[0]) else word[0].casefold(), text)
 
 
@@ -204,14 +204,14 @@ def joined(signs: tuple[str, ...], behind: tuple[str, ...]) -> tuple[str, ...]:
     return unit[1:] if unit[:1] == ("degree",) and unit[1:2] in (("celsius",), ("fahrenheit",)) else unit
 
 
-def fits(found: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+def fits(actual: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
     """Whether the words behind a number in running text name the wanted unit, or none: `12 more km`, `12 in total`."""
-    if ("degree",) in (found, wanted) and _SCALES & {*found, *wanted}:
+    if ("degree",) in (actual, wanted) and _SCALES & {*actual, *wanted}:
         return True
     length = len(wanted)
-    if any(found[at : at + length] == wanted for at in range(len(found) - length + 1)):
+    if any(actual[at : at + length] == wanted for at in range(len(actual) - length + 1)):
         return True
-    return found[0] in _NO_UNIT
+    return actual[0] in _NO_UNIT
 
 
 def _one(word: str) -> str:

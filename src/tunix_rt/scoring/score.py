@@ -1,31 +1,31 @@
-"""Is this output right? Pure functions from (output, expected answer) to a verdict, and verdicts to scores.
+"""Verdicts on outputs, and scores from verdicts. Pure functions.
 
 Two readings of the same output, always reported side by side:
 
-    strict    `<reasoning>…</reasoning><answer>37</answer>` and nothing else; the answer block holds the expected value
-    lenient   tags apart: the last value of the last answer block; without one, of the last box, `####` line or
-              `answer is` sentence, else of the whole text, if the model came to an end of its own
+    strict    `<reasoning>…</reasoning><answer>37</answer>` and nothing else; the answer block contains the expected value
+    lenient   the last value of the last answer block; without one, of the last box, `####` line or `answer is` sentence,
+              else of the whole text, if the model ended its generation itself
 
-The names of the tags are settings; what is said here of `reasoning` and `answer` holds for the names a run gives them.
-The strict one also rewards the format, so it rises for a model that only learned the tags. The lenient one does not.
+The names of the tags are settings; `reasoning` and `answer` stand for them here. The strict reading also rewards the format, so
+it rises for a model that only learned the tags. The lenient one does not.
 """
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from tunix_rt.errors import InputError
-from tunix_rt.scoring.answers import same_value
+from tunix_rt.scoring.answers import LastValue, lenient_same, same_value
 from tunix_rt.scoring.equations import check_arithmetic
-from tunix_rt.scoring.extract import Found, has_mark, lenient_same, lenient_value
+from tunix_rt.scoring.extract import has_mark, lenient_value
 
 # Judged by the rules of `answers.py` and `extract.py`; equations, words and endings are counted.
 SCORES_SCHEMA = "tunix-rt/scores/2"
 
 STOP, TAG, LENGTH, TIME, CONTEXT = "stop", "tag", "length", "time", "context"
-"""What ended a generation: an EOS token, the closing answer tag, max_new_tokens, the time allowed, the model's last position."""
+"""What ended a generation: an EOS token, the closing answer tag, max_new_tokens, the time limit, the model's last position."""
 CUT_OFF = (LENGTH, TIME, CONTEXT)
 _ANY_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
@@ -64,21 +64,21 @@ def is_well_formed(text: str, tags: Tags = TAGS) -> bool:
 
 
 def matches_strict(text: str, expected: str, tags: Tags = TAGS) -> bool:
-    """Well-formed, and the answer block holds exactly the expected value. `37 apples` is not `37` here."""
+    """Well-formed, and the answer block contains exactly the expected value. `37 apples` is not `37` here."""
     tagged = read_answer(text, tags)
     return tagged is not None and same_value(tagged.answer, expected)
 
 
 def matches_lenient(text: str, expected: str, tags: Tags = TAGS) -> bool:
     """The last value of the text is the expected one. Whatever `matches_strict` accepts, this accepts too."""
-    found = _lenient_found(text, expected, tags)
-    return found is not None and lenient_same(found, expected)
+    actual = _last_value(text, expected, tags)
+    return actual is not None and lenient_same(actual, expected)
 
 
-def _lenient_found(text: str, expected: str, tags: Tags) -> Found | None:
+def _last_value(text: str, expected: str, tags: Tags) -> LastValue | None:
     block = _last_block(text, tags.answer)
     if block is not None and same_value(block, expected):
-        return Found(text=block.strip())
+        return LastValue(text=block.strip())
     return lenient_value(_ANY_TAG.sub("\n", text if block is None else block), expected)
 
 
@@ -93,7 +93,7 @@ def _last_block(text: str, name: str) -> str | None:
 
 
 def reasoning_of(text: str, tags: Tags = TAGS) -> str:
-    """The last reasoning block that is closed, else what stands before the last answer block, else the whole text."""
+    """The last reasoning block that is closed, else everything before the last answer block, else the whole text."""
     block = _last_block(text, tags.reasoning)
     if block is None:
         block = text[:start] if (start := text.rfind(f"<{tags.answer}>")) >= 0 else text
@@ -102,7 +102,7 @@ def reasoning_of(text: str, tags: Tags = TAGS) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One question, what the model wrote, and the verdicts. One line of `eval/predictions-*.jsonl`."""
+    """One question, the output of the model, and the verdicts. One line of `eval/predictions-*.jsonl`."""
 
     id: str
     prompt: str
@@ -132,9 +132,9 @@ def judge(
     ended: str = "unknown",
     tags: Tags = TAGS,
 ) -> Prediction:
-    """`output` with its three verdicts, and what can be counted in its reasoning.
+    """`output` with its three verdicts, and the counts over its reasoning.
 
-    What was cut off before any answer was given is not right by the number it happens to end at.
+    An output that is cut off before an answer is not right because of the number it happens to end with.
     """
     reasoning = reasoning_of(output, tags)
     arithmetic = check_arithmetic(reasoning)
@@ -157,7 +157,7 @@ def judge(
 
 
 def _is_cut_off(output: str, ended: str, tags: Tags) -> bool:
-    """Whether it ran into a limit with no answer block begun and nothing marked as the answer."""
+    """Whether it reached a limit with no answer block begun and nothing marked as the answer."""
     return ended in CUT_OFF and f"<{tags.answer}>" not in output and not has_mark(_ANY_TAG.sub("\n", output))
 
 
@@ -201,18 +201,11 @@ def score_predictions(predictions: Sequence[Prediction], when: str) -> Scores:
         raise InputError("the eval set is empty", fix="name an eval set with at least one question")
     require_distinct_ids(predictions)
     items = len(predictions)
-    correct = sum(item.strict for item in predictions)
-    lenient = sum(item.lenient for item in predictions)
-    well_formed = sum(item.well_formed for item in predictions)
     return Scores(
         when=when,
-        items=items,
-        accuracy=correct / items,
-        accuracy_lenient=lenient / items,
-        format_rate=well_formed / items,
-        correct=correct,
-        correct_lenient=lenient,
-        well_formed=well_formed,
+        **asdict(_section(predictions)),
+        correct_lenient=sum(item.lenient for item in predictions),
+        well_formed=sum(item.well_formed for item in predictions),
         by_section=_grouped(predictions, [item.section for item in predictions]),
         mean_output_chars=sum(len(item.output) for item in predictions) / items,
         by_category=_grouped(predictions, [item.category for item in predictions]),
@@ -228,7 +221,9 @@ def require_distinct_ids(predictions: Sequence[Prediction]) -> None:
     seen: set[str] = set()
     for item in predictions:
         if item.id in seen:
-            raise InputError(f"the eval set has the id {item.id!r} twice", fix="give every question an id of its own")
+            raise InputError(
+                f"the id {item.id!r} occurs twice in the eval set", fix="give every question an id of its own"
+            )
         seen.add(item.id)
 
 

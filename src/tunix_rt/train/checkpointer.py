@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: copied at once, written and committed by a thread, pruned down to the newest and the
+"""Asynchronous checkpoints: a snapshot is taken at once, a thread writes and commits it and prunes all but the newest and the
 best by held-out loss."""
 
 import json
@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tunix_rt.doctor.probe import host_facts
+from tunix_rt.engines.base import Backend, Engine
 from tunix_rt.errors import Preempted, StorageError
 from tunix_rt.runs.folder import (
     RunDir,
@@ -24,57 +25,57 @@ from tunix_rt.runs.folder import (
     stage_checkpoint,
 )
 from tunix_rt.storage import require_space, storage, write_json
-from tunix_rt.train.preemption import StopRequest
+from tunix_rt.train.preemption import Preemption
 
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 64 * 2**20
-"""Room that a checkpoint leaves for metrics, logs and the result."""
+"""Disk space that a checkpoint leaves for metrics, logs and the result."""
 SLOW_DISK_BYTES_PER_SECOND = 200e6
-"""How fast a save is taken to be before one was timed. A choice: a disk in a cloud, hashes included."""
+"""Assumed speed of a save before one was timed: a cloud disk, hashing included."""
 LONG_WAIT_SECONDS = 1.0
 GATE_SECONDS = 2.0
-"""How long a save that is given up may take to finish the move it is in."""
+"""How long an abandoned save may take to finish its rename."""
 
 
-class Saver:
-    """At most one save is under way. A failed one is raised at the next step or at the end, never lost and never hidden.
+class Checkpointer:
+    """At most one save is in progress. A failed one is raised at the next step or at the end, never lost and never hidden.
 
-    Used as a context: leaving it waits for the save under way, also after an error, unless the run must end now.
+    A context manager: leaving it waits for the save in progress, also after an error, unless the run must end now.
     """
 
     def __init__(
         self,
-        backend: Any,
-        engine: Any,
-        optimizer: Any,
+        backend: Backend,
+        engine: Engine,
+        optimizer: object,
         *,
         run: RunDir,
         keep: int,
         start: int,
         sync_metrics: Callable[[], None],
-        stop: StopRequest,
-        sound: set[Path] | None = None,
+        stop: Preemption,
+        verified: set[Path] | None = None,
         published: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
-        """`sound` is told the checkpoints that are committed: their files were hashed, and need not be at the end.
-        `published` is called with each before an older one is deleted."""
+        """Committed checkpoints are added to `verified`: their files were hashed, and need not be at the end. `published` is
+        called with each before an older one is deleted."""
         self._backend, self._engine, self._optimizer = backend, engine, optimizer
         self._run, self._keep, self._sync_metrics, self._stop = run, keep, sync_metrics, stop
-        self._sound = set() if sound is None else sound
+        self._verified = set() if verified is None else verified
         self._published = published
         self._steps = [start] if start else []
         self._longest = self._guess = 0.0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._gate = threading.Lock()
-        self._given_up = self._said_why_waiting = False
+        self._given_up = self._warned = False
 
-    # --- what is kept -------------------------------------------------------------------------------------------------
+    # --- what is saved ------------------------------------------------------------------------------------------------
 
     @property
-    def asked(self) -> int:
-        """The last step that was to be saved, or continued from."""
+    def requested(self) -> int:
+        """The last step that was to be saved, or resumed from."""
         return self._steps[-1] if self._steps else 0
 
     @property
@@ -83,7 +84,7 @@ class Saver:
         there = (s for s in self._steps if (self._run.checkpoints / checkpoint_name(s) / "MANIFEST.json").is_file())
         return max(there, default=0)
 
-    def kept(self) -> str:
+    def saved_state(self) -> str:
         return f"step {self.committed} is saved" if self.committed else "nothing is saved yet"
 
     @property
@@ -96,31 +97,31 @@ class Saver:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Keep the engine as it is after `step`, with `state` beside it. Returns before it is on the disk."""
+        """Save the engine after `step`, with `state`. Returns before it is on disk."""
         self.wait()
         began, backend = time.monotonic(), self._backend
         size = backend.snapshot_bytes(self._engine, self._optimizer)
-        what = f"the checkpoint of step {step}, with some to spare,"
+        what = f"the checkpoint of step {step}, with a margin,"
         require_space(self._run.checkpoints, size + SPARE_BYTES, what=what, keep=self._keep)
         previous = self.committed
         self._steps = [s for s in (previous, step) if s]
         commit = partial(self._commit, step, previous=previous, state=state, began=began)
         if not backend.host_has_room(size):
-            self._say_why_waiting(size)
+            self._warn_once(size)
             commit(partial(backend.write_direct, self._engine, self._optimizer))
             return
         write = backend.snapshot(self._engine, self._optimizer).write
-        # A daemon: a program that is forced to end does not wait for it, and what it leaves half-made does not count.
+        # A daemon: a forced exit does not wait for it, and a half-written checkpoint does not count.
         self._thread = threading.Thread(target=self._try, args=(commit, write), name="tunix-rt-save", daemon=True)
         self._thread.start()
 
-    def _say_why_waiting(self, size: int) -> None:
-        if not self._said_why_waiting:
+    def _warn_once(self, size: int) -> None:
+        if not self._warned:
             logger.warning(
-                "training waits while checkpoints are written: a copy takes %.2f GiB of host memory, %.2f GiB are free",
+                "Checkpoints block training: a snapshot needs %.2f GiB of host memory, %.2f GiB are free",
                 size / 2**30, host_facts().ram_available_bytes / 2**30,
             )  # fmt: skip
-        self._said_why_waiting = True
+        self._warned = True
 
     def _try(self, commit: Callable[[Callable[[Path], None]], None], write: Callable[[Path], None]) -> None:
         try:
@@ -131,7 +132,7 @@ class Saver:
     def _commit(
         self, step: int, write: Callable[[Path], None], *, previous: int, state: dict[str, Any], began: float
     ) -> None:
-        """The metrics first: a checkpoint that outlived its lines in a power cut could not be continued from."""
+        """Metrics first: a checkpoint that outlives its metrics in a power cut cannot be resumed from."""
 
         def write_all(folder: Path) -> None:
             write(folder)
@@ -141,11 +142,11 @@ class Saver:
         self._sync_metrics()
         staged = stage_checkpoint(folder, step, write_all)
         with self._gate:
-            if self._given_up:  # the result says already what is kept
+            if self._given_up:  # the result already names the last checkpoint
                 shutil.rmtree(staged, ignore_errors=True)
                 return
             committed = publish_checkpoint(staged)
-            self._sound.add(committed)
+            self._verified.add(committed)
             self._published(committed)
             self._prune(step, previous)
         self._longest = max(self._longest, time.monotonic() - began)
@@ -154,8 +155,8 @@ class Saver:
         try:
             best = best_checkpoint(self._run).get("best_step")
             prune_checkpoints(self._run.checkpoints, self._keep, newest=newest, previous=previous, best=best)
-        except StorageError as error:  # what matters is saved; what stays behind is tried again after the next save
-            logger.warning("older checkpoints could not be deleted: %s", error.problem)
+        except StorageError as error:  # the new one is saved; pruning is tried again after the next save
+            logger.warning("Older checkpoints could not be deleted: %s", error.problem)
 
     # --- waiting, failing, ending -------------------------------------------------------------------------------------
 
@@ -165,11 +166,11 @@ class Saver:
             raise failure
 
     def wait(self) -> None:
-        """Until the save under way is committed; raises what went wrong with it."""
+        """Until the save in progress is committed; raises its error."""
         began = time.monotonic()
         self._join()
         if (waited := time.monotonic() - began) > LONG_WAIT_SECONDS:
-            logger.info("waited %.1f s for the save of step %d", waited, self.asked)
+            logger.info("Waited %.1f s for the checkpoint of step %d", waited, self.requested)
         self.raise_if_failed()
 
     def _join(self) -> None:
@@ -178,7 +179,7 @@ class Saver:
             self._thread = None
 
     def give_up(self, error: Preempted | None = None) -> None:
-        """From now on nothing is committed and nothing deleted."""
+        """Abandon the save in progress: nothing is committed or deleted from now on."""
         held = self._gate.acquire(timeout=GATE_SECONDS)
         self._given_up = True
         if held:
@@ -190,9 +191,9 @@ class Saver:
         if step := self.committed:
             self._prune(step, step)
 
-    def __enter__(self) -> "Saver":
-        self._stop.kept = self.kept
-        self._stop.last_acts.append(self.give_up)
+    def __enter__(self) -> "Checkpointer":
+        self._stop.saved_state = self.saved_state
+        self._stop.on_forced_exit.append(self.give_up)
         return self
 
     def __exit__(
@@ -203,20 +204,20 @@ class Saver:
                 self._join()
         finally:
             self.give_up()
-            self._stop.last_acts.remove(self.give_up)
-            # Whoever asks later what is kept asks the folder: the last answers need the memory of the optimizer.
-            self._engine = self._optimizer = None
+            self._stop.on_forced_exit.remove(self.give_up)
+            # The last evaluation needs the memory of the optimizer; `committed` reads the folder.
+            del self._engine, self._optimizer
         if error is None:
             self.raise_if_failed()
         elif self._failure is not None and self._failure is not error:
-            logger.error("the save of step %d failed as well: %s", self.asked, self._failure)
+            logger.error("The checkpoint of step %d failed as well: %s", self.requested, self._failure)
 
 
 # --- the best ---------------------------------------------------------------------------------------------------------
 
 
 def best_checkpoint(run: RunDir) -> dict[str, Any]:
-    """What `result.json` says of the checkpoint with the lowest held-out loss, the earlier of two; empty without one."""
+    """`best_step` and `best_heldout_loss` of `result.json`: the lowest, the earlier of two; empty without a checkpoint."""
     losses = heldout_losses(run)
     saved = sorted(step for step in map(checkpoint_step, list_checkpoints(run.checkpoints)) if step in losses)
     if not saved:

@@ -2,6 +2,7 @@
 versions by name."""
 
 import importlib.metadata
+import logging
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import tunix_rt
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.load import dump_yaml, with_settings
 from tunix_rt.config.names import SETTINGS
 from tunix_rt.config.settings import RunConfig, Training
@@ -20,9 +22,13 @@ from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.runs.folder import FORMAT, RunDir
+from tunix_rt.runs.journal import RunJournal
+from tunix_rt.runs.ledger import has_rows, write_rows
 from tunix_rt.runs.schemas import Commitment, problems_of
 from tunix_rt.runs.source import package_hash
-from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text
+from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = "tunix-rt/precommit/1"
 COMPUTING = {"torch": ("torch", "transformers"), "jax": ("jax", "jaxlib")}
@@ -58,7 +64,7 @@ def build_precommit(
     """Everything that determines the run. The same inputs give the same values, but for `created`. `batch` belongs to a run
     over several devices, that of a continued one to how it began; so does `fitting`, what `memory: auto` settled on."""
     source_sha256, source_files = package_hash(Path(tunix_rt.__file__).parent)
-    seeds = {"seed": config.training.seed, "data_seed": _data_seed(config)}
+    seeds = {"seed": config.training.seed, "data_seed": config.training.resolved_data_seed}
     committed: dict[str, Any] = {
         "schema": SCHEMA,
         "format": FORMAT,
@@ -89,7 +95,7 @@ def build_precommit(
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
     }
-    if batch is not None and config.training.backend == "jax":
+    if batch is not None and CAPABILITIES[config.training.backend].multi_device:
         committed["batch"] = {"rows": batch.rows, "devices": batch.devices}
     if fitting is not None:
         committed["fitting"] = fitting
@@ -103,8 +109,27 @@ def build_precommit(
     return committed
 
 
+def write_commitment(journal: RunJournal, committed: dict[str, Any], data: Prepared) -> None:
+    """Write `rows.jsonl` and `precommit.json` before the first step, or hold a resumed run to those it wrote.
+
+    The rows first: where a commitment exists, the rows it refers to exist too."""
+    run = journal.run
+    if run.precommit.exists():
+        before = read_precommit(run)
+        refuse_another_run(before, committed, run.root)
+        if before.get("source_sha256") != committed["source_sha256"]:
+            journal.warn(f"resuming with another source of tunix-rt; numerics {committed['numerics']} is the same")
+        if not has_rows(run.rows, data.row_facts):
+            logger.warning("%s is missing or corrupt; writing it again from the committed rows", run.rows)
+            journal.write(write_rows, run.rows, data.row_facts)
+    else:
+        write_rows(run.rows, data.row_facts)
+        write_json(run.precommit, committed)
+    journal.result.run_id = sha256_file(run.precommit)
+
+
 def _require_readable(committed: dict[str, Any]) -> None:
-    """Refuse before the first step what no reader of the run would accept: a model or dataset name with markup, say."""
+    """Refuse before the first step what no reader of the run would accept: such as a model or dataset name with markup."""
     try:
         Commitment.model_validate_json(json_text(committed))
     except ValidationError as error:
@@ -119,14 +144,14 @@ def read_precommit(run: RunDir) -> dict[str, Any]:
     committed = read_json(run.precommit)
     if not isinstance(committed, dict):
         raise TunixError(
-            f"{run.precommit} is damaged: a {type(committed).__name__}, not an object",
+            f"{run.precommit} is corrupt: a {type(committed).__name__}, not an object",
             fix="restore it from a copy, or choose another --output",
         )
     return committed
 
 
 def began_on(committed: dict[str, Any]) -> date | None:
-    """The day a run tells its chat template, when that asks; a continued run goes on telling it the first."""
+    """The date that a chat template renders; a resumed run keeps the first."""
     dataset = committed.get("dataset")
     written = dataset.get("today") if isinstance(dataset, dict) else None
     try:
@@ -136,18 +161,18 @@ def began_on(committed: dict[str, Any]) -> date | None:
 
 
 def batch_of_run(committed: dict[str, Any]) -> Batch | None:
-    """The micro-batch that a run began with; None where it does not say, and is refused for that."""
+    """The micro-batch that a run began with; None where it is missing, for which the run is refused."""
     written = committed.get("batch")
     if not isinstance(written, dict):
         return None
     rows, devices = written.get("rows"), written.get("devices")
-    sound = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (rows, devices))
-    return Batch(rows=rows, devices=devices) if sound else None  # type: ignore[arg-type]
+    valid = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (rows, devices))
+    return Batch(rows=rows, devices=devices) if valid else None  # type: ignore[arg-type]
 
 
 def fitting_of_run(committed: dict[str, Any]) -> dict[str, Any] | None:
-    """What `memory: auto` settled on when the run began; None where it was not asked for. Damaged, it cannot be gone on
-    with: nobody knows the settings of the steps that were taken."""
+    """What `memory: auto` chose when the run began; None where it was not set. A corrupt one
+    ends the run: the settings of the steps taken are unknown."""
     fitting = committed.get("fitting")
     if fitting is None:
         return None
@@ -155,7 +180,7 @@ def fitting_of_run(committed: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(chosen, dict) and isinstance(written, dict) and chosen.keys() == written.keys() <= SETTINGS:
         return dict(fitting)
     raise TunixError(
-        "precommit.json is damaged: what `training.memory: auto` had chosen cannot be read",
+        "precommit.json is corrupt: `fitting`, the choice of training.memory: auto, cannot be read",
         fix="restore it from a copy, or choose another --output",
     )
 
@@ -192,8 +217,8 @@ def refuse_another_format(before: dict[str, Any], folder: Path) -> None:
 def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Path) -> None:
     """The cheap half of `refuse_another_run`, before anything in the folder is touched.
 
-    What `memory: auto` chose when the run began counts as asked for. A setting that an older config.yaml does not know is
-    named only where it is not left at its default.
+    What `memory: auto` chose when the run began counts as given. A setting that an older config.yaml lacks is
+    named only where it differs from its default.
     """
     config = as_it_began(before, config)
     if before.get("config_sha256") == config_hash(config):
@@ -201,7 +226,7 @@ def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Pat
     path = RunDir(folder).config
     if not path.exists():
         raise TunixError(
-            f"{folder} holds another run, or one without its config.yaml: the configuration differs from its precommit.json",
+            f"{folder} contains another run, or one without its config.yaml: the configuration differs from its precommit.json",
             fix="restore config.yaml from a copy, or choose another --output",
         )
     now, defaults = (one.model_dump(mode="json") for one in (settled_config(config), RunConfig()))
@@ -213,22 +238,22 @@ def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Pat
         if then.get(section, {}).get(name, defaults[section][name]) != value
     ]
     raise ConfigError(
-        f"{folder} holds another run: {', '.join(names) or 'the configuration'} differ(s) from its config.yaml",
-        fix="continue it with the settings it began with, or choose another --output",
+        f"{folder} contains another run: {', '.join(names) or 'the configuration'} differ(s) from its config.yaml",
+        fix="resume it with the settings it began with, or choose another --output",
     )
 
 
 def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """A run may only be continued as itself: names what differs otherwise, such as `device` or `versions.torch`.
+    """A run may only be resumed as itself: names what differs, such as `device` or `versions.torch`.
 
-    Another source may continue it: `numerics` is what decides the bits."""
+    Another source may resume it: `numerics` is what decides the bits."""
     skip = {"created", "source_files", "source_sha256"}
     then, today = ({k: v for k, v in _flat(one).items() if k.split(".")[0] not in skip} for one in (before, now))
     changed = sorted(key for key in then.keys() | today.keys() if then.get(key) != today.get(key))
     if changed:
         raise ConfigError(
-            f"{folder} holds another run: {', '.join(changed)} differ(s) from its precommit.json",
-            fix="continue it with the configuration, data, model, device and versions it began with, "
+            f"{folder} contains another run: {', '.join(changed)} differ(s) from its precommit.json",
+            fix="resume it with the configuration, data, model, device and versions it began with, "
             "or choose another --output",
         )
 
@@ -242,7 +267,7 @@ def _flat(committed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(backend: str) -> dict[str, str]:
-    """What computes, by its installed version; asked without importing it."""
+    """Installed versions of the packages that compute, without importing them."""
     found = {"tunix-rt": tunix_rt.__version__}
     for name in COMPUTING[backend]:
         try:
@@ -256,7 +281,3 @@ def model_hashes(model: ModelSource) -> dict[str, str]:
     """By name, of every file that decides the weights that training begins with."""
     weights = model.weight_files() if model.weights == "pretrained" else []
     return {path.name: sha256_file(path) for path in (model.folder / "config.json", *weights)}
-
-
-def _data_seed(config: RunConfig) -> int:
-    return config.training.seed if config.training.data_seed is None else config.training.data_seed

@@ -7,147 +7,192 @@ import contextlib
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
-from tunix_rt.engines.base import Progress, Step
+from tunix_rt.engines.base import Engine, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
-from tunix_rt.runs.folder import RunDir
-from tunix_rt.runs.ledger import MetricsLog, list_checkpoint
+from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
 from tunix_rt.storage import append_jsonl
-from tunix_rt.train.checkpointer import Saver
-from tunix_rt.train.preemption import RESUME, StopRequest
+from tunix_rt.train.checkpointer import Checkpointer
+from tunix_rt.train.context import RunContext, load_engine
+from tunix_rt.train.device import sample_gpu
+from tunix_rt.train.memory_report import explaining_load
+from tunix_rt.train.preemption import RESUME, Preemption
 from tunix_rt.train.profiling import Recording, choose_first
-from tunix_rt.train.resume import Start, _facts, code_of, refuse_other_code
+from tunix_rt.train.resume import code_of, refuse_other_code, refuse_other_kernels, resume_at, step_facts
 
 logger = logging.getLogger(__name__)
 
 
-# --- the loop ---------------------------------------------------------------------------------------------------------
+def load_run(context: RunContext) -> tuple[Engine, MetricsLog]:
+    """Load the weights. Nothing can refuse the run afterwards: a resumed one is accepted here."""
+    stop, start, journal = context.stop, context.start, context.journal
+    try:
+        stop.check(start.saved_state, starting=True)
+        backend = context.backend  # imports torch or jax
+        stop.check(start.saved_state, starting=True)
+        with explaining_load(context.plan, context.device):
+            engine = load_engine(
+                backend, context.model, context.shape, context.config, context.device, context.step_shape(),
+                attempt=context.options.oom_attempt,
+            )  # fmt: skip
+        context.phases.end(engine, "load")
+        refuse_other_kernels(engine, start.checkpoint)
+    except Preempted:
+        resume_at(journal, start, context.phases)
+        raise
+    metrics = resume_at(journal, start, context.phases)
+    facts = backend.machine_facts(engine)
+    note_process(context.run, facts, first_step=start.step + 1, started=journal.began[0], first=not journal.continued)
+    stop.check(start.saved_state, starting=True)
+    return engine, metrics
 
 
 def train_run(
-    backend: Any,
-    engine: Any,
-    *,
-    run: RunDir,
-    config: RunConfig,
-    data: Prepared,
-    pad_id: int,
-    total: int,
-    start: Start,
-    metrics: MetricsLog,
-    stop: StopRequest,
-    progress: Progress,
-    note: Callable[[dict[str, Any]], None],
-    eval_rows: int,
-    rows: int | None = None,
-    read_along: Callable[[int], None] | None = None,
-    profile: int = 0,
-    ended: Callable[[str], None] = lambda phase: None,
-    layers: str | None = None,
+    context: RunContext, engine: Engine, metrics: MetricsLog, sample: Callable[[int], None] | None = None
 ) -> float:
-    """Train to step `total` from `start`; the tokens per second, 0 when no step was left to take. Micro-batches have
-    `rows` rows: those that one device is given, where none are named.
+    """Train to the last step. Returns tokens per second, 0 when no step was left.
 
-    Every step is in `metrics.jsonl`, and what `result.json` will say of it is told to `note`, before the next begins.
-    `read_along` is called where the held-out loss is measured, and a checkpoint is written before either. With `profile`, so
-    many steps are recorded. `ended` is told the name of each phase whose memory is measured by itself. `layers` are computed
-    as the plan says, or, of a run that is continued, as before.
+    Every step is in `metrics.jsonl` and in the result before the next begins. A checkpoint is written before each
+    evaluation, in which `sample` generates and the held-out loss is measured.
     """
-    training, done = config.training, start.step
-    optimizer = backend.make_optimizer(engine, training)
-
-    def measure(step: int) -> float:
-        began = time.monotonic()
-        if read_along is not None:
-            read_along(step)
-            ended("samples")
-        if data.heldout_rows:  # last: its line says that all was measured
-            _measure_heldout(backend, engine, run, data, pad_id, eval_rows, step)
-            ended("held-out")
-        return time.monotonic() - began
-
+    training, start, total, stop = context.config.training, context.start, context.total, context.stop
+    optimizer = context.backend.make_optimizer(engine, training)
     if start.checkpoint is not None:
-        backend.restore_state(engine, optimizer, start.checkpoint, step=done)
+        context.backend.restore_state(engine, optimizer, start.checkpoint, step=start.step)
         logger.info("Resumed from %s", start.checkpoint.name)
-        ended("resume")
-    stop.raise_if_asked(start.kept, starting=True)
-    tokens, seconds, slowest, measuring = 0, 0.0, 0.0, 0.0
-    if done not in start.heldout_steps and (not done or _due(done, training.eval_steps, total)):
-        measuring = measure(done)  # before the first step; or a run that was stopped between a step and its measure
-        stop.raise_if_asked(start.kept)
-    rows = rows or training.per_device_train_batch_size
-    batch_of = batches_of(training, data, pad_id, rows)
-    code, then = {}, code_of(start.checkpoint)
-    if done < total:
-        code = backend.prepare_steps(
-            engine,
-            batch_of,
-            training,
-            total=total,
-            longest_row=data.longest_row,
-            as_before=then.get("layers"),
-            planned=layers,
-        )
-        refuse_other_code(code, then)
-    spread = {"batch": {"rows": rows, "devices": len(engine.devices)}} if training.backend == "jax" else {}
-    steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
-    if profile:
-        recording = Recording(
-            run=run, engine=engine, training=training, rows=data.rows, seed=_data_seed(training), batch_of=batch_of,
-            count=profile, done=done, first=_first_recorded(profile, training, done, total),
-        )  # fmt: skip
-        steps = recording.over(steps)
-    saver = Saver(
-        backend,
-        engine,
-        optimizer,
-        run=run,
-        keep=training.save_total_limit,
-        start=done,
-        sync_metrics=metrics.sync,
-        sound=start.sound,
-        stop=stop,
-        published=lambda checkpoint: metrics.states.update(list_checkpoint(run, checkpoint)),
-    )
-    with contextlib.closing(steps), saver, _tensorboard(config, run) as chart:
+        context.phases.end(engine, "resume")
+    stop.check(start.saved_state, starting=True)
+    evaluate = partial(_evaluate, context, engine, sample)
+    pace = Pace()
+    if start.step not in start.heldout_steps and (not start.step or _due(start.step, training.eval_steps, total)):
+        pace.evaluated(
+            evaluate(start.step)
+        )  # before the first step, or a run that stopped between a step and its evaluation
+        stop.check(start.saved_state)
+    steps, code = _open_steps(context, engine, optimizer)
+    saver = _open_checkpointer(context, engine, optimizer, metrics)
+    with contextlib.closing(steps), saver, _tensorboard(context) as chart:
         for step in steps:
-            measured = _due(step.step, training.eval_steps, total)
-            saved = measured or _due(step.step, training.save_steps, total)
-            if saved:  # its line carries the state of the save under way
+            evaluated = _due(step.step, training.eval_steps, total)
+            saved = evaluated or _due(step.step, training.save_steps, total)
+            if saved:  # the line of this step carries the state hash of the save in progress
                 saver.wait()
-            with stop.unbroken():  # the result must not know another last step than the metrics
+            with stop.deferring_signals():  # result and metrics must have the same last step
                 metrics.append(step, saved=saved)
-                stop.step = step.step
-                note(_facts(step.step, step.loss, metrics.head))
+                _record_step(context, step, metrics.head)
             chart(step)
-            tokens, seconds, slowest = tokens + step.tokens, seconds + step.seconds, max(slowest, step.seconds)
-            progress("train", step.step, total, f"loss {step.loss:.4f}, {tokens / seconds:,.0f} tokens/s")
-            if step.step % training.logging_steps == 0 or step.step in (1, total):
-                _log_step(step, total)
+            pace.took(step)
+            _show_step(context, step, pace)
             saver.raise_if_failed()
-            state = _state(step, metrics.head, engine.attention.name, code) | spread
-            if saved or step.step == done + 1:
-                ended("steps" if step.step > done + 1 else "first_step")
-            if saved:  # before an evaluation too: nothing that goes wrong in it costs a step
+            state = _state(context, engine, step, metrics.head, code)
+            if saved or step.step == start.step + 1:
+                context.phases.end(engine, "steps" if step.step > start.step + 1 else "first_step")
+            if saved:  # before an evaluation too: an error there costs no step
                 saver.save(step.step, state)
-                ended("checkpoint")
+                context.phases.end(engine, "checkpoint")
             # After the last step the final model is saved, which takes as long.
-            next_step = (slowest if step.step < total else 0.0) + saver.longest_seconds
-            _stop_if_asked(stop, saver, state, needed_seconds=next_step + measured * measuring)
-            if measured:
+            next_step = (pace.slowest if step.step < total else 0.0) + saver.longest_seconds
+            _stop_if_requested(stop, saver, state, needed_seconds=next_step + evaluated * pace.evaluation)
+            if evaluated:
                 saver.wait()
-                measuring = max(measuring, measure(step.step))
-                _stop_if_asked(stop, saver, state, needed_seconds=next_step)
+                pace.evaluated(evaluate(step.step))
+                _stop_if_requested(stop, saver, state, needed_seconds=next_step)
         saver.finish()
     if saver.committed != total:
-        raise TunixError(f"no step was taken: {done} of {total} are done", fix="set training.max_steps above that")
-    return tokens / seconds if seconds else 0.0
+        raise TunixError(
+            f"no step was taken: {start.step} of {total} are done", fix="set training.max_steps above that"
+        )
+    if context.gpus and context.journal.result.gpu_memory is None:  # every step was taken by an earlier process
+        sample_gpu(context.journal, context.gpus, total)
+    return pace.tokens_per_second
+
+
+@dataclass(slots=True)
+class Pace:
+    """Time that the steps and evaluations of this process take."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    evaluation: float = 0.0
+
+    def took(self, step: Step) -> None:
+        self.tokens += step.tokens
+        self.seconds += step.seconds
+        self.slowest = max(self.slowest, step.seconds)
+
+    def evaluated(self, seconds: float) -> None:
+        self.evaluation = max(self.evaluation, seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def _open_steps(
+    context: RunContext, engine: Engine, optimizer: object
+) -> tuple[Generator[Step, None, None], dict[str, str]]:
+    """The generator of steps, and the code that computes them, which a resumed run must have had."""
+    training, data, done, total = context.config.training, context.data, context.start.step, context.total
+    batch_of = batches_of(training, data, context.tokenizer.pad_id, context.batch.rows)
+    code: dict[str, str] = {}
+    if done < total:
+        then = code_of(context.start.checkpoint)
+        code = context.backend.prepare_steps(
+            engine, batch_of, training, total=total, longest_row=data.longest_row, as_before=then.get("layers"),
+            planned=context.plan.layers,
+        )  # fmt: skip
+        refuse_other_code(code, then)
+    steps = context.backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
+    if count := context.options.profile:
+        recording = Recording(
+            run=context.run, engine=engine, training=training, rows=data.rows, seed=training.resolved_data_seed,
+            batch_of=batch_of, count=count, done=done, first=_first_recorded(count, training, done, total),
+        )  # fmt: skip
+        steps = recording.over(steps)
+    return steps, code
+
+
+def _open_checkpointer(context: RunContext, engine: Engine, optimizer: object, metrics: MetricsLog) -> Checkpointer:
+    run = context.run
+    return Checkpointer(
+        context.backend, engine, optimizer, run=run, keep=context.config.training.save_total_limit,
+        start=context.start.step, sync_metrics=metrics.sync, verified=context.start.verified, stop=context.stop,
+        published=lambda checkpoint: metrics.states.update(list_checkpoint(run, checkpoint)),
+    )  # fmt: skip
+
+
+def _record_step(context: RunContext, step: Step, metrics_head: str) -> None:
+    """The result of the run so far; GPU memory after the first and the last step of this process."""
+    context.stop.step = step.step
+    context.journal.result.set(**step_facts(step.step, step.loss, metrics_head))
+    if context.gpus and step.step in (context.start.step + 1, context.total):
+        sample_gpu(context.journal, context.gpus, step.step)
+
+
+def _evaluate(context: RunContext, engine: Engine, sample: Callable[[int], None] | None, step: int) -> float:
+    """Samples and the held-out loss after `step`. Returns the seconds it took."""
+    began, data = time.monotonic(), context.data
+    if sample is not None:
+        sample(step)
+        context.phases.end(engine, "samples")
+    if data.heldout_rows:  # last: its line marks the evaluation as complete
+        loss, targets = context.backend.heldout_loss(
+            engine, data.heldout_rows, batch_size=context.plan.eval_rows, pad_id=context.tokenizer.pad_id
+        )
+        logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
+        line = {"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}
+        append_jsonl(context.run.heldout, [line])
+        context.phases.end(engine, "held-out")
+    return time.monotonic() - began
 
 
 def batches_of(training: Training, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
@@ -157,17 +202,13 @@ def batches_of(training: Training, data: Prepared, pad_id: int, rows: int) -> Ca
         data.rows,
         micro_batch_size=rows,
         accumulation=training.gradient_accumulation_steps,
-        seed=_data_seed(training),
+        seed=training.resolved_data_seed,
         pad_id=pad_id,
     )
 
 
-def _data_seed(training: Training) -> int:
-    return training.seed if training.data_seed is None else training.data_seed
-
-
 def _first_recorded(count: int, training: Training, done: int, total: int) -> int:
-    """Of `count` steps to record, the first: between two of them nothing is saved or measured where that can be had."""
+    """The first of `count` steps to profile, chosen so that nothing is saved or evaluated between them if possible."""
     return choose_first(
         count,
         done=done,
@@ -176,28 +217,35 @@ def _first_recorded(count: int, training: Training, done: int, total: int) -> in
     )
 
 
-def _log_step(step: Step, total: int) -> None:
-    logger.info(
-        "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  peak %.2f GiB",
-        step.step, total, step.loss, step.lr, step.grad_norm,
-        f"{step.tokens / step.seconds:,.0f}", step.peak_bytes / 2**30,
-    )  # fmt: skip
+def _show_step(context: RunContext, step: Step, pace: Pace) -> None:
+    """Progress after every step, a log line every `logging_steps`."""
+    total = context.total
+    note = f"loss {step.loss:.4f}, {pace.tokens_per_second:,.0f} tokens/s"
+    context.options.progress("train", step.step, total, note)
+    if step.step % context.config.training.logging_steps == 0 or step.step in (1, total):
+        logger.info(
+            "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  peak %.2f GiB",
+            step.step, total, step.loss, step.lr, step.grad_norm,
+            f"{step.tokens / step.seconds:,.0f}", step.peak_bytes / 2**30,
+        )  # fmt: skip
 
 
-def _stop_if_asked(stop: StopRequest, saver: Saver, state: dict[str, Any], *, needed_seconds: float) -> None:
-    """Keep the step that was taken and end, when a signal came or the time left is shorter than what comes next."""
+def _stop_if_requested(stop: Preemption, saver: Checkpointer, state: dict[str, Any], *, needed_seconds: float) -> None:
+    """Save the step that was taken and stop, on a signal or when less time is left than the next step needs."""
     if why := stop.why(needed_seconds=needed_seconds):
-        if saver.asked != state["step"]:
+        if saver.requested != state["step"]:
             saver.save(state["step"], state)
         saver.wait()
-        raise Preempted(f"{why}; {saver.kept()}", fix=RESUME)
+        raise Preempted(f"{why}; {saver.saved_state()}", fix=RESUME)
 
 
-def _state(step: Step, metrics_head: str, attention: str, code: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
-    return {
+def _state(
+    context: RunContext, engine: Engine, step: Step, metrics_head: str, code: Mapping[str, str]
+) -> dict[str, Any]:
+    """`state.json` of a checkpoint."""
+    state: dict[str, Any] = {
         "schema": "tunix-rt/state/1",
-        "attention": attention,
+        "attention": engine.attention.name,
         "code": dict(code),
         "step": step.step,
         "loss_hex": step.loss.hex(),
@@ -205,23 +253,17 @@ def _state(step: Step, metrics_head: str, attention: str, code: Mapping[str, str
         "random": "a function of (training.seed, step)",
         "data": "a function of (data seed, step)",
     }
+    if CAPABILITIES[context.config.training.backend].multi_device:
+        state["batch"] = {"rows": context.batch.rows, "devices": len(engine.devices)}
+    return state
 
 
 def _due(step: int, every: int | None, total: int) -> bool:
     return step == total or (every is not None and step % every == 0)
 
 
-def _measure_heldout(
-    backend: Any, engine: Any, run: RunDir, data: Prepared, pad_id: int, batch_size: int, step: int
-) -> None:
-    """Write the held-out loss down."""
-    loss, targets = backend.heldout_loss(engine, data.heldout_rows, batch_size=batch_size, pad_id=pad_id)
-    logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
-    append_jsonl(run.heldout, [{"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}])
-
-
 def require_charts(config: RunConfig) -> None:
-    """Refuse `report_to: tensorboard` where it is not installed; called before anything that takes time."""
+    """Refuse `report_to: tensorboard` where it is not installed, before anything that takes time."""
     if config.training.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "training.report_to: tensorboard is not installed",
@@ -230,14 +272,14 @@ def require_charts(config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def _tensorboard(config: RunConfig, run: RunDir) -> Iterator[Any]:
+def _tensorboard(context: RunContext) -> Iterator[Any]:
     """A function that charts one step, or does nothing when `report_to` is none."""
-    if config.training.report_to == "none":
+    if context.config.training.report_to == "none":
         yield lambda step: None
         return
     from tensorboard.summary import Writer
 
-    writer = Writer(str(run.tensorboard))
+    writer = Writer(str(context.run.tensorboard))
     try:
         yield lambda step: [
             writer.add_scalar(f"train/{name}", getattr(step, name), step.step) for name in ("loss", "lr", "grad_norm")

@@ -1,29 +1,32 @@
-"""The prediction held against what was measured, phase by phase, in the open: `memory.json`, and the record over all runs."""
+"""Predicted against measured memory, phase by phase: `memory.json`, and the errors seen on this computer."""
 
 import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import PhasePeak
-from tunix_rt.errors import DoesNotFitError, TunixError
+from tunix_rt.engines.base import Engine, PhasePeak
+from tunix_rt.errors import DoesNotFitError, StorageError, TunixError
 from tunix_rt.plan.calibration import SeenError, add
-from tunix_rt.plan.fit import explain_out_of_memory
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.shape import ModelShape
-from tunix_rt.runs.journal import Record
+from tunix_rt.plan.report import explain_out_of_memory
+from tunix_rt.runs.journal import Footprint, RunJournal, without_none
+from tunix_rt.runs.ledger import final_state
 from tunix_rt.storage import read_json, write_json
+from tunix_rt.train.checkpointer import best_checkpoint
+
+if TYPE_CHECKING:
+    from tunix_rt.train.context import RunContext
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MOST_ABOVE = 0.03
-"""A run that takes so much more than was predicted says so at its end."""
+"""A run that uses so much more than predicted logs a warning."""
 _STEP = ("forward", "loss", "backward", "update", "step")
 PREDICTED_BY = {
     "load": ("load",),
@@ -35,13 +38,13 @@ PREDICTED_BY = {
     "checkpoint": ("save",),
     "export": ("save",),
 }
-"""Phases that are measured -> those of the plan, of which the largest counts. What a run loads from a checkpoint (`resume`) is
-measured and not predicted."""
+"""Measured phases -> those of the plan, of which the largest counts. Restoring a checkpoint (`resume`) is measured and not
+predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """How far memory had risen by the end of a phase, and which phases there had been by then."""
+class HighWater:
+    """Peak memory by the end of a phase, and the phases up to then."""
 
     used_bytes: int
     phases: frozenset[str]
@@ -49,55 +52,51 @@ class Reached:
 
 @dataclass(slots=True, kw_only=True)
 class Phases:
-    """The highest memory of each phase of this process, as far as its engine can tell one from the other."""
+    """Peak memory of each phase of this process, as far as its engine can separate them."""
 
     peaks: dict[str, PhasePeak] = field(default_factory=dict)
-    reached: dict[str, Reached] = field(default_factory=dict)
+    reached: dict[str, HighWater] = field(default_factory=dict)
     before_bytes: int = 0
     """Peak of the steps that earlier processes of the run took, from their metrics."""
     earlier: dict[str, Any] = field(default_factory=dict)
-    """What `memory.json` said when this process began; empty where there was none."""
+    """`memory.json` as this process found it; empty where there was none."""
 
-    def end(self, engine: Any, phase: str) -> None:
+    def end(self, engine: Engine, phase: str) -> None:
         """`phase` has ended: keep its peak, or the higher one of its kind, and begin to count the next."""
         peak = engine.take_peak()
         known = self.peaks.get(phase)
         self.peaks[phase] = peak if known is None else known.or_higher(peak)
-        self.reached[phase] = Reached(used_bytes=self.measured_bytes, phases=frozenset(self.peaks))
+        self.reached[phase] = HighWater(used_bytes=self.measured_bytes, phases=frozenset(self.peaks))
 
     @property
     def measured_bytes(self) -> int:
         return max((peak.used_bytes for peak in self.peaks.values()), default=0)
 
     def take_up(self, path: Path) -> None:
-        """Go on from the `memory.json` of an earlier process of the run. One that is damaged is said and passed over."""
+        """Continue the `memory.json` of an earlier process of the run. A corrupt one is logged and skipped."""
         if not path.exists():
             return
         try:
             earlier = read_json(path)
-            phases = {str(name): {**told, "measured_bytes": int(told["measured_bytes"])}
-                      for name, told in earlier["phases"].items()}  # fmt: skip
+            phases = {str(name): {**phase, "measured_bytes": int(phase["measured_bytes"])}
+                      for name, phase in earlier["phases"].items()}  # fmt: skip
             self.earlier = {"phases": phases, "measured_as": str(earlier["measured_as"])}
         except (TunixError, KeyError, TypeError, ValueError, AttributeError):
-            logger.warning("%s is damaged: what earlier processes measured in it is not told any more", path)
+            logger.warning("%s is corrupt; memory measured by earlier processes is lost", path)
 
 
 @contextlib.contextmanager
-def memory_explained(
-    engine: Any,
-    phases: Phases,
-    plan: MemoryPlan,
-    choice: DeviceChoice,
-    shape: ModelShape,
-    config: RunConfig,
-) -> Iterator[None]:
-    """Let an engine that runs out of memory end with the planner's words: what was in memory, and what to change. Whatever
-    else ends the work, the memory of what was under way is kept too; but an engine is not asked after a defect of ours."""
+def explaining_oom(context: "RunContext", engine: Engine) -> Iterator[None]:
+    """Let an engine that runs out of memory end with the planner's explanation: what was in memory, and what to change.
+    Whatever else ends the work, the peak of the phase in progress is kept, unless it is a defect of ours."""
+    phases = context.phases
     try:
         yield
     except DoesNotFitError as error:
         phases.end(engine, "out_of_memory")
-        problem, fix = explain_out_of_memory(plan, engine.peak_bytes(), choice, shape, config)
+        problem, fix = explain_out_of_memory(
+            context.plan, engine.peak_bytes(), context.device, context.shape, context.config
+        )
         raise DoesNotFitError(f"{error.problem}\n  {problem}", fix=fix) from error
     except TunixError:
         phases.end(engine, "interrupted")
@@ -105,38 +104,48 @@ def memory_explained(
 
 
 @contextlib.contextmanager
-def loading_explained(plan: MemoryPlan, choice: DeviceChoice) -> Iterator[None]:
-    """The same before there is an engine to ask: its own words say what it had taken."""
+def explaining_load(plan: MemoryPlan, choice: DeviceChoice) -> Iterator[None]:
+    """The same while the model is loaded: there is no engine yet."""
     try:
         yield
     except DoesNotFitError as error:
-        said = (
-            f"{plan.peak_bytes / GIB:.2f} GiB had been predicted for the run, {_load_bytes(plan) / GIB:.2f} GiB of them for "
-            f"the load, and {choice.free_bytes / GIB:.2f} GiB were free on {choice.device} before"
+        predicted = (
+            f"{plan.peak_bytes / GIB:.2f} GiB were predicted for the run, {_load_bytes(plan) / GIB:.2f} GiB of them for "
+            f"loading; {choice.free_bytes / GIB:.2f} GiB were free on {choice.device} before"
         )
-        raise DoesNotFitError(f"{error.problem}\n  {said}", fix=error.fix) from error
+        raise DoesNotFitError(f"{error.problem}\n  {predicted}", fix=error.fix) from error
 
 
 def _load_bytes(plan: MemoryPlan) -> int:
     return next(phase.total_bytes for phase in plan.phases if phase.name == "load")
 
 
-def account_for_memory(
-    report: Record, plan: MemoryPlan, phases: Phases, choice: DeviceChoice, config: RunConfig
-) -> None:
-    """Write `memory.json` of a run that has come to its end, say the error, and keep it in the record of this computer."""
-    measured = write_account(report, plan, phases, "completed")
-    error = _error(plan.peak_bytes, measured)
+def record_ending(context: "RunContext", status: str) -> None:
+    """Before `result.json` is written: the last and the best checkpoint, and the memory of a run that did not complete. A
+    disk that fails here hides no other error."""
+    with contextlib.suppress(StorageError):
+        context.journal.result.set(**final_state(context.run), **best_checkpoint(context.run))
+        if status != "completed" and context.phases.peaks:
+            write_memory_report(context.journal, context.plan, context.phases, status)
+
+
+def report_memory(context: "RunContext") -> None:
+    """Write `memory.json` of a completed run, log predicted and measured, and add the error to this computer's records."""
+    plan, config = context.plan, context.config
+    measured = write_memory_report(context.journal, plan, context.phases, "completed")
+    if plan.lower_bound:  # no prediction, so it has no error
+        logger.info("Memory: at least %.3f GiB expected, measured %.3f GiB", plan.peak_bytes / GIB, measured / GIB)
+        return
     logger.info(
         "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %+.1f %%)",
-        plan.peak_bytes / GIB, measured / GIB, 100 * error,
+        plan.peak_bytes / GIB, measured / GIB, 100 * _error(plan.peak_bytes, measured),
     )  # fmt: skip
     kept = add(
         SeenError(
-            device=choice.kind,
+            device=context.device.kind,
             backend=config.training.backend,
             layers=plan.layers,
-            recipe=recipe_of(config.training).words,
+            recipe=recipe_of(config.training).describe(),
             model=config.model.model_name_or_path or "",
             parameters=plan.parameters,
             predicted_bytes=plan.peak_bytes,
@@ -145,31 +154,33 @@ def account_for_memory(
     )
     above = measured / plan.peak_bytes - 1
     if above > MOST_ABOVE:
-        where = f"{kept}, by which `tunix-rt plan` states its error here" if kept else f"{report.run.memory} alone"
+        where = f"{kept}, from which `tunix-rt plan` states its error here" if kept else str(context.run.memory)
         logger.warning(
-            "MORE MEMORY THAN PREDICTED: %.1f %% more; it is kept in %s. Please report it with memory.json and config.yaml",
+            "Measured memory is %.1f %% above the prediction; recorded in %s. Please report it with memory.json and config.yaml",
             100 * above, where,
         )  # fmt: skip
 
 
-def write_account(report: Record, plan: MemoryPlan, phases: Phases, status: str) -> int:
-    """Write `memory.json` of a run that ends with `status`; the highest that was measured, in earlier processes of the run
-    too, as far as they measured the same."""
+def write_memory_report(journal: RunJournal, plan: MemoryPlan, phases: Phases, status: str) -> int:
+    """Write `memory.json` of a run that ends with `status`. Returns the highest peak, earlier processes of the run included
+    as far as they measured the same quantity."""
     peaks = list(phases.peaks.values())
     together = plan.device == "cpu" or not all(peak.alone for peak in peaks)
     measured_as = f"{peaks[0].measure}; {'up to the end of each phase' if together else 'in each phase'}"
-    told = {name: _phase(plan, phases, name, together=together) for name in phases.peaks}
+    merged = {name: _phase(plan, phases, name, together=together) for name in phases.peaks}
     before = phases.before_bytes
     if phases.earlier.get("measured_as", measured_as) == measured_as:
-        told = _merged(phases.earlier.get("phases", {}), told)
+        merged = _merged(phases.earlier.get("phases", {}), merged)
     else:
         before = 0
         logger.warning(
-            "Memory: earlier processes measured something else (%s): left out", phases.earlier["measured_as"]
+            "Memory: earlier processes measured another quantity (%s), left out", phases.earlier["measured_as"]
         )
-    measured: int = max(before, *(phase["measured_bytes"] for phase in told.values()))
-    report.facts["memory"] = {"predicted_bytes": plan.peak_bytes, "measured_bytes": measured}
-    account: dict[str, Any] = {
+    measured: int = max(before, *(phase["measured_bytes"] for phase in merged.values()))
+    journal.result.memory = Footprint(predicted_bytes=plan.peak_bytes, measured_bytes=measured)
+    reserved = [phase["reserved_bytes"] for phase in merged.values() if "reserved_bytes" in phase]
+    samples = journal.result.gpu_memory
+    report = {
         "schema": "tunix-rt/memory/2",
         "status": status,
         "predicted_bytes": plan.peak_bytes,
@@ -177,41 +188,37 @@ def write_account(report: Record, plan: MemoryPlan, phases: Phases, status: str)
         "measured_bytes": measured,
         "measured_as": measured_as,
         "error": _error(plan.peak_bytes, measured),
-        "phases": told,
+        "phases": merged,
+        "measured_bytes_before": before or None,
+        "reserved_bytes": max(reserved, default=None),
+        "nvml_bytes": max(sample["used_bytes"] for sample in samples) if samples else None,
     }
-    if before:
-        account["measured_bytes_before"] = before
-    held = [phase["reserved_bytes"] for phase in told.values() if "reserved_bytes" in phase]
-    if held:
-        account["reserved_bytes"] = max(held)
-    if sampled := report.facts.get("gpu_memory"):
-        account["nvml_bytes"] = max(sample["used_bytes"] for sample in sampled)
-    write_json(report.run.memory, account)
+    write_json(journal.run.memory, without_none(report))
     return measured
 
 
 def _merged(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Each phase as it was in the process in which it took most, with what was predicted there."""
-    both = {name: max(earlier[name], now[name], key=lambda told: told["measured_bytes"])
+    """Each phase of the process in which it took most, with its prediction."""
+    both = {name: max(earlier[name], now[name], key=lambda phase: phase["measured_bytes"])
             for name in earlier.keys() & now.keys()}  # fmt: skip
     return {**earlier, **now, **both}
 
 
 def _phase(plan: MemoryPlan, phases: Phases, name: str, *, together: bool) -> dict[str, Any]:
-    """What was measured of a phase beside its prediction; or, where phases cannot be told apart, of all `together` up to its
+    """Measured and predicted memory of a phase; or, where phases cannot be separated, of all `together` up to its
     end. On a CPU they cannot: what one has freed is still in the heap when the next begins."""
     peak, reached = phases.peaks[name], phases.reached[name]
     measured = reached.used_bytes if together else peak.used_bytes
-    told: dict[str, Any] = {"measured_bytes": measured}
+    report: dict[str, Any] = {"measured_bytes": measured}
     if peak.reserved_bytes is not None:
-        told["reserved_bytes"] = peak.reserved_bytes
+        report["reserved_bytes"] = peak.reserved_bytes
     if name not in PREDICTED_BY:
-        return told
+        return report
     counted = {one for phase in (reached.phases if together else {name}) for one in PREDICTED_BY.get(phase, ())}
     sizes = [phase.total_bytes for phase in plan.phases if phase.name in counted]
     if sizes:
-        told |= {"predicted_bytes": max(sizes), "error": _error(max(sizes), measured)}
-    return told
+        report |= {"predicted_bytes": max(sizes), "error": _error(max(sizes), measured)}
+    return report
 
 
 def _error(predicted: int, measured: int) -> float:

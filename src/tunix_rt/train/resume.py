@@ -2,51 +2,102 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.engines.base import Engine
 from tunix_rt.errors import ConfigError, StorageError, TunixError
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
-from tunix_rt.runs.ledger import MetricsLog, _step_and_prev, chain_heads, mend_checkpoint_list, unchained_states
+from tunix_rt.runs.journal import RunJournal
+from tunix_rt.runs.ledger import MetricsLog, chain_heads, repair_checkpoint_ledger, step_and_prev, unchained_states
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.storage import read_json, sha256_file, storage, write_text
-
-# --- where to begin ---------------------------------------------------------------------------------------------------
+from tunix_rt.train.commitment import read_precommit, refuse_another_config, refuse_another_format
+from tunix_rt.train.memory_report import Phases
 
 logger = logging.getLogger(__name__)
 
 
+def refuse_occupied(run: RunDir, config: RunConfig) -> bool:
+    """Whether `run` is resumed. Refuses a folder that contains a run, unless it is this run, unfinished, and `--resume` is set.
+
+    A folder whose run was refused before it began contains none, so that the same command can be repeated.
+    """
+    if not run.holds_a_run():
+        return False
+    status = _status(run)
+    if not run.holds_work() and (status == "refused" or not run.precommit.exists()):
+        stale = (run.rows, run.processes, run.checkpoint_list, run.result, run.hashes, run.precommit, run.memory)
+        with storage(run.root):
+            for path in stale:
+                path.unlink(missing_ok=True)
+        return False
+    if config.training.resume_from_checkpoint is None:
+        raise ConfigError(
+            f"{run.root} already contains a run ({status})",
+            fix="add --resume to continue it, or choose another --output",
+        )
+    if status == "completed":
+        raise ConfigError(f"the run in {run.root} is complete", fix="choose another --output for a new run")
+    if not run.precommit.exists():
+        raise ConfigError(f"{run.root} contains a run without its precommit.json", fix="choose another --output")
+    committed = read_precommit(run)
+    refuse_another_format(committed, run.root)
+    refuse_another_config(committed, config, run.root)
+    return True
+
+
+def _status(run: RunDir) -> str:
+    if not run.result.exists():
+        return "unfinished"
+    try:
+        return str(read_json(run.result)["status"])
+    except (TunixError, KeyError, TypeError):
+        return "broken"
+
+
+def earlier_answering_seconds(run: RunDir) -> float | None:
+    """How long the evaluation before training took, as the previous process recorded it; None where it did not."""
+    try:
+        seconds = read_json(run.result)["answering_seconds"]
+    except (TunixError, KeyError, TypeError):
+        return None
+    return float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Training goes on after `step`, from `checkpoint`. Step 0 has no checkpoint."""
+    """Training continues after `step`, from `checkpoint`. Step 0 has no checkpoint."""
 
     step: int
     checkpoint: Path | None
     facts: dict[str, Any]
-    """What `result.json` says of the steps that are kept."""
+    """Fields of `result.json` about the steps that are kept."""
     seconds: float
     peak_bytes: int
     heldout_steps: frozenset[int]
-    sound: set[Path]
-    """Checkpoints whose files this process has hashed: the one it goes on from, then those it commits."""
+    verified: set[Path]
+    """Checkpoints whose files this process has hashed: the one it resumes from, then those it commits."""
 
     @property
-    def kept(self) -> str:
+    def saved_state(self) -> str:
         return f"step {self.step} is saved" if self.step else "nothing was trained yet"
 
 
 def find_start(run: RunDir, *, resume: bool) -> Start:
-    """Where to begin: at step 0, or after the newest good checkpoint when `resume`. Only reads; see `cut_back`."""
-    passed_over: dict[str, list[str]] = {}
-    checkpoint, done = newest_checkpoint(run, passed_over) if resume else (None, 0)
+    """Step 0, or the newest checkpoint that verifies when `resume`. Only reads; see `truncate_to`."""
+    skipped: dict[str, list[str]] = {}
+    checkpoint, done = newest_checkpoint(run, skipped) if resume else (None, 0)
     lines = _metrics_lines(run)[:done]
     steps = [json.loads(line) for line in lines]
     head = chain_heads(sha256_file(run.precommit), lines)[-1]
-    facts = _facts(done, float.fromhex(steps[-1]["loss_hex"]), head) if steps else {}
-    if passed_over:
-        facts["skipped_checkpoints"] = [{"name": name, "problems": found} for name, found in passed_over.items()]
+    facts = step_facts(done, float.fromhex(steps[-1]["loss_hex"]), head) if steps else {}
+    if skipped:
+        facts["skipped_checkpoints"] = [{"name": name, "problems": found} for name, found in skipped.items()]
     return Start(
         step=done,
         checkpoint=checkpoint,
@@ -54,23 +105,36 @@ def find_start(run: RunDir, *, resume: bool) -> Start:
         seconds=sum(step["seconds"] for step in steps),
         peak_bytes=max((step["peak_bytes"] for step in steps), default=0),
         heldout_steps=frozenset(step for step, _ in _lines_up_to(run.heldout, done)),
-        sound=set() if checkpoint is None else {checkpoint},
+        verified=set() if checkpoint is None else {checkpoint},
     )
 
 
-def cut_back(run: RunDir, start: Start) -> MetricsLog:
-    """Drop what was measured after `start`, which will be taken again; the log that goes on there."""
+def truncate_to(run: RunDir, start: Start) -> MetricsLog:
+    """Truncate metrics of the steps after `start`, which are repeated. Returns the log that continues there."""
     metrics = MetricsLog.open(run, keep_steps=start.step)
     lines = _metrics_lines(run)[: start.step]
-    mend_checkpoint_list(run, chain_heads(sha256_file(run.precommit), lines), sound=start.checkpoint)
+    repair_checkpoint_ledger(run, chain_heads(sha256_file(run.precommit), lines), verified=start.checkpoint)
     chained = [step for line in lines if b'"states"' in line for step in json.loads(line)["states"]]
     metrics.states = unchained_states(run, frozenset(chained))
-    again = start.step not in start.heldout_steps  # what belongs to this step is asked again, before training goes on
+    again = start.step not in start.heldout_steps  # this step is evaluated again before training continues
     for path, last in ((run.heldout, start.step), (run.samples_along, start.step - again)):
         if path.exists():
             kept = [line for _, line in _lines_up_to(path, last)]
             write_text(path, b"".join(line + b"\n" for line in kept).decode("utf-8"))
     return metrics
+
+
+def resume_at(journal: RunJournal, start: Start, phases: Phases) -> MetricsLog:
+    """Nothing more can refuse this run: accept a resumed one as it is up to `start`, and continue there."""
+    if journal.continued:
+        phases.take_up(journal.run.memory)
+        journal.accept()
+        journal.training_began = True  # by an earlier process: an error from here on is not a refusal
+    journal.result.set(**start.facts, resumed_from=start.step)
+    journal.seconds_before = start.seconds
+    journal.verified = start.verified
+    phases.before_bytes = start.peak_bytes
+    return truncate_to(journal.run, start)
 
 
 def _metrics_lines(run: RunDir) -> list[bytes]:
@@ -82,33 +146,33 @@ def _metrics_lines(run: RunDir) -> list[bytes]:
     return [line + b"\n" for line in lines]
 
 
-def newest_checkpoint(run: RunDir, passed_over: dict[str, list[str]] | None = None) -> tuple[Path | None, int]:
-    """The newest checkpoint that verifies and whose steps are all in the metrics; others are passed over aloud, and into
-    `passed_over` with their problems. A sound one is not given up for a line that is wrong in the middle of the metrics: a
-    crash tears only the last."""
+def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) -> tuple[Path | None, int]:
+    """The newest checkpoint that verifies and whose steps are all in the metrics; the others are logged, and listed in
+    `skipped` with their problems. A wrong line in the middle of the metrics is an error, not a reason to skip a valid
+    checkpoint: a crash tears only the last line."""
     lines = _metrics_lines(run)
     heads = chain_heads(sha256_file(run.precommit), lines)
     for checkpoint in list_checkpoints(run.checkpoints):
         problems = checkpoint_problems(checkpoint)
         if not problems and len(heads) <= checkpoint_step(checkpoint) and _broken_inside(heads, lines):
             raise TunixError(
-                f"{run.metrics}:{len(heads)} does not continue the line before it; {checkpoint.name}, which is sound, needs it",
+                f"{run.metrics}:{len(heads)} does not continue the line before it; {checkpoint.name}, which verifies, needs it",
                 fix="restore metrics.jsonl from a copy, or start a new run with another --output",
             )
         if problems := problems or _metrics_problems(checkpoint, heads):
-            logger.warning("checkpoint %s is damaged and passed over: %s", checkpoint.name, "; ".join(problems))
-            if passed_over is not None:
-                passed_over[checkpoint.name] = problems
+            logger.warning("Checkpoint %s is corrupt, skipped: %s", checkpoint.name, "; ".join(problems))
+            if skipped is not None:
+                skipped[checkpoint.name] = problems
             continue
         return checkpoint, int(read_json(checkpoint / "MANIFEST.json")["step"])
-    logger.warning("there is no checkpoint to continue from: starting at step 0")
+    logger.warning("No checkpoint to resume from: starting at step 0")
     return None, 0
 
 
 def _broken_inside(heads: list[str], lines: list[bytes]) -> bool:
     """Whether the chain ends before the lines do, and not because the last of them is torn."""
     wrong = lines[len(heads) - 1 :]
-    return len(wrong) > 1 or (len(wrong) == 1 and wrong[0].endswith(b"\n") and _step_and_prev(wrong[0]) != (None, None))
+    return len(wrong) > 1 or (len(wrong) == 1 and wrong[0].endswith(b"\n") and step_and_prev(wrong[0]) != (None, None))
 
 
 def _metrics_problems(checkpoint: Path, heads: list[str]) -> list[str]:
@@ -123,7 +187,10 @@ def _metrics_problems(checkpoint: Path, heads: list[str]) -> list[str]:
     return [] if known == heads[step] else [f"metrics.jsonl:{step} is not the line it knows"]
 
 
-def refuse_other_kernels(engine: Any, checkpoint: Path | None) -> None:
+# --- the same code ----------------------------------------------------------------------------------------------------
+
+
+def refuse_other_kernels(engine: Engine, checkpoint: Path | None) -> None:
     """A compiler that is missing now, or was then, changes the attention, and with it the bits of every step."""
     if checkpoint is None:
         return
@@ -150,7 +217,7 @@ def refuse_other_code(code: Mapping[str, str], then: Mapping[str, str]) -> None:
             )
 
 
-def _facts(step: int, loss: float, head: str) -> dict[str, Any]:
+def step_facts(step: int, loss: float, head: str) -> dict[str, Any]:
     return {"steps_completed": step, "final_loss": loss, "final_loss_hex": loss.hex(), "metrics_head": head}
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: its words on stderr, with a progress bar on a terminal and plain lines elsewhere."""
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere. Generations on stdout as they stream."""
 
 import logging
 import sys
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int, str], None]
 PLAIN_EVERY = 4
-"""Plain progress lines per piece of work where there is no terminal."""
+"""Progress lines per task without a terminal."""
 
 
 @contextmanager
 def watching() -> Iterator[Progress]:
-    """A function to be told progress with. Log lines of tunix-rt are shown until the block ends."""
+    """A function that reports progress. Log lines of tunix-rt are shown until the block ends."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -51,14 +51,14 @@ def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
     tasks: dict[str, rich_progress.TaskID] = {}
 
     class Above(logging.Handler):
-        """Log lines go above the bar. Step lines are left to the bar; they are in training_log.txt."""
+        """Log lines above the bar. Step lines are left to the bar; they are in training_log.txt."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.ERROR:  # said by the program as it ends
+            if record.levelno >= logging.ERROR:  # printed by the program as it exits
                 return
             if not record.getMessage().startswith("step ") or record.levelno > logging.INFO:
-                words = redacted(record.getMessage())
-                console.print(words, style="bold red" if record.levelno > logging.INFO else None, markup=False)
+                line = redacted(record.getMessage())
+                console.print(line, style="bold red" if record.levelno > logging.INFO else None, markup=False)
 
     with rich_progress.Progress(*columns, console=console) as bar:
 
@@ -74,12 +74,12 @@ def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
 def _plain() -> Iterator[tuple[logging.Handler, Progress]]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(WithoutSecrets("%(message)s"))
-    handler.addFilter(lambda record: record.levelno < logging.ERROR)  # an error is said by the program as it ends
+    handler.addFilter(lambda record: record.levelno < logging.ERROR)  # an error is printed by the program as it exits
 
-    quarters: dict[str, int] = {}  # how far each piece of work was when it last spoke
+    quarters: dict[str, int] = {}  # how far each task was at its last line
 
     def progress(what: str, done: int, total: int, note: str) -> None:
-        # Training has its own log lines; other long work says where it is a few times, however large its strides.
+        # Training has its own log lines; other tasks get a few, however large their strides.
         quarter = PLAIN_EVERY * done // max(1, total)
         if what != "train" and quarter > quarters.get(what, 0):
             after = f", {note}" if note else ""
@@ -95,7 +95,7 @@ STYLES = {REASONING: "dim", ANSWER: "bold", OTHER: ""}
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Cuts a growing text into reasoning, answer and the rest. What could be the beginning of a tag waits for more."""
+    """Splits a growing text into reasoning, answer and the rest. What could be the beginning of a tag is held back."""
 
     reasoning_tag: str
     answer_tag: str
@@ -103,9 +103,9 @@ class Parts:
     _shown: int = field(default=0, init=False)
 
     def more(self, text: str, *, whole: bool = False) -> Iterator[tuple[str, str]]:
-        """(kind, piece) of what is new in `text`, which begins with all that was given before; `whole` when it is over.
+        """(kind, piece) of what is new in `text`, which begins with all earlier text; `whole` when it is complete.
 
-        A letter whose bytes are not all there yet is the replacement character, and waits too."""
+        An incomplete character is the replacement character, and is held back too."""
         marks = {
             f"<{self.reasoning_tag}>": REASONING, f"</{self.reasoning_tag}>": OTHER,
             f"<{self.answer_tag}>": ANSWER, f"</{self.answer_tag}>": OTHER,
@@ -130,35 +130,35 @@ class Parts:
             self._shown = end
 
 
-class Speaker:
-    """Prints an answer to the terminal as it comes. Where there is none, the styles are left out."""
+class StreamPrinter:
+    """Prints a generation as it grows; without a terminal, without styles."""
 
     def __init__(self, parts: Parts) -> None:
         from rich.console import Console
 
         self._parts = parts
         self._console = Console(highlight=False, soft_wrap=True)
-        self._aside = Console(highlight=False, soft_wrap=True, stderr=True)
+        self._errors = Console(highlight=False, soft_wrap=True, stderr=True)
         self._last = ""
 
-    def hear(self, text: str, *, whole: bool = False) -> None:
-        """The text so far; `whole` when nothing more comes."""
+    def update(self, text: str, *, whole: bool = False) -> None:
+        """The text so far; `whole` when it is complete."""
         from rich.segment import Segment, Segments
 
         for kind, piece in self._parts.more(text, whole=whole):
             if self._last not in ("", kind):
                 self._console.print("")
             self._last = kind
-            # As a segment, because in a text rich would turn tabs into spaces and :names: into pictures.
+            # As a segment: in a Text, rich would turn tabs into spaces and :names: into emoji.
             self._console.print(Segments([Segment(shown(piece))]), style=STYLES[kind] or None, end="")
 
-    def end(self, words: str) -> None:
-        """Close the line; `words` say why the answer is not whole. They are no part of it, so they go to stderr."""
+    def end(self, reason: str) -> None:
+        """Close the line. `reason`, why the generation is incomplete, is no part of it: it goes to stderr."""
         self._console.print("")
-        if words:
-            self._aside.print(f"({words})", style="yellow", markup=False)
+        if reason:
+            self._errors.print(f"({reason})", style="yellow", markup=False)
 
 
 def shown(text: str) -> str:
-    """`text` with line breaks, and nothing that could steer a terminal."""
+    """`text` with line breaks, and no other control characters."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)

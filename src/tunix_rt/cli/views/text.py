@@ -23,7 +23,7 @@ BY_KIND = ("section ", "category ", "difficulty ")
 
 
 def gib(size_bytes: float) -> str:
-    """`1.25 GiB`; four digits below a tenth, where two would say nothing."""
+    """`1.25 GiB`; four digits below a tenth."""
     size = size_bytes / 2**30
     return f"{size:.2f} GiB" if size >= 0.1 or size == 0 else f"{size:.4f} GiB"
 
@@ -49,12 +49,12 @@ def printable(value: object) -> str:
 
 
 def encoding() -> str:
-    """Which letters stdout can show, in lower case."""
+    """The encoding of stdout, in lower case."""
     return (getattr(sys.stdout, "encoding", None) or "ascii").lower()
 
 
 def show_json(value: Any) -> None:
-    """`value` on stdout. Facts that are not known are left out, never null."""
+    """`value` on stdout. Unknown facts are left out, never null."""
     print(json.dumps(_without_none(value), indent=2, allow_nan=False, ensure_ascii=True))
 
 
@@ -73,57 +73,55 @@ def show_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = (), tight: bool = False
 ) -> None:
     """A table on stdout; the columns named in `numbers` are set to the right, and nearer to one another when `tight`."""
-    _show(_table(columns, rows, numbers, padding=(0, 1, 0, 0) if tight else (0, 1, 0, 1)))
+    show(_table(columns, rows, numbers, padding=(0, 1, 0, 0) if tight else (0, 1, 0, 1)))
 
 
-def show_pieces(lines: Iterable[Sequence[tuple[str, str]]]) -> None:
-    """Lines of (text, style) pieces: styled on a terminal, plain elsewhere, and never folded."""
-    from rich.text import Text
-
-    for pieces in lines:
-        _console().print(Text.assemble(*((printable(words), style) for words, style in pieces)), soft_wrap=True)
-
-
-def width() -> int:
-    """Columns of the terminal; of a pipe, as many as a table may take there."""
-    return _console().width
+def show(what: "RenderableType") -> None:
+    """A rich renderable on stdout."""
+    _console().print(what)
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
     """Names and values; what has no value is left out."""
-    _show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
+    show(_table(("", ""), [(name, value) for name, value in facts if value], header=False))
 
 
 def show_before_after(rows: "Sequence[Row]", names: Sequence[str] = ("before", "after")) -> None:
-    """Scores of one side, or of both side by side, and what explains them."""
-    drawn, legend = _before_after(rows, names)
-    _show(drawn)
+    """Scores of one side, or of both side by side, and a legend."""
+    from tunix_rt.evaluate.report import headings
+
+    both = any(row.after is not None for row in rows)
+    columns, legend = headings(names[: 1 + both])
+    width = 5 if both else 3
+    show(_table(columns[:width], [row.cells[:width] for row in rows], columns[1:width], padding=(0, 1, 0, 0)))
+    if any(row.measure.startswith(BY_KIND) for row in rows):
+        legend.append("Sections, categories, difficulties: strict, unless named lenient.")
     show_lines(legend)
 
 
-def show_side_by_side(answers: "Sequence[tuple[str, str]]", parts: "Parts") -> None:
-    """Answers of several models in columns, each cut into its parts as they are shown while they come."""
+def show_side_by_side(generations: "Sequence[tuple[str, str]]", parts: "Parts") -> None:
+    """Generations of several models in columns, in the styles of a stream."""
     from rich.text import Text
 
     from tunix_rt.cli.views.progress import STYLES, shown
 
     cells = []
-    for _, said in answers:
-        pieces = list(replace(parts).more(said, whole=True))
+    for _, output in generations:
+        pieces = list(replace(parts).more(output, whole=True))
         cells.append(
             Text.assemble(*((f"{shown(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces if piece.strip()))
         )
-    drawn = _table([name for name, _ in answers], [])
+    drawn = _table([name for name, _ in generations], [])
     drawn.add_row(*cells)
-    _show(drawn)
+    show(drawn)
 
 
 def show_runs(runs: "Sequence[RunSummary]") -> None:
-    columns = ("run", "status", "steps", "final loss", "accuracy", "tags apart", "device", "when")
+    columns = ("run", "status", "steps", "final loss", "strict", "lenient", "device", "when")
     cells = [
         (
             run.folder,
-            run.status if not run.damaged else f"{run.status}; damaged: {', '.join(run.damaged)}",
+            run.status if not run.damaged else f"{run.status}; corrupt: {', '.join(run.damaged)}",
             _of(run.steps_completed, run.steps_planned),
             "" if run.final_loss is None else f"{run.final_loss:.4f}",
             _from_to(run.accuracy_before, run.accuracy_after),
@@ -137,19 +135,19 @@ def show_runs(runs: "Sequence[RunSummary]") -> None:
 
 
 def show_run(run: "RunDetail") -> None:
-    """One run from top to bottom: what it is, its loss, its answers, its memory, where things lie."""
+    """One run: its settings, loss, scores, memory and files."""
     summary = run.summary
     facts = [
         ("run", summary.folder),
         ("status", summary.status if run.reason is None else f"{summary.status}: {run.reason}"),
-        ("damaged", ", ".join(summary.damaged)),
+        ("corrupt", ", ".join(summary.damaged)),
         ("model", run.model),
         ("parameters", None if run.parameters is None else f"{run.parameters:,}"),
         ("data", run.dataset),
         ("device", summary.device),
         ("steps", _of(summary.steps_completed, summary.steps_planned)),
-        ("continued", None if run.resumed_from is None else f"after step {run.resumed_from}"),
-        ("passed over", "\n".join(run.skipped_checkpoints)),
+        ("resumed", None if run.resumed_from is None else f"after step {run.resumed_from}"),
+        ("skipped checkpoints", "\n".join(run.skipped_checkpoints)),
         ("time", None if run.seconds is None else duration(run.seconds)),
         ("when", summary.when),
         ("loss", _curve_text(run.losses)),
@@ -173,10 +171,10 @@ def sparkline(values: Sequence[float], *, columns: int = CURVE_COLUMNS, blocks: 
     columns = min(columns, len(values))
     cuts = [index * len(values) // columns for index in range(columns + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
-    lowest, spread = min(means), max(means) - min(means)
-    if spread == 0:
+    lowest, height = min(means), max(means) - min(means)
+    if height == 0:
         return blocks[0] * columns
-    return "".join(blocks[round((mean - lowest) / spread * (len(blocks) - 1))] for mean in means)
+    return "".join(blocks[round((mean - lowest) / height * (len(blocks) - 1))] for mean in means)
 
 
 def _curve_text(points: Sequence[tuple[int, float]]) -> str | None:
@@ -218,19 +216,6 @@ def _from_to(before: float | None, after: float | None) -> str:
     return " -> ".join("?" if rate is None else percent(rate) for rate in (before, after))
 
 
-def _before_after(rows: "Sequence[Row]", names: Sequence[str]) -> "tuple[RenderableType, list[str]]":
-    """The table, and the lines under it that explain its columns and rows."""
-    from tunix_rt.evaluate.report import headings
-
-    both = any(row.after is not None for row in rows)
-    columns, legend = headings(names[: 1 + both])
-    shown = columns if both else columns[:3]
-    cells = [row.cells if both else row.cells[:3] for row in rows]
-    if any(row.measure.startswith(BY_KIND) for row in rows):
-        legend.append("Sections, categories, difficulties: by the tags, unless said otherwise.")
-    return _table(shown, cells, shown[1:], padding=(0, 1, 0, 0)), legend
-
-
 def _table(
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -245,19 +230,15 @@ def _table(
     drawn = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=padding)
     for name in columns:
         is_number = name in numbers
-        # Where the room is short, words are folded: a number on two lines is two numbers.
+        # In a narrow terminal words are folded: a number on two lines would be two numbers.
         drawn.add_column(printable(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     for row in rows:
         drawn.add_row(*("\n".join(printable(line) for line in str(cell).split("\n")) for cell in row))
     return drawn
 
 
-def _show(what: "RenderableType") -> None:
-    _console().print(what)
-
-
 def _console() -> "Console":
-    """Plain text in, plain text out: no markup, emoji or highlighting in what a run folder says."""
+    """Plain text in, plain text out: no markup, emoji or highlighting in the content of a run folder."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH_OF_A_PIPE

@@ -1,4 +1,4 @@
-"""How the tokens of a row look in a terminal: what is trained can be seen with colour and without."""
+"""The tokens of a row in a terminal: trained ones are visible with and without colour."""
 
 import re
 import shutil
@@ -20,12 +20,12 @@ SAMPLE_HEAD, SAMPLE_TAIL = 360, 240
 """Characters of a long text that a sample shows, from its beginning and from its end."""
 
 GREEN, GREY, FAINT = "bold green", "grey62", "dim"
-_WORDS = {True: "trained", False: "masked"}
+_LABELS = {True: "trained", False: "masked"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """The signs that stand for what cannot be seen; `encoding` says which letters the terminal can show."""
+    """Signs for invisible characters; `encoding` is that of the terminal."""
 
     encoding: str
     space: str = "·"
@@ -47,14 +47,14 @@ def marks_of(encoding: str) -> Marks:
 
 
 def show_row(view: "RowView", *, header: Sequence[str], places: Sequence[str]) -> None:
-    """One row on stdout: where it is from, the legend, then its tokens. `places` names each example of a packed row."""
+    """Print one row: its origin, the legend, then its tokens. `places` are those of the examples of a packed row."""
     marks = marks_of(encoding())
     lines = [_plain(line) for line in header]
     _print([*lines, legend(marks), _plain(""), *row_lines(view, places=places, width=_width(), marks=marks)])
 
 
 def show_sample(view: "RowView", *, title: str) -> None:
-    """One example as text, with what is trained apart from what is masked; a long text is shortened, and says so."""
+    """Print one example as text, trained and masked spans apart; a long text is shortened."""
     marks = marks_of(encoding())
     _print([_plain(title), *text_lines(view, width=_width(), marks=marks), _plain("")])
 
@@ -76,12 +76,12 @@ def legend(marks: Marks) -> "Text":
 
 
 def row_lines(view: "RowView", *, places: Sequence[str], width: int, marks: Marks) -> Iterator["Text"]:
-    """The tokens from left to right: text, a line below what is trained, id. Each span begins on a line of its own."""
+    """The tokens from left to right: text, a line below trained ones, id. Each span begins on a line of its own."""
     gutter = max(len(f"{len(span.tokens):,} tokens") for span in view.spans)
     for example, spans in groupby(view.spans, key=lambda span: span.example):
         if len(view.lengths) > 1:
-            words = f"example {example}: {places[example - 1]}, {view.lengths[example - 1]:,} tokens"
-            yield _rule(words, width, marks)
+            title = f"example {example}: {places[example - 1]}, {view.lengths[example - 1]:,} tokens"
+            yield _rule(title, width, marks)
         for span in spans:
             yield from _span_lines(span, gutter, width, marks)
 
@@ -94,7 +94,7 @@ def _span_lines(span: "Span", gutter: int, width: int, marks: Marks) -> Iterator
     bar = f" {marks.trained if span.trained else marks.masked} "
     room = max(8, width - gutter - len(bar))
     count = len(span.tokens)
-    label, below = _WORDS[span.trained], f"{count:,} token{'s' * (count > 1)}"
+    label, below = _LABELS[span.trained], f"{count:,} token{'s' * (count > 1)}"
     for cells in _flow(span.tokens, room, marks):
         shown = Text.assemble((f"{label:>{gutter}}{bar}", style))
         under = Text.assemble((f"{below:>{gutter}}{bar}", style))
@@ -114,7 +114,7 @@ def _token_style(token: "TokenView") -> str:
 
 
 def _flow(tokens: "Sequence[TokenView]", room: int, marks: Marks) -> "Iterator[list[tuple[TokenView, str, int]]]":
-    """Lines of (token, what is shown for it, cells it takes). A line break in the text breaks the line."""
+    """Lines of (token, its text, its width in cells). A line break in the text breaks the line."""
     from rich.cells import cell_len, set_cell_size
 
     line: list[tuple[TokenView, str, int]] = []
@@ -137,11 +137,11 @@ def _flow(tokens: "Sequence[TokenView]", room: int, marks: Marks) -> "Iterator[l
 
 
 _JOINS = re.compile("[\ufe00-\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff\U000e0100-\U000e01ef]")
-"""Letters that change how wide their neighbour is: variation selectors, skin tones, the halves of flags."""
+"""Characters that change the width of their neighbour: variation selectors, skin tones, the halves of flags."""
 
 
 def token_text(token: "TokenView", marks: Marks) -> str:
-    """The token in letters that take the cells they seem to take and steer nothing."""
+    """The token in characters of a known width, without control characters."""
     text = token.text
     shown = "".join(f"<U+{ord(letter):04X}>" if _JOINS.match(letter) else _letter(letter, marks) for letter in text)
     lone_accent = bool(text) and bool(unicodedata.combining(text[0])) and shown[0] == text[0]
@@ -166,17 +166,17 @@ def _can_show(letter: str, encoding: str) -> bool:
 
 
 def text_lines(view: "RowView", *, width: int, marks: Marks) -> Iterator["Text"]:
-    """The spans of a row as running text, what is trained apart from what is masked."""
+    """The spans of a row as running text, trained and masked ones apart."""
     from rich.console import Console
     from rich.text import Text
 
-    gutter = max(map(len, _WORDS.values()))
+    gutter = max(map(len, _LABELS.values()))
     for span in view.spans:
         style = GREEN if span.trained else GREY
         bar = f" {marks.trained if span.trained else marks.masked} "
-        label = _WORDS[span.trained]
-        said = span.text if span.text.strip() else span.text.replace("\n", marks.line)  # or nothing could be seen of it
-        for paragraph in _shortened(said, marks).removesuffix("\n").split("\n"):
+        label = _LABELS[span.trained]
+        shown = span.text if span.text.strip() else span.text.replace("\n", marks.line)  # else it would be invisible
+        for paragraph in _shortened(shown, marks).removesuffix("\n").split("\n"):
             clean = Text("".join(" " if letter == " " else _letter(letter, marks) for letter in paragraph))
             for line in clean.wrap(Console(), max(8, width - gutter - len(bar)), overflow="fold"):
                 yield Text(f"{label:>{gutter}}{bar}{line.plain}", style)
@@ -185,7 +185,7 @@ def text_lines(view: "RowView", *, width: int, marks: Marks) -> Iterator["Text"]
 
 def _shortened(text: str, marks: Marks) -> str:
     left_out = len(text) - SAMPLE_HEAD - SAMPLE_TAIL
-    if left_out < SAMPLE_TAIL:  # a gap that spares less than that is not worth it
+    if left_out < SAMPLE_TAIL:  # a gap that saves less is not worth it
         return text
     return f"{text[:SAMPLE_HEAD]} [{marks.more} {left_out:,} characters left out {marks.more}] {text[-SAMPLE_TAIL:]}"
 
@@ -193,11 +193,11 @@ def _shortened(text: str, marks: Marks) -> str:
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def _rule(words: str, width: int, marks: Marks) -> "Text":
+def _rule(title: str, width: int, marks: Marks) -> "Text":
     from rich.cells import cell_len
     from rich.text import Text
 
-    begun = f"{marks.rule * 2} {printable(words)} "
+    begun = f"{marks.rule * 2} {printable(title)} "
     return Text(begun + marks.rule * max(2, width - cell_len(begun)), "bold")
 
 
@@ -208,7 +208,7 @@ def _plain(line: str) -> "Text":
 
 
 def _width() -> int:
-    """Of the terminal, or as COLUMNS says."""
+    """Width of the terminal, or COLUMNS."""
     return shutil.get_terminal_size((WIDTH_OF_A_PIPE, 24)).columns
 
 

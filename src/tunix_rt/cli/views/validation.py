@@ -1,4 +1,4 @@
-"""What the gate says about a dataset: figures, findings, and the words for them."""
+"""The result of validation for people and as JSON: figures and findings of a dataset."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
-    """Lengths, and how well the rows would be filled: tokens over room, of all rows but the last."""
+    """Lengths, and the fill of the rows: tokens over `max_length`, mean of all rows but the last."""
     import numpy as np
 
     from tunix_rt.data.prepare import fill_of, pack_rows, row_lengths
@@ -21,15 +21,15 @@ def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
     lengths = seen.store.examples.entries["length"]
     lengths = lengths[lengths > 0]
     fits = (seen.lengths > 0) & (seen.lengths <= limit)
-    found: dict[str, Any] = {"max_length": limit, "dropped": seen.dropped, "truncated": seen.truncated}
+    facts: dict[str, Any] = {"max_length": limit, "dropped": seen.dropped, "truncated": seen.truncated}
     if len(lengths):
         median, p95 = np.quantile(lengths, (0.5, 0.95), method="higher").tolist()
-        found["lengths"] = {"median": int(median), "p95": int(p95), "max": int(lengths.max())}
+        facts["lengths"] = {"median": int(median), "p95": int(p95), "max": int(lengths.max())}
     if fits.any():
         packing = pack_rows(seen.lengths, fits, limit, packing=config.data.packing)
         of_row = row_lengths(seen.lengths, packing)
-        found |= {"rows": len(of_row), "fill": fill_of(of_row, limit), "left_out": int((~fits).sum())}
-    return found
+        facts |= {"rows": len(of_row), "fill": fill_of(of_row, limit), "left_out": int((~fits).sum())}
+    return facts
 
 
 def findings(seen: "Inspected") -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def check_json(seen: "Inspected", config: "RunConfig", tokenizer: "Tokenizer", f
     })  # fmt: skip
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- for people ------------------------------------------------------------------------------------------------------
 
 Facts = list[tuple[str, str | None]]
 
@@ -80,7 +80,7 @@ def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dic
     files = [f"{near(str(file.path))} ({file.bytes:,} bytes{', gzip' * file.gzip})" for file in seen.dataset.files[:5]]
     more = len(seen.dataset.files) - len(files)
     store = seen.store
-    speed = "read from the cache"
+    speed = "from the cache"
     if store.seconds:
         speed = f"{store.tokens / store.seconds:,.0f} tokens/s, {text.duration(store.seconds)}"
     return [
@@ -88,8 +88,8 @@ def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dic
         ("files", "\n".join(files + [f"and {more:,} more"] * (more > 0))),
         ("format", seen.format),
         *token_facts(seen, whose),
-        ("length", length_words(figures)),
-        ("packing", _row_words(figures, packing=config.data.packing)),
+        ("length", describe_lengths(figures)),
+        ("packing", _describe_rows(figures, packing=config.data.packing)),
         ("root", store.merkle_root),
         ("time", speed),
     ]
@@ -99,33 +99,32 @@ def token_facts(seen: "Inspected", whose: str) -> Facts:
     store = seen.store
     share = text.percent(store.trained_tokens / store.tokens) if store.tokens else "none"
     return [
-        ("rendered", f"with {template_words(seen.style.template.name)}, {whose}"),
+        ("rendered", f"with {describe_template(seen.style.template.name)}, {whose}"),
         ("examples", f"{len(store.examples):,}"),
         ("tokens", f"{store.tokens:,}, of which {store.trained_tokens:,} are trained ({share})"),
     ]
 
 
-def length_words(figures: dict[str, Any]) -> str | None:
+def describe_lengths(figures: dict[str, Any]) -> str | None:
     if "lengths" not in figures:
         return None
-    found, limit = figures["lengths"], figures["max_length"]
-    words = f"median {found['median']:,}, 95 % up to {found['p95']:,}, longest {found['max']:,}; max_length {limit:,}"
-    lost = [f"{figures[what]:,} {what}" for what in ("dropped", "truncated") if figures[what]]
-    return f"{words}; {', '.join(lost)}" if lost else words
+    lengths, limit = figures["lengths"], figures["max_length"]
+    line = f"median {lengths['median']:,}, p95 {lengths['p95']:,}, longest {lengths['max']:,}; max_length {limit:,}"
+    return "; ".join([line, *(f"{figures[what]:,} {what}" for what in ("dropped", "truncated") if figures[what])])
 
 
-def _row_words(figures: dict[str, Any], *, packing: bool) -> str | None:
+def _describe_rows(figures: dict[str, Any], *, packing: bool) -> str | None:
     if "rows" not in figures:
         return None
     rows, limit = figures["rows"], figures["max_length"]
-    words = f"{rows:,} row{'s' * (rows > 1)} of {limit:,} tokens, {text.percent(figures['fill'])} full"
-    words += " (the last not counted)" if rows > 1 else ""
-    words += "" if packing else "; data.packing is off: one example to a row"
-    return words + (f"; {figures['left_out']:,} examples are in none of them" if figures["left_out"] else "")
+    line = f"{rows:,} row{'s' * (rows > 1)} of {limit:,} tokens, {text.percent(figures['fill'])} full"
+    line += " (without the last)" if rows > 1 else ""
+    line += "" if packing else "; data.packing is off: one example per row"
+    return line + (f"; {figures['left_out']:,} examples are in none" if figures["left_out"] else "")
 
 
 def show_findings(seen: "Inspected") -> None:
-    """What each rule found, how many found nothing, and the verdict."""
+    """The finding of each broken rule, the number of others, and the verdict."""
     from tunix_rt.data.validation import RULES
 
     rows = [
@@ -138,18 +137,18 @@ def show_findings(seen: "Inspected") -> None:
         for found in findings(seen)
     ]
     if rows:
-        text.show_table(("rule", "count", "first", "what was seen"), rows, numbers=("count",))
+        text.show_table(("rule", "count", "first", "finding"), rows, numbers=("count",))
     refusing = [finding.rule for finding in seen.findings if finding.refuses]
     warnings = len(seen.findings) - len(refusing)
-    verdict = f"refused: {', '.join(refusing)}" if refusing else "ready to be trained on"
+    verdict = f"refused: {', '.join(refusing)}" if refusing else "ready to train on"
     verdict += f"; {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-    text.show_lines([f"{len(RULES) - len(rows)} of {len(RULES)} rules found nothing", verdict])
+    text.show_lines([f"{len(RULES) - len(rows)} of {len(RULES)} rules have no findings", verdict])
 
 
-def template_words(name: str) -> str:
+def describe_template(name: str) -> str:
     return "the tokenizer's own chat template" if name == "tokenizer" else f"template {name}"
 
 
 def near(place: str) -> str:
-    """`place` as seen from here, where it lies below."""
+    """`place` relative to the working folder, if it is below it."""
     return place.replace(f"{Path.cwd()}/", "")

@@ -1,8 +1,8 @@
-"""Would the training step fit on TPUs that are not here? Asked of the TPU's own compiler, which needs no TPU (libtpu).
+"""Whether the training step fits on TPUs that are not present: ahead-of-time compilation with the TPU compiler (libtpu).
 
-The exact step of the JAX engine is lowered from shapes alone and compiled for a named topology, in a child process with an
-environment of its own (`aot_worker.py`): variables that steer CUDA, XLA's allocator or a TPU of this computer
-change nothing. What the compiler says is kept, by the hash of everything that decides it. Nothing here imports jax.
+The step of the JAX engine is lowered from shapes alone and compiled for a named topology, in a child process with its own
+environment (`aot_worker.py`): variables for CUDA, the allocator of XLA or a local TPU have no effect. Verdicts are cached by the
+hash of everything that decides them. This file does not import jax.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from tunix_rt.storage import json_text, sha256_text, write_text
 CHILD = "tunix_rt.engines.jax.aot_worker"
 SCHEMA = 1
 LIMIT_SECONDS = 1800.0
-SAY_EVERY_SECONDS = 15.0
-KEPT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
-"""All that the child inherits: where programs and files lie. LD_LIBRARY_PATH is for a Python that cannot start without."""
+REPORT_EVERY_SECONDS = 15.0
+INHERITED_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
+"""Environment of the child. LD_LIBRARY_PATH is for a Python that cannot start without."""
 TPU_VARIABLES = {
-    "JAX_PLATFORMS": "cpu",  # arrays of this process; the compiler is named apart
-    "TPU_SKIP_MDS_QUERY": "1",  # asks no server what kind of TPU this computer is
+    "JAX_PLATFORMS": "cpu",  # of the process; the topology names the compiler
+    "TPU_SKIP_MDS_QUERY": "1",  # no query of the metadata server
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a run on a TPU of this computer may hold the library
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a run on a local TPU may hold the library
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
@@ -46,15 +46,17 @@ STEP_SOURCES = (
     *(f"engines/jax/{name}.py" for name in (
         "architecture", "model", "chunked_loss", "attention", "mesh", "optim", "fsdp", "step", "tunix", "weights", "aot_worker",
     )),
-    *(f"plan/{name}.py" for name in ("precision", "shape", "optimizers")),
+    *(f"engines/optimizers/{name}.py" for name in ("__init__", "adamw", "adafactor")),
+    *(f"plan/{name}.py" for name in ("precision", "shape", "attention_kernels")),
+    "config/optimizers.py", "models/families.py",
 )  # fmt: skip
-"""What decides the compiled code, beside jax and libtpu: files of the package."""
+"""Files of the package that decide the compiled step."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is to be compiled: nothing else decides what the compiler says, besides versions and source."""
+    """What to compile. Besides it, versions and source decide the verdict."""
 
     config: Mapping[str, Any]
     """The model's `config.json`."""
@@ -62,40 +64,40 @@ class Case:
     tokens: int
     """Of a row."""
     topology: str
-    """As `v5e:2x4`: kind of TPU, and how its chips are laid out."""
+    """As `v5e:2x4`: kind of TPU, and the grid of its chips."""
     implementation: str = "auto"
-    """Whose model: ours, or google-tunix's (`tunix`)."""
+    """`auto` for the models of this package, `tunix` for those of google-tunix."""
     child: str = CHILD
-    """The module that compiles. Another one may change the step first, to compare."""
+    """The module that compiles. Benchmarks use another one, which changes the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChipMemory:
-    """What the compiler reserves on each device, in bytes, by kind."""
+    """Memory of the compiled step on each device, in bytes."""
 
     arguments: int
-    """State and batch as they come in."""
+    """State and batch."""
     outputs: int
     aliased: int
-    """Of the outputs, what lies where an argument lay."""
+    """Outputs that reuse the memory of an argument."""
     temporaries: int
     code: int
     peak: int
-    """The most that is in use at once, as the compiler counts it."""
+    """Peak, by the analysis of the compiler."""
 
     @property
     def total(self) -> int:
-        """All of it together, or the peak, where a small program's is more than that. Not what a device must have: the compiler
-        accepts steps whose total is above it, and none whose peak is (`docs/reference/plan-tpu.md`)."""
+        """The sum, or the peak where a small program has a higher one. Not what a device must have: the compiler accepts steps
+        whose total exceeds its memory, and none whose peak does (`docs/reference/plan-tpu.md`)."""
         return max(self.peak, self.arguments + self.outputs - self.aliased + self.temporaries + self.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """The compiler's out-of-memory message, read into bytes; 0 where it does not say."""
+    """The out-of-memory message of the compiler, in bytes; 0 for what it does not contain."""
 
     needed: int
-    """All that it counted when it gave up; where it stopped at the temporaries, those alone."""
+    """Everything; of a message about temporaries only, those alone."""
     usable: int
     over: int
     temporaries: int
@@ -107,7 +109,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the compiler says of one case. Either `memory` or `refusal` is there."""
+    """The result for one case: either `memory` or `refusal`."""
 
     topology: str
     device_kind: str
@@ -119,13 +121,13 @@ class Verdict:
     accumulation: int
     parameters: int
     step: str
-    """The settings that decide the step, in words."""
+    """The settings that decide the step, for people."""
     usable: int | None
-    """Bytes of a device that a program may use, by the compiler's refusal or the table of accelerators; None: unknown."""
+    """Bytes of a device that a program may use, from the refusal or the table of accelerators; None: unknown."""
     memory: ChipMemory | None
     refusal: Refusal | None
     seconds: float
-    """Of compiling, on the computer that compiled."""
+    """Compile time on the computer that compiled."""
     versions: Mapping[str, str]
 
     @property
@@ -144,18 +146,18 @@ def topology_parts(topology: str) -> tuple[str, tuple[int, ...]]:
 
 
 def compiler_versions() -> dict[str, str]:
-    """Versions of jax and libtpu, or a HardwareError that says what to install."""
-    found = {}
+    """Versions of jax and libtpu, or a HardwareError with what to install."""
+    versions = {}
     for package in ("jax", "jaxlib", "libtpu"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             raise HardwareError(
-                f"the TPU's compiler is not here: {package} is not installed",
+                f"the TPU compiler is not available: {package} is not installed",
                 fix='pip install "tunix-rt[tpu]" (no TPU is needed to compile for one; libtpu takes 0.7 GB of disk)',
                 cause="libtpu-missing" if package == "libtpu" else "jax-missing",
             ) from None
-    return found
+    return versions
 
 
 def ask_compiler(
@@ -165,49 +167,49 @@ def ask_compiler(
     limit_seconds: float = LIMIT_SECONDS,
     fresh: bool = False,
 ) -> Verdict:
-    """The compiler's verdict on `case`; of one that was asked before, what it said then, unless `fresh`.
+    """The verdict of the compiler on `case`, from the cache unless `fresh`.
 
-    A refusal takes seconds, an acceptance minutes; `say` hears of it every 15 seconds."""
+    A refusal takes seconds, an acceptance minutes; `say` is called with a progress line every 15 seconds."""
     topology_parts(case.topology)
     versions = compiler_versions()
-    kept = kept_at(case, versions)
-    if not fresh and (known := _read_kept(kept)) is not None:
-        say(f"{case.topology}: compiled before, in {known.seconds:.0f} s ({kept})")
+    cached = kept_at(case, versions)
+    if not fresh and (known := _read_cached(cached)) is not None:
+        say(f"{case.topology}: cached, compiled in {known.seconds:.0f} s ({cached})")
         return known
-    found = verdict_of(_answer(case, say, limit_seconds), versions)
+    verdict = verdict_of(_compile(case, say, limit_seconds), versions)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, json_text({"schema": SCHEMA, "verdict": asdict(found)}))
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_text(cached, json_text({"schema": SCHEMA, "verdict": asdict(verdict)}))
     except (OSError, StorageError) as error:
-        say(f"the verdict cannot be kept, and will be asked for again: {error}")
-    return found
+        say(f"the verdict cannot be cached: {error}")
+    return verdict
 
 
 def kept_at(case: Case, versions: Mapping[str, str]) -> Path:
-    """Where the verdict on `case` is kept once the compiler of these `versions` was asked."""
+    """The cache file of the verdict on `case` by the compiler of these `versions`."""
     return cache_root() / "topology" / f"{case_hash(case, versions)}.json"
 
 
 def case_hash(case: Case, versions: Mapping[str, str]) -> str:
-    """Of everything that decides the verdict: the case, the versions, and the source of the step."""
+    """The hash of everything that decides the verdict: the case, the versions, and the source of the step."""
     folder = Path(__file__).parents[2]
     sources = {name: sha256_text((folder / name).read_text(encoding="utf-8")) for name in STEP_SOURCES}
     if case.child != CHILD:
         sources[case.child] = sha256_text(_source_of(case.child))
-    decided = {"schema": SCHEMA, "case": _question(case), "versions": dict(versions), "sources": sources}
+    decided = {"schema": SCHEMA, "case": _request(case), "versions": dict(versions), "sources": sources}
     return sha256_text(json.dumps(decided, sort_keys=True))[:32]
 
 
 def child_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which is compiled: of `inherited` only where things lie."""
-    return {name: inherited[name] for name in KEPT_VARIABLES if name in inherited} | TPU_VARIABLES
+    """The environment of the child: `INHERITED_VARIABLES` of `inherited`, and those for the compiler."""
+    return {name: inherited[name] for name in INHERITED_VARIABLES if name in inherited} | TPU_VARIABLES
 
 
-# --- what the child says ----------------------------------------------------------------------------------------------
+# --- the result of the child ------------------------------------------------------------------------------------------
 
 
 def verdict_of(answer: Mapping[str, Any], versions: Mapping[str, str]) -> Verdict:
-    """The child's `answer` as a value."""
+    """The JSON `answer` of the child as a value."""
     memory = None if answer["memory"] is None else ChipMemory(**answer["memory"])
     refusal = None if answer["message"] is None else read_refusal(answer["message"])
     usable = refusal.usable if refusal and refusal.usable else usable_bytes(answer["device_kind"])
@@ -216,14 +218,14 @@ def verdict_of(answer: Mapping[str, Any], versions: Mapping[str, str]) -> Verdic
 
 
 def usable_bytes(device_kind: str) -> int | None:
-    """Of one device as jax counts them, by the table of accelerators, which lists halves of chips beside them."""
+    """Of one device of jax, from the table of accelerators, which lists half chips too."""
     sizes = [found.memory_gib for found in accelerators_named(device_kind) if "= 1 jax device" in found.name]
     return int(sizes[0] * 2**30) if sizes and sizes[0] else None
 
 
 def read_refusal(message: str) -> Refusal:
-    """The numbers in an out-of-memory message, of which the compiler has two: one that stops at the temporaries (`the total
-    memory required for HLO temporaries (23.04G) exceeds available HBM (15.75G)`), and one with all parts."""
+    """The numbers in an out-of-memory message. The compiler has two: one about temporaries (`the total memory required for HLO
+    temporaries (23.04G) exceeds available HBM (15.75G)`), and one with all parts."""
     size = r"([\d.]+[KMGT]?)"
     temporaries = _size(_one(rf"HLO temp(?:oraries)?\s+\(?{size}", message))
     needed = _size(_one(rf"Used {size} of", message)) or temporaries
@@ -262,7 +264,7 @@ def _size(text: str) -> int:
 # --- the child --------------------------------------------------------------------------------------------------------
 
 
-def _question(case: Case) -> dict[str, Any]:
+def _request(case: Case) -> dict[str, Any]:
     return {
         "config": dict(case.config),
         "training": case.training.model_dump(),
@@ -272,15 +274,15 @@ def _question(case: Case) -> dict[str, Any]:
     }
 
 
-def _answer(case: Case, say: Callable[[str], None], limit: float) -> dict[str, Any]:
-    """Run the child on `case`. It reads the question from a file that is its standard input, and answers in its last line."""
+def _compile(case: Case, say: Callable[[str], None], limit: float) -> dict[str, Any]:
+    """Run the child on `case`. It reads a request from standard input, and writes its result as the last line of output."""
     with contextlib.ExitStack() as open_files:
-        asked, out, err = (open_files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(3))
-        json.dump(_question(case), asked)
-        asked.seek(0)
+        request, out, err = (open_files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(3))
+        json.dump(_request(case), request)
+        request.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", case.child],
-            env=child_environment(os.environ), stdin=asked, stdout=out, stderr=err,
+            env=child_environment(os.environ), stdin=request, stdout=out, stderr=err,
         )  # fmt: skip
         try:
             _wait(child, case.topology, say, limit)
@@ -288,7 +290,7 @@ def _answer(case: Case, say: Callable[[str], None], limit: float) -> dict[str, A
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        return _heard(child.returncode, _content(out), _content(err))
+        return _result(child.returncode, _content(out), _content(err))
 
 
 def _wait(child: "subprocess.Popen[Any]", topology: str, say: Callable[[str], None], limit: float) -> None:
@@ -296,13 +298,13 @@ def _wait(child: "subprocess.Popen[Any]", topology: str, say: Callable[[str], No
     while True:
         passed = time.monotonic() - started
         try:
-            child.wait(timeout=min(SAY_EVERY_SECONDS, max(0.0, limit - passed)))
+            child.wait(timeout=min(REPORT_EVERY_SECONDS, max(0.0, limit - passed)))
             return
         except subprocess.TimeoutExpired:
             passed = time.monotonic() - started
         if passed >= limit:
             raise TunixError(
-                f"the compiler had no answer for {topology} within {limit:.0f} s",
+                f"compiling for {topology} took more than {limit:.0f} s",
                 fix="give it more time (--time-limit SECONDS), or compile on a computer with more and faster cores",
             )
         say(
@@ -310,18 +312,18 @@ def _wait(child: "subprocess.Popen[Any]", topology: str, say: Callable[[str], No
         )
 
 
-def _heard(code: int, out: str, err: str) -> dict[str, Any]:
+def _result(code: int, out: str, err: str) -> dict[str, Any]:
     last = next(iter(out.strip().splitlines()[-1:]), "")
-    said = json.loads(last) if last.startswith("{") else {}
-    if code == 0 and "device_kind" in said:
-        return dict(said)
-    if "problem" in said:  # a setting that the engine refuses, or a topology that the compiler does not know
-        raise ConfigError(said["problem"], fix=said["fix"])
-    words = next(iter(err.strip().splitlines()[-1:]), "") or f"exit code {code}"
+    result = json.loads(last) if last.startswith("{") else {}
+    if code == 0 and "device_kind" in result:
+        return dict(result)
+    if "problem" in result:  # a setting that the engine refuses, or an unknown topology
+        raise ConfigError(result["problem"], fix=result["fix"])
+    message = next(iter(err.strip().splitlines()[-1:]), "") or f"exit code {code}"
     raise TunixError(
-        f"the TPU's compiler ended without an answer: {words[:500]}",
-        fix="compare the installed libtpu with the one that this jax asks for (pip install 'jax[tpu]'); a killed compiler "
-        "wanted more memory than this computer has",
+        f"the TPU compiler failed: {message[:500]}",
+        fix="install the libtpu that this jax requires (pip install 'jax[tpu]'); a compiler that was killed needs more memory "
+        "than this computer has",
     )
 
 
@@ -337,8 +339,8 @@ def _source_of(module: str) -> str:
     return Path(found.origin).read_text(encoding="utf-8")
 
 
-def _read_kept(file: Path) -> Verdict | None:
-    """A verdict from an earlier question; None when there is none, or none that can be read."""
+def _read_cached(file: Path) -> Verdict | None:
+    """A verdict from the cache; None when there is none, or it is corrupt."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))["verdict"]
         memory = None if kept["memory"] is None else ChipMemory(**kept.pop("memory"))

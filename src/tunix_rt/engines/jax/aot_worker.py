@@ -1,7 +1,7 @@
-"""The child of `aot.py`: compiles a training step for a TPU topology that is not present, and says what came of it.
+"""The child of `aot.py`: compiles a training step for a TPU topology that is not present.
 
-`python -m tunix_rt.engines.jax.aot_worker`: the question is JSON on standard input, the answer the last line of standard
-output. The environment is the parent's choice; nothing is set here.
+`python -m tunix_rt.engines.jax.aot_worker`: the request is JSON on standard input, the result the last line of standard
+output. The parent sets the environment.
 """
 
 import json
@@ -21,35 +21,35 @@ from tunix_rt.engines.jax.mesh import make_mesh
 from tunix_rt.errors import ConfigError, TunixError
 
 ONE_HOST = {"v5e": 8, "v6e": 8}
-"""Kinds that come with so many chips in one computer, which would else be taken for several of four."""
+"""Chips in one host of these kinds; libtpu assumes hosts of four."""
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "CompileTimeHbmOom")
 
 
 def main() -> int:
-    question = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
-        answer = compiled_for(question)
+        result = compiled_for(request)
     except TunixError as error:
-        answer = {"problem": error.problem, "fix": error.fix}
-    sys.stdout.write(json.dumps(answer) + "\n")
-    return 0 if "problem" not in answer else 2
+        result = {"problem": error.problem, "fix": error.fix}
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0 if "problem" not in result else 2
 
 
-def compiled_for(question: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler says of the step that `question` describes, in plain values."""
-    training = Training.model_validate(question["training"])
-    architecture, tokens = architecture_of(question["config"]), question["tokens"]
-    devices = absent_devices(question["topology"])
+def compiled_for(request: dict[str, Any]) -> dict[str, Any]:
+    """The result of compiling the step that `request` describes, as JSON values."""
+    training = Training.model_validate(request["training"])
+    architecture, tokens = architecture_of(request["config"]), request["tokens"]
+    devices = absent_devices(request["topology"])
     mesh = make_mesh(devices, replicas=training.data_replicas)
     rows = training.per_device_train_batch_size * len(devices)
     plan = jax_step.step_plan(
-        architecture, training, platform="tpu", rows=rows, tokens=tokens, implementation=question["implementation"]
+        architecture, training, platform="tpu", rows=rows, tokens=tokens, implementation=request["implementation"]
     )
     params = jax_step.abstract_state(plan, mesh).params
     started = time.perf_counter()
     memory, message = _memory_or_message(plan, mesh, rows, tokens)
     return {
-        "topology": question["topology"],
+        "topology": request["topology"],
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
         "replicas": training.data_replicas,
@@ -57,7 +57,7 @@ def compiled_for(question: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "accumulation": plan.accumulation,
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-        "step": words_of(plan),
+        "step": describe(plan),
         "memory": memory,
         "message": message,
         "seconds": time.perf_counter() - started,
@@ -74,17 +74,17 @@ def absent_devices(topology: str) -> list[Any]:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
     except (jax.errors.JaxRuntimeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"the compiler knows no topology {topology}: {next(iter(str(error).splitlines()), '')[:200]}",
+            f"unknown topology {topology}: {next(iter(str(error).splitlines()), '')[:200]}",
             fix="v5e:2x4 is Kaggle's v5e-8; whole computers of a kind can be named: v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x1",
         ) from error
     return list(described.devices)
 
 
-def words_of(plan: jax_step.StepPlan) -> str:
+def describe(plan: jax_step.StepPlan) -> str:
     return (
-        f"weights in {plan.weights}, products in {plan.compute}, {plan.optim.kind}, kept for the backward pass: "
-        f"{ {'none': 'everything', 'products': 'products', 'layers': 'inputs of layers'}[plan.remat] }, "
-        f"{plan.chunk} tokens of a row at the vocabulary at once, attention: {plan.attention}"
+        f"weights in {plan.weights}, compute dtype {plan.compute}, {plan.optim.kind}, saved for the backward pass: "
+        f"{ {'none': 'everything', 'products': 'matmuls', 'layers': 'inputs of layers'}[plan.remat] }, "
+        f"loss in chunks of {plan.chunk} tokens of a row, attention: {plan.attention}"
     )
 
 

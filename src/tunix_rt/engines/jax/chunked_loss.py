@@ -1,8 +1,8 @@
-"""The loss head of the JAX engine: a few tokens of every row meet the vocabulary at a time, in a scan.
+"""The chunked loss head of the JAX engine: a scan over chunks of a few tokens of every row.
 
-The gradients are made with the loss, in the same pass: of a cross entropy they are at hand once the logits are, so the logits
-of all tokens never exist and none are computed twice. Where the table is cut over devices it stays cut: the states of a few
-tokens go to all of its parts, and what comes back is summed.
+The gradients are computed with the loss, in the same pass: those of a cross entropy follow from the logits, so the logits of all
+tokens never exist and none are computed twice. A sharded lm_head stays sharded: the hidden states of a chunk are all-gathered
+to every shard, and the results are reduced.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,19 @@ class _How(NamedTuple):
     softcap: float | None
     chunk: int
     mesh: Mesh | None
-    """Where the arrays lie, if on several devices."""
-    is_cut: bool
-    """The table is cut by its vocabulary over `FSDP`."""
+    """The devices of the arrays, if several."""
+    is_sharded: bool
+    """lm_head is sharded by its vocabulary over `FSDP`."""
 
 
 def tokens_at_once(rows: int, tokens: int) -> int:
-    """How many tokens of each of `rows` meet the vocabulary at once: as many in all as in the PyTorch engine."""
+    """Tokens of each of `rows` in a chunk: as many in all as in the PyTorch engine."""
     return max(1, loss_rows(rows * tokens) // rows)
 
 
 def head_loss(
-    states: Array,
-    table: Array,
+    hidden: Array,
+    lm_head: Array,
     targets: Array,
     weights: Array,
     *,
@@ -47,78 +47,78 @@ def head_loss(
     chunk: int | None = None,
     mesh: Mesh | None = None,
 ) -> Array:
-    """Cross entropy of `targets` [rows, tokens] from hidden `states` [rows, tokens, hidden] and the head's `table`
-    [vocabulary, hidden]: the sum over the tokens, each times its entry of `weights`; 0 for what is no target.
+    """Cross entropy of `targets` [rows, tokens] from `hidden` states [rows, tokens, hidden] and the weight `lm_head`
+    [vocabulary, hidden]: the sum over the tokens, each times its entry of `weights`, 0 where there is no target.
 
-    In float32, of float64 products in float64. A chunk is `chunk` tokens of every row. A target may be any number where its
-    weight is 0. On the devices of `mesh` rows are split over all, and the table over `fsdp` where that divides it.
+    In float32, or float64 for float64 matmuls. A chunk is `chunk` tokens of every row. A target may be any number where its
+    weight is 0. On the devices of `mesh` rows are sharded over all, and `lm_head` over `fsdp` where that divides it.
     """
-    rows, tokens, _ = states.shape
+    rows, tokens, _ = hidden.shape
     several = mesh is not None and mesh.size > 1
     how = _How(
         compute=jnp.dtype(compute),
         softcap=softcap,
         chunk=chunk or tokens_at_once(rows, tokens),
         mesh=mesh if several else None,
-        is_cut=_is_cut(table, mesh),
+        is_sharded=_is_sharded(lm_head, mesh),
     )
-    return _summed(states, table, jnp.where(weights > 0, targets, 0), weights, how)
+    return _summed(hidden, lm_head, jnp.where(weights > 0, targets, 0), weights, how)
 
 
-def head_logits(states: Array, table: Array, *, compute: Any, softcap: float | None = None) -> Array:
+def head_logits(hidden: Array, lm_head: Array, *, compute: Any, softcap: float | None = None) -> Array:
     """Logits [rows, tokens, vocabulary] of a few hidden states, in at least float32."""
     compute = jnp.dtype(compute)
-    logits = _product("bth,vh->btv", states, table, compute)
+    logits = _product("bth,vh->btv", hidden, lm_head, compute)
     return logits if softcap is None else jnp.tanh(logits / softcap) * softcap
 
 
-def looked_up(table: Array, ids: Array, *, dtype: Any, scale: float = 1.0, mesh: Mesh | None = None) -> Array:
-    """Rows of `table` [vocabulary, hidden] times `scale`, rounded to the table's type and then to `dtype`.
+def looked_up(embedding: Array, ids: Array, *, dtype: Any, scale: float = 1.0, mesh: Mesh | None = None) -> Array:
+    """Rows of `embedding` [vocabulary, hidden] times `scale`, rounded to its dtype and then to `dtype`.
 
-    An id outside the table gives no number (NaN). Where the table is cut over devices, every part looks up what it has."""
+    An id outside the vocabulary gives NaN. Every shard of the embedding looks up its own rows."""
     take = partial(jnp.take, axis=0, mode="fill", fill_value=jnp.nan)
 
     def scaled(found: Array) -> Array:
-        return (found if scale == 1.0 else found * jnp.asarray(scale, table.dtype)).astype(dtype)
+        return (found if scale == 1.0 else found * jnp.asarray(scale, embedding.dtype)).astype(dtype)
 
-    if not _is_cut(table, mesh):
-        return scaled(take(table, ids))
+    if not _is_sharded(embedding, mesh):
+        return scaled(take(embedding, ids))
 
     def in_parts(part: Array, some_ids: Array) -> Array:
         all_ids = jax.lax.all_gather(some_ids, FSDP, axis=0, tiled=True)
         local = all_ids - jax.lax.axis_index(FSDP) * part.shape[0]
         is_here = (local >= 0) & (local < part.shape[0])
         found = scaled(take(part, jnp.where(is_here, local, 0)))
-        found = jnp.where(is_here[..., None], found, jnp.zeros((), dtype))  # one part has it: the sum is exact
+        found = jnp.where(is_here[..., None], found, jnp.zeros((), dtype))  # one shard has it: the sum is exact
         return jax.lax.psum_scatter(found, FSDP, scatter_dimension=0, tiled=True)
 
     rows = PartitionSpec(ROWS)
-    found = jax.shard_map(in_parts, mesh=mesh, in_specs=(PartitionSpec(FSDP), rows), out_specs=rows)(table, ids)
-    is_known = (ids >= 0) & (ids < table.shape[0])
+    found = jax.shard_map(in_parts, mesh=mesh, in_specs=(PartitionSpec(FSDP), rows), out_specs=rows)(embedding, ids)
+    is_known = (ids >= 0) & (ids < embedding.shape[0])
     return jnp.where(is_known[..., None], found, jnp.nan)
 
 
-def _is_cut(table: Array, mesh: Mesh | None) -> bool:
-    """Whether the table lies by its vocabulary over several devices, as `jax_mesh` cuts it."""
-    return mesh is not None and mesh.shape[FSDP] > 1 and table.shape[0] % mesh.shape[FSDP] == 0
+def _is_sharded(lm_head: Array, mesh: Mesh | None) -> bool:
+    """Whether `mesh.py` shards this weight by its vocabulary over several devices."""
+    return mesh is not None and mesh.shape[FSDP] > 1 and lm_head.shape[0] % mesh.shape[FSDP] == 0
 
 
 # --- loss and gradients ----------------------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _summed(states: Array, table: Array, targets: Array, weights: Array, how: _How) -> Array:
-    return _on_devices(partial(_scanned, how, False), how, 1)(states, table, targets, weights)[0]
+def _summed(hidden: Array, lm_head: Array, targets: Array, weights: Array, how: _How) -> Array:
+    return _on_devices(partial(_scanned, how, False), how, 1)(hidden, lm_head, targets, weights)[0]
 
 
-def _summed_forward(states: Array, table: Array, targets: Array, weights: Array, how: _How) -> tuple[Array, Any]:
-    loss, *gradients = _on_devices(partial(_scanned, how, True), how, 3)(states, table, targets, weights)
+def _summed_forward(hidden: Array, lm_head: Array, targets: Array, weights: Array, how: _How) -> tuple[Array, Any]:
+    loss, *gradients = _on_devices(partial(_scanned, how, True), how, 3)(hidden, lm_head, targets, weights)
     return loss, tuple(gradients)
 
 
 def _summed_backward(how: _How, gradients: tuple[Array, Array], slope: Array) -> tuple[Array, Array, None, None]:
-    of_states, of_table = ((slope * gradient.astype(slope.dtype)).astype(gradient.dtype) for gradient in gradients)
-    return of_states, of_table, None, None
+    d_hidden, d_lm_head = ((slope * gradient.astype(slope.dtype)).astype(gradient.dtype) for gradient in gradients)
+    return d_hidden, d_lm_head, None, None
 
 
 _summed.defvjp(_summed_forward, _summed_backward)
@@ -127,72 +127,74 @@ _summed.defvjp(_summed_forward, _summed_backward)
 def _on_devices(
     function: Callable[..., tuple[Array, ...]], how: _How, results: int
 ) -> Callable[..., tuple[Array, ...]]:
-    """`function` of the parts that each device has; of all of them where there is one."""
+    """`function` of the shards of each device; of the whole arrays on one device."""
     if how.mesh is None:
         return function
-    rows, table = PartitionSpec(ROWS), PartitionSpec(FSDP if how.is_cut else None)
+    rows, lm_head = PartitionSpec(ROWS), PartitionSpec(FSDP if how.is_sharded else None)
     return jax.shard_map(
         function,
         mesh=how.mesh,
-        in_specs=(rows, table, rows, rows),
-        out_specs=(PartitionSpec(), rows, table)[:results],
+        in_specs=(rows, lm_head, rows, rows),
+        out_specs=(PartitionSpec(), rows, lm_head)[:results],
         check_vma=False,  # the sums over devices are written out below
     )
 
 
-def _scanned(how: _How, graded: bool, states: Array, table: Array, targets: Array, weights: Array) -> tuple[Array, ...]:
-    """The loss of all rows and, where `graded`, its gradients by these states and by this part of the table."""
-    parts = tuple(_chunked(array, how.chunk) for array in (states, targets, weights))
+def _scanned(
+    how: _How, graded: bool, hidden: Array, lm_head: Array, targets: Array, weights: Array
+) -> tuple[Array, ...]:
+    """The loss of all rows and, where `graded`, its gradients by these hidden states and by this shard of `lm_head`."""
+    parts = tuple(_chunked(array, how.chunk) for array in (hidden, targets, weights))
     wide = jnp.promote_types(how.compute, jnp.float32)
 
     def add(
         sums: tuple[Array, Array | None], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array | None], Array | None]:
-        some_states, some_targets, some_weights = (_of_all_parts(array, how) for array in part)
-        loss, slopes = _losses(some_states, table, some_targets, some_weights.astype(wide), how)
+        some_hidden, some_targets, some_weights = (_of_all_parts(array, how) for array in part)
+        loss, dlogits = _losses(some_hidden, lm_head, some_targets, some_weights.astype(wide), how)
         if not graded:
             return (sums[0] + loss, None), None
-        of_states = _product("btv,vh->bth", slopes, table, how.compute)
-        of_table = _product("btv,bth->vh", slopes, some_states, how.compute).astype(table.dtype)
-        if how.is_cut:  # each part of the vocabulary has its share; every device gets the sum for its own rows
-            of_states = jax.lax.psum_scatter(of_states, FSDP, scatter_dimension=0, tiled=True)
-        return (sums[0] + loss, sums[1] + of_table), of_states.astype(states.dtype)
+        d_hidden = _product("btv,vh->bth", dlogits, lm_head, how.compute)
+        d_lm_head = _product("btv,bth->vh", dlogits, some_hidden, how.compute).astype(lm_head.dtype)
+        if how.is_sharded:  # each shard of the vocabulary adds its part; every device gets the sum for its own rows
+            d_hidden = jax.lax.psum_scatter(d_hidden, FSDP, scatter_dimension=0, tiled=True)
+        return (sums[0] + loss, sums[1] + d_lm_head), d_hidden.astype(hidden.dtype)
 
-    begin = (jnp.zeros((), wide), jnp.zeros_like(table) if graded else None)
-    (loss, of_table), of_states = jax.lax.scan(add, begin, parts)
+    begin = (jnp.zeros((), wide), jnp.zeros_like(lm_head) if graded else None)
+    (loss, d_lm_head), d_hidden = jax.lax.scan(add, begin, parts)
     if how.mesh is not None:
-        axes = DATA if how.is_cut else ROWS  # the rows that this part of the table has not met
+        axes = DATA if how.is_sharded else ROWS  # the rows that this shard of lm_head has not seen
         loss = jax.lax.psum(loss, axes)
-        of_table = jax.lax.psum(of_table, axes) if graded else None
-    return (loss, _unchunked(of_states, states), of_table) if graded else (loss,)
+        d_lm_head = jax.lax.psum(d_lm_head, axes) if graded else None
+    return (loss, _unchunked(d_hidden, hidden), d_lm_head) if graded else (loss,)
 
 
-def _losses(states: Array, table: Array, targets: Array, weights: Array, how: _How) -> tuple[Array, Array]:
-    """The summed loss of a few tokens, and its slope at every logit of this part of the vocabulary."""
-    logits = head_logits(states, table, compute=how.compute, softcap=how.softcap)
-    first = jax.lax.axis_index(FSDP) * table.shape[0] if how.is_cut else 0
-    is_target = jnp.arange(table.shape[0]) == (targets - first)[..., None]
+def _losses(hidden: Array, lm_head: Array, targets: Array, weights: Array, how: _How) -> tuple[Array, Array]:
+    """The summed loss of a few tokens, and its gradient by every logit of this shard of the vocabulary."""
+    logits = head_logits(hidden, lm_head, compute=how.compute, softcap=how.softcap)
+    first = jax.lax.axis_index(FSDP) * lm_head.shape[0] if how.is_sharded else 0
+    is_target = jnp.arange(lm_head.shape[0]) == (targets - first)[..., None]
     highest = _over_parts(jax.lax.pmax, logits.max(axis=-1), how)
     summed = _over_parts(jax.lax.psum, jnp.exp(logits - highest[..., None]).sum(axis=-1), how)
     at_target = _over_parts(jax.lax.psum, jnp.where(is_target, logits, 0).sum(axis=-1), how)
     whole = highest + jnp.log(summed)
-    slopes = (jnp.exp(logits - whole[..., None]) - is_target) * weights[..., None]
+    dlogits = (jnp.exp(logits - whole[..., None]) - is_target) * weights[..., None]
     if how.softcap is not None:
-        slopes = slopes * (1 - jnp.square(logits / how.softcap))
-    return jnp.sum((whole - at_target) * weights), slopes
+        dlogits = dlogits * (1 - jnp.square(logits / how.softcap))
+    return jnp.sum((whole - at_target) * weights), dlogits
 
 
 def _over_parts(reduce: Callable[..., Array], array: Array, how: _How) -> Array:
-    return reduce(array, FSDP) if how.is_cut else array
+    return reduce(array, FSDP) if how.is_sharded else array
 
 
 def _of_all_parts(array: Array, how: _How) -> Array:
-    """The rows of all devices that have a part of the table: each part must meet them."""
-    return jax.lax.all_gather(array, FSDP, axis=0, tiled=True) if how.is_cut else array
+    """The rows of all devices that have a shard of `lm_head`, which each shard needs."""
+    return jax.lax.all_gather(array, FSDP, axis=0, tiled=True) if how.is_sharded else array
 
 
 def _product(spelled: str, one: Array, other: Array, compute: Any) -> Array:
-    """In the type `compute`, summed and kept in at least float32: the loss is made of the last digits."""
+    """In the dtype `compute`, accumulated and returned in at least float32: the loss is made of the last digits."""
     wide = jnp.promote_types(compute, jnp.float32)
     return jnp.einsum(spelled, one.astype(compute), other.astype(compute), preferred_element_type=wide)
 

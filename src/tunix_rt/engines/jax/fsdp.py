@@ -1,7 +1,6 @@
-"""How the JAX engine lays its arrays over devices.
+"""The loss over sharded parameters (FSDP): a layer's weights are all-gathered when the layer runs, and freed after it.
 
-A mesh has two axes. Over `fsdp` parameters, gradients and optimizer state are cut, so that each device keeps its part; over
-`data` they are copied. The rows of a batch are split over both. Devices may be those of a topology that is not present.
+The embedding and the lm_head are not gathered: in the lookup and in the loss, tokens go to the shards (`chunked_loss.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ Array = Any
 Tree = Any
 
 
-def spread_loss(
+def sharded_loss(
     params: Tree,
     batch: Batch,
     architecture: Architecture,
@@ -33,9 +32,9 @@ def spread_loss(
     attention: str,
     pieces: int = 1,
 ) -> Array:
-    """`jax_models.summed_loss` of parameters that are cut over `mesh` and rows that are split over it."""
+    """`model.summed_loss` of parameters and rows that are sharded over `mesh`."""
     shardings = parameter_shardings(mesh, params)
-    table = "head" if "head" in params else "embedding"
+    lm_head = "head" if "head" in params else "embedding"
 
     def states_of(params: Tree) -> Array:
         layers = Gathered.of(params["layers"], shardings["layers"], compute)
@@ -45,46 +44,46 @@ def spread_loss(
             look_up=partial(looked_up, mesh=mesh), pieces=pieces, lean=False,
         )  # fmt: skip
 
-    if remat == "none":  # what a layer has computed is kept, but not the weights that it gathered
-        states_of = jax.checkpoint(states_of, policy=_all_but_gathered, prevent_cse=False)
-    states = _laid(mesh, states_of(params), ROWS)
+    if remat == "none":  # layers save their activations, but not the all-gathered weights
+        states_of = jax.checkpoint(states_of, policy=_saves_all_but_gathered, prevent_cse=False)
+    states = _constrained(mesh, states_of(params), ROWS)
     return head_loss(
-        states, params[table], batch.targets, batch.weights,
+        states, params[lm_head], batch.targets, batch.weights,
         compute=compute, softcap=architecture.logit_cap, chunk=chunk, mesh=mesh,
     )  # fmt: skip
 
 
-def _laid(mesh: Mesh, array: Array, rows: Any) -> Array:
-    """`array`, its first dimension split over the axes `rows` and nothing else cut."""
+def _constrained(mesh: Mesh, array: Array, rows: Any) -> Array:
+    """`array` with its first dimension sharded over the axes `rows`, and no other."""
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(rows)))
 
 
 def _over_rows(attention: Attention, mesh: Mesh) -> Attention:
-    """`attention`, told that heads are split by rows: what goes in and what comes out."""
+    """`attention` with inputs and output sharded by rows."""
 
-    def told(query: Array, key: Array, value: Array, **given: Any) -> Array:
-        query, key, value = (_laid(mesh, array, ROWS) for array in (query, key, value))
-        return _laid(mesh, attention(query, key, value, **given), ROWS)
+    def constrained(query: Array, key: Array, value: Array, **given: Any) -> Array:
+        query, key, value = (_constrained(mesh, array, ROWS) for array in (query, key, value))
+        return _constrained(mesh, attention(query, key, value, **given), ROWS)
 
-    return told
+    return constrained
 
 
-def _all_but_gathered(primitive: Any, *given: Any, **_: Any) -> bool:
-    """`_gathered` is a call with one array; kernels are such calls with several."""
+def _saves_all_but_gathered(primitive: Any, *given: Any, **_: Any) -> bool:
+    """`_gathered` is a custom_vjp call with one array; kernels are such calls with several."""
     is_gathered = primitive.name == "custom_vjp_call" and len(given) == 1
     return not is_gathered and primitive.name not in ("sharding_constraint", "convert_element_type")
 
 
 @jax.tree_util.register_pytree_node_class
 class Gathered(Mapping[str, Array]):
-    """Arrays by name, each in parts on the devices. To look one up is to gather it."""
+    """Sharded arrays by name. Reading one all-gathers it."""
 
     def __init__(self, parts: Mapping[str, Array], shardings: tuple[NamedSharding, ...], compute: str) -> None:
         self._parts, self._shardings, self._compute = parts, shardings, compute
 
     @classmethod
     def of(cls, layers: Mapping[str, Array], stacked: Mapping[str, NamedSharding], compute: str) -> "Gathered":
-        """Of stacked arrays, to be cut into layers by a scan: a layer's array lies as the stacked one, less a dimension."""
+        """Of stacked arrays, which a scan slices into layers: a layer has the sharding of the stack less a dimension."""
         names = sorted(layers)
         shardings = (NamedSharding(stacked[name].mesh, PartitionSpec(*stacked[name].spec[1:])) for name in names)
         return cls(layers, tuple(shardings), compute)
@@ -100,7 +99,7 @@ class Gathered(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         part = self._parts[name]
-        if part.ndim > 1:  # vectors are small, and norms take them as they are
+        if part.ndim > 1:  # norms use vectors in their own dtype
             part = part.astype(self._compute)
         return _gathered(part, self._shardings[sorted(self._parts).index(name)])
 
@@ -113,7 +112,7 @@ class Gathered(Mapping[str, Array]):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(part: Array, sharding: NamedSharding) -> Array:
-    """The whole array on every device. Its gradient lies as `part` does: without being told, it would be whole as well."""
+    """The all-gathered array. Its gradient has the sharding of `part` (reduce-scatter); XLA would replicate it."""
     return jax.lax.with_sharding_constraint(part, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
@@ -121,8 +120,8 @@ def _gathered_forward(part: Array, sharding: NamedSharding) -> tuple[Array, None
     return _gathered(part, sharding), None
 
 
-def _gathered_backward(sharding: NamedSharding, _: None, slope: Array) -> tuple[Array]:
-    return (jax.lax.with_sharding_constraint(slope, sharding),)
+def _gathered_backward(sharding: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(gradient, sharding),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)

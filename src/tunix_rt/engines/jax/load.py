@@ -1,10 +1,10 @@
-"""A model of the JAX engine: its parameters on the devices of a mesh, and how it computes. Loading one."""
+"""Loading a model of the JAX engine: settings of the process, the mesh, the compiled step, the parameters on their devices."""
 
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,33 +15,33 @@ from tunix_rt.assets import cache_root
 from tunix_rt.config.settings import Training
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import PhasePeak, RiseMeter, StepShape
+from tunix_rt.engines.failures import SEE_PLAN, memory_errors_named
 from tunix_rt.engines.jax import tunix as jax_tunix
 from tunix_rt.engines.jax.architecture import Architecture, architecture_of
 from tunix_rt.engines.jax.attention import attention_named, choose_attention
-from tunix_rt.engines.jax.init import drawn_weights
 from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings, rows_for
 from tunix_rt.engines.jax.model import summed_loss
 from tunix_rt.engines.jax.step import StepPlan, compile_step, step_plan
-from tunix_rt.engines.jax.weights import load_weights, parameter_shapes
-from tunix_rt.errors import DoesNotFitError, HardwareError, TunixError
+from tunix_rt.engines.jax.weights import init_weights, load_weights, parameter_shapes
+from tunix_rt.errors import DoesNotFitError, HardwareError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import one_line
-from tunix_rt.plan.jax_memory import row_length
-from tunix_rt.plan.precision import Recipe, recipe_of, recipe_to_ask
+from tunix_rt.plan.jax_floor import row_length
+from tunix_rt.plan.precision import Recipe, recipe_for_inference, recipe_of
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-"""A device as a run names it -> as jax names its platform."""
-KEPT_SECONDS = 0.2
-"""What took so long to compile is kept for the next process."""
-ASK_PLAN = "ask `tunix-rt plan` what to change, or use more devices: weights, moments and gradients are split over them"
+"""`training.device` -> the platform of jax."""
+CACHED_SECONDS = 0.2
+"""Programs that take so long to compile are cached on disk."""
+MORE_DEVICES = f"{SEE_PLAN}; or use more devices: weights, optimizer states and gradients are sharded over them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Which attention the layers take, and why. `generating` is what transformers calls the one it is compared with."""
+    """The attention kernel, and why. `generating` is the implementation of transformers that it is compared with."""
 
     name: str
     why: str
@@ -50,10 +50,10 @@ class Attention:
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """A loaded model on its devices, how it computes, and the meter that was started before it was loaded."""
+    """A loaded model on its devices. `meter` was started before the load."""
 
     params: Any
-    """The tree of `jax_models`, each array cut over the mesh."""
+    """The tree of `model.py`, each array sharded over the mesh."""
     source: ModelSource
     architecture: Architecture
     mesh: Any
@@ -64,18 +64,31 @@ class Engine:
     recipe: Recipe
     attention: Attention
     plan: StepPlan | None = None
-    """What a training step was compiled from; None: nothing is trained."""
+    """What the training step is compiled from; None: for inference."""
     step: Any = None
     """The compiled step."""
     rows: int = 0
-    """Of a micro-batch of that step, filled up to a multiple of the devices."""
+    """Of a micro-batch of that step, padded to a multiple of the devices."""
     tokens: int = 0
     """Of each of its rows."""
     saved_dtype: str | None = None
-    """Type in which `save` writes the weights, which are rounded to it; None: as they are kept."""
+    """Type in which `save` writes the weights, which are rounded to it; None: as they are in memory."""
     deterministic: bool = False
     implementation: str = "auto"
-    """Whose model computes: `auto` is ours, `tunix` that of google-tunix."""
+    """`auto` for the models of this package, `tunix` for those of google-tunix."""
+
+    @property
+    def device_type(self) -> str:
+        return self.device
+
+    @property
+    def runs_transformers(self) -> bool:
+        return False
+
+    @property
+    def compiled_shape(self) -> tuple[int, int] | None:
+        """Rows and tokens of the micro-batches that the step is compiled for."""
+        return None if self.step is None else (self.rows, self.tokens)
 
     @property
     def platform(self) -> str:
@@ -87,12 +100,12 @@ class Engine:
 
     @property
     def compute(self) -> str:
-        """Type of the products."""
+        """The compute dtype."""
         return self.recipe.compute
 
     @property
     def positions(self) -> int:
-        """Of the longest text the model can be asked."""
+        """Tokens of the longest sequence."""
         return self.architecture.shape.max_positions
 
     @property
@@ -100,24 +113,24 @@ class Engine:
         return self.architecture.shape.vocab
 
     def peak_bytes(self) -> int:
-        """Peak memory so far: the fullest device's, or on a CPU the rise of resident memory since before the load."""
+        """Peak memory since the load: of the fullest device, or on a CPU the rise of resident memory."""
         if self.device == "cpu":
             return self.meter.peak_bytes()
         return max(int((one.memory_stats() or {}).get("peak_bytes_in_use", 0)) for one in self.devices)
 
     def take_peak(self) -> PhasePeak:
-        """Peak memory since this was last asked on a CPU; jax begins no count anew, so elsewhere the highest up to now."""
+        """Peak memory since the last call on a CPU; elsewhere since the load, because jax cannot reset its counters."""
         if self.device == "cpu":
             return self.meter.take_peak()
         return PhasePeak(used_bytes=self.peak_bytes(), measure="bytes in use on the fullest device", alone=False)
 
     def attending(self, tokens: int) -> Any:
-        """The attention for rows of so many tokens, split over the mesh."""
+        """The attention for rows of so many tokens, sharded over the mesh."""
         name, _, _ = choose_attention(self.platform, self.architecture, self.recipe.compute, tokens)
         return attention_named(name, self.mesh)
 
-    def losing(self, tokens: int) -> tuple[Any, Any]:
-        """`summed_loss` of the model that computes, and the attention it is given for rows of so many tokens."""
+    def loss_function(self, tokens: int) -> tuple[Any, Any]:
+        """`summed_loss` of the implementation, and its attention for rows of so many tokens."""
         if self.implementation == "tunix":
             return jax_tunix.summed_loss, None
         return summed_loss, self.attending(tokens)
@@ -130,8 +143,8 @@ def load(
     source: ModelSource, *, device: str, training: Training, step: StepShape | None = None, implementation: str = "auto",
     attempt: bool = False,
 ) -> Engine:  # fmt: skip
-    """The model on the devices of the mesh. Given the shape of a `step`, that is compiled before a weight is read, and a
-    run that the compiler finds too large for a device is refused, unless it is to be an `attempt`."""
+    """The model on the devices of the mesh. Given the shape of a `step`, it is compiled before a weight is read, and a step that
+    does not fit on a device is refused, unless this is an `attempt`."""
     recipe = recipe_of(training)
     prepare_process(recipe, device=device, deterministic=training.deterministic)
     architecture = architecture_of(source.config)
@@ -155,9 +168,9 @@ def load(
         except DoesNotFitError as error:
             if not attempt:
                 raise
-            logger.warning("It is tried all the same: %s", error.problem)
+            logger.warning("Attempting the run although it %s", error.problem)
     meter = RiseMeter()
-    with memory_is_named(f"the load of {source.name}"):
+    with memory_errors_named(f"the load of {source.name}"):
         params = _parameters(source, architecture, mesh, dtype=recipe.weights, seed=training.seed)
     return Engine(
         params=params,
@@ -181,24 +194,24 @@ def load(
 def _attention(
     architecture: Architecture, recipe: Recipe, device: str, tokens: int, implementation: str = "auto"
 ) -> Attention:
-    """For rows of so many tokens. Models of google-tunix bring their own, and are refused where it does not know them."""
+    """For rows of so many tokens. Models of google-tunix have their own; a model that it does not support is refused."""
     name, _, why = choose_attention(PLATFORMS[device], architecture, recipe.compute, tokens)
     if implementation == "tunix":
         jax_tunix.require()
         jax_tunix.config_of(architecture)
         name, why = jax_tunix.ATTENTION, jax_tunix.WHY
-        logger.info("Training goes through google-tunix's model; answers are given by ours, of the same weights")
+        logger.info("Model: training uses google-tunix, generation the models of tunix-rt with the same weights")
     return Attention(name=name, why=why, generating="sdpa" if architecture.score_cap is None else "eager")
 
 
-def load_to_ask(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
-    """The model with weights of type `dtype`, to generate and nothing else."""
-    recipe = recipe_to_ask(dtype)
+def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
+    """The model with weights of type `dtype`, for generation."""
+    recipe = recipe_for_inference(dtype)
     prepare_process(recipe, device=device, deterministic=False)
     architecture = architecture_of(source.config)
     mesh = make_mesh(devices_of(device))
     meter = RiseMeter()
-    with memory_is_named(f"the load of {source.name}"):
+    with memory_errors_named(f"the load of {source.name}"):
         params = _parameters(source, architecture, mesh, dtype=dtype, seed=seed)
     return Engine(
         params=params,
@@ -214,68 +227,67 @@ def load_to_ask(source: ModelSource, *, device: str, dtype: str, seed: int = 0) 
 
 
 def _parameters(source: ModelSource, architecture: Architecture, mesh: Any, *, dtype: str, seed: int) -> Any:
-    """Read and put in their places array by array, or drawn where they belong."""
-    kind = jax.numpy.dtype(dtype)
+    """Read and moved to their devices array by array, or drawn there."""
     shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, kind),
+        lambda shape: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)),
         parameter_shapes(architecture),
         is_leaf=lambda node: isinstance(node, tuple),
     )
     shardings = parameter_shardings(mesh, shapes)
     if source.weights == "random":
-        return drawn_weights(architecture, source.config, shapes, shardings, seed=seed)
+        return init_weights(architecture, source.config, shapes, shardings, seed=seed)
     return placed(load_weights(source, architecture, dtype=dtype), shardings)
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-    """Host arrays on their devices; each is let go of once it is there. `tree` is used up."""
-    found: dict[str, Any] = {}
+    """Host arrays on their devices; each is freed once it is there. Empties `tree`."""
+    arrays: dict[str, Any] = {}
     for key in list(tree):
         value = tree.pop(key)
         inner = isinstance(value, dict)
-        found[key] = placed(value, shardings[key]) if inner else jax.device_put(np.asarray(value), shardings[key])
+        arrays[key] = placed(value, shardings[key]) if inner else jax.device_put(np.asarray(value), shardings[key])
         if not inner:
-            found[key].block_until_ready()
-    return found
+            arrays[key].block_until_ready()
+    return arrays
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
 def prepare_process(recipe: Recipe, *, device: str, deterministic: bool) -> None:
-    """Settings of jax for the whole process, before it looks for devices."""
+    """Settings of jax for the whole process, before it initializes devices."""
     if deterministic and device == "cuda":
         flag = "--xla_gpu_deterministic_ops=true"
         if flag not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_enable_x64", recipe.compute == "float64")
-    if recipe.compute in ("float32", "float64"):  # a GPU would take TF32, a TPU products of bfloat16
+    if recipe.compute in ("float32", "float64"):  # else a GPU uses TF32, a TPU bfloat16
         jax.config.update("jax_default_matmul_precision", "highest")
     folder = cache_root() / "jax"
     if jax.config.jax_compilation_cache_dir is None:
-        with contextlib.suppress(OSError):  # where nothing can be kept, it is compiled again
+        with contextlib.suppress(OSError):  # without a cache, every process compiles
             folder.mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", str(folder))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_SECONDS)
 
 
 def devices_of(device: str) -> list[Any]:
-    """The devices of the platform that was asked for, or a HardwareError: jax must not have fallen to another."""
+    """The devices of the requested platform, or a HardwareError: jax must not fall back to another."""
     try:
-        found = jax.devices()
+        devices = jax.devices()
     except RuntimeError as error:
         raise HardwareError(
             f"jax does not start on {device}: {one_line(error)}",
-            fix=f"ask `tunix-rt doctor --device {device} --backend jax --prove`",
+            fix=f"run `tunix-rt doctor --device {device} --backend jax --prove`",
             cause="jax-broken",
         ) from error
-    if found[0].platform != PLATFORMS[device]:
+    if devices[0].platform != PLATFORMS[device]:
         raise HardwareError(
-            f"asked for {device}, jax has {found[0].platform}",
-            fix=f"ask `tunix-rt doctor --device {device} --backend jax`",
+            f"the run is on {device}, jax uses {devices[0].platform}",
+            fix=f"run `tunix-rt doctor --device {device} --backend jax`",
             cause="jax-sees-no-device",
         )
-    return list(found)
+    return list(devices)
 
 
 # --- the compiled step -----------------------------------------------------------------------------------------------
@@ -284,15 +296,15 @@ def devices_of(device: str) -> list[Any]:
 def _compiled(plan: StepPlan, mesh: Any, rows: int, tokens: int) -> Any:
     """The executable of a whole step."""
     logger.info(
-        "Compiling a step: %d x %d rows of %d tokens over %d device(s), recomputation: %s",
+        "Compiling a step: %d x %d rows of %d tokens over %d device(s), activation checkpointing: %s",
         plan.accumulation, rows, tokens, mesh.size, plan.remat,
     )  # fmt: skip
     if plan.remat == "products":
         logger.info(
-            "Recomputation: of a share of the layers is asked for; every layer keeps the results of its products with weights"
+            "Activation checkpointing: a fraction is configured; every layer saves the results of its matmuls with weights"
         )
     began = time.monotonic()
-    with memory_is_named("the compiler"):
+    with memory_errors_named("the compiler"):
         compiled = compile_step(plan, mesh, rows, tokens)
     parts = compiled_parts(compiled)
     logger.info(
@@ -304,64 +316,46 @@ def _compiled(plan: StepPlan, mesh: Any, rows: int, tokens: int) -> Any:
 
 
 def compiled_parts(compiled: Any) -> dict[str, int]:
-    """Bytes on each device while the step runs, by the compiler's own count; empty where it does not tell."""
-    told = compiled.memory_analysis()
-    if told is None:
+    """Bytes on each device while the step runs, by the analysis of the compiler; empty where it has none."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
         return {}
     return {
-        "state and batch": int(told.argument_size_in_bytes),
-        "results": int(told.output_size_in_bytes - told.alias_size_in_bytes),
-        "temporaries": int(told.temp_size_in_bytes),
-        "code": int(told.generated_code_size_in_bytes),
+        "state and batch": int(analysis.argument_size_in_bytes),
+        "results": int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+        "temporaries": int(analysis.temp_size_in_bytes),
+        "code": int(analysis.generated_code_size_in_bytes),
     }
 
 
 def _refuse_too_large(parts: Mapping[str, int], mesh: Any, device: str, limit_gib: float | None = None) -> None:
-    """Devices of a CPU share one memory; others have their own, of which jax may take what it says, and the run no more than
-    `limit_gib`. A TPU's compiler has judged by itself: it refuses what does not fit, and lays out less than the sum."""
+    """Virtual devices of a CPU share one memory; others have their own, with a limit of jax and that of the run, `limit_gib`. The
+    TPU compiler refuses what does not fit by itself, and allocates less than the sum."""
     needed = sum(parts.values()) * (mesh.size if device == "cpu" else 1)
     limits = [_limit(mesh, device) if device != "tpu" else None, None if limit_gib is None else round(limit_gib * GIB)]
     limit = min((one for one in limits if one is not None), default=None)
     if limit is not None and needed > limit:
-        said = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         raise DoesNotFitError(
-            f"does not fit: the compiled step needs {needed / GIB:.2f} GiB on {device}, {limit / GIB:.2f} GiB can be had\n"
-            f"  in GiB a device: {said}",
-            fix=ASK_PLAN,
+            f"does not fit: the compiled step needs {needed / GIB:.2f} GiB on {device}, {limit / GIB:.2f} GiB are available\n"
+            f"  in GiB a device: {listed}",
+            fix=MORE_DEVICES,
         )
 
 
 def _limit(mesh: Any, device: str) -> int | None:
     if device == "cpu":
         return host_facts().ram_available_bytes
-    told = [one.memory_stats() or {} for one in mesh.devices.flat]
-    return min((int(one["bytes_limit"]) for one in told if "bytes_limit" in one), default=None)
+    stats = [one.memory_stats() or {} for one in mesh.devices.flat]
+    return min((int(one["bytes_limit"]) for one in stats if "bytes_limit" in one), default=None)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def free_bytes(engine: Engine) -> int:
-    """Memory at hand on the fullest of the engine's devices."""
+    """Free memory on the fullest of the engine's devices."""
     if engine.device == "cpu":
         return host_facts().ram_available_bytes
-    told = [one.memory_stats() or {} for one in engine.devices]
-    return min(max(0, int(one.get("bytes_limit", 0)) - int(one.get("bytes_in_use", 0))) for one in told)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    said = str(error)
-    return "RESOURCE_EXHAUSTED" in said or "out of memory" in said.lower()
-
-
-@contextlib.contextmanager
-def memory_is_named(where: str) -> Iterator[None]:
-    """Say where memory ran out; the planner adds what was in it and what to change."""
-    try:
-        yield
-    except TunixError:
-        raise
-    except (RuntimeError, MemoryError, ValueError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DoesNotFitError(f"out of memory in {where}: {one_line(error)}", fix=ASK_PLAN) from error
+    stats = [one.memory_stats() or {} for one in engine.devices]
+    return min(max(0, int(one.get("bytes_limit", 0)) - int(one.get("bytes_in_use", 0))) for one in stats)

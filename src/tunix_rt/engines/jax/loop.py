@@ -1,17 +1,15 @@
-"""The JAX engine: the loop.
+"""The JAX engine: the training loop, and the functions of `base.EngineModule`.
 
-`load` is in `load.py`, the models in `model.py`, a whole step in `step.py`, checkpoints in `state.py`, the
-finished model in `save.py`, answers in `generate.py`. The loop yields one `Step` per optimizer update and knows no
-files.
+`load` is in `load.py`, the models in `model.py`, a compiled step in `step.py`, optimizers in `optim.py`, checkpoints and the
+final model in `save.py`, generation in `generate.py`. The loop yields one `Step` per optimizer update and reads no files.
 """
 
 import contextlib
 import logging
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,9 +23,10 @@ from tunix_rt.data.packing import MicroBatch, Row, StepBatch, collate
 from tunix_rt.doctor.nvidia import driver_version
 from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.engines.base import Step
+from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
 from tunix_rt.engines.jax import optim as jax_optim
 from tunix_rt.engines.jax.generate import generate
-from tunix_rt.engines.jax.load import Engine, free_bytes, load, load_to_ask, memory_is_named
+from tunix_rt.engines.jax.load import Engine, free_bytes, load, load_for_inference
 from tunix_rt.engines.jax.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
 from tunix_rt.engines.jax.mesh import ROWS, parameter_shardings, rows_for
 from tunix_rt.engines.jax.model import Batch
@@ -44,10 +43,11 @@ from tunix_rt.engines.jax.save import (
 from tunix_rt.engines.jax.step import State, numbers
 from tunix_rt.engines.schedule import learning_rate
 from tunix_rt.errors import HardwareError, TunixError
-from tunix_rt.plan.jax_memory import CUDNN_TOKENS_PER_EXAMPLE, row_length
+from tunix_rt.plan.attention_kernels import CUDNN_TOKENS_PER_EXAMPLE
+from tunix_rt.plan.jax_floor import row_length
 
 __all__ = [
-    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_to_ask", "machine_facts",
+    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
     "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
     "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
 ]  # fmt: skip
@@ -57,23 +57,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Optimizer:
-    """The optimizer's arrays: by name of the moment, and then as the parameters."""
+    """Optimizer states: by name of the state, then as the tree of the parameters."""
 
     state: dict[str, Any]
     done: int = 0
-    """Steps that they have seen."""
+    """Steps taken."""
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(engine: Engine, training: Training) -> Optimizer:
-    """Zeros on the devices, cut as the parameters are."""
+    """Zeros on the devices, sharded like the parameters."""
     optim = jax_optim.optim_of(training)
-    fresh = partial(jax_optim.init, optim=optim)
-    shapes = jax.eval_shape(fresh, engine.params)
-    with memory_is_named("the making of the optimizer"):
-        state = jax.jit(fresh, out_shardings=parameter_shardings(engine.mesh, shapes))(engine.params)
+    init = partial(jax_optim.init, optim=optim)
+    shapes = jax.eval_shape(init, engine.params)
+    with memory_errors_named("the initialization of the optimizer"):
+        state = jax.jit(init, out_shardings=parameter_shardings(engine.mesh, shapes))(engine.params)
         return Optimizer(state=jax.block_until_ready(state))
 
 
@@ -85,7 +85,7 @@ def optimizer_steps(
     *,
     first: int,
     total: int,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
     if first > total:
         return
@@ -95,53 +95,49 @@ def optimizer_steps(
     with contextlib.closing(placed_steps(batch_of, placing, ahead=ahead, first=first, total=total)) as batches:
         for step, ready in batches:
             started = time.perf_counter()
-            rate = learning_rate(step, total=total, training=training)
-            with memory_is_named(f"step {step}"):
-                given = ready()
-                slow = slow or _is_said_to_be_slow(engine, step, given.examples)
-                loss, norm = _take(engine, optimizer, given.placed, step, rate, given.batch.target_tokens)
+            lr = learning_rate(step, total=total, training=training)
+            with memory_errors_named(f"step {step}"):
+                placed = ready()
+                slow = slow or _warns_of_many_examples(engine, step, placed.examples)
+                loss, norm = _take(engine, optimizer, placed.placed, step, lr, placed.batch.target_tokens)
             if step == first:
                 _assert_on_devices(engine, optimizer)
             yield Step(
                 step=step,
                 loss=loss,
-                lr=rate,
+                lr=lr,
                 grad_norm=norm,
-                target_tokens=given.batch.target_tokens,
-                tokens=given.batch.tokens,
+                target_tokens=placed.batch.target_tokens,
+                tokens=placed.batch.tokens,
                 seconds=time.perf_counter() - started,
                 peak_bytes=engine.peak_bytes(),
-                batch=given.batch.sha256,
+                batch=placed.batch.sha256,
             )
 
 
 def _take(
-    engine: Engine, optimizer: Optimizer, batches: Batch, step: int, rate: float, target_tokens: int
+    engine: Engine, optimizer: Optimizer, batches: Batch, step: int, lr: float, target_tokens: int
 ) -> tuple[float, float]:
-    """The update of one step, and its loss and norm, for which the devices are waited for. What is not finite changes
-    nothing on the devices, and is an error."""
-    given = numbers(_plan(engine), step=step, rate=rate, target_tokens=target_tokens)
+    """The update of one step; its loss and norm, which synchronize. An update that is not finite is skipped on the devices, and
+    an error."""
+    arguments = numbers(_plan(engine), step=step, rate=lr, target_tokens=target_tokens)
     (engine.params, optimizer.state), loss, norm = engine.step(
-        State(engine.params, optimizer.state), batches, **given
-    )  # what was there before is used up
+        State(engine.params, optimizer.state), batches, **arguments
+    )  # donates the state before
     optimizer.done = step
-    mean_loss, found = float(loss), float(norm)
-    if not (math.isfinite(mean_loss) and math.isfinite(found)):
-        raise TunixError(
-            f"step {step}: loss {mean_loss}, gradient norm {found}; stopped before the update",
-            fix="lower training.learning_rate, or look at the rows of this step; the last checkpoint is intact",
-        )
-    return mean_loss, found
+    mean_loss, grad_norm = float(loss), float(norm)
+    refuse_nonfinite(step, mean_loss, grad_norm)
+    return mean_loss, grad_norm
 
 
-def _is_said_to_be_slow(engine: Engine, step: int, examples: int) -> bool:
-    """Whether a row has more examples than cuDNN's attention takes at once, which is said; once a run is enough."""
+def _warns_of_many_examples(engine: Engine, step: int, examples: int) -> bool:
+    """Warn of a row with more examples than cuDNN attention takes in a batch; whether it did."""
     most = max(2, engine.tokens // CUDNN_TOKENS_PER_EXAMPLE)
     if engine.attention.name != "cudnn" or examples <= most:
         return False
     logger.warning(
-        "Step %d: a row of %d examples, and cuDNN's attention takes up to %d in rows of %d tokens; such micro-batches are "
-        "computed row by row, exactly and slowly, and are not spoken of again",
+        "Step %d: a row has %d examples; cuDNN attention takes up to %d in rows of %d tokens, and computes such micro-batches "
+        "row by row (exact, slower)",
         step, examples, most, engine.tokens,
     )  # fmt: skip
     return True
@@ -149,7 +145,7 @@ def _is_said_to_be_slow(engine: Engine, step: int, examples: int) -> bool:
 
 def _plan(engine: Engine) -> Any:
     if engine.plan is None:
-        raise TunixError("the model was loaded to be asked, not to be trained", fix=_DEFECT)
+        raise TunixError("the model was loaded for inference and cannot be trained", fix=REPORT_DEFECT)
     return engine.plan
 
 
@@ -157,37 +153,34 @@ def prepare_steps(
     engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
     as_before: str | None = None, planned: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
-    """Which code computes the steps, as a checkpoint writes it down. It was compiled before the weights were loaded, for
-    rows as long as the longest there is. Nothing is said that depends on the number of devices: it may change."""
+    """Which kernels compute the steps, as a checkpoint records it. `load` has compiled the step, for rows as long as the longest.
+    Nothing of it depends on the number of devices, which may change when a run is resumed."""
     plan = _plan(engine)
     return {"layers": "xla", "model": engine.implementation, "recomputed": plan.remat}
 
 
 def _assert_on_devices(engine: Engine, optimizer: Optimizer) -> None:
-    """After the first step: parameters and optimizer state live where the log says they do."""
-    asked = set(engine.devices)
-    found = jax.tree_util.tree_leaves_with_path({"parameters": engine.params, "optimizer": optimizer.state})
-    strays = [jax.tree_util.keystr(path) for path, array in found if set(array.devices()) != asked]
+    """After the first step: parameters and optimizer state are on the devices of the run."""
+    expected = set(engine.devices)
+    arrays = jax.tree_util.tree_leaves_with_path({"parameters": engine.params, "optimizer": optimizer.state})
+    strays = [jax.tree_util.keystr(path) for path, array in arrays if set(array.devices()) != expected]
     if strays:
         raise HardwareError(
-            f"asked for {len(asked)} x {engine.device}, but after the first step {len(strays)} of {len(found)} arrays live "
-            f"elsewhere: {', '.join(strays[:3])}",
-            fix=_DEFECT,
+            f"the run is on {len(expected)} x {engine.device}, but after the first step {len(strays)} of {len(arrays)} arrays "
+            f"are elsewhere: {', '.join(strays[:3])}",
+            fix=REPORT_DEFECT,
         )
-
-
-_DEFECT = "this is a defect of the engine; please report it with training_log.txt and doctor.json"
 
 
 # --- without training ------------------------------------------------------------------------------------------------
 
 
 def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:
-    """Mean loss over the target tokens of `rows`, and their number. Nothing is trained."""
+    """Mean loss over the target tokens of `rows`, and their number."""
     tokens = row_length(max(len(row.ids) for row in rows), engine.device)
     size = rows_for(engine.mesh, min(batch_size, len(rows)))
     total, targets = 0.0, 0
-    with memory_is_named("the held-out loss"):
+    with memory_errors_named("the held-out loss"):
         for start in range(0, len(rows), size):
             micro = collate(rows[start : start + size], pad_id=pad_id)
             total += _loss(engine, micro, size, tokens)
@@ -204,7 +197,7 @@ def summed_loss(engine: Engine, micro: MicroBatch) -> float:
 def _loss(engine: Engine, micro: MicroBatch, rows: int, tokens: int) -> float:
     split = NamedSharding(engine.mesh, PartitionSpec(ROWS, None))
     batch = jax.device_put(filled_batch(micro, rows=rows, tokens=tokens), split)
-    loss, attention = engine.losing(tokens)
+    loss, attention = engine.loss_function(tokens)
     return float(_summed(engine.params, batch, loss, engine.architecture, engine.compute, attention))
 
 
@@ -221,37 +214,37 @@ def versions() -> dict[str, str]:
 
 
 def machine_facts(engine: Engine) -> dict[str, Any]:
-    """What decides the bits of a step beside its inputs; two runs where all of it agrees give the same."""
+    """What decides the bits of a step beside its inputs; runs on machines with equal facts give equal bits."""
     facts: dict[str, Any] = {
         "backend": "jax",
         "device": engine.device,
         **cpu_facts(),
-        "cpu_capability": _highest_instructions(os.environ.get("XLA_FLAGS", "")),
+        "cpu_capability": _instruction_set(os.environ.get("XLA_FLAGS", "")),
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "versions": versions(),
         "deterministic": engine.deterministic,
         "devices": len(engine.devices),
     }
     if engine.device == "cuda":
-        told = {
+        gpu = {
             "name": engine.devices[0].device_kind,
             "capability": str(engine.devices[0].compute_capability),
             "driver": driver_version(),
             **_cuda_versions(),
         }
-        facts["gpu"] = {name: value for name, value in told.items() if value is not None}
+        facts["gpu"] = {name: value for name, value in gpu.items() if value is not None}
     return facts
 
 
-def _highest_instructions(flags: str) -> str:
-    """What XLA compiles for: all that the CPU has, unless its flag says less."""
-    found = re.search(r"--xla_cpu_max_isa=(\w+)", flags)
-    return found[1].upper() if found else "native"
+def _instruction_set(flags: str) -> str:
+    """What XLA compiles for: all that the CPU has, unless a flag limits it."""
+    limit = re.search(r"--xla_cpu_max_isa=(\w+)", flags)
+    return limit[1].upper() if limit else "native"
 
 
 def _cuda_versions() -> dict[str, str]:
-    """Of the libraries that jax was loaded with, spelled as torch does."""
-    from jax._src.lib import cuda_versions  # there is no public way to ask
+    """Of the libraries that jax has loaded, formatted as torch does."""
+    from jax._src.lib import cuda_versions  # there is no public API
 
     if cuda_versions is None:
         return {}

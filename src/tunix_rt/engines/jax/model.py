@@ -1,13 +1,13 @@
 """The models of the JAX engine: pure functions over a tree of arrays, in one scan over the layers.
 
 Parameters are a dictionary: `embedding` [vocabulary, hidden], `positions` where they are learned, `head` where it is not
-tied, `last_norm`, and `layers`, a dictionary of arrays whose first dimension is the layer. Matrices lie as Hugging Face
-stores them, so a checkpoint is a matter of names (`weights.py`).
+tied, `last_norm`, and `layers`, a dictionary of arrays whose first dimension is the layer. Matrices have the layout of Hugging
+Face, so a checkpoint is a matter of names (`weights.py`).
 
-Weights stay in their own type until they are used: products are made in the type `compute`, norms and softmax in at least
-float32. With weights of the type `compute` that is what transformers computes with a model of that type.
+Weights keep their dtype until they are used: matmuls are in the dtype `compute`, norms and softmax in at least float32. With
+weights of dtype `compute` that is what transformers computes with a model of that dtype.
 
-Training (`forward`) and answers (`generate.py`) go `through_layers`; they differ in what happens between tokens.
+Training (`forward`) and generation (`generate.py`) run `through_layers`; they differ in their attention.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,28 +25,28 @@ from tunix_rt.engines.jax.chunked_loss import head_loss, looked_up
 Array = Any
 Params = Mapping[str, Any]
 Remat = Literal["none", "products", "layers"]
-"""What a layer keeps for the backward pass: everything; the results of products with weights; its input alone."""
+"""What a layer saves for the backward pass: everything; the results of matmuls with weights; its input alone."""
 
 
 LookUp = Callable[..., Array]
-"""As `jax_head.looked_up`."""
+"""As `chunked_loss.looked_up`."""
 
 
 class Batch(NamedTuple):
-    """A micro-batch as compiled code takes it, each [rows, tokens]."""
+    """A micro-batch as a compiled step takes it, each [rows, tokens]."""
 
     ids: Array
     positions: Array
     segments: Array
-    """Which example of its row a token belongs to. Nobody looks across."""
+    """The example of the row that a token belongs to; attention does not cross examples."""
     targets: Array
-    """What the state at a token is to predict: the token after it."""
+    """The next token, which the hidden state predicts."""
     weights: Array
-    """1 where it is a target, 0 where not."""
+    """1 for a target, 0 otherwise."""
 
 
 def batch_of(micro: MicroBatch) -> Batch:
-    """`micro` in numpy, laid out as the models take it. Padding belongs to the example before it, which cannot see it."""
+    """`micro` as the models take it, in numpy. Padding belongs to the example before it, which cannot attend to it."""
     after = np.pad(micro.labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
     return Batch(
         ids=micro.ids.astype(np.int32),
@@ -74,13 +74,13 @@ def summed_loss(
         compute=compute, remat=remat, attention=attention, pieces=pieces,
     )  # fmt: skip
     return head_loss(
-        states, head_table(params), batch.targets, batch.weights,
+        states, lm_head_weight(params), batch.targets, batch.weights,
         compute=compute, softcap=architecture.logit_cap, chunk=chunk,
     )  # fmt: skip
 
 
-def head_table(params: Params) -> Array:
-    """The projection to the vocabulary; where it is tied, the table of the input tokens."""
+def lm_head_weight(params: Params) -> Array:
+    """The lm_head weight; where it is tied, the embedding."""
     return params["head"] if "head" in params else params["embedding"]
 
 
@@ -98,11 +98,11 @@ def forward(
     pieces: int = 1,
     lean: bool = True,
 ) -> Array:
-    """Hidden states [rows, tokens, hidden] of the type `compute`, after the last norm.
+    """Hidden states [rows, tokens, hidden] of dtype `compute`, after the last norm.
 
-    An id or a learned position outside its table gives no number (NaN), where JAX would take the nearest row in silence.
-    There is no dropout. `pieces`: into how many the tokens are cut for the MLP, whose activations are the widest.
-    `lean`: with 16-bit products and nothing to be recomputed, float32 values between them are, all the same.
+    An id or a learned position outside its embedding gives NaN, where JAX would silently clamp it. There is no dropout.
+    `pieces`: the number of chunks of tokens in the MLP, whose activations are the widest. `lean`: with a 16-bit compute dtype
+    and no checkpointing, float32 values between matmuls are recomputed nevertheless.
     """
     attend = attention or exact_attention
 
@@ -129,25 +129,25 @@ def through_layers(
     pieces: int = 1,
     lean: bool = True,
 ) -> tuple[Array, Any]:
-    """Hidden states after the last norm, as of `forward`, and the `memory` that was handed from layer to layer.
+    """Hidden states after the last norm, as of `forward`, and the `memory` that the layers pass on.
 
-    `mix(query, key, value, kind, memory)` is what happens between tokens in a layer of the kind `kind`, a traced number:
-    it is told the heads, already turned, and gives back what attention gives, and the memory for the next layer.
+    `mix(query, key, value, kind, memory)` is the attention of a layer of kind `kind`, a traced number: it takes heads after RoPE,
+    and returns the attention output and the memory for the next layer.
     """
     states = _embedded(params, ids, positions, architecture, compute, look_up)
-    turns = _turns(positions, architecture, compute)
+    rope = _rope(positions, architecture, compute)
 
     def layer(
         carried: tuple[Array, Any], of_layer: tuple[Mapping[str, Array], Array]
     ) -> tuple[tuple[Array, Any], None]:
         (states, memory), (weights, kind) = carried, of_layer
 
-        def turn_and_mix(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            if turns is not None:
-                query, key = (_turned(heads, *(part[kind] for part in turns)) for heads in (query, key))
+        def rotate_and_mix(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            if rope is not None:
+                query, key = (_rotated(heads, *(part[kind] for part in rope)) for heads in (query, key))
             return mix(query, key, value, kind, memory)
 
-        return _layer(states, weights, architecture, turn_and_mix, pieces), None
+        return _layer(states, weights, architecture, rotate_and_mix, pieces), None
 
     policy = _policy(remat, compute, lean=lean)
     body = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
@@ -157,16 +157,16 @@ def through_layers(
 
 
 def _policy(remat: Remat, compute: Any, *, lean: bool) -> Callable[..., bool] | None:
-    """What a layer keeps; None: all of it."""
+    """What a layer saves; None: everything."""
     if remat == "none":
-        return _keeps_narrow if lean and jnp.dtype(compute).itemsize == 2 else None
-    return _keeps_products if remat == "products" else jax.checkpoint_policies.nothing_saveable
+        return _saves_16_bit if lean and jnp.dtype(compute).itemsize == 2 else None
+    return _saves_matmuls if remat == "products" else jax.checkpoint_policies.nothing_saveable
 
 
-def _keeps_narrow(primitive: Any, *given: Any, **parameters: Any) -> bool:
-    """All but the float32 values inside of norms and activations, which their 16-bit input gives again: of Gemma 2B they are
-    two thirds of everything. Of the dimensions: weights, cast for their product, have two, scores of attention five."""
-    if _keeps_products(primitive, *given, **parameters):
+def _saves_16_bit(primitive: Any, *given: Any, **parameters: Any) -> bool:
+    """Everything but the float32 values inside norms and activations, which are recomputed from their 16-bit input: two thirds
+    of all activations of Gemma 2B. By dimensions: cast weights have two, attention scores five."""
+    if _saves_matmuls(primitive, *given, **parameters):
         return True
     if not all(one.ndim in (3, 4) for one in given):
         return False
@@ -175,19 +175,19 @@ def _keeps_narrow(primitive: Any, *given: Any, **parameters: Any) -> bool:
     return all(one.dtype.itemsize <= 2 for one in given)
 
 
-def _keeps_products(primitive: Any, *given: Any, **parameters: Any) -> bool:
-    """Products with weights, and cuDNN's attention: one number in hundreds of what it computes, and a tenth of the time."""
-    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *given, **parameters)
-    return bool(is_product) or primitive.name == "dot_product_attention_fwd_wrapper"
+def _saves_matmuls(primitive: Any, *given: Any, **parameters: Any) -> bool:
+    """Matmuls with weights, and the output of cuDNN attention: small beside its scores, and a tenth of the time."""
+    is_matmul = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *given, **parameters)
+    return bool(is_matmul) or primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def _embedded(
     params: Params, ids: Array, positions: Array, architecture: Architecture, compute: Any, look_up: LookUp
 ) -> Array:
-    """Rows of the tables, made in their type and then rounded. The scale is rounded to that type first, as in transformers."""
-    table, learned = params["embedding"], params.get("positions")
-    dtype = compute if learned is None else table.dtype
-    found = look_up(table, ids, scale=architecture.embedding_scale, dtype=dtype)
+    """Embeddings in their dtype, then rounded. The scale is rounded to that dtype first, as in transformers."""
+    embedding, learned = params["embedding"], params.get("positions")
+    dtype = compute if learned is None else embedding.dtype
+    found = look_up(embedding, ids, scale=architecture.embedding_scale, dtype=dtype)
     if architecture.padding_id is not None:
         is_padding = (ids == architecture.padding_id)[..., None]
         found = jnp.where(is_padding, jax.lax.stop_gradient(found), found)
@@ -204,26 +204,26 @@ def _layer(
     mix: Callable[[Array, Array, Array], tuple[Array, Any]],
     pieces: int,
 ) -> tuple[Array, Any]:
-    """`mix` is what happens between tokens, told the heads of queries, keys and values. What it remembers comes back too."""
+    """`mix` is the attention over heads of queries, keys and values; its memory is returned too."""
     normed = _norm(states, weights, "attention_norm", architecture)
     mixed, memory = mix(*_heads(normed, weights, architecture))
-    found = _product(mixed.reshape(*states.shape[:2], -1), weights, "output", architecture)
+    found = _linear(mixed.reshape(*states.shape[:2], -1), weights, "output", architecture)
     if architecture.post_norms:
         found = _norm(found, weights, "after_attention_norm", architecture)
     states = states + found
-    found = _mlp_in_pieces(_norm(states, weights, "mlp_norm", architecture), weights, architecture, pieces)
+    found = _chunked_mlp(_norm(states, weights, "mlp_norm", architecture), weights, architecture, pieces)
     if architecture.post_norms:
         found = _norm(found, weights, "after_mlp_norm", architecture)
     return states + found, memory
 
 
 def _heads(states: Array, weights: Mapping[str, Array], architecture: Architecture) -> tuple[Array, Array, Array]:
-    """Queries [rows, tokens, heads, head size]; keys and values, of which several heads may share one."""
+    """Queries [rows, tokens, heads, head dim]; keys and values have KV heads."""
     shape = architecture.shape
     if architecture.input_first:
-        parts = jnp.split(_product(states, weights, "query_key_value", architecture), 3, axis=-1)
+        parts = jnp.split(_linear(states, weights, "query_key_value", architecture), 3, axis=-1)
     else:
-        parts = [_product(states, weights, name, architecture) for name in ("query", "key", "value")]
+        parts = [_linear(states, weights, name, architecture) for name in ("query", "key", "value")]
     query, key, value = (part.reshape(*states.shape[:2], -1, shape.head_dim) for part in parts)
     if shape.head_norms:
         query = _norm(query, weights, "query_norm", architecture)
@@ -231,12 +231,12 @@ def _heads(states: Array, weights: Mapping[str, Array], architecture: Architectu
     return query, key, value
 
 
-def _mlp_in_pieces(states: Array, weights: Mapping[str, Array], architecture: Architecture, pieces: int) -> Array:
-    """Some tokens of every row at a time, so that few of the wide activations exist at once, in either pass."""
+def _chunked_mlp(states: Array, weights: Mapping[str, Array], architecture: Architecture, pieces: int) -> Array:
+    """Chunks of tokens of every row, so that few of the wide activations exist at once, in either pass."""
     rows, tokens, hidden = states.shape
     if pieces == 1:
         return _mlp(states, weights, architecture)
-    # Looked up once for all pieces. The gradients of the pieces add up in the type of what they share: in at least float32.
+    # All-gathered once for all chunks. Gradients of the chunks accumulate in the dtype of the shared arrays: at least float32.
     shared = {name: weights[name] for name in weights if name.removesuffix("_bias") in ("gate", "up", "down")}
     shared = {name: array.astype(jnp.promote_types(array.dtype, jnp.float32)) for name, array in shared.items()}
 
@@ -249,11 +249,11 @@ def _mlp_in_pieces(states: Array, weights: Mapping[str, Array], architecture: Ar
 
 
 def _mlp(states: Array, weights: Mapping[str, Array], architecture: Architecture) -> Array:
-    up = _product(states, weights, "up", architecture)
+    up = _linear(states, weights, "up", architecture)
     if not architecture.shape.gated_mlp:
-        return _product(_activated(up, architecture), weights, "down", architecture)
-    gate = _product(states, weights, "gate", architecture)
-    return _product(_activated(gate, architecture) * up, weights, "down", architecture)
+        return _linear(_activated(up, architecture), weights, "down", architecture)
+    gate = _linear(states, weights, "gate", architecture)
+    return _linear(_activated(gate, architecture) * up, weights, "down", architecture)
 
 
 def _activated(values: Array, architecture: Architecture) -> Array:
@@ -263,10 +263,10 @@ def _activated(values: Array, architecture: Architecture) -> Array:
     return jax.nn.gelu(wide, approximate=architecture.activation == "gelu_tanh").astype(values.dtype)
 
 
-def _product(states: Array, weights: Mapping[str, Array], name: str, architecture: Architecture) -> Array:
-    """In the type of the states, to which weights are cast here: a cast of one layer lives as long as the layer."""
-    spelled = "bti,io->bto" if architecture.input_first else "bti,oi->bto"
-    found = jnp.einsum(spelled, states, weights[name].astype(states.dtype))
+def _linear(states: Array, weights: Mapping[str, Array], name: str, architecture: Architecture) -> Array:
+    """In the dtype of `states`, to which weights are cast here: the cast of a layer lives as long as the layer."""
+    equation = "bti,io->bto" if architecture.input_first else "bti,oi->bto"
+    found = jnp.einsum(equation, states, weights[name].astype(states.dtype))
     bias = weights.get(f"{name}_bias")
     return found if bias is None else found + bias.astype(states.dtype)
 
@@ -284,14 +284,14 @@ def _norm(states: Array, weights: Mapping[str, Array], name: str, architecture: 
     return (normed * weight + weights[f"{name}_bias"].astype(wide.dtype)).astype(states.dtype)
 
 
-# --- between tokens --------------------------------------------------------------------------------------------------
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 class Attention(Protocol):
-    """Softmax of scores over the tokens that each may see, times their values: [rows, tokens, heads, head size].
+    """Attention of packed rows: [rows, tokens, heads, head dim].
 
-    `kind`, a traced number, says which of the architecture's kinds the layer is. Code that needs its window when it is
-    compiled takes one of several by `jax.lax.switch(kind, ...)`."""
+    `kind`, a traced number, is the index of the layer's kind in the architecture. A kernel that needs the window at compile time
+    switches with `jax.lax.switch(kind, ...)`."""
 
     def __call__(
         self, query: Array, key: Array, value: Array, *, segments: Array, kind: Array, architecture: Architecture
@@ -301,22 +301,22 @@ class Attention(Protocol):
 def exact_attention(
     query: Array, key: Array, value: Array, *, segments: Array, kind: Array, architecture: Architecture
 ) -> Array:
-    """By a mask of tokens x tokens, on any platform. Distances are counted along the row: positions restart in it."""
+    """With a mask of tokens x tokens, on any platform. Windows are counted along the row, where positions restart."""
     places = jnp.arange(query.shape[1], dtype=jnp.int32)
     seen = within_window(places, places, kind, architecture) & (segments[:, :, None] == segments[:, None, :])
     return masked_attention(query, key, value, seen, architecture)
 
 
-def within_window(looking: Array, looked_at: Array, kind: Array, architecture: Architecture) -> Array:
-    """[looking, looked at]: whether a layer of the kind lets a token at one place of a row see one at another."""
+def within_window(queries: Array, keys: Array, kind: Array, architecture: Architecture) -> Array:
+    """[queries, keys]: whether a layer of this kind lets the token at one index of a row attend to that at another."""
     far = np.iinfo(np.int32).max
     windows = jnp.asarray([far if one.window is None else one.window for one in architecture.kinds], jnp.int32)
-    distance = looking[:, None] - looked_at[None, :]
+    distance = queries[:, None] - keys[None, :]
     return (distance >= 0) & (distance < windows[kind])
 
 
 def masked_attention(query: Array, key: Array, value: Array, seen: Array, architecture: Architecture) -> Array:
-    """Every query over the keys that `seen` [rows, queries, keys] lets it see; one that sees none gets some number."""
+    """Attention with the mask `seen` [rows, queries, keys]; the output of a query that sees no key is undefined, but finite."""
     rows, tokens, heads, size = query.shape
     shared = query.reshape(rows, tokens, key.shape[2], -1, size)
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -324,12 +324,12 @@ def masked_attention(query: Array, key: Array, value: Array, seen: Array, archit
     if architecture.score_cap is not None:
         scores = jnp.tanh(scores / architecture.score_cap) * architecture.score_cap
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", shares, value).reshape(rows, tokens, heads, size)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", probabilities, value).reshape(rows, tokens, heads, size)
 
 
-def _turns(positions: Array, architecture: Architecture, compute: Any) -> tuple[Array, Array] | None:
-    """Cosine and sine of every angle, [kinds, rows, tokens, 1, half a head]; None where positions are learned."""
+def _rope(positions: Array, architecture: Architecture, compute: Any) -> tuple[Array, Array] | None:
+    """Cosine and sine, [kinds, rows, tokens, 1, half the head dim]; None where positions are learned."""
     frequencies = np.asarray([kind.frequencies for kind in architecture.kinds])
     if frequencies.size == 0:
         return None
@@ -338,7 +338,7 @@ def _turns(positions: Array, architecture: Architecture, compute: Any) -> tuple[
     return jnp.cos(angles)[..., None, :].astype(compute), jnp.sin(angles)[..., None, :].astype(compute)
 
 
-def _turned(heads: Array, cosine: Array, sine: Array) -> Array:
-    """The first half of a head with the second: pairs are not neighbours, as Hugging Face stores these models."""
+def _rotated(heads: Array, cosine: Array, sine: Array) -> Array:
+    """Rotates the first half of a head with the second, which is the layout of Hugging Face."""
     first, second = jnp.split(heads, 2, axis=-1)
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

@@ -1,13 +1,12 @@
-"""What a checkpoint of the JAX engine holds, under the names and in the shapes of the PyTorch engine: a tensor for each
-layer, `exp_avg.NAME` for its moments. A checkpoint of either can be read by the other.
+"""Checkpoints and final models of the JAX engine, with the names and shapes of the PyTorch engine: a tensor for each layer,
+`exp_avg.NAME` for optimizer states. Each engine reads the checkpoints of the other.
 
-Arrays come to the host leaf by leaf and a piece at a time: what jax would keep of an array that was looked at whole would
-stay in memory until the next step. Both ways to a file give the same bytes.
+Arrays are copied to the host leaf by leaf and a block at a time: jax caches the host copy of a whole array until the next step.
+Through a snapshot or directly from the devices, a checkpoint has the same bytes.
 """
 
 import json
-import shutil
-import struct
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +19,25 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from tunix_rt.doctor.probe import host_facts
-from tunix_rt.engines.base import out_of_range
-from tunix_rt.engines.jax.load import Engine, memory_is_named
+from tunix_rt.engines.checkpoint import (
+    BLOCK_BYTES,
+    MODEL,
+    OPTIMIZER,
+    fits_on_host,
+    refuse_other_tensors,
+    staged_model,
+    unreadable,
+)
+from tunix_rt.engines.failures import memory_errors_named, out_of_range
+from tunix_rt.engines.jax.load import Engine
 from tunix_rt.engines.jax.weights import TYPES, Entry, entries
-from tunix_rt.errors import InputError, StorageError, TunixError
-from tunix_rt.storage import settle_files, storage, sync_folder
+from tunix_rt.errors import InputError, TunixError
+from tunix_rt.models.families import FAMILIES
+from tunix_rt.models.safetensors import header_of
+from tunix_rt.storage import storage
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-BLOCK_BYTES = 64 * 2**20
-"""An array comes to the host in pieces of about this size."""
 AHEAD = 4
-"""Pieces that are on their way at once."""
-HOST_RESERVE_BYTES = 2**30
-"""Host memory that a copy of the state leaves to everything else."""
+"""Blocks that are copied to the host at once."""
 
 _NAMES = {kind: name for name, kind in TYPES.items()}
 Host = npt.NDArray[Any]
@@ -41,11 +45,11 @@ Host = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """An array of the parameters or of the optimizer: where it is, and its tensors in a file."""
+    """An array of the parameters or of the optimizer, and the names of its tensors in a file."""
 
     array: Any
     names: tuple[str, ...]
-    """One for each layer, of an array of layers; else a single one."""
+    """One for each layer, for an array of layers; else a single one."""
     of_layers: bool
 
     @property
@@ -59,7 +63,7 @@ class Leaf:
 
 
 def leaves_of(entry_list: list[Entry], layers: int, tree: Mapping[str, Any], prefix: str = "") -> Iterator[Leaf]:
-    """Of a tree as the parameters are; an array that is not kept (None) is left out."""
+    """Of a tree like the parameters; arrays that are None are skipped."""
     for entry in entry_list:
         array = (tree["layers"] if entry.of_layers else tree).get(entry.key)
         if array is not None:
@@ -68,7 +72,7 @@ def leaves_of(entry_list: list[Entry], layers: int, tree: Mapping[str, Any], pre
 
 
 def saved_leaves(engine: Engine) -> Iterator[Leaf]:
-    """The parameters in the type in which the final model is written."""
+    """The parameters in the dtype of the final model."""
     for leaf in leaves_of(entries(engine.architecture), engine.architecture.shape.layers, engine.params):
         yield leaf if engine.saved_dtype is None else replace(leaf, array=leaf.array.astype(engine.saved_dtype))
 
@@ -86,20 +90,14 @@ def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
 def _header(leaves: list[Leaf], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """The beginning of a safetensors file, and where in the file each tensor lies: the widest types first, then by name."""
     tensors = sorted((-leaf.dtype.itemsize, name, leaf) for leaf in leaves for name in leaf.names)
-    found: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    places, end = {}, 0
-    for _, name, leaf in tensors:
-        begin, end = end, end + int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
-        found[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
-        places[name] = begin
-    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-    return head, {name: len(head) + begin for name, begin in places.items()}
+    described = (
+        (name, _NAMES[leaf.dtype], leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize) for _, name, leaf in tensors
+    )
+    return header_of(described, metadata)
 
 
 def write_leaves(path: Path, leaves: list[Leaf], metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file of `leaves`, of which one at a time is in host memory."""
+    """Write a safetensors file of `leaves`, one at a time through host memory."""
     head, places = _header(leaves, metadata)
     with storage(path), path.open("wb") as file:
         file.write(head)
@@ -114,37 +112,37 @@ def _write_leaf(file: Any, leaf: Leaf, values: Host, places: Mapping[str, int]) 
 
 
 def host_copy(array: Any) -> Host:
-    """The whole of `array`, wherever its parts lie; nothing of it stays behind in jax."""
+    """A copy of `array` from the shards on its devices; jax caches none of it."""
     if not array.is_fully_addressable:
         raise TunixError(
-            f"an array of {list(array.shape)} lies on the devices of several hosts; they cannot be saved from one of them",
+            f"an array of {list(array.shape)} is sharded over several hosts, which cannot be saved from one of them",
             fix="run on the devices of one host; several are not supported yet",
         )
     whole = np.empty(array.shape, np.dtype(array.dtype))
     seen = set()
-    waiting: deque[tuple[Any, Any]] = deque()
+    pending: deque[tuple[Any, Any]] = deque()
 
-    def take() -> None:
-        place, piece = waiting.popleft()
-        whole[place] = np.array(piece)
+    def finish() -> None:
+        place, block = pending.popleft()
+        whole[place] = np.array(block)
 
     for shard in array.addressable_shards:
         index = tuple((part.start, part.stop) for part in shard.index)
-        if index in seen:  # a copy on another device
+        if index in seen:  # a replica on another device
             continue
         seen.add(index)
-        for place, piece in _pieces(shard):
-            piece.copy_to_host_async()
-            waiting.append((place, piece))
-            if len(waiting) >= AHEAD:
-                take()
-    while waiting:
-        take()
+        for place, block in _blocks(shard):
+            block.copy_to_host_async()
+            pending.append((place, block))
+            if len(pending) >= AHEAD:
+                finish()
+    while pending:
+        finish()
     return whole
 
 
-def _pieces(shard: Any) -> Iterator[tuple[Any, Any]]:
-    """(place in the whole array, array) of a shard cut along its first dimension."""
+def _blocks(shard: Any) -> Iterator[tuple[Any, Any]]:
+    """(index in the whole array, array) of a shard split along its first dimension."""
     data = shard.data
     if data.nbytes <= BLOCK_BYTES or data.ndim == 0:
         yield shard.index, data
@@ -154,28 +152,24 @@ def _pieces(shard: Any) -> Iterator[tuple[Any, Any]]:
     rows = max(1, BLOCK_BYTES * count // data.nbytes)
     for start in range(0, count, rows):
         size = min(rows, count - start)
-        yield (slice(begin + start, begin + start + size), *rest), _cut(data, start, size)
+        yield (slice(begin + start, begin + start + size), *rest), _slice(data, start, size)
 
 
-def _cut(data: Any, start: int, size: int) -> Any:
-    return _CUT(data, start, size)
+_slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
 
 
-_CUT = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
-
-
-# --- through host memory, or straight to the disk ---------------------------------------------------------------------
+# --- through host memory, or directly to the disk ---------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """The state of one moment in host memory, whatever is trained afterwards. To be written once."""
+    """A copy of weights and optimizer state in host memory. Written once."""
 
     files: dict[str, list[tuple[Leaf, Host]]]
     bytes: int
 
     def write(self, folder: Path) -> None:
-        """Both files into `folder`. May be called from another thread; the host memory is free for others afterwards."""
+        """Write both files into `folder` and release the host memory. May be called from another thread."""
         try:
             for name, copied in self.files.items():
                 head, places = _header([leaf for leaf, _ in copied])
@@ -187,16 +181,16 @@ class Snapshot:
             self.files = {}
 
 
-@memory_is_named("the copy of the state for a checkpoint")
+@memory_errors_named("the snapshot of a checkpoint")
 def snapshot(engine: Engine, optimizer: Any) -> Snapshot:
-    """Host copies of everything that must be kept, made before it returns."""
+    """A snapshot of weights and optimizer state, complete on return."""
     files = _files(engine, optimizer)
     copied = {name: [_copied(leaf) for leaf in leaves] for name, leaves in files.items()}
     return Snapshot(files=copied, bytes=_size(files))
 
 
 def _copied(leaf: Leaf) -> tuple[Leaf, Host]:
-    """The copy, and a leaf that holds on to it instead of the array on the device, which the next step uses up."""
+    """The copy, and a leaf that refers to it instead of the array on the device, which the next step donates."""
     values = host_copy(leaf.array)
     return Leaf(array=values, names=leaf.names, of_layers=leaf.of_layers), values
 
@@ -206,18 +200,17 @@ def _size(files: Mapping[str, list[Leaf]]) -> int:
 
 
 def snapshot_bytes(engine: Engine, optimizer: Any) -> int:
-    """Bytes of both files of a checkpoint now, which is what a snapshot takes of host memory."""
+    """Size of both files of a checkpoint, which is the host memory that a snapshot takes."""
     return _size(_files(engine, optimizer))
 
 
 def host_has_room(needed_bytes: int) -> bool:
-    """Whether the host can hold a snapshot of so many bytes besides all else; in a container, within its limit."""
-    return needed_bytes + HOST_RESERVE_BYTES <= host_facts().ram_available_bytes
+    return fits_on_host(needed_bytes)
 
 
-@memory_is_named("the writing of a checkpoint")
+@memory_errors_named("the writing of a checkpoint")
 def write_direct(engine: Engine, optimizer: Any, folder: Path) -> None:
-    """Both files into `folder`, one array at a time through the host. Nothing may be trained meanwhile."""
+    """Write both files into `folder`, one array at a time through the host. The state must not change meanwhile."""
     for name, leaves in _files(engine, optimizer).items():
         write_leaves(folder / name, leaves)
 
@@ -225,10 +218,10 @@ def write_direct(engine: Engine, optimizer: Any, folder: Path) -> None:
 # --- back ------------------------------------------------------------------------------------------------------------
 
 
-@memory_is_named("the checkpoint")
+@memory_errors_named("the restoring of a checkpoint")
 def restore_state(engine: Engine, optimizer: Any, folder: Path, *, step: int) -> None:
-    """Put the state of a verified checkpoint back, bit for bit, over however many devices there are now. What was there
-    before is used up, also where a file turns out to be unreadable."""
+    """Restore a verified checkpoint, bit for bit, sharded over the devices of `engine`. The arrays before are deleted, also
+    where a file is corrupt."""
     listed, layers = entries(engine.architecture), engine.architecture.shape.layers
     engine.params = _restored(folder / MODEL, list(leaves_of(listed, layers, engine.params)), engine.params)
     leaves = [leaf for slot, tree in optimizer.state.items() for leaf in leaves_of(listed, layers, tree, f"{slot}.")]
@@ -237,7 +230,7 @@ def restore_state(engine: Engine, optimizer: Any, folder: Path, *, step: int) ->
 
 
 def _restored(path: Path, leaves: list[Leaf], tree: Any) -> Any:
-    """`tree` with the values that `path` has for its arrays, each where it was. No array is there twice."""
+    """`tree` with the values of `path`, each array on its devices. No array is in device memory twice."""
     values: dict[int, Any] = {}
     try:
         with safe_open(path, framework="np") as file:
@@ -247,10 +240,7 @@ def _restored(path: Path, leaves: list[Leaf], tree: Any) -> Any:
                 leaf.array.delete()
                 values[id(leaf.array)] = jax.block_until_ready(jax.device_put(read, place))
     except (SafetensorError, OSError) as error:
-        problem = f"{path}: {' '.join(str(error).split())[:300]}"
-        raise StorageError(
-            problem, fix="the checkpoint cannot be read; delete it to go on from the one before"
-        ) from error
+        raise unreadable(path, error) from error
     return jax.tree.map(lambda array: values[id(array)], tree)
 
 
@@ -262,39 +252,32 @@ def _read(file: Any, leaf: Leaf) -> Host:
 
 
 def _refuse_others(path: Path, file: Any, leaves: list[Leaf]) -> None:
-    """Name the first tensor of `path` that is missing, foreign, or of another shape or type."""
-    fix = "the checkpoint is of another model; begin anew with another --output"
-    stored, wanted = set(file.keys()), {name: leaf for leaf in leaves for name in leaf.names}
-    if strange := sorted(stored ^ wanted.keys()):
-        fault = "lacks" if strange[0] in wanted else "has what this model does not train,"
-        raise InputError(f"{path} {fault} {strange[0]}; {len(strange)} tensors differ in name", fix=fix)
-    for name, leaf in wanted.items():
-        view = file.get_slice(name)
-        kind = TYPES.get(view.get_dtype())
-        said = f"{list(view.get_shape())} {kind.name if kind is not None else view.get_dtype()}"
-        own = f"{list(leaf.shape)} {leaf.dtype.name}"
-        if said != own:
-            raise InputError(f"{path} has {name} as {said}; this model has it as {own}", fix=fix)
+    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no dictionary
+    stored = {name: f"{list(view.get_shape())} {_dtype_name(view.get_dtype())}" for name, view in views.items()}
+    own = {name: f"{list(leaf.shape)} {leaf.dtype.name}" for leaf in leaves for name in leaf.names}
+    refuse_other_tensors(path, stored, own)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-CLASSES = {
-    "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
-}  # fmt: skip
-"""The class of transformers that a `config.json` names; other programs go by it."""
+def _dtype_name(stored: str) -> str:
+    """A dtype of safetensors as numpy calls it, where the engine has it."""
+    return TYPES[stored].name if stored in TYPES else stored
+
+
+# --- the final model -------------------------------------------------------------------------------------------------
+
+
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What transformers takes over from `config.json` where a model has no settings for generation."""
+"""What transformers reads from `config.json` for a model without generation_config.json."""
 
 
-@memory_is_named("the rounding of the weights")
+@memory_errors_named("the rounding of the weights")
 def round_weights(engine: Engine, dtype: str) -> None:
-    """Round every weight to `dtype`, in which `save` writes it from here on.
+    """Round every weight to `dtype`, in which `save` then writes it.
 
-    In memory it keeps its type: the engine computes what the saved model computes once it is loaded in that type."""
+    In memory it keeps its dtype: the engine computes what the saved model computes once it is loaded in that dtype."""
 
     def rounded(path: Any, weight: Any) -> Any:
-        narrow = weight.astype(dtype)  # by itself: a compiler that sees both casts leaves them out
+        narrow = weight.astype(dtype)  # not compiled together: XLA would remove both casts
         if not bool(jnp.isfinite(narrow).all()):
             raise out_of_range(jax.tree_util.keystr(path), dtype)
         return narrow.astype(weight.dtype)
@@ -303,53 +286,39 @@ def round_weights(engine: Engine, dtype: str) -> None:
     engine.saved_dtype = dtype
 
 
-@memory_is_named("the saving of the final model")
+@memory_errors_named("the saving of the final model")
 def save(
     engine: Engine, folder: Path, *, tokenizer_folder: Path, stop_ids: Sequence[int], chat_template: str | None = None
 ) -> None:
-    """The model in Hugging Face layout, with its tokenizer, as plain transformers loads it. Replaces `folder` whole.
+    """The model in Hugging Face layout, with its tokenizer, as plain transformers loads it. Replaces `folder` as a whole.
 
-    What it generates ends at `stop_ids`, whatever the base model says. `chat_template` takes the place of the tokenizer's
-    own; None leaves that.
+    Generation ends at `stop_ids`. `chat_template` replaces that of the tokenizer.
     """
-    staged = folder.with_name(f".staged-{folder.name}")
-    with storage(folder):
-        for leftover in (staged, folder):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        staged.mkdir(parents=True)
+    with staged_model(folder, tokenizer_folder=tokenizer_folder, chat_template=chat_template) as staged:
         write_leaves(staged / MODEL, list(saved_leaves(engine)), {"format": "pt"})
         _write(staged / "config.json", _config(engine))
         _write(staged / "generation_config.json", _generation(engine, stop_ids))
-        for name in TOKENIZER_FILES:
-            if (tokenizer_folder / name).is_file():
-                shutil.copyfile(tokenizer_folder / name, staged / name)
-        if chat_template is not None:
-            (staged / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="\n")
-        settle_files(staged)  # `result.json` will say completed: the model must outlive a power cut by then
-        staged.rename(folder)
-        sync_folder(folder.parent)
 
 
 def _config(engine: Engine) -> dict[str, Any]:
-    """That of the base model, with the type of the weights that lie beside it."""
-    said = {key: value for key, value in engine.source.config.items() if key != "torch_dtype"}  # its older name
-    said.setdefault("architectures", [CLASSES[engine.architecture.shape.model_type]])
-    return said | {"dtype": engine.saved_dtype or engine.recipe.weights}
+    """The config.json of the base model, with the dtype of the saved weights."""
+    config = {key: value for key, value in engine.source.config.items() if key != "torch_dtype"}  # its older name
+    config.setdefault("architectures", [FAMILIES[engine.architecture.shape.model_type].class_name])
+    return config | {"dtype": engine.saved_dtype or engine.recipe.weights}
 
 
 def _generation(engine: Engine, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """The base model's own settings, where it has some; the end is ours."""
+    """The generation settings of the base model, with `stop_ids`."""
     path = engine.source.folder / "generation_config.json"
     config = engine.source.config
-    said = {name: config[name] for name in SPECIAL if config.get(name) is not None}
+    settings = {name: config[name] for name in SPECIAL if config.get(name) is not None}
     if path.is_file():
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}", fix="fetch the model again") from error
-        said = read if isinstance(read, dict) else said
-    return said | {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)}
+        settings = read if isinstance(read, dict) else settings
+    return settings | {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,85 +1,81 @@
-"""google-tunix's own Gemma models in the loop of this engine (`model.implementation: tunix`): the one file that imports it.
+"""The Gemma models of google-tunix in the loop of this engine (`model.implementation: tunix`): the one file that imports it.
 
-Parameters stay the tree of `jax_models`, so optimizer, checkpoints, sharding and saved folders are the same; `forward` lays
-them out as Tunix has them, layer by layer and in the type of the products, and calls Tunix's embedder, layers and last norm.
-Written against google-tunix 0.1.7. What goes wrong in it without a word is handled here, or refused by name:
+Parameters stay the tree of `model.py`, so optimizer, checkpoints, sharding and saved folders are the same; `forward` converts
+them to the layout of Tunix, layer by layer and in the compute dtype, and calls its embedder, layers and last norm. Written
+against google-tunix 0.1.7. Where it is silently wrong, this file corrects it, or refuses the model:
 
-- Gemma 2 measures its window between a position and a place in the row, so positions that restart there are wrong past the
-  window. It gets places as positions, and a mask with the boundaries: only distances count in a rotation.
-- Gemma 3 has five layers with a window before each without, whatever config.json says; no model reads config.json at all.
-- Tunix has one type for everything and no master weights. Here weights keep theirs, and each use of a layer is a cast.
+- Gemma 2 measures its window between a position and an index in the row, so restarting positions are wrong past the window. It
+  gets indices as positions, and a mask with document boundaries: RoPE depends on distances only.
+- Gemma 3 has five sliding-window layers before each full one, whatever config.json contains, which no model reads.
+- Tunix has one dtype for everything and no master weights. Here weights keep their dtype, and each use of a layer is a cast.
 - Its constraints on activations (`shard`) do nothing on a CPU and name an axis `tp`. Here they name the axes of our mesh.
-- Its loader puts Gemma 1's norm before the MLP where Gemma 2 has one after attention, fails on tensors of several types and
-  does not say which one is missing; with `mode="original"` it leaves them empty, so that is never used.
+- Its loader maps a norm of Gemma 1 as in Gemma 2, fails on tensors of several dtypes, and does not name a missing tensor
+  (`benchmarks/jax_models.py` corrects it).
 """
 
 import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 
 from tunix_rt.engines.jax.architecture import Architecture
 from tunix_rt.engines.jax.chunked_loss import head_loss
 from tunix_rt.engines.jax.mesh import FSDP, ROWS
-from tunix_rt.engines.jax.model import Batch, Params, Remat, head_table
-from tunix_rt.engines.jax.weights import entries
-from tunix_rt.errors import ConfigError, InputError
+from tunix_rt.engines.jax.model import Batch, Params, Remat, lm_head_weight
+from tunix_rt.errors import ConfigError
+from tunix_rt.models.families import families_of
 
 Array = Any
 WRITTEN_FOR = "0.1.7"
-FAMILIES = ("gemma", "gemma2", "gemma3_text")
 ATTENTION = "tunix"
-"""What the plan of a step calls the attention inside of Tunix's layers."""
-WHY = "Tunix's own: a mask of tokens x tokens, scores and softmax in the type of the products"
+"""The attention of Tunix's layers in the plan of a step."""
+WHY = "Tunix's own: a mask of tokens x tokens, scores and softmax in the compute dtype"
 CYCLE = 6
-"""Every sixth layer of Tunix's Gemma 3 has no window."""
-_OURS = "leave model.implementation out: our own model computes it"
+"""Every sixth layer of Tunix's Gemma 3 has full attention."""
+_OURS = "leave model.implementation out: the models of tunix-rt support it"
 
 
-# --- what Tunix can be asked -----------------------------------------------------------------------------------------
+# --- what Tunix supports ---------------------------------------------------------------------------------------------
 
 
 def require() -> None:
-    """Refuse by name where google-tunix is missing or of another version than this file was written for."""
+    """ConfigError where google-tunix is missing, or of another version than this file is written for."""
     if importlib.util.find_spec("tunix") is None:
         raise ConfigError(
             "model.implementation: tunix needs google-tunix, which is not installed here",
             fix='pip install "tunix-rt[tunix]" in an environment of its own (`scripts/tunix` makes one), or leave it out',
         )
-    found = importlib.metadata.version("google-tunix")
-    if found != WRITTEN_FOR:
+    installed = importlib.metadata.version("google-tunix")
+    if installed != WRITTEN_FOR:
         raise ConfigError(
-            f"model.implementation: tunix was written for google-tunix {WRITTEN_FOR}; {found} is installed",
+            f"model.implementation: tunix is written for google-tunix {WRITTEN_FOR}; {installed} is installed",
             fix=f"pip install google-tunix=={WRITTEN_FOR}",
         )
 
 
 def config_of(architecture: Architecture) -> Any:
-    """Tunix's ModelConfig of the same model, or a ConfigError that names what Tunix's model does otherwise."""
+    """Tunix's ModelConfig of the same model, or a ConfigError with what its model does not support."""
     require()
     _refuse(architecture)
-    return _gemma3_config(architecture) if _is_gemma3(architecture) else _gemma_config(architecture)
+    return _gemma3_config(architecture) if is_gemma3(architecture) else _gemma_config(architecture)
 
 
-def _is_gemma3(architecture: Architecture) -> bool:
+def is_gemma3(architecture: Architecture) -> bool:
     return architecture.shape.model_type == "gemma3_text"
 
 
 def _refuse(architecture: Architecture) -> None:
     shape = architecture.shape
-    if shape.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model.implementation: tunix is there for {', '.join(FAMILIES)}, not for a {shape.model_type}", fix=_OURS
-        )
+    known = families_of("tunix")
+    if shape.model_type not in known:
+        raise ConfigError(f"model.implementation: tunix supports {', '.join(known)}, not {shape.model_type}", fix=_OURS)
     scales = [shape.head_dim**-0.5]
-    if _is_gemma3(architecture):
+    if is_gemma3(architecture):
         scales.append((shape.hidden // shape.heads) ** -0.5)
     wrong = {
         f"an activation {architecture.activation}; it has gelu_tanh": architecture.activation != "gelu_tanh",
@@ -87,15 +83,15 @@ def _refuse(architecture: Architecture) -> None:
         f"rms_norm_eps {architecture.epsilon:g}; it has 1e-06": not np.isclose(
             architecture.epsilon, 1e-6, rtol=1e-6, atol=0
         ),
-        "a head of its own; its head is the table of the tokens": not shape.tied_head,
+        "an lm_head weight of its own; its lm_head is the embedding": not shape.tied_head,
         "biases; it has none": shape.query_bias or shape.output_bias or shape.mlp_bias,
         f"scores times {architecture.query_scale:g}; it has {' or '.join(f'{one:g}' for one in scales)}": (
             not np.isclose(architecture.query_scale, scales, rtol=1e-12).any()
         ),
-        "soft-capped scores in a Gemma 3; it has none": _is_gemma3(architecture) and architecture.score_cap is not None,
+        "soft-capped scores in a Gemma 3; it has none": is_gemma3(architecture) and architecture.score_cap is not None,
     }
-    if found := [what for what, is_wrong in wrong.items() if is_wrong]:
-        raise ConfigError(f"model.implementation: tunix: this model has {found[0]}", fix=_OURS)
+    if problems := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise ConfigError(f"model.implementation: tunix: this model has {problems[0]}", fix=_OURS)
 
 
 def _gemma_config(architecture: Architecture) -> Any:
@@ -128,9 +124,9 @@ def _gemma3_config(architecture: Architecture) -> Any:
     windows = [architecture.kinds[kind].window for kind in architecture.pattern]
     wanted = [(layer + 1) % CYCLE != 0 for layer in range(shape.layers)]
     if [window is not None for window in windows] != wanted:
-        said = ", ".join("all" if window is None else str(window) for window in windows)
+        listed = ", ".join("all" if window is None else str(window) for window in windows)
         raise ConfigError(
-            f"model.implementation: tunix: the windows of this model's layers are {said}; Tunix's Gemma 3 has five layers "
+            f"model.implementation: tunix: the windows of this model's layers are {listed}; Tunix's Gemma 3 has five layers "
             "with a window before each without",
             fix=_OURS,
         )
@@ -170,7 +166,7 @@ def _sizes(architecture: Architecture) -> dict[str, int]:
 
 
 def _axes() -> dict[str, tuple[Any, ...]]:
-    """How weights and activations lie, in the axes of our mesh, which has no `tp`: by these names Tunix asks for them."""
+    """Shardings of weights and activations in the axes of our mesh, which has no `tp`, under the names of Tunix."""
     return {
         "emb_vd": (FSDP, None), "q_weight_ndh": (None, FSDP, None), "kv_weight_cndh": (None, None, FSDP, None),
         "qkv_weight_cndh": (None, None, FSDP, None), "o_weight_nhd": (None, None, FSDP), "ffw_weight_df": (FSDP, None),
@@ -208,13 +204,13 @@ def summed_loss(
     chunk: int | None = None,
     attention: Any = None,
 ) -> Array:
-    """As that of `jax_models`, with hidden states from Tunix's model. The loss head is ours."""
+    """As that of `model.py`, with hidden states of Tunix's model and our loss head."""
     states = forward(
         params, batch.ids, batch.positions, batch.segments, architecture,
         compute=compute, remat=remat, attention=attention,
     )  # fmt: skip
     return head_loss(
-        states, head_table(params), batch.targets, batch.weights,
+        states, lm_head_weight(params), batch.targets, batch.weights,
         compute=compute, softcap=architecture.logit_cap, chunk=chunk,
     )  # fmt: skip
 
@@ -230,11 +226,11 @@ def forward(
     remat: Remat = "none",
     attention: Any = None,
 ) -> Array:
-    """Hidden states [rows, tokens, hidden] of the type `compute` after Tunix's last norm; the call is that of `jax_models`.
+    """Hidden states [rows, tokens, hidden] of dtype `compute` after Tunix's last norm; the signature is that of `model.py`.
 
-    `attention` must be None: Tunix's layers bring their own. Layers are not scanned but follow each other."""
+    `attention` must be None: Tunix's layers have their own. Layers are unrolled, not scanned."""
     if attention is not None:
-        raise ConfigError("model.implementation: tunix takes no other attention than Tunix's own", fix=_OURS)
+        raise ConfigError("model.implementation: tunix has its own attention", fix=_OURS)
     parts = _parts(architecture)
     places = jnp.arange(ids.shape[1], dtype=jnp.int32)
     seen = (places[:, None] >= places[None, :]) & (segments[:, :, None] == segments[:, None, :])
@@ -243,24 +239,24 @@ def forward(
     states = _encoded(parts, params, ids, architecture).astype(compute)
 
     def through(graph: Any, weights: Mapping[str, Array], states: Array) -> Array:
-        module = _merged(graph, _layer_state({key: one.astype(compute) for key, one in weights.items()}, architecture))
+        module = _merged(graph, layer_state({key: one.astype(compute) for key, one in weights.items()}, architecture))
         return module(states, turned_by, None, seen)[1]
 
-    for graph, weights in zip(parts.layers, _of_each_layer(params["layers"], architecture), strict=True):
-        states = _kept_less(functools.partial(through, graph), remat)(weights, states)
+    for graph, weights in zip(parts.layers, split_layers(params["layers"], architecture), strict=True):
+        states = _checkpointed(functools.partial(through, graph), remat)(weights, states)
     return _merged(parts.last_norm, {"scale": params["last_norm"].astype(compute)})(states)
 
 
 def _encoded(parts: "_Parts", params: Params, ids: Array, architecture: Architecture) -> Array:
-    """Rows of the table in its own type. As in `jax_models`, padding teaches nothing and an id outside gives no number."""
-    found = _merged(parts.embedder, {"input_embedding": jnp.asarray(params["embedding"])}).encode(ids)
+    """Embeddings in their dtype. As in `model.py`, padding has no gradient, and an id outside the vocabulary gives NaN."""
+    states = _merged(parts.embedder, {"input_embedding": jnp.asarray(params["embedding"])}).encode(ids)
     if architecture.padding_id is not None:
-        found = jnp.where((ids == architecture.padding_id)[..., None], jax.lax.stop_gradient(found), found)
+        states = jnp.where((ids == architecture.padding_id)[..., None], jax.lax.stop_gradient(states), states)
     outside = (ids < 0) | (ids >= architecture.shape.vocab)
-    return jnp.where(outside[..., None], jnp.asarray(jnp.nan, found.dtype), found)
+    return jnp.where(outside[..., None], jnp.asarray(jnp.nan, states.dtype), states)
 
 
-def _kept_less(layer: Callable[..., Array], remat: Remat) -> Callable[..., Array]:
+def _checkpointed(layer: Callable[..., Array], remat: Remat) -> Callable[..., Array]:
     if remat == "none":
         return layer
     policies = jax.checkpoint_policies
@@ -268,15 +264,15 @@ def _kept_less(layer: Callable[..., Array], remat: Remat) -> Callable[..., Array
     return jax.checkpoint(layer, policy=policy)
 
 
-def _of_each_layer(stacked: Mapping[str, Array], architecture: Architecture) -> list[dict[str, Array]]:
-    """By one cut of each array: its gradient is one joining, where that of single reads would be a sum over layers."""
+def split_layers(stacked: Mapping[str, Array], architecture: Architecture) -> list[dict[str, Array]]:
+    """By one split of each array: its gradient is one concatenation, where that of single reads is a sum over layers."""
     layers = architecture.shape.layers
-    cut = {key: jax.lax.split(jnp.asarray(array), (1,) * layers, axis=0) for key, array in stacked.items()}
-    return [{key: parts[layer][0] for key, parts in cut.items()} for layer in range(layers)]
+    split = {key: jax.lax.split(jnp.asarray(array), (1,) * layers, axis=0) for key, array in stacked.items()}
+    return [{key: parts[layer][0] for key, parts in split.items()} for layer in range(layers)]
 
 
 class _Parts(NamedTuple):
-    """What a model of Tunix is made of, without its weights."""
+    """The modules of a Tunix model, without weights."""
 
     embedder: Any
     layers: tuple[Any, ...]
@@ -287,7 +283,7 @@ class _Parts(NamedTuple):
 def _parts(architecture: Architecture) -> _Parts:
     from flax import nnx
 
-    model = _empty(architecture)
+    model = empty_model(architecture)
     return _Parts(
         embedder=nnx.split(model.embedder)[0],
         layers=tuple(nnx.split(layer)[0] for layer in model.layers),
@@ -295,13 +291,13 @@ def _parts(architecture: Architecture) -> _Parts:
     )
 
 
-def _empty(architecture: Architecture) -> Any:
-    """Tunix's model with shapes in place of weights."""
+def empty_model(architecture: Architecture) -> Any:
+    """Tunix's model with shapes in place of arrays."""
     from flax import nnx
     from tunix.models.gemma.model import Gemma
     from tunix.models.gemma3.model import Gemma3
 
-    kind, config = Gemma3 if _is_gemma3(architecture) else Gemma, config_of(architecture)
+    kind, config = Gemma3 if is_gemma3(architecture) else Gemma, config_of(architecture)
     return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(params=0)))
 
 
@@ -311,53 +307,25 @@ def _merged(graph: Any, state: Mapping[str, Any]) -> Any:
     return nnx.merge(graph, state)
 
 
-# --- weights: our tree and Tunix's state -----------------------------------------------------------------------------
+# --- a layer of the parameters as Tunix has it -----------------------------------------------------------------------------
 
 
-def model_of(params: Params, architecture: Architecture) -> Any:
-    """Tunix's model, an nnx module, with these weights in their type."""
-    from flax import nnx
-
-    graph = nnx.split(_empty(architecture))[0]
-    return nnx.merge(graph, {
-        "embedder": {"input_embedding": jnp.asarray(params["embedding"])},
-        "layers": {
-            layer: _layer_state(weights, architecture)
-            for layer, weights in enumerate(_of_each_layer(params["layers"], architecture))
-        },
-        "final_norm": {"scale": jnp.asarray(params["last_norm"])},
-    })  # fmt: skip
-
-
-def params_of(model: Any, architecture: Architecture) -> dict[str, Any]:
-    """Our tree of the weights of a model of Tunix, in their type."""
-    from flax import nnx
-
-    state = nnx.state(model, nnx.Param).to_pure_dict()
-    layers = [_layer_weights(state["layers"][layer], architecture) for layer in range(architecture.shape.layers)]
-    return {
-        "embedding": state["embedder"]["input_embedding"],
-        "layers": {key: jnp.stack([one[key] for one in layers]) for key in layers[0]},
-        "last_norm": state["final_norm"]["scale"],
-    }
-
-
-def _norms(architecture: Architecture) -> dict[str, str]:
-    """Our name of a layer's norm -> Tunix's. Gemma 1 has no norms after, so what transformers calls
-    `post_attention_layernorm` is the norm before its MLP."""
+def norm_names(architecture: Architecture) -> dict[str, str]:
+    """Our name of a layer's norm -> Tunix's. Gemma 1 has no post-norms: `post_attention_layernorm` of transformers is the norm
+    before its MLP."""
     names = {"attention_norm": "pre_attention_norm", "mlp_norm": "pre_ffw_norm"}
     if architecture.post_norms:
-        after = "post_attention_norm" if _is_gemma3(architecture) else "post_attn_norm"
+        after = "post_attention_norm" if is_gemma3(architecture) else "post_attn_norm"
         names |= {"after_attention_norm": after, "after_mlp_norm": "post_ffw_norm"}
     return names
 
 
-_HEAD_NORMS = {"query_norm": "_query_norm", "key_norm": "_key_norm"}
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+HEAD_NORMS = {"query_norm": "_query_norm", "key_norm": "_key_norm"}
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def _layer_state(weights: Mapping[str, Array], architecture: Architecture) -> dict[str, Any]:
-    """One layer as Tunix has it: products read [in, out], heads apart, keys and values (and queries) in one array."""
+def layer_state(weights: Mapping[str, Array], architecture: Architecture) -> dict[str, Any]:
+    """One layer in the layout of Tunix: matrices [in, out], heads separate, keys and values (and queries) in one array."""
     shape = architecture.shape
 
     def heads_apart(name: str) -> Array:
@@ -370,80 +338,7 @@ def _layer_state(weights: Mapping[str, Array], architecture: Architecture) -> di
         attention["qkv_einsum"] = {"w": jnp.stack([query, key, value])}
     else:
         attention |= {"q_einsum": {"w": query}, "kv_einsum": {"w": jnp.stack([key, value])}}
-    attention |= {theirs: {"scale": weights[ours]} for ours, theirs in _HEAD_NORMS.items() if shape.head_norms}
-    mlp = {theirs: {"kernel": weights[ours].T} for ours, theirs in _MLP.items()}
-    norms = {theirs: {"scale": weights[ours]} for ours, theirs in _norms(architecture).items()}
+    attention |= {theirs: {"scale": weights[ours]} for ours, theirs in HEAD_NORMS.items() if shape.head_norms}
+    mlp = {theirs: {"kernel": weights[ours].T} for ours, theirs in MLP.items()}
+    norms = {theirs: {"scale": weights[ours]} for ours, theirs in norm_names(architecture).items()}
     return {"attn": attention, "mlp": mlp, **norms}
-
-
-def _layer_weights(state: Mapping[str, Any], architecture: Architecture) -> dict[str, Array]:
-    """The way back."""
-    shape, attention = architecture.shape, state["attn"]
-
-    def heads_together(array: Array) -> Array:
-        return array.swapaxes(1, 2).reshape(-1, shape.hidden)
-
-    if shape.heads == shape.kv_heads:
-        query, key, value = attention["qkv_einsum"]["w"]
-    else:
-        query, (key, value) = attention["q_einsum"]["w"], attention["kv_einsum"]["w"]
-    found = {"query": heads_together(query), "key": heads_together(key), "value": heads_together(value)}
-    found["output"] = attention["attn_vec_einsum"]["w"].reshape(shape.query_size, shape.hidden).T
-    found |= {ours: attention[theirs]["scale"] for ours, theirs in _HEAD_NORMS.items() if shape.head_norms}
-    found |= {ours: state["mlp"][theirs]["kernel"].T for ours, theirs in _MLP.items()}
-    return found | {ours: state[theirs]["scale"] for ours, theirs in _norms(architecture).items()}
-
-
-# --- a saved folder in Tunix -----------------------------------------------------------------------------------------
-
-
-def open_in_tunix(folder: Path, architecture: Architecture, *, dtype: str | None = None) -> Any:
-    """A saved folder as a model of Tunix, by Tunix's own loader; weights of the type `dtype`, else of their own.
-
-    Gemma 2 and 3 load by `create_model_from_safe_tensors` as anyone calls it. Gemma 1 needs the key map of this file."""
-    config = config_of(architecture)
-    _refuse_what_fails_in_silence(folder, architecture)
-    from tunix.models.gemma import params_safetensors as gemma
-    from tunix.models.gemma3 import params_safetensors as gemma3
-
-    kind = None if dtype is None else jnp.dtype(dtype)
-    if _is_gemma3(architecture):
-        return gemma3.create_model_from_safe_tensors(str(folder), config, dtype=kind, mode="optimized")
-    if architecture.post_norms:
-        return gemma.create_model_from_safe_tensors(str(folder), config, dtype=kind, mode="optimized")
-    return gemma.safetensors_loader.load_and_create_model(
-        str(folder), gemma.model_lib.Gemma, config, gemma1_keys,
-        preprocess_fn=gemma._make_preprocess_fn(config), dtype=kind, mode="optimized",
-    )  # fmt: skip
-
-
-def gemma1_keys(config: Any) -> dict[str, Any]:
-    """Tunix's key map with the one entry that is wrong for Gemma 1."""
-    from tunix.models.gemma import params_safetensors as gemma
-
-    found = dict(gemma._get_key_and_transform_mapping(config))
-    name = r"model\.layers\.([0-9]+)\.post_attention_layernorm\.weight"
-    if name not in found:
-        raise ConfigError(
-            f"google-tunix has no key {name} to be mended", fix=f"pip install google-tunix=={WRITTEN_FOR}"
-        )
-    return found | {name: (r"layers.\1.pre_ffw_norm.scale", None)}
-
-
-def _refuse_what_fails_in_silence(folder: Path, architecture: Architecture) -> None:
-    """A tensor that is missing, and tensors of several types: Tunix's loader does not name them."""
-    types: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    wanted = [name for entry in entries(architecture) for name in entry.names(architecture.shape.layers)]
-    if missing := [name for name in wanted if name not in types]:
-        raise InputError(
-            f"{folder}: {len(missing)} of {len(wanted)} tensors are missing, first {missing[0]}",
-            fix="fetch or save the model again",
-        )
-    if len(found := sorted(set(types.values()))) > 1:
-        raise InputError(
-            f"{folder}: its tensors are of several types: {', '.join(found)}; Tunix's loader reads one",
-            fix="save it in one type first (`tunix-rt export`)",
-        )

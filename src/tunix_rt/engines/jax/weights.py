@@ -1,29 +1,31 @@
-"""Weights of the JAX engine from and to a folder in Hugging Face layout, by names alone: matrices lie as they are stored.
+"""Weights of the JAX engine: which arrays a model has, read from a folder in Hugging Face layout or drawn from a seed.
 
-The reader is strict: a tensor that is missing, left over, of another shape or type, in two shards or in none is named before
-anything is read. Nothing here imports jax or torch.
+Matrices have the layout of the file. The reader is strict: it refuses a tensor that is missing, left over, of another shape or
+dtype, in two shards or in none, before it reads a value.
 """
 
 import contextlib
+import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from tunix_rt.engines.jax.architecture import Architecture
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.safetensors import INDEX, refuse_incomplete
 from tunix_rt.models.secrets import one_line
-from tunix_rt.storage import storage
 
 SINGLE = "model.safetensors"
 TYPES: Mapping[str, np.dtype[Any]] = {
@@ -33,8 +35,8 @@ TYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
-"""Constants that older files carry beside the parameters; transformers leaves them out too."""
-_FETCH = "the weights do not belong to this config.json, or are damaged; fetch the model again"
+"""Buffers that older files contain beside the parameters; transformers ignores them too."""
+_FETCH = "the weights do not belong to this config.json, or are corrupt; fetch the model again"
 
 Array = npt.NDArray[Any]
 
@@ -45,9 +47,9 @@ class Entry:
 
     key: str
     name: str
-    """Of a layer's array with `{layer}` in it: one tensor in a file for every layer."""
+    """With `{layer}` in it for an array of layers, which is one tensor of the file for each layer."""
     shape: tuple[int, ...]
-    """Of one layer, where it is of layers."""
+    """Of one layer, for an array of layers."""
 
     @property
     def of_layers(self) -> bool:
@@ -59,11 +61,11 @@ class Entry:
 
 def entries(architecture: Architecture) -> list[Entry]:
     """Every array of a model, in the order of its forward pass."""
-    return _gpt2(architecture) if architecture.shape.model_type == "gpt2" else _rotary(architecture)
+    return _gpt2(architecture) if architecture.input_first else _rotary(architecture)
 
 
 def parameter_shapes(architecture: Architecture) -> dict[str, Any]:
-    """The tree of parameters with shapes in place of arrays: what a compiler needs to know of them."""
+    """The tree of parameters with shapes in place of arrays, for the compiler."""
     layers = architecture.shape.layers
     return _tree((entry, (layers, *entry.shape) if entry.of_layers else entry.shape) for entry in entries(architecture))
 
@@ -142,9 +144,9 @@ def _untied_head(architecture: Architecture) -> list[Entry]:
 
 
 def load_weights(source: ModelSource, architecture: Architecture, *, dtype: str | None = None) -> dict[str, Any]:
-    """The parameters in host memory, layers stacked; of the type `dtype`, else of the one they are stored in.
+    """The parameters in host memory, layers stacked, in `dtype` or else in the dtype of the file.
 
-    Tensors of several types are refused, unless `dtype` can hold each of them exactly.
+    Tensors of several dtypes are refused, unless `dtype` represents each of them exactly.
     """
     refuse_incomplete(source.name, source.folder)
     with contextlib.ExitStack() as open_files, _readable(source):
@@ -166,12 +168,12 @@ def _readable(source: ModelSource) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """A tensor that lies in an open file."""
+    """A tensor in an open file."""
 
     file: Any
     file_name: str
     name: str
-    """In the file, where the model's own prefix may be left out."""
+    """In the file, where the prefix of the model may be missing."""
     shape: tuple[int, ...]
     type: str
 
@@ -180,8 +182,8 @@ class _Stored:
 
 
 def _open(source: ModelSource, architecture: Architecture, stack: contextlib.ExitStack) -> dict[str, _Stored]:
-    """Every tensor of the folder, by the name that transformers gives it."""
-    prefix = "transformer." if architecture.shape.model_type == "gpt2" else "model."
+    """Every tensor of the folder, by its name in transformers."""
+    prefix = "transformer." if architecture.input_first else "model."
     found: dict[str, _Stored] = {}
     for file_name in _files(source):
         file = stack.enter_context(safe_open(source.folder / file_name, framework="np"))
@@ -227,15 +229,15 @@ def _index(source: ModelSource) -> dict[str, str]:
 
 
 def _refuse_other_index(source: ModelSource, found: Mapping[str, _Stored]) -> None:
-    """The index and the shards must say the same."""
+    """The index and the shards must agree."""
     if not (source.folder / INDEX).is_file():
         return
     named = {name: file for name, file in _index(source).items() if not _BUFFERS.search(name)}
     for name in sorted(named.keys() | found.keys()):
-        said, lies = named.get(name), found[name].file_name if name in found else None
-        if said != lies:
+        listed, actual = named.get(name), found[name].file_name if name in found else None
+        if listed != actual:
             raise InputError(
-                f"{source.name}: {name} is in {lies or 'no shard'}, and {INDEX} says {said or 'nothing of it'}",
+                f"{source.name}: {name} is in {actual or 'no shard'}, and {INDEX} lists {listed or 'none'}",
                 fix=_FETCH,
             )
 
@@ -259,55 +261,55 @@ def _refuse_others(source: ModelSource, architecture: Architecture, stored: Mapp
         if stored[name].shape != shape:
             raise InputError(
                 f"{source.name}: {name} in {stored[name].file_name} has shape {list(stored[name].shape)}; "
-                f"config.json asks for {list(shape)}",
+                f"config.json implies {list(shape)}",
                 fix=_FETCH,
             )
 
 
-def _refuse_mixed(source: ModelSource, stored: Mapping[str, _Stored], asked: np.dtype[Any] | None) -> np.dtype[Any]:
-    """The type that the parameters get. One that is no floating-point number is refused whatever is asked for."""
+def _refuse_mixed(source: ModelSource, stored: Mapping[str, _Stored], dtype: np.dtype[Any] | None) -> np.dtype[Any]:
+    """The dtype of the parameters. A dtype that is not floating-point is refused in any case."""
     first: dict[str, str] = {}
     for name, tensor in stored.items():
         first.setdefault(tensor.type, name)
     for kind, name in first.items():
         if kind not in TYPES:
             raise InputError(
-                f"{source.name}: {name} is of type {kind}; weights are of {', '.join(TYPES)}",
-                fix="use the model as it was before it was quantised",
+                f"{source.name}: {name} has dtype {kind}; weights are {', '.join(TYPES)}",
+                fix="use the model that this one was quantized from",
             )
-    if len(first) > 1 and not (asked is not None and all(_holds(asked, TYPES[kind]) for kind in first)):
-        said = ", ".join(
+    if len(first) > 1 and not (dtype is not None and all(_holds(dtype, TYPES[kind]) for kind in first)):
+        listed = ", ".join(
             f"{kind} ({sum(t.type == kind for t in stored.values())}, first {name})" for kind, name in first.items()
         )
         raise InputError(
-            f"{source.name}: its tensors are of several types: {said}",
-            fix=f"ask for {'float64' if 'F64' in first else 'float32'} weights, which hold all of them",
+            f"{source.name}: its tensors have several dtypes: {listed}",
+            fix=f"load it with {'float64' if 'F64' in first else 'float32'} weights, which represent all of them",
         )
-    return asked if asked is not None else TYPES[next(iter(first))]
+    return dtype if dtype is not None else TYPES[next(iter(first))]
 
 
 def _holds(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
-    """Whether every number of `narrow` is one of `wide`."""
+    """Whether `wide` represents every number of `narrow`."""
     return wide == narrow or (wide.itemsize > narrow.itemsize and wide.itemsize >= 4)
 
 
 def _type_named(dtype: str) -> np.dtype[Any]:
     known = {kind.name: kind for kind in TYPES.values()}
     if dtype not in known:
-        raise InputError(f"weights of type {dtype} are not known", fix=f"use one of {', '.join(known)}")
+        raise InputError(f"unknown dtype of weights: {dtype}", fix=f"use one of {', '.join(known)}")
     return known[dtype]
 
 
 def _refuse_other_head(source: ModelSource, architecture: Architecture, stored: Mapping[str, _Stored]) -> None:
-    """A tied head may lie in the file once more, but must be the table it is tied to."""
+    """The file may contain a tied lm_head too, but it must equal the embedding."""
     head = stored.get("lm_head.weight")
     if head is None or not architecture.shape.tied_head:
         return
-    table = stored[entries(architecture)[0].name]
-    if head.shape != table.shape or not np.array_equal(head.read(), table.read()):
+    embedding = stored[entries(architecture)[0].name]
+    if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
         raise InputError(
-            f"{source.name}: lm_head.weight in {head.file_name} is not {table.name}, which config.json says is the head",
-            fix="set tie_word_embeddings: false in config.json if the head is one of its own",
+            f"{source.name}: lm_head.weight in {head.file_name} is not {embedding.name}, to which config.json ties it",
+            fix="set tie_word_embeddings: false in config.json if the lm_head has its own weight",
         )
 
 
@@ -320,30 +322,48 @@ def _read(stored: Mapping[str, _Stored], entry: Entry, layers: int, kind: np.dty
     return stacked
 
 
-# --- to a folder -----------------------------------------------------------------------------------------------------
+# --- drawn from the seed ---------------------------------------------------------------------------------------------
 
 
-def named_tensors(params: Mapping[str, Any], architecture: Architecture) -> Iterator[tuple[str, Array]]:
-    """Every tensor by the name that transformers gives it, in host memory. Those of layers are views of the stacked ones."""
+DEFAULT_RANGE = 0.02
+
+
+def init_weights(
+    architecture: Architecture, config: Mapping[str, Any], shapes: Mapping[str, Any], shardings: Any, *, seed: int
+) -> dict[str, Any]:
+    """Random parameters, initialized on their devices as transformers does: matrices and embeddings are normal with
+    `initializer_range`, norms are the identity, biases and the padding row are 0.
+
+    An array depends on the seed and its name alone, not on the number of devices."""
+    std = float(config.get("initializer_range") or DEFAULT_RANGE)
+    params: dict[str, Any] = {"layers": {}}
     for entry in entries(architecture):
-        array = np.asarray((params["layers"] if entry.of_layers else params)[entry.key])
-        if not entry.of_layers:
-            yield entry.name, array
-            continue
-        yield from zip(entry.names(architecture.shape.layers), array, strict=True)
+        expected, sharding, tree = (
+            (shapes["layers"][entry.key], shardings["layers"][entry.key], params["layers"])
+            if entry.of_layers
+            else (shapes[entry.key], shardings[entry.key], params)
+        )
+        draw = partial(
+            _initial, architecture, entry.key, expected.shape, expected.dtype, _std_of(architecture, entry.key, std)
+        )
+        number = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:4], "big")
+        tree[entry.key] = jax.jit(draw, out_shardings=sharding)(jax.random.fold_in(jax.random.key(seed), number))
+    return params
 
 
-def save_weights(
-    params: Mapping[str, Any], architecture: Architecture, folder: Path, *, config: Mapping[str, Any]
-) -> None:
-    """`model.safetensors` and `config.json`, as plain transformers loads them. `config` is that of the base model."""
-    tensors = {name: np.ascontiguousarray(array) for name, array in named_tensors(params, architecture)}
-    said = {key: value for key, value in config.items() if key != "torch_dtype"}  # the older name of the same
-    said["dtype"] = params["embedding"].dtype.name
-    with storage(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the disk says, in an error that is no OSError
-            raise OSError(None, one_line(error), str(folder / SINGLE)) from error
-        (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+def _std_of(architecture: Architecture, key: str, std: float) -> float:
+    """GPT-2 has a smaller std in the matrices before a residual addition."""
+    smaller = architecture.input_first and key in ("output", "down")
+    return std / math.sqrt(2 * architecture.shape.layers) if smaller else std
+
+
+def _initial(architecture: Architecture, kind: str, shape: tuple[int, ...], dtype: Any, std: float, key: Any) -> Any:
+    if kind.endswith("_bias"):
+        return jnp.zeros(shape, dtype)
+    if kind.endswith("norm"):
+        return jnp.full(shape, 0 if architecture.norm == "rms_plus_one" else 1, dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    values = jax.random.normal(key, shape, wide) * jnp.asarray(std, wide)
+    if kind == "embedding" and architecture.padding_id is not None:
+        values = values.at[architecture.padding_id].set(0)
+    return values.astype(dtype)

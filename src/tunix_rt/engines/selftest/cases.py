@@ -1,7 +1,7 @@
-"""The samples of the proofs, the numbers expected of them, and how far a result may be off.
+"""The cases of the kernel self-test: inputs, expected numbers in float64, and how far a result may be off.
 
-Samples are numpy's and exact in the run's type; no engine takes part. Expected numbers come from `references.py`. Those of
-the optimizer are in `optimizer_samples.py`.
+Inputs are NumPy's and exact in the run's dtype; no engine takes part. Expected numbers come from `reference.py`, those of an
+update from `engines/optimizers/`.
 """
 
 import math
@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from tunix_rt.config.optimizers import optimizer_of
 from tunix_rt.data.packing import IGNORED
 from tunix_rt.doctor.selftest import Proved
+from tunix_rt.engines.optimizers import Hyperparameters, module_of
 from tunix_rt.engines.selftest import reference as references
 from tunix_rt.engines.selftest.runner import UNIT, Setting, compare
+from tunix_rt.plan.precision import loss_rows
 
 
 def rounded(values: Any, dtype: str) -> Any:
@@ -220,21 +223,27 @@ class LossSample:
     def judge(self, setting: Setting, got: Mapping[str, Any]) -> list[Proved]:
         """Logits are summed in float32, and so are losses; the loss of a target is off by what its logits are.
 
-        The gradient of a logit is rounded to the run's type before it meets head and states, and the gradient of the head
-        to the type of the weights each time another chunk of targets is added to it."""
+        The gradient of a logit is rounded to the compute dtype before it is multiplied with lm_head and hidden states.
+        The gradient of lm_head is rounded to the dtype of the weights when a chunk of targets is added: the sum before
+        it, and the product of the chunk itself, which cuBLAS on an H200 rounds before it adds. Terms of opposite sign
+        leave these two roundings in a small sum, so they count by the size of the row."""
         logits = _sums(setting, self.states.shape[-1]) * self.logit_size
         wander = 2 * math.sqrt(self.targets) * setting.sum_unit  # of losses of one sign, each a part of the sum
         summed = compare("loss", got["loss"], self.loss, relative=wander, absolute=2 * logits * math.sqrt(self.targets))
         kept = UNIT[setting.weights]
+        chunks = math.ceil(self.targets / loss_rows(self.targets))
+        added = (
+            2 * (chunks - 1) * 2 * kept
+        )  # two roundings for each chunk but the first; 2 for each, as a value has 2 sizes
         gradients = [
             compare(
                 name,
                 got[name],
                 getattr(self, name),
                 relative=2 * setting.unit + kept + 2 * logits,
-                absolute=(5 * setting.unit + 2 * stored + 2 * logits + _sums(setting, self.targets)) * size,
+                absolute=(5 * setting.unit + stored + 2 * logits + _sums(setting, self.targets)) * size,
             )
-            for name, size, stored in (("d_states", self.of_state, 0.0), ("d_head", self.of_token, kept))
+            for name, size, stored in (("d_states", self.of_state, 0.0), ("d_head", self.of_token, added))
         ]
         return [summed, *gradients]
 
@@ -271,4 +280,92 @@ def loss_sample(setting: Setting) -> LossSample:
         of_token=want.of_token,
         logit_size=logit_size,
         targets=len(row),
+    )
+
+
+# --- two updates of the optimizer -------------------------------------------------------------------------------------
+
+HYPERPARAMETERS = Hyperparameters(step=1, lr=0.25, decay=0.5, beta1=0.9, beta2=0.999, epsilon=0.25)
+"""Large enough that lr, decay, bias correction and epsilon all show in bfloat16."""
+SCALES = (1.0, 0.25)
+"""What the gradients of the first and the second update are multiplied with, as clipping does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCase:
+    """A matrix and a vector, and gradients of two updates, not yet scaled. The vector is not decayed.
+
+    Two updates, because the first of Adam is the same whatever the size of the gradient. The second gradient is larger, so
+    that Adafactor has an update to clip."""
+
+    parameters: Mapping[str, Any]
+    gradients: tuple[Mapping[str, Any], ...]
+
+    def judge(self, setting: Setting, got: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Proved]:
+        """`got` has, after each update, `parameter` and the optimizer states of every parameter."""
+        before: Mapping[str, Mapping[str, Any]] = {name: {"parameter": one} for name, one in self.parameters.items()}
+        units = {"weights_unit": UNIT[setting.weights], "unit": setting.sum_unit}
+        results = []
+        for step, (gradients, after) in enumerate(zip(self.gradients, got, strict=True), 1):
+            for name, unscaled in gradients.items():
+                decay = HYPERPARAMETERS.decay if unscaled.ndim == 2 else 0.0
+                at = replace(HYPERPARAMETERS, step=step, decay=decay)
+                gradient = unscaled.astype(np.float64) * SCALES[step - 1]
+                rule = module_of(optimizer_of(setting.optim, unscaled.shape))
+                results += [
+                    compare(f"update {step} of {name}, {part}", actual, want, relative=relative, absolute=absolute)
+                    for part, actual, want, relative, absolute in rule.expectations(
+                        before[name], gradient, after[name], at, **units
+                    )
+                ]
+            before = after
+        return results
+
+
+def optimizer_case(setting: Setting) -> OptimizerCase:
+    generator = np.random.default_rng(4)
+    # The matrix is no multiple of an 8-bit block; the vector is too small to have any.
+    shapes = {"matrix": (64, 97), "vector": (96,)}
+    parameters = {name: normal(generator, shape, setting.weights) for name, shape in shapes.items()}
+
+    def gradient(shape: tuple[int, ...], size: float) -> Any:
+        drawn = size * generator.uniform(0.5, 2.0, shape) * generator.choice([-1.0, 1.0], shape)
+        return rounded(drawn, setting.weights)
+
+    gradients = tuple({name: gradient(shape, 1 / scale**2) for name, shape in shapes.items()} for scale in SCALES)
+    return OptimizerCase(parameters=parameters, gradients=gradients)
+
+
+ROUNDING = replace(HYPERPARAMETERS, lr=2.0**-9, decay=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingCase:
+    """Equal bfloat16 weights, whose first update leads to a number between two neighbours."""
+
+    parameter: Any
+    gradient: Any
+    want: float
+    below: float
+    above: float
+
+    def judge(self, got: Any) -> list[Proved]:
+        """As many are rounded up as the number is on its way there; five standard deviations are allowed."""
+        share = (self.want - self.below) / (self.above - self.below)
+        strangers = int(((got != self.below) & (got != self.above)).sum())
+        allowed = 5 * math.sqrt(share * (1 - share) / got.size)
+        up = float((got == self.above).mean())
+        return [
+            compare("weights rounded to no neighbour", strangers, 0.0, relative=0.0, absolute=0.0),
+            compare("share of weights rounded up", up, share, relative=0.0, absolute=allowed),
+        ]
+
+
+def rounding_case(setting: Setting) -> RoundingCase:
+    start, step = 1.5, 2.0**-7  # the distance of bfloat16 numbers between 1 and 2
+    weights = np.full(65_536, start, dtype=np.float32)
+    wide = weights.astype(np.float64)
+    want = module_of(setting.optim).reference(wide, {}, np.ones_like(wide), ROUNDING)["parameter"]
+    return RoundingCase(
+        parameter=weights, gradient=np.ones_like(weights), want=float(want[0]), below=start - step, above=start
     )

@@ -1,4 +1,4 @@
-"""What `doctor --prove` executes with JAX: the same proofs in the same order as `selftest/torch.py`.
+"""The kernel self-test with JAX (`doctor --prove`): the same checks in the same order as `selftest/torch.py`.
 
 A child process: `python -m tunix_rt.engines.selftest.jax --device tpu --dtype bfloat16 --head-size 256`. jax reads its
 variables when it is imported, so it is imported inside functions, after they are set.
@@ -7,23 +7,21 @@ variables when it is imported, so it is imported inside functions, after they ar
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tunix_rt.data.packing import IGNORED
 from tunix_rt.doctor.selftest import Proved
-from tunix_rt.engines.selftest import cases as proof_samples
-from tunix_rt.engines.selftest import optimizer_cases as optimizer_samples
-from tunix_rt.engines.selftest import reference as references
-from tunix_rt.engines.selftest import runner as proving
+from tunix_rt.engines.optimizers import Hyperparameters
+from tunix_rt.engines.selftest import cases, reference, runner
 from tunix_rt.engines.selftest.runner import Bench, Setting, together
 
-PRODUCT_SIZE = 4096
 PLATFORM = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """What jax calls the device."""
 
@@ -39,36 +37,66 @@ def set_variables(setting: Setting) -> None:
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
 
-def _put(bench: Bench, name: str, values: Any, dtype: str | None = None) -> Any:
-    """`values` on the device. Floats take the run's type, in which they are exact."""
-    import jax
-    import jax.numpy as jnp
+@dataclass(frozen=True, slots=True)
+class _Ops:
+    """`runner.Ops` of JAX."""
 
-    is_float = np.issubdtype(values.dtype, np.floating)
-    wanted = jnp.dtype(dtype or bench.setting.dtype) if is_float else values.dtype
-    return _seen(bench, name, jax.device_put(values.astype(wanted), jax.devices()[0]))
+    bench: Bench
 
+    def put(self, name: str, values: Any, dtype: str | None = None) -> Any:
+        import jax
+        import jax.numpy as jnp
 
-def _seen(bench: Bench, name: str, array: Any) -> Any:
-    bench.homes[name] = ", ".join(sorted(_home(device) for device in array.devices()))
-    return array
+        is_float = np.issubdtype(values.dtype, np.floating)
+        wanted = jnp.dtype(dtype or self.bench.setting.dtype) if is_float else values.dtype
+        return self.placed(name, jax.device_put(values.astype(wanted), jax.devices()[0]))
+
+    def placed(self, name: str, array: Any) -> Any:
+        self.bench.homes[name] = ", ".join(sorted(_home(device) for device in array.devices()))
+        return array
+
+    def numbers(self, name: str, array: Any) -> Any:
+        values = np.asarray(self.placed(name, array).block_until_ready())
+        return values if values.dtype == np.float64 else values.astype(np.float32)
+
+    def squares(self, size: int) -> tuple[Any, Any]:
+        import jax
+
+        keys = jax.random.split(jax.random.key(0), 2)
+        left, right = (jax.random.normal(key, (size, size)).astype(self.bench.setting.dtype) for key in keys)
+        return left.block_until_ready(), right.block_until_ready()
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.matmul(left, right)
+
+    def copy_of(self, size: int) -> Callable[[], Any]:
+        """Adds 1, which reads and writes all; a plain copy might be optimized away."""
+        import jax
+        import jax.numpy as jnp
+
+        source = jnp.ones(size // 4, dtype=jnp.float32)
+        return partial(jax.jit(lambda array: array + 1), source)
+
+    def seconds(self, once: Callable[[], Any], times: int = 1) -> float:
+        """The device executes calls in order: the last one ends the time."""
+        started = time.perf_counter()
+        for _ in range(times):
+            last = once()
+        last.block_until_ready()
+        return (time.perf_counter() - started) / times
 
 
 def _home(device: Any) -> str:
     return f"{device.platform}:{device.id}"
 
 
-def _numbers(bench: Bench, name: str, array: Any) -> Any:
-    """The values of a result, waited for, after its place was noted."""
-    found = np.asarray(_seen(bench, name, array).block_until_ready())
-    return found if found.dtype == np.float64 else found.astype(np.float32)
-
-
-# --- the proofs -------------------------------------------------------------------------------------------------------
+# --- the checks -------------------------------------------------------------------------------------------------------
 
 
 def device(bench: Bench) -> Proved:
-    """The platform asked for is the one jax has, and it adds up."""
+    """JAX has the requested platform, and it adds up."""
     import jax
     import jax.numpy as jnp
 
@@ -96,152 +124,120 @@ def device(bench: Bench) -> Proved:
 
 
 def product(bench: Bench) -> Proved:
-    """A whole 4096 x 4096 product at the highest precision. A CPU gets 2048, or less where it emulates the type."""
-    size = PRODUCT_SIZE
-    if bench.setting.device == "cpu":
-        size = proving.affordable_size(lambda trial: _seconds(*_squares(bench, trial)))
-    sample = proof_samples.product_sample(bench.setting, size=size)
-    left, right = _put(bench, "product left", sample.left), _put(bench, "product right", sample.right)
-    return sample.judge(bench.setting, _numbers(bench, "product", _product(left, right)))
-
-
-def _product(left: Any, right: Any) -> Any:
-    import jax.numpy as jnp
-
-    return jnp.matmul(left, right)
+    """At the highest precision."""
+    return runner.checked_matmul(bench, _Ops(bench))
 
 
 def attention(bench: Bench) -> Proved:
-    """Forward, and backward by differentiating attention that is written out."""
+    """Forward and backward through the engine's attention with a mask, which serves on every platform."""
     import jax
 
-    setting, found = bench.setting, []
-    samples = proof_samples.attention_samples(setting)
+    setting, ops, results = bench.setting, _Ops(bench), []
+    samples = cases.attention_samples(setting)
     if any(sample.name == "grouped" for sample in samples):
         samples = samples[1:]  # shared heads or not is one function here, and each shape is compiled: seconds
-    scaling = setting.head_size**-0.5 if setting.scaling is None else setting.scaling
-    graded = jax.jit(partial(_attention_and_gradients, scaling=scaling, softcap=proof_samples.score_cap(setting)))
+    graded = jax.jit(partial(_attention_and_gradients, setting))
     for sample in samples:
-        parts = {
-            name: _put(bench, f"{sample.name} {name}", getattr(sample, name)) for name in ("q", "k", "v", "upstream")
-        }
-        mask = references.seen(sample.q.shape[2], examples=sample.examples, window=sample.window)
-        seen = _put(bench, f"{sample.name} mask", mask)
-        results = graded(parts["q"], parts["k"], parts["v"], parts["upstream"], seen)
-        names = ("out", "dq", "dk", "dv")
-        got = {
-            name: _numbers(bench, f"{sample.name} {name}", array) for name, array in zip(names, results, strict=True)
-        }
-        found += sample.judge(setting, got, spelled_out=setting.capped_scores)
-    return together("attention", found, words=proof_samples.attention_words(setting, samples, "written out"))
+        inputs = [ops.put(f"{sample.name} {name}", getattr(sample, name)) for name in ("q", "k", "v", "upstream")]
+        mask = reference.seen(sample.q.shape[2], examples=sample.examples, window=sample.window)
+        seen = ops.put(f"{sample.name} mask", np.repeat(mask[None], len(sample.q), axis=0))
+        parts = zip(("out", "dq", "dk", "dv"), graded(*inputs, seen), strict=True)
+        got = {name: ops.numbers(f"{sample.name} {name}", array) for name, array in parts}
+        results += sample.judge(setting, got, spelled_out=setting.capped_scores)
+    return together("attention", results, words=cases.attention_words(setting, samples, "exact"))
 
 
-def _attention_and_gradients(q: Any, k: Any, v: Any, upstream: Any, seen: Any, **how: Any) -> tuple[Any, ...]:
+def _attention_and_gradients(setting: Setting, q: Any, k: Any, v: Any, upstream: Any, seen: Any) -> tuple[Any, ...]:
+    """Cases are [rows, heads, tokens, size], the engine's arrays [rows, tokens, heads, size]."""
     import jax
+    import jax.numpy as jnp
 
-    out, backward = jax.vjp(lambda q, k, v: _attention(q, k, v, seen, **how), q, k, v)
+    from tunix_rt.engines.jax.model import masked_attention
+
+    scale = setting.head_size**-0.5 if setting.scaling is None else setting.scaling
+    model: Any = SimpleNamespace(query_scale=scale, score_cap=cases.score_cap(setting))
+
+    def attend(*inputs: Any) -> Any:
+        query, key, value = (jnp.swapaxes(one, 1, 2) for one in inputs)
+        return jnp.swapaxes(masked_attention(query, key, value, seen, model), 1, 2)
+
+    out, backward = jax.vjp(attend, q, k, v)
     return (out, *backward(upstream))
 
 
-def _attention(q: Any, k: Any, v: Any, seen: Any, *, scaling: float, softcap: float | None) -> Any:
-    """Softmax in float32 (float64 in a float64 run); shared heads stay shared."""
-    import jax
-    import jax.numpy as jnp
-
-    rows, heads, tokens, size = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], tokens, size)
-    scores = jnp.einsum("bkgts,bkus->bkgtu", grouped, k, preferred_element_type=wide) * scaling
-    if softcap:
-        scores = jnp.tanh(scores / softcap) * softcap
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgtu,bkus->bkgts", weights, v, preferred_element_type=wide)
-    return out.reshape(q.shape).astype(q.dtype)
-
-
 def loss(bench: Bench) -> Proved:
-    """Summed cross entropy over the targets, from hidden states and labels to gradients of states and head."""
+    """The engine's chunked loss, from hidden states and labels to the gradients of hidden states and lm_head."""
     import jax
 
-    sample = proof_samples.loss_sample(bench.setting)
-    states, head = _put(bench, "loss states", sample.states), _put(bench, "loss head", sample.head)
-    labels = _put(bench, "loss labels", sample.labels.astype(np.int32))
-    softcap = bench.setting.softcap
-    graded = jax.jit(
-        jax.value_and_grad(lambda states, head: _summed_loss(states, head, labels, softcap), argnums=(0, 1))
+    from tunix_rt.engines.jax.chunked_loss import head_loss
+
+    setting, ops = bench.setting, _Ops(bench)
+    sample = cases.loss_sample(setting)
+    hidden = ops.put("loss states", sample.states, setting.weights)
+    lm_head = ops.put("loss head", sample.head, setting.weights)
+    targets = np.roll(sample.labels, -1, axis=1).astype(np.int32)  # the token before predicts it
+    targets[:, -1] = IGNORED
+    given = (
+        ops.put("loss targets", targets),
+        ops.put("loss weights", (targets != IGNORED).astype(np.float32), "float32"),
     )
-    summed, (d_states, d_head) = graded(states, head)
-    got = {
-        "loss": _numbers(bench, "loss", summed),
-        "d_states": _numbers(bench, "loss d_states", d_states),
-        "d_head": _numbers(bench, "loss d_head", d_head),
-    }
-    capped = f", soft-capped at {softcap:g}" if softcap else ""
-    words = f"cross entropy of {sample.targets} targets with backward{capped}"
-    return together("loss", sample.judge(bench.setting, got), words=words)
-
-
-def _summed_loss(states: Any, head: Any, labels: Any, softcap: float | None) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    wide = jnp.promote_types(states.dtype, jnp.float32)
-    logits = jnp.einsum("bth,vh->btv", states[:, :-1], head, preferred_element_type=wide)
-    if softcap:
-        logits = jnp.tanh(logits / softcap) * softcap
-    targets = labels[:, 1:]
-    is_target = targets != IGNORED
-    at = jnp.where(is_target, targets, 0)[..., None]
-    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, at, axis=-1)[..., 0]
-    return jnp.where(is_target, losses, 0.0).sum()
+    summed = partial(head_loss, compute=setting.dtype, softcap=setting.softcap)
+    value, gradients = jax.jit(jax.value_and_grad(summed, argnums=(0, 1)))(hidden, lm_head, *given)
+    parts = {"loss": value, "d_states": gradients[0], "d_head": gradients[1]}
+    got = {name: ops.numbers(f"computed {name}", array) for name, array in parts.items()}
+    capped = f", soft-capped at {setting.softcap:g}" if setting.softcap else ""
+    words = f"cross entropy of {sample.targets} targets with backward{capped}, weights in {setting.weights}"
+    return together("loss", sample.judge(setting, got), words=words)
 
 
 def optimizer(bench: Bench) -> Proved:
-    """Two updates by optax's AdamW. In float32 for the half types: weights are kept in it, since updates vanish in them."""
+    """Two updates by the engine's optimizer. They round to nearest; stochastic rounding is checked by itself."""
+    setting, ops = bench.setting, _Ops(bench)
+    case = cases.optimizer_case(setting)
+    got = _updated(ops, case.parameters, case.gradients, cases.HYPERPARAMETERS, stochastic=False)
+    results, words = case.judge(setting, got), f"two updates of {setting.optim}, weights in {setting.weights}"
+    if setting.weights == "bfloat16":
+        rounding = cases.rounding_case(setting)
+        (after,) = _updated(
+            ops, {"rounded": rounding.parameter}, [{"rounded": rounding.gradient}], cases.ROUNDING, stochastic=True
+        )
+        results += rounding.judge(after["rounded"]["parameter"])
+        words += ", rounded to nearest and at random"
+    return together("optimizer", results, words=words)
+
+
+def _updated(
+    ops: _Ops, parameters: Any, gradients: Sequence[Any], fixed: Hyperparameters, *, stochastic: bool
+) -> list[dict[str, dict[str, Any]]]:
+    """After each update: every parameter and its optimizer states."""
     import jax
 
-    try:
-        import optax
-    except ModuleNotFoundError:
-        return Proved(name="optimizer", ok=False, detail="optax is not installed: pip install 'tunix-rt[jax]'")
-    dtype = "float64" if bench.setting.dtype == "float64" else "float32"
-    setting = replace(bench.setting, master_dtype=None, optim="adamw")
-    sample = optimizer_samples.optimizer_sample(setting)
-    adamw = optax.adamw(
-        optimizer_samples.RATE, b1=optimizer_samples.BETA1, b2=optimizer_samples.BETA2,
-        eps=optimizer_samples.EPSILON, weight_decay=optimizer_samples.DECAY, mask={"matrix": True, "vector": False},
+    from tunix_rt.engines.jax import optim
+
+    dtype = ops.bench.setting.weights
+    rule = optim.Optim(
+        kind=ops.bench.setting.optim, beta1=fixed.beta1, beta2=fixed.beta2, epsilon=fixed.epsilon,
+        weight_decay=fixed.decay, stochastic=stochastic,
     )  # fmt: skip
-    kept = {name: _put(bench, f"optimizer {name}", values, dtype) for name, values in sample.parameters.items()}
-    state = adamw.init(kept)
-
-    def update(kept: Any, state: Any, gradients: Any, scale: float) -> tuple[Any, Any]:
-        updates, state = adamw.update(jax.tree.map(lambda one: scale * one, gradients), state, kept)
-        return optax.apply_updates(kept, updates), state
-
+    weights = {name: ops.put(f"optimizer {name}", values, dtype) for name, values in parameters.items()}
+    states = optim.init(weights, rule)
+    update = jax.jit(partial(optim.update, optim=rule, lr=fixed.lr, key=jax.random.key(0)))
     got = []
-    for number, gradients in enumerate(sample.gradients):
-        put = {
-            name: _put(bench, f"optimizer gradient {number} of {name}", one, dtype) for name, one in gradients.items()
-        }
-        kept, state = jax.jit(update)(kept, state, put, optimizer_samples.SCALES[number])
-        moments = next(part for part in jax.tree.leaves(state, is_leaf=_has_moments) if _has_moments(part))
-        _seen(bench, "optimizer count", moments.count)
+    for step, unscaled in enumerate(gradients, 1):
+        given = {name: ops.put(f"gradient {step} of {name}", one, dtype) for name, one in unscaled.items()}
+        weights, states = update(weights, given, states, step=step, scale=cases.SCALES[step - 1])
+        trees = {"parameter": weights, **states}
         got.append(
             {
                 name: {
-                    "parameter": _numbers(bench, f"optimizer {name}", kept[name]),
-                    "exp_avg": _numbers(bench, f"optimizer first moment of {name}", moments.mu[name]),
-                    "exp_avg_sq": _numbers(bench, f"optimizer second moment of {name}", moments.nu[name]),
+                    slot: ops.numbers(f"optimizer {slot} of {name}", of[name])
+                    for slot, of in trees.items()
+                    if of[name] is not None
                 }
-                for name in sample.parameters
+                for name in weights
             }
         )
-    found = sample.judge(setting, got)
-    return together("optimizer", found, words=f"two updates of optax {optax.__version__} AdamW in {dtype}")
-
-
-def _has_moments(part: Any) -> bool:
-    return hasattr(part, "mu") and hasattr(part, "nu")
+    return got
 
 
 def memory(bench: Bench) -> Proved:
@@ -250,11 +246,11 @@ def memory(bench: Bench) -> Proved:
 
     first = jax.devices()[0]
     if bench.setting.device == "cpu":
-        return proving.resident_memory(_ones)
+        return runner.resident_memory(_ones)
     stats = first.memory_stats() or {}
     limit, in_use = int(stats.get("bytes_limit", 0)), int(stats.get("bytes_in_use", 0))
     # More than jax has ready from the proofs before, so that it must ask the driver.
-    wanted = proving.ALLOCATION + int(stats.get("largest_free_block_bytes", 0))
+    wanted = runner.ALLOCATION + int(stats.get("largest_free_block_bytes", 0))
     size = min(wanted, (limit - in_use) // 4) if limit else wanted
     on_cuda = bench.setting.device == "cuda"
     before = _under_our_pid() if on_cuda else None
@@ -263,7 +259,7 @@ def memory(bench: Bench) -> Proved:
     rise = int((first.memory_stats() or {}).get("bytes_in_use", 0)) - in_use
     del held
     counter = f"{'NVML does not list our process; ' if on_cuda else ''}what jax has in use on the device"
-    return proving.device_memory(size, before=before, after=after, rise=rise, counter=counter)
+    return runner.device_memory(size, before=before, after=after, rise=rise, counter=counter)
 
 
 def _ones(size: int) -> Any:
@@ -290,49 +286,13 @@ def _under_our_pid() -> int | None:
 
 
 def speed(bench: Bench) -> Proved:
-    """How fast the product and a copy are. No verdict: a slow device still computes rightly."""
-    import jax
-    import jax.numpy as jnp
-
-    on_cpu = bench.setting.device == "cpu"
-    size = 8192
-    if on_cpu:
-        size = proving.affordable_size(lambda trial: _seconds(*_squares(bench, trial)), largest=1024, limit=0.2)
-    left, right = _squares(bench, size)
-    limit, times = (0.4, 1) if on_cpu else (1.0, 8)
-    product_seconds = proving.median_seconds(lambda: _seconds(left, right, times), limit=limit)
-    source = jnp.ones((16 if on_cpu else 128) << 20, dtype=jnp.float32)
-    shifted = jax.jit(lambda array: array + 1)  # reads and writes all; a plain copy might be left out
-    copy_seconds = proving.median_seconds(lambda: _timed(lambda: shifted(source), times), limit=limit)
-    return proving.speed_of(product_seconds, size, copy_seconds, source.nbytes)
+    return runner.measured_speed(bench, _Ops(bench), times=8)
 
 
-def _squares(bench: Bench, size: int) -> tuple[Any, Any]:
-    """Normal numbers, not zeros: an accelerator draws less power on zeros, and is faster."""
-    import jax
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    left, right = (jax.random.normal(key, (size, size)).astype(bench.setting.dtype) for key in keys)
-    return left.block_until_ready(), right.block_until_ready()
-
-
-def _seconds(left: Any, right: Any, times: int = 1) -> float:
-    return _timed(lambda: _product(left, right), times)
-
-
-def _timed(once: Callable[[], Any], times: int = 1) -> float:
-    """Seconds of one of `times` calls in a row. The device works them off in order: the last one ends the time."""
-    started = time.perf_counter()
-    for _ in range(times):
-        last = once()
-    last.block_until_ready()
-    return (time.perf_counter() - started) / times
-
-
-PROOFS = (device, product, attention, loss, optimizer, proving.placement, memory, speed)
+CHECKS = (device, product, attention, loss, optimizer, runner.placement, memory, speed)
 
 
 if __name__ == "__main__":
-    asked = proving.read_setting()
-    set_variables(asked)
-    sys.exit(proving.run_proofs(PROOFS, asked))
+    requested = runner.read_setting()
+    set_variables(requested)
+    sys.exit(runner.run_checks(CHECKS, requested))

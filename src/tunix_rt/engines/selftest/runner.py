@@ -1,6 +1,7 @@
-"""What the proofs of every engine share: the comparison of every element, and the child process around them.
+"""What the checks of both engines share: the comparison of every element, checks that differ only in the library, and the child
+process around them.
 
-An engine only computes; what it computes, and what should come out, is in `proof_samples.py`.
+An engine only computes. The inputs and the expected results are in `cases.py`.
 """
 
 import argparse
@@ -13,32 +14,32 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from tunix_rt.config.optimizers import OPTIMIZERS
 from tunix_rt.config.settings import Training
 from tunix_rt.doctor.selftest import HEAD_SIZE, Proved
 from tunix_rt.doctor.wheels import MISFIT_WORDS
-from tunix_rt.plan.optimizers import OPTIMIZERS
 from tunix_rt.plan.precision import recipe_of
 
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: the largest relative error of rounding one number."""
 SUM_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
-"""Of the type in which products add up: the half types are summed in float32."""
+"""Unit roundoff of the dtype in which matmuls accumulate: 16-bit types accumulate in float32."""
 BLOCK = 1 << 21
-"""Elements compared at a time; a product has 16 million."""
+"""Elements compared at a time; a matmul has 16 million."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is about to do: where, in which types, with which heads and which optimizer."""
+    """What a run computes: device, dtypes, attention heads, optimizer."""
 
     device: str
     dtype: str
     master_dtype: str | None = None
-    """Type of the weights where the run names one."""
+    """dtype of the weights, if configured."""
     optim: str = "adamw"
     deterministic: bool = False
     head_size: int = HEAD_SIZE
@@ -47,24 +48,24 @@ class Setting:
     softcap: float | None = None
     """Of the logits (`final_logit_softcapping`)."""
     capped_scores: bool = False
-    """The model caps the scores of its attention."""
+    """The model soft-caps its attention scores."""
     scaling: float | None = None
-    """Of the scores; None is one over the root of the head size."""
+    """Of the attention scores; None is one over the root of the head size."""
     window: int | None = None
-    """Tokens that some layers see, the token itself among them; None where every layer sees its whole example."""
+    """Sliding window of some layers in tokens, the token itself included; None where every layer attends to its whole example."""
     dropout: bool = False
-    """The model drops attention weights at random, which not every kernel does."""
+    """The model has attention dropout, which not every kernel supports."""
 
     @property
     def training(self) -> Training:
-        """The settings of such a run, as the engine takes them."""
+        """The settings of such a run."""
         return Training.model_validate(
             {name: getattr(self, name) for name in ("dtype", "master_dtype", "optim", "deterministic")}
         )
 
     @property
     def weights(self) -> str:
-        """Type in which weights are kept and updated."""
+        """dtype in which weights are stored and updated."""
         return recipe_of(self.training).weights
 
     @property
@@ -78,17 +79,17 @@ class Setting:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What the proofs of one child know together."""
+    """What the checks of one child share."""
 
     setting: Setting
     home: str = ""
-    """The device every tensor must be on, as the engine writes it."""
+    """The device that every tensor must be on, as the engine spells it."""
     homes: dict[str, str] = field(default_factory=dict)
-    """Where each tensor was found."""
+    """The device of each tensor."""
     about: dict[str, Any] = field(default_factory=dict)
 
 
-ProofFunction = Callable[[Bench], Proved]
+CheckFunction = Callable[[Bench], Proved]
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ ProofFunction = Callable[[Bench], Proved]
 def compare(name: str, got: Any, want: Any, *, relative: float, absolute: Any) -> Proved:
     """Every element of `got` within `relative * |want| + absolute`. NaN never is. The worst element is named.
 
-    `absolute` is a number, or an array that says it for each row."""
+    `absolute` is a number, or an array with one for each row."""
     got, want = np.atleast_1d(np.asarray(got)), np.atleast_1d(np.asarray(want, dtype=np.float64))
     if got.shape != want.shape:
         return Proved(name=name, ok=False, detail=f"{name} has shape {got.shape}, not {want.shape}")
@@ -120,7 +121,7 @@ def compare(name: str, got: Any, want: Any, *, relative: float, absolute: Any) -
     rms = math.sqrt(squares / flat_want.size)
     figures = {"largest error": largest, "rms error": rms, "share of allowed": worst}
     if not wrong:
-        detail = f"{name}: largest error {largest:.2g}, {worst:.0%} of what is allowed"
+        detail = f"{name}: largest error {largest:.2g}, {worst:.0%} of the tolerance"
     else:
         index = ", ".join(str(part) for part in np.unravel_index(worst_at, want.shape))
         expected_one = float(flat_want[worst_at])
@@ -133,7 +134,7 @@ def compare(name: str, got: Any, want: Any, *, relative: float, absolute: Any) -
 
 
 def together(name: str, parts: Iterable[Proved], *, words: str = "") -> Proved:
-    """One result of several comparisons; of the failed ones the first two are told."""
+    """One result of several comparisons, with the first two failures."""
     parts = list(parts)
     failed = [part.detail for part in parts if not part.ok]
     shares = [part.figures.get("share of allowed", math.inf) for part in parts]
@@ -141,19 +142,20 @@ def together(name: str, parts: Iterable[Proved], *, words: str = "") -> Proved:
     if failed:
         detail = "; ".join(failed[:2]) + (f"; {len(failed) - 2} more" if len(failed) > 2 else "")
     else:
-        detail = f"{words}; largest error {max(shares):.0%} of what is allowed"
+        worst = parts[shares.index(max(shares))]
+        detail = f"{words}; largest error {max(shares):.0%} of the tolerance ({worst.name})"
     figures["share of allowed"] = max(shares)
     return Proved(name=name, ok=not failed, detail=detail, figures=figures)
 
 
-# --- proofs that are the same for every engine ------------------------------------------------------------------------
+# --- checks that are the same for both engines ------------------------------------------------------------------------
 
 
 def placement(bench: Bench) -> Proved:
-    """Every tensor of the proofs before: inputs, results, gradients, optimizer state."""
+    """Every tensor of the checks before: inputs, results, gradients, optimizer states."""
     strays = {name: home for name, home in bench.homes.items() if home != bench.home}
     if not bench.homes or not bench.home:
-        return Proved(name="placement", ok=False, detail="no tensor was seen on any device")
+        return Proved(name="placement", ok=False, detail="no tensor was placed on any device")
     named = ", ".join(f"{name} on {home}" for name, home in list(strays.items())[:4])
     detail = f"{len(strays)} of {len(bench.homes)} tensors are not on {bench.home}: {named}"
     figures = {"tensors": float(len(bench.homes)), "strays": float(len(strays))}
@@ -167,7 +169,7 @@ SLACK = 16 << 20
 
 
 def resident_memory(take: Callable[[int], object]) -> Proved:
-    """On a CPU: the resident memory of this process rises by what was taken."""
+    """On a CPU: the resident memory of this process rises by what was allocated."""
     import psutil
 
     size = min(ALLOCATION, psutil.virtual_memory().available // 4)
@@ -179,14 +181,14 @@ def resident_memory(take: Callable[[int], object]) -> Proved:
     return Proved(
         name="memory",
         ok=rise >= size - SLACK,
-        detail=f"{size:,} bytes taken, resident memory rose by {rise:,}",
+        detail=f"{size:,} bytes allocated, resident memory rose by {rise:,}",
         figures={"allocated_bytes": float(size), "seen_bytes": float(rise)},
     )
 
 
 def device_memory(size: int, *, before: int | None, after: int | None, rise: int, counter: str) -> Proved:
-    """On an accelerator: what NVML lists under our process id rose by what was taken. The rise alone counts: a context
-    with its kernels may hold as much. Where NVML lists nothing (None), `rise` of the device as `counter` has it."""
+    """On an accelerator: the memory that NVML lists for this process rose by what was allocated. Only the rise counts: a
+    context with its kernels may hold as much. Where NVML lists nothing (None), `rise` of `counter` counts."""
     figures = {"allocated_bytes": float(size), "under_our_pid": 0.0}
     words = f"{counter} rose by {rise:,}" if rise >= 0 else f"{counter} fell by {-rise:,}"
     if before is not None and after is not None:
@@ -198,7 +200,7 @@ def device_memory(size: int, *, before: int | None, after: int | None, rise: int
 
 
 def affordable_size(seconds_of: Callable[[int], float], *, largest: int = 2048, limit: float = 4.0) -> int:
-    """On a CPU: a size whose product should take less than `limit` seconds. Some types are emulated there, 500 times slower."""
+    """On a CPU: a matmul size that should take less than `limit` seconds. Some dtypes are emulated there, 500 times slower."""
     size = 256
     seconds_of(size)  # the first call starts threads
     while size < largest and 8 * seconds_of(size) < limit:
@@ -207,7 +209,7 @@ def affordable_size(seconds_of: Callable[[int], float], *, largest: int = 2048, 
 
 
 def median_seconds(once: Callable[[], float], *, most: int = 15, limit: float = 1.0) -> float:
-    """Median of up to `most` timings that end when `limit` seconds are over; the first one is left out."""
+    """Median of up to `most` timings within `limit` seconds, without the first."""
     once()
     timings: list[float] = []
     started = time.perf_counter()
@@ -218,14 +220,63 @@ def median_seconds(once: Callable[[], float], *, most: int = 15, limit: float = 
     return statistics.median(timings)
 
 
-def speed_of(product_seconds: float, size: int, copy_seconds: float, copied: int) -> Proved:
-    """A copy reads and writes: twice its bytes."""
-    tflops, rate = 2 * size**3 / product_seconds / 1e12, 2 * copied / copy_seconds / 1e9
+class Ops(Protocol):
+    """The library of an engine on the device of a run."""
+
+    def put(self, name: str, values: Any, dtype: str | None = None) -> Any:
+        """`values` on the device. Floats take `dtype`, by default the run's, in which they are exact."""
+
+    def numbers(self, name: str, tensor: Any) -> Any:
+        """The values of a result as NumPy's, once it is computed; its device is recorded."""
+
+    def squares(self, size: int) -> tuple[Any, Any]:
+        """Two matrices of normal numbers, not zeros: a device draws less power on zeros, and is faster."""
+
+    def matmul(self, left: Any, right: Any) -> Any: ...
+
+    def copy_of(self, size: int) -> Callable[[], Any]:
+        """A function that copies so many bytes on the device."""
+
+    def seconds(self, once: Callable[[], Any], times: int = 1) -> float:
+        """Of one of `times` calls in a row, on the device."""
+
+
+MATMUL_SIZE = 4096
+
+
+def checked_matmul(bench: Bench, ops: Ops) -> Proved:
+    """A whole 4096 x 4096 matmul. A CPU gets 2048, or less where it emulates the dtype."""
+    from tunix_rt.engines.selftest import cases
+
+    size = MATMUL_SIZE
+    if bench.setting.device == "cpu":
+        size = affordable_size(lambda trial: _matmul_seconds(ops, trial))
+    case = cases.product_sample(bench.setting, size=size)
+    left, right = ops.put("product left", case.left), ops.put("product right", case.right)
+    return case.judge(bench.setting, ops.numbers("product", ops.matmul(left, right)))
+
+
+def _matmul_seconds(ops: Ops, size: int) -> float:
+    left, right = ops.squares(size)
+    return ops.seconds(lambda: ops.matmul(left, right))
+
+
+def measured_speed(bench: Bench, ops: Ops, *, times: int) -> Proved:
+    """A matmul and a copy, which reads and writes: twice its bytes. Always ok: a slow device still computes correctly."""
+    on_cpu = bench.setting.device == "cpu"
+    size, limit, times = (8192, 1.0, times) if not on_cpu else (0, 0.4, 1)
+    size = size or affordable_size(lambda trial: _matmul_seconds(ops, trial), largest=1024, limit=0.2)
+    left, right = ops.squares(size)
+    matmul_seconds = median_seconds(lambda: ops.seconds(lambda: ops.matmul(left, right), times), limit=limit)
+    copied = (64 if on_cpu else 512) << 20
+    copy = ops.copy_of(copied)
+    copy_seconds = median_seconds(lambda: ops.seconds(copy, times), limit=limit)
+    tflops, bandwidth = 2 * size**3 / matmul_seconds / 1e12, 2 * copied / copy_seconds / 1e9
     return Proved(
         name="speed",
         ok=True,
-        detail=f"{tflops:,.4g} TFLOP/s in a {size} x {size} product, {rate:,.4g} GB/s in a copy",
-        figures={"tflops": tflops, "gb_s": rate, "size": float(size)},
+        detail=f"{tflops:,.4g} TFLOP/s in a {size} x {size} matmul, {bandwidth:,.4g} GB/s in a copy",
+        figures={"tflops": tflops, "gb_s": bandwidth, "size": float(size)},
     )
 
 
@@ -250,47 +301,47 @@ def read_setting(arguments: Sequence[str] | None = None) -> Setting:
     return Setting(**vars(parser.parse_args(arguments)))
 
 
-def run_proofs(proofs: Sequence[ProofFunction], setting: Setting) -> int:
-    """Run all, a JSON line before and after each, and a last one with the names. 0 when all held, else 1.
+def run_checks(checks: Sequence[CheckFunction], setting: Setting) -> int:
+    """Run all, a JSON line before and after each, and a last one with the names. 0 if all passed, else 1.
 
-    Standard output belongs to these lines alone: what a library prints goes to standard error.
+    Standard output is for these lines alone: what a library prints goes to standard error.
     """
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     bench = Bench(setting=setting)
     results = []
-    for proof in proofs:
-        _say(out, {"begun": proof.__name__})
-        result = _run_one(proof, bench)
+    for check in checks:
+        _write(out, {"begun": check.__name__})
+        result = _run_one(check, bench)
         results.append(result)
-        _say(out, {"proved": asdict(result)})
-        _say(out, {"about": bench.about})
-    _say(out, {"done": [result.name for result in results]})
+        _write(out, {"proved": asdict(result)})
+        _write(out, {"about": bench.about})
+    _write(out, {"done": [result.name for result in results]})
     return 0 if all(result.ok for result in results) else 1
 
 
-def _run_one(proof: ProofFunction, bench: Bench) -> Proved:
-    name, started = proof.__name__, time.perf_counter()
-    with warnings.catch_warnings(record=True) as heard:
+def _run_one(check: CheckFunction, bench: Bench) -> Proved:
+    name, started = check.__name__, time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = proof(bench)
-        except Exception as error:  # noqa: BLE001  whatever a kernel throws is this proof's answer; the next still runs
+            result = check(bench)
+        except Exception as error:  # noqa: BLE001  whatever a kernel raises is the result of this check; the next still runs
             words = " ".join(str(error).split())[:300]
-            # CUDA's errors are RuntimeErrors and name themselves; of others the type says more than the text
+            # CUDA errors are RuntimeErrors and name themselves; of others the type says more than the text
             text = words if isinstance(error, RuntimeError) and words else f"{type(error).__name__}: {words}"
-            found = Proved(name=name, ok=False, detail=text)
-    said = [" ".join(str(warning.message).split()) for warning in heard]
-    if said:
-        bench.about["said"] = [*bench.about.get("said", ()), *said]
-    unfit = [text for text in said if any(sign in text for sign in MISFIT_WORDS)]
+            result = Proved(name=name, ok=False, detail=text)
+    messages = [" ".join(str(warning.message).split()) for warning in caught]
+    if messages:
+        bench.about["said"] = [*bench.about.get("said", ()), *messages]
+    unfit = [text for text in messages if any(sign in text for sign in MISFIT_WORDS)]
     if unfit:
-        found = replace(found, ok=False, detail=unfit[0][:300] if found.ok else f"{found.detail}; {unfit[0][:300]}")
-    figures = {key: value for key, value in found.figures.items() if math.isfinite(value)}  # JSON knows no NaN
-    return replace(found, name=name, seconds=time.perf_counter() - started, figures=figures)
+        result = replace(result, ok=False, detail=unfit[0][:300] if result.ok else f"{result.detail}; {unfit[0][:300]}")
+    figures = {key: value for key, value in result.figures.items() if math.isfinite(value)}  # JSON has no NaN
+    return replace(result, name=name, seconds=time.perf_counter() - started, figures=figures)
 
 
-def _say(out: TextIO, line: Mapping[str, Any]) -> None:
+def _write(out: TextIO, line: Mapping[str, Any]) -> None:
     out.write(json.dumps(line) + "\n")
     out.flush()

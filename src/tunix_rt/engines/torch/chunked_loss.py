@@ -1,10 +1,10 @@
-"""The two ends of a model at the vocabulary: the loss head, in chunks, and the lookup of the input tokens.
+"""The two ends of a model at the vocabulary: the chunked loss head, and the embedding lookup of the input tokens.
 
-Both add their gradient into the `.grad` of the table themselves. A tied table so has one gradient, never two and their sum,
+Both add their gradient into the `.grad` of their weight themselves. A tied weight so has one gradient, never two and their sum,
 and the logits of all tokens never exist.
 
-Between the products of a chunk stands `_turned`, in plain torch, which is the definition and runs anywhere; on CUDA a kernel
-computes the same in place (`triton_head`).
+Between the matmuls of a chunk is `_losses_and_dlogits`, in plain PyTorch, which is the definition and runs anywhere; on CUDA a
+Triton kernel computes the same in place (`triton/cross_entropy.py`).
 """
 
 import functools
@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 
+from tunix_rt.plan.footprint import TABLE_SLICE_ROWS
 from tunix_rt.plan.precision import loss_rows
 
 logger = logging.getLogger(__name__)
 
-TABLE_SLICE_ROWS = 32_768
-"""Rows of the table whose gradient is computed at a time where it is wider than the products (float32 from bfloat16)."""
-
 
 def head_loss(
-    states: torch.Tensor,
-    table: torch.Tensor,
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor,
     targets: torch.Tensor,
     *,
     scale: float,
@@ -34,51 +32,51 @@ def head_loss(
     compute: torch.dtype,
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Cross entropy of `targets` [n] from hidden `states` [n, hidden] and the head's `table` [vocabulary, hidden].
+    """Cross entropy of `targets` [n] from `hidden` states [n, hidden] and the weight `lm_head` [vocabulary, hidden].
 
-    The sum over the targets times `scale`, in float64. Call `backward()` on this very value: the gradient of the table is
-    computed on the way forward and is already in `table.grad` by then.
+    The sum over the targets times `scale`, in float64. Call `backward()` on this very value: the gradient of `lm_head` is
+    computed in the forward pass and is already in `lm_head.grad` by then.
     """
-    if torch.is_grad_enabled() and (states.requires_grad or table.requires_grad):
-        return _HeadLoss.apply(states, table, targets, scale, softcap, compute, rows)
+    if torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad):
+        return _HeadLoss.apply(hidden, lm_head, targets, scale, softcap, compute, rows)
     rows = rows or loss_rows(len(targets))
-    kind = _product_type(compute, table.device)
-    room = _room(table, kind, min(rows, len(targets)), softcap)
-    operand = _as_operand(table, kind, room)
+    kind = _product_type(compute, lm_head.device)
+    workspace = _workspace(lm_head, kind, min(rows, len(targets)), softcap)
+    operand = _as_operand(lm_head, kind, workspace)
     losses = [
-        _chunk(part.to(operand.dtype), operand, target, softcap, None, room)[0].sum()
-        for part, target in zip(states.split(rows), targets.split(rows), strict=True)
+        _chunk(part.to(operand.dtype), operand, target, softcap, None, workspace)[0].sum()
+        for part, target in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
-    return scale * torch.stack(losses).sum() if losses else states.new_zeros((), dtype=torch.float64)
+    return scale * torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float64)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None,
+        ctx: Any, hidden: torch.Tensor, lm_head: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None,
         compute: torch.dtype, rows: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        kind = _product_type(compute, table.device)
-        rows = rows or _rows_with_gradients(table, kind, len(targets), softcap)
-        room = _room(table, kind, min(rows, len(targets)), softcap)
-        wide = _as_operand(table, kind, room)
-        gradient = torch.empty_like(states) if states.requires_grad else None
-        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        kind = _product_type(compute, lm_head.device)
+        rows = rows or _rows_with_gradients(lm_head, kind, len(targets), softcap)
+        workspace = _workspace(lm_head, kind, min(rows, len(targets)), softcap)
+        wide = _as_operand(lm_head, kind, workspace)
+        gradient = torch.empty_like(hidden) if hidden.requires_grad else None
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(targets), rows):
-            part = states[start : start + rows].to(wide.dtype)
-            losses, slopes = _chunk(part, wide, targets[start : start + rows], softcap, scale, room)
+            part = hidden[start : start + rows].to(wide.dtype)
+            losses, dlogits = _chunk(part, wide, targets[start : start + rows], softcap, scale, workspace)
             total += losses.sum()
             if gradient is not None:
-                _put_product(gradient[start : start + rows], slopes, wide)
-            if table.requires_grad:
-                _add_product(table, slopes, part)
-            del slopes  # before the next chunk's logits are there
+                _put_product(gradient[start : start + rows], dlogits, wide)
+            if lm_head.requires_grad:
+                _add_product(lm_head, dlogits, part)
+            del dlogits  # before the next chunk's logits are there
         ctx.gradient = gradient
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The gradient of the table cannot be scaled afterwards. Does not wait for a GPU.
+        # The gradient of lm_head cannot be scaled afterwards. Does not wait for a GPU.
         torch._assert_async(upstream == 1, "backward() of something made of the loss, not of the loss itself")
         gradient, ctx.gradient = ctx.gradient, None
         return gradient, None, None, None, None, None, None
@@ -88,9 +86,9 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def kernel_unable(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None) -> str | None:
-    """Why `triton_head` cannot serve products of `kind` on `device`; None where it can.
+    """Why the Triton kernel cannot be used with compute dtype `kind` on `device`; None where it can.
 
-    The first time, it is compiled and tried, and the device waited for: to be asked before the first step."""
+    The first call compiles and tries it and waits for the device: call it before the first step."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "it is written for CUDA"
     if kind.itemsize > 4:
@@ -100,10 +98,10 @@ def kernel_unable(device: torch.device, kind: torch.dtype, vocabulary: int, soft
 
 @functools.cache
 def _kernel_fails(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None) -> str | None:
-    """Found out once. The log says why it is not used."""
+    """Cached. The reason is logged once."""
     problem = _problem(device, kind, vocabulary, softcap)
     if problem is not None:
-        logger.info("The loss head on %s goes without Triton's kernel, and is slower: %s", device, problem)
+        logger.info("Triton loss kernel is unavailable on %s, using PyTorch (slower): %s", device, problem)
     return problem
 
 
@@ -123,7 +121,7 @@ def _problem(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: 
             return f"a row of {vocabulary:,} logits is too long for so small a GPU"
         return _wrong_numbers(kernel, device, kind, vocabulary, softcap)
     except torch.OutOfMemoryError:
-        raise  # says nothing of the kernel
+        raise  # not the fault of the kernel
     except known as error:
         return f"{type(error).__name__}: " + " ".join(str(error).split())[:200]
 
@@ -131,70 +129,72 @@ def _problem(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: 
 def _wrong_numbers(
     kernel: Any, device: torch.device, kind: torch.dtype, vocabulary: int, softcap: float | None
 ) -> str | None:
-    """What `kernel.turned` gets wrong of three rows, with gradients and without; None where it agrees with `_turned`."""
+    """What the kernel gets wrong of three rows, with gradients and without; None where it agrees with the definition."""
     own = torch.Generator(device).manual_seed(0)  # a run's random numbers are left alone
     logits = 4 * torch.randn(3, vocabulary, generator=own, device=device)
     targets = torch.tensor([0, vocabulary // 2, vocabulary - 1], device=device)
-    right_losses, right_slopes = _turned(logits.double(), targets, softcap, 1.0)
+    right_losses, right_dlogits = _losses_and_dlogits(logits.double(), targets, softcap, 1.0)
     for scale in (1.0, None):
-        room = kernel.room_for_logits(3, vocabulary, device).copy_(logits)
-        losses, slopes = kernel.turned(room, targets, softcap=softcap, scale=scale, kind=kind)
+        workspace = kernel.logits_workspace(3, vocabulary, device).copy_(logits)
+        losses, dlogits = kernel.losses_and_dlogits(workspace, targets, softcap=softcap, scale=scale, kind=kind)
         words = "with" if scale else "without"
         if not torch.allclose(losses, right_losses, rtol=1e-4, atol=1e-4):
             pair = (losses.flatten().tolist(), right_losses.flatten().tolist())
-            found = ", ".join(f"{one:.6g} for {other:.6g}" for one, other in zip(*pair, strict=True))
-            return f"its losses are wrong {words} gradients: {found}"
+            wrong = ", ".join(f"{one:.6g} for {other:.6g}" for one, other in zip(*pair, strict=True))
+            return f"its losses are wrong {words} gradients: {wrong}"
         # A rounding of bfloat16 is 0.4 %; float16 has steps of 6e-8 at 0.
-        if scale and not torch.allclose(slopes.double(), right_slopes, rtol=0.02, atol=1e-6):
-            return (
-                f"its gradients are wrong, by up to {(slopes.double() - right_slopes).abs().max():.3g} for a scale of 1"
-            )
+        if scale and not torch.allclose(dlogits.double(), right_dlogits, rtol=0.02, atol=1e-6):
+            return f"its gradients are wrong, by up to {(dlogits.double() - right_dlogits).abs().max():.3g} for a scale of 1"
     return None
 
 
-def _room(table: torch.Tensor, kind: torch.dtype, rows: int, softcap: float | None) -> torch.Tensor | None:
-    """Memory for the logits of all chunks, one after the other, where the kernel turns them in place."""
-    if kernel_unable(table.device, kind, len(table), softcap):
+def _workspace(lm_head: torch.Tensor, kind: torch.dtype, rows: int, softcap: float | None) -> torch.Tensor | None:
+    """Memory for the logits of one chunk after the other, where the kernel works in place."""
+    if kernel_unable(lm_head.device, kind, len(lm_head), softcap):
         return None
-    return importlib.import_module("tunix_rt.engines.torch.triton.cross_entropy").room_for_logits(
-        rows, len(table), table.device
+    return importlib.import_module("tunix_rt.engines.torch.triton.cross_entropy").logits_workspace(
+        rows, len(lm_head), lm_head.device
     )
 
 
-def _rows_with_gradients(table: torch.Tensor, kind: torch.dtype, targets: int, softcap: float | None) -> int:
-    """How many targets meet the vocabulary at once. The plan counts, for a GPU, logits that are turned in place; where they
-    are not, there are fewer at a time, so that no more memory is needed."""
+def _rows_with_gradients(lm_head: torch.Tensor, kind: torch.dtype, targets: int, softcap: float | None) -> int:
+    """Targets of a chunk. The plan counts logits that a GPU kernel overwrites in place; without the kernel a chunk has fewer
+    targets, so that it needs no more memory."""
     rows = loss_rows(targets)
-    if table.device.type == "cpu" or kind.itemsize > 4 or not kernel_unable(table.device, kind, len(table), softcap):
+    if (
+        lm_head.device.type == "cpu"
+        or kind.itemsize > 4
+        or not kernel_unable(lm_head.device, kind, len(lm_head), softcap)
+    ):
         return rows
-    needed = 8 if softcap else 4 + 2 * (kind.itemsize == 2)  # beside logits the slope of the cap, or 16-bit slopes
+    needed = 8 if softcap else 4 + 2 * (kind.itemsize == 2)  # beside logits the slope of the cap, or 16-bit dlogits
     return max(1, rows * 4 // needed)
 
 
 def _chunk(
-    states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None,
-    room: torch.Tensor | None,
+    hidden: torch.Tensor, lm_head: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None,
+    workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Losses of a few targets in float64 and, where `scale` is given, `scale` times the gradient of their logits."""
-    if room is None:
-        losses, logits = _turned(_logits(states, table), targets, softcap, scale)
-        return losses, logits if scale is None else logits.to(states.dtype)
-    logits = room[: len(states)]
-    _put_product(_widened(logits, len(table)), states, table.t())
+    if workspace is None:
+        losses, logits = _losses_and_dlogits(_logits(hidden, lm_head), targets, softcap, scale)
+        return losses, logits if scale is None else logits.to(hidden.dtype)
+    logits = workspace[: len(hidden)]
+    _put_product(_widened(logits, len(lm_head)), hidden, lm_head.t())
     kernel = importlib.import_module("tunix_rt.engines.torch.triton.cross_entropy")
-    losses, slopes = kernel.turned(logits, targets, softcap=softcap, scale=scale, kind=states.dtype)
-    return losses, _widened(slopes, len(table))
+    losses, dlogits = kernel.losses_and_dlogits(logits, targets, softcap=softcap, scale=scale, kind=hidden.dtype)
+    return losses, _widened(dlogits, len(lm_head))
 
 
 def _widened(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """`values`, rows of a padded room, with its padding up to `columns`."""
+    """`values`, rows of a padded workspace, with the padding up to `columns`."""
     return values if values.shape[1] == columns else values.as_strided((len(values), columns), values.stride())
 
 
-def _turned(
+def _losses_and_dlogits(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tensor of logits is turned in place into exponentials, probabilities and the gradient."""
+    """One tensor of logits becomes, in place, exponentials, probabilities and the gradient."""
     slope = None
     if softcap:
         logits.div_(softcap).tanh_()
@@ -215,30 +215,29 @@ def _turned(
     return losses, logits
 
 
-# --- the products ----------------------------------------------------------------------------------------------------
+# --- the matmuls -----------------------------------------------------------------------------------------------------
 
 
 def _product_type(compute: torch.dtype, device: torch.device) -> torch.dtype:
-    """A CPU has no product of 16-bit numbers with a float32 result, so there the head computes in float32."""
+    """A CPU has no 16-bit matmul with a float32 result, so there the head computes in float32."""
     return torch.float32 if device.type == "cpu" and compute.itemsize == 2 else compute
 
 
-def _as_operand(table: torch.Tensor, kind: torch.dtype, room: torch.Tensor | None) -> torch.Tensor:
-    """`table` in the type of the products; with rows of zeros up to the padded width of `room`, where its own number of rows is
-    one for which a GPU has but slow products: GPT-2's 50,257 cost three times those of 50,304. Gradients of what is added are 0.
-    """
-    if room is None or kind.itemsize > 2 or len(table) % 8 == 0:
-        return table.detach().to(kind)
-    even = torch.zeros(room.stride(0), table.shape[1], dtype=kind, device=table.device)
-    even[: len(table)].copy_(table.detach())
+def _as_operand(lm_head: torch.Tensor, kind: torch.dtype, workspace: torch.Tensor | None) -> torch.Tensor:
+    """`lm_head` in the compute dtype. Where its number of rows has only slow matmuls on a GPU (GPT-2's 50,257 take three times
+    as long as 50,304), rows of zeros are added up to the padded width of `workspace`. Their gradients are 0."""
+    if workspace is None or kind.itemsize > 2 or len(lm_head) % 8 == 0:
+        return lm_head.detach().to(kind)
+    even = torch.zeros(workspace.stride(0), lm_head.shape[1], dtype=kind, device=lm_head.device)
+    even[: len(lm_head)].copy_(lm_head.detach())
     return even
 
 
-def _logits(states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Their product in float32 (float64 for float64): 16-bit logits would lose the digits that the loss is made of."""
-    if states.dtype.itemsize == 2:
-        return torch.mm(states, table.t(), out_dtype=torch.float32)
-    return torch.mm(states, table.t())
+def _logits(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
+    """In float32 (float64 for float64): 16-bit logits would lose the digits that the loss is made of."""
+    if hidden.dtype.itemsize == 2:
+        return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, lm_head.t())
 
 
 def _put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -251,31 +250,31 @@ def _put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         place.copy_(left @ right)
 
 
-def _add_product(table: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor) -> None:
-    """`table.grad += slopes.T @ states`, summed in at least float32 and rounded once. `slopes` may have columns of zeros behind
-    those of the table; then so has the memory of the gradient rows."""
-    fresh, width = table.grad is None, slopes.shape[1]
-    if table.dtype == slopes.dtype:
-        if table.grad is None:
-            table.grad = table.new_empty(width, table.shape[1])[: len(table)]
-        whole = table.grad
-        if width > len(table):
+def _add_product(lm_head: torch.Tensor, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """`lm_head.grad += dlogits.T @ hidden`, summed in at least float32 and rounded once. `dlogits` may have columns of zeros
+    after those of `lm_head`; then the memory of the gradient has such rows."""
+    fresh, width = lm_head.grad is None, dlogits.shape[1]
+    if lm_head.dtype == dlogits.dtype:
+        if lm_head.grad is None:
+            lm_head.grad = lm_head.new_empty(width, lm_head.shape[1])[: len(lm_head)]
+        whole = lm_head.grad
+        if width > len(lm_head):
             base = whole._base
-            padded = base is not None and base.shape == (width, table.shape[1])
-            whole, slopes = (base, slopes) if base is not None and padded else (whole, slopes[:, : len(table)])
+            padded = base is not None and base.shape == (width, lm_head.shape[1])
+            whole, dlogits = (base, dlogits) if base is not None and padded else (whole, dlogits[:, : len(lm_head)])
         if fresh:
-            torch.mm(slopes.t(), states, out=whole)
+            torch.mm(dlogits.t(), hidden, out=whole)
         else:
-            whole.addmm_(slopes.t(), states)
+            whole.addmm_(dlogits.t(), hidden)
         return
-    if table.grad is None:
-        table.grad = torch.empty_like(table)
-    slopes = slopes[:, : len(table)]
-    for start in range(0, len(table), TABLE_SLICE_ROWS):
-        part = table.grad[start : start + TABLE_SLICE_ROWS]
-        columns = slopes[:, start : start + TABLE_SLICE_ROWS].t()
+    if lm_head.grad is None:
+        lm_head.grad = torch.empty_like(lm_head)
+    dlogits = dlogits[:, : len(lm_head)]
+    for start in range(0, len(lm_head), TABLE_SLICE_ROWS):
+        part = lm_head.grad[start : start + TABLE_SLICE_ROWS]
+        columns = dlogits[:, start : start + TABLE_SLICE_ROWS].t()
         widens = part.dtype.itemsize > columns.dtype.itemsize
-        product = torch.mm(columns, states, out_dtype=part.dtype) if widens else torch.mm(columns, states)
+        product = torch.mm(columns, hidden, out_dtype=part.dtype) if widens else torch.mm(columns, hidden)
         if fresh:
             part.copy_(product)
         else:
@@ -285,15 +284,15 @@ def _add_product(table: torch.Tensor, slopes: torch.Tensor, states: torch.Tensor
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, table: torch.Tensor, ignored: int | None) -> torch.Tensor:
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, ignored: int | None) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.table, ctx.ignored = table, ignored
-        return torch.nn.functional.embedding(ids, table)
+        ctx.weight, ctx.ignored = weight, ignored
+        return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[None, None, None]:
-        (ids,), table = ctx.saved_tensors, ctx.table
-        ctx.table = None
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        ctx.weight = None
         order = ids.flatten().argsort(stable=True)
         sorted_ids = ids.flatten()[order]
         # Tokens that occur often are summed in float32 first: their rows would swallow small gradients one by one.
@@ -301,23 +300,23 @@ class _Lookup(torch.autograd.Function):
         first[1:] = sorted_ids[1:] != sorted_ids[:-1]
         place = first.cumsum(0) - 1
         gradients = upstream.flatten(0, -2)[order]
-        sums = torch.zeros(gradients.shape, dtype=_sum_type(table), device=table.device)
+        sums = torch.zeros(gradients.shape, dtype=_sum_type(weight), device=weight.device)
         sums.index_add_(0, place, gradients.to(sums.dtype))
         rows = torch.zeros_like(sorted_ids).index_copy_(0, place, sorted_ids)  # places left over add nothing to row 0
         if ctx.ignored is not None:
             sums.masked_fill_((rows == ctx.ignored).unsqueeze(1), 0)
-        if table.grad is None:
-            table.grad = torch.zeros_like(table)
-        table.grad.index_add_(0, rows, sums.to(table.dtype))
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, rows, sums.to(weight.dtype))
         return None, None, None
 
 
-def _sum_type(table: torch.Tensor) -> torch.dtype:
-    return torch.float64 if table.dtype == torch.float64 else torch.float32
+def _sum_type(weight: torch.Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 def lean_lookup(embedding: torch.nn.Embedding) -> bool:
-    """Let `embedding` add its gradient to its table's own. False where its forward pass is not one we know."""
+    """Let `embedding` add its gradient into the `.grad` of its weight. False for an unknown forward pass."""
     factor = getattr(embedding, "embed_scale", None)
     known = type(embedding) is torch.nn.Embedding or (
         factor is not None and type(embedding).__name__.endswith("ScaledWordEmbedding")
@@ -326,15 +325,15 @@ def lean_lookup(embedding: torch.nn.Embedding) -> bool:
         return False
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
-        table = embedding.weight
-        if torch.is_grad_enabled() and table.requires_grad:
-            found = _Lookup.apply(input_ids, table, embedding.padding_idx)
+        weight = embedding.weight
+        if torch.is_grad_enabled() and weight.requires_grad:
+            found = _Lookup.apply(input_ids, weight, embedding.padding_idx)
         else:
-            found = torch.nn.functional.embedding(input_ids, table)
+            found = torch.nn.functional.embedding(input_ids, weight)
         if factor is None:
             return found
         scale = embedding.embed_scale  # a tensor, or in some models a plain number
-        return found * (scale.to(table.dtype) if isinstance(scale, torch.Tensor) else scale)
+        return found * (scale.to(weight.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     embedding.forward = forward
     return True

@@ -1,9 +1,8 @@
-"""Answers of the PyTorch engine: prompts of mixed lengths in one batch, padded on the left, with a cache of keys and values.
+"""Generation of the PyTorch engine: prompts of mixed lengths in one batch, left-padded, with a KV cache.
 
-A prompt is answered as if it were alone. Rows that are done leave the batch. On a GPU the tokens are looked at only every few
-steps, because each look waits for the device; where an answer ends does not depend on it. For models that are known well the
-masks of new tokens are views of one that is made at the start: transformers, which makes one for every token, waits for the
-device to see whether any is needed.
+A generation does not depend on its batch. Rows that have ended leave the batch. On a GPU the tokens are read only every few
+steps, because each read synchronizes; where a generation ends does not depend on it. For known model types the masks of new
+tokens are views of one mask: transformers builds one for every token, and synchronizes to see whether it needs any.
 """
 
 import contextlib
@@ -19,45 +18,41 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Row, answer_in_batches, random_keys, row_of
-from tunix_rt.engines.torch.model import Engine, memory_is_named
+from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, prompt_of, random_keys
+from tunix_rt.engines.failures import memory_errors_named
+from tunix_rt.engines.torch.model import Engine
+from tunix_rt.models.families import FAMILIES, FULL, SLIDING
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
-"""Tokens between two looks at answers. Where weights are cast for each look, a CPU looks as seldom as a GPU."""
+"""Tokens between two reads. Where autocast casts the weights once per read, a CPU reads as seldom as a GPU."""
 DRAWN_AT_ONCE = 4 * 2**20
-"""Logits whose tokens are drawn at once: noise and order of a logit take some 60 bytes."""
+"""Logits that are sampled at once: noise and sort order of a logit take some 60 bytes."""
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
-"""Rotations that depend on the longest row of a batch: such a model is asked one prompt at a time."""
-
-MASKS_BY_TYPE = ("gemma2", "gemma3_text", "qwen2", "qwen3")
-"""Models that take masks made already, one for each type of layer."""
-ONE_MASK = ("gemma", "gpt2", "llama", "mistral", "phi3")
-"""Models that take one such mask for all layers."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+"""RoPE types that depend on the longest row of a batch: such a model generates for one prompt at a time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """What the model is given, on the device: one line per row. A column is a token, of the prompt or of the answer."""
+    """The inputs of the model on the device, one row per prompt. A column is a token, of the prompt or generated."""
 
     ids: torch.Tensor
-    """The tokens that are given next."""
+    """The next input tokens."""
     held: int
-    """Columns whose keys and values are in the cache."""
+    """Columns in the KV cache."""
     mask: torch.Tensor
-    """[rows, columns]: whether a column is a token, and no padding. Those of the answer are there from the start."""
+    """[rows, columns]: 1 for a token, 0 for padding. It includes the columns of new tokens from the start."""
     ready: torch.Tensor | None
-    """[rows, 1, 1, columns]: the same as attention takes it; None where transformers has to make it."""
+    """[rows, 1, 1, columns]: the same as an attention mask; None where transformers builds it."""
     positions: torch.Tensor
     """[rows, columns]"""
     keys: torch.Tensor | None
-    """One for each new token, where tokens are drawn."""
+    """Random bits for each new token, where tokens are sampled."""
     cache: Any
     windows: dict[str, int | None]
-    """How many columns each type of layer sees; None for all."""
+    """The sliding window of each layer type; None: all columns."""
     one_mask: bool
     takes: frozenset[str]
-    """Names of the arguments that the model takes."""
+    """Names of the arguments of the model."""
 
     def keep(self, places: Sequence[int]) -> None:
         kept = torch.tensor(places, device=self.ids.device)
@@ -68,22 +63,22 @@ class _Batch:
             self.keys = self.keys[kept]
         self.cache.batch_select_indices(kept)
 
-    def given(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Arguments of the model for the next tokens."""
-        given = {
+        inputs: dict[str, Any] = {
             "input_ids": self.ids,
             "attention_mask": self.masks(),
             "past_key_values": self.cache,
             "use_cache": True,
         }
         if "position_ids" in self.takes:
-            given["position_ids"] = self.positions.narrow(1, self.held, self.ids.shape[1])
+            inputs["position_ids"] = self.positions.narrow(1, self.held, self.ids.shape[1])
         if "logits_to_keep" in self.takes:
-            given["logits_to_keep"] = 1
-        return given
+            inputs["logits_to_keep"] = 1
+        return inputs
 
     def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        """For one new token what it sees, ready to be used; else the tokens that are no padding: transformers makes the rest."""
+        """For one new token a prepared mask; else which tokens are not padding, of which transformers builds the masks."""
         columns = self.held + self.ids.shape[1]
         if self.ready is None or self.ids.shape[1] > 1:
             return self.mask[:, :columns]
@@ -102,44 +97,40 @@ def generate(
     stop_ids: Sequence[int],
     pad_id: int,
     decode: Callable[[list[int]], str],
-    rows_at: Callable[[int], int],
-    heard: Callable[[int, list[int]], None] | None = None,
+    batch_size_at: Callable[[int], int],
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
-    """(number of the prompt, its answer) as answers come to their end; the longest prompts are asked first.
-
-    `rows_at` says how many prompts of a length are asked at once. Where the device has no memory for so many, half of them
-    are, and it is said. `heard` is told a prompt's tokens so far, as soon as there are any new ones.
-    """
+    """See `base.EngineModule.generate`."""
     engine.model.eval()
-    yield from answer_in_batches(
-        [_row(engine, index, prompt, decoding, stop_ids, decode) for index, prompt in enumerate(prompts)],
-        lambda rows: _answers(engine, rows, decoding, pad_id, heard),
-        rows_at=rows_at,
+    yield from generate_in_batches(
+        [_prompt(engine, index, prompt, decoding, stop_ids, decode) for index, prompt in enumerate(prompts)],
+        lambda rows: _generate(engine, rows, decoding, pad_id, on_tokens),
+        batch_size_at=batch_size_at,
         most=1 if _ropes(engine) & MOVING_ROPES else len(prompts),
         free_memory=partial(_free_memory, engine),
     )
 
 
 def _free_memory(engine: Engine) -> None:
-    """Of answers that were given up: an error and the calls it came through refer to each other, and to tensors."""
+    """After an error, whose traceback refers to tensors."""
     gc.collect()
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _row(
+def _prompt(
     engine: Engine,
     index: int,
     prompt: Sequence[int],
     decoding: Decoding,
     stop_ids: Sequence[int],
     decode: Callable[[list[int]], str],
-) -> Row:
-    return row_of(index, prompt, positions=_positions(engine), decoding=decoding, stop_ids=stop_ids, decode=decode)
+) -> Prompt:
+    return prompt_of(index, prompt, positions=engine.positions, decoding=decoding, stop_ids=stop_ids, decode=decode)
 
 
 def _ropes(engine: Engine) -> set[str]:
-    """Kinds of rotation in the model; some have one for each type of layer."""
+    """RoPE types of the model; some have one for each layer type."""
     config = engine.model.config
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(settings, dict):
@@ -147,48 +138,42 @@ def _ropes(engine: Engine) -> set[str]:
     return {str(each.get("rope_type")) for each in (settings, *settings.values()) if isinstance(each, dict)}
 
 
-def _positions(engine: Engine) -> int | None:
-    """How many tokens the model knows places for."""
-    known = getattr(engine.model.config, "max_position_embeddings", None)
-    return known if isinstance(known, int) else None
-
-
-def _answers(
+def _generate(
     engine: Engine,
-    rows: Sequence[Row],
+    rows: Sequence[Prompt],
     decoding: Decoding,
     pad_id: int,
-    heard: Callable[[int, list[int]], None] | None,
-) -> Iterator[tuple[Row, Answer]]:
-    """Each row with its answer, as they end. Between two tokens nothing of torch's state is left changed."""
+    on_tokens: Callable[[int, list[int]], None] | None,
+) -> Iterator[tuple[Prompt, Answer]]:
+    """Each prompt with its generation, as they end. Global settings of torch are restored before each yield."""
     began = time.monotonic()
     for row in rows:
-        row.begin_anew()
-    with memory_is_named("generation"):
+        row.restart()
+    with memory_errors_named("generation"):
         batch, alive, taken = _begin(engine, rows, decoding, pad_id), list(rows), 0
     while alive:
-        looked = LOOK_EVERY["cuda" if engine.recipe.casts else engine.device.type] if heard is None else 1
-        fresh = _more_tokens(engine, batch, decoding, taken, min(looked, max(row.room for row in alive) - taken))
+        count = LOOK_EVERY["cuda" if engine.recipe.casts else engine.device.type] if on_tokens is None else 1
+        fresh = _more_tokens(engine, batch, decoding, taken, min(count, max(row.max_new for row in alive) - taken))
         taken += len(fresh[0])
         late = decoding.max_seconds is not None and time.monotonic() - began >= decoding.max_seconds
         kept = []
         for place, (row, tokens) in enumerate(zip(list(alive), fresh, strict=True)):
-            answer = row.take(tokens, late=late, model=engine.source.name)
-            if heard is not None:
-                heard(row.index, row.ids if answer is None else answer.ids)
+            answer = row.append(tokens, late=late, model=engine.source.name)
+            if on_tokens is not None:
+                on_tokens(row.index, row.ids if answer is None else answer.ids)
             if answer is None:
                 kept.append(place)
             else:
                 yield row, answer
         if kept and len(kept) < len(alive):
-            with memory_is_named("generation"):
+            with memory_errors_named("generation"):
                 batch.keep(kept)
         alive = [alive[place] for place in kept]
 
 
-def _begin(engine: Engine, rows: Sequence[Row], decoding: Decoding, pad_id: int) -> _Batch:
-    """Prompts padded on the left, so that every answer starts in the same column."""
-    width, longest = max(len(row.prompt) for row in rows), max(row.room for row in rows)
+def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: int) -> _Batch:
+    """Left-padded prompts: new tokens of all rows start in the same column."""
+    width, longest = max(len(row.prompt) for row in rows), max(row.max_new for row in rows)
     cache = transformers.DynamicCache(config=engine.model.config)
     windows = _windows(engine, cache)
     ids = torch.full((len(rows), width), pad_id)
@@ -196,47 +181,52 @@ def _begin(engine: Engine, rows: Sequence[Row], decoding: Decoding, pad_id: int)
     for place, row in enumerate(rows):
         ids[place, width - len(row.prompt) :] = torch.tensor(row.prompt)
         mask[place, : width - len(row.prompt)] = 0
-    # A row that ended is carried on until the next look, and has no position beyond the last.
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0, max=(_positions(engine) or 2**31) - 1)
-    drawn = None
+    # A row that has ended is computed until the next read, with positions clamped to the last.
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0, max=(engine.positions or 2**31) - 1)
+    keys = None
     if decoding.temperature:
-        drawn = torch.tensor([random_keys(decoding.seed, row.index, longest) for row in rows])
+        keys = torch.tensor([random_keys(decoding.seed, row.index, longest) for row in rows])
     return _Batch(
         ids=ids.to(engine.device),
         held=0,
         mask=mask.to(engine.device),
-        ready=None if windows is None else _ready(engine, mask).to(engine.device),
+        ready=None if windows is None else _attention_mask(engine, mask).to(engine.device),
         positions=positions.to(engine.device),
-        keys=None if drawn is None else drawn.to(engine.device),
+        keys=None if keys is None else keys.to(engine.device),
         cache=cache,
         windows=windows or {},
-        one_mask=engine.model.config.model_type in ONE_MASK,
+        one_mask=_takes_one_mask(engine.model.config.model_type),
         takes=frozenset(inspect.signature(engine.model.forward).parameters),
     )
 
 
 def _windows(engine: Engine, cache: Any) -> dict[str, int | None] | None:
-    """How many columns each type of layer sees, for a model whose masks are made here; None for others."""
+    """The sliding window of each layer type, for a model whose masks are prepared here; None for others."""
     config = engine.model.config
-    known = config.model_type in (*MASKS_BY_TYPE, *ONE_MASK) and engine.attention.generating in ("sdpa", "eager")
+    known = config.model_type in FAMILIES and engine.attention.generating in ("sdpa", "eager")
     ahead = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
     if not known or ahead:
         return None
-    found: set[tuple[str, int | None]] = set()
+    kinds: set[tuple[str, int | None]] = set()
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
-            found.add((FULL, None))
+            kinds.add((FULL, None))
         elif type(layer) is DynamicSlidingWindowLayer:
-            found.add((SLIDING, layer.sliding_window))
+            kinds.add((SLIDING, layer.sliding_window))
         else:
             return None
-    windows = dict(found)
-    several = len(windows) > 1 and config.model_type in ONE_MASK
-    return None if several or len(windows) < len(found) else windows
+    windows = dict(kinds)
+    several = len(windows) > 1 and _takes_one_mask(config.model_type)
+    return None if several or len(windows) < len(kinds) else windows
 
 
-def _ready(engine: Engine, mask: torch.Tensor) -> torch.Tensor:
-    """The mask as transformers' own would be for one new token: booleans for sdpa, for eager what is added to the scores."""
+def _takes_one_mask(model_type: str) -> bool:
+    """Whether the model takes one prepared mask for all layers, not a dict by layer type."""
+    return model_type in FAMILIES and not FAMILIES[model_type].masks_by_layer_type
+
+
+def _attention_mask(engine: Engine, mask: torch.Tensor) -> torch.Tensor:
+    """The mask that transformers builds for one new token: boolean for sdpa, additive for eager."""
     seen = mask.bool()[:, None, None]
     if engine.attention.generating == "sdpa":
         return seen
@@ -244,9 +234,9 @@ def _ready(engine: Engine, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
 
 
-def _unrecorded(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    """No gradients. On a GPU, where a step is as long as its calls take, by the mode in which a call is shortest; but under it
-    autocast casts every weight for every token again, and a rotation that moves would be left in the model unfit to train."""
+def _no_gradients(engine: Engine) -> contextlib.AbstractContextManager[Any]:
+    """inference_mode on a GPU, where launch overhead dominates; but under it autocast would cast every weight for every token,
+    and a dynamic RoPE would leave inference tensors in the model, which cannot be trained."""
     if engine.device.type == "cuda" and not engine.recipe.casts and not _ropes(engine) & MOVING_ROPES:
         return torch.inference_mode()
     return torch.no_grad()
@@ -254,7 +244,7 @@ def _unrecorded(engine: Engine) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _kernels(engine: Engine) -> Iterator[None]:
-    """The engine's kernels of attention without cuDNN's, which is planned anew for every number of keys: for every token."""
+    """The attention kernels of the engine without cuDNN's, which is planned for every number of keys: for every token."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -265,18 +255,18 @@ def _kernels(engine: Engine) -> Iterator[None]:
 
 
 def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, count: int) -> list[list[int]]:
-    """The next `count` tokens of every row. Rows that ended among them got some in vain."""
+    """The next `count` tokens of every row, also of rows that end among them."""
     attending = engine.attending(engine.attention.generating)
-    with _unrecorded(engine), memory_is_named("generation"), attending, _kernels(engine), engine.computing():
-        found = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
-        tokens = torch.stack(found, dim=1).tolist()
+    with _no_gradients(engine), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
+        steps = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
+        tokens: list[list[int]] = torch.stack(steps, dim=1).tolist()
     return tokens
 
 
 def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> torch.Tensor:
-    """The next token of every row, put into `batch` as well; a row whose logits are NaN has none. Waits for nothing, unless
-    transformers does."""
-    logits = engine.model(**batch.given()).logits[:, -1]
+    """The next token of every row, which becomes the input of `batch`; NOT_A_TOKEN where logits are NaN. Does not synchronize,
+    unless transformers does."""
+    logits = engine.model(**batch.inputs()).logits[:, -1]
     chosen = _choose(logits, decoding, None if batch.keys is None else batch.keys[:, number])
     batch.held += batch.ids.shape[1]
     batch.ids = chosen.unsqueeze(1)
@@ -284,23 +274,23 @@ def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> tor
 
 
 def _choose(logits: torch.Tensor, decoding: Decoding, keys: torch.Tensor | None) -> torch.Tensor:
-    """The likeliest token of each row; with a key for each row, one drawn by its share, a few rows at a time."""
+    """The most likely token of each row; with a key for each row a sampled one, a few rows at a time."""
     if keys is None:
         return logits.argmax(dim=-1)
     rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
     pairs = zip(logits.split(rows), keys.split(rows), strict=True)
-    return torch.cat([_drawn(some, of, decoding) for some, of in pairs])
+    return torch.cat([_sample(some, of, decoding) for some, of in pairs])
 
 
-def _drawn(logits: torch.Tensor, keys: torch.Tensor, decoding: Decoding) -> torch.Tensor:
-    """By adding noise to every logit and taking the largest (Gumbel). A draw by summed shares would move with the last bits
-    of all of them, which depend on the batch that a row is computed in."""
+def _sample(logits: torch.Tensor, keys: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    """Gumbel-max sampling. Sampling by cumulative probabilities would change with the last bits of all of them, which depend on
+    the batch of a row."""
     scores = logits.double()
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / decoding.temperature
     if decoding.top_p < 1:
         ordered, order = scores.sort(dim=-1, descending=True)
-        shares = torch.softmax(ordered, dim=-1)
-        beyond = shares.cumsum(dim=-1) - shares >= decoding.top_p
+        probabilities = torch.softmax(ordered, dim=-1)
+        beyond = probabilities.cumsum(dim=-1) - probabilities >= decoding.top_p
         scores = torch.empty_like(scores).scatter_(-1, order, ordered.masked_fill_(beyond, -torch.inf))
     return (scores + _gumbel(keys, scores.shape[-1])).argmax(dim=-1)
 

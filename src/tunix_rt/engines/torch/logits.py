@@ -1,4 +1,4 @@
-"""What a model of the PyTorch engine holds and says, to be compared with what others make of the folder it is saved in."""
+"""Logits, hashes and memory of a model of the PyTorch engine, to compare it with a saved folder that transformers loads."""
 
 import gc
 import inspect
@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch import reload as torch_reload
-from tunix_rt.engines.torch.model import Engine, memory_is_named
+from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.save import saved_weights
 
 
@@ -22,40 +23,42 @@ def last_logits(engine: Engine, prompts: Sequence[Sequence[int]]) -> npt.NDArray
 def token_gaps(
     engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], ends: Sequence[int]
 ) -> list[list[float]]:
-    """How far the logit of each token of an answer lies below the largest in its place; last, the best of `ends` after it."""
-    found = []
+    """How far the logit of each token of an answer is below the largest at its position; last, that of the best of `ends`."""
+    gaps = []
     both = list(zip(prompts, answers, strict=True))
     rows = _last_of(engine, [([*prompt, *answer], len(answer) + 1) for prompt, answer in both])
     for (_, answer), logits in zip(both, rows, strict=True):
         largest = logits.amax(dim=1)
         ours = logits[:-1].gather(1, torch.tensor(answer, dtype=torch.long, device=logits.device)[:, None])[:, 0]
         end = logits[-1, torch.tensor(ends, device=logits.device)].amax()
-        found.append([*(largest[:-1] - ours).tolist(), float(largest[-1] - end)])
-    return found
+        gaps.append([*(largest[:-1] - ours).tolist(), float(largest[-1] - end)])
+    return gaps
 
 
 def _last_of(engine: Engine, rows: Sequence[tuple[Sequence[int], int]]) -> Iterator[torch.Tensor]:
-    """Logits [so many, vocabulary] in the last places of each row of tokens, on the device."""
+    """Logits [positions, vocabulary] at the last positions of each row of tokens, on the device."""
     engine.model.eval()
     can_keep = "logits_to_keep" in inspect.signature(engine.model.forward).parameters
     for tokens, kept in rows:
         ids = torch.tensor([tokens], device=engine.device)
-        attending, named = engine.attending(engine.attention.generating), memory_is_named("the last look at the model")
+        attending, named = (
+            engine.attending(engine.attention.generating),
+            memory_errors_named("the logits of the final model"),
+        )
         with torch.no_grad(), named, attending, engine.kernels(), engine.computing():
-            fewer = {"logits_to_keep": kept} if can_keep else {}
-            logits = engine.model(input_ids=ids, use_cache=False, **fewer).logits[0, -kept:].float()
+            options = {"logits_to_keep": kept} if can_keep else {}
+            logits = engine.model(input_ids=ids, use_cache=False, **options).logits[0, -kept:].float()
         yield logits
 
 
 def tensor_hashes(engine: Engine) -> dict[str, list[Any]]:
-    """Type, shape and SHA-256 of every tensor as `save` writes it."""
+    """dtype, shape and SHA-256 of every tensor as `save` writes it."""
     return torch_reload.tensor_hashes(saved_weights(engine) or engine.model.state_dict())
 
 
 def room_beside(engine: Engine) -> int:
-    """Memory of the engine's GPU that another process can have; on a CPU, which is asked elsewhere, 0.
-
-    What our allocator holds and nobody uses is given back first: another process cannot take it."""
+    """Memory of the engine's GPU that another process can allocate, after unused memory of the allocator is released; on a CPU,
+    whose memory is read elsewhere, 0."""
     if engine.device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -63,7 +66,7 @@ def room_beside(engine: Engine) -> int:
 
 
 def release(engine: Engine) -> None:
-    """Let go of the model and of the memory it took. The engine is of no use afterwards."""
+    """Free the memory of the model. The engine cannot be used afterwards."""
     engine.model = None
     gc.collect()
     if engine.device.type == "cuda":

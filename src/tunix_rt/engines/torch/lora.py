@@ -1,4 +1,4 @@
-"""LoRA through `peft`, only when it was asked for: adapters beside every projection of every layer, the rest frozen."""
+"""LoRA through `peft`: adapters at every projection of every layer, all other weights frozen."""
 
 from typing import Any
 
@@ -9,23 +9,21 @@ from tunix_rt.models.resolve import ModelSource
 
 
 def add_adapters(model: Any, *, rank: int, source: ModelSource) -> Any:
-    """`model` with trained adapters of `rank` in float32, scaled by 2 (alpha is twice the rank). Changed in place."""
+    """`model` with trainable adapters of `rank` in float32, alpha twice the rank. In place."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise InputError(
             "training.lora_rank: peft is not installed", fix="pip install 'tunix-rt[lora]', or leave the setting out"
         ) from error
-    found = _projections(model)
-    projections = sorted({name.rpartition(".")[2] for name, _ in found})
-    stored_across = any(type(module).__name__ == "Conv1D" for _, module in found)  # GPT-2 keeps its matrices transposed
+    modules = _projections(model)
+    projections = sorted({name.rpartition(".")[2] for name, _ in modules})
+    transposed = any(type(module).__name__ == "Conv1D" for _, module in modules)  # as in GPT-2
     if not projections:
-        raise InputError(
-            f"{source.name}: has no projections that adapters could stand beside", fix="leave training.lora_rank out"
-        )
+        raise InputError(f"{source.name}: has no projections for adapters", fix="leave training.lora_rank out")
     settings = LoraConfig(
         r=rank, lora_alpha=2 * rank, lora_dropout=0.0, bias="none", target_modules=projections,
-        fan_in_fan_out=stored_across,
+        fan_in_fan_out=transposed,
     )  # fmt: skip
     inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():
@@ -36,7 +34,7 @@ def add_adapters(model: Any, *, rank: int, source: ModelSource) -> Any:
 
 
 def _projections(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """The matrices of the layers, by name; the head is none of them."""
+    """The linear modules of the layers, by name, without the lm_head."""
     head = model.get_output_embeddings()
     kinds = ("Linear", "Conv1D")
     return [
@@ -47,11 +45,10 @@ def _projections(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 
 def merged_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The weights of the model alone, each adapter added to its projection, under the names they had without adapters.
+    """The weights of the model with each adapter merged into its projection, under the names without adapters.
 
-    On the host and in float32: rounded to 16 bits, most of what an adapter has learnt would be lost. Widened there as
-    well, so that a GPU holds what one adapter adds and nothing else. Names of one tensor, as of a tied table, stay names of
-    one. The model itself is left as it is."""
+    On the host and in float32: rounding to 16 bits would lose most of what an adapter has learned. Weights are cast on the host,
+    so that a GPU needs memory for the delta of one adapter only. Tied tensors stay tied. The model is not changed."""
     from peft.tuners.lora import LoraLayer
 
     merged: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
-"""The optimizers of the PyTorch engine: their state, and which code updates a parameter.
+"""The optimizers of the PyTorch engine: their states, and which code updates a parameter.
 
-The rules are in `update_rules.py`. On CUDA, updates of bfloat16 weights are kernels of `triton/dispatch.py`, where Triton
-works, and so are those of float32 weights with moments of 8 bits: the same rules without slices, with random bits of their own.
+The updates are those of `engines/optimizers/`. On CUDA, where Triton works, a kernel of `triton/dispatch.py` updates weights of
+the dtypes that `config/optimizers.py` lists for the optimizer: the same update without slices, with random bits of its own.
 """
 
 import functools
@@ -15,36 +15,45 @@ from typing import Any
 
 import torch
 
-from tunix_rt.engines.torch import update_rules as rounding
-from tunix_rt.engines.torch import update_rules as rules
-from tunix_rt.engines.torch.update_rules import State, column
+from tunix_rt.config.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_of, state_tensors
+from tunix_rt.engines.optimizers import module_of
+from tunix_rt.engines.torch.update_rules import State, StepSettings, Update, column, seed_of
 from tunix_rt.errors import TunixError
-from tunix_rt.plan.optimizers import state_tensors
 
 logger = logging.getLogger(__name__)
 
 
-# --- kernels instead -------------------------------------------------------------------------------------------------
+# --- the update of one parameter -------------------------------------------------------------------------------------
 
 
-def _kernels_of(parameter: torch.nn.Parameter, state: State) -> ModuleType | None:
-    """`triton_optim`, where it has an update of `parameter`: of bfloat16 weights on CUDA, with coded moments of float32 too."""
-    fit = (torch.bfloat16, torch.float32) if _coded(state) else (torch.bfloat16,)
-    if parameter.device.type != "cuda" or parameter.dtype not in fit or not parameter.numel():
-        return None
-    kernels = _triton(parameter.device)
-    unfactored = "exp_avg" not in state and "exp_avg_sq" in state
-    return None if kernels and unfactored and parameter.numel() > kernels.WHOLE_UP_TO else kernels
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """Which code updates a parameter."""
+
+    name: str
+    spec: OptimizerSpec
+    module: ModuleType
+    """Of `engines/optimizers`."""
+    kernels: ModuleType | None
+    """`triton/dispatch.py`, where it has a kernel for this parameter."""
+    fused: bool
+    """Updated together with others by `torch_update_many`."""
 
 
-def _coded(state: State) -> bool:
-    """Whether moments are kept in 8 bits."""
-    return "exp_avg_absmax" in state
+def _rule_of(kind: str, parameter: torch.nn.Parameter) -> _Rule:
+    name = optimizer_of(kind, tuple(parameter.shape))
+    spec, module = OPTIMIZERS[name], module_of(name)
+    kernels = None
+    if parameter.device.type == "cuda" and _dtype(parameter) in spec.triton and parameter.numel():
+        kernels = _triton(parameter.device)
+        kernels = kernels if kernels and kernels.supports(name, parameter) else None
+    fused = spec.fused and parameter.dtype != torch.bfloat16
+    return _Rule(name=name, spec=spec, module=module, kernels=kernels, fused=fused)
 
 
 @functools.cache
 def _triton(device: torch.device) -> ModuleType | None:
-    """`triton_optim`, where its kernels can be compiled for `device`. Where they cannot, the log says why."""
+    """`triton/dispatch.py`, where its kernels can be compiled for `device`; else the reason is logged."""
     problem: str | None = "Triton is not installed"
     if importlib.util.find_spec("triton") is not None:
         try:
@@ -54,18 +63,17 @@ def _triton(device: torch.device) -> ModuleType | None:
             problem = f"Triton cannot be imported: {error}"
         if problem is None:
             return kernels
-    logger.info("Updates on %s go without Triton's kernels, and are slower: %s", device, problem)
+    logger.info("Triton optimizer kernels are unavailable on %s, using PyTorch (slower): %s", device, problem)
     return None
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels update weights on `device`, of types and by rules that they know (`kernels_know`)."""
-    return device.type == "cuda" and _triton(device) is not None
+def has_kernels(kind: str, weights: str, device: torch.device) -> bool:
+    """Whether Triton kernels update weights of this dtype on `device` under optimizer `kind`."""
+    return device.type == "cuda" and weights in OPTIMIZERS[kind].triton and _triton(device) is not None
 
 
-def kernels_know(kind: str, weights: str) -> bool:
-    """Whether there are kernels for optimizer `kind` and weights of this type."""
-    return weights == "bfloat16" or (weights == "float32" and kind == "adamw_8bit")
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _wide_places(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[int, int] | None:
@@ -75,18 +83,18 @@ def _wide_places(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[int, in
     return (first, second) if fit else None
 
 
-_Alike = tuple[torch.device, torch.dtype, torch.dtype]
-"""Device, type of moments and type of weights: what tensors that share a launch have in common."""
+GroupKey = tuple[torch.device, str, torch.dtype]
+"""Device, optimizer and dtype of weights: what tensors that share a launch have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Crowd:
-    """Parameters whose AdamW is one launch. One joins with its first gradient."""
+class _Group:
+    """Parameters that one launch updates. One joins with its first gradient."""
 
     numbers: dict[int, int]
-    """Number of a parameter -> its place in `table`."""
-    table: Any
-    """Their `triton_optim.Crowd`."""
+    """Number of a parameter -> its place in `tensors`."""
+    tensors: Any
+    """Their `triton.adamw.TensorGroup`."""
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -113,205 +121,172 @@ class Optimizer:
         for name, parameter in named.items():
             _refuse_unfit(name, parameter)
         self._kind = kind
-        self._rule = rules.RULES[kind]
         self._named = dict(named)
         self._index = {parameter: index for index, parameter in enumerate(named.values())}
         self._weight_decay = weight_decay
         self._seed = seed
-        self._now = rules.Now(
-            step=0, rate=0.0, beta1=beta1, beta2=beta2, epsilon=epsilon, stochastic=stochastic_rounding
+        self._now = StepSettings(
+            step=0, lr=0.0, beta1=beta1, beta2=beta2, epsilon=epsilon, stochastic=stochastic_rounding
         )
         self._restored = 0
         self._states: dict[torch.nn.Parameter, State] = {}
         self._counts: dict[torch.device, torch.Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._kernels: dict[torch.nn.Parameter, ModuleType | None] = {}
-        self._room: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._alike: dict[torch.nn.Parameter, _Alike | None] = {}
-        self._crowds: dict[_Alike, _Crowd] = {}
+        self._rules: dict[torch.nn.Parameter, _Rule] = {}
+        self._workspace: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._groups: dict[GroupKey, _Group] = {}
 
     # --- updating
 
-    def begin(self, step: int, rate: float) -> None:
-        """What is updated from now on belongs to step `step`, counted from 1, and has learning rate `rate`."""
+    def begin(self, step: int, lr: float) -> None:
+        """Updates from now on belong to step `step`, counted from 1, with learning rate `lr`."""
         if step <= self._restored:
-            raise ValueError(f"step {step} was begun, but the first after what was restored is {self._restored + 1}")
-        self._now = replace(self._now, step=step, rate=rate)
+            raise ValueError(f"step {step} was begun, but the first after the restored state is {self._restored + 1}")
+        self._now = replace(self._now, step=step, lr=lr)
         self._counts.clear()
 
     def update(
-        self, parameter: torch.nn.Parameter, *, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None
+        self, parameter: torch.nn.Parameter, *, scale: torch.Tensor | None = None, finite: torch.Tensor | None = None
     ) -> None:
-        """Update one parameter by its gradient times `scale`. Where `sound` is false nothing changes, state included.
+        """Update one parameter by its gradient times `scale`. Where `finite` is false nothing changes, states included.
 
         Both are of shape [] and on the device, and are not waited for."""
         if parameter.grad is None:
             return
-        state = self._state(parameter)
-        if kernels := self._kernels[parameter]:
-            self._launch(kernels, parameter, scale=scale, sound=sound)
+        state, rule = self._state(parameter), self._rules[parameter]
+        if rule.kernels:
+            self._launch(rule, parameter, scale=scale, finite=finite)
             return
         weights, gradient = parameter.detach(), parameter.grad.detach()
-        if "exp_avg_sq_row" not in state:
+        if not (rule.spec.factored and parameter.dim() == 2):
             weights, gradient = column(weights), column(gradient)
-        update = rules.Update(
+        update = Update(
             weights=weights,
             gradient=gradient,
             state=state,
             decay=self._decay(parameter),
             scale=scale,
-            sound=sound,
+            finite=finite,
             count=self._count(parameter.device),
             generator=self._generator(parameter),
             now=self._now,
         )
         with torch.no_grad():
-            self._rule(update)
+            rule.module.torch_update(update)
 
     def update_clipped(
-        self, parameter: torch.nn.Parameter, *, limit: float | None, sound: torch.Tensor
+        self, parameter: torch.nn.Parameter, *, limit: float | None, finite: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Update one parameter by its gradient, clipped by its own norm to `limit`.
 
-        Returns that norm, and whether the update was sound: `sound`, and the norm is finite. Else nothing has changed. Both
-        are of shape [] and on the device. Kernels of Adafactor find the norm among sums that they need anyway."""
+        Returns that norm, and whether the update was applied: `finite`, and the norm is finite. Otherwise nothing changed.
+        Both are of shape [] and on the device. Adafactor kernels take the norm from sums that they need anyway."""
         gradient = parameter.grad
         if gradient is None:
             raise ValueError("a parameter without a gradient has no norm to clip by")
-        if self._state(parameter) and (kernels := self._kernels[parameter]):
-            room = self._room.setdefault(parameter.device, [])
-            if not room:
-                room += kernels.Clip.room(parameter.device)
-            norm, good = room.pop()
+        self._state(parameter)
+        rule = self._rules[parameter]
+        if kernels := rule.kernels:
+            workspace = self._workspace.setdefault(parameter.device, [])
+            if not workspace:
+                workspace += kernels.Clip.workspace(parameter.device)
+            norm, good = workspace.pop()
             clip = kernels.Clip(limit=float(limit) if limit else None, norm=norm, good=good)
-            self._launch(kernels, parameter, sound=sound, clip=clip)
+            self._launch(rule, parameter, finite=finite, clip=clip)
             return norm, good
-        summed = (
-            torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        )  # in bfloat16 it would be a bfloat16
+        # a norm summed in bfloat16 would be a bfloat16
+        summed = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(gradient, dtype=summed).double()
-        sound = sound & torch.isfinite(norm)
-        self.update(parameter, scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, sound=sound)
-        return norm, sound
+        finite = finite & torch.isfinite(norm)
+        self.update(parameter, scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, finite=finite)
+        return norm, finite
 
     def _launch(
         self,
-        kernels: ModuleType,
+        rule: _Rule,
         parameter: torch.nn.Parameter,
         *,
         scale: torch.Tensor | None = None,
-        sound: torch.Tensor | None,
+        finite: torch.Tensor | None,
         clip: Any = None,
     ) -> None:
-        """Update `parameter` by `kernels`. `clip` is their `Clip`, in place of a scale."""
-        now, state = self._begun(), self._states[parameter]
-        gradient = parameter.grad if parameter.grad.is_contiguous() else parameter.grad.contiguous()
-        seed = self._seed_of(parameter) if now.stochastic else None
-        same: dict[str, Any] = {"step": now.step, "rate": now.rate, "decay": self._decay(parameter), "seed": seed}
-        if "exp_avg" in state:
-            if clip is not None:
-                scale, sound = kernels.clip(gradient, sound=sound, clip=clip), clip.good
-            same |= {"beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon, "scale": scale, "sound": sound}
-            if _coded(state):  # moments are rounded at random in any case
-                same |= {"seed": self._seed_of(parameter), "stochastic": now.stochastic}
-                kernels.adamw_8bit(parameter, gradient, *state.values(), **same)
-            else:
-                kernels.adamw(parameter, gradient, *state.values(), **same)
-        else:
-            rule = kernels.adafactor if "exp_avg_sq_row" in state else kernels.adafactor_whole
-            rule(parameter, gradient, *state.values(), scale=scale, sound=sound, clip=clip, **same)
+        """Update `parameter` by its kernel. `clip` is a `Clip`, in place of a scale."""
+        assert rule.kernels is not None and parameter.grad is not None
+        rule.kernels.update(
+            rule.name, parameter, parameter.grad.contiguous(), self._states[parameter], now=self._begun(),
+            decay=self._decay(parameter), seed=self._seed_of(parameter), scale=scale, finite=finite, clip=clip,
+        )  # fmt: skip
 
-    def step(self, *, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None) -> None:
+    def step(self, *, scale: torch.Tensor | None = None, finite: torch.Tensor | None = None) -> None:
         """Update every parameter that has a gradient, to the bits that `update` gives.
 
-        AdamW takes one launch for all weights that `triton/dispatch.py` updates, and one more for those with moments of 8 bits.
-        Others in float32 or float64 take one call of the fused kernel, which leaves their gradients scaled."""
+        One launch updates all tensors of a group (`triton/dispatch.py`). PyTorch's fused kernel takes one call for others in
+        float32 or float64, and leaves their gradients scaled."""
         together: dict[tuple[torch.device, torch.dtype, float], list[torch.nn.Parameter]] = {}
-        crowds: dict[_Alike, dict[int, tuple[int, int]]] = {}
+        groups: dict[GroupKey, dict[int, tuple[int, int]]] = {}
         for index, parameter in enumerate(self._named.values()):
             if (gradient := parameter.grad) is None:
                 continue
-            if self._fused(parameter):
-                alike = (parameter.device, parameter.dtype, self._decay(parameter))
-                together.setdefault(alike, []).append(parameter)
-            elif (crowd := self._crowd_of(parameter)) and (lies := _wide_places(parameter, gradient)):
-                crowds.setdefault(crowd, {})[index] = lies
+            if (rule := self._rules.get(parameter)) is None:
+                self._state(parameter)
+                rule = self._rules[parameter]
+            if rule.fused and not rule.kernels:
+                together.setdefault((parameter.device, parameter.dtype, self._decay(parameter)), []).append(parameter)
+            elif rule.kernels and rule.name in rule.kernels.GROUPED and (lies := _wide_places(parameter, gradient)):
+                groups.setdefault((parameter.device, rule.name, parameter.dtype), {})[index] = lies
             else:
-                self.update(parameter, scale=scale, sound=sound)
-        for crowd, members in crowds.items():
-            self._launch_crowd(crowd, members, scale=scale, sound=sound)
-        unsound = None if sound is None else sound.logical_not().float()
+                self.update(parameter, scale=scale, finite=finite)
+        for key, members in groups.items():
+            self._launch_group(key, members, scale=scale, finite=finite)
+        skip = None if finite is None else finite.logical_not().float()
         for (device, dtype, decay), parameters in together.items():
             states = [self._state(parameter) for parameter in parameters]
-            gradients = [column(parameter.grad.detach()) for parameter in parameters]
+            gradients = [column(parameter.grad.detach()) for parameter in parameters if parameter.grad is not None]
             if scale is not None:
                 torch._foreach_mul_(gradients, scale.to(dtype))
-            moments = ([column(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
             weights = [column(parameter.detach()) for parameter in parameters]
-            same = {"now": self._now, "decay": decay, "count": self._count(device), "unsound": unsound}
-            rules.fused_kernel(weights, gradients, *moments, **same)
+            self._rules[parameters[0]].module.torch_update_many(
+                weights, gradients, states, now=self._now, decay=decay, count=self._count(device), skip=skip
+            )
 
-    def _fused(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether torch's fused kernel updates `parameter` in place: by AdamW, with whole moments."""
-        if self._kind == "adafactor" or parameter.dtype == torch.bfloat16:
-            return False
-        return not _coded(self._state(parameter))
-
-    def _crowd_of(self, parameter: torch.nn.Parameter) -> _Alike | None:
-        """Which crowd `parameter` can be in: kernels have its AdamW. Made known once, because a step has no time to ask."""
-        if parameter not in self._alike:
-            state = self._state(parameter)
-            whole = self._kernels[parameter] is not None and "exp_avg" in state
-            self._alike[parameter] = (parameter.device, state["exp_avg"].dtype, parameter.dtype) if whole else None
-        return self._alike[parameter]
-
-    def _launch_crowd(
+    def _launch_group(
         self,
-        alike: _Alike,
+        key: GroupKey,
         members: Mapping[int, tuple[int, int]],
         *,
         scale: torch.Tensor | None,
-        sound: torch.Tensor | None,
+        finite: torch.Tensor | None,
     ) -> None:
-        """Update the parameters with these numbers in one launch: where the weights of each lie, and where its gradient."""
-        now, kernels = self._begun(), _triton(alike[0])
-        assert kernels is not None, "a crowd is of parameters that have kernels"
-        crowd = self._crowds.get(alike)
-        if crowd is None or not members.keys() <= crowd.numbers.keys():
-            crowd = self._crowds[alike] = self._joined(kernels, crowd.numbers if crowd else {}, members)
-        coded = alike[1] == torch.uint8
-        weights, gradients, seeds = ([0] * len(crowd.numbers) for _ in range(3))
+        """Update the parameters with these numbers in one launch: the addresses of the weights and the gradient of each."""
+        now, kernels, (device, name, dtype) = self._begun(), _triton(key[0]), key
+        assert kernels is not None, "a group is of parameters that have kernels"
+        group = self._groups.get(key)
+        if group is None or not members.keys() <= group.numbers.keys():
+            group = self._groups[key] = self._joined(kernels, name, group.numbers if group else {}, members)
+        weights, gradients, seeds = ([0] * len(group.numbers) for _ in range(3))
         for index, lies in members.items():
-            number = crowd.numbers[index]
+            number = group.numbers[index]
             weights[number], gradients[number] = lies
-            if now.stochastic or coded:
-                seeds[number] = rounding.seed_of(self._seed, now.step, index, alike[0].type)
-        same = {
-            "step": now.step, "rate": now.rate, "beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon,
-            "decay": self._weight_decay, "scale": scale, "sound": sound,
-        }  # fmt: skip
-        if coded:
-            kernels.adamw_8bit_many(
-                crowd.table, weights, gradients, seeds, dtype=alike[2], stochastic=now.stochastic, **same
-            )
-        else:
-            kernels.adamw_many(crowd.table, weights, gradients, seeds if now.stochastic else None, **same)
+            seeds[number] = seed_of(self._seed, now.step, index, device.type)
+        kernels.update_group(
+            name, group.tensors, weights, gradients, seeds, dtype=dtype, now=now, decay=self._weight_decay, scale=scale,
+            finite=finite,
+        )  # fmt: skip
 
-    def _joined(self, kernels: ModuleType, known: Mapping[int, int], members: Mapping[int, object]) -> _Crowd:
-        """A crowd of those who were `known` and of `members`."""
+    def _joined(
+        self, kernels: ModuleType, name: str, known: Mapping[int, int], members: Mapping[int, object]
+    ) -> _Group:
+        """A group of those that were `known` and of `members`."""
         parameters, everyone = list(self._named.values()), sorted({*known, *members})
-        states = [self._state(parameters[index]) for index in everyone]
-        moments, decayed = [tuple(state.values()) for state in states], [parameters[one].dim() >= 2 for one in everyone]
-        if _coded(states[0]):
-            table = kernels.crowd_8bit(moments, decayed, [parameters[one].numel() for one in everyone])
-        else:
-            table = kernels.Crowd.of(moments, decayed)
-        return _Crowd(numbers={index: number for number, index in enumerate(everyone)}, table=table)
+        states = [tuple(self._state(parameters[index]).values()) for index in everyone]
+        decayed = [parameters[one].dim() >= 2 for one in everyone]
+        tensors = kernels.group(name, states, decayed, [parameters[one].numel() for one in everyone])
+        return _Group(numbers={index: number for number, index in enumerate(everyone)}, tensors=tensors)
 
     def _decay(self, parameter: torch.nn.Parameter) -> float:
         return self._weight_decay if parameter.dim() >= 2 else 0.0
 
-    def _begun(self) -> rules.Now:
+    def _begun(self) -> StepSettings:
         if self._now.step < 1:
             raise ValueError("an update needs its step: call begin first")
         return self._now
@@ -322,7 +297,7 @@ class Optimizer:
         return self._counts[device]
 
     def _seed_of(self, parameter: torch.nn.Parameter) -> int:
-        return rounding.seed_of(self._seed, self._now.step, self._index[parameter], parameter.device.type)
+        return seed_of(self._seed, self._now.step, self._index[parameter], parameter.device.type)
 
     def _generator(self, parameter: torch.nn.Parameter) -> torch.Generator:
         """The device's generator, seeded for this parameter in this step."""
@@ -359,14 +334,14 @@ class Optimizer:
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
         self._states = states
-        self._crowds.clear()  # they have the addresses of what was there before
+        self._groups.clear()  # they have the addresses of the former states
         self._restored = step
 
     def _state(self, parameter: torch.nn.Parameter) -> State:
         if parameter not in self._states:
             self._states[parameter] = self._fresh(parameter)
-        if parameter not in self._kernels:
-            self._kernels[parameter] = _kernels_of(parameter, self._states[parameter])
+        if parameter not in self._rules:
+            self._rules[parameter] = _rule_of(self._kind, parameter)
         return self._states[parameter]
 
     def _fresh(self, parameter: torch.nn.Parameter) -> State:

@@ -1,7 +1,5 @@
-"""Where packed examples begin, worked out on the host and told to the device without waiting for it.
-
-Varlen attention wants the places where examples begin; FlexAttention wants a mask of blocks.
-"""
+"""Batches of the PyTorch engine: micro-batches on the device with their document boundaries; on a GPU the next batch is
+prefetched while a step runs."""
 
 import contextlib
 from collections.abc import Callable, Generator
@@ -23,26 +21,26 @@ class Placed:
     ids: torch.Tensor
     positions: torch.Tensor
     places: torch.Tensor
-    """Where, counted through all rows, a token stands that predicts a target."""
+    """Indices, over all rows, of the tokens that predict a target."""
     targets: torch.Tensor
     borders: dict[str, Any]
-    """What the attention has to be told of the borders between examples."""
+    """The document boundaries, as arguments of the attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:
-    """How micro-batches of an engine are laid out."""
+    """How micro-batches are moved to the device."""
 
     device: torch.device
     attention: Attention
     windows: tuple[int, ...]
     least: tuple[int, int] = (0, 0)
-    """Micro-batches have at least so many rows of so many tokens: compiled code is made for one shape."""
+    """Micro-batches are padded to so many rows and tokens: layers are compiled for one shape."""
 
     def __call__(self, micro: MicroBatch) -> Placed:
-        """Nothing waits for the device, nor is it waited for."""
+        """Does not synchronize."""
         micro = filled_up(micro, self.least)
-        rows, tokens = (micro.labels[:, 1:] != IGNORED).nonzero()  # token t + 1 is predicted by the state at t
+        rows, tokens = (micro.labels[:, 1:] != IGNORED).nonzero()  # the hidden state at t predicts token t + 1
         places = rows * micro.ids.shape[1] + tokens
         arrays = (micro.ids, micro.positions, places, micro.labels[:, 1:][rows, tokens])
         ids, positions, places, targets = (on_device(self.device, array) for array in arrays)
@@ -52,14 +50,14 @@ class Placing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedStep:
-    """The batch of one step, and its micro-batches where they are needed."""
+    """The batch of one step, and its micro-batches on the device."""
 
     batch: StepBatch
     micro_batches: tuple[Placed, ...]
     copied: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Let what comes next on the device wait for the copies; the host does not."""
+        """Order the next kernels after the copies; the host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
@@ -67,10 +65,10 @@ class PlacedStep:
 def placed_steps(
     batch_of: Callable[[int], StepBatch], placing: Placing, *, first: int, total: int
 ) -> Generator[tuple[int, Callable[[], PlacedStep]], None, None]:
-    """(step, a function that gives its batch) for steps `first` to `total`.
+    """(step, a function that returns its batch) for steps `first` to `total`.
 
-    On a GPU the next batch is made and copied by a thread of its own. A batch must be kept until its step has been
-    computed: its memory belongs to another stream."""
+    On a GPU a thread makes and copies the next batch. A batch must be referenced until its step is computed: its memory belongs
+    to another stream."""
     if placing.device.type != "cuda":
         for step in range(first, total + 1):
             yield step, lambda step=step: _placed(batch_of, placing, step, None)  # type: ignore[misc]

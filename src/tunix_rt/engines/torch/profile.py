@@ -1,6 +1,6 @@
-"""Where the time of a step goes: names for its parts in a trace, the recording of a few steps, and the device's own best.
+"""Profiling of training steps: regions of a trace, the trace of a few steps, and the matmul speed of the device.
 
-The trace is read by `tunix_rt/profiling`, which knows no torch.
+`engines/trace.py` reads the trace, without torch.
 """
 
 import contextlib
@@ -11,29 +11,32 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
 
 from tunix_rt.engines.base import Step
-from tunix_rt.engines.profile.table import DenseProduct
-from tunix_rt.engines.profile.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP
+from tunix_rt.engines.step_time import DenseMatmul
+from tunix_rt.engines.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP
 from tunix_rt.storage import storage
+
+if TYPE_CHECKING:  # model.py imports `region`
+    from tunix_rt.engines.torch.model import Engine
 
 __all__ = ["BACKWARD", "BATCH", "FORWARD", "HEAD", "OPTIMIZER", "dense_product", "profiled", "region"]
 
 logger = logging.getLogger(__name__)
 
-LARGEST_PRODUCT = {"cuda": 8192, "cpu": 1024}
-PRODUCT_SECONDS = {"cuda": 0.1, "cpu": 0.2}
+LARGEST_MATMUL = {"cuda": 8192, "cpu": 1024}
+MATMUL_SECONDS = {"cuda": 0.1, "cpu": 0.2}
 
 
 def region(name: str) -> contextlib.AbstractContextManager[object]:
-    """Marks what runs inside in a trace, under one of the names above. Without a profiler it does nothing.
+    """Marks a region of a trace, under one of the names above. Does nothing without a profiler.
 
-    Regions may be nested, the innermost counts. What a backward pass launches from a thread of its own belongs to the
-    region that the main thread is in at that moment.
+    Regions may be nested; the innermost counts. What a thread of the backward pass launches belongs to the region of the main
+    thread at that time.
     """
     if torch.compiler.is_compiling() or not torch.autograd.profiler._is_profiler_enabled:
         return contextlib.nullcontext()
@@ -41,11 +44,17 @@ def region(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 def profiled(
-    steps: Generator[Step, None, None], engine: Any, trace: Path, *, passed: int, count: int, done: Callable[[], None]
+    steps: Generator[Step, None, None],
+    engine: "Engine",
+    trace: Path,
+    *,
+    passed: int,
+    count: int,
+    done: Callable[[], None],
 ) -> Generator[Step, None, None]:
-    """`steps`, of which `count` are recorded into `trace` (gzipped) once `passed` went by; `done` is called when it is there.
+    """`steps`, of which `count` after the first `passed` are recorded into `trace` (gzipped); then `done` is called.
 
-    The last step that is passed warms the profiler up. However this ends, the profiler has stopped and `steps` is closed.
+    The last step before them warms the profiler up. In any case the profiler is stopped and `steps` is closed at the end.
     """
     with contextlib.closing(steps):
         yield from itertools.islice(steps, max(0, passed - 1))
@@ -63,9 +72,9 @@ def profiled(
 
 
 class _Recording(contextlib.AbstractContextManager["_Recording"]):
-    """torch's profiler: its buffers are made on entry, it records from `start()` to `finish()`, and is off on exit."""
+    """torch's profiler: allocated on entry, recording from `start()` to `finish()`, and off on exit."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: "Engine") -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         self._device = engine.device if engine.device.type == "cuda" else None
         if self._device is not None:
@@ -78,12 +87,12 @@ class _Recording(contextlib.AbstractContextManager["_Recording"]):
         return self
 
     def start(self) -> None:
-        self._synchronize()  # what was launched before is no part of the first step
+        self._synchronize()  # excludes kernels that were launched before
         self._profiler.start_trace()
         self._records = True
 
     def finish(self, trace: Path) -> None:
-        """Write what was recorded, and forget it."""
+        """Write the trace, and free it."""
         self._synchronize()
         recorded = self._end()
         plain, packed = (trace.with_name(f".{trace.name}-{part}.staged") for part in ("plain", "packed"))
@@ -101,7 +110,7 @@ class _Recording(contextlib.AbstractContextManager["_Recording"]):
 
     def _end(self) -> Any:
         profiler, self._profiler = self._profiler, None
-        if not self._records:  # torch ends only what has begun
+        if not self._records:  # torch stops only a profiler that was started
             profiler.start_trace()
         profiler.stop_trace()
         return profiler
@@ -111,32 +120,32 @@ class _Recording(contextlib.AbstractContextManager["_Recording"]):
             torch.cuda.synchronize(self._device)
 
 
-# --- the device's own best --------------------------------------------------------------------------------------------
+# --- matmul speed ----------------------------------------------------------------------------------------------------
 
 
-def dense_product(engine: Any) -> DenseProduct | None:
-    """How fast this device multiplies two large square matrices in the type of the products; None without the memory for it.
+def dense_product(engine: "Engine") -> DenseMatmul | None:
+    """The speed of a large square matmul on this device in the compute dtype; None without the memory for it.
 
-    Numbers are drawn from a generator of their own, and on a GPU the peak memory is afterwards what it was, to within a
-    MiB: no result of the run knows that this was measured.
+    It has its own random generator, and on a GPU restores the recorded peak memory to within a MiB: no result of the run
+    depends on it.
     """
     device = engine.device.type
     before = torch.cuda.max_memory_allocated(engine.device) if device == "cuda" else 0
-    for size in (LARGEST_PRODUCT[device], LARGEST_PRODUCT[device] // 2, LARGEST_PRODUCT[device] // 4):
+    for size in (LARGEST_MATMUL[device], LARGEST_MATMUL[device] // 2, LARGEST_MATMUL[device] // 4):
         try:
-            seconds = _product_seconds(engine, size)
+            seconds = _matmul_seconds(engine, size)
         except torch.OutOfMemoryError:
             continue
         finally:
             if device == "cuda":
-                _put_back_peak(engine.device, before)
+                _restore_peak(engine.device, before)
         name = torch.cuda.get_device_name(engine.device) if device == "cuda" else "the CPU"
-        return DenseProduct(device=name, size=size, dtype=engine.recipe.compute, tflops=2 * size**3 / seconds / 1e12)
+        return DenseMatmul(device=name, size=size, dtype=engine.recipe.compute, tflops=2 * size**3 / seconds / 1e12)
     return None
 
 
-def _product_seconds(engine: Any, size: int) -> float:
-    """Of one product, in the fastest of five series that take `PRODUCT_SECONDS` together: others may hold the device too."""
+def _matmul_seconds(engine: "Engine", size: int) -> float:
+    """Of one matmul, in the fastest of five series that take `MATMUL_SECONDS` together: other processes may use the device."""
     generator = torch.Generator(engine.device).manual_seed(0)
     left, right = (
         torch.empty(size, size, device=engine.device, dtype=engine.compute).normal_(generator=generator)
@@ -145,11 +154,11 @@ def _product_seconds(engine: Any, size: int) -> float:
     product = torch.empty_like(left)
     torch.mm(left, right, out=product)
     first = _timed(engine, lambda: torch.mm(left, right, out=product), 1)
-    each = max(1, round(PRODUCT_SECONDS[engine.device.type] / 5 / first))
+    each = max(1, round(MATMUL_SECONDS[engine.device.type] / 5 / first))
     return min(_timed(engine, lambda: torch.mm(left, right, out=product), each) for _ in range(5))
 
 
-def _timed(engine: Any, call: Callable[[], object], times: int) -> float:
+def _timed(engine: "Engine", call: Callable[[], object], times: int) -> float:
     """Seconds of one of `times` calls."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
@@ -161,8 +170,8 @@ def _timed(engine: Any, call: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - started) / times
 
 
-def _put_back_peak(device: torch.device, peak_bytes: int) -> None:
-    """The allocator knows its highest mark only, which a small model does not reach again: set it to `peak_bytes` anew."""
+def _restore_peak(device: torch.device, peak_bytes: int) -> None:
+    """Set the recorded peak of the allocator, which a small model does not reach again, to `peak_bytes`."""
     if torch.cuda.max_memory_allocated(device) <= peak_bytes:
         return
     torch.cuda.reset_peak_memory_stats(device)
@@ -170,7 +179,5 @@ def _put_back_peak(device: torch.device, peak_bytes: int) -> None:
     if missing > 0:
         try:
             torch.empty(missing, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:  # memory in pieces, none so large: the peak is then that of what follows
-            logger.warning(
-                "The peak memory of this run is counted from here on: it was not to be had in one piece again"
-            )
+        except torch.OutOfMemoryError:  # fragmented memory: the peak is then that of what follows
+            logger.warning("Peak memory could not be restored after profiling and is counted from here on")

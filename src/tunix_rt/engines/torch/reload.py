@@ -1,7 +1,7 @@
-"""A written model folder as others see it: `python -P -m tunix_rt.engines.torch.reload REQUEST ANSWER`.
+"""A saved model folder in plain transformers: `python -P -m tunix_rt.engines.torch.reload REQUEST RESULT`.
 
-A program of its own that loads each folder of the request with plain transformers and writes down what came of it. Nothing of
-our loader, our attention or our generation is imported: what is right only with them is not right.
+A separate program that loads each folder of the request and writes tensors, logits and greedy generations. It imports nothing of
+our loader, attention or generation: a model must not depend on them.
 """
 
 import contextlib
@@ -19,32 +19,32 @@ import torch
 import transformers
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-"""Words of torch and of the libraries below it."""
+"""In the messages of torch and CUDA libraries."""
 
 
-def main(request: Path, answer: Path) -> None:
-    """One entry for each folder of `request` into `answer`; logits, in float32, beside it as `logits-NUMBER.npy`."""
-    asked = json.loads(request.read_text(encoding="utf-8"))
-    threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
+def main(request_file: Path, result_file: Path) -> None:
+    """One entry for each folder of the request into `result_file`; logits, in float32, beside it as `logits-NUMBER.npy`."""
+    request = json.loads(request_file.read_text(encoding="utf-8"))
+    threading.Thread(target=_end_with, args=(request["parent"],), daemon=True).start()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    unable = _cannot_use(asked["device"])
-    found = [
-        {"unable": unable} if unable else _seen(asked, folder, answer.with_name(f"logits-{at}.npy"))
-        for at, folder in enumerate(asked["folders"])
+    unable = _cannot_use(request["device"])
+    results = [
+        {"unable": unable} if unable else _loaded(request, folder, result_file.with_name(f"logits-{at}.npy"))
+        for at, folder in enumerate(request["folders"])
     ]
-    answer.write_text(json.dumps(found), encoding="utf-8")
+    result_file.write_text(json.dumps(results), encoding="utf-8")
 
 
 def _end_with(parent: int) -> None:
-    """Nobody waits for the answer once the program that asked is gone."""
+    """Exit with the parent process, which waits for the result."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
 
 
 def _cannot_use(device: str) -> str | None:
-    """Why this process cannot compute there, or None: a GPU may be for one process alone, or have no room for another."""
+    """Why this process cannot use `device`, or None: a GPU may be exclusive to one process, or full."""
     try:
         torch.ones(1, device=device).sum().item()
     except RuntimeError as error:
@@ -52,98 +52,98 @@ def _cannot_use(device: str) -> str | None:
     return None
 
 
-def _seen(asked: dict[str, Any], folder: str, logits: Path) -> dict[str, Any]:
+def _loaded(request: dict[str, Any], folder: str, logits: Path) -> dict[str, Any]:
     try:
-        return _tokens_of(asked, folder) | _answers_of(asked, folder, logits)
-    except Exception as error:  # noqa: BLE001  a damaged folder may raise anything, and what it says is the answer
-        said = _one_line(error)
-        lacks_memory = isinstance(error, RuntimeError | MemoryError) and any(words in said for words in NO_MEMORY)
-        return {"unable": said} if lacks_memory else {"error": f"{type(error).__name__}: {said}"}
+        return _tokens_of(request, folder) | _outputs_of(request, folder, logits)
+    except Exception as error:  # noqa: BLE001  a corrupt folder may raise anything, which is the result
+        message = _one_line(error)
+        lacks_memory = isinstance(error, RuntimeError | MemoryError) and any(text in message for text in NO_MEMORY)
+        return {"unable": message} if lacks_memory else {"error": f"{type(error).__name__}: {message}"}
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
-def _tokens_of(asked: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What the tokenizer of the folder makes of the texts and of the conversation."""
+def _tokens_of(request: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Token ids of the texts and the formatted conversation, by the tokenizer of the folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "vocabulary": tokenizer.get_vocab(),
-        "texts": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked["texts"]],
-        "texts_as_given": [tokenizer(text)["input_ids"] for text in asked["texts"]],
+        "texts": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in request["texts"]],
+        "texts_as_given": [tokenizer(text)["input_ids"] for text in request["texts"]],
         "chat_template_sha256": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
     }
-    if template is not None and asked["conversation"] is not None:
-        found["conversation"] = _written(tokenizer, asked["conversation"])
-    return found
+    if template is not None and request["conversation"] is not None:
+        result["conversation"] = _formatted(tokenizer, request["conversation"])
+    return result
 
 
-def _written(tokenizer: Any, conversation: list[dict[str, str]]) -> str:
+def _formatted(tokenizer: Any, conversation: list[dict[str, str]]) -> str:
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # noqa: BLE001  a template is a program from outside
+    except Exception as error:  # noqa: BLE001  a template is foreign code
         return f"{type(error).__name__}: {_one_line(error)}"
 
 
-def _answers_of(asked: dict[str, Any], folder: str, logits: Path) -> dict[str, Any]:
-    """What the model of the folder is made of, and what it says. Its type is the one that the folder itself names."""
-    model, info = _load(asked, folder, "auto")
+def _outputs_of(request: dict[str, Any], folder: str, logits: Path) -> dict[str, Any]:
+    """Tensors, logits and greedy generations of the model of the folder, in the dtype of its config.json."""
+    model, info = _load(request, folder, "auto")
     own = model.generation_config
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "loading": {kind: sorted(map(str, names)) for kind, names in info.items() if names},
         "tensors": tensor_hashes(model.state_dict()),
         "eos_token_id": own.eos_token_id,
     }
-    if asked["weights"]:  # from the file: buffers that `to` would widen were computed in the narrow type
+    if request["weights"]:  # loaded again: `to` would cast buffers that were computed in the narrow dtype
         del model
-        model, _ = _load(asked, folder, asked["weights"])
-    if asked["compute"]:
-        model = model.to(getattr(torch, asked["compute"]))
-    model = model.to(asked["device"]).eval()
-    # Greedy, whatever else the folder asks for when text is drawn; it ends where the folder says.
-    pad = own.pad_token_id if own.pad_token_id is not None else asked["pad_id"]
+        model, _ = _load(request, folder, request["weights"])
+    if request["compute"]:
+        model = model.to(getattr(torch, request["compute"]))
+    model = model.to(request["device"]).eval()
+    # Greedy, whatever sampling the folder configures; it ends at the eos_token_id of the folder.
+    pad = own.pad_token_id if own.pad_token_id is not None else request["pad_id"]
     model.generation_config = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=asked["new_tokens"], eos_token_id=own.eos_token_id, pad_token_id=pad
+        do_sample=False, max_new_tokens=request["new_tokens"], eos_token_id=own.eos_token_id, pad_token_id=pad
     )
     cast = contextlib.nullcontext()
-    if asked["autocast"]:
-        cast = torch.autocast(torch.device(asked["device"]).type, dtype=getattr(torch, asked["autocast"]))
+    if request["autocast"]:
+        cast = torch.autocast(torch.device(request["device"]).type, dtype=getattr(torch, request["autocast"]))
     last, greedy = [], []
     with torch.no_grad(), cast:
-        for prompt in asked["prompts"]:
-            ids = torch.tensor([prompt], device=asked["device"])
+        for prompt in request["prompts"]:
+            ids = torch.tensor([prompt], device=request["device"])
             last.append(model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu())
             greedy.append(_greedy(model, ids))
     np.save(logits, torch.stack(last).numpy())
-    return found | {"greedy": greedy, "logits": logits.name}
+    return result | {"greedy": greedy, "logits": logits.name}
 
 
-def _load(asked: dict[str, Any], folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:
-    kinds = {"attn_implementation": asked["attention"]} if asked["attention"] else {}
+def _load(request: dict[str, Any], folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+    options = {"attn_implementation": request["attention"]} if request["attention"] else {}
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-        output_loading_info=True, **kinds,
+        output_loading_info=True, **options,
     )  # fmt: skip
 
 
 def _greedy(model: Any, ids: torch.Tensor) -> dict[str, list[Any]]:
-    """New tokens, and for each by how much the logit of the likeliest was above the second."""
-    made = model.generate(
+    """New tokens, and for each the margin of the largest logit over the second."""
+    output = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True
     )
-    best = [step[0].float().topk(2).values for step in made.logits]
+    best = [step[0].float().topk(2).values for step in output.logits]
     return {
-        "ids": made.sequences[0, ids.shape[1] :].tolist(),
+        "ids": output.sequences[0, ids.shape[1] :].tolist(),
         "margins": [float(first - second) for first, second in best],
     }
 
 
 def tensor_hashes(tensors: Any) -> dict[str, list[Any]]:
-    """Type, shape and SHA-256 of each tensor, by name; one at a time through the host."""
+    """dtype, shape and SHA-256 of each tensor, by name; one at a time through the host."""
     return {name: _hash(tensor) for name, tensor in tensors.items()}
 
 

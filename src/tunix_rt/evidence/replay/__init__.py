@@ -1,1 +1,1 @@
-"""Levels L2 to L4: answers generated and steps taken again, by the verifier's own code, and held against the recorded ones."""
+"""Levels L2 to L4: the verifier's own code generates answers and takes steps again, and compares them with the record."""

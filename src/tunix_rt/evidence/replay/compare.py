@@ -1,6 +1,6 @@
 """How closely two machines compute: `bitwise` gives the same bits, `same hardware` the same numbers but for rounding, `other
-hardware` less. The recorded side is self-reported; claiming another machine only trades bits for a tolerance, and where all
-losses come out bit-equal the states and the final model are held to bits all the same."""
+hardware` less. The recorded side is self-reported; claiming another machine only trades bits for a tolerance, and if most
+losses are bit-equal, the states and the final model are compared bit by bit all the same."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ def match_machines(recorded: Machine, here: Mapping[str, Any]) -> Match:
         return Match(name="other hardware", reasons=(f"{gpu.get('name')} recorded, {own_gpu.get('name')} here",))
     reasons = [*_versions(theirs["versions"], here.get("versions", {})), *_other("devices", "devices", theirs, here)]
     if here.get("device") == "cpu":
-        reasons += [reason for name, words in _OF_A_CPU.items() for reason in _other(name, words, theirs, here)]
+        reasons += [reason for name, title in _OF_A_CPU.items() for reason in _other(name, title, theirs, here)]
     elif here.get("device") == "cuda":
         reasons += [reason for name in _OF_A_GPU for reason in _other(name, f"GPU {name}", gpu, own_gpu)]
         reasons += ["recorded without training.deterministic"] * (not recorded.deterministic)
@@ -65,12 +65,12 @@ def _versions(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
     return [f"{name} {theirs.get(name)} recorded, {ours.get(name)} here" for name in names]
 
 
-def _other(name: str, words: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def _other(name: str, title: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     if theirs.get(name) == ours.get(name):
         return []
     if name.endswith("sha256"):
-        return [f"another {words}"]
-    return [f"{words} {theirs.get(name)} recorded, {ours.get(name)} here"]
+        return [f"another {title}"]
+    return [f"{title} {theirs.get(name)} recorded, {ours.get(name)} here"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ WIDE = ("float32", "float64")
 FACTOR = 3.0
 """Times honest noise, the least that is allowed of any."""
 MEASURED_STEPS = 16
-"""Over which the noise was measured on a CPU; that of a GPU over 40 steps is held to the same, without growth. Further from its
-start a replay may lie further away in proportion, up to `MOST_GROWTH`, which is a choice."""
+"""Over which the noise was measured on a CPU; that of a GPU over 40 steps has the same limit, without growth. Further from its
+start a replay may differ more, in proportion, up to `MOST_GROWTH`, which is a choice."""
 MOST_GROWTH = {"float32": 10.0, "bfloat16": 2.0}
 
 TOLERANCES: dict[tuple[Comparison, str], Tolerance] = {
@@ -108,11 +108,11 @@ TOLERANCES: dict[tuple[Comparison, str], Tolerance] = {
 }
 
 TIES = {"float32": 0.01, "bfloat16": 0.5}
-"""How far the logit of a token of a greedy text may lie below the largest, where another machine gives another text. In 16 bits
-honest texts of the shipped model lay up to 0.125 below, of the demo's up to 0.058 (`python -m benchmarks.answer_gaps`, on a CPU);
+"""How far the logit of a token of a greedy text may be below the largest, if another machine gives another text. In 16 bits
+honest texts of the shipped model were up to 0.125 below, of the demo's up to 0.058 (`benchmarks.answer_gaps`, on a CPU);
 the last number of the demo's texts made larger by 1, at least 4.9. In float32 all honest texts were the same."""
 REPLAYED_TIES = 2.0
-"""The same for the weights of a replay in 16 bits, which lie a little beside the recorded ones. A choice between that and the
+"""The same for the weights of a replay in 16 bits, which differ a little from the recorded ones. A choice between that and the
 4.9 of a forged text."""
 ROUNDED_HELDOUT = 0.02
 """Allowed relative difference between the held-out loss of the last state and that of weights saved in 16 bits."""
@@ -197,7 +197,7 @@ def other_answers(recorded: Sequence[PredictionLine], again: Sequence[Mapping[st
 
 
 def gaps_problem(when: str, recorded: Sequence[PredictionLine], gaps: Iterable[float], most: float) -> str:
-    """Answers that were followed token by token: no logit of a recorded token may lie further below the largest."""
+    """Answers that were followed token by token: no logit of a recorded token may be further below the largest."""
     far = [(one.id, gap) for one, gap in zip(recorded, gaps, strict=True) if not gap <= most]
     if not far:
         return ""
@@ -206,7 +206,7 @@ def gaps_problem(when: str, recorded: Sequence[PredictionLine], gaps: Iterable[f
 
 
 def loss_apart(one: float, other: float) -> float:
-    """Relative to the second, or to 1 where that is more: a loss near 0 is not held to its last digits."""
+    """Relative to the second, or to 1 where that is more: a loss near 0 is not compared to its last digits."""
     return abs(one - other) / max(1.0, abs(other))
 
 

@@ -1,11 +1,11 @@
-"""What was computed again, held against what is recorded: findings, notes and what they say about each claim."""
+"""Compares what was recomputed with what is recorded: findings, notes, and the recomputed value of each claim."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tunix_rt.evidence.answer_checks import accuracy_of, judged_again
+from tunix_rt.evidence.data_checks import accuracy_of, judged_again
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.replay import compare
 from tunix_rt.evidence.replay.compare import (
@@ -21,8 +21,8 @@ from tunix_rt.evidence.replay.compare import (
     precision,
     tolerance_of,
 )
-from tunix_rt.evidence.replay.regenerate import Regenerated
-from tunix_rt.evidence.replay.steps import Passed, Segment
+from tunix_rt.evidence.replay.session import Regeneration
+from tunix_rt.evidence.replay.steps import PassResult, Segment
 from tunix_rt.runs.schemas import PredictionLine
 from tunix_rt.scoring.score import Scores, score_predictions
 
@@ -62,7 +62,7 @@ def match_of(run: Run, after: int, up_to: int, here: Mapping[str, Any], numerics
 # --- L2 ---------------------------------------------------------------------------------------------------------------
 
 
-def judge_weights(run: Run, made: Regenerated, recorded: Sequence[PredictionLine], numerics: int) -> Outcome:
+def judge_weights(run: Run, made: Regeneration, recorded: Sequence[PredictionLine], numerics: int) -> Outcome:
     """Answers and held-out loss of the given weights."""
     outcome, compute = Outcome(), run.config.training.dtype
     match = match_of(run, run.total - 1, run.total, made.machine, numerics)
@@ -113,13 +113,13 @@ def scores_here(run: Run, recorded: Sequence[PredictionLine], answers: Sequence[
 # --- L3, L4 -----------------------------------------------------------------------------------------------------------
 
 
-def mostly_bit_equal(run: Run, passed: Sequence[Passed]) -> bool:
+def mostly_bit_equal(run: Run, passed: Sequence[PassResult]) -> bool:
     """Whether half of all losses or more are the recorded bits: then the machine gives them, whatever the record claims."""
     equal = [run.metrics[step.step - 1].loss_hex == step.loss.hex() for found in passed for step in found.steps]
     return len(equal) > 1 and 2 * sum(equal) >= len(equal)
 
 
-def judge_pass(run: Run, found: Passed, match: Match, *, strict: bool) -> Outcome:
+def judge_pass(run: Run, found: PassResult, match: Match, *, strict: bool) -> Outcome:
     """The steps, states, held-out losses, final model and answers of one pass; `strict` compares bits whatever the match."""
     outcome, segment, compute = Outcome(), found.segment, run.config.training.dtype
     strict = strict or match.name == "bitwise"
@@ -143,7 +143,7 @@ def judge_pass(run: Run, found: Passed, match: Match, *, strict: bool) -> Outcom
         _judge_answers(run, when, found, match, outcome, strict=strict)
     differ = "differ" if steps.problems else "bit-equal" if strict else "within tolerance"
     bits = strict and match.name != "bitwise"
-    outcome.comparison = match.describe() + "; most losses are bit-equal, so everything is held to bits" * bits
+    outcome.comparison = match.describe() + "; most losses are bit-equal, so everything is compared bit by bit" * bits
     outcome.notes.append(
         f"{segment.describe()} from {_origin(segment)}: losses {differ}"
         + (f" (largest difference {steps.largest_loss:.1e})" if not strict else "")
@@ -157,7 +157,7 @@ def _origin(segment: Segment) -> str:
     return f"the recorded state of step {segment.start}" if segment.start else "the base model"
 
 
-def _state_problems(run: Run, found: Passed, allowed: compare.Allowed, *, strict: bool) -> Iterator[str]:
+def _state_problems(run: Run, found: PassResult, allowed: compare.Allowed, *, strict: bool) -> Iterator[str]:
     recorded = {entry.step: entry.files for entry in run.record.checkpoints}
     for step, files in found.states.items():
         other = [
@@ -166,10 +166,10 @@ def _state_problems(run: Run, found: Passed, allowed: compare.Allowed, *, strict
         if strict and other:
             yield f"state after step {step}: {' and '.join(other)} differ from the recorded hashes"
         elif not strict and not found.distances.get(step, 0.0) <= allowed(step).weights:
-            yield f"state after step {step}: the weights lie {found.distances[step]:.2g} of their way from the recorded ones"
+            yield f"state after step {step}: weights {found.distances[step]:.2g} of their update away from the recorded ones"
 
 
-def _judge_end(run: Run, found: Passed, tolerance: Tolerance, outcome: Outcome, *, strict: bool) -> None:
+def _judge_end(run: Run, found: PassResult, tolerance: Tolerance, outcome: Outcome, *, strict: bool) -> None:
     """The final model is the last state."""
     recorded = run.final_model
     names = sorted(recorded.keys() | found.final_model.keys())
@@ -183,8 +183,8 @@ def _judge_end(run: Run, found: Passed, tolerance: Tolerance, outcome: Outcome, 
     if not strict and found.final_distance is None:
         outcome.notes.append("final model: its weights were not given, so they were not compared")
     elif not strict and not (found.final_distance or 0.0) <= tolerance.weights:
-        far = f"{found.final_distance:.2g} of its way"
-        outcome.add("final-model", f"the final model lies {far} from the weights that training gives here")
+        far = f"{found.final_distance:.2g} of its update"
+        outcome.add("final-model", f"the final model is {far} away from the weights that training gives here")
     if found.steps:
         outcome.recomputed["loss"] = f"{found.steps[-1].loss:.6f}", f"trained again from {_origin(found.segment)}"
 
@@ -201,7 +201,7 @@ def _same_config(run: Run, name: str, here: bytes | None) -> bool:
     return bool({**both[0], "transformers_version": 0} == {**both[1], "transformers_version": 0})
 
 
-def _judge_answers(run: Run, when: str, found: Passed, match: Match, outcome: Outcome, *, strict: bool) -> None:
+def _judge_answers(run: Run, when: str, found: PassResult, match: Match, outcome: Outcome, *, strict: bool) -> None:
     """In 16 bits on another machine texts turn at near ties: there the recorded texts are followed token by token."""
     compute, recorded = run.config.training.dtype, run.record.predictions(when)
     if strict or compute in WIDE:

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import EvidenceError, InputError, StorageError
-from tunix_rt.evidence.answer_checks import question_problems
+from tunix_rt.evidence.data_checks import question_problems
 from tunix_rt.evidence.facts import Finding, Level, Run
 from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of, mostly_bit_equal
-from tunix_rt.evidence.replay.regenerate import regenerate
-from tunix_rt.evidence.replay.session import Progress, Ready, open_session
+from tunix_rt.evidence.replay.session import PreparedRun, Progress, open_session, regenerate
 from tunix_rt.evidence.replay.steps import (
+    Measurements,
     Segment,
-    Wanted,
     all_segments,
     chance_of_detection,
     draw_segments,
@@ -34,11 +33,11 @@ LOADED = (".safetensors", ".json", ".jinja", ".bin", ".model", ".py")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     run: Run
-    ready: Ready
+    prepared: PreparedRun
     weights: Path | None
     """The final model, given; None: not at hand."""
     weights_root: Path
-    """The folder in which checkpoints of the run lie."""
+    """The folder with the checkpoints of the run."""
     scratch: Path
     segments: int | Literal["all", "default"] | None
     """How many are drawn; None: no replay."""
@@ -49,7 +48,7 @@ class Work:
 
 
 @dataclass(slots=True, kw_only=True)
-class Made:
+class Results:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     passed: list[Level] = field(default_factory=list)
@@ -67,14 +66,14 @@ class Made:
         self.recomputed |= outcome.recomputed
 
 
-def compute(work: Work) -> Made:
-    made, items = Made(), work.ready.items
+def compute(work: Work) -> Results:
+    made, items = Results(), work.prepared.items
     with_answers = work.run.answered and items is not None
     if with_answers and (problems := list(question_problems(work.run, items or ()))):
         made.fail("L2", "answers", *problems)
         return made
     if work.run.answered and not with_answers:
-        made.notes.append("answers: not checked, the eval set is not at hand by its hash")
+        made.notes.append("answers: not checked, no eval set with the recorded hash was given")
     if work.weights is not None:
         _weights(work, made, work.run.record.predictions("after") if with_answers else ())
     if work.segments is not None:
@@ -85,13 +84,13 @@ def compute(work: Work) -> Made:
 # --- L2 ---------------------------------------------------------------------------------------------------------------
 
 
-def _weights(work: Work, made: Made, recorded: Sequence[PredictionLine]) -> None:
+def _weights(work: Work, made: Results, recorded: Sequence[PredictionLine]) -> None:
     assert work.weights is not None
     if problems := weights_problems(work.run, work.weights):
         made.fail("L2", "weights", *problems)
         return
     try:
-        found = regenerate(work.ready, work.weights, with_answers=bool(recorded))
+        found = regenerate(work.prepared, work.weights, with_answers=bool(recorded))
     except (InputError, EvidenceError) as error:  # the files are the recorded ones, so this is about the run
         made.fail("L2", "weights", f"the final model cannot be loaded: {error.problem}")
         return
@@ -121,7 +120,7 @@ def weights_problems(run: Run, weights: Path) -> list[str]:
 # --- L3, L4 -----------------------------------------------------------------------------------------------------------
 
 
-def _replay(work: Work, made: Made, *, with_answers: bool) -> None:
+def _replay(work: Work, made: Results, *, with_answers: bool) -> None:
     """Take the drawn segments again, and the end of the run: the final loss and the final model hang on it."""
     run = work.run
     level: Level = "L4" if work.whole else "L3"
@@ -131,12 +130,12 @@ def _replay(work: Work, made: Made, *, with_answers: bool) -> None:
     states = {} if work.whole else _states(work, made)
     taken = passes_over(sorted({*drawn, of[-1]}), states)
     _describe_draw(work, made, of, drawn, taken)
-    session = open_session(work.ready)
+    session = open_session(work.prepared)
     if session.total != run.total:
         made.fail(level, "steps", f"{run.total} steps are recorded, settings and data give {session.total}")
         return
     here = session.backend.machine_facts(session.engine)
-    wanted = Wanted(
+    wanted = Measurements(
         checkpoints={entry.step for entry in run.record.checkpoints}, states=states,
         heldout={line.step for line in run.record.heldout}, before=work.whole and with_answers, after=with_answers,
         final_weights=work.weights,
@@ -163,8 +162,8 @@ def _replay(work: Work, made: Made, *, with_answers: bool) -> None:
         made.passed.append(level)
 
 
-def _states(work: Work, made: Made) -> dict[int, Path]:
-    """Checkpoints that lie in the folder with the recorded hashes."""
+def _states(work: Work, made: Results) -> dict[int, Path]:
+    """Checkpoints in the folder with the recorded hashes."""
     found: dict[int, Path] = {}
     for entry in work.run.record.checkpoints:
         folder = f"checkpoints/{checkpoint_name(entry.step)}"
@@ -184,7 +183,7 @@ def _states(work: Work, made: Made) -> dict[int, Path]:
 
 
 def _describe_draw(
-    work: Work, made: Made, of: Sequence[Segment], drawn: Sequence[Segment], taken: Sequence[Segment]
+    work: Work, made: Results, of: Sequence[Segment], drawn: Sequence[Segment], taken: Sequence[Segment]
 ) -> None:
     if work.whole:
         made.notes.append(f"the whole run: {work.run.total} steps from the base model")

@@ -1,6 +1,8 @@
-"""A recorded run made ready to be computed again from the verifier's own inputs: settings, tokenizer, data, questions, engine."""
+"""A recorded run, prepared from the verifier's own inputs: settings, tokenizer, data, questions, engine. And what its model, or
+the given weights, generate."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -9,35 +11,38 @@ from typing import Any
 
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.data.length_checks import ModelFacts
-from tunix_rt.data.prepare import Prepared, prepare
-from tunix_rt.data.render import Style, style_of
+from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
+from tunix_rt.data.records import EvalItem
+from tunix_rt.data.render import Style, prompt_ids, style_of
 from tunix_rt.data.sources import find_evalset, read_items
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
-from tunix_rt.data.trace import EvalItem
 from tunix_rt.doctor.facts import Ask
 from tunix_rt.doctor.probe import gather_facts
 from tunix_rt.doctor.selection import DeviceChoice, choose_device, set_environment, with_virtual_devices
-from tunix_rt.engines.base import load_backend
-from tunix_rt.errors import EvidenceError, HardwareError, InputError
-from tunix_rt.evaluate.generate import Questions, decoding_of
+from tunix_rt.engines.base import Backend, Engine, load_backend
+from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, InputError
+from tunix_rt.evaluate.generate import Questions, decoding_of, generate_predictions, stop_ids
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.inputs import Inputs, needed
+from tunix_rt.evidence.replay.compare import other_answers
 from tunix_rt.models.resolve import ModelSource, resolve_model
-from tunix_rt.pipeline import load_engine
-from tunix_rt.plan.fit import refuse_if_too_big
+from tunix_rt.plan.report import refuse_if_too_big
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.runs.checksums import parse_object
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.ledger import has_rows
+from tunix_rt.runs.schemas import PredictionLine
+from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
+from tunix_rt.storage import to_plain
 from tunix_rt.train.commitment import Batch
-from tunix_rt.train.preflight import plan_with_data, step_shape, steps_of, with_copies_that_fit
+from tunix_rt.train.context import load_engine, step_shape
+from tunix_rt.train.preflight import adjust_data_replicas, plan_with_data, steps_of
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class PreparedRun:
     """Everything but the engine. `data` is None where the dataset is not at hand, `items` where the questions are not."""
 
     run: Run
@@ -67,7 +72,7 @@ class Ready:
         return Questions(items=self.items or (), tokenizer=self.tokenizer, style=self.style, decoding=decoding)
 
 
-def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
+def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
     """Find the inputs by hash and prepare them. What is missing is an InputError that lists it; what is there and does not give
     what the run committed to is an EvidenceError. `to_train` needs the base model and the dataset too."""
     committed, evalset = run.commitment, None
@@ -92,7 +97,7 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
         changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
-    config = with_copies_that_fit(config, choice.count, continued=True)
+    config = adjust_data_replicas(config, choice.count, continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
     tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
@@ -103,7 +108,7 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
     if data is not None:
         _require_committed(run, data)
     items = data.items if data is not None and committed.evalset is None else None
-    return Ready(
+    return PreparedRun(
         run=run, config=config, choice=choice, model=model, shape=shape, tokenizer=tokenizer, style=style, data=data,
         items=tuple(read_items(find_evalset(evalset))) if evalset else items,
     )  # fmt: skip
@@ -112,7 +117,7 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> Ready:
 def missing_inputs(run: Run, lacking: list[str]) -> InputError:
     listed = [f"{what} {name}: {hashes}" for what, name, hashes in needed(run.commitment) if what in lacking]
     return InputError(
-        f"not at hand by hash: {', '.join(lacking)}",
+        f"missing inputs, by hash: {', '.join(lacking)}",
         fix="supply it: --model DIR, --tokenizer DIR, --data FILE\n    " + "\n    ".join(listed),
     )
 
@@ -141,36 +146,116 @@ def _device(config: RunConfig, recorded: str) -> DeviceChoice:
         except HardwareError as error:
             if device == "cpu":
                 raise
-            logger.warning("No %s here, the CPU computes: %s", device, error.problem)
-    raise AssertionError("a CPU is there or refused")
+            logger.warning("%s is not available, using the CPU: %s", device, error.problem)
+    raise AssertionError("unreachable: the CPU is usable or refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """A prepared run with its engine at the base model."""
 
-    ready: Ready
+    prepared: PreparedRun
     data: Prepared
-    backend: Any
-    engine: Any
+    backend: Backend
+    engine: Engine
     total: int
     rows: int
     """Of a micro-batch."""
 
 
-def open_session(ready: Ready) -> Session:
+def open_session(prepared: PreparedRun) -> Session:
     """Load the base model. Refuses what does not fit here: the verifier's machine is not the one that ran."""
-    config, data, recorded = ready.config, ready.data, ready.run.commitment.batch
-    if data is None or ready.model is None:
-        raise missing_inputs(ready.run, ["base model", "dataset"])
+    config, data, recorded = prepared.config, prepared.data, prepared.run.commitment.batch
+    if data is None or prepared.model is None:
+        raise missing_inputs(prepared.run, ["base model", "dataset"])
     alone = Batch(rows=config.training.per_device_train_batch_size, devices=1)
     batch = Batch(rows=recorded.rows, devices=recorded.devices) if recorded else alone
-    plan = plan_with_data(config, ready.shape, ready.choice, data, batch.rows, ready.layers)
-    refuse_if_too_big(plan, ready.choice, ready.shape, config)
+    plan = plan_with_data(config, prepared.shape, prepared.choice, data, batch.rows, prepared.layers)
+    refuse_if_too_big(plan, prepared.choice, prepared.shape, config)
     backend, step = load_backend(config.training.backend), step_shape(config, data, batch)
-    engine = load_engine(backend, ready.model, ready.shape, config, ready.choice, step, attempt=False)
+    engine = load_engine(backend, prepared.model, prepared.shape, config, prepared.choice, step, attempt=False)
     total = steps_of(config, data, batch.rows)
-    return Session(ready=ready, data=data, backend=backend, engine=engine, total=total, rows=batch.rows)
+    return Session(prepared=prepared, data=data, backend=backend, engine=engine, total=total, rows=batch.rows)
 
 
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regeneration:
+    """What the given weights compute."""
+
+    machine: Mapping[str, Any]
+    adapted: bool
+    """Adapters stood beside the weights in the run and are merged into these."""
+    answers: list[dict[str, Any]]
+    gaps: dict[int, float]
+    """Place of an answer that came out differently -> how far its least likely token is below the likeliest."""
+    heldout: tuple[float, int] | None
+
+
+def regenerate(prepared: PreparedRun, weights: Path, *, with_answers: bool) -> Regeneration:
+    """Load the model in `weights` and answer all questions; those that come out differently are followed token by token."""
+    alone = {"model.model_name_or_path": str(weights), "model.weights": "pretrained", "training.lora_rank": None}
+    config = with_settings(prepared.config, alone)
+    source = resolve_model(str(weights))
+    shape = shape_of(source.config)
+    if (size := 4 * shape.parameters) > prepared.choice.free_bytes:
+        raise DoesNotFitError(
+            f"{shape.parameters:,} weights take {size / 2**30:.2f} GiB, {prepared.choice.device} has "
+            f"{prepared.choice.free_bytes / 2**30:.2f} GiB free",
+            fix="verify on a machine with more memory",
+        )
+    backend = load_backend(config.training.backend)
+    engine = backend.load(source, device=prepared.choice.device, training=config.training)
+    rows, pad_id = prepared.data.heldout_rows if prepared.data else (), prepared.tokenizer.pad_id
+    heldout = backend.heldout_loss(engine, rows, batch_size=prepared.eval_rows, pad_id=pad_id) if rows else None
+    answers, gaps = generate(prepared, backend, engine, "after") if with_answers else ([], {})
+    adapted = prepared.config.training.lora_rank is not None
+    machine = backend.machine_facts(engine)
+    return Regeneration(machine=machine, adapted=adapted, answers=answers, gaps=gaps, heldout=heldout)
+
+
+def generate(
+    prepared: PreparedRun, backend: Backend, engine: Engine, when: str
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The answers of the engine; those that differ from the recorded ones are followed token by token."""
+    questions = prepared.questions()
+    given = generate_predictions(
+        backend, engine, questions, what="answers", batch_size_at=lambda length: prepared.eval_rows, progress=lambda *_: None,
+        stop=lambda: None,
+    )  # fmt: skip
+    answers = [to_plain(answer) for answer in given]
+    other = other_answers(prepared.run.record.predictions(when), answers)
+    return answers, largest_gaps(backend, engine, questions, other, prepared.shape.max_positions)
+
+
+def largest_gaps(
+    backend: Backend, engine: Engine, questions: Questions, recorded: Mapping[int, PredictionLine], positions: int
+) -> dict[int, float]:
+    """For each recorded answer, the most that the logit of one of its tokens, or of its end, is below the largest there; 0
+    where every token is the likeliest. Infinite where it cannot have ended as recorded.
+
+    The text is tokenized again, which need not give the tokens it was made of; that is rare, and counts against the answer."""
+    tokenizer, decoding = questions.tokenizer, questions.decoding
+    found = dict.fromkeys(recorded, math.inf)
+    prompts = {place: prompt_ids(questions.items[place].prompt, tokenizer, questions.style) for place in recorded}
+    tokens = {place: tokenizer.encode_conversation(one.output) for place, one in recorded.items()}
+    room = {place: min(decoding.max_new_tokens, positions - len(prompt)) for place, prompt in prompts.items()}
+    fits = [place for place in recorded if len(tokens[place]) <= room[place]]
+    if not fits:
+        return found
+    gaps = backend.token_gaps(
+        engine,
+        [prompts[place] for place in fits],
+        [tokens[place] for place in fits],
+        stop_ids(tokenizer, questions.style),
+    )
+    for place, (*inside, end) in zip(fits, gaps, strict=True):
+        one, full = recorded[place], len(tokens[place]) == room[place]
+        may_end = {STOP: True, TAG: str(decoding.closing) in one.output, LENGTH: full, CONTEXT: full}.get(
+            one.ended, False
+        )
+        if may_end:
+            found[place] = max([*inside, *([end] if one.ended == STOP else [])], default=0.0)
+    return found

@@ -6,11 +6,9 @@ the nonce can repeat it. Pure functions.
 
 import contextlib
 import hashlib
-import json
 import math
 import secrets
 import shutil
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,9 +20,9 @@ import numpy.typing as npt
 
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.replay.regenerate import generate
-from tunix_rt.evidence.replay.session import Progress, Session
-from tunix_rt.pipeline import save_final
+from tunix_rt.evidence.replay.session import Progress, Session, generate
+from tunix_rt.export.final_model import save_final
+from tunix_rt.models.safetensors import read_header
 from tunix_rt.storage import sha256_file
 from tunix_rt.train.loop import batches_of
 from tunix_rt.train.resume import code_of
@@ -100,7 +98,6 @@ def passes_over(segments: Sequence[Segment], states: Collection[int]) -> tuple[S
 
 PIECE = 2**20
 """Numbers that are read at once."""
-MOST_HEADER = 100 * 2**20
 TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 Tensors = dict[str, tuple[Path, str, int, int]]
 """Name -> file, type, first byte and the byte after the last."""
@@ -126,21 +123,18 @@ def distance(first: Path, recorded: Path, here: Path) -> float:
 def _tensors(path: Path) -> Tensors:
     found: Tensors = {}
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > MOST_HEADER:
-                raise EvidenceError(f"{file.name}: a safetensors header of {length:,} bytes", fix="the file is corrupt")
-            entries: dict[str, Any] = json.loads(opened.read(length))
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            if entry["dtype"] not in TYPES:
+        try:
+            tensors, _ = read_header(file)
+        except ValueError as error:
+            raise EvidenceError(f"{file.name} {error}", fix="restore the file") from error
+        for name, tensor in tensors.items():
+            if tensor.dtype not in TYPES:
                 raise EvidenceError(
-                    f"{file.name}: tensors of type {entry['dtype']}", fix="report it with the name of the model"
+                    f"{file.name}: tensors of type {tensor.dtype}", fix="report it with the name of the model"
                 )
             if name in found:
                 raise EvidenceError(f"{file.name}: {name!r} is in two files", fix="")
-            begin, end = entry["data_offsets"]
-            found[name] = (file, entry["dtype"], 8 + length + begin, 8 + length + end)
+            found[name] = (file, tensor.dtype, tensor.begin, tensor.end)
     return found
 
 
@@ -168,7 +162,7 @@ MODEL = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Measurements:
     """What is measured where the steps pass it."""
 
     checkpoints: Collection[int]
@@ -184,7 +178,7 @@ class Wanted:
 
 
 @dataclass(slots=True, kw_only=True)
-class Passed:
+class PassResult:
     """Everything that one pass measured."""
 
     segment: Segment
@@ -199,45 +193,49 @@ class Passed:
     final_distance: float | None = None
 
 
-def take_steps(session: Session, segment: Segment, wanted: Wanted, *, scratch: Path, progress: Progress) -> Passed:
+def take_steps(
+    session: Session, segment: Segment, measured: Measurements, *, scratch: Path, progress: Progress
+) -> PassResult:
     """Take the steps of `segment`. An engine that has trained begins at a checkpoint."""
-    ready, backend, engine, found = session.ready, session.backend, session.engine, Passed(segment=segment)
-    training = ready.config.training
+    prepared, backend, engine, found = session.prepared, session.backend, session.engine, PassResult(segment=segment)
+    training = prepared.config.training
     optimizer = backend.make_optimizer(engine, training)
-    start = wanted.states.get(segment.start)
+    start = measured.states.get(segment.start)
     if segment.start and start is not None:
         backend.restore_state(engine, optimizer, start, step=segment.start)
-    elif wanted.before and not segment.start:
-        found.answers["before"], found.gaps["before"] = generate(ready, backend, engine, "before")
-    if not segment.start and 0 in wanted.heldout:
+    elif measured.before and not segment.start:
+        found.answers["before"], found.gaps["before"] = generate(prepared, backend, engine, "before")
+    if not segment.start and 0 in measured.heldout:
         found.heldout[0] = _heldout_loss(session)
-    first = _first_weights(session, optimizer, segment, wanted, scratch)
-    batch_of = batches_of(training, session.data, ready.tokenizer.pad_id, session.rows)
+    first = _first_weights(session, optimizer, segment, measured, scratch)
+    batch_of = batches_of(training, session.data, prepared.tokenizer.pad_id, session.rows)
     backend.prepare_steps(
         engine, batch_of, training, total=session.total, longest_row=session.data.longest_row,
-        as_before=code_of(start).get("layers") if ready.layers else None, planned=ready.layers,
+        as_before=code_of(start).get("layers") if prepared.layers else None, planned=prepared.layers,
     )  # fmt: skip
     steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=segment.start + 1, total=session.total)
     with contextlib.closing(steps):
         for step in steps:
             found.steps.append(step)
             progress("replay", step.step, session.total)
-            if step.step in wanted.checkpoints:
-                _measure_state(session, optimizer, step.step, wanted, first, scratch, found)
-            if step.step in wanted.heldout:
+            if step.step in measured.checkpoints:
+                _measure_state(session, optimizer, step.step, measured, first, scratch, found)
+            if step.step in measured.heldout:
                 found.heldout[step.step] = _heldout_loss(session)
             if step.step == segment.stop:
                 break
     if segment.stop == session.total:
         del optimizer  # the answers need its memory
-        _measure_end(session, wanted, first, scratch, found)
+        _measure_end(session, measured, first, scratch, found)
     return found
 
 
-def _first_weights(session: Session, optimizer: Any, segment: Segment, wanted: Wanted, scratch: Path) -> Path | None:
+def _first_weights(
+    session: Session, optimizer: Any, segment: Segment, measured: Measurements, scratch: Path
+) -> Path | None:
     """The weights that the segment begins with, where a distance may be needed: as checkpoints and as a final model have them."""
-    at_end = wanted.final_weights is not None and segment.stop == session.total
-    if not at_end and not any(segment.start < step <= segment.stop for step in wanted.states):
+    at_end = measured.final_weights is not None and segment.stop == session.total
+    if not at_end and not any(segment.start < step <= segment.stop for step in measured.states):
         return None
     folder = scratch / "first"
     shutil.rmtree(folder, ignore_errors=True)
@@ -249,38 +247,48 @@ def _first_weights(session: Session, optimizer: Any, segment: Segment, wanted: W
 
 
 def _measure_state(
-    session: Session, optimizer: Any, step: int, wanted: Wanted, first: Path | None, scratch: Path, found: Passed
+    session: Session,
+    optimizer: Any,
+    step: int,
+    measured: Measurements,
+    first: Path | None,
+    scratch: Path,
+    found: PassResult,
 ) -> None:
     folder = scratch / "state"
     folder.mkdir()
     try:
         session.backend.write_direct(session.engine, optimizer, folder)
         found.states[step] = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
-        if first is not None and step in wanted.states:
-            found.distances[step] = distance(first / MODEL, wanted.states[step] / MODEL, folder / MODEL)
+        if first is not None and step in measured.states:
+            found.distances[step] = distance(first / MODEL, measured.states[step] / MODEL, folder / MODEL)
     finally:
         shutil.rmtree(folder)
 
 
 def _heldout_loss(session: Session) -> tuple[float, int]:
-    rows, pad_id = session.data.heldout_rows, session.ready.tokenizer.pad_id
-    found = session.backend.heldout_loss(session.engine, rows, batch_size=session.ready.eval_rows, pad_id=pad_id)
+    rows, pad_id = session.data.heldout_rows, session.prepared.tokenizer.pad_id
+    found = session.backend.heldout_loss(session.engine, rows, batch_size=session.prepared.eval_rows, pad_id=pad_id)
     return found[0], found[1]
 
 
-def _measure_end(session: Session, wanted: Wanted, first: Path | None, scratch: Path, found: Passed) -> None:
-    """The files of the final model, and its answers where they are wanted."""
+def _measure_end(
+    session: Session, measured: Measurements, first: Path | None, scratch: Path, found: PassResult
+) -> None:
+    """The files of the final model, and its answers where they are measured."""
     folder = scratch / "final_model"
-    _save(session, folder, dtype=session.ready.config.training.save_dtype)
+    _save(session, folder, dtype=session.prepared.config.training.save_dtype)
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     found.final_model = {path.name: sha256_file(path) for path in files}
     found.final_config = {path.name: path.read_bytes() for path in files if path.suffix != ".safetensors"}
-    if first is not None and wanted.final_weights is not None:
-        found.final_distance = distance(first / "final_model", wanted.final_weights, folder)
-    if wanted.after:
-        found.answers["after"], found.gaps["after"] = generate(session.ready, session.backend, session.engine, "after")
+    if first is not None and measured.final_weights is not None:
+        found.final_distance = distance(first / "final_model", measured.final_weights, folder)
+    if measured.after:
+        found.answers["after"], found.gaps["after"] = generate(
+            session.prepared, session.backend, session.engine, "after"
+        )
 
 
 def _save(session: Session, folder: Path, *, dtype: str | None) -> None:
-    ready = session.ready
-    save_final(session.backend, session.engine, folder, tokenizer=ready.tokenizer, style=ready.style, dtype=dtype)
+    prepared = session.prepared
+    save_final(session.backend, session.engine, folder, tokenizer=prepared.tokenizer, style=prepared.style, dtype=dtype)

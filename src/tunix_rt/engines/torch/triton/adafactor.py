@@ -21,7 +21,7 @@ WHOLE_UP_TO = 16_384
 #   sums     rows and columns of g^2, of each part of the matrix by itself
 #   means    one program: norm and clipping, the means moved, what a row and a column of g is multiplied with to be u
 #   length   squares of u, of each part
-#   apply    w <- w - rate decay w - rate u / max(1, RMS(u))
+#   apply    w <- w - lr decay w - lr u / max(1, RMS(u))
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _sums_kernel(
 
 @triton.jit
 def _means_kernel(
-    row_sums, column_sums, row_means, column_means, scale, sound, limit, norm, good,
+    row_sums, column_sums, row_means, column_means, scale, finite, limit, norm, good,
     of_rows, of_columns, scalars, height, width, share, BLOCK: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BLOCK,), tl.float64)
@@ -53,7 +53,7 @@ def _means_kernel(
         for start in range(0, height, BLOCK):
             at = start + tl.arange(0, BLOCK)
             total += tl.load(row_sums + at, mask=at < height, other=0.0).to(tl.float64)
-    factor, holds = judged(tl.sum(total, axis=0), scale, sound, limit, norm, good)
+    factor, holds = judged(tl.sum(total, axis=0), scale, finite, limit, norm, good)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, height, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def _length_kernel(
 
 @triton.jit(do_not_specialize=["seed"])
 def _apply_kernel(
-    weights, gradient, of_rows, of_columns, scalars, squares, height, width, seed, decay, rate,
+    weights, gradient, of_rows, of_columns, scalars, squares, height, width, seed, decay, lr,
     AT_RANDOM: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     parts = tl.cdiv(width, BC)
@@ -110,7 +110,7 @@ def _apply_kernel(
     by_column = tl.load(of_columns + column, mask=column < width, other=0.0)
     holds = tl.load(scalars + 1).to(tl.int32) != 0
     size = tl.sqrt(tl.load(squares) / height / width).to(tl.float32)
-    by_all = tl.load(scalars) * (rate / tl.where(size > 1.0, size, 1.0))
+    by_all = tl.load(scalars) * (lr / tl.where(size > 1.0, size, 1.0))
     for start in range(0, ROWS, BR):
         row = down * ROWS + start + tl.arange(0, BR)
         inside = (row < height)[:, None] & (column < width)[None, :]
@@ -133,11 +133,11 @@ def adafactor(
     column_means: torch.Tensor,
     *,
     step: int,
-    rate: float,
+    lr: float,
     decay: float,
     seed: int | None,
     scale: torch.Tensor | None = None,
-    sound: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
     clip: Clip | None = None,
 ) -> None:
     """One update of a matrix in place, `scale` or `clip` applied. Without `seed`, weights are rounded to nearest."""
@@ -152,8 +152,8 @@ def adafactor(
         4,
         down * across,
     ]  # all but the last keep multiples of 4 aligned
-    room = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
-    row_sums, column_sums, of_rows, of_columns, scalars, lengths = room
+    workspace = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
+    row_sums, column_sums, of_rows, of_columns, scalars, lengths = workspace
     cut = {"ROWS": ROWS, "BC": columns}
     with on(device):
         _sums_kernel[(down * across,)](
@@ -162,7 +162,7 @@ def adafactor(
         _means_kernel[(1,)](
             row_sums if across == 1 else row_sums.view(across, height).sum(dim=0),
             column_sums if down == 1 else column_sums.view(down, width).sum(dim=0),
-            row_means, column_means, scale, sound, clip and clip.limit, clip and clip.norm, clip and clip.good,
+            row_means, column_means, scale, finite, clip and clip.limit, clip and clip.norm, clip and clip.good,
             of_rows, of_columns, scalars, height, width, step**-0.8, BLOCK=4096, num_warps=16,
         )  # fmt: skip
         _length_kernel[(down * across,)](
@@ -171,7 +171,7 @@ def adafactor(
         )  # fmt: skip
         _apply_kernel[(down * across,)](
             weights, gradient, of_rows, of_columns, scalars, lengths.sum(dtype=torch.float64), height, width,
-            seed or 0, rate * decay, rate, AT_RANDOM=seed is not None, BR=_part(4096, columns), num_warps=8, **cut,
+            seed or 0, lr * decay, lr, AT_RANDOM=seed is not None, BR=_part(4096, columns), num_warps=8, **cut,
         )  # fmt: skip
 
 
@@ -190,20 +190,20 @@ def _part(elements: int, columns: int) -> int:
 
 @triton.jit(do_not_specialize=["seed"])
 def _whole_kernel(
-    weights, gradient, means, scale, sound, limit, norm, good, elements, seed, decay, rate, share,
+    weights, gradient, means, scale, finite, limit, norm, good, elements, seed, decay, lr, share,
     AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < elements
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-    factor, holds = judged(tl.sum(g.to(tl.float64) * g, axis=0), scale, sound, limit, norm, good)
+    factor, holds = judged(tl.sum(g.to(tl.float64) * g, axis=0), scale, finite, limit, norm, good)
     g = g * factor
     v = tl.load(means + at, mask=inside, other=0.0)
     v = v + share * (g * g + 1e-30 - v)
     u = g / tl.sqrt_rn(v)
     size = tl.sqrt(tl.sum(u * u, axis=0) / elements)
     w = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
-    w = w - (decay * w + u * (rate / tl.where(size > 1.0, size, 1.0)))
+    w = w - (decay * w + u * (lr / tl.where(size > 1.0, size, 1.0)))
     tl.store(means + at, v, mask=inside & holds)
     if AT_RANDOM:
         group = tl.arange(0, BLOCK // GROUP)
@@ -218,18 +218,18 @@ def adafactor_whole(
     means: torch.Tensor,
     *,
     step: int,
-    rate: float,
+    lr: float,
     decay: float,
     seed: int | None,
     scale: torch.Tensor | None = None,
-    sound: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
     clip: Clip | None = None,
 ) -> None:
     """One update of at most `WHOLE_UP_TO` elements, by one program."""
     elements = weights.numel()
     with on(weights.device):
         _whole_kernel[(1,)](
-            weights, gradient, means, scale, sound, clip and clip.limit, clip and clip.norm, clip and clip.good,
-            elements, seed or 0, rate * decay, rate, step**-0.8,
+            weights, gradient, means, scale, finite, clip and clip.limit, clip and clip.norm, clip and clip.good,
+            elements, seed or 0, lr * decay, lr, step**-0.8,
             AT_RANDOM=seed is not None, BLOCK=max(256, _power_of_2(elements)), num_warps=8,
         )  # fmt: skip

@@ -34,7 +34,7 @@ def moved(g, m, v, w, decay, pace, share1, beta2, share2, correction, epsilon):
 
 @triton.jit
 def _adamw_part(
-    weights, gradient, first, second, scale, sound, at, inside, group, seed,
+    weights, gradient, first, second, scale, finite, at, inside, group, seed,
     decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `at` that are `inside`."""
@@ -45,8 +45,8 @@ def _adamw_part(
     if scale is not None:
         g = g * tl.load(scale).to(tl.float32)
     m, v, w = moved(g, m, v, w, decay, pace, share1, beta2, share2, correction, epsilon)
-    if sound is not None:
-        inside = inside & (tl.load(sound) != 0)
+    if finite is not None:
+        inside = inside & (tl.load(finite) != 0)
     tl.store(first + at, m.to(first.dtype.element_ty), mask=inside)
     tl.store(second + at, v.to(second.dtype.element_ty), mask=inside)
     if AT_RANDOM:
@@ -57,7 +57,7 @@ def _adamw_part(
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
-    weights, gradient, first, second, scale, sound, elements, seed,
+    weights, gradient, first, second, scale, finite, elements, seed,
     decay, pace, share1, beta2, share2, correction, epsilon,
     AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _adamw_kernel(
     at = program * BLOCK + tl.arange(0, BLOCK)
     group = program * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     _adamw_part(
-        weights, gradient, first, second, scale, sound, at, at < elements, group, seed,
+        weights, gradient, first, second, scale, finite, at, at < elements, group, seed,
         decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, BLOCK,
     )  # fmt: skip
 
@@ -74,10 +74,10 @@ PLAIN_SUMS = {"enable_fp_fusion": False}
 _ADAMW = {"num_warps": 4, **PLAIN_SUMS}
 
 
-def adamw_numbers(*, step: int, rate: float, beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
+def adamw_numbers(*, step: int, lr: float, beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
     """From `pace` on, in the order of the kernels."""
     return (
-        rate / (1.0 - beta1**step), 1.0 - beta1, beta2, 1.0 - beta2, (1.0 - beta2**step) ** -0.5, epsilon,
+        lr / (1.0 - beta1**step), 1.0 - beta1, beta2, 1.0 - beta2, (1.0 - beta2**step) ** -0.5, epsilon,
     )  # fmt: skip
 
 
@@ -88,21 +88,21 @@ def adamw(
     second: torch.Tensor,
     *,
     step: int,
-    rate: float,
+    lr: float,
     beta1: float,
     beta2: float,
     epsilon: float,
     decay: float,
     seed: int | None,
     scale: torch.Tensor | None = None,
-    sound: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> None:
     """One update in place. All four lie in order in memory. Without `seed`, weights are rounded to nearest."""
     elements = weights.numel()
-    numbers = adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(weights.device):
         _adamw_kernel[(-(-elements // FLAT_BLOCK),)](
-            weights, gradient, first, second, scale, sound, elements, seed or 0, rate * decay, *numbers,
+            weights, gradient, first, second, scale, finite, elements, seed or 0, lr * decay, *numbers,
             AT_RANDOM=seed is not None, BLOCK=FLAT_BLOCK, **_ADAMW,
         )  # fmt: skip
 
@@ -118,15 +118,15 @@ def place(addresses, tensor, kind: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tensors"])
 def _adamw_many_kernel(
-    owners, kept, given, tensors, scale, sound, decay, pace, share1, beta2, share2, correction, epsilon,
-    MOMENTS: tl.constexpr, AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    owners, kept, given, tensors, scale, finite, decay, pace, share1, beta2, share2, correction, epsilon,
+    STATES: tl.constexpr, AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`kept` are rows of `Crowd.kept`, `given` rows of weights, gradients and seeds. A gradient at 0: not this time."""
+    """`kept` are rows of `TensorGroup.kept`, `given` rows of weights, gradients and seeds. A gradient at 0: not this time."""
     tensor = tl.load(owners + tl.program_id(0))
     gradient = place(given + tensors, tensor, tl.bfloat16)
     if gradient.to(tl.int64) != 0:
         weights = place(given, tensor, tl.bfloat16)
-        first, second = place(kept, tensor, MOMENTS), place(kept + tensors, tensor, MOMENTS)
+        first, second = place(kept, tensor, STATES), place(kept + tensors, tensor, STATES)
         elements = tl.load(kept + 2 * tensors + tensor)
         program = tl.program_id(0) - tl.load(kept + 3 * tensors + tensor)
         decay = tl.where(tl.load(kept + 4 * tensors + tensor) != 0, decay, 0.0)
@@ -135,50 +135,50 @@ def _adamw_many_kernel(
         group = program * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         whole = tl.multiple_of(elements // GROUP * GROUP, GROUP)  # up to there a mask does not split wide loads
         _adamw_part(
-            weights, gradient, first, second, scale, sound, at, at < whole, group, seed,
+            weights, gradient, first, second, scale, finite, at, at < whole, group, seed,
             decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, BLOCK,
         )  # fmt: skip
         if (whole < elements) & (whole // BLOCK == program):
             last = whole + tl.arange(0, GROUP)
             number = whole // GROUP + tl.arange(0, 1)
             _adamw_part(
-                weights, gradient, first, second, scale, sound, last, last < elements, number, seed,
+                weights, gradient, first, second, scale, finite, last, last < elements, number, seed,
                 decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, GROUP,
             )  # fmt: skip
 
 
-_MOMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_STATES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Crowd:
+class TensorGroup:
     """Tensors that `adamw_many` updates in one launch, and what of them is the same in every step."""
 
-    moments: tuple[tuple[torch.Tensor, ...], ...]
+    states: tuple[tuple[torch.Tensor, ...], ...]
     """Held, because `kept` has their addresses. Of one device, and of the same types. Those of 8 bits have scales besides."""
     owners: torch.Tensor
     """Of each program, the number of the tensor that it has a block of: int32."""
     kept: torch.Tensor
-    """Of each tensor: addresses of its moments, elements, its first program, whether it is decayed. int64."""
+    """Of each tensor: addresses of its states, elements, its first program, whether it is decayed. int64."""
     block: int
 
     @staticmethod
     def of(
-        moments: Sequence[tuple[torch.Tensor, ...]],
+        states: Sequence[tuple[torch.Tensor, ...]],
         decayed: Sequence[bool],
         *,
         sizes: Sequence[int] | None = None,
         block: int | None = None,
-    ) -> "Crowd":
-        """`sizes` are the elements of each tensor, where its moments have more; `block` those of a program."""
-        device, block = moments[0][0].device, block or FLAT_BLOCK
-        sizes = [first.numel() for first, *_ in moments] if sizes is None else list(sizes)
+    ) -> "TensorGroup":
+        """`sizes` are the elements of each tensor, where its states have more; `block` those of a program."""
+        device, block = states[0][0].device, block or FLAT_BLOCK
+        sizes = [first.numel() for first, *_ in states] if sizes is None else list(sizes)
         programs = [-(-size // block) for size in sizes]
         starts = list(itertools.accumulate(programs, initial=0))[:-1]
-        addresses = [[moment.data_ptr() for moment in moments_] for moments_ in zip(*moments, strict=True)]
+        addresses = [[state.data_ptr() for state in states_] for states_ in zip(*states, strict=True)]
         owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(programs))
         kept = torch.tensor([*addresses, sizes, starts, list(map(int, decayed))])
-        return Crowd(moments=tuple(moments), owners=sent(owners, device), kept=sent(kept, device), block=block)
+        return TensorGroup(states=tuple(states), owners=sent(owners, device), kept=sent(kept, device), block=block)
 
 
 def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -187,29 +187,29 @@ def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def adamw_many(
-    crowd: Crowd,
+    group: TensorGroup,
     weights: Sequence[int],
     gradients: Sequence[int],
     seeds: Sequence[int] | None,
     *,
     step: int,
-    rate: float,
+    lr: float,
     beta1: float,
     beta2: float,
     epsilon: float,
     decay: float,
     scale: torch.Tensor | None = None,
-    sound: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> None:
-    """One update of each tensor of `crowd` whose gradient is not at 0, to the bits of `adamw`.
+    """One update of each tensor of `group` whose gradient is not at 0, to the bits of `adamw`.
 
     `weights` and `gradients` are addresses, multiples of 16, of bfloat16 numbers that lie in order."""
-    device, tensors = crowd.kept.device, len(crowd.moments)
+    device, tensors = group.kept.device, len(group.states)
     given = sent(torch.tensor([*weights, *gradients, *(seeds or ())]), device)
-    numbers = adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(device):
-        _adamw_many_kernel[(len(crowd.owners),)](
-            crowd.owners, crowd.kept, given, tensors, scale, sound, rate * decay, *numbers,
-            MOMENTS=_MOMENTS[crowd.moments[0][0].dtype], AT_RANDOM=seeds is not None, BLOCK=crowd.block,
+        _adamw_many_kernel[(len(group.owners),)](
+            group.owners, group.kept, given, tensors, scale, finite, lr * decay, *numbers,
+            STATES=_STATES[group.states[0][0].dtype], AT_RANDOM=seeds is not None, BLOCK=group.block,
             maxnreg=96, **_ADAMW,  # as few as for one tensor: with more, less of them would be under way at a time
         )  # fmt: skip

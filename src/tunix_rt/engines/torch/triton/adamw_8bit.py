@@ -1,6 +1,6 @@
-"""AdamW with moments of 8 bits in Triton, of one tensor and of many in one launch: bfloat16 and float32 weights.
+"""AdamW with states of 8 bits in Triton, of one tensor and of many in one launch: bfloat16 and float32 weights.
 
-A block of 256 moments shares a scale, its largest magnitude. A program has several blocks in registers from their codes to
+A block of 256 states shares a scale, its largest magnitude. A program has several blocks in registers from their codes to
 their codes, so that nothing of the size of a tensor is made: 10 bytes are moved for a bfloat16 weight, 16 for one of float32.
 The rule is that of `triton/adamw.py`, the codes are those of `rounding.py`.
 """
@@ -14,10 +14,10 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
+from tunix_rt.config.optimizers import BLOCK
 from tunix_rt.engines.torch import update_rules as rounding
-from tunix_rt.engines.torch.triton.adamw import PLAIN_SUMS, Crowd, adamw_numbers, moved, place, sent
+from tunix_rt.engines.torch.triton.adamw import PLAIN_SUMS, TensorGroup, adamw_numbers, moved, place, sent
 from tunix_rt.engines.torch.triton.update import GROUP, at_random, noise, on
-from tunix_rt.plan.optimizers import BLOCK
 
 BLOCKS = 8
 """Blocks of a program. A warp has one: 32 threads of eight elements, which share a draw."""
@@ -95,7 +95,7 @@ def _read(at, there, WHOLE: tl.constexpr):
 
 @triton.jit
 def _part(
-    weights, gradient, first, first_largest, second, second_largest, scale, sound, program, elements, seed,
+    weights, gradient, first, first_largest, second, second_largest, scale, finite, program, elements, seed,
     decay, pace, share1, beta2, share2, correction, epsilon,
     AT_RANDOM: tl.constexpr, WHOLE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +123,8 @@ def _part(
     codes_m, codes_v = _encoded(m, v, over_m, over_v, seed, group, COUNT, BLOCK)
     if WHOLE:
         there, inside = tl.full((COUNT,), 1, tl.int1), tl.full((COUNT, BLOCK), 1, tl.int1)
-    if sound is not None:
-        holds = tl.load(sound) != 0
+    if finite is not None:
+        holds = tl.load(finite) != 0
         there, inside = there & holds, inside & holds
     tl.store(first + at, codes_m, mask=there[:, None])
     tl.store(second + at, codes_v, mask=there[:, None])
@@ -140,30 +140,30 @@ def _part(
 
 @triton.jit
 def _parts(
-    weights, gradient, first, first_largest, second, second_largest, scale, sound, program, elements, seed,
+    weights, gradient, first, first_largest, second, second_largest, scale, finite, program, elements, seed,
     decay, pace, share1, beta2, share2, correction, epsilon,
     AT_RANDOM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (program + 1) * (COUNT * BLOCK) <= elements:
         _part(
-            weights, gradient, first, first_largest, second, second_largest, scale, sound, program, elements, seed,
+            weights, gradient, first, first_largest, second, second_largest, scale, finite, program, elements, seed,
             decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, True, COUNT, BLOCK,
         )  # fmt: skip
     else:
         _part(
-            weights, gradient, first, first_largest, second, second_largest, scale, sound, program, elements, seed,
+            weights, gradient, first, first_largest, second, second_largest, scale, finite, program, elements, seed,
             decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, False, COUNT, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seed", "elements"])
 def _one_kernel(
-    weights, gradient, first, first_largest, second, second_largest, scale, sound, elements, seed,
+    weights, gradient, first, first_largest, second, second_largest, scale, finite, elements, seed,
     decay, pace, share1, beta2, share2, correction, epsilon,
     AT_RANDOM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _parts(
-        weights, gradient, first, first_largest, second, second_largest, scale, sound,
+        weights, gradient, first, first_largest, second, second_largest, scale, finite,
         tl.program_id(0).to(tl.int64), elements, seed,
         decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, COUNT, BLOCK,
     )  # fmt: skip
@@ -171,10 +171,10 @@ def _one_kernel(
 
 @triton.jit(do_not_specialize=["tensors"])
 def _many_kernel(
-    owners, kept, given, tensors, scale, sound, decay, pace, share1, beta2, share2, correction, epsilon,
+    owners, kept, given, tensors, scale, finite, decay, pace, share1, beta2, share2, correction, epsilon,
     WEIGHTS: tl.constexpr, AT_RANDOM: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`kept` are rows of `Crowd.kept`, `given` rows of weights, gradients and seeds. A gradient at 0: not this time."""
+    """`kept` are rows of `TensorGroup.kept`, `given` rows of weights, gradients and seeds. A gradient at 0: not this time."""
     tensor = tl.load(owners + tl.program_id(0))
     gradient = place(given + tensors, tensor, WEIGHTS)
     if gradient.to(tl.int64) != 0:
@@ -184,7 +184,7 @@ def _many_kernel(
             place(given, tensor, WEIGHTS), gradient,
             place(kept, tensor, tl.uint8), place(kept + tensors, tensor, tl.float32),
             place(kept + 2 * tensors, tensor, tl.uint8), place(kept + 3 * tensors, tensor, tl.float32),
-            scale, sound, program, tl.load(kept + 4 * tensors + tensor), tl.load(given + 2 * tensors + tensor),
+            scale, finite, program, tl.load(kept + 4 * tensors + tensor), tl.load(given + 2 * tensors + tensor),
             decay, pace, share1, beta2, share2, correction, epsilon, AT_RANDOM, COUNT, BLOCK,
         )  # fmt: skip
 
@@ -205,7 +205,7 @@ def adamw_8bit(
     second_largest: torch.Tensor,
     *,
     step: int,
-    rate: float,
+    lr: float,
     beta1: float,
     beta2: float,
     epsilon: float,
@@ -213,51 +213,53 @@ def adamw_8bit(
     seed: int,
     stochastic: bool,
     scale: torch.Tensor | None = None,
-    sound: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> None:
     """One update in place. All six lie in order in memory. Moments are rounded at random always, weights if `stochastic`."""
     elements = weights.numel()
-    numbers = adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(weights.device):
         _one_kernel[(-(-elements // (BLOCKS * BLOCK)),)](
-            weights, gradient, first, first_largest, second, second_largest, scale, sound, elements, seed,
-            rate * decay, *numbers, AT_RANDOM=stochastic, COUNT=BLOCKS, **_LAUNCH,
+            weights, gradient, first, first_largest, second, second_largest, scale, finite, elements, seed,
+            lr * decay, *numbers, AT_RANDOM=stochastic, COUNT=BLOCKS, **_LAUNCH,
         )  # fmt: skip
 
 
-def crowd_8bit(moments: Sequence[tuple[torch.Tensor, ...]], decayed: Sequence[bool], sizes: Sequence[int]) -> Crowd:
-    """Tensors of so many elements for `adamw_8bit_many`: of each both moments, each with its scales behind it."""
-    return Crowd.of(moments, decayed, sizes=sizes, block=BLOCKS * BLOCK)
+def group_8bit(
+    states: Sequence[tuple[torch.Tensor, ...]], decayed: Sequence[bool], sizes: Sequence[int]
+) -> TensorGroup:
+    """Tensors of so many elements for `adamw_8bit_many`: of each both states, each with its scales behind it."""
+    return TensorGroup.of(states, decayed, sizes=sizes, block=BLOCKS * BLOCK)
 
 
 _WEIGHTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def adamw_8bit_many(
-    crowd: Crowd,
+    group: TensorGroup,
     weights: Sequence[int],
     gradients: Sequence[int],
     seeds: Sequence[int],
     *,
     dtype: torch.dtype,
     step: int,
-    rate: float,
+    lr: float,
     beta1: float,
     beta2: float,
     epsilon: float,
     decay: float,
     stochastic: bool,
     scale: torch.Tensor | None = None,
-    sound: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> None:
-    """One update of each tensor of `crowd` whose gradient is not at 0, to the bits of `adamw_8bit`.
+    """One update of each tensor of `group` whose gradient is not at 0, to the bits of `adamw_8bit`.
 
     `weights` and `gradients` are addresses, multiples of 16, of numbers of type `dtype` that lie in order."""
-    device, tensors = crowd.kept.device, len(crowd.moments)
+    device, tensors = group.kept.device, len(group.states)
     given = sent(torch.tensor([*weights, *gradients, *seeds]), device)
-    numbers = adamw_numbers(step=step, rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(device):
-        _many_kernel[(len(crowd.owners),)](
-            crowd.owners, crowd.kept, given, tensors, scale, sound, rate * decay, *numbers,
-            WEIGHTS=_WEIGHTS[dtype], AT_RANDOM=stochastic, COUNT=crowd.block // BLOCK, **_LAUNCH,
+        _many_kernel[(len(group.owners),)](
+            group.owners, group.kept, given, tensors, scale, finite, lr * decay, *numbers,
+            WEIGHTS=_WEIGHTS[dtype], AT_RANDOM=stochastic, COUNT=group.block // BLOCK, **_LAUNCH,
         )  # fmt: skip

@@ -1,15 +1,15 @@
-"""The loss head between its products, on CUDA: a chunk of logits becomes losses and gradients in its own memory.
+"""The loss head between its matmuls, on CUDA: a chunk of logits becomes losses and gradients in its own memory.
 
-What is to be computed stands in `torch_head._turned`. There every line goes through all logits once more, and 38 bytes are
-moved for each. Here 6 are: a logit is read once, as float32, and its gradient is written once, in the 16 bits that the next
-products take, into the first half of the row that it came from:
+The definition is `chunked_loss._losses_and_dlogits`. There every line goes through all logits once more, and 38 bytes are moved
+for each. Here 6 are: a logit is read once, as float32, and its gradient is written once, in the 16 bits that the next matmuls
+take, into the first half of the row that it came from:
 
     a row of float32 logits   [ x0  x1  x2  x3  x4  x5  x6  x7 ]
     and of its gradient       [g0g1 g2g3 g4g5 g6g7 . . . . . . ]
 
 A row is too long for one program to hold (256,000 logits are 1 MB), so several share it: each holds its part in registers,
-tells the others the largest logit and the sum of exponentials of its part, waits until all have told theirs, and then knows
-those of the row. The wait is also what makes writing in place right: who has told its sum has read all of its part.
+publishes the largest logit and the sum of exponentials of its part, waits until all have published theirs, and then knows those
+of the row. The wait also makes writing in place safe: a program that has published its sum has read all of its part.
 
 Programs that wait for each other must run at the same time. A GPU starts them in the order of their numbers, those of a row
 have neighbouring ones, and a row is cut into no more parts than there are multiprocessors. So all programs of the first row
@@ -37,7 +37,7 @@ ROW_ALIGNMENT = 64
 """Rows of logits begin at multiples of 256 bytes: tensor cores and wide loads ask for 16. A vocabulary need not be even."""
 
 
-def room_for_logits(rows: int, vocabulary: int, device: torch.device) -> torch.Tensor:
+def logits_workspace(rows: int, vocabulary: int, device: torch.device) -> torch.Tensor:
     """Uninitialised float32 [rows, vocabulary], whose rows are aligned."""
     padded = triton.cdiv(vocabulary, ROW_ALIGNMENT) * ROW_ALIGNMENT
     return torch.empty(rows, padded, dtype=torch.float32, device=device)[:, :vocabulary]
@@ -51,36 +51,35 @@ def part_columns(vocabulary: int, device: torch.device) -> int | None:
     return min(columns, triton.next_power_of_2(vocabulary)) if columns <= MOST_PART_COLUMNS else None
 
 
-def turned(
+def losses_and_dlogits(
     logits: torch.Tensor, targets: torch.Tensor, *, softcap: float | None, scale: float | None, kind: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses in float64 and, where `scale` is given, `scale` times the gradient of `logits`, as `kind`, in their memory.
 
-    `logits` are from `room_for_logits`, and are gone then. A target outside of the vocabulary has a loss that is not a
-    number."""
+    `logits` are from `logits_workspace`, and are overwritten. The loss of a target outside of the vocabulary is NaN."""
     rows, vocabulary = logits.shape
     columns = part_columns(vocabulary, logits.device)
     assert columns is not None
     parts = triton.cdiv(vocabulary, columns)
-    slopes = logits.view(kind)[:, :vocabulary]
+    dlogits = logits.view(kind)[:, :vocabulary]
     losses = torch.full((rows, 1), torch.nan, dtype=torch.float64, device=logits.device)
     tops = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     totals = torch.empty_like(tops)
     arrived = torch.zeros(rows, dtype=torch.int32, device=logits.device)
     with torch.cuda.device_of(logits):
         _turn_part[(rows * parts,)](
-            logits, slopes, targets, losses, tops, totals, arrived,
-            vocabulary, logits.stride(0), slopes.stride(0), scale or 0.0, softcap or 1.0,
+            logits, dlogits, targets, losses, tops, totals, arrived,
+            vocabulary, logits.stride(0), dlogits.stride(0), scale or 0.0, softcap or 1.0,
             PARTS=parts, PARTS_PADDED=triton.next_power_of_2(parts), COLUMNS=columns, CAPPED=bool(softcap),
-            SLOPES=scale is not None, num_warps=max(1, columns // COLUMNS_PER_WARP), maxnreg=REGISTERS,
+            DLOGITS=scale is not None, num_warps=max(1, columns // COLUMNS_PER_WARP), maxnreg=REGISTERS,
         )  # fmt: skip
-    return losses, slopes
+    return losses, dlogits
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets"])  # a slice of them may begin anywhere
 def _turn_part(
-    logits, slopes, targets, losses, tops, totals, arrived, vocabulary, stride, slope_stride, scale, cap,
-    PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+    logits, dlogits, targets, losses, tops, totals, arrived, vocabulary, stride, dlogits_stride, scale, cap,
+    PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr, DLOGITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -99,22 +98,22 @@ def _turn_part(
 
     holds_target = (target >= part * COLUMNS) & (target < (part + 1) * COLUMNS) & (target < vocabulary)
     tl.store(losses + row, tl.log(total) + (top - at_target), mask=holds_target)
-    if SLOPES:
+    if DLOGITS:
         slope = tl.exp(x - top) * (scale / total)
         slope = tl.where(columns == target, slope - scale, slope)
         if CAPPED:
             bent = x * (1.0 / cap)
             slope *= (1.0 - bent) * (1.0 + bent)
             slope = tl.where(columns < vocabulary, slope, 0.0)  # of -inf it would be no number
-        place = slopes + row.to(tl.int64) * slope_stride + columns
-        tl.store(place, slope.to(slopes.dtype.element_ty), mask=columns < stride)
+        place = dlogits + row.to(tl.int64) * dlogits_stride + columns
+        tl.store(place, slope.to(dlogits.dtype.element_ty), mask=columns < stride)
 
 
 @triton.jit
 def _of_the_row(top, total, row, part, tops, totals, arrived, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):
-    """Tell the other programs of the row what this part's largest logit and sum are, wait for theirs, put all together.
+    """Publish this part's largest logit and sum to the other programs of the row, wait for theirs, combine all.
 
-    Who waits in vain, for seconds, gives a loss that is not a number: then a run ends, instead of a GPU that hangs."""
+    A program that waits in vain, for seconds, gives a NaN loss: the run ends, instead of a GPU that hangs."""
     tl.store(tops + row * PARTS + part, top)
     tl.store(totals + row * PARTS + part, total)
     tl.debug_barrier()

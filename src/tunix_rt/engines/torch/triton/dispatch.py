@@ -1,31 +1,94 @@
-"""AdamW and Adafactor for bfloat16 weights on a GPU, and AdamW with moments of 8 bits for float32 weights too, in Triton: each
-number is read and written as often as it must be.
+"""The Triton kernels of the optimizers, as `optim.py` calls them by the name of the optimizer.
 
-The rules are those of `update_rules.py`, computed in float32 and rounded once. Nothing is summed by atomics, so that the
-same update gives the same bits, and nothing waits for the device. Bytes moved for a weight: AdamW 22 (weights, gradient and two
-float32 moments, and 2 more for a norm to clip by), with moments of 8 bits 10 (16 of float32 weights), Adafactor of a matrix 10
+The updates are those of `engines/optimizers/`, computed in float32 and rounded once. Nothing is summed by atomics, so the same
+update gives the same bits, and nothing waits for the device. Bytes moved per bfloat16 weight: AdamW 22 (weights, gradient and
+two float32 states, and 2 more for a norm to clip by), with 8-bit states 10 (16 for a float32 weight), Adafactor of a matrix 10
 (the gradient three times, the weights in and out), its norm among them.
-
-The kernels are in `adamw.py`, `adamw_8bit.py` and `adafactor.py`, what they share in `update.py`. Here
-is what the optimizer calls, and whether it runs.
 """
 
 import subprocess
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from triton.errors import TritonError  # type: ignore[import-not-found, unused-ignore]
 
+from tunix_rt.config.optimizers import BLOCK
 from tunix_rt.engines.torch.triton.adafactor import WHOLE_UP_TO, adafactor, adafactor_whole
-from tunix_rt.engines.torch.triton.adamw import Crowd, adamw, adamw_many
-from tunix_rt.engines.torch.triton.adamw_8bit import adamw_8bit, adamw_8bit_many, crowd_8bit
-from tunix_rt.engines.torch.triton.update import Clip, clip
-from tunix_rt.plan.optimizers import BLOCK
+from tunix_rt.engines.torch.triton.adamw import TensorGroup, adamw, adamw_many
+from tunix_rt.engines.torch.triton.adamw_8bit import adamw_8bit, adamw_8bit_many, group_8bit
+from tunix_rt.engines.torch.triton.update import Clip, clip_scale
+from tunix_rt.engines.torch.update_rules import StepSettings
 
-__all__ = [
-    "WHOLE_UP_TO", "Clip", "Crowd", "adafactor", "adafactor_whole", "adamw", "adamw_8bit", "adamw_8bit_many", "adamw_many",
-    "clip", "crowd_8bit", "problem",
-]  # fmt: skip
+__all__ = ["GROUPED", "WHOLE_UP_TO", "Clip", "TensorGroup", "group", "problem", "supports", "update", "update_group"]
+
+GROUPED = frozenset({"adamw", "adamw_8bit"})
+"""Optimizers with a kernel that updates many tensors in one launch."""
+
+
+def supports(name: str, parameter: torch.Tensor) -> bool:
+    """Whether the kernel of optimizer `name` takes a parameter of this shape."""
+    return name != "adafactor" or parameter.dim() == 2 or parameter.numel() <= WHOLE_UP_TO
+
+
+def update(
+    name: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    *,
+    now: StepSettings,
+    decay: float,
+    seed: int,
+    scale: torch.Tensor | None,
+    finite: torch.Tensor | None,
+    clip: Clip | None,
+) -> None:
+    """One update in place by optimizer `name`. `clip` is in place of a scale."""
+    weight_seed = seed if now.stochastic else None
+    same: dict[str, Any] = {"step": now.step, "lr": now.lr, "decay": decay}
+    if name == "adafactor":
+        kernel = adafactor if parameter.dim() == 2 else adafactor_whole
+        kernel(parameter, gradient, *states.values(), scale=scale, finite=finite, clip=clip, seed=weight_seed, **same)
+        return
+    if clip is not None:
+        scale, finite = clip_scale(gradient, finite=finite, clip=clip), clip.good
+    same |= {"beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon, "scale": scale, "finite": finite}
+    if name == "adamw_8bit":  # states are rounded at random in any case
+        adamw_8bit(parameter, gradient, *states.values(), seed=seed, stochastic=now.stochastic, **same)
+    else:
+        adamw(parameter, gradient, *states.values(), seed=weight_seed, **same)
+
+
+def group(
+    name: str, states: Sequence[tuple[torch.Tensor, ...]], decayed: Sequence[bool], sizes: Sequence[int]
+) -> TensorGroup:
+    """The tensors of one launch: their states, whether each is decayed, and its number of elements."""
+    return group_8bit(states, decayed, sizes) if name == "adamw_8bit" else TensorGroup.of(states, decayed)
+
+
+def update_group(
+    name: str,
+    tensors: TensorGroup,
+    weights: Sequence[int],
+    gradients: Sequence[int],
+    seeds: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    now: StepSettings,
+    decay: float,
+    scale: torch.Tensor | None,
+    finite: torch.Tensor | None,
+) -> None:
+    """One update of each tensor whose gradient has an address, in one launch."""
+    same: dict[str, Any] = {
+        "step": now.step, "lr": now.lr, "beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon,
+        "decay": decay, "scale": scale, "finite": finite,
+    }  # fmt: skip
+    if name == "adamw_8bit":
+        adamw_8bit_many(tensors, weights, gradients, seeds, dtype=dtype, stochastic=now.stochastic, **same)
+    else:
+        adamw_many(tensors, weights, gradients, seeds if now.stochastic else None, **same)
 
 
 def problem(device: torch.device) -> str | None:
@@ -37,7 +100,7 @@ def problem(device: torch.device) -> str | None:
     coded = (
         torch.zeros(1, size, dtype=kind, device=device) for size, kind in [(BLOCK, torch.uint8), (1, torch.float32)] * 2
     )
-    same: dict[str, Any] = {"step": 1, "rate": 0.0, "beta1": 0.9, "beta2": 0.9, "epsilon": 1.0, "decay": 0.0, "seed": 1}
+    same: dict[str, Any] = {"step": 1, "lr": 0.0, "beta1": 0.9, "beta2": 0.9, "epsilon": 1.0, "decay": 0.0, "seed": 1}
     try:
         adamw(weights, weights.clone(), *moments, **same)
         adamw_8bit(weights, weights.clone(), *coded, stochastic=True, **same)

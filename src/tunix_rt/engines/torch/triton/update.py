@@ -34,10 +34,10 @@ class Clip:
     """None: the norm is only told."""
     norm: torch.Tensor
     good: torch.Tensor
-    """Whether the update was sound: it was so far, and the norm is finite."""
+    """Whether the update was finite: it was so far, and the norm is finite."""
 
     @staticmethod
-    def room(device: torch.device, count: int = 64) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def workspace(device: torch.device, count: int = 64) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`norm` and `good` for as many updates, which is sooner done than each by itself.
 
         They lie 16 bytes apart: kernels are compiled again for an address that is no multiple of it."""
@@ -84,15 +84,15 @@ def at_random(values, noise):
 
 
 @triton.jit
-def judged(squares, scale, sound, limit, norm, good):
-    """What the gradient is multiplied with, and whether the update is sound. `squares` is the sum of its squares, in
+def judged(squares, scale, finite, limit, norm, good):
+    """What the gradient is multiplied with, and whether the update is finite. `squares` is the sum of its squares, in
     float64. With `norm` both are found out here, and told."""
     factor = tl.full((), 1.0, tl.float32)
     holds = tl.full((), 1, tl.int1)
     if scale is not None:
         factor = tl.load(scale).to(tl.float32)
-    if sound is not None:
-        holds = tl.load(sound) != 0
+    if finite is not None:
+        holds = tl.load(finite) != 0
     if norm is not None:
         length = tl.sqrt(squares)
         tl.store(norm, length)
@@ -118,22 +118,22 @@ def _squares_kernel(gradient, sums, elements, SPAN: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _clip_kernel(sums, count, sound, limit, norm, good, BLOCK: tl.constexpr):
+def _clip_kernel(sums, count, finite, limit, norm, good, BLOCK: tl.constexpr):
     """`sums` begins with room for what the gradient is multiplied with."""
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(sums + 1 + at, mask=at < count, other=0.0).to(tl.float64)
-    factor, _ = judged(tl.sum(total, axis=0), None, sound, limit, norm, good)
+    factor, _ = judged(tl.sum(total, axis=0), None, finite, limit, norm, good)
     tl.store(sums, factor)
 
 
-def clip(gradient: torch.Tensor, *, sound: torch.Tensor | None, clip: Clip) -> torch.Tensor:
+def clip_scale(gradient: torch.Tensor, *, finite: torch.Tensor | None, clip: Clip) -> torch.Tensor:
     """A float32 tensor that begins with what `gradient` has to be multiplied with. It is read once."""
     elements = gradient.numel()
     count = -(-elements // SPAN)
     sums = torch.empty(1 + count, dtype=torch.float32, device=gradient.device)
     with on(gradient.device):
         _squares_kernel[(count,)](gradient, sums, elements, SPAN=SPAN, BLOCK=4096, num_warps=4)
-        _clip_kernel[(1,)](sums, count, sound, clip.limit, clip.norm, clip.good, BLOCK=1024, num_warps=4)
+        _clip_kernel[(1,)](sums, count, finite, clip.limit, clip.norm, clip.good, BLOCK=1024, num_warps=4)
     return sums

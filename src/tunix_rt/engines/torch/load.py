@@ -1,0 +1,320 @@
+"""Loading a model of the PyTorch engine: with settings for the whole process, and checks of what the loop assumes."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch.overrides import TorchFunctionMode
+
+from tunix_rt.config.capabilities import refuse_unsupported
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import IGNORED, MicroBatch
+from tunix_rt.engines.base import RiseMeter, StepShape
+from tunix_rt.engines.failures import SEE_PLAN, is_out_of_memory, memory_errors_named
+from tunix_rt.engines.torch.attention import (
+    VARLEN_LACKS,
+    Attention,
+    attention_of,
+    kernel_failure,
+    refuse_unpackable,
+    register,
+    supported_attention,
+)
+from tunix_rt.engines.torch.chunked_loss import lean_lookup
+from tunix_rt.engines.torch.model import Engine, LossScale, hidden_states, summed_loss
+from tunix_rt.errors import DoesNotFitError, InputError
+from tunix_rt.models.resolve import ModelSource
+from tunix_rt.models.secrets import one_line
+from tunix_rt.plan.attention_kernels import torch_attention
+from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
+from tunix_rt.plan.precision import recipe_for_inference, recipe_of
+
+logger = logging.getLogger(__name__)
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+def load(
+    source: ModelSource, *, device: str, training: Training, step: StepShape | None = None, implementation: str = "auto",
+    attempt: bool = False,
+) -> Engine:  # fmt: skip
+    """The model on its device, checked to be what the loop assumes. Refuses weights that are missing or left over.
+
+    `step` and `attempt` decide nothing here: PyTorch allocates as it runs, so a step is not compiled, and not refused, before
+    the weights are loaded. `prepare_steps` compiles for the batches of the run."""
+    refuse_unsupported(training, "torch", implementation=implementation)
+    config = _config_of(source)
+    set_deterministic(device, training.deterministic)
+    limit = None
+    if device == "cuda":
+        _use_expandable_segments()
+        limit = _limit_memory(training.memory_limit_gib)
+    meter = RiseMeter()
+    recipe = recipe_of(training)
+    attention = attention_for(config, device, training)
+    torch.manual_seed(training.seed)
+    with _loading(source, device):
+        model = _read_model(
+            source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=device
+        )
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if training.lora_rank is not None:
+            from tunix_rt.engines.torch.lora import add_adapters
+
+            model = add_adapters(model, rank=training.lora_rank, source=source)
+        model = model.to(torch.device(device))
+        if recipe.compute == "float64":
+            _keep_float64(model)
+    engine = Engine(
+        model=model,
+        source=source,
+        device=torch.device(device),
+        parameters=parameters,
+        meter=meter,
+        recipe=recipe,
+        attention=attention,
+        deterministic=training.deterministic,
+        loss_scale=LossScale() if recipe.loss_scaled else None,
+        limit_bytes=limit,
+    )
+    _refuse_unknown_head(engine)
+    lean_lookup(model.get_input_embeddings())
+    refuse_unpackable(model, source.name)
+    engine.attention = supported_attention(model, attention)
+    model.config._attn_implementation = engine.attention.training
+    logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
+    with memory_errors_named("the check of the loaded model"):
+        _refuse_wrong_loss(engine)
+    return engine
+
+
+def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
+    """The model on its device with weights of type `dtype`, for generation: it need not be one that can be trained."""
+    config = _config_of(source)
+    set_deterministic(device, False)
+    meter = RiseMeter()
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    capped = bool(getattr(config, "attn_logit_softcapping", None))
+    name = "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
+    attention = Attention(name=name, training=name, generating=name, why="generation has a KV cache")
+    torch.manual_seed(seed)
+    with _loading(source, device):
+        model = _read_model(source, config, attention, dtype=getattr(torch, dtype), device=device).to(
+            torch.device(device)
+        )
+    return Engine(
+        model=model,
+        source=source,
+        device=torch.device(device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        meter=meter,
+        recipe=recipe_for_inference(dtype),
+        attention=attention,
+    )
+
+
+@contextlib.contextmanager
+def _loading(source: ModelSource, device: str) -> Iterator[None]:
+    """Reports the errors of a load as errors of tunix-rt."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            taken = f" beside the {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB taken" if device == "cuda" else ""
+            raise DoesNotFitError(
+                f"{source.name}: out of memory while it is loaded on {device}{taken}",
+                fix=f"free memory there; {SEE_PLAN}",
+            ) from error
+        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
+
+
+def set_deterministic(device: str, enabled: bool) -> None:
+    """For the whole process: deterministic kernels only, or any. cuBLAS reads its variable when it starts.
+
+    Uninitialized memory is not filled: that takes time, and no result depends on it.
+    """
+    if enabled and device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.backends.cudnn.deterministic = enabled
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(enabled)
+    if enabled:  # else the compiler chooses between kernels by their measured time
+        from torch._inductor import config as compiler
+
+        compiler.deterministic = True
+
+
+def _use_expandable_segments() -> None:
+    """Expandable segments reduce fragmentation, which on a nearly full GPU decides whether a step runs. Allocator settings of
+    the user take precedence."""
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # its name since torch 2.9 or so
+        (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def _limit_memory(limit_gib: float | None) -> int | None:
+    """Limit the allocator of this process to `limit_gib` less the CUDA context; the limit in bytes, None without one."""
+    if limit_gib is None:
+        return None
+    limit = max(0, round(limit_gib * 2**30) - CUDA_CONTEXT_BYTES)
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    return limit
+
+
+def attention_for(config: Any, device: str, training: Training) -> Attention:
+    register()
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    heads = getattr(config, "num_attention_heads", None) or 1  # a model without attention is refused after the load
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    softcap = bool(getattr(config, "attn_logit_softcapping", None))
+    choice = torch_attention(
+        device=device,
+        dtype=training.dtype,
+        capability=torch.cuda.get_device_capability() if device == "cuda" else None,
+        softcap=softcap,
+        dropout=any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop")),
+        head_dim=head_dim,
+        deterministic=training.deterministic,
+        sdpa=getattr(kind, "_supports_sdpa", True),
+        varlen_lacks=VARLEN_LACKS,
+    )
+    attention = attention_of(*choice)
+    if attention.name not in ("varlen", "flex"):
+        return attention
+    if reason := kernel_failure(attention, head_dim=head_dim, dtype=training.dtype):
+        why = f"{attention.name} does not work here ({reason}); transformers builds a mask of tokens x tokens"
+        return attention_of("eager" if softcap else "sdpa", why)
+    return attention
+
+
+def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype: torch.dtype, device: str) -> Any:
+    """The model with pretrained weights, or with random ones that are drawn on the device."""
+    options = {"dtype": dtype, "attn_implementation": attention.training}
+    if source.weights == "random":
+        with torch.device(device):
+            return transformers.AutoModelForCausalLM.from_config(config, **options)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        source.folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+        output_loading_info=True, **options,
+    )  # fmt: skip
+    _refuse_partial_weights(source, info)
+    return model
+
+
+def _config_of(source: ModelSource) -> Any:
+    """The model's configuration. Importing its class here excludes the code from the measured memory."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+        _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{source.name}: model_type {source.config.get('model_type')!r} cannot be trained here: {one_line(error)}",
+            fix="use a causal language model that transformers knows",
+        ) from error
+    return config
+
+
+class _StaysFloat64(TorchFunctionMode):
+    """Skips casts of a float64 tensor to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        down = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args[1:])
+        if down and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _keep_float64(model: Any) -> None:
+    """RMS norms of transformers compute in float32 whatever the dtype of the model; a float64 run is a reference."""
+
+    def wrap(inner: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _StaysFloat64():
+                return inner(*args, **kwargs)
+
+        return forward
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = wrap(module.forward)
+
+
+def _refuse_partial_weights(source: ModelSource, info: Mapping[str, Any]) -> None:
+    """transformers fills missing weights at random and only warns."""
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(str(name) for name in info.get(kind) or ()):
+            raise InputError(
+                f"{source.name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}",
+                fix="the weights do not belong to this config.json; fetch the model again",
+            )
+
+
+def _refuse_unknown_head(engine: Engine) -> None:
+    head = engine.model.get_output_embeddings()
+    biased = getattr(head, "bias", None) is not None
+    if not isinstance(head, torch.nn.Linear) or biased:
+        raise InputError(
+            f"{engine.source.name}: its lm_head is a {type(head).__name__}{' with a bias' if biased else ''}",
+            fix="use a model whose lm_head is a linear layer without bias",
+        )
+
+
+def _refuse_wrong_loss(engine: Engine) -> None:
+    """Compare loss and packing with the model's own logits on a few tokens; refuse a model that differs."""
+    vocabulary = engine.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    first, second, other = (torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3))
+    positions = torch.cat([torch.arange(8), torch.arange(8)]).unsqueeze(0)
+    ids, beside_other = (torch.cat([one, second], dim=1) for one in (first, other))
+    labels = ids.clone()
+    labels[:, [0, 8]] = IGNORED
+    engine.model.eval()
+    with torch.no_grad(), _full_precision(), engine.kernels():
+        packed = _micro(ids, labels, positions)
+        ours = summed_loss(engine, packed)
+        theirs = torch.zeros((), device=engine.device, dtype=torch.float64)
+        for half in (
+            ids[:, :8].to(engine.device),
+            ids[:, 8:].to(engine.device),
+        ):  # each alone, through the model's head
+            with engine.attending(engine.attention.generating), engine.computing(once=True):
+                logits = engine.model(input_ids=half, use_cache=False).logits[:, :-1].double()
+            theirs += torch.nn.functional.cross_entropy(logits.flatten(0, 1), half[:, 1:].flatten(), reduction="sum")
+        states = hidden_states(engine, packed)[:, 8:]
+        beside = hidden_states(engine, _micro(beside_other, labels, positions))[:, 8:]
+    if not torch.isfinite(theirs):
+        raise InputError(f"{engine.source.name}: its loss is {theirs.item()}", fix="the weights are corrupt")
+    if not torch.allclose(ours, theirs, rtol=1e-4 if engine.compute.itemsize >= 4 else 1e-2):
+        raise InputError(
+            f"{engine.source.name}: two packed examples give loss {ours.item():.6f}, unpacked they give {theirs.item():.6f}",
+            fix="this architecture ignores the boundaries of packed examples, or has an unknown kind of lm_head",
+        )
+    if not torch.allclose(states, beside, rtol=0, atol=1e-5 * float(states.abs().max())):
+        raise InputError(
+            f"{engine.source.name}: a packed example changes with its neighbour",
+            fix="this architecture cannot be trained on packed rows",
+        )
+
+
+def _micro(ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> MicroBatch:
+    return MicroBatch(ids=ids.numpy(), labels=labels.numpy(), positions=positions.numpy())
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Without TF32, whose rounding is larger than the differences that are compared."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,231 @@
+"""Model families: one row per `model_type`, read by the planner, the tokenizer and both engines.
+
+A row contains what `config.json` leaves to the class of the model: defaults of its keys, the kind of norm, biases, sliding
+windows, soft caps. A family with the tensors of Llama (rotary positions, RMSNorm, gated MLP) needs nothing but a row; one with
+tensors of its own also needs a layout in `plan/shape.py`. `tests/unit/test_families.py` compares every row with transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tunix_rt.errors import InputError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers, as `layer_types` of a config.json spells them."""
+
+Config = Mapping[str, Any]
+Layout = Literal["llama", "gpt2"]
+Norm = Literal["rms", "rms_plus_one", "layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """The facts of one family that its config.json does not contain."""
+
+    model_type: str
+    class_name: str
+    """Class of transformers for causal language modeling."""
+    defaults: Mapping[str, Any]
+    """Every key that affects shape or computation, with the value that transformers uses where config.json has none. Other
+    keys have no effect in this family."""
+    layout: Layout = "llama"
+    """Names and shapes of the tensors. `gpt2`: fused query, key and value, matrices stored [in, out], learned positions."""
+    norm: Norm = "rms"
+    """`rms`: x * w. `rms_plus_one`: x * (1 + w), multiplied in float32. `layer`: LayerNorm with a bias."""
+    post_norms: bool = False
+    """The outputs of attention and MLP are normalized before they are added to the residual."""
+    qk_norm: bool = False
+    """Queries and keys are normalized per head."""
+    qkv_bias: bool | None = None
+    """Query, key and value have a bias and the output projection has none. None: `attention_bias` applies to all four."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the square root of the hidden size."""
+    gelu_is_tanh: bool = False
+    """config.json spells the tanh approximation `gelu`."""
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    """Base of the rotation in sliding-window layers, where they have their own."""
+    slides: "Callable[[Family, Config, int], bool] | None" = None
+    """Whether the layer of an index has a sliding window, where `layer_types` is absent. None: no layer has one."""
+    masks_by_layer_type: bool = False
+    """The model takes prepared attention masks as a dict by layer type, not as one tensor."""
+    needs_bos: bool = False
+    """Sequences must begin with the BOS token even if the tokenizer does not add it."""
+    engines: tuple[str, ...] = ("torch",)
+    """Engines with this family; `tunix` is `model.implementation: tunix` of the JAX engine."""
+    gguf: str | None = None
+    """`general.architecture` of GGUF files that transformers can convert."""
+    gguf_layers_without_scale: int | None = None
+    """Number of layers of the variant whose attention scale a GGUF file does not contain."""
+
+    def value(self, config: Config, key: str) -> Any:
+        """`key` of `config`, or its default; None if the family has no such key. An explicit null overrides the default."""
+        return config.get(key, self.defaults[key]) if key in self.defaults else None
+
+    def size(self, config: Config, *keys: str, least: int = 1) -> int:
+        """The first of `keys` that has a value, else the default of the first one: an integer, at least `least`."""
+        named = ((key, config[key]) for key in keys if config.get(key) is not None)
+        key, value = next(named, (keys[0], self.defaults[keys[0]]))
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"config.json: {key} is {value!r}, not a size", fix="fetch the model's config.json again")
+        return value
+
+    def layer_types(self, config: Config, layers: int) -> list[Any]:
+        """`full_attention` or `sliding_attention` for each layer. A list in config.json is returned unchecked."""
+        named = config.get("layer_types")
+        switched_off = "use_sliding_window" in self.defaults and not self.value(config, "use_sliding_window")
+        if self.slides is None or switched_off:
+            return [FULL] * layers
+        if named is not None:
+            return named if isinstance(named, list) else [named]
+        return [SLIDING if self.slides(self, config, layer) else FULL for layer in range(layers)]
+
+    def window(self, config: Config, layers: int) -> int | None:
+        """Size of the sliding window, if any layer has one."""
+        window = self.value(config, "sliding_window")
+        valid = isinstance(window, int) and not isinstance(window, bool) and window > 0
+        return window if valid and SLIDING in self.layer_types(config, layers) else None
+
+
+def _sizes(
+    vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None, head_dim: int | None,
+    positions: int, *, tied: bool, **more: Any,
+) -> Mapping[str, Any]:  # fmt: skip
+    """Defaults of the keys that all families with the layout of Llama have."""
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "max_position_embeddings": positions, "tie_word_embeddings": tied, "rms_norm_eps": 1e-6,
+        "attention_dropout": 0.0, "pad_token_id": None, **more,
+    }  # fmt: skip
+
+
+_GPT2 = {
+    "vocab_size": 50_257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1, "embd_pdrop": 0.1, "scale_attn_weights": True,
+}  # fmt: skip
+_SILU = {"hidden_act": "silu"}
+_GEMMA = {"pad_token_id": 0, "attention_bias": False}
+_GEMMA_2 = {
+    **_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_GEMMA_3 = {
+    **_GEMMA_2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window_pattern": 6,
+}  # fmt: skip
+_QWEN = {**_SILU, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_SMOLLM3 = {
+    **_SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": None,
+    "no_rope_layer_interval": 4, "pad_token_id": 128_004,
+}  # fmt: skip
+
+# Defaults are those of the configuration classes of transformers 5.22.
+_ROWS = (
+    Family(
+        model_type="gpt2",
+        class_name="GPT2LMHeadModel",
+        defaults=_GPT2,
+        layout="gpt2",
+        norm="layer",
+        engines=("torch", "jax"),
+        gguf="gpt2",
+    ),
+    Family(
+        model_type="llama",
+        class_name="LlamaForCausalLM",
+        defaults=_sizes(
+            32_000, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_SILU, attention_bias=False, mlp_bias=False
+        ),
+        engines=("torch", "jax"),
+        gguf="llama",
+    ),
+    Family(
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, None, 32_768, tied=False, **_QWEN),
+        qkv_bias=True,
+        slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
+        masks_by_layer_type=True,
+        gguf="qwen2",
+    ),
+    Family(
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 128, 32_768, tied=False, **_QWEN, attention_bias=False),
+        qk_norm=True,
+        slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
+        masks_by_layer_type=True,
+        gguf="qwen3",
+    ),
+    Family(
+        model_type="smollm3",
+        class_name="SmolLM3ForCausalLM",
+        defaults=_sizes(128_256, 2048, 11_008, 36, 16, 4, None, 32_768, tied=True, **_SMOLLM3),
+        rope_theta=2_000_000.0,
+        # Windows, where they are switched on, belong to the layers without rotary positions (NoPE).
+        slides=lambda family, config, layer: (layer + 1) % family.size(config, "no_rope_layer_interval") == 0,
+        masks_by_layer_type=True,
+    ),
+    Family(
+        model_type="gemma",
+        class_name="GemmaForCausalLM",
+        defaults=_sizes(
+            256_000, 3072, 24_576, 28, 16, 16, 256, 8192, tied=True, **_GEMMA, hidden_act="gelu_pytorch_tanh"
+        ),
+        norm="rms_plus_one",
+        scaled_embedding=True,
+        gelu_is_tanh=True,
+        needs_bos=True,
+        engines=("torch", "jax", "tunix"),
+    ),
+    Family(
+        model_type="gemma2",
+        class_name="Gemma2ForCausalLM",
+        defaults=_sizes(256_000, 2304, 9216, 26, 8, 4, 256, 8192, tied=True, **_GEMMA_2),
+        norm="rms_plus_one",
+        post_norms=True,
+        scaled_embedding=True,
+        slides=lambda family, config, layer: (layer + 1) % 2 != 0,
+        masks_by_layer_type=True,
+        needs_bos=True,
+        engines=("torch", "jax", "tunix"),
+        gguf="gemma2",
+        gguf_layers_without_scale=46,
+    ),
+    Family(
+        model_type="gemma3_text",
+        class_name="Gemma3ForCausalLM",
+        defaults=_sizes(262_208, 2304, 9216, 26, 8, 4, 256, 131_072, tied=True, **_GEMMA_3),
+        norm="rms_plus_one",
+        post_norms=True,
+        qk_norm=True,
+        scaled_embedding=True,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        slides=lambda family, config, layer: (layer + 1) % family.size(config, "sliding_window_pattern") != 0,
+        masks_by_layer_type=True,
+        needs_bos=True,
+        engines=("torch", "jax", "tunix"),
+        gguf="gemma3",
+        gguf_layers_without_scale=62,
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
+
+
+def family_of(config: Config) -> Family:
+    """The family of a config.json, or an InputError that lists the known ones."""
+    model_type = config.get("model_type")
+    if (family := FAMILIES.get(str(model_type))) is None:
+        raise InputError(
+            f"model_type {model_type!r}: its memory cannot be predicted", fix=f"use one of: {', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def families_of(engine: str) -> tuple[str, ...]:
+    """Model types that `engine` has, sorted."""
+    return tuple(sorted(family.model_type for family in _ROWS if engine in family.engines))

@@ -1,0 +1,141 @@
+"""Generations before and after training, scored and compared; resumed runs read back the first."""
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from tunix_rt.engines.base import Engine
+from tunix_rt.errors import InputError
+from tunix_rt.evaluate.comparison import Comparison, compare
+from tunix_rt.evaluate.generate import (
+    Questions,
+    decoding_of,
+    evaluate_model,
+    read_predictions,
+    read_scores,
+    sample_during_training,
+)
+from tunix_rt.evaluate.report import samples_markdown, summary_of
+from tunix_rt.runs.journal import RunResult
+from tunix_rt.scoring.score import Prediction, Scores
+from tunix_rt.storage import write_json, write_text
+from tunix_rt.train.context import RunContext
+from tunix_rt.train.preflight import minutes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """The evaluation of one run: what is generated from, and the scores so far."""
+
+    questions: Questions
+    scores: dict[str, Scores] = field(default_factory=dict)
+    before: list[Prediction] = field(default_factory=list)
+    comparison: Comparison | None = None
+
+
+def open_evaluation(context: RunContext) -> Evaluation:
+    data = context.data
+    decoding = decoding_of(data.style, max_new_tokens=context.config.evaluation.max_new_tokens)
+    questions = Questions(items=data.items, tokenizer=context.tokenizer, style=data.style, decoding=decoding)
+    return Evaluation(questions=questions)
+
+
+def evaluate_before(context: RunContext, engine: Engine, evaluation: Evaluation) -> None:
+    """Generations of the untrained model: those on disk where a resumed run has them.
+
+    Their time is recorded. Evaluation after training generates from the same prompts, so it is expected to take as long,
+    also in a resumed process that does not generate before training.
+    """
+    if not context.data.items or (context.journal.continued and _read_before(context, evaluation)):
+        return
+    stop, saved, began = context.stop, context.start.saved_state, time.monotonic()
+    check = partial(stop.check, saved, starting=True)
+    evaluation.before = _evaluate(context, engine, evaluation, "before", check)
+    seconds = round(time.monotonic() - began, 3)
+    context.journal.result.answering_seconds = seconds
+    if stop.has_budget:
+        logger.info(
+            "Evaluation after training will take about %s. If less of the time budget is left, the run stops first; "
+            "resuming it evaluates",
+            minutes(seconds),
+        )
+    stop.check(saved)  # the generations are saved: a resumed process gets further
+
+
+def evaluate_after(context: RunContext, engine: Engine, evaluation: Evaluation) -> None:
+    """Generations of the trained model, compared with those before: `samples.md`, `eval_summary.json`."""
+    if not context.data.items:
+        return
+    saved = f"all {context.total} steps are saved"
+    seconds = context.journal.result.answering_seconds or 0.0
+    in_vain = context.start.step == context.total
+    context.stop.check_time(seconds, "evaluation after training", saved, in_vain=in_vain)
+    after = _evaluate(context, engine, evaluation, "after", partial(context.stop.check, saved))
+    evaluation.comparison = compare(evaluation.before, after)
+    write_text(context.run.samples, samples_markdown(evaluation.before, after, evaluation.comparison))
+    _write_summary(context, evaluation)
+
+
+def samples_during_training(context: RunContext, engine: Engine, questions: Questions) -> Any:
+    """A function of the step that generates from the first few prompts, or None where none are requested."""
+    few = replace(questions, items=context.data.items[: context.config.evaluation.samples_during_training])
+    if not few.items:
+        return None
+    return partial(sample_during_training, context.backend, engine, few, context.run, context.plan.eval_rows)
+
+
+def _evaluate(context: RunContext, engine: Engine, evaluation: Evaluation, when: str, check: Any) -> list[Prediction]:
+    rows = context.plan.eval_rows
+    predictions, scores = evaluate_model(
+        context.backend, engine, evaluation.questions, when=when, run=context.run,
+        batch_size_at=lambda length: rows, progress=context.options.progress, stop=check,
+    )  # fmt: skip
+    record_scores(context.journal.result, evaluation, when, scores)
+    context.phases.end(engine, "generation")
+    return predictions
+
+
+def record_scores(result: RunResult, evaluation: Evaluation, when: str, scores: Scores) -> None:
+    evaluation.scores[when] = scores
+    result.scores = (result.scores or {}) | {
+        when: {
+            "accuracy": scores.accuracy, "accuracy_lenient": scores.accuracy_lenient, "format_rate": scores.format_rate,
+        }
+    }  # fmt: skip
+    logger.info(
+        "Evaluation %s: %d of %d correct (strict), %d (lenient), %.0f %% well-formed",
+        when, scores.correct, scores.items, scores.correct_lenient, 100 * scores.format_rate,
+    )  # fmt: skip
+
+
+def _read_before(context: RunContext, evaluation: Evaluation) -> bool:
+    """Whether the folder has the generations from before training; a corrupt file means generating again."""
+    run = context.run
+    if not (run.scores("before").exists() and run.predictions("before").exists()):
+        return False
+    try:
+        predictions, scores = read_predictions(run.predictions("before")), read_scores(run.scores("before"))
+    except InputError as error:
+        logger.warning("Generating again before training: %s", error.problem)
+        return False
+    evaluation.before = predictions
+    record_scores(context.journal.result, evaluation, "before", scores)
+    return True
+
+
+def _write_summary(context: RunContext, evaluation: Evaluation) -> None:
+    config, data = context.config, context.data
+    evalset: dict[str, Any] = {"evalset": "held out"}
+    if data.evalset:
+        evalset = {"evalset": data.evalset.key, "evalset_sha256": data.evalset.sha256}
+    facts = {
+        "models": [config.model.model_name_or_path], "weights": config.model.weights, **evalset,
+        "questions": len(data.items), "device": context.device.device, "dtype": config.training.dtype,
+        "decoding": evaluation.questions.settings(),
+    }  # fmt: skip
+    before, after = evaluation.scores["before"], evaluation.scores["after"]
+    write_json(context.run.eval_summary, summary_of(before, after, evaluation.comparison, **facts))

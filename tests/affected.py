@@ -1,0 +1,118 @@
+"""Test files that a change can break, one per line, from the static import graph.
+
+    python -m tests.affected [BASE]        # BASE: a git revision, HEAD unless given; uncommitted and new files count
+
+A test file is affected if it changed, if it imports a changed module directly or through others, or if it contains the name of
+a changed file that is no module. Imports inside functions count, and so do modules named in strings: `-m tunix_rt`, the target
+of a `monkeypatch.setattr`, `import_module(f"tunix_rt.cli.{verb}")`. What configures all tests affects all tests.
+"""
+
+import ast
+import fnmatch
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[1]
+ROOTS = {"src/tunix_rt": "tunix_rt", "tests": "tests", "benchmarks": "benchmarks", "docs": "docs", "recipes": "recipes"}
+"""Folders of modules, and the packages they are imported as."""
+EVERYTHING = ("pyproject.toml", "constraints*.txt", "scripts/setup", "scripts/test", "*conftest.py", ".ci/*")
+DOTTED = re.compile(r"\b(?:tunix_rt|tests|benchmarks|docs|recipes)(?:\.[\w*]+)*")
+
+
+def module_name(path: str) -> str | None:
+    """Dotted name of a Python file, None outside of `ROOTS`."""
+    for folder, package in ROOTS.items():
+        if path.startswith(f"{folder}/") and path.endswith(".py"):
+            parts = PurePosixPath(path.removeprefix(f"{folder}/").removesuffix(".py")).parts
+            return ".".join((package, *(part for part in parts if part != "__init__")))
+    return None
+
+
+def affected(root: Path, changed: Iterable[str]) -> list[str]:
+    """Test files under `root` that a change of the files `changed` can break, as paths relative to `root`."""
+    changed = set(changed)
+    files = {path.relative_to(root).as_posix() for folder in ROOTS for path in (root / folder).rglob("*.py")}
+    tests = {path for path in files if PurePosixPath(path).match("tests/*/test_*.py")}
+    if any(fnmatch.fnmatch(path, pattern) for path in changed for pattern in EVERYTHING):
+        return sorted(tests)
+    names = {
+        name: path for path in files | changed if (name := module_name(path))
+    }  # a deleted module had importers too
+    trees = {path: ast.parse((root / path).read_text(encoding="utf-8")) for path in files}
+    importers: dict[str, set[str]] = {path: set() for path in names.values()}
+    for path, tree in trees.items():
+        for name in imported(tree, str(module_name(path)), is_package=path.endswith("__init__.py")):
+            for target in resolved(name, names):
+                importers[target].add(path)
+    reached, ahead = set(), [path for path in changed if path in importers]
+    while ahead:
+        path = ahead.pop()
+        if path not in reached:
+            reached.add(path)
+            ahead += importers[path]
+    words = {path: set(re.split(r"[^\w.-]+", " ".join(strings(trees[path])))) for path in tests}
+    mentioned = {path for path in tests for other in changed if mentions(words[path], other)}
+    return sorted(tests & reached | mentioned)
+
+
+def imported(tree: ast.Module, module: str, *, is_package: bool) -> Iterator[str]:
+    """Dotted names that a module imports or spells in a string; `*` stands for what is only known at run time."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: None if is_package and node.level == 1 else -node.level] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.JoinedStr):
+            yield from DOTTED.findall("".join(_pattern(part, module) for part in node.values))
+    for text in strings(tree):
+        yield from DOTTED.findall(text)
+
+
+def _pattern(part: ast.expr, module: str) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    return module if ast.unparse(part) == "{__name__}" or "__name__" in ast.unparse(part) else "*"
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    """String constants that are not docstrings."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def resolved(name: str, names: dict[str, str]) -> Iterator[str]:
+    """Files that an import of `name` executes: the module or the one that contains the name, and the packages above it."""
+    if "*" in name:
+        yield from (path for module, path in names.items() if fnmatch.fnmatchcase(module, name))
+        return
+    parts = name.split(".")
+    yield from (names[above] for end in range(1, len(parts) + 1) if (above := ".".join(parts[:end])) in names)
+    if f"{name}.__main__" in names:
+        yield names[f"{name}.__main__"]
+
+
+def mentions(words: set[str], path: str) -> bool:
+    """Whether a test spells the name of a file that is no module of the package, or of a folder it is in."""
+    if module_name(path) and not path.startswith("benchmarks/"):
+        return False
+    *folders, name = PurePosixPath(path).parts
+    return bool(words & {name, PurePosixPath(name).stem, *folders} - {"src", "tests", "__init__"})
+
+
+def changed_files(base: str) -> list[str]:
+    """Files that differ from the git revision `base`, with those that git does not know yet."""
+    git = ["git", "-C", str(ROOT), "-c", "core.quotePath=false"]
+    commands = (["diff", "--name-only", "--no-renames", base], ["ls-files", "--others", "--exclude-standard"])
+    found = (subprocess.run([*git, *words], check=True, capture_output=True, text=True).stdout for words in commands)
+    return [line for text in found for line in text.splitlines()]
+
+
+if __name__ == "__main__":
+    print("\n".join(affected(ROOT, changed_files(*sys.argv[1:] or ["HEAD"]))))

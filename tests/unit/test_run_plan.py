@@ -1,0 +1,142 @@
+"""`plan_run` is the one entry to the planner: once with rows of `max_length`, once with the rows that there are."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.test_plan import GEMMA3_270M, SMOLLM2_135M, changed
+from tunix_rt.config.load import load_config, with_settings
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.packing import total_steps
+from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.plan.fit import least_room, predict_run, verdict
+from tunix_rt.plan.run import RowFacts, plan_run
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.timing import estimate_time
+
+GIB = 2**30
+SHAPE = shape_of(SMOLLM2_135M)
+H200 = DeviceChoice(
+    device="cuda",
+    kind="NVIDIA H200",
+    count=1,
+    memory_bytes=140 * GIB,
+    free_bytes=139 * GIB,
+    reason="",
+    capability=(9, 0),
+)
+CPU = DeviceChoice(device="cpu", kind="a CPU", count=1, memory_bytes=64 * GIB, free_bytes=60 * GIB, reason="")
+CHIPS = DeviceChoice(
+    device="tpu", kind="TPU v5 lite", count=8, memory_bytes=16 * GIB, free_bytes=round(15.75 * GIB), reason=""
+)
+ROWS = RowFacts(rows=1000, longest=700, tokens=500_000, target_tokens=200_000, packed=True, eval_items=64)
+
+
+def config_of(*overrides: str) -> RunConfig:
+    named = ("model.model_name_or_path=a-model", "data.dataset=some", "data.max_length=1024")
+    return load_config(None, overrides=[*named, *overrides])
+
+
+def test_without_rows_they_are_as_long_as_max_length_and_no_steps_are_known():
+    plan = plan_run(config_of(), SHAPE, H200)
+    assert plan.memory == predict_run(
+        SHAPE, plan.config, device="cuda", rows=8, capability=(9, 0), device_name=H200.kind
+    )
+    assert (plan.memory.row_tokens, plan.memory.target_share) == (1024, 1.0)
+    assert plan.steps is plan.tokens_per_step is plan.seconds is plan.fitting is None
+    assert plan.fit == verdict(plan.memory, H200) and plan.verdict == "fits" and plan.disk_bytes > 0
+    assert plan.eval_batch_size == plan.memory.eval_rows
+
+
+@pytest.mark.parametrize("settings", [(), ("training.max_steps=7",), ("training.num_train_epochs=2.5",),
+                                      ("training.per_device_train_batch_size=900",)])  # fmt: skip
+def test_with_rows_the_steps_are_those_of_the_data_loader(settings):
+    config = config_of("training.gradient_accumulation_steps=3", *settings)
+    plan = plan_run(config, SHAPE, H200, ROWS)
+    training = config.training
+    rows = 3 * training.per_device_train_batch_size
+    assert plan.steps == total_steps(1000, rows, epochs=training.num_train_epochs, max_steps=training.max_steps)
+    assert plan.rows_per_step == min(rows, 1000) and plan.tokens_per_step == 500 * plan.rows_per_step
+    assert (plan.memory.row_tokens, plan.memory.target_share) == (700, 0.4)
+    assert plan.seconds is not None and 0 < plan.seconds[0] < plan.seconds[1]
+    assert plan.memory.peak_bytes <= plan_run(config, SHAPE, H200).memory.peak_bytes
+
+
+def test_rows_of_one_example_each_are_not_compiled_and_a_run_that_only_fits_compiled_is():
+    config = config_of("training.max_steps=100000")
+    assert plan_run(config, SHAPE, H200, ROWS).memory.layers != "plain"
+    assert plan_run(config, SHAPE, H200, replace(ROWS, packed=False)).memory.layers == "plain"
+    short = config_of("training.max_steps=2", "training.dtype=bfloat16")
+    plain = plan_run(short, SHAPE, H200, ROWS).memory
+    tight = plan_run(short, SHAPE, replace(H200, free_bytes=least_room(plain) - 1), ROWS)
+    assert (plain.layers, tight.memory.layers, tight.fit.fits) == ("plain", "compiled", True)
+
+
+def test_the_time_on_a_cpu_follows_its_rate_and_is_unknown_without():
+    config = config_of("training.max_steps=10")
+    assert plan_run(config, SHAPE, CPU, ROWS).seconds is None
+    plan = plan_run(config, SHAPE, CPU, ROWS, cpu_flops=1e11)
+    time = estimate_time(
+        SHAPE,
+        config,
+        tokens_per_step=4000,
+        steps=10,
+        eval_items=64,
+        eval_rows=plan.eval_batch_size,
+        flops_per_second=1e11,
+    )
+    assert plan.seconds == (time.seconds_low, time.seconds_high)
+
+
+def test_a_resumed_run_keeps_the_rows_of_its_micro_batches_on_other_devices():
+    config = changed(config_of(), "training", backend="jax")
+    began, resumed = plan_run(config, SHAPE, CHIPS), plan_run(config, SHAPE, replace(CHIPS, count=2), micro_batch=64)
+    assert began.memory.rows == resumed.memory.rows == 64 and (began.memory.devices, resumed.memory.devices) == (8, 2)
+    assert began.verdict == "may fit, the compiler decides"
+    assert plan_run(config, SHAPE, replace(CHIPS, free_bytes=GIB // 8)).verdict == "does not fit"
+
+
+# --- memory: auto -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.35])
+def test_auto_chooses_what_fits_and_keeps_the_batch(share):
+    config, shape = config_of("training.memory=auto", "training.per_device_train_batch_size=48"), shape_of(GEMMA3_270M)
+    written = plan_run(config, shape, H200, settle=False)
+    small = replace(H200, free_bytes=int(share * written.memory.least_bytes) + GIB // 2)
+    plan = plan_run(config, shape, small)
+    training, fitting = plan.config.training, plan.fitting
+    assert fitting is not None and plan.fit.fits and not plan_run(config, shape, small, settle=False).fit.fits
+    assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 48
+    assert (training.lora_rank, plan.config.data, training.memory) == (None, config.data, "auto")
+    assert with_settings(plan.config, fitting["written"]) == config
+    assert fitting["predicted_bytes"] == plan.memory.least_bytes and fitting["available_bytes"] == small.free_bytes
+    json.dumps(fitting)
+
+
+def test_auto_keeps_what_it_cannot_improve_and_is_not_settled_again_with_rows():
+    config = config_of("training.memory=auto")
+    tiny = plan_run(config, SHAPE, replace(H200, free_bytes=GIB // 4))
+    assert tiny.config is config and not tiny.fit.fits
+    assert tiny.fitting is not None and tiny.fitting["chosen"] == {} and "no settings" in tiny.fitting["why"]
+    assert plan_run(config, SHAPE, H200, ROWS).fitting is None
+    assert plan_run(config, SHAPE, H200, settle=False).fitting is None
+
+
+def test_auto_leaves_the_settings_to_the_compiler_where_the_lower_bound_fits():
+    config = changed(config_of("training.memory=auto"), "training", backend="jax")
+    kept: Any = plan_run(config, SHAPE, CHIPS)
+    assert kept.config is config and "the compiler decides" in kept.fitting["why"]
+    changed_: Any = plan_run(config, SHAPE, replace(CHIPS, free_bytes=int(0.7 * kept.memory.least_bytes)))
+    assert changed_.fit.fits and changed_.fitting["chosen"]
+
+
+def test_settings_are_only_as_fast_on_a_cpu_as_its_rate():
+    config, shape = config_of("training.memory=auto"), shape_of(GEMMA3_270M)
+    written = plan_run(config, shape, CPU, settle=False).memory
+    small = replace(CPU, free_bytes=int(0.8 * written.least_bytes))
+    slow, fast = (plan_run(config, shape, small, cpu_flops=rate).fitting for rate in (1e10, 1e12))
+    assert slow is not None and fast is not None and slow["chosen"] == fast["chosen"] != {}
+    assert slow["predicted_tokens_per_second"] < fast["predicted_tokens_per_second"]
