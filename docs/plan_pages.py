@@ -15,7 +15,7 @@ def example_block() -> str:
     said = CliRunner().invoke(cli, list(ASKED), env={"COLUMNS": "80"}).stdout
     lines, skipping = [], False
     for line in said.splitlines():
-        if line.startswith(" MiB"):
+        if line.startswith(" phase"):
             skipping = True
         elif skipping and line and not line.startswith(" "):
             skipping = False

@@ -71,8 +71,14 @@ def reference_model() -> Path:
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 collect_ignore = [] if HAS_GPU else ["gpu"]
-"""Without a GPU, the modules of `tests/gpu` are not even imported."""
+"""Without a GPU, the modules of `tests/gpu` are not imported, unless one is named on the command line."""
 
 
 def pytest_report_header() -> list[str]:
     return [] if HAS_GPU else ["tests/gpu is not collected: no NVIDIA GPU"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in () if HAS_GPU else items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -18,7 +18,7 @@ def recipe_for(path: Path, **settings: object) -> Recipe:
     return Recipe(dataset=dataset, format=detect_format(dataset), tokenizer=tokenizer, style=style, needs_bos=True)
 
 
-def quiet(*told: object) -> None:
+def quiet(*fields: object) -> None:
     """Progress that nobody watches."""
 
 

@@ -1,6 +1,7 @@
 """Attacks that once got through, by number: rejected, or without effect, or accepted with every touched claim self-reported.
 
-C is critical, H high, M medium. M6 and M7 are in test_denial_of_service.py; what needs a replay is in test_replayed_attacks.py.
+C is critical, H high, M medium. M4 (a run that passes for an older one) is in unit/test_run_record.py, M6 and M7 in
+test_denial_of_service.py, M8 (a link in a package) in e2e/test_collect.py, what needs a replay in test_replayed_attacks.py.
 """
 
 import hashlib
@@ -16,12 +17,11 @@ from tests.forging.bases import copy_of
 from tests.forging.edits import Json, answer, configure, each_line, edited, lines_of, put_lines, right_answer
 from tests.forging.sealing import reseal
 from tests.program import ROOT, refused, tunix_rt
-from tunix_rt.errors import ConfigError, EvidenceError, InputError
+from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.evidence import verify as verifying
 from tunix_rt.evidence.examine import examine
 from tunix_rt.evidence.facts import Claim
 from tunix_rt.evidence.inputs import Inputs
-from tunix_rt.evidence.package import package
 from tunix_rt.evidence.verify import Options, verify
 
 pytestmark = pytest.mark.usefixtures("judged_once")
@@ -81,19 +81,6 @@ def test_c1_c2_m1_no_source_outside_the_named_branch_is_run(
         with pytest.raises(error):
             verify(folder, "L2", Options(repository=clone, source=source))
     assert not marker.exists()
-
-
-def test_m4_a_run_cannot_pass_for_an_older_one(folder: Path) -> None:
-    with edited(folder / "precommit.json") as committed:
-        committed["format"] = 3
-    reseal(folder)
-    with pytest.raises(InputError, match="reads format 4"):
-        verify(folder)
-    with edited(folder / "precommit.json") as committed:
-        del committed["format"]
-    reseal(folder)
-    with pytest.raises(InputError, match="a format before 4"):
-        examine(folder)
 
 
 # --- what a run folder lacks, what a file contains --------------------------------------------------------------------
@@ -251,18 +238,6 @@ def test_m12_training_questions_as_eval_set_are_found_in_any_disguise(
 
 
 # --- links, and files that change meanwhile ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link", ["LICENSE", "notebooks"])
-def test_m8_nothing_is_packed_through_a_link(link: str, cpu_bundle: Path, tmp_path: Path) -> None:
-    clone, private = tmp_path / "clone", tmp_path / "private"
-    shutil.copytree(cpu_bundle, clone / "submission_runs" / "v1")
-    private.mkdir()
-    (private / "key").write_text("private")
-    (clone / link).symlink_to(private / "key" if link == "LICENSE" else private)
-    with pytest.raises(EvidenceError, match="is a symbolic link"):
-        package(clone, tmp_path / "made.zip")
-    assert not (tmp_path / "made.zip").exists()
 
 
 def test_m9_resume_writes_nothing_through_a_link(cpu_run: Path, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_m7_a_chat_template_of_the_bundle_is_never_rendered(cpu_bundle: Path, tm
     put(folder / "final_model" / "chat_template.jinja", ENDLESS)
     reseal(folder)
     done = measured("evidence", "verify", folder, "--require", "L3")
-    assert done.code == 3 and "not at hand by hash: tokenizer" in within_limits(done)
+    assert done.code == 3 and "missing inputs, by hash: tokenizer" in within_limits(done)
 
 
 @pytest.mark.slow

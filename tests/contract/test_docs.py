@@ -90,23 +90,17 @@ def names(kind: type) -> set[str]:
 # --- generated parts -------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_page_is_named_with_the_command_that_mends_it(tmp_path):
+def test_a_stale_page_and_missing_figures_are_named_with_their_command(tmp_path):
     for path in (*generate.pages(), *FIGURES):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((ROOT / path).read_bytes())
     cli_page = tmp_path / "docs/reference/cli.md"
     cli_page.write_text(text_of(cli_page).replace("--resume", "--continue"), encoding="utf-8")
-    stale = [problem for problem in generate.list_problems(tmp_path) if problem.startswith("stale: docs/reference")]
+    problems = generate.list_problems(tmp_path)
+    stale = [problem for problem in problems if problem.startswith("stale: docs/reference")]
     assert stale == ["stale: docs/reference/cli.md: run python -m docs.generate"]
-
-
-def test_missing_figures_of_the_demo_are_a_problem_that_names_the_command(tmp_path):
-    for path in (*generate.pages(), *FIGURES):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
-    missing = [problem for problem in generate.list_problems(tmp_path) if "is missing" in problem]
-    assert len(missing) == 1
-    assert answer_pages.DEMO_COMMAND in missing[0]
+    (missing,) = [problem for problem in problems if "is missing" in problem]
+    assert answer_pages.DEMO_COMMAND in missing
 
 
 def test_the_figures_of_the_demo_come_from_its_file():
@@ -139,9 +133,8 @@ def test_the_figures_of_the_data_stage_come_from_their_files_and_missing_ones_ar
     assert [f"`{data_pages.COMMAND} {what}` records them" in block for what in ("gsm8k", "scale")] == [True, True]
     gsm8k.write_text(json.dumps({"machine": "a test", "first": first, "second": second}))
     block = data_pages.measured_block(tmp_path)
-    assert "| rows of 2,048 tokens | 17, 98.5 % full (the last not counted) |" in block
-    assert "| tokenised at | 2,000 tokens/s |" in block and "| second start | 0.8 s |" in block
-    assert "300 MiB; at the second start 90 MiB" in block and "data check` on a test" in block
+    figures = ("2,048", "17, 98.5 %", "2,000 tokens/s", "0.8 s", "300 MiB", "90 MiB", "on a test")
+    assert [figure for figure in figures if figure not in block] == []
     assert "The figures of `scale` are not recorded yet" in block
     row = {"megabytes": 5, "bytes": 5_000_123, "first": first, "second": second}
     scale.write_text(json.dumps({"machine": "a test", "rows": [row]}))

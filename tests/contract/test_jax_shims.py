@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, SHIPPED
+from tests.forging.bases import ROUGH
 from tests.program import environment, refused
 from tunix_rt.cli.train import script_config, script_options
 from tunix_rt.config.load import load_config
@@ -100,7 +101,7 @@ def test_the_command_trains_on_the_cpu_a_model_that_lies_in_the_hub_cache_under_
     """The command of the document for a GPU, its device and its length apart: bfloat16, Adafactor, recomputation."""
     commit = put_into_hub_cache("google/gemma-2b", clone.parent / "hub")
     here = ON_A_GPU.replace("--device gpu", "--device cpu --smoke_steps 2 --set evaluation.enabled=false")
-    done = typed(here, clone)
+    done = typed(here, clone, XLA_FLAGS=ROUGH)
     assert done.returncode == 0, done.stderr
     output = clone / "output" / "local_gpu_run"
     log = (output / "training_log.txt").read_text()
@@ -138,7 +139,10 @@ def test_a_configuration_without_an_engine_gets_the_one_of_the_script(tmp_path):
     bare = CONFIGS / "submission_local_gpu.yaml"
     assert "backend" not in bare.read_text()
     assert jax_config(bare).training.backend == "jax"
-    assert script_config(script_options(["--config", str(bare), "--output", "unused"]), "torch").training.backend == "torch"
+    assert (
+        script_config(script_options(["--config", str(bare), "--output", "unused"]), "torch").training.backend
+        == "torch"
+    )
     assert jax_config(CONFIGS / "submission_tpu.yaml") == load_config(CONFIGS / "submission_tpu.yaml")
 
 

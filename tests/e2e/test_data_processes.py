@@ -81,9 +81,9 @@ def test_a_signal_to_the_whole_group_ends_a_check_with_exit_7_and_nothing_half_m
         time.sleep(0.05)
     children = psutil.Process(started.pid).children(recursive=True)
     os.killpg(started.pid, number)
-    _, said = started.communicate(timeout=60)
-    assert started.returncode == 7, said
-    assert f"stopped by {number.name}" in said and "Traceback" not in said and "resource_tracker" not in said
+    _, output = started.communicate(timeout=60)
+    assert started.returncode == 7, output
+    assert f"stopped by {number.name}" in output and "Traceback" not in output and "resource_tracker" not in output
     assert len(children) >= 2 and psutil.wait_procs(children, timeout=10)[1] == []
     assert list(place.glob(".staged-*")) == []
 

@@ -63,7 +63,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def test_an_import_says_what_it_recognised_shows_samples_and_what_to_type_next(home):
-    said = (home / "import.txt").read_text(encoding="utf-8")
+    output = (home / "import.txt").read_text(encoding="utf-8")
     for words in (
         "mine.jsonl.gz: jsonl in gzip", "gsm8k written as trace", "by (1 of 4 records)", "datasets/mine/dataset.jsonl",
         "tokenizer of tiny-gemma3 (the shipped model", "dataset.jsonl:3: ", " masked │ <bos>Noah has 3 pens",
@@ -71,8 +71,8 @@ def test_an_import_says_what_it_recognised_shows_samples_and_what_to_type_next(h
         "validation: no findings  (tunix-rt data check mine)",
         "next: tunix-rt train --model tiny-gemma3 --data mine --output runs/mine",
     ):  # fmt: skip
-        assert words in said, words
-    assert "\x1b" not in said
+        assert words in output, words
+    assert "\x1b" not in output
 
 
 def test_the_manifest_says_what_the_dataset_came_to(home):
@@ -134,9 +134,9 @@ def test_check_refuses_with_3_after_saying_everything(tmp_path):
     for words in ("orphan_tag", "bad.jsonl:1", "fix: close the tag", "duplicate", "bad.jsonl:3", "warns"):
         assert words in done.stdout, words
     assert done.stdout.rstrip().endswith("refused: orphan_tag; 1 warning")
-    told = tunix_rt("data", "check", "bad.jsonl", "--json", cwd=tmp_path)
-    refused(told, 3)
-    findings = {finding["rule"]: finding for finding in json.loads(told.stdout)["findings"]}
+    result = tunix_rt("data", "check", "bad.jsonl", "--json", cwd=tmp_path)
+    refused(result, 3)
+    findings = {finding["rule"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert findings["orphan_tag"]["refuses"] and findings["orphan_tag"]["count"] == 1
     assert not findings["duplicate"]["refuses"] and findings["duplicate"]["first"].endswith("bad.jsonl:3")
 

@@ -126,7 +126,7 @@ def test_a_run_that_does_not_fit_takes_the_best_settings_that_do_and_says_so(fit
     assert list_problems(fitted.root) == []
 
 
-@pytest.mark.parametrize("limit", [None, 8.0])
+@pytest.mark.parametrize("limit", [None, pytest.param(8.0, marks=pytest.mark.slow)])
 def test_a_continued_run_goes_on_with_what_was_chosen_whatever_is_free_now(crashed, fitted, limit):
     before, chosen = crashed.precommit.read_bytes(), split_of(crashed)
     run_pipeline(configured(limit=limit, resume=True), crashed.root, progress=quiet)

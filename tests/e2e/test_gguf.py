@@ -161,8 +161,8 @@ def test_the_weights_of_the_file_come_out_to_the_bit_and_the_model_answers_the_s
     ids = torch.randint(1024, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
-        asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        assert torch.equal(model.generate(ids[:1], **asked), original.generate(ids[:1], **asked))
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert torch.equal(model.generate(ids[:1], **options), original.generate(ids[:1], **options))
     config = json.loads((folder / "config.json").read_text())
     assert shape_of(config).parameters == sum(parameter.numel() for parameter in original.parameters())
     assert (config["vocab_size"], config["dtype"]) == (1024, "float32")
@@ -207,7 +207,7 @@ def test_a_gguf_file_is_converted_once_and_what_it_is_stands_in_log_and_source(
     }  # fmt: skip
     name, _, sha256 = (source.converted_from or "").partition(" sha256:")
     assert name == "small.gguf" and source.folder.name == sha256 and len(sha256) == 64
-    for words in ("Converting small.gguf", "holds F32 (21 tensors)", str(source.folder)):
+    for words in ("Converting small.gguf", "has F32 (21 tensors)", str(source.folder)):
         assert words in caplog.text
     caplog.clear()
     again = resolve_model(str(llama_file.parent))  # the folder with that one file in it
@@ -243,10 +243,10 @@ def test_a_file_beside_it_that_changes_is_not_answered_from_the_cache(tmp_path, 
     from tunix_rt.models import gguf as module
 
     file = Path(shutil.copy(llama_file, tmp_path / "m.gguf"))
-    keys = [module._hash_of_what_lies_beside(file)]
+    keys = [module._hash_of_files_beside(file)]
     for content in ("{}", '{"a": 1}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        keys.append(module._hash_of_what_lies_beside(file))
+        keys.append(module._hash_of_files_beside(file))
     assert keys[0] == [] and len({tuple(key) for key in keys}) == 3
 
 
@@ -322,9 +322,9 @@ def test_a_damaged_header_is_refused_or_read_and_nothing_else(tmp_path, llama_fi
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\x80\x04pickle of something", "no GGUF file by its first bytes"),
+        (b"\x80\x04pickle of something", "not GGUF by its first bytes"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a Git LFS pointer instead of the model"),
-        (b"", "no GGUF file by its first bytes"),
+        (b"", "not GGUF by its first bytes"),
     ],
 )
 def test_a_foreign_file_is_refused_by_its_first_bytes(tmp_path, content, words):
@@ -337,9 +337,9 @@ def test_a_torn_file_ends_a_run_with_exit_code_3_and_two_lines(tmp_path, llama_f
     (tmp_path / "torn.gguf").write_bytes(llama_file.read_bytes()[:-1])
     size = llama_file.stat().st_size
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said = CliRunner().invoke(cli, ["plan", "smoke_tiny", "--model", str(tmp_path / "torn.gguf")])
-    assert said.exit_code == 3 and said.stderr.count("\n") == 2, said.stderr
-    assert f"torn.gguf is incomplete: {size - 1:,} of {size:,} bytes" in said.stderr and "\n  fix: " in said.stderr
+    result = CliRunner().invoke(cli, ["plan", "smoke_tiny", "--model", str(tmp_path / "torn.gguf")])
+    assert result.exit_code == 3 and result.stderr.count("\n") == 2, result.stderr
+    assert f"torn.gguf is incomplete: {size - 1:,} of {size:,} bytes" in result.stderr and "\n  fix: " in result.stderr
 
 
 def test_a_file_that_its_reader_cannot_convert_is_refused_without_a_traceback(tmp_path, monkeypatch):

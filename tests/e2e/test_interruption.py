@@ -18,7 +18,7 @@ from tests.program import ROOT, command, environment, in_process, refused, tunix
 STEPS = 14
 ARGUMENTS = [
     "smoke_tiny", "--device", "cpu", "--max-steps", STEPS, "--set", "training.save_steps=2",
-    "--set", "training.per_device_train_batch_size=2", "--set", "evaluation.max_new_tokens=4",
+    "--set", "training.per_device_train_batch_size=2", "--set", "evaluation.enabled=false",
 ]  # fmt: skip
 
 
@@ -53,18 +53,41 @@ def stop_after(folder: Path, steps: int, how: signal.Signals, *extra: str) -> in
         return program.wait(timeout=120)
 
 
+SIGNALLED = """
+    import os, signal, sys
+    from tunix_rt.train import loop as train
+    from tunix_rt.cli.main import main
+    batch_of_step = train.batch_of_step
+    def signalled(rows, step, **named):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch_of_step(rows, step, **named)
+    train.batch_of_step = signalled
+    sys.argv = ["tunix-rt", *sys.argv[1:]]
+    main()
+    """
+
+
+def signalled_at_step_5(folder: Path, *_) -> int:
+    words = map(str, ["train", *ARGUMENTS, "--output", folder])
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SIGNALLED), *words], env=environment(), cwd=ROOT
+    ).returncode
+
+
 SIGNALS = {
-    "SIGTERM": [(3, signal.SIGTERM, ())],
-    "SIGTERM, then SIGINT": [(3, signal.SIGTERM, ()), (7, signal.SIGINT, ("--resume",))],
+    "at step 5": [(signalled_at_step_5, 3, signal.SIGTERM, ())],
+    "from outside": [(stop_after, 3, signal.SIGTERM, ()), (stop_after, 7, signal.SIGINT, ("--resume",))],
 }
 
 
-@pytest.mark.parametrize("signals", ["SIGTERM", pytest.param("SIGTERM, then SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signals", ["at step 5", pytest.param("from outside", marks=pytest.mark.slow)])
 def test_each_signal_saves_the_step_and_the_run_continues_exactly(tmp_path, uninterrupted, signals):
-    """SIGTERM after the third step, in the slow series SIGINT after the seventh of what follows, then to the end."""
+    """SIGTERM while the batch of step 5 is made. In the slow series, from another process: SIGTERM after the third step, SIGINT
+    after the seventh of what goes on from there."""
     folder, before = tmp_path / "run", 0
-    for steps, how, extra in SIGNALS[signals]:
-        assert stop_after(folder, steps, how, *extra) == 7
+    for stop, steps, how, extra in SIGNALS[signals]:
+        assert stop(folder, steps, how, *extra) == 7
         result = json.loads((folder / "result.json").read_text())
         assert result["status"] == "preempted" and how.name in result["reason"]
         assert result["steps_completed"] >= steps and result["resumed_from"] == before
@@ -131,7 +154,7 @@ def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, reque
     """A step of ten minutes, one whose time is spent outside of Python, and a disk that does not answer: the run ends in time,
     verifies, and goes on from the step that is saved."""
     folder, marker = tmp_path / "run", tmp_path / "stuck"
-    arguments = [*ARGUMENTS, "--set", f"training.grace_seconds={GRACE_SECONDS}", "--set", "evaluation.enabled=false"]
+    arguments = [*ARGUMENTS, "--set", f"training.grace_seconds={GRACE_SECONDS}"]
     told = [where, marker, "train", *arguments, "--output", folder]
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SLOW), *map(str, told)], env=environment(), cwd=ROOT,

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forging.bases import ROUGH
 from tests.integrity import list_problems
 from tests.program import ROOT, environment
 
@@ -68,7 +69,7 @@ def session(tmp_path_factory):
             "TUNIX_RT_SOURCE": str(ROOT), "TUNIX_RT_CONFIG": str(folder / "small.yaml"), "TUNIX_RT_DEVICE": "cpu",
             "TUNIX_RT_OUTPUT": str(folder / name / "temp"), "TUNIX_RT_KEEP": str(folder / name / "kept"),
             "TUNIX_RT_PREVIOUS": str(folder / "first" / "kept"), "TUNIX_RT_TIME_BUDGET": "1h",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "XLA_FLAGS": f"{ROUGH} --xla_force_host_platform_device_count=8",
         }  # fmt: skip
         clean = environment(**(given | extra))
         clean.pop("JAX_PLATFORMS", None)

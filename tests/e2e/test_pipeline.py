@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import stat
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import write_small_model
-from tests.program import ROOT, refused, tunix_rt
+from tests.program import ROOT, in_process, refused, tunix_rt
 from tunix_rt.data.packing import rows_of_step
 from tunix_rt.storage import merkle_root
 
@@ -21,16 +22,16 @@ SMALL = ["--set", "training.max_steps=6", "--set", "training.save_steps=2", "--s
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "smoke run é"  # a space and a letter beyond ASCII, as people have
-    return tunix_rt("train", "smoke_tiny", "--output", folder, "--device", "cpu"), folder
+def finished(tiny_run):
+    """What the program printed, and the folder of the run that all tests share: `smoke_tiny`, saved at 2, 3, 4 and 6."""
+    return (tiny_run.parent / "said.txt").read_text(encoding="utf-8"), tiny_run
 
 
 def test_a_run_completes_and_says_where_it_is(finished):
-    done, folder = finished
-    assert done.returncode == 0, done.stderr
-    assert str(folder) in done.stdout
-    assert "accuracy, strict" in done.stdout
+    printed, folder = finished
+    assert " " in str(folder) and not str(folder).isascii(), "a space and a letter beyond ASCII, as people have"
+    assert str(folder) in printed
+    assert "accuracy, strict" in printed
 
 
 def test_the_log_begins_with_the_device_and_the_preflight_line(finished):
@@ -62,9 +63,12 @@ def test_metrics_have_the_fixed_keys_and_chain_from_the_precommitment(finished):
     lines = (finished[1] / "metrics.jsonl").read_bytes().splitlines()
     head = hashlib.sha256((finished[1] / "precommit.json").read_bytes()).hexdigest()
     assert len(lines) == 6
+    recorded = {}
     for number, line in enumerate(lines, start=1):
         record = json.loads(line)
-        assert set(record) == METRICS_KEYS | ({"states"} if number == 6 else set())
+        assert set(record) - {"states"} == METRICS_KEYS
+        recorded |= record.get("states", {})
+        assert all(int(step) < number for step in recorded)
         assert record["step"] == number and record["prev"] == head
         assert float.fromhex(record["loss_hex"]) == record["loss"]
         assert record["target_tokens"] < record["tokens"] and record["seconds"] > 0 and record["peak_bytes"] > 0
@@ -72,15 +76,15 @@ def test_metrics_have_the_fixed_keys_and_chain_from_the_precommitment(finished):
     result = json.loads((finished[1] / "result.json").read_text())
     assert result["metrics_head"] == head and result["status"] == "completed" and result["exit_code"] == 0
     listed = json.loads((finished[1] / "checkpoints.json").read_text())["checkpoints"]
-    states = [
-        hashlib.sha256(
+    states = {
+        str(one["step"]): hashlib.sha256(
             "".join(
                 f"{one['files'][name]['sha256']}  {name}\n" for name in ("model.safetensors", "optimizer.safetensors")
             ).encode()
         ).hexdigest()
         for one in listed
-    ]
-    assert record["states"] == {"3": states[0]} and result["final_state"] == states[1]
+    }
+    assert list(states) == ["2", "3", "4", "6"] and {**recorded, "6": result["final_state"]} == states
 
 
 def test_the_precommitment_names_what_determines_the_run(finished):
@@ -123,7 +127,7 @@ def test_the_machine_and_the_checkpoints_are_written_down(finished):
         "deterministic",
     }  # fmt: skip
     listed = json.loads((folder / "checkpoints.json").read_text())["checkpoints"]
-    assert [entry["step"] for entry in listed] == [3, 6]
+    assert [entry["step"] for entry in listed] == [2, 3, 4, 6]
     assert {"  rows.jsonl", "  checkpoints.json", "  processes.json"} <= {
         line[64:] for line in (folder / "SHA256SUMS").read_text().splitlines()
     }
@@ -132,7 +136,7 @@ def test_the_machine_and_the_checkpoints_are_written_down(finished):
 def test_scores_are_rates_from_0_to_1(finished):
     for when in ("before", "after"):
         scores = json.loads((finished[1] / "eval" / f"{when}.json").read_text())
-        assert 0 <= scores["accuracy"] <= 1 and 0 <= scores["format_rate"] <= 1 and scores["items"] == 28
+        assert 0 <= scores["accuracy"] <= 1 and 0 <= scores["format_rate"] <= 1 and scores["items"] == 100
 
 
 def test_the_memory_prediction_is_held_against_the_measurement(finished):
@@ -146,7 +150,7 @@ def test_a_finished_run_verifies_and_is_listed(finished):
     assert tunix_rt("evidence", "verify", finished[1]).returncode == 0
     listed = tunix_rt("runs", finished[1].parent, "--json")
     assert json.loads(listed.stdout)
-    shown = tunix_rt("runs", "show", finished[1])
+    shown = in_process("runs", "show", finished[1])
     assert shown.returncode == 0 and "completed" in shown.stdout
 
 
@@ -161,18 +165,19 @@ def test_the_final_model_is_the_last_checkpoint_in_plain_transformers(finished):
         assert torch.equal(parameter, saved[name]), name
 
 
-def test_the_final_model_can_be_read_by_whom_the_umask_lets_read(finished):
-    (finished[1].parent / "plain").write_text("")
-    usual = stat.S_IMODE((finished[1].parent / "plain").stat().st_mode)
+def test_the_final_model_can_be_read_by_whom_the_umask_lets_read(finished, tmp_path):
+    (tmp_path / "plain").write_text("")
+    usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
     models = [finished[1] / "final_model", finished[1] / "checkpoints" / "step-000006"]
     assert {stat.S_IMODE(path.stat().st_mode) for folder in models for path in folder.iterdir()} == {usual}
 
 
-def test_a_finished_folder_is_not_written_over(finished):
-    before = (finished[1] / "result.json").read_bytes()
-    assert "already holds a run (completed)" in refused(tunix_rt("train", "smoke_tiny", "--output", finished[1]), 2)
-    assert "is complete" in refused(tunix_rt("train", "smoke_tiny", "--output", finished[1], "--resume"), 2)
-    assert (finished[1] / "result.json").read_bytes() == before
+def test_a_finished_folder_is_not_written_over(finished, tmp_path):
+    folder = shutil.copytree(finished[1], tmp_path / "run")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert "already holds a run (completed)" in refused(in_process("train", "smoke_tiny", "--output", folder), 2)
+    assert "is complete" in refused(in_process("train", "smoke_tiny", "--output", folder, "--resume"), 2)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +228,7 @@ def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
 def test_a_device_that_is_not_there_is_refused_and_nothing_is_trained(tmp_path, device, words):
     if device != "tpu" and Path("/dev/nvidiactl").exists():
         pytest.skip("this computer has an NVIDIA GPU")
-    done = tunix_rt("train", "demo", "--output", tmp_path / "run", "--device", device)
+    done = in_process("train", "demo", "--output", tmp_path / "run", "--device", device)
     assert words in refused(done, 4)
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert not left & {"metrics.jsonl", "precommit.json", "final_model", "checkpoints", "eval"}
@@ -233,7 +238,7 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_is_trained(tmp_path, 
 
 @pytest.mark.parametrize("name", ["gpt2", "google/gemma-2b", "no-such-model", "./nowhere"])
 def test_a_model_that_is_not_to_be_had_is_refused(tmp_path, name):
-    done = tunix_rt("train", "smoke_tiny", "--model", name, "--output", tmp_path / "run")
+    done = in_process("train", "smoke_tiny", "--model", name, "--output", tmp_path / "run")
     words = refused(done, 3)
     assert name.strip("./") in words
     if not name.startswith("."):
@@ -245,7 +250,7 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_load(tmp_path, small_mo
     config = json.loads((folder / "config.json").read_text())
     config |= {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 100, "vocab_size": 262144}
     (folder / "config.json").write_text(json.dumps(config))
-    done = tunix_rt("train", "smoke_tiny", "--model", folder, "--weights", "random", "--output", tmp_path / "run")
+    done = in_process("train", "smoke_tiny", "--model", folder, "--weights", "random", "--output", tmp_path / "run")
     words = refused(done, 5)
     assert "GiB predicted" in words and "weights" in words
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "refused"

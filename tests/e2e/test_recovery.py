@@ -355,6 +355,7 @@ def test_a_signal_during_an_evaluation_stops_it_and_the_run_continues_with_it(tm
 # --- the time budget --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # by the wall clock
 def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_same_end(
     tmp_path, uninterrupted, monkeypatch
 ):
@@ -600,7 +601,4 @@ def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, m
     run = RunDir(tmp_path / "run")
     run_pipeline(configured(), run.root, progress=quiet)
     assert read_json(run.result)["final_model"] == {"proven": False} and run.final_model.is_dir()
-    assert (
-        "was not reloaded: cpu: the process gave no answer within 0.1 s"
-        in caplog.text
-    )
+    assert "was not reloaded: cpu: the process gave no answer within 0.1 s" in caplog.text

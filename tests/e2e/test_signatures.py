@@ -110,7 +110,7 @@ def test_a_key_that_is_not_allowed_is_refused_by_its_fingerprint(signed: Path, k
 def test_a_signature_of_other_hashes_or_for_another_program_does_not_hold(signed: Path, keys: Path):
     (signed / "metrics.jsonl").write_text('{"loss": 0.1}\n')
     write_sums(signed)
-    with pytest.raises(EvidenceError, match=r"does not hold for SHA256SUMS: .*incorrect signature"):
+    with pytest.raises(EvidenceError, match=r"is not valid for SHA256SUMS: .*incorrect signature"):
         signer_of(signed, public(keys / "alice"))
     (signed / SIGNATURE).unlink()
     command = ["ssh-keygen", "-q", "-Y", "sign", "-n", "git", "-f", keys / "alice", signed / SUMS]

@@ -33,7 +33,7 @@ WITH_JAX = [
 def shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this run of the tests that all its processes see."""
     mine = tmp_path_factory.getbasetemp()
-    return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "good-bundle"
+    return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "good bundle é"
 
 
 def make_good_bundle(folder: Path) -> Path:

@@ -31,7 +31,7 @@ def batch_of():
 
 
 def parts(placed):
-    return [placed.ids, placed.positions, placed.places, placed.targets, placed.borders["cu_seq_lens_q"]]
+    return [placed.ids, placed.positions, placed.places, placed.targets, placed.boundaries["cu_seq_lens_q"]]
 
 
 def workers():

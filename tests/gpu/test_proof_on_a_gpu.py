@@ -67,7 +67,7 @@ def test_what_a_configured_run_computes_is_proven(model, training, attention, op
         assert 0 < results[name]["figures"]["share of allowed"] < HEADROOM, results[name]
 
 
-def attention_of(**setting) -> tuple[str, torch_proofs.Proved]:
+def attention_of(**setting) -> tuple[str, torch_proofs.CheckResult]:
     """The name of the attention that was checked, and the result."""
     bench = Bench(setting=Setting(device="cuda", dtype="bfloat16", head_size=128, **setting))
     result = torch_proofs.attention(bench)

@@ -30,12 +30,14 @@ ROWS, LENGTH, STEPS = 2, 192, 2
 SIZES = {
     "vocab_size": 3000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    "pad_token_id": 0,
 }  # fmt: skip
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 3000, "n_embd": 256, "n_head": 4, "n_layer": 4, "n_positions": 512,
     "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
 }  # fmt: skip
-MODELS = {"gpt2": GPT2, **{kind: {"model_type": kind, **SIZES} for kind in ("llama", "gemma", "gemma3_text", "qwen3")}}
+KINDS = ("llama", "gemma", "gemma3_text", "qwen3", "smollm3")
+MODELS = {"gpt2": GPT2, **{kind: {"model_type": kind, **SIZES} for kind in KINDS}}
 RECIPES: dict[str, dict[str, Any]] = {
     "float32": {},
     "recomputed": {"gradient_checkpointing": True},

@@ -103,10 +103,10 @@ def test_in_backward_each_tensor_is_clipped_by_itself(small_model):
     clipped = Run(folder, optim_in_backward=True, optim="adafactor", max_grad_norm=1e-3)
     scales, real = [], clipped.optimizer.update
 
-    def watched(parameter, *, scale=None, sound=None):
+    def watched(parameter, *, scale=None, finite=None):
         norm = torch.linalg.vector_norm(parameter.grad)
         scales.append((norm.item(), scale.item()))
-        real(parameter, scale=scale, sound=sound)
+        real(parameter, scale=scale, finite=finite)
 
     clipped.optimizer.update = watched
     norms = [run.walk(stop=1)[0].grad_norm for run in (plain, clipped)]

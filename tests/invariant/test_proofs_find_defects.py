@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from tests import planted_defects as planted
 from tests.attention_checks import attend_alone
 from tests.program import ROOT, tunix_rt
-from tunix_rt.doctor.selftest import PROOF_NAMES, Proof, Proved, proof_problem, prove
+from tunix_rt.doctor.selftest import CHECK_NAMES, CheckResult, SelfTest, run_selftest, selftest_problem
 from tunix_rt.engines.optimizers import Hyperparameters, module_of
-from tunix_rt.engines.selftest import cases as proof_samples
+from tunix_rt.engines.selftest import cases as cases
 from tunix_rt.engines.selftest import jax as jax_proofs
 from tunix_rt.engines.selftest import reference as references
 from tunix_rt.engines.selftest import runner as proving
@@ -109,20 +109,17 @@ def test_the_update_written_by_hand_is_the_one_of_torch():
 # --- each proof alone, in this process --------------------------------------------------------------------------------
 
 
-SAMPLES = {
-    name: functools.cache(getattr(proof_samples, name))
-    for name in ("product_sample", "attention_samples", "loss_sample")
-}
+SAMPLES = {name: functools.cache(getattr(cases, name)) for name in ("matmul_case", "attention_cases", "loss_case")}
 
 
 @pytest.fixture(autouse=True)
 def small_products_and_samples_made_once(monkeypatch):
     monkeypatch.setattr(proving, "affordable_size", lambda *_, **__: 512)
     for name, cached in SAMPLES.items():
-        monkeypatch.setattr(proof_samples, name, cached)
+        monkeypatch.setattr(cases, name, cached)
 
 
-def found(proof, type_name: str, **setting) -> Proved:
+def found(proof, type_name: str, **setting) -> CheckResult:
     return proof(Bench(setting=Setting(device="cpu", **TYPES[type_name], **setting)))
 
 
@@ -194,7 +191,7 @@ def test_a_defect_around_varlen_is_found(defect, varlen, monkeypatch):
 def test_a_whole_float32_product_may_be_off_by_little():
     """0.00113 was seen on an H200; twice as much may come, four times as much is wrong."""
     want = np.zeros((4096, 4096))
-    sample = proof_samples.ProductSample(left=None, right=None, want=want)
+    sample = cases.MatmulCase(left=None, right=None, want=want)
     setting = Setting(device="cpu", dtype="float32")
     assert sample.judge(setting, np.float32(0.0023) + want).ok
     assert not sample.judge(setting, np.float32(0.0046) + want).ok
@@ -264,7 +261,7 @@ def test_weights_that_are_not_rounded_at_random_are_found(plant, model, monkeypa
 
 def test_both_engines_prove_the_same_eight_things():
     for engine in (torch_proofs, jax_proofs):
-        assert tuple(check.__name__ for check in engine.CHECKS) == PROOF_NAMES
+        assert tuple(check.__name__ for check in engine.CHECKS) == CHECK_NAMES
 
 
 # --- jax, in a process of its own: once it has run, a process may not fork any more, and other tests do ---------------
@@ -280,8 +277,10 @@ def test_finite_defects_in_jax_are_found_and_nothing_without_them():
 # --- the whole child --------------------------------------------------------------------------------------------------
 
 
-def proven(dtype: str, backend: str = "torch") -> Proof:
-    return prove(backend=backend, device="cpu", dtype=dtype, head_size=64, query_heads=4, kv_heads=1, softcap=30.0)
+def proven(dtype: str, backend: str = "torch") -> SelfTest:
+    return run_selftest(
+        backend=backend, device="cpu", dtype=dtype, head_size=64, query_heads=4, kv_heads=1, softcap=30.0
+    )
 
 
 def test_a_right_cpu_is_proven_within_20_seconds(tmp_path):
@@ -297,7 +296,7 @@ def test_a_right_cpu_is_proven_within_20_seconds(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     proof = json.loads(done.stdout)["proof"]
     assert proof["ok"] and "problem" not in proof
-    assert tuple(result["name"] for result in proof["results"]) == PROOF_NAMES
+    assert tuple(result["name"] for result in proof["results"]) == CHECK_NAMES
     figures = {result["name"]: result["figures"] for result in proof["results"]}
     assert figures["memory"]["seen_bytes"] > 0 and figures["speed"]["tflops"] > 0 and figures["speed"]["gb_s"] > 0
     details = {result["name"]: result["detail"] for result in proof["results"]}
@@ -322,21 +321,21 @@ def test_each_defect_fails_its_own_proof_and_no_other(tmp_path, monkeypatch):
     assert "loss[0] is " in details["loss"]
     assert "update 1 of matrix, parameter[" in details["optimizer"]
     assert "1 of 45 tensors" in details["placement"] and "optimizer step of vector on meta" in details["placement"]
-    problem, fix = proof_problem(proof)
-    assert "failed the proof `device`" in problem and "tunix-rt doctor --device cpu" in fix
+    problem, fix = selftest_problem(proof)
+    assert "failed the self-test check `device`" in problem and "tunix-rt doctor --device cpu" in fix
 
 
 @needs_jax
 def test_a_right_cpu_is_proven_with_jax(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")  # a list falls to the CPU in silence; the proof asks for one
     proof = proven("float32", backend="jax")
-    assert proof_problem(proof) is None and proof.ok
-    assert tuple(result.name for result in proof.results) == PROOF_NAMES and proof.about["platform"] == "cpu"
+    assert selftest_problem(proof) is None and proof.ok
+    assert tuple(result.name for result in proof.results) == CHECK_NAMES and proof.about["platform"] == "cpu"
 
 
 @needs_jax
 def test_jax_without_the_device_asked_for_is_not_proven_on_the_cpu():
-    proof = prove(backend="jax", device="tpu", dtype="float32")
-    problem, _ = proof_problem(proof)
-    assert "failed the proof `device`" in problem and "tpu" in problem
+    proof = run_selftest(backend="jax", device="tpu", dtype="float32")
+    problem, _ = selftest_problem(proof)
+    assert "failed the self-test check `device`" in problem and "tpu" in problem
     assert not any(result.ok for result in proof.results)

@@ -35,7 +35,7 @@ FILL = "np.full(len(ids), not style.completion_only_loss, dtype=np.bool_)"
 SAID = "spans.append(_Span(first=start, last=len(ids) + 1, end=len(ids)))"
 END = "ids.append(tokenizer.eos_id)"
 ANSWER = "<{style.answer_tag}>{sample.answer}</{style.answer_tag}>"
-MEAN = "scale=multiplied / placed.batch.target_tokens)"
+MEAN = "scale=scale / placed.batch.target_tokens)"
 
 QUESTION, COMPLETION, STOP = (
     check_the_question_is_masked, check_the_completion_is_taught, check_the_end_is_taught,
@@ -112,9 +112,9 @@ def test_the_length_of_the_prompt_is_known_apart_from_the_mask(chatting, templat
 
 
 MEAN_DEFECTS = {
-    "a mean of micro-batch means": "scale=multiplied / len(micro.targets) / len(placed.micro_batches))",
-    "a sum of micro-batch means": "scale=multiplied / len(micro.targets))",
-    "a mean over all tokens": "scale=multiplied / placed.batch.tokens)",
+    "a mean of micro-batch means": "scale=scale / len(micro.targets) / len(placed.micro_batches))",
+    "a sum of micro-batch means": "scale=scale / len(micro.targets))",
+    "a mean over all tokens": "scale=scale / placed.batch.tokens)",
 }
 
 

@@ -363,7 +363,7 @@ def hold(number: int, folder: Path) -> bool:
         rows = sum(1 for _ in read_samples(find_dataset(str(path))))
     except InputError as error:
         assert error.exit_code == 3 and error.fix, what
-        assert_said(case, path, error.problem, what)
+        assert_reported(case, path, error.problem, what)
         return True
     finally:
         took = time.process_time() - began
@@ -384,16 +384,16 @@ def named_in(case: Case, path: Path) -> str:
     return re.escape(str(path)) + place
 
 
-def assert_said(case: Case, path: Path, said: str, what: str) -> None:
-    assert len(said) < 2_000, f"{what}: a message is not the file"
-    assert said.isprintable(), f"{what}: {said!a}"
+def assert_reported(case: Case, path: Path, reported: str, what: str) -> None:
+    assert len(reported) < 2_000, f"{what}: a message is not the file"
+    assert reported.isprintable(), f"{what}: {reported!a}"
     if case.line > 0:
-        assert re.search(named_in(case, path), said), f"{what}: {said}"
+        assert re.search(named_in(case, path), reported), f"{what}: {reported}"
     elif case.line < 0 or not case.must_fail:
         whole = r" (is |has )|: (corrupt|the gzip data|Parquet)"
-        assert re.match(rf"{re.escape(str(path))}(:\d+{RECORD}: | row \d+: |{whole})", said), f"{what}: {said}"
+        assert re.match(rf"{re.escape(str(path))}(:\d+{RECORD}: | row \d+: |{whole})", reported), f"{what}: {reported}"
     else:
-        assert said.startswith(str(path)), f"{what}: {said}"
+        assert reported.startswith(str(path)), f"{what}: {reported}"
 
 
 def test_the_series_is_always_the_same_and_most_of_it_must_be_refused():
@@ -427,11 +427,11 @@ def arguments(path: Path, output: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def assert_refused(output: Path, said: str, named: str) -> None:
+def assert_refused(output: Path, reported: str, named: str) -> None:
     """What the program leaves behind: no traceback, the file and line, and a result that says so."""
-    assert "Traceback" not in said
-    assert "\n  fix: " in said
-    assert re.search(named, said)
+    assert "Traceback" not in reported
+    assert "\n  fix: " in reported
+    assert re.search(named, reported)
     result = json.loads((output / "result.json").read_text(encoding="utf-8"))
     assert (result["status"], result["exit_code"]) == ("refused", 3)
     assert re.search(named, result["reason"])
@@ -451,8 +451,8 @@ def test_the_program_refuses_a_bad_data_file_with_exit_3_and_a_result(number, tm
 def test_a_real_process_refuses_it_the_same_way(tmp_path):
     case, path, output = make_case(BY_THE_PROGRAM[0]), tmp_path / "my.jsonl", tmp_path / "run"
     path.write_bytes(case.content)
-    said = refused(tunix_rt(*arguments(path, output)), 3)
-    assert_refused(output, said, named_in(case, path))
+    reported = refused(tunix_rt(*arguments(path, output)), 3)
+    assert_refused(output, reported, named_in(case, path))
 
 
 def a_folder(tmp_path: Path) -> Path:

@@ -11,16 +11,15 @@ from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import PhasePeak, RiseMeter
 from tunix_rt.errors import Preempted
 from tunix_rt.models.resolve import resolve_model
-from tunix_rt.plan import timing
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import read_json
-from tunix_rt.train import device
+from tunix_rt.train import device, preflight
 from tunix_rt.train.device import within_limit
 from tunix_rt.train.memory_report import Phases, explaining_oom, write_memory_report
-from tunix_rt.train.preflight import fit_settings
+from tunix_rt.train.preflight import settle_settings
 
 MIB, GIB = 2**20, 2**30
 
@@ -181,9 +180,9 @@ def test_the_speed_that_is_told_of_a_cpu_is_by_its_measured_rate(monkeypatch, ca
     shape = shape_of(resolve_model(config.model.model_name_or_path, weights="random").config)
     told = []
     for rate in (1e10, 1e12):
-        monkeypatch.setattr(timing, "measure_rate", lambda rate=rate: rate)
-        fitted = fit_settings(SimpleNamespace(continued=False), config, shape, of("cpu", 0.25))  # type: ignore[arg-type]
-        told.append(fitted.fitting["predicted_tokens_per_second"])
+        monkeypatch.setattr(preflight, "measure_rate", lambda rate=rate: rate)
+        _, fitting = settle_settings(SimpleNamespace(continued=False), config, shape, of("cpu", 0.25))  # type: ignore[arg-type]
+        told.append(fitting["predicted_tokens_per_second"])
     assert 1 < told[1] / told[0] < 100
     assert f"{told[0]:,.0f} tokens/s predicted" in caplog.text and f"{told[1]:,.0f} tokens/s predicted" in caplog.text
 

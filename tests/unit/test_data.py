@@ -252,7 +252,7 @@ def test_a_document_too_large_to_hold_is_refused_with_the_way_out(tmp_path, monk
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, content, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    assert f"{path}" in (said := refused(path).problem) and words in said
+    assert f"{path}" in (refusal := refused(path).problem) and words in refusal
 
 
 def test_torn_gzip_is_refused_at_the_line_that_is_missing(tmp_path):
@@ -331,7 +331,7 @@ def test_parquet_is_held_a_few_rows_at_a_time_however_often_it_repeats_a_text(tm
 @pytest.mark.parametrize("container", ["jsonl", "json", "parquet"])
 def test_one_record_has_the_same_limit_in_every_container(tmp_path, container):
     def written(text: str) -> Path:
-        rows = [{"prompt": [{"role": "user", "content": said}], "completion": "z"} for said in ("x", text)]
+        rows = [{"prompt": [{"role": "user", "content": refusal}], "completion": "z"} for refusal in ("x", text)]
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         content = {"jsonl": "\n".join(lines).encode(), "json": f"[{','.join(lines)}]".encode()}
         (tmp_path / "x").write_bytes(content.get(container) or as_parquet(rows))

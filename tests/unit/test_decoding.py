@@ -91,10 +91,10 @@ def test_without_a_closing_text_only_a_stop_token_ends_an_answer():
     assert looked.cut(ids, LENGTH).ended == LENGTH
 
 
-def test_an_ending_begun_anew_remembers_nothing():
+def test_an_ending_that_is_reset_remembers_nothing():
     used = ending()
     assert used.find([*WORDS, *WHOLE]) is None
-    assert used.anew().find([*WORDS, *WORDS[:1]]) is None
+    assert used.reset().find([*WORDS, *WORDS[:1]]) is None
     assert used.find([*WORDS, *WHOLE, *WORDS]) is not None
 
 

@@ -16,7 +16,7 @@ from tunix_rt.config.load import build_config
 from tunix_rt.doctor.facts import Ask
 from tunix_rt.doctor.nvidia import GpuMemory, gpu_memory, nvidia_smi_text
 from tunix_rt.doctor.selection import choose_device
-from tunix_rt.doctor.selftest import PROOF_NAMES, Proof, Proved
+from tunix_rt.doctor.selftest import CHECK_NAMES, CheckResult, SelfTest
 from tunix_rt.errors import HardwareError
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.shape import shape_of
@@ -26,20 +26,20 @@ from tunix_rt.train import device
 
 NOON = "2026-01-01T12:00:00+00:00"
 CONFIG = build_config({"model": {"model_name_or_path": "tiny-gemma3"}, "training": {"device": "cuda"}}, "test")
-HELD = tuple(Proved(name=name, ok=True, detail="ok", figures={"tflops": 1.0, "gb_s": 1.0}) for name in PROOF_NAMES)
+HELD = tuple(CheckResult(name=name, ok=True, detail="ok", figures={"tflops": 1.0, "gb_s": 1.0}) for name in CHECK_NAMES)
 
 
-def proof(*results: Proved, problem: str | None = None) -> Proof:
+def proof(*results: CheckResult, problem: str | None = None) -> SelfTest:
     about = {"uuid": "GPU-aa", "torch": "2.13.0", "is_available": True}
-    return Proof(
+    return SelfTest(
         backend="torch", device="cuda", dtype="float32", head_size=48, results=results, about=about, pid=7, seconds=1.0,
         problem=problem,
     )  # fmt: skip
 
 
-def prove(monkeypatch: pytest.MonkeyPatch, report: RunJournal, answer: Proof) -> frozenset[str]:
+def prove(monkeypatch: pytest.MonkeyPatch, report: RunJournal, answer: SelfTest) -> frozenset[str]:
     asked: dict[str, object] = {}
-    monkeypatch.setattr(device, "prove", lambda **given: asked.update(given) or answer)
+    monkeypatch.setattr(device, "run_selftest", lambda **given: asked.update(given) or answer)
     model: ModelSource = resolve_model("tiny-gemma3")
     shape = shape_of(model.config)
     uuids = device.check_kernels(report, CONFIG, model, shape, WITH_GPU, choose_device(Ask(), WITH_GPU))
@@ -57,7 +57,7 @@ def test_a_held_proof_is_written_down_and_names_the_gpu(tmp_path: Path, monkeypa
 def test_a_proof_that_fails_refuses_the_run_and_names_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = Proved(name="product", ok=False, detail="product[1, 2] is 3, should be 4")
+    wrong = CheckResult(name="product", ok=False, detail="product[1, 2] is 3, should be 4")
     with pytest.raises(HardwareError, match=r"product\[1, 2\] is 3") as refused:
         prove(monkeypatch, RunJournal(run=RunDir(tmp_path), continued=False), proof(HELD[0], wrong, *HELD[2:]))
     assert (refused.value.exit_code, refused.value.cause) == (4, "not-proven")

@@ -85,9 +85,7 @@ def test_a_dry_run_prints_the_verdict_the_exact_commands_and_the_one_other_wheel
     assert lines[0] == f"would create new with torch {version}, CUDA {cuda} ({why})"
     assert lines[1] == "1. python -m venv new"
     assert lines[2] == f"2. new/bin/python {PIP} {with_index(wheel)}"
-    assert (
-        lines[3].startswith("3. new/bin/python -P -c ") and "torch.ones(8, device=" in lines[3] and "cuda" in lines[3]
-    )
+    assert re.match(r"3\. new/bin/python -P -c .*torch\.ones\(8, device=.*cuda", lines[3])
     assert lines[4] == f"4. new/bin/python {PIP} {wheel} -e '{ROOT}[training]' -c {ROOT}/constraints.txt"
     proof = "--device cuda --dtype float32 --head-size 64"
     assert lines[5] == f"5. new/bin/python -P -m tunix_rt.engines.selftest.torch {proof}"
@@ -139,6 +137,7 @@ def test_what_is_in_the_way_is_told_before_anything_is_installed(facts, kind, ca
     refusal = why_refused(facts, "cuda")
     assert (refusal.kind, refusal.cause) == (kind, cause)
     assert refusal.problem and refusal.fix
+    assert why_refused(computer("H200", "580.95.05"), "cuda") is why_refused(no_gpu(), "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -177,11 +176,6 @@ def test_the_set_up_knows_wsl_by_its_kernel(capsys):
     assert wheels_main([*asked, "5.15.167.4-microsoft-standard-WSL2"]) == 4
     assert wheels_main([*asked, "6.8.0-45-generic"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "compute capability 8.6, NVIDIA driver 526.86: CUDA 12.6"
-
-
-def test_a_healthy_computer_is_not_refused():
-    assert why_refused(computer("H200", "580.95.05"), "cuda") is None
-    assert why_refused(no_gpu(), "cpu") is None
 
 
 def test_the_cpu_gets_the_cpu_build_and_then_the_registrys():
@@ -250,10 +244,7 @@ def test_a_wheel_that_was_had_counts_only_when_it_fits_and_computes(gpu, answer,
     ("said", "kind"),
     [
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "storage"),
-        (
-            "WARNING: Retrying ... NewConnectionError('failed')\nERROR: No matching distribution found for torch",
-            "network",
-        ),
+        ("WARNING: NewConnectionError('failed')\nERROR: No matching distribution found for torch", "network"),
         ("ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cu130", "wheel"),
         ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: '/x'", "permissions"),
         ("ERROR: Exception: something new", "environment"),

@@ -13,7 +13,7 @@ from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import judge
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.train.commitment import as_it_began, config_hash, fitting_of_run
-from tunix_rt.train.preflight import fit_settings
+from tunix_rt.train.preflight import settle_settings
 
 GIB = 2**30
 SHAPE = shape_of({
@@ -46,34 +46,33 @@ def test_what_is_chosen_fits_and_keeps_the_rows_of_a_step_and_what_is_trained(ba
     config = asked(backend=backend, memory_limit_gib=3.0)
     room = share * predicted(config).least_bytes / GIB + 0.5
     assert not judge(predicted(config), gpu(room)).fits
-    fitted = fit_settings(FRESH, config, SHAPE, gpu(room))
-    training = fitted.config.training
-    assert judge(predicted(fitted.config), gpu(room)).fits
+    settled, fitting = settle_settings(FRESH, config, SHAPE, gpu(room))
+    training = settled.training
+    assert judge(predicted(settled), gpu(room)).fits
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 48
-    assert (training.lora_rank, fitted.config.data, training.memory) == (None, config.data, "auto")
-    assert with_settings(fitted.config, fitted.fitting["written"]) == config
-    json.dumps(fitted.fitting)
+    assert (training.lora_rank, settled.data, training.memory) == (None, config.data, "auto")
+    assert with_settings(settled, fitting["written"]) == config
+    json.dumps(fitting)
 
 
 def test_as_written_is_left_alone_unless_auto_is_asked_for():
     config = asked(memory="as_written")
-    fitted = fit_settings(FRESH, config, SHAPE, gpu(0.1))
-    assert fitted.config is config and fitted.fitting is None
+    assert settle_settings(FRESH, config, SHAPE, gpu(0.1)) == (config, None)
 
 
 def test_where_nothing_fits_it_stays_as_written_and_says_so(caplog):
     caplog.set_level(logging.INFO)
     config = asked()
-    fitted = fit_settings(FRESH, config, SHAPE, gpu(0.6))
-    assert fitted.config == config and fitted.fitting["chosen"] == {}
-    assert "is predicted to fit" in caplog.messages[-1]
+    settled, fitting = settle_settings(FRESH, config, SHAPE, gpu(0.6))
+    assert settled == config and fitting["chosen"] == {}
+    assert "are predicted to fit" in caplog.messages[-1]
 
 
 def test_what_changes_the_result_is_said(caplog):
     caplog.set_level(logging.INFO)
-    fitted = fit_settings(FRESH, asked(), SHAPE, gpu(1.25))
-    assert fitted.fitting["changes_the_result"]
-    assert f"It changes the result: {'; '.join(fitted.fitting['changes_the_result'])}" in caplog.messages[-1]
+    _, fitting = settle_settings(FRESH, asked(), SHAPE, gpu(1.25))
+    assert fitting["changes_the_result"]
+    assert f"It changes the result: {'; '.join(fitting['changes_the_result'])}" in caplog.messages[-1]
 
 
 # --- a run that is continued ------------------------------------------------------------------------------------------
@@ -105,5 +104,5 @@ def test_a_setting_that_was_neither_written_nor_chosen_is_another_run():
      {"chosen": {"training.colour": 1}, "written": {"training.colour": 1}}, {"chosen": 1, "written": 1}],
 )  # fmt: skip
 def test_a_choice_that_is_damaged_is_an_error_not_a_guess(damaged):
-    with pytest.raises(TunixError, match="had chosen cannot be read"):
+    with pytest.raises(TunixError, match=r"the choice of training\.memory: auto, cannot be read"):
         fitting_of_run({"fitting": damaged})

@@ -24,7 +24,7 @@ from tunix_rt.errors import InputError
 from tunix_rt.scoring.answers import bare_answer, read_quantity
 
 
-def said(*pairs: tuple[str, str], **rest) -> Sample:
+def sample_of(*pairs: tuple[str, str], **rest) -> Sample:
     return Sample(turns=tuple(Turn(role=role, text=text) for role, text in pairs), **rest)
 
 
@@ -37,9 +37,11 @@ def write(path: Path, *records) -> str:
     return str(path)
 
 
-ASKED = said(("user", "Why?"), ("assistant", "So."))
-CHAT = said(("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", "And?"), ("assistant", "Yes."))
-REASONED = said(("user", "Why?"), steps=("I think.",), answer="So.")
+ASKED = sample_of(("user", "Why?"), ("assistant", "So."))
+CHAT = sample_of(
+    ("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", "And?"), ("assistant", "Yes.")
+)
+REASONED = sample_of(("user", "Why?"), steps=("I think.",), answer="So.")
 STEP = {"i": 0, "type": "fact", "content": "I think."}
 SHARED = [
     {"from": "system", "value": "Be brief."},
@@ -84,7 +86,7 @@ READS = [
         },
         ASKED,
     ),
-    ("messages", {"messages": [message()]}, said(("user", "Why?"))),
+    ("messages", {"messages": [message()]}, sample_of(("user", "Why?"))),
     ("sharegpt", {"conversations": SHARED}, CHAT),
     ("sharegpt", {"conversations": [message(), message("gpt", "So.")], "system": ""}, ASKED),
     ("sharegpt", {"conversations": SHARED, "system": "Be brief."}, CHAT),
@@ -100,12 +102,12 @@ READS = [
     (
         "alpaca",
         {"instruction": "Sort.", "input": "2 1", "output": "1 2", "system": "Be brief."},
-        said(("system", "Be brief."), ("user", "Sort.\n\n2 1"), ("assistant", "1 2")),
+        sample_of(("system", "Be brief."), ("user", "Sort.\n\n2 1"), ("assistant", "1 2")),
     ),
     (
         "gsm8k",
         {"question": "Why?", "answer": "It is 1+2 = $<<1+2=3>>3. \r\n\n  Then <<3*2=6>>6<<6=6>>.\nYes.\n#### 1,006\n"},
-        said(("user", "Why?"), steps=("It is 1+2 = $3.", "Then 6.", "Yes."), answer="1,006"),
+        sample_of(("user", "Why?"), steps=("It is 1+2 = $3.", "Then 6.", "Yes."), answer="1,006"),
     ),
 ]
 
@@ -286,8 +288,8 @@ def test_a_later_record_of_another_format_is_refused_with_its_line_and_the_readi
 def test_every_record_comes_with_its_place(tmp_path):
     path = write(tmp_path / "x.jsonl", {"prompt": "a", "completion": "b", "source": "s"}, {"input": "c", "output": "d"})
     assert list(read_samples(find_dataset(path))) == [
-        (f"{path}:1", said(("user", "a"), ("assistant", "b"))),
-        (f"{path}:2", said(("user", "c"), ("assistant", "d"))),
+        (f"{path}:1", sample_of(("user", "a"), ("assistant", "b"))),
+        (f"{path}:2", sample_of(("user", "c"), ("assistant", "d"))),
     ]
 
 
@@ -365,7 +367,7 @@ def test_a_format_that_is_asked_for_by_name_is_the_one_that_is_read(tmp_path):
     record = {"question": "Why?", "answer": "1+2=<<1+2=3>>3\n#### 3"}
     path = write(tmp_path / "x.jsonl", record)
     ((_, sample),) = read_samples(find_dataset(path), "prompt_completion")
-    assert sample == said(("user", "Why?"), ("assistant", record["answer"]))
+    assert sample == sample_of(("user", "Why?"), ("assistant", record["answer"]))
     assert unused_columns(record, "prompt_completion") == []
     began = time.process_time()
     assert readings({"question": "Why?", "answer": "So.\n#### " + "1" * 500_000 + "x"}) == ["prompt_completion"]

@@ -111,8 +111,8 @@ def test_answers_of_gsm8k_with_words_behind_the_number_are_counted_and_said(tmp_
     monkeypatch.chdir(tmp_path)
     records = [{"question": "Why?", "answer": f"So.\n#### {last}"} for last in ("3", "5 hours", "18.", "2 km")]
     write(tmp_path / "x.jsonl", *records)
-    said = CliRunner().invoke(cli, ["data", "import", "x.jsonl", "--as", "g"]).stdout
-    assert "2 of 4 with words after the number" in said
+    output = CliRunner().invoke(cli, ["data", "import", "x.jsonl", "--as", "g"]).stdout
+    assert "2 of 4 with words after the number" in output
     answers = [json.loads(line)["final_answer"] for line in Path("datasets/g/dataset.jsonl").read_text().splitlines()]
     assert answers == ["3", "5 hours", "18", "2 km"]
     assert json.loads(Path("datasets/g/manifest.json").read_text())["answers_with_words"] == 2

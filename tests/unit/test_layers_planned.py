@@ -1,6 +1,5 @@
 """What computes the layers of a run: decided once, by the plan, and obeyed by the engine."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.compile_policy import layers_planned
 from tunix_rt.plan.fit import least_room, predict_run
+from tunix_rt.plan.run import RowFacts, plan_run
 from tunix_rt.plan.shape import ModelShape, shape_of
-from tunix_rt.train.preflight import layers_for_data
 
 GIB = 2**30
 SMOLLM2 = shape_of(resolve_model("smollm2-135m", weights="random").config)
@@ -24,12 +23,14 @@ def configured(rows: int, length: int, **training: Any) -> RunConfig:
     return RunConfig.model_validate({"data": {"max_length": length}, "training": given})
 
 
-def prepared(rows: int, longest: int, *, examples: int | None = None) -> Any:
-    """As much of prepared data as decides."""
+def prepared(rows: int, longest: int, *, examples: int | None = None) -> RowFacts:
     tokens = rows * longest
-    return SimpleNamespace(
-        rows=[None] * rows, traces=examples or 3 * rows, longest_row=longest, tokens=tokens, trained_tokens=tokens
-    )
+    packed = (examples or 3 * rows) > rows
+    return RowFacts(rows=rows, longest=longest, tokens=tokens, target_tokens=tokens, packed=packed)
+
+
+def layers_for_data(config: RunConfig, shape: ModelShape, device: DeviceChoice, rows: RowFacts, batch: int) -> str | None:
+    return plan_run(config, shape, device, rows, micro_batch=batch).memory.layers
 
 
 def gpu(free_bytes: int) -> DeviceChoice:

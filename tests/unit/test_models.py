@@ -290,14 +290,14 @@ def test_an_address_for_a_name_is_refused_before_anything_is_written(tmp_path, n
         refuse_addresses({section: {setting: ADDRESS}})
     refuse_addresses({section: {setting: "owner/name"}, "training": {"seed": 0}})
     refuse_addresses({section: {setting: None}})
-    asked = ["train", "smoke_tiny", "--output", str(tmp_path / "run"), "--set", f"{name}={ADDRESS}"]
-    said = CliRunner().invoke(cli, asked)
-    assert said.exit_code == 2 and not (tmp_path / "run").exists()
-    assert "not a URL" in said.stderr and TOKEN not in said.output
+    arguments = ["train", "smoke_tiny", "--output", str(tmp_path / "run"), "--set", f"{name}={ADDRESS}"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2 and not (tmp_path / "run").exists()
+    assert "not a URL" in result.stderr and TOKEN not in result.output
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "arguments",
     [
         ["import", ADDRESS, "--as", "mine"],
         ["check", ADDRESS],
@@ -307,18 +307,18 @@ def test_an_address_for_a_name_is_refused_before_anything_is_written(tmp_path, n
     ],
     ids=["import", "check", "show", "model", "tokenizer"],
 )
-def test_a_verb_of_data_refuses_an_address_and_repeats_nothing_of_it(tmp_path, monkeypatch, asked):
+def test_a_verb_of_data_refuses_an_address_and_repeats_nothing_of_it(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
-    said = CliRunner().invoke(cli, ["data", *asked])
-    assert said.exit_code == 2 and "takes a name or a path, not a URL (https://...)" in said.stderr
-    assert TOKEN not in said.output and not list(tmp_path.iterdir())
+    result = CliRunner().invoke(cli, ["data", *arguments])
+    assert result.exit_code == 2 and "takes a name or a path, not a URL (https://...)" in result.stderr
+    assert TOKEN not in result.output and not list(tmp_path.iterdir())
 
 
 def test_a_token_anywhere_in_an_error_does_not_reach_the_screen(tmp_path):
-    said = CliRunner().invoke(cli, ["plan", "--model", "tiny-gemma3", "--set", f"training.seed={TOKEN}"])
-    assert said.exit_code == 2 and TOKEN not in said.output and "training.seed: " in said.stderr
-    said = CliRunner().invoke(cli, ["runs", f"/nowhere/{TOKEN}"])
-    assert said.exit_code == 3 and TOKEN not in said.output
+    result = CliRunner().invoke(cli, ["plan", "--model", "tiny-gemma3", "--set", f"training.seed={TOKEN}"])
+    assert result.exit_code == 2 and TOKEN not in result.output and "training.seed: " in result.stderr
+    result = CliRunner().invoke(cli, ["runs", f"/nowhere/{TOKEN}"])
+    assert result.exit_code == 3 and TOKEN not in result.output
 
 
 @pytest.mark.parametrize(
@@ -447,8 +447,8 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_two_ways_on(tmp_path, of
 def test_random_weights_of_a_hub_id_fall_back_to_its_preset_and_of_no_other(cache):
     """The cache comes first; a revision that is not there is not made up for."""
     questions = [("gpt2",), ("openai-community/gpt2",), ("google/gemma-3-1b-it",), ("some/model",)]
-    asked = [(*name, "main", "random") for name in questions] + [("google/gemma-2b", "v2", "random")]
-    cached, small, gemma, other, revision = ask(*asked, HF_HOME=cache, HF_HUB_OFFLINE=1)
+    arguments = [(*name, "main", "random") for name in questions] + [("google/gemma-2b", "v2", "random")]
+    cached, small, gemma, other, revision = ask(*arguments, HF_HOME=cache, HF_HUB_OFFLINE=1)
     assert cached[2] == COMMIT
     assert small[1:] == [str(ROOT / "presets" / "gpt2"), "preset"]
     assert gemma[1:] == [str(ROOT / "presets" / "gemma-3-1b"), "preset"]
@@ -580,10 +580,10 @@ def hub():
 def test_every_refusal_of_the_hub_has_its_own_words_and_way_out(hub, tmp_path):
     names = [f"o/{name}" for name in REFUSES]
     answers = ask(*[(name,) for name in names], HF_ENDPOINT=hub, HF_HOME=tmp_path, HF_TOKEN=TOKEN)
-    for name, (code, said) in zip(REFUSES, answers, strict=True):
-        problem, fix = said.split("\n  fix: ")
-        assert code == 3 and SAYS[name][0] in problem and SAYS[name][1] in fix, said
-    assert len({said for _, said in answers}) == len(REFUSES)
+    for name, (code, result) in zip(REFUSES, answers, strict=True):
+        problem, fix = result.split("\n  fix: ")
+        assert code == 3 and SAYS[name][0] in problem and SAYS[name][1] in fix, result
+    assert len({result for _, result in answers}) == len(REFUSES)
 
 
 def test_a_model_is_fetched_by_its_commit_without_pickles_and_found_again_without_the_hub(hub, tmp_path):
@@ -625,13 +625,13 @@ def test_a_hub_that_takes_the_question_and_never_answers_cannot_be_reached(tmp_p
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
-        [said] = ask(("o/whole",), HF_ENDPOINT=address, HF_HOME=tmp_path, HF_HUB_ETAG_TIMEOUT=1)
+        [result] = ask(("o/whole",), HF_ENDPOINT=address, HF_HOME=tmp_path, HF_HUB_ETAG_TIMEOUT=1)
         assert time.monotonic() - began < 30
-    assert said[0] == 3 and "the hub cannot be reached (ReadTimeout" in said[1] and "--weights random" in said[1]
+    assert result[0] == 3 and "the hub cannot be reached (ReadTimeout" in result[1] and "--weights random" in result[1]
 
 
 def test_a_hub_that_falls_silent_between_two_answers_cannot_be_reached(hub, tmp_path, monkeypatch):
     """It says what the model is, and nothing when the files are to be listed."""
     monkeypatch.setattr(Hub, "answers_left", [None])
-    [said] = ask(("o/whole",), HF_ENDPOINT=hub, HF_HOME=tmp_path, HF_HUB_ETAG_TIMEOUT=1)
-    assert said[0] == 3 and "the hub cannot be reached (ReadTimeout" in said[1]
+    [result] = ask(("o/whole",), HF_ENDPOINT=hub, HF_HOME=tmp_path, HF_HUB_ETAG_TIMEOUT=1)
+    assert result[0] == 3 and "the hub cannot be reached (ReadTimeout" in result[1]

@@ -97,9 +97,9 @@ def test_held_out_traces_are_never_trained_on_and_asked_when_no_eval_set_is_name
     trained = {tuple(row.ids.tolist()) for row in data.rows}
     assert len(trained) == 16
     assert not trained & {tuple(row.ids.tolist()) for row in data.heldout_rows}
-    asked = {item.prompt for item in data.items}
+    questions = {item.prompt for item in data.items}
     texts = {tokenizer.decode(row.ids.tolist()).split("\n")[0] for row in data.heldout_rows}
-    assert asked == texts
+    assert questions == texts
 
 
 def test_what_is_held_out_depends_on_the_data_seed_alone(tmp_path, tokenizer):
@@ -168,9 +168,9 @@ def test_traces_of_one_prompt_are_on_one_side(tmp_path, tokenizer, seed):
     path = write_lines(tmp_path / "x.jsonl", *records)
     data = ready(settings(path, data_seed=seed, packing=False, completion_only_loss=False), tokenizer)
     trained = {" ".join(tokenizer.decode(row.ids.tolist()).split("<reason")[0].split()) for row in data.rows}
-    asked = {" ".join(item.prompt.split()) for item in data.items}
-    assert len(trained) + len(asked) == 10
-    assert not trained & asked
+    questions = {" ".join(item.prompt.split()) for item in data.items}
+    assert len(trained) + len(questions) == 10
+    assert not trained & questions
     assert 6 <= data.heldout_traces == len(data.items) <= 8, "a fifth of 39, in groups of 3 or 4"
     assert data.traces == len(data.rows) == 39 - data.heldout_traces
 
@@ -184,14 +184,14 @@ def test_where_every_question_is_asked_often_the_rarest_is_held_out(tmp_path, to
 
 def test_an_evaluation_question_that_is_trained_on_is_refused_with_count_and_line(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(10)))
-    asked = [{"id": str(n), "prompt": f"What is {n} + 2?", "answer": "?", "section": "s"} for n in range(3)]
-    known = [{**asked[0], "id": f"known {n}", "prompt": f" what is  {n} + 1\n"} for n in (4, 6)]
-    evalset = write_lines(tmp_path / "e.jsonl", *asked, *known)
+    questions = [{"id": str(n), "prompt": f"What is {n} + 2?", "answer": "?", "section": "s"} for n in range(3)]
+    known = [{**questions[0], "id": f"known {n}", "prompt": f" what is  {n} + 1\n"} for n in (4, 6)]
+    evalset = write_lines(tmp_path / "e.jsonl", *questions, *known)
     with pytest.raises(InputError, match=r"overlap_normalised: 2 x a training prompt") as caught:
         ready(settings(path, validation_fraction=0, evalset=str(evalset)), tokenizer)
     assert f"first {path}:5: {evalset}:4 shares " in caught.value.problem
     assert "evaluation.evalset" in caught.value.fix
-    clean = settings(path, validation_fraction=0, evalset=str(write_lines(evalset, *asked)))
+    clean = settings(path, validation_fraction=0, evalset=str(write_lines(evalset, *questions)))
     assert len(ready(clean, tokenizer).items) == 3
 
 
@@ -218,10 +218,10 @@ def test_no_id_beyond_the_table_reaches_the_model_by_any_way(tmp_path, letter_by
     assert letter_by_letter.encode("é") == [table]
     plain = write_lines(tmp_path / "x.jsonl", record(0), record(1))
     strange = write_lines(tmp_path / "y.jsonl", record(0), record(1, final_answer="é"))
-    asked = write_lines(tmp_path / "e.jsonl", {"id": "a", "prompt": "é", "answer": "?", "section": "s"})
+    questions = write_lines(tmp_path / "e.jsonl", {"id": "a", "prompt": "é", "answer": "?", "section": "s"})
     ready(*given_to_the_model(plain, letter_by_letter), vocabulary=table)
     ways = {
-        "a question": given_to_the_model(plain, letter_by_letter, evalset=str(asked)),
+        "a question": given_to_the_model(plain, letter_by_letter, evalset=str(questions)),
         "padding": given_to_the_model(plain, replace(letter_by_letter, pad_id=table)),
         "the end": given_to_the_model(plain, replace(letter_by_letter, eos_id=table)),
         "the instruction": given_to_the_model(plain, letter_by_letter, system_instruction="é"),
@@ -242,7 +242,11 @@ def test_rows_their_fill_and_their_hash_are_of_all_rows(tmp_path, tokenizer):
     assert len(data.rows) > 5
     lengths = [len(row.ids) for row in data.rows]
     assert data.fill == pytest.approx(sum(lengths[:-1]) / (len(lengths) - 1) / 64)
-    assert data.merkle_root == facts_of_rows(list(data.rows)).merkle_root != facts_of_rows(list(data.rows)[:-1]).merkle_root
+    assert (
+        data.merkle_root
+        == facts_of_rows(list(data.rows)).merkle_root
+        != facts_of_rows(list(data.rows)[:-1]).merkle_root
+    )
     assert data.tokens == sum(lengths)
     assert data.trained_tokens == sum(int(row.trained.sum()) for row in data.rows)
 

@@ -12,16 +12,16 @@ from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import Training
 from tunix_rt.doctor import selftest as proving_child
 from tunix_rt.doctor.selftest import (
+    CHECK_NAMES,
     COMPUTED,
-    PROOF_NAMES,
-    Proof,
-    Proved,
+    CheckResult,
+    SelfTest,
     cuda_check_text,
-    proof_lines,
-    proof_problem,
-    prove,
     read_answer,
     run_child,
+    run_selftest,
+    selftest_lines,
+    selftest_problem,
 )
 from tunix_rt.engines.selftest.cases import rounded
 from tunix_rt.engines.selftest.runner import ALLOCATION, Setting, compare, device_memory, read_setting, resident_memory
@@ -32,13 +32,13 @@ from tunix_rt.train.device import kernels_of, step_of
 
 HELD = {"name": "product", "ok": True, "detail": "fine", "seconds": 0.5, "figures": {"largest error": 0.25}}
 WRONG = {**HELD, "name": "loss", "ok": False, "detail": "loss[0] is 1, should be 2"}
-BEGIN, HELD_LINE = json.dumps({"begun": "product"}), json.dumps({"proved": HELD})
+BEGIN, HELD_LINE = json.dumps({"begun": "product"}), json.dumps({"result": HELD})
 
 
-def child(script: str, *, seconds: float = 20.0) -> Proof:
+def child(script: str, *, seconds: float = 20.0) -> SelfTest:
     """The proof by a child that runs `script`."""
     answer = run_child([sys.executable, "-S", "-E", "-c", script], seconds=seconds)
-    return Proof(backend="torch", device="cuda", dtype="bfloat16", head_size=64, **answer)
+    return SelfTest(backend="torch", device="cuda", dtype="bfloat16", head_size=64, **answer)
 
 
 def printing(*lines: str) -> str:
@@ -47,24 +47,26 @@ def printing(*lines: str) -> str:
 
 def test_a_whole_answer_is_read():
     about = json.dumps({"about": {"name": "NVIDIA H200", "capability": [9, 0]}})
-    held = [{**HELD, "name": name} for name in PROOF_NAMES]
-    lines = [json.dumps({"proved": one}) for one in held]
-    proof = child(printing(BEGIN, *lines, about, json.dumps({"done": PROOF_NAMES})))
-    assert proof.ok and proof.problem is None and proof_problem(proof) is None
+    held = [{**HELD, "name": name} for name in CHECK_NAMES]
+    lines = [json.dumps({"result": one}) for one in held]
+    proof = child(printing(BEGIN, *lines, about, json.dumps({"done": CHECK_NAMES})))
+    assert proof.ok and proof.problem is None and selftest_problem(proof) is None
     assert (
-        proof.results == tuple(Proved(**one) for one in held) and proof.about["capability"] == [9, 0] and proof.pid > 0
+        proof.results == tuple(CheckResult(**one) for one in held)
+        and proof.about["capability"] == [9, 0]
+        and proof.pid > 0
     )
     assert to_plain(proof)["ok"] is True and json.loads(json.dumps(to_plain(proof)))["results"][1] == HELD
 
 
 def test_an_answer_that_lacks_a_proof_is_none_and_the_missing_ones_are_named():
     proof = child(printing(BEGIN, HELD_LINE, json.dumps({"done": ["product"]})))
-    problem, _ = proof_problem(proof)
-    assert not proof.ok and problem.endswith("nothing of device, attention, loss, optimizer, placement, memory, speed")
-    for missing in PROOF_NAMES:
-        others = [{**HELD, "name": name} for name in PROOF_NAMES if name != missing]
-        assert answered(*others).problem == f"the child said nothing of {missing}" and not answered(*others).ok
-    whole = [{**HELD, "name": name} for name in PROOF_NAMES]
+    problem, _ = selftest_problem(proof)
+    assert not proof.ok and problem.endswith("not report device, attention, loss, optimizer, placement, memory, speed")
+    for missing in CHECK_NAMES:
+        others = [{**HELD, "name": name} for name in CHECK_NAMES if name != missing]
+        assert answered(*others).problem == f"the child did not report {missing}" and not answered(*others).ok
+    whole = [{**HELD, "name": name} for name in CHECK_NAMES]
     assert answered(*whole).ok and not answered(*whole[:-1], {**whole[-1], "ok": False}).ok
 
 
@@ -75,7 +77,7 @@ def test_a_number_that_no_report_can_hold_is_no_answer(number):
     about = f'{{"about": {{"total_bytes": [{number}]}}}}'
     for line in (figures, seconds, *([] if number[0] in '"1' and number != "1e999" else [about])):
         answer = read_answer(line)
-        assert "which is no answer" in answer["garbage"] and not answer["results"] and not answer["about"]
+        assert "which is malformed" in answer["garbage"] and not answer["results"] and not answer["about"]
 
 
 def test_a_child_that_hangs_is_killed_with_all_it_started(tmp_path):
@@ -110,25 +112,25 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV while proving product"),
-        ("raise SystemExit(3)", "ended with code 3 while proving product"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV during product"),
+        ("raise SystemExit(3)", "ended with code 3 during product"),
         ("import torch_that_is_not_there", "No module named 'torch_that_is_not_there'"),
-        ("", "ended with code 0 while proving product"),
+        ("", "ended with code 0 during product"),
         ("print('Segmentation fault (core dumped)')", "printed 'Segmentation fault (core dumped)'"),
-        ("print('[1, 2]')", "which is no answer"),
-        ('print(\'{"proved": {"name": 1}}\')', "which is no answer"),
-        ("print('{\"done\": []}')", "ended with code 0 while proving product"),
-        ('print(\'{"done": ["product", "loss"]}\')', "ended with code 0 while proving product"),
+        ("print('[1, 2]')", "which is malformed"),
+        ('print(\'{"result": {"name": 1}}\')', "which is malformed"),
+        ("print('{\"done\": []}')", "ended with code 0 during product"),
+        ('print(\'{"done": ["product", "loss"]}\')', "ended with code 0 during product"),
         (
             "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) * 50000)",
-            "printed more than 1 MiB, which is no answer",
+            "printed more than 1 MiB, which is malformed",
         ),
     ],
 )
 def test_a_child_that_gives_no_whole_answer_is_no_proof(script, words):
     proof = child(printing(BEGIN) + script)
     assert words in proof.problem and not proof.ok
-    problem, fix = proof_problem(proof)
+    problem, fix = selftest_problem(proof)
     assert words in problem and "tunix-rt doctor --device cuda --backend torch --prove" in fix
 
 
@@ -143,7 +145,7 @@ def asked_of_the_child(monkeypatch, **given) -> list[str]:
     asked: list[str] = []
     answer = {"results": (), "about": {}, "pid": 1, "seconds": 0.0, "problem": None}
     monkeypatch.setattr(proving_child, "run_child", lambda command, seconds: asked.extend(command) or answer)
-    prove(backend="torch", device="cpu", **given)
+    run_selftest(backend="torch", device="cpu", **given)
     return asked[asked.index("tunix_rt.engines.selftest.torch") + 1 :]
 
 
@@ -209,16 +211,16 @@ def test_a_python_that_is_not_there_is_a_problem_not_a_crash(tmp_path):
     assert answer["problem"] == f"the child could not be started: {tmp_path / 'python'}: No such file or directory"
 
 
-def answered(*results: dict, **more) -> Proof:
+def answered(*results: dict, **more) -> SelfTest:
     known = {"backend": "torch", "device": "cuda", "dtype": "bfloat16", "head_size": 256, "pid": 7, "seconds": 3.0}
-    return Proof(**known | {"results": tuple(Proved(**result) for result in results)} | more)
+    return SelfTest(**known | {"results": tuple(CheckResult(**result) for result in results)} | more)
 
 
 def test_wrong_numbers_are_told_with_the_way_out():
-    problem, fix = proof_problem(answered(HELD, WRONG))
-    assert problem == "cuda failed the proof `loss` in bfloat16: loss[0] is 1, should be 2"
+    problem, fix = selftest_problem(answered(HELD, WRONG))
+    assert problem == "cuda failed the self-test check `loss` in bfloat16: loss[0] is 1, should be 2"
     assert "nvidia-smi -q -d ECC" in fix
-    assert not answered().ok and proof_problem(answered()) is not None
+    assert not answered().ok and selftest_problem(answered()) is not None
 
 
 def test_the_text_says_the_gpu_computed_only_when_it_did():
@@ -236,8 +238,10 @@ def test_the_text_says_the_gpu_computed_only_when_it_did():
 
 def test_speed_is_told_beside_what_is_published():
     speed = {**HELD, "name": "speed", "figures": {"tflops": 494.5, "gb_s": 4080.0}}
-    assert "494.5 TFLOP/s of 989 published (50%), 4,080 GB/s" in "\n".join(proof_lines(answered(speed), (989.0, None)))
-    assert "FAIL  loss[0] is 1" in "\n".join(proof_lines(answered(HELD, WRONG)))
+    assert "494.5 TFLOP/s of 989 published (50%), 4,080 GB/s" in "\n".join(
+        selftest_lines(answered(speed), (989.0, None))
+    )
+    assert "FAIL  loss[0] is 1" in "\n".join(selftest_lines(answered(HELD, WRONG)))
 
 
 def test_one_wrong_element_among_millions_is_found_and_named():

@@ -157,7 +157,7 @@ def test_an_unfinished_run_is_running_or_interrupted_and_shows_how_far_it_got(tm
     assert (listed.accuracy_before, listed.accuracy_after, listed.damaged) == (0.25, None, ())
     shown = invoke("show", tmp_path / "a").stdout
     assert "running or interrupted" in shown
-    assert "the last line of metrics.jsonl is half-written" in shown
+    assert "the last line of metrics.jsonl is torn" in shown
     assert "25.0 % -> ?" in invoke(tmp_path).stdout
 
 

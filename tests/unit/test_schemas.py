@@ -89,9 +89,8 @@ def test_every_file_of_a_real_run_has_the_declared_shape(name: str) -> None:
     assert seen >= {"precommit.json", "doctor.json", "result.json", "metrics.jsonl"}
 
 
-@pytest.mark.parametrize("model", ALL_MODELS, ids=lambda model: model.__name__)
-def test_a_schema_knows_no_other_key(model: type[types.Facts]) -> None:
-    assert "surplus: unknown key" in problems(model, {"surplus": 1})
+def test_a_schema_knows_no_other_key() -> None:
+    assert [model for model in ALL_MODELS if "surplus: unknown key" not in problems(model, {"surplus": 1})] == []
 
 
 @pytest.mark.parametrize("bundle", A_RUN)
@@ -185,28 +184,24 @@ def test_a_wrong_value_is_named_in_one_printable_line(wrong: dict[str, Any], pro
     assert problems(schemas.StepLine, LINE | {"states": {"50": "a" * 64}} | wrong) == [problem]
 
 
-@pytest.mark.parametrize("text", ["a\u202eb", "a\u200bb", "a\nb", "a\x1b[31mb", "a\u2028b", "\ud800", "x" * 501])
-def test_a_line_of_text_has_nothing_that_is_not_seen(text: str) -> None:
-    for kind in (types.Text, types.Name):
+UNSEEN = ("a\u202eb", "a\u200bb", "a\nb", "a\x1b[31mb", "a\u2028b", "\ud800")
+REFUSED = {
+    types.Text: (*UNSEEN, "x" * 501),
+    types.Name: (*UNSEEN, "", " a", "a ", "a|b", "a<b", "a>b", "a`b", "a\\b", "x" * 201),
+    types.Moment: ("2026-02-30T00:00:00+00:00", "2026-01-01T00:00:00", "2026-01-01T00:00:00+02:00", "x"),
+}
+
+
+@pytest.mark.parametrize(("kind", "texts"), REFUSED.items(), ids=["text", "name", "moment"])
+def test_a_text_has_nothing_unseen_a_name_is_safe_in_a_table_and_a_moment_is_a_real_one(kind: Any, texts: Any) -> None:
+    for text in texts:
         with pytest.raises(ValidationError):
             TypeAdapter(kind).validate_python(text)
 
 
-@pytest.mark.parametrize("name", ["", " a", "a ", "a|b", "a<b", "a>b", "a`b", "a\\b", "x" * 201])
-def test_a_name_is_safe_in_a_table(name: str) -> None:
-    with pytest.raises(ValidationError):
-        TypeAdapter(types.Name).validate_python(name)
-
-
-@pytest.mark.parametrize("name", ["cpu", "NVIDIA H200", "google/gemma-3-270m", "Intel(R) Xeon(R) @ 2.2 GHz", "é 中"])
-def test_honest_names_pass(name: str) -> None:
-    assert TypeAdapter(types.Name).validate_python(name) == name
-
-
-@pytest.mark.parametrize("text", ["2026-02-30T00:00:00+00:00", "2026-01-01T00:00:00", "2026-01-01T00:00:00+02:00", "x"])
-def test_a_moment_is_a_real_one_in_utc(text: str) -> None:
-    with pytest.raises(ValidationError):
-        TypeAdapter(types.Moment).validate_python(text)
+def test_honest_names_pass() -> None:
+    for name in ("cpu", "NVIDIA H200", "google/gemma-3-270m", "Intel(R) Xeon(R) @ 2.2 GHz", "é 中"):
+        assert TypeAdapter(types.Name).validate_python(name) == name
 
 
 def test_a_list_over_its_limit_is_refused_and_findings_are_few() -> None:

@@ -31,9 +31,9 @@ def data(tmp_path) -> Path:
 
 def test_a_second_start_reads_what_the_first_has_made(data):
     first = open_store(recipe_for(data), quiet)
-    told = []
-    second = open_store(recipe_for(data), lambda *said: told.append(said))
-    assert first.seconds > 0 and second.seconds == 0 and not told
+    reported = []
+    second = open_store(recipe_for(data), lambda *fields: reported.append(fields))
+    assert first.seconds > 0 and second.seconds == 0 and not reported
     assert replace(second, seconds=0, examples=None) == replace(first, seconds=0, examples=None)
     assert [e.ids.tolist() for e in second.examples] == [e.ids.tolist() for e in first.examples]
     assert len(second.examples) == 30
@@ -76,7 +76,7 @@ def test_damaged_tokens_are_noticed_and_made_again(data, what, caplog):
 
 
 def test_an_interrupted_build_leaves_no_half_store(data):
-    def stop(*told):
+    def stop(*reported):
         raise Preempted("stopped", fix="run it again")
 
     with pytest.raises(Preempted):
@@ -120,15 +120,15 @@ def test_a_store_that_is_there_is_read_without_writing_anything(data, monkeypatc
 def test_waiting_for_another_program_is_said_and_can_be_stopped(data, caplog):
     place = cache_folder() / recipe_for(data).key
     place.parent.mkdir(parents=True)
-    told = []
+    reported = []
 
     def tell(what, *counts):
-        told.append(what)
+        reported.append(what)
         raise Preempted("stopped", fix="run it again")
 
     with FileLock(f"{place}.lock"), caplog.at_level("INFO"), pytest.raises(Preempted):
         open_store(recipe_for(data), tell)
-    assert "waiting for it" in caplog.text and "wait" in told[0]
+    assert "waiting for it" in caplog.text and "wait" in reported[0]
 
 
 def test_what_killed_programs_left_is_swept_and_what_is_being_made_is_not(data):

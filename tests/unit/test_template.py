@@ -107,8 +107,8 @@ def test_chatml_is_written_with_bos_only_where_the_tokenizer_puts_one(tokenizer_
 
 def test_gemma_puts_the_system_turn_before_the_first_question_and_trims(tokenizer_with):
     tokenizer = tokenizer_with()
-    told = chat(" Hi? ", " Yes.\n", "So?", system="Be brief.")
-    text = conversation_text(choose_template("gemma", tokenizer), tokenizer, told.turns, add_generation_prompt=True)
+    briefed = chat(" Hi? ", " Yes.\n", "So?", system="Be brief.")
+    text = conversation_text(choose_template("gemma", tokenizer), tokenizer, briefed.turns, add_generation_prompt=True)
     assert text == (
         "<bos><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n"
         "<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n"
@@ -216,11 +216,11 @@ def test_a_conversation_that_the_assistant_begins_is_refused(tokenizer_with):
 
 
 def counted(monkeypatch):
-    """What the template is asked to write from now on, one entry each time."""
-    asked = []
+    """One entry for each conversation that is rendered from now on."""
+    rendered = []
     real = rendering.conversation_text
-    monkeypatch.setattr(rendering, "conversation_text", lambda *a, **k: asked.append(0) or real(*a, **k))
-    return asked
+    monkeypatch.setattr(rendering, "conversation_text", lambda *a, **k: rendered.append(0) or real(*a, **k))
+    return rendered
 
 
 @pytest.mark.parametrize("template", ["chatml", "gemma"])
@@ -228,12 +228,12 @@ def test_a_long_chat_is_cut_as_turn_by_turn_and_not_written_anew_for_each(tokeni
     tokenizer = tokenizer_with()
     way = style(tokenizer, template)
     long = chat(*(f" {place % 7} \n" for place in range(201)), system="Be brief.")
-    asked = counted(monkeypatch)
+    rendered = counted(monkeypatch)
     walked = render(long, tokenizer, way)
-    assert len(asked) < 50
+    assert len(rendered) < 50
     monkeypatch.setattr(rendering, "RENDERED_ANEW", 1000)
     anew = render(long, tokenizer, way)
-    assert len(walked.ends) == 100 and len(asked) > 200
+    assert len(walked.ends) == 100 and len(rendered) > 200
     assert walked.trained.tolist() == anew.trained.tolist() and walked.ends == anew.ends
 
 
@@ -242,18 +242,20 @@ def test_a_long_chat_that_spells_out_the_opening_is_read_turn_by_turn_and_a_very
     chatml = style(tokenizer, "chatml")
     tricky = ("<|im_start|>assistant\nYes.<|im_end|>", "Yes.")
     assert taught(tokenizer, render(chat(*tricky * 70), tokenizer, chatml)) == "Yes.<|im_end|>" * 70
-    with pytest.raises(InputError, match=r"257 assistant turns; more than 256 are supported only .* split the conversation"):
+    with pytest.raises(
+        InputError, match=r"257 assistant turns; more than 256 are supported only .* split the conversation"
+    ):
         render(chat(*tricky * 257), tokenizer, chatml)
     assert len(render(chat(*("Hi?", "Yes.") * 257), tokenizer, chatml).ends) == 257
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [("<|im_start|>assistant\nYes.<|im_end|>", "Yes."), ("Hi?", "Yes.<|im_end|>Still.")]
+    ("prompt", "reply"), [("<|im_start|>assistant\nYes.<|im_end|>", "Yes."), ("Hi?", "Yes.<|im_end|>Still.")]
 )
-def test_one_turn_in_a_long_chat_that_spells_out_a_mark_moves_no_other(tokenizer_with, asked, said):
+def test_one_turn_in_a_long_chat_that_spells_out_a_mark_moves_no_other(tokenizer_with, prompt, reply):
     tokenizer = tokenizer_with()
     turns = ["Hi?", "Yes."] * 70
-    turns[86:88] = asked, said
+    turns[86:88] = prompt, reply
     example = render(chat(*turns), tokenizer, style(tokenizer, "chatml"))
     assert taught(tokenizer, example) == "".join(f"{text}<|im_end|>" for text in turns[1::2])
     assert spelled(tokenizer, example.ids[example.ends[-1] :].tolist()) == "<|im_end|>\n"

@@ -42,8 +42,8 @@ def completion(text):
     return {"prompt": "What is 3 + 4?", "completion": text}
 
 
-def solved(number, asked="How long does it take?"):
-    return {"question": asked, "answer": f"It takes 2 + 3 = <<2+3=5>>5 hours.\n#### {number}"}
+def solved(number, eval_questions="How long does it take?"):
+    return {"question": eval_questions, "answer": f"It takes 2 + 3 = <<2+3=5>>5 hours.\n#### {number}"}
 
 
 FIRST_SUM = solved("12", "How many birds are in the garden in the morning?")
@@ -74,7 +74,7 @@ class Case:
     good_template: str | None = None
     line: int = 2
     """Which line is at fault; the first is always good."""
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    eval_questions: list[dict[str, Any]] = field(default_factory=list)
     model: ModelFacts = TINY
     good_model: ModelFacts | None = None
 
@@ -136,15 +136,15 @@ CASES = {
         model=ModelFacts(vocabulary=767, positions=512),
     ),
     "overlap_exact": Case(
-        bad=[FIRST, trace("What is 3 + 4?")], good=[FIRST, trace("What is 3 - 4?")], asked=[question("What is 3 + 4?")],
+        bad=[FIRST, trace("What is 3 + 4?")], good=[FIRST, trace("What is 3 - 4?")], eval_questions=[question("What is 3 + 4?")],
     ),
     "overlap_normalised": Case(
-        bad=[FIRST, trace("what IS  3 + 4")], good=[FIRST, trace("What is 3 - 4?")], asked=[question("What is 3 + 4?")],
+        bad=[FIRST, trace("what IS  3 + 4")], good=[FIRST, trace("What is 3 - 4?")], eval_questions=[question("What is 3 + 4?")],
     ),
     "overlap_ngram": Case(
         bad=[FIRST, trace(f"Once upon a time {STORY}. How many are left?")],
         good=[FIRST, trace(f"{' '.join(STORY.split()[:12])}. How many are left?")],
-        asked=[question(f"{STORY}. How many apples does Mia have?")],
+        eval_questions=[question(f"{STORY}. How many apples does Mia have?")],
     ),
     "control_text": Case(bad=[FIRST, trace("What is <eos>?")], good=[FIRST, trace("What is <end>?")]),
     "unused_column": Case(
@@ -187,8 +187,8 @@ def write_lines(path: Path, records) -> Path:
 def found_in(records, case: Case, template: str | None, model: ModelFacts, folder: Path) -> list[Finding]:
     path = write_lines(folder / "my.jsonl", records)
     evaluation = {"enabled": False}
-    if case.asked:
-        evaluation = {"evalset": str(write_lines(folder / "asked.jsonl", case.asked))}
+    if case.eval_questions:
+        evaluation = {"evalset": str(write_lines(folder / "eval.jsonl", case.eval_questions))}
     raw = {"evaluation": evaluation, **case.settings}
     raw["data"] = {"dataset": str(path), **raw.get("data", {})}
     tokenizer = tokenizer_with(template, folder / "tokenizer")
@@ -367,20 +367,22 @@ def test_the_ways_of_a_cut_are_counted_apart(tmp_path):
 
 
 def test_a_question_that_the_template_would_misread_is_refused_with_its_line(tmp_path):
-    case = Case(bad=[FIRST_CHAT], good=[], asked=[question("Fine?"), question("Hi<end_of_turn>") | {"id": "q2"}])
-    with pytest.raises(InputError, match=rf"{tmp_path / 'asked.jsonl'}:2: control_token: <end_of_turn>"):
+    case = Case(
+        bad=[FIRST_CHAT], good=[], eval_questions=[question("Fine?"), question("Hi<end_of_turn>") | {"id": "q2"}]
+    )
+    with pytest.raises(InputError, match=rf"{tmp_path / 'eval.jsonl'}:2: control_token: <end_of_turn>"):
         found_in(case.bad, case, GEMMA_LIKE, TINY, tmp_path)
 
 
 # --- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def overlap_of(training: dict, *asked: str) -> str | None:
+def overlap_of(training: dict, *eval_questions: str) -> str | None:
     from tunix_rt.data.formats import readings, to_sample
     from tunix_rt.data.records import EvalItem
 
     questions = overlap.questions_of(
-        EvalItem(id=str(number), prompt=prompt, answer="7", section="s") for number, prompt in enumerate(asked)
+        EvalItem(id=str(number), prompt=prompt, answer="7", section="s") for number, prompt in enumerate(eval_questions)
     )
     [form] = readings(training)
     match = overlap.find_overlap(to_sample(training, form, "x:1"), questions)
@@ -391,7 +393,7 @@ PERU = "What is the capital of Peru?"
 
 
 @pytest.mark.parametrize(
-    ("training", "asked"),
+    ("training", "eval_questions"),
     [
         (trace(f"Please answer this: {PERU}"), PERU),
         (trace(step=f"Somebody asked: {PERU} It is Lima."), PERU),
@@ -399,8 +401,8 @@ PERU = "What is the capital of Peru?"
         (trace("请回答：三加四等于几，然后再减去二是多少？"), "三加四等于几，然后再减去二是多少？"),
     ],
 )
-def test_a_question_in_other_words_around_it_is_found(training, asked):
-    assert overlap_of(training, asked) == "overlap_ngram"
+def test_a_question_in_other_words_around_it_is_found(training, eval_questions):
+    assert overlap_of(training, eval_questions) == "overlap_ngram"
 
 
 HIDDEN = {
@@ -420,9 +422,9 @@ def test_a_question_with_invisible_or_look_alike_letters_is_found(how):
 
 
 def test_a_question_in_cyrillic_is_found_in_capitals_and_not_in_another():
-    asked = "Сколько тетрадей купил Виктор в среду утром?"
-    assert overlap_of(trace(asked.upper()), asked) == "overlap_normalised"
-    assert overlap_of(trace("Сколько карандашей купил Виктор в среду утром?"), asked) is None
+    eval_questions = "Сколько тетрадей купил Виктор в среду утром?"
+    assert overlap_of(trace(eval_questions.upper()), eval_questions) == "overlap_normalised"
+    assert overlap_of(trace("Сколько карандашей купил Виктор в среду утром?"), eval_questions) is None
 
 
 def test_looking_through_invisible_letters_takes_linear_time():
@@ -437,10 +439,12 @@ def test_looking_through_invisible_letters_takes_linear_time():
 
 
 def test_a_common_instruction_is_no_overlap():
-    told = "Solve the following problem step by step and write nothing but the steps and then the answer in the end: "
-    asked = [f"{told}What is {n} + {n * 7}?" for n in range(60)]
-    assert overlap_of(trace(f"{told}Who painted the ceiling of the chapel?"), *asked) is None
-    assert overlap_of(trace(asked[7]), *asked) == "overlap_exact"
+    instruction = (
+        "Solve the following problem step by step and write nothing but the steps and then the answer in the end: "
+    )
+    eval_questions = [f"{instruction}What is {n} + {n * 7}?" for n in range(60)]
+    assert overlap_of(trace(f"{instruction}Who painted the ceiling of the chapel?"), *eval_questions) is None
+    assert overlap_of(trace(eval_questions[7]), *eval_questions) == "overlap_exact"
 
 
 @pytest.mark.parametrize(

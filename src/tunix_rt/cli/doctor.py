@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.doctor.facts import Ask, Check, Facts
     from tunix_rt.doctor.selection import DeviceChoice
-    from tunix_rt.doctor.selftest import Proof
+    from tunix_rt.doctor.selftest import SelfTest
 
 PAGES = "docs/doctor"
 
@@ -58,7 +58,7 @@ def doctor(
         text.show_lines(json_text(facts).splitlines())
         return
     choice: DeviceChoice | None = None
-    proof: Proof | None = None
+    proof: SelfTest | None = None
     refusal: TunixError | None = None
     try:
         from tunix_rt.cli.plan import refuse_unrunnable
@@ -98,10 +98,10 @@ def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
     return gather_facts(output, backend=ask.backend or "torch", device=ask.device)
 
 
-def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "Proof":
+def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "SelfTest":
     """The kernel self-test with the step and the heads of the configured run; needs the small files of its model only."""
     from tunix_rt.doctor.selection import set_environment
-    from tunix_rt.doctor.selftest import prove
+    from tunix_rt.doctor.selftest import run_selftest
     from tunix_rt.models.resolve import resolve_model
     from tunix_rt.plan.shape import shape_of
     from tunix_rt.train.device import kernels_of, step_of
@@ -110,21 +110,21 @@ def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> 
     set_environment(choice.device, backend)
     options: dict[str, Any] = {"backend": backend, "device": choice.device, "dtype": ask.dtype}
     if settings is None:
-        return prove(**options)
+        return run_selftest(**options)
     options |= step_of(settings.training)
     if ask.dtype != settings.training.dtype:  # master weights of another compute dtype
         options["master_dtype"] = None
     if not settings.model.model_name_or_path:
-        return prove(**options)
+        return run_selftest(**options)
     model = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
-    return prove(**options, **kernels_of(model.config, shape_of(model.config)))
+    return run_selftest(**options, **kernels_of(model.config, shape_of(model.config)))
 
 
 def _show(
     facts: "Facts",
     ask: "Ask",
     choice: "DeviceChoice | None",
-    proof: "Proof | None",
+    proof: "SelfTest | None",
     refusal: Any,
     *,
     as_json: bool,
@@ -133,12 +133,12 @@ def _show(
     from tunix_rt.accelerators import find_accelerator, peaks
     from tunix_rt.cli.views import text
     from tunix_rt.doctor.checks import KIND_OF, judge
-    from tunix_rt.doctor.selftest import proof_lines, proof_problem
+    from tunix_rt.doctor.selftest import selftest_lines, selftest_problem
     from tunix_rt.models.secrets import redacted
     from tunix_rt.storage import to_plain
 
     checks = judge(facts, ask)
-    wrong = proof_problem(proof) if proof else None
+    wrong = selftest_problem(proof) if proof else None
     ready = choice is not None and wrong is None
     code = 0 if ready else refusal.exit_code if refusal else 4
     cause = str(getattr(refusal, "cause", ""))
@@ -164,7 +164,7 @@ def _show(
         shown: list[str] = []
         if proof and choice:
             known = find_accelerator(choice.kind, choice.memory_bytes)
-            shown = proof_lines(proof, peaks(known, ask.dtype) if known else (None, None))
+            shown = selftest_lines(proof, peaks(known, ask.dtype) if known else (None, None))
         lines = verdict_lines(checks, choice if ready else None, ask.device, self_test=shown)
         if wrong:
             lines = [f"{_not_ready(ask.device)}: {wrong[0]}", f"  fix:  {wrong[1]}", *lines]

@@ -34,7 +34,7 @@ from tunix_rt.doctor.environment import (
     without_password,
 )
 from tunix_rt.doctor.facts import Facts, Torch
-from tunix_rt.doctor.selftest import proof_problem, prove
+from tunix_rt.doctor.selftest import run_selftest, selftest_problem
 from tunix_rt.doctor.wheels import INDEX_BASE, Wheel
 from tunix_rt.errors import ConfigError, HardwareError, Preempted, StorageError, TunixError
 from tunix_rt.storage import storage, to_plain, write_json
@@ -284,8 +284,8 @@ def _keep(ran: list[Ran], result: tuple[Ran, str]) -> tuple[Ran, str]:
 def _self_test(python: Path, device: str) -> tuple[Any, Failure | None]:
     """The kernel self-test of this Python on the device, as plain values, and what failed."""
     with _environment_of_children():
-        proof = prove(backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute()))
-    wrong = proof_problem(proof)
+        proof = run_selftest(backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute()))
+    wrong = selftest_problem(proof)
     if wrong is None:
         return _finite(to_plain(proof)), None
     problem, fix = wrong
@@ -294,7 +294,7 @@ def _self_test(python: Path, device: str) -> tuple[Any, Failure | None]:
 
 @contextlib.contextmanager
 def _environment_of_children() -> Iterator[None]:
-    """The variables of this process as a child inherits them: `prove` starts its own."""
+    """The variables of this process as a child inherits them: `run_selftest` starts its own."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(child_environment(before))

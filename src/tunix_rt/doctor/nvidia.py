@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -271,6 +271,18 @@ class GpuMemory:
     """Time, in UTC."""
 
 
+@contextlib.contextmanager
+def _nvml() -> Iterator[None]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> GpuMemory | None:
     """Memory that this process holds on the GPUs with these uuids; None if NVML reports none."""
     import pynvml
@@ -279,22 +291,16 @@ def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> 
     own: list[int] = []
     in_use = 0
     try:
-        pynvml.nvmlInit()
+        with _nvml():
+            for uuid in uuids:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+                in_use += int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+                if uuid.startswith("MIG-"):  # NVML lists processes for the whole GPU
+                    handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+                listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                own += [int(one.usedGpuMemory) for one in listed if one.pid == pid and one.usedGpuMemory]
     except pynvml.NVMLError:
         return None
-    try:
-        for uuid in uuids:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-            in_use += int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-            if uuid.startswith("MIG-"):  # NVML lists processes for the whole GPU
-                handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-            listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            own += [int(process.usedGpuMemory) for process in listed if process.pid == pid and process.usedGpuMemory]
-    except pynvml.NVMLError:
-        return None
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
     at = datetime.now(UTC).isoformat(timespec="seconds")
     if own:
         return GpuMemory(step=step, pid=pid, used_bytes=sum(own), by="nvml", at=at)
@@ -306,13 +312,10 @@ def driver_version() -> str | None:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
+        with _nvml():
+            return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
         return None
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def nvidia_smi_text(sample: GpuMemory | None, step: int) -> str:

@@ -203,11 +203,11 @@ def _jax_problem(platform: str, error: str, words: str) -> str:
     return f"jax with JAX_PLATFORMS={platform} raised {error} without a message, as it does if there is no device node"
 
 
-def _joined(said: Sequence[Any]) -> str | None:
+def _joined(messages: Sequence[Any]) -> str | None:
     """The warnings, each once. Anything but a list of texts is a TypeError."""
-    if not isinstance(said, list):
-        raise TypeError(f"{said!r} is not a list")
-    return " | ".join(dict.fromkeys(plain_words(str(words), 1000) for words in said)) or None
+    if not isinstance(messages, list):
+        raise TypeError(f"{messages!r} is not a list")
+    return " | ".join(dict.fromkeys(plain_words(str(one), 1000) for one in messages)) or None
 
 
 def _text(value: Any) -> str | None:

@@ -1,6 +1,6 @@
-"""The proof that a device computes rightly: runs the proof child of an engine and reads its lines.
+"""The kernel self-test (`doctor --prove`): starts the child process of an engine and reads its output.
 
-No torch and no jax here. A kernel that hangs, crashes or answers nonsense harms only the child, and becomes words.
+No torch and no JAX here. A kernel that hangs, crashes or returns nonsense affects only the child, and is reported.
 """
 
 import json
@@ -14,17 +14,17 @@ from tunix_rt.doctor import child_process as child
 
 SECONDS = 120.0
 HEAD_SIZE = 64
-"""Of most small models; taken where no model is named."""
-PROOF_NAMES = ("device", "product", "attention", "loss", "optimizer", "placement", "memory", "speed")
-"""All that a device is asked; an answer about fewer is no proof."""
+"""Of most small models; used where no model is named."""
+CHECK_NAMES = ("device", "product", "attention", "loss", "optimizer", "placement", "memory", "speed")
+"""Every check of a device; output with fewer is a failure."""
 COMPUTED = "GPU computation successful"
 START = "the import of its engine"
-"""What the child is at before its first proof."""
+"""The stage of the child before its first check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proved:
-    """What one proof found. `detail` has the numbers in words, `figures` as numbers."""
+class CheckResult:
+    """The result of one check. `detail` is for people, `figures` has the numbers."""
 
     name: str
     ok: bool
@@ -34,31 +34,31 @@ class Proved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
-    """Everything the child said. `ok` is true only for a child that ended by itself with all of PROOF_NAMES held."""
+class SelfTest:
+    """The output of the child. `ok` only if it ended by itself and all of CHECK_NAMES passed."""
 
     backend: str
     device: str
     dtype: str
     head_size: int
-    results: tuple[Proved, ...] = ()
+    results: tuple[CheckResult, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine and the device: versions, name, capability, uuid, memory, architectures, warnings."""
     pid: int
     seconds: float
     problem: str | None = None
-    """Why there is no whole answer: a hang, a crash, an answer that is none or lacks a proof."""
+    """Why the output is incomplete: a hang, a crash, output that is malformed or lacks a check."""
     ok: bool = field(init=False)
 
     def __post_init__(self) -> None:
         held = all(result.ok for result in self.results)
-        missing = [name for name in PROOF_NAMES if name not in {result.name for result in self.results}]
+        missing = [name for name in CHECK_NAMES if name not in {result.name for result in self.results}]
         if self.problem is None and held and missing:
-            object.__setattr__(self, "problem", f"the child said nothing of {', '.join(missing)}")
+            object.__setattr__(self, "problem", f"the child did not report {', '.join(missing)}")
         object.__setattr__(self, "ok", self.problem is None and held and not missing)
 
 
-def prove(
+def run_selftest(
     *,
     backend: str,
     device: str,
@@ -76,13 +76,12 @@ def prove(
     dropout: bool = False,
     python: str = sys.executable,
     seconds: float = SECONDS,
-) -> Proof:
-    """Prove that `device` computes rightly in `dtype`, in a child process that is ended after `seconds`.
+) -> SelfTest:
+    """Compare the kernels of a run on `device` in `dtype` with float64, in a child process that is killed after `seconds`.
 
-    What is left out is as in most runs and models: weights in float32, AdamW; no cap of logits or scores, scores over the
-    root of the head size, no sliding window and no dropout in attention. Which attention serves that is the child's to
-    find out."""
-    # -P: as for the installed program, a file torch.py in the current folder is not torch.
+    The defaults are those of most runs and models: float32 weights, AdamW, no soft-capping, scores over the root of the head
+    size, no sliding window and no attention dropout. The child chooses the attention implementation."""
+    # -P: as with the installed program, a file torch.py in the current folder is not torch.
     command = [python, "-P", "-m", f"tunix_rt.engines.selftest.{backend}", "--device", device, "--dtype", dtype]
     command += ["--head-size", str(head_size)]
     options = {
@@ -92,110 +91,112 @@ def prove(
     for option, value in options.items():
         command += [] if value is None else [option, str(value)]
     flags = {"--deterministic": deterministic, "--capped-scores": capped_scores, "--dropout": dropout}
-    command += [flag for flag, asked in flags.items() if asked]
+    command += [flag for flag, is_set in flags.items() if is_set]
     answer = run_child(command, seconds=seconds)
-    return Proof(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
+    return SelfTest(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
 
 
 # --- the child --------------------------------------------------------------------------------------------------------
 
 
 def run_child(command: Sequence[str], *, seconds: float) -> dict[str, Any]:
-    """The fields of a Proof that come from the child. At the limit its whole process group is killed."""
+    """The fields of a SelfTest that come from the child. At the limit its process group is killed."""
     ended = child.run_child(command, seconds=seconds)
     answer = read_answer(ended.out)
     stage, problem, whole = answer.pop("stage"), answer.pop("garbage"), answer.pop("whole")
     if ended.code is None:
         problem = f"{stage if ended.pid else 'the child'} {ended.words}"
     elif ended.code < 0:
-        problem = f"the child {ended.words} while proving {stage}"
+        problem = f"the child {ended.words} during {stage}"
     elif ended.cut:  # and the stage with it
-        problem = f"the child printed more than {child.MOST_READ >> 20} MiB, which is no answer"
+        problem = f"the child printed more than {child.MOST_READ >> 20} MiB, which is malformed"
     elif problem is None and not (whole and _exit_fits(ended.code, answer["results"])):
-        said = f": {ended.last_error[:300]}" if ended.last_error else " and said nothing"
-        problem = f"the child {ended.words} while proving {stage}{said}"
+        reason = f": {ended.last_error[:300]}" if ended.last_error else " without an error message"
+        problem = f"the child {ended.words} during {stage}{reason}"
     return {**answer, "pid": ended.pid, "seconds": ended.seconds, "problem": problem}
 
 
-def _exit_fits(exit_code: int, results: Sequence[Proved]) -> bool:
-    """A child that ends with an error although every proof held has met one nobody has words for."""
+def _exit_fits(exit_code: int, results: Sequence[CheckResult]) -> bool:
+    """A child that ends with an error although every check passed has failed in an unknown way."""
     return exit_code == 0 or not all(result.ok for result in results)
 
 
 def read_answer(text: str) -> dict[str, Any]:
-    """The child's lines: `results`, `about`, the `stage` it was at, whether it is `whole`, and `garbage` in words.
+    """The child's lines: `results`, `about`, its `stage`, whether it is `whole`, and the first malformed line as `garbage`.
 
-    A line that is no answer spoils the rest: what a confused child says afterwards proves nothing.
+    Lines after a malformed one are not read.
     """
     answer: dict[str, Any] = {"results": (), "about": {}, "stage": START, "whole": False, "garbage": None}
     for line in text.splitlines():
         try:
-            said = json.loads(line, parse_float=_finite, parse_constant=_finite)
-            match said:
+            parsed = json.loads(line, parse_float=_finite, parse_constant=_finite)
+            match parsed:
                 case {"begun": str(stage)}:
                     answer["stage"] = stage
                 case {"about": dict(about)}:
                     answer["about"] = about
-                case {"proved": dict(proved)}:
-                    answer["results"] += (_proved(proved),)
+                case {"result": dict(result)}:
+                    answer["results"] += (_result(result),)
                 case {"done": list(names)}:
                     answer["whole"] = bool(names) and names == [result.name for result in answer["results"]]
                     answer["stage"] = "nothing more" if answer["whole"] else answer["stage"]
                 case _:
                     raise ValueError(line)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            answer["garbage"] = f"the child printed {line[:200]!r} while proving {answer['stage']}, which is no answer"
+            answer["garbage"] = f"the child printed {line[:200]!r} during {answer['stage']}, which is malformed"
             break
     return answer
 
 
 def _finite(number: str | float) -> float:
-    """NaN and infinity are no figures: JSON has none, and no report could be written with them."""
-    if not math.isfinite(found := float(number)):
+    """JSON has no NaN and no infinity, so a report cannot contain them."""
+    if not math.isfinite(value := float(number)):
         raise ValueError(number)
-    return found
+    return value
 
 
-def _proved(raw: Mapping[str, Any]) -> Proved:
+def _result(raw: Mapping[str, Any]) -> CheckResult:
     name, ok, detail, figures = raw["name"], raw["ok"], raw["detail"], raw["figures"]
     if not (isinstance(name, str) and isinstance(ok, bool) and isinstance(detail, str) and isinstance(figures, dict)):
         raise ValueError(raw)
     plain = {str(key): _finite(value) for key, value in figures.items()}
-    return Proved(name=name, ok=ok, detail=detail, seconds=_finite(raw["seconds"]), figures=plain)
+    return CheckResult(name=name, ok=ok, detail=detail, seconds=_finite(raw["seconds"]), figures=plain)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
 
 WRONG_NUMBERS = ("product", "attention", "loss", "optimizer")
 
 
-def proof_problem(proof: Proof) -> tuple[str, str] | None:
-    """What is wrong and the way out, of the first proof that did not hold; None when all did."""
+def selftest_problem(proof: SelfTest) -> tuple[str, str] | None:
+    """Problem and fix of the first check that failed; None if all passed."""
     again = f"tunix-rt doctor --device {proof.device} --backend {proof.backend} --prove"
     if proof.problem is not None:
-        way = f"see whether another program holds the device, then run `{again}`; if it repeats, make the environment anew"
-        return f"{proof.device} is not proven: {proof.problem}", way
+        way = f"check whether another program uses the device, then run `{again}`; if it repeats, create the environment again"
+        return f"{proof.device}: the kernel self-test did not finish: {proof.problem}", way
     failed = next((result for result in proof.results if not result.ok), None)
     if failed is None:
         return None
-    problem = f"{proof.device} failed the proof `{failed.name}` in {proof.dtype}: {failed.detail}"
+    problem = f"{proof.device} failed the self-test check `{failed.name}` in {proof.dtype}: {failed.detail}"
     if _is_about_capability(failed.detail):
         return problem, f"install a wheel with code for this GPU: `tunix-rt doctor --device {proof.device}` names it"
     if failed.name in WRONG_NUMBERS and proof.device == "cuda":
         return problem, (
-            f"no result of this device can be trusted: run `{again}` again; if it repeats, look for memory errors "
-            "(`nvidia-smi -q -d ECC,ROW_REMAPPER`), take back overclocking, install the engine anew, or use another device"
+            f"results of this device cannot be trusted: run `{again}` again; if it repeats, check for memory errors "
+            "(`nvidia-smi -q -d ECC,ROW_REMAPPER`), undo overclocking, reinstall the engine, or use another device"
         )
-    return problem, f"run `{again}` again; if it repeats, install {proof.backend} anew or use another device"
+    return problem, f"run `{again}` again; if it repeats, reinstall {proof.backend} or use another device"
 
 
 def _is_about_capability(detail: str) -> bool:
     return "capability" in detail or "no kernel image" in detail
 
 
-def proof_lines(proof: Proof, peak: tuple[float | None, float | None] = (None, None)) -> list[str]:
-    """A line per proof; speed and bandwidth beside the published `peak` (TFLOP/s, GB/s) where one is given."""
-    lines = [f"Proof on {proof.device} in {proof.dtype}: {'held' if proof.ok else 'FAILED'} ({proof.seconds:.1f} s)"]
+def selftest_lines(proof: SelfTest, peak: tuple[float | None, float | None] = (None, None)) -> list[str]:
+    """A line per check; speed and bandwidth beside the published `peak` (TFLOP/s, GB/s) where one is given."""
+    lines = [
+        f"Kernel self-test on {proof.device} in {proof.dtype}: {'passed' if proof.ok else 'FAILED'} ({proof.seconds:.1f} s)"
+    ]
     for result in proof.results:
         detail = _beside(result.figures, peak) if result.name == "speed" and result.ok else result.detail
         lines.append(f"  {result.name:<10} {'ok  ' if result.ok else 'FAIL'}  {detail}")
@@ -203,10 +204,10 @@ def proof_lines(proof: Proof, peak: tuple[float | None, float | None] = (None, N
     return [*lines, COMPUTED] if _computed(proof) else lines
 
 
-def _computed(proof: Proof) -> bool:
-    """The product ran on the GPU, was waited for, and agrees with float64."""
-    held = {result.name for result in proof.results if result.ok}
-    return proof.device == "cuda" and held >= {"device", "product", "placement"}
+def _computed(proof: SelfTest) -> bool:
+    """The matmul ran on the GPU, was waited for, and agrees with float64."""
+    passed = {result.name for result in proof.results if result.ok}
+    return proof.device == "cuda" and passed >= {"device", "product", "placement"}
 
 
 def _beside(figures: Mapping[str, float], peak: tuple[float | None, float | None]) -> str:
@@ -218,8 +219,8 @@ def _beside(figures: Mapping[str, float], peak: tuple[float | None, float | None
     return ", ".join(parts)
 
 
-def cuda_check_text(proof: Proof) -> str:
-    """The text of `cuda_check.txt`: what the engine says of CUDA, and every proof with its figures."""
+def cuda_check_text(proof: SelfTest) -> str:
+    """The text of `cuda_check.txt`: what the engine reports of CUDA, and every check with its figures."""
     about = proof.about
     names = {
         "torch.__version__": "torch",
@@ -240,12 +241,12 @@ def cuda_check_text(proof: Proof) -> str:
         "warnings": "said",
     }
     lines = [f"{label}: {_plain_words(about[key])}" for label, key in names.items() if key in about]
-    lines += ["", f"proofs in {proof.dtype}, head size {proof.head_size}, process {proof.pid}:"]
+    lines += ["", f"kernel self-test in {proof.dtype}, head size {proof.head_size}, process {proof.pid}:"]
     for result in proof.results:
         lines.append(f"{result.name}: {'ok' if result.ok else 'FAILED'}, {result.detail} ({result.seconds:.2f} s)")
         lines += [f"    {key}: {value:.6g}" for key, value in result.figures.items()]
     if proof.problem is not None:
-        lines.append(f"not proven: {proof.problem}")
+        lines.append(f"not finished: {proof.problem}")
     return "\n".join([*lines, COMPUTED] if _computed(proof) else lines) + "\n"
 
 

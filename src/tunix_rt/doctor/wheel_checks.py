@@ -163,12 +163,12 @@ def torch_sees_the_gpu(facts: Facts, ask: Ask) -> Check:
         return skipped("torch was not started, or no GPU is visible")
     if torch.cuda_available:
         return passed(f"{torch.cuda_devices} CUDA device(s)")
-    said = torch.said or "torch.cuda.is_available() is False, without a warning"
-    for words, why, fix in CUDA_ERRORS:
-        if re.search(words, said):
-            return failed(said, why, fix)
+    message = torch.said or "torch.cuda.is_available() is False, without a warning"
+    for pattern, why, fix in CUDA_ERRORS:
+        if re.search(pattern, message):
+            return failed(message, why, fix)
     return failed(
-        said, "torch cannot start CUDA", "restart the container or the computer, then run tunix-rt doctor again"
+        message, "torch cannot start CUDA", "restart the container or the computer, then run tunix-rt doctor again"
     )
 
 

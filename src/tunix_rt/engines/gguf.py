@@ -248,7 +248,10 @@ def read_header(file: Path) -> Header:
 
 
 class _Reader:
-    """Walks over a mapped GGUF file. Raises struct.error at its end, ValueError at what it does not know."""
+    """Parses a mapped GGUF header. Raises struct.error at the end of the file, ValueError for an unknown version or type.
+
+    `gguf.GGUFReader` has no bounds: a list that claims more values than the file has makes it loop until memory is full.
+    """
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content

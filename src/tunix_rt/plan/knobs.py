@@ -58,7 +58,7 @@ def can_run(config: RunConfig) -> bool:
 
 
 def runnable(config: RunConfig, settings: Settings) -> RunConfig | None:
-    """`config` with `settings`; None if the engine does not support them together. Cached, since every device asks the same."""
+    """`config` with `settings`; None if the engine does not support them together. Cached for a search over devices."""
     return _runnable(config, tuple(settings.items()))
 
 

@@ -24,7 +24,7 @@ from tunix_rt.plan.shape import ModelShape
 
 # --- fitted to the steps in benchmarks/results/speed_*.json and jax_speed*.json, unless another file is named
 
-PRODUCT_SHARE = 0.78
+MATMUL_SHARE = 0.78
 """Fraction of the published matmul rate, without the time to move operands: with both, the layers of Gemma 2B reached 693 of
 989 TFLOP/s (benchmarks/results/speed_profile.txt)."""
 BANDWIDTH_SHARE = 0.8
@@ -249,7 +249,7 @@ class _Run:
             return self.rates.flops_per_second
         return self.rates.fp32_flops_per_second * 4 / self.compute
 
-    def computing(self, flops: float, share: float = PRODUCT_SHARE) -> float:
+    def computing(self, flops: float, share: float = MATMUL_SHARE) -> float:
         return flops / (share * self.published)
 
     def moving(self, size: float) -> float:
@@ -269,14 +269,14 @@ def _kernel(run: _Run, device: str, capability: tuple[int, int] | None) -> str:
 def _parts(run: _Run, layers: str, targets: int, example: int, kernel: str) -> dict[str, float]:
     micro_batches = run.config.training.gradient_accumulation_steps
     slower = JAX_SLOWER if run.jax else 1.0
-    products, attention = _products(run), _attention(run, example, kernel)
+    matmuls, attention = _matmuls(run), _attention(run, example, kernel)
     elementwise = _elementwise(run) * (PLAIN_LAYER if layers == "plain" else 1.0)
     each = {
-        "products": products,
+        "products": matmuls,
         "head": _head(run, targets),
         "attention": attention,
         "elementwise": elementwise,
-        "recomputation": _recomputation(run, products, attention, elementwise),
+        "recomputation": _recomputation(run, matmuls, attention, elementwise),
     }
     parts = {name: slower * micro_batches * seconds for name, seconds in each.items()}
     parts["update"] = slower * (_update(run) + micro_batches * _adding_up(run))
@@ -284,7 +284,7 @@ def _parts(run: _Run, layers: str, targets: int, example: int, kernel: str) -> d
     return parts
 
 
-def _products(run: _Run) -> float:
+def _matmuls(run: _Run) -> float:
     """Matmuls of the layers: six operations per parameter and token, four if it is frozen. Inputs and outputs are moved for each
     of the three matmuls, weights and gradients once in every micro-batch."""
     shape, tokens = run.shape, run.batch.tokens
@@ -335,13 +335,13 @@ def _elementwise(run: _Run) -> float:
     return run.moving(values * width * shape.layers * run.batch.tokens)
 
 
-def _recomputation(run: _Run, products: float, attention: float, elementwise: float) -> float:
+def _recomputation(run: _Run, matmuls: float, attention: float, elementwise: float) -> float:
     """The repeated forward pass of checkpointed layers. With a fraction, the JAX engine saves all matmul results and is not
     slower for what it recomputes (jax_speed.json beside jax_speed_none.json)."""
     again = 1 - run.recipe.kept_layers(run.shape.layers) / run.shape.layers
     if run.jax and 0 < run.recipe.kept_share < 1:
         return 0.0
-    return again * (products / 3 + attention / 3 + elementwise / 3)
+    return again * (matmuls / 3 + attention / 3 + elementwise / 3)
 
 
 def _update(run: _Run) -> float:

@@ -195,11 +195,11 @@ def _matmul_rate(size: int) -> float:
     import numpy as np
 
     left = np.ones((size, size), dtype=np.float32)
-    product = left @ left  # starts the threads
+    result = left @ left  # starts the threads
     fastest, count, until = math.inf, 0, time.perf_counter() + RATE_SECONDS / 2
     while count < FEWEST_MATMULS or time.perf_counter() < until:
         started, count = time.perf_counter(), count + 1
-        np.matmul(left, left, out=product)
+        np.matmul(left, left, out=result)
         fastest = min(fastest, time.perf_counter() - started)
     return 2.0 * size**3 / fastest
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from tunix_rt.doctor.facts import Check
 from tunix_rt.doctor.facts import Facts as Computer
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.doctor.selftest import Proved
+from tunix_rt.doctor.selftest import CheckResult
 from tunix_rt.engines.step_time import DenseMatmul, Part
 from tunix_rt.plan.fit import Fit
 from tunix_rt.plan.memory import MemoryPlan
@@ -32,7 +32,7 @@ class Proof(f.Facts):
     device: f.Device
     dtype: f.Name
     head_size: f.Positive
-    results: Annotated[f.Many[Proved], Field(max_length=64)]
+    results: Annotated[f.Many[CheckResult], Field(max_length=64)]
     about: Engaged
     pid: f.Count
     seconds: f.Amount

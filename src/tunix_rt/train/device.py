@@ -20,7 +20,7 @@ from tunix_rt.doctor.selection import (
     torch_version_text,
     with_virtual_devices,
 )
-from tunix_rt.doctor.selftest import cuda_check_text, proof_lines, proof_problem, prove
+from tunix_rt.doctor.selftest import cuda_check_text, run_selftest, selftest_lines, selftest_problem
 from tunix_rt.errors import HardwareError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.plan.fit import limited
@@ -98,15 +98,15 @@ def check_kernels(
     ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
     logger.info("Kernel self-test on %s: comparing with float64 in a child process, up to half a minute", choice.device)
     where: dict[str, Any] = {"backend": training.backend, "device": choice.device, "dtype": training.dtype}
-    proof = prove(**where, **step_of(training), **kernels_of(model.config, shape))
+    proof = run_selftest(**where, **step_of(training), **kernels_of(model.config, shape))
     judged = {"facts": facts, "checks": judge(facts, ask), "choice": choice, "proof": proof}
     journal.write(write_json, run.doctor, judged)
     if choice.device == "cuda":
         journal.write(write_text, run.cuda_check, cuda_check_text(proof))
     known = find_accelerator(choice.kind, choice.memory_bytes)
-    for line in proof_lines(proof, peaks(known, training.dtype) if known else (None, None)):
+    for line in selftest_lines(proof, peaks(known, training.dtype) if known else (None, None)):
         logger.info("%s", line)
-    if problem := proof_problem(proof):
+    if problem := selftest_problem(proof):
         raise _with_report(HardwareError(problem[0], fix=problem[1], cause="not-proven"), journal, judged)
     if choice.device != "cuda":
         return frozenset()

@@ -10,22 +10,19 @@ from typing import Any
 
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.load import dump_yaml, with_settings
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.packing import total_steps
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.errors import ConfigError, DoesNotFitError
 from tunix_rt.models.resolve import ModelSource
-from tunix_rt.plan.compile_policy import layers_planned
-from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.report import judge, left_to_the_compiler, refuse_if_too_big
+from tunix_rt.plan.report import refuse_if_too_big
+from tunix_rt.plan.run import RowFacts, RunPlan, plan_run, settle_memory
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.solver import Proposal, faster, solve
-from tunix_rt.plan.speed import rates_for
-from tunix_rt.plan.timing import disk_needed_bytes, estimate_time
+from tunix_rt.plan.timing import measure_rate
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none
 from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, write_text
 from tunix_rt.train.commitment import (
@@ -72,16 +69,47 @@ def plan_at_max_length(journal: RunJournal, config: RunConfig, device: DeviceCho
     """Find the model, settle `memory: auto`, and predict memory for rows of `max_length`; refuse what cannot fit."""
     model, shape = find_model(config)
     journal.result.parameters = shape.parameters
-    fitted = fit_settings(journal, config, shape, device)
-    if fitted.config != config and not journal.continued:
-        write_text(journal.run.config, dump_yaml(settled_config(fitted.config)))
-    _log_preflight(fitted.config, model, shape, device)
-    batch = micro_batch(journal, fitted.config, device)
-    local = adjust_data_replicas(fitted.config, device.count, continued=journal.continued)
-    return Draft(
-        model=model, shape=shape, committed=fitted.config, config=local, fitting=fitted.fitting, batch=batch,
-        memory=_predict_at_max_length(journal, local, shape, device, batch.rows, attempt=attempt),
+    settled, fitting = settle_settings(journal, config, shape, device)
+    if settled != config and not journal.continued:
+        write_text(journal.run.config, dump_yaml(settled_config(settled)))
+    _log_preflight(settled, model, shape, device)
+    batch = micro_batch(journal, settled, device)
+    local = adjust_data_replicas(settled, device.count, continued=journal.continued)
+    plan = plan_run(local, shape, device, micro_batch=batch.rows, settle=False).memory
+    _refuse_at_max_length(journal, local, shape, device, plan, attempt=attempt)
+    return Draft(model=model, shape=shape, committed=settled, config=local, fitting=fitting, batch=batch, memory=plan)
+
+
+def settle_settings(
+    journal: RunJournal, config: RunConfig, shape: ModelShape, device: DeviceChoice
+) -> tuple[RunConfig, dict[str, Any] | None]:
+    """`config` with the settings that `memory: auto` chooses, and the record of the choice; a resumed run keeps the choice it
+    began with. Where nothing fits, the configuration stays as written, and the plan refuses it."""
+    if config.training.memory != "auto":
+        return config, None
+    if journal.continued:
+        committed = read_precommit(journal.run)
+        fitting = fitting_of_run(committed)
+        if fitting is not None:
+            logger.info("Memory: auto, as the run began: %s", _settings_text(fitting["chosen"]) or "as written")
+        return as_it_began(committed, config), fitting
+    settled, fitting = settle_memory(config, shape, device, cpu_flops=cpu_flops(device))
+    if not fitting["chosen"]:
+        logger.info("Memory: auto keeps the settings as written: %s", fitting["why"])
+        return settled, fitting
+    costs = fitting["changes_the_result"]
+    logger.warning(
+        "Memory: auto sets %s: %.2f GiB and %s tokens/s predicted; %s%s",
+        _settings_text(fitting["chosen"]), fitting["predicted_bytes"] / GIB,
+        f"{fitting['predicted_tokens_per_second']:,.0f}", fitting["why"],
+        f". It changes the result: {'; '.join(costs)}" if costs else "",
     )  # fmt: skip
+    return settled, fitting
+
+
+def cpu_flops(device: DeviceChoice) -> float | None:
+    """Measured FLOP/s of this CPU; None for another device, whose figures are published."""
+    return measure_rate() if device.device == "cpu" else None
 
 
 def prepare_data(journal: RunJournal, draft: Draft, stop: Preemption, options: Options) -> tuple[Tokenizer, Prepared]:
@@ -105,11 +133,10 @@ def commit_run(
     options: Options,
 ) -> RunContext:
     """Plan again with the rows that there are, write the commitment, and find the step to start from."""
-    plan = plan_with_rows(journal, draft, device, data)
-    journal.result.memory = Footprint(predicted_bytes=plan.peak_bytes)
-    total = steps_of(draft.committed, data, draft.batch.rows)
-    journal.result.steps_planned = total
-    _log_steps(draft, data, device, total=total, eval_rows=plan.eval_rows)
+    planned = plan_with_rows(journal, draft, device, data)
+    plan, total = planned.memory, steps_of(draft.committed, data, draft.batch.rows)
+    journal.result.set(memory=Footprint(predicted_bytes=plan.peak_bytes), steps_planned=total)
+    _log_steps(draft, data, planned, device)
     committed = build_precommit(
         draft.committed, draft.model, tokenizer, data, device=device.device, batch=draft.batch, fitting=draft.fitting
     )
@@ -141,23 +168,15 @@ def _log_preflight(config: RunConfig, model: ModelSource, shape: ModelShape, dev
         logger.warning("The weights are random: this run is no evidence of learning from a pretrained model")
 
 
-def _predict_at_max_length(
-    journal: RunJournal, config: RunConfig, shape: ModelShape, choice: DeviceChoice, rows: int, *, attempt: bool
-) -> MemoryPlan:
-    """Memory for micro-batches of `rows` rows of `max_length`. Refuses what cannot fit, unless it is an `attempt`, which is
-    logged and recorded."""
-    plan = predict_run(
-        shape, config, device=choice.device, devices=choice.count, rows=rows, capability=choice.capability,
-        device_name=choice.kind,
-    )  # fmt: skip
+def _refuse_at_max_length(
+    journal: RunJournal, config: RunConfig, shape: ModelShape, choice: DeviceChoice, plan: MemoryPlan, *, attempt: bool
+) -> None:
+    """Refuse what cannot fit, unless it is an `attempt`, which is logged and recorded."""
     if choice.device == "cuda" and shape.parameters > LOUD_PARAMETERS:
         logger.warning(
             "OVER 1B PARAMETERS ON A GPU: %s parameters, %.1f GiB predicted; the TPU configuration is submission_tpu.yaml",
             f"{shape.parameters:,}", plan.peak_bytes / GIB,
         )  # fmt: skip
-    if doubt := left_to_the_compiler(plan, choice):
-        logger.info("Memory: %s", doubt)
-        return plan
     try:
         refuse_if_too_big(plan, choice, shape, config)
     except DoesNotFitError as error:
@@ -165,7 +184,6 @@ def _predict_at_max_length(
             raise
         logger.warning("Continuing because of --allow-oom-attempt: %s", error.problem.splitlines()[0])
         journal.result.oom_attempt = Footprint(predicted_bytes=plan.least_bytes, available_bytes=choice.free_bytes)
-    return plan
 
 
 def require_peft(config: RunConfig) -> None:
@@ -204,64 +222,29 @@ def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) ->
     return batch
 
 
-def layers_for_data(
-    config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, rows: int
-) -> str | None:
-    """How the PyTorch engine runs the layers: the fastest way, or where that does not fit, compiled, which needs the least
-    memory. None: the JAX engine compiles every step."""
-    if CAPABILITIES[config.training.backend].compiles_whole_step:
-        return None
-    rule = partial(
-        layers_planned, config, shape, device=choice.device, device_name=choice.kind, capability=choice.capability,
-        row_tokens=data.longest_row, packed=config.data.packing and data.traces > len(data.rows),
-    )  # fmt: skip
-    fastest = rule(steps=steps_of(config, data, rows))
-    if fastest == "compiled" or judge(plan_with_data(config, shape, choice, data, rows, fastest), choice).fits:
-        return fastest
-    could = rule() != "plain"  # of a run long enough
-    if not could or not judge(plan_with_data(config, shape, choice, data, rows, "compiled"), choice).fits:
-        return fastest
-    why = {"plain": "though the run is too short for it to pay", "recorded": "and launched kernel by kernel"}[fastest]
-    logger.info("Compiling the layers, %s: the run fits in no other way", why)
-    return "compiled"
-
-
-def plan_with_data(
-    config: RunConfig, shape: ModelShape, choice: DeviceChoice, data: Prepared, rows: int, layers: str | None
-) -> MemoryPlan:
-    """The prediction for the longest row there really is, the share of targets and what computes the layers."""
-    return predict_run(
-        shape,
-        config,
-        device=choice.device,
-        devices=choice.count,
-        rows=rows,
-        row_tokens=data.longest_row,
-        target_share=data.trained_tokens / data.tokens,
-        capability=choice.capability,
-        device_name=choice.kind,
-        layers=layers,
-    )
-
-
 def steps_of(config: RunConfig, data: Prepared, rows: int) -> int:
     training = config.training
     rows_per_step = rows * training.gradient_accumulation_steps
     return total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
 
 
-def plan_with_rows(journal: RunJournal, draft: Draft, choice: DeviceChoice, data: Prepared) -> MemoryPlan:
-    """The prediction for the longest row there is: the one that is compared with the measurement. Refuses what cannot fit
-    with it; writes `plan.json`."""
-    config, shape, rows = draft.config, draft.shape, draft.batch.rows
-    plan = plan_with_data(config, shape, choice, data, rows, layers_for_data(config, shape, choice, data, rows))
-    fit, attempt = judge(plan, choice), journal.result.oom_attempt
-    compiler_decides = CAPABILITIES[config.training.backend].compiles_whole_step
-    if not fit.fits and not compiler_decides and attempt is None:
-        refuse_if_too_big(plan, choice, shape, config, steps=steps_of(config, data, rows))
-    disk = disk_needed_bytes(shape, config)
+def row_facts(data: Prepared, *, packing: bool) -> RowFacts:
+    return RowFacts(
+        rows=len(data.rows), longest=data.longest_row, tokens=data.tokens, target_tokens=data.trained_tokens,
+        packed=packing and data.traces > len(data.rows), eval_items=len(data.items),
+    )  # fmt: skip
+
+
+def plan_with_rows(journal: RunJournal, draft: Draft, choice: DeviceChoice, data: Prepared) -> RunPlan:
+    """The plan for the longest row there is: the one that is compared with the measurement. Refuses what cannot fit with
+    it; writes `plan.json`."""
+    config, shape, facts = draft.config, draft.shape, row_facts(data, packing=draft.config.data.packing)
+    planned = plan_run(config, shape, choice, facts, micro_batch=draft.batch.rows, cpu_flops=cpu_flops(choice))
+    plan, attempt = planned.memory, journal.result.oom_attempt
+    if attempt is None:
+        refuse_if_too_big(plan, choice, shape, config, steps=planned.steps)
     used = bytes_below(journal.run.checkpoints) + bytes_below(journal.run.final_model)
-    require_space(journal.run.root, disk - used, what="the run", keep=config.training.save_total_limit)
+    require_space(journal.run.root, planned.disk_bytes - used, what="the run", keep=config.training.save_total_limit)
     limit = config.training.memory_limit_gib
     optional = {
         "fitting": draft.fitting,
@@ -274,31 +257,27 @@ def plan_with_rows(journal: RunJournal, draft: Draft, choice: DeviceChoice, data
         "peak_bytes_at_max_length": draft.memory.peak_bytes,
         "longest_row_tokens": data.longest_row,
         "memory": plan,
-        "fit": fit,
-        "disk_bytes": disk,
+        "fit": planned.fit,
+        "disk_bytes": planned.disk_bytes,
         **without_none(optional),
     }
     journal.write(write_json, journal.run.plan, written)
-    verdict = "Fits" if fit.fits else "Does not fit" if attempt is not None else "May fit"
     logger.info(
         "%s: %.2f GiB predicted for rows of up to %d tokens, %.2f GiB available; up to %.2f GiB on disk",
-        verdict, plan.peak_bytes / GIB, data.longest_row, fit.available_bytes / GIB, disk / GIB,
+        planned.verdict.capitalize(), plan.peak_bytes / GIB, data.longest_row, planned.fit.available_bytes / GIB,
+        planned.disk_bytes / GIB,
     )  # fmt: skip
-    return plan
+    return planned
 
 
-def _log_steps(draft: Draft, data: Prepared, choice: DeviceChoice, *, total: int, eval_rows: int) -> None:
-    config = draft.committed
-    rows_per_step = draft.batch.rows * config.training.gradient_accumulation_steps
-    rows = min(rows_per_step, len(data.rows))
-    tokens = round(data.tokens / len(data.rows) * rows)
-    line = f"Steps: {total:,} of {rows:,} rows (about {tokens:,} tokens a step)"
-    if choice.device == "cpu":
-        time = estimate_time(
-            draft.shape, config, tokens_per_step=tokens, steps=total, eval_items=len(data.items), eval_rows=eval_rows
-        )
-        line += f"; about {minutes(time.seconds_low)} to {minutes(time.seconds_high)}"
+def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceChoice) -> None:
+    line = (
+        f"Steps: {planned.steps:,} of {planned.rows_per_step:,} rows (about {planned.tokens_per_step:,} tokens a step)"
+    )
+    if choice.device == "cpu" and planned.seconds is not None:
+        line += f"; about {minutes(planned.seconds[0])} to {minutes(planned.seconds[1])}"
     logger.info("%s", line)
+    rows_per_step = draft.batch.rows * draft.committed.training.gradient_accumulation_steps
     if rows_per_step > len(data.rows):
         logger.warning(
             "A step has %d rows by its settings; the data has %d, so each step takes all of them",
@@ -308,74 +287,6 @@ def _log_steps(draft: Draft, data: Prepared, choice: DeviceChoice, *, total: int
 
 def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The configuration to train with, and what `memory: auto` chose; None where it is not set."""
-
-    config: RunConfig
-    fitting: dict[str, Any] | None = None
-
-
-def fit_settings(journal: RunJournal, config: RunConfig, shape: ModelShape, choice: DeviceChoice) -> Fitted:
-    """`config` as it is, or with the settings that `memory: auto` chooses; a resumed run keeps those it began with. Where
-    nothing fits, the configuration stays as written, and the plan refuses it."""
-    if config.training.memory != "auto":
-        return Fitted(config=config)
-    if journal.continued:
-        committed = read_precommit(journal.run)
-        fitting = fitting_of_run(committed)
-        if fitting is not None:
-            logger.info("Memory: auto, as the run began: %s", _settings_text(fitting["chosen"]) or "as written")
-        return Fitted(config=as_it_began(committed, config), fitting=fitting)
-    plan = predict_run(
-        shape, config, device=choice.device, devices=choice.count, capability=choice.capability, device_name=choice.kind
-    )
-    fits = judge(plan, choice).fits
-    proposals = (faster if fits else solve)(plan, choice, shape, config, rates_for(choice))
-    if not proposals:
-        why = f"it fits ({plan.peak_bytes / GIB:.2f} GiB predicted), and nothing is predicted to be faster"
-        if not fits:
-            why = "no settings that keep the batch and the trained parameters are predicted to fit"
-        logger.info("Memory: auto keeps the settings as written: %s", why)
-        return Fitted(config=config, fitting={"chosen": {}, "written": {}, "why": why})
-    why = f"as written, {plan.least_bytes / GIB:.2f} GiB are predicted, and {choice.free_bytes / GIB:.2f} GiB are available"
-    if fits:
-        why = f"as written it fits too ({plan.least_bytes / GIB:.2f} GiB), and is predicted to be slower"
-    return _taken(proposals[0], config, shape, choice, why)
-
-
-def _taken(best: Proposal, config: RunConfig, shape: ModelShape, choice: DeviceChoice, why: str) -> Fitted:
-    """The configuration with `best`, logged and recorded."""
-    fitted = with_settings(config, best.settings)
-    require_runnable(fitted)
-    speed = _tokens_per_second(best, fitted, shape, choice)
-    now = config.model_dump(mode="json")
-    written = {name: now[name.split(".")[0]][name.split(".")[1]] for name in best.settings}
-    logger.warning(
-        "Memory: auto sets %s: %.2f GiB and %s tokens/s predicted; %s%s",
-        _settings_text(best.settings), best.plan.least_bytes / GIB, f"{speed:,.0f}", why,
-        f". It changes the result: {'; '.join(best.costs)}" if best.level else "",
-    )  # fmt: skip
-    fitting = {
-        "chosen": dict(best.settings),
-        "written": written,
-        "why": why,
-        "changes_the_result": list(best.costs) if best.level else [],
-        "predicted_bytes": best.plan.least_bytes,
-        "predicted_tokens_per_second": round(speed, 1),
-        "available_bytes": choice.free_bytes,
-    }
-    return Fitted(config=fitted, fitting=fitting)
-
-
-def _tokens_per_second(best: Proposal, config: RunConfig, shape: ModelShape, choice: DeviceChoice) -> float:
-    """As `tunix-rt plan` prints it: on a CPU from its measured rate; the solver orders settings by another figure there."""
-    if choice.device != "cpu":
-        return best.time.tokens_per_second
-    time = estimate_time(shape, config, tokens_per_step=best.time.tokens, steps=1)
-    return best.time.tokens / math.sqrt(time.seconds_low * time.seconds_high)
 
 
 def _settings_text(settings: dict[str, Any]) -> str:

@@ -137,12 +137,12 @@ class Verdict:
 
 def topology_parts(topology: str) -> tuple[str, tuple[int, ...]]:
     """Kind of TPU and chips along each direction, `v5e:2x4` as ("v5e", (2, 4)), or a ConfigError."""
-    if not (found := TOPOLOGY.fullmatch(topology)) or "0" in found["chips"].split("x"):
+    if not (match := TOPOLOGY.fullmatch(topology)) or "0" in match["chips"].split("x"):
         raise ConfigError(
             f"{topology!r} names no TPU topology",
             fix="write kind and chips, as v5e:2x4 (Kaggle's v5e-8), v5e:1x1 (Colab's v5e-1), v6e:2x4, v4:2x2x1 or v5p:2x2x1",
         )
-    return found["kind"], tuple(int(part) for part in found["chips"].split("x"))
+    return match["kind"], tuple(int(part) for part in match["chips"].split("x"))
 
 
 def compiler_versions() -> dict[str, str]:
@@ -219,7 +219,7 @@ def verdict_of(answer: Mapping[str, Any], versions: Mapping[str, str]) -> Verdic
 
 def usable_bytes(device_kind: str) -> int | None:
     """Of one device of jax, from the table of accelerators, which lists half chips too."""
-    sizes = [found.memory_gib for found in accelerators_named(device_kind) if "= 1 jax device" in found.name]
+    sizes = [one.memory_gib for one in accelerators_named(device_kind) if "= 1 jax device" in one.name]
     return int(sizes[0] * 2**30) if sizes and sizes[0] else None
 
 
@@ -251,14 +251,14 @@ def _largest(message: str) -> Iterator[str]:
 
 
 def _one(pattern: str, text: str, *, group: int = 1) -> str:
-    found = re.search(pattern, text, flags=re.MULTILINE)
-    return found[group] if found else ""
+    match = re.search(pattern, text, flags=re.MULTILINE)
+    return match[group] if match else ""
 
 
 def _size(text: str) -> int:
     """`20.91G` in bytes; 0 for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.rstrip("."))
-    return round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.rstrip("."))
+    return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 # --- the child --------------------------------------------------------------------------------------------------------
@@ -333,20 +333,20 @@ def _content(file: IO[str]) -> str:
 
 
 def _source_of(module: str) -> str:
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
         raise TunixError(f"no module {module}", fix="name one that Python can import")
-    return Path(found.origin).read_text(encoding="utf-8")
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _read_cached(file: Path) -> Verdict | None:
     """A verdict from the cache; None when there is none, or it is corrupt."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))["verdict"]
-        memory = None if kept["memory"] is None else ChipMemory(**kept.pop("memory"))
-        refusal = kept.pop("refusal", None)
+        verdict = json.loads(file.read_text(encoding="utf-8"))["verdict"]
+        memory = None if verdict["memory"] is None else ChipMemory(**verdict.pop("memory"))
+        refusal = verdict.pop("refusal", None)
         if refusal is not None:
             refusal = Refusal(**{**refusal, "largest": tuple(refusal["largest"])})
-        return Verdict(**{**kept, "memory": memory, "refusal": refusal})
+        return Verdict(**{**verdict, "memory": memory, "refusal": refusal})
     except (OSError, ValueError, KeyError, TypeError):
         return None

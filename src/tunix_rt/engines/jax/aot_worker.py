@@ -98,14 +98,14 @@ def _memory_or_message(
         if not any(words in message for words in OUT_OF_MEMORY):
             raise
         return None, message
-    found = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     return {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "aliased": found.alias_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "code": found.generated_code_size_in_bytes,
-        "peak": found.peak_memory_in_bytes,
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+        "code": analysis.generated_code_size_in_bytes,
+        "peak": analysis.peak_memory_in_bytes,
     }, None
 
 

@@ -187,11 +187,11 @@ def _embedded(
     """Embeddings in their dtype, then rounded. The scale is rounded to that dtype first, as in transformers."""
     embedding, learned = params["embedding"], params.get("positions")
     dtype = compute if learned is None else embedding.dtype
-    found = look_up(embedding, ids, scale=architecture.embedding_scale, dtype=dtype)
+    output = look_up(embedding, ids, scale=architecture.embedding_scale, dtype=dtype)
     if architecture.padding_id is not None:
         is_padding = (ids == architecture.padding_id)[..., None]
-        found = jnp.where(is_padding, jax.lax.stop_gradient(found), found)
-    return found if learned is None else (found + looked_up(learned, positions, dtype=dtype)).astype(compute)
+        output = jnp.where(is_padding, jax.lax.stop_gradient(output), output)
+    return output if learned is None else (output + looked_up(learned, positions, dtype=dtype)).astype(compute)
 
 
 # --- one layer -------------------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ def _layer(
     """`mix` is the attention over heads of queries, keys and values; its memory is returned too."""
     normed = _norm(states, weights, "attention_norm", architecture)
     mixed, memory = mix(*_heads(normed, weights, architecture))
-    found = _linear(mixed.reshape(*states.shape[:2], -1), weights, "output", architecture)
+    output = _linear(mixed.reshape(*states.shape[:2], -1), weights, "output", architecture)
     if architecture.post_norms:
-        found = _norm(found, weights, "after_attention_norm", architecture)
-    states = states + found
-    found = _chunked_mlp(_norm(states, weights, "mlp_norm", architecture), weights, architecture, pieces)
+        output = _norm(output, weights, "after_attention_norm", architecture)
+    states = states + output
+    output = _chunked_mlp(_norm(states, weights, "mlp_norm", architecture), weights, architecture, pieces)
     if architecture.post_norms:
-        found = _norm(found, weights, "after_mlp_norm", architecture)
-    return states + found, memory
+        output = _norm(output, weights, "after_mlp_norm", architecture)
+    return states + output, memory
 
 
 def _heads(states: Array, weights: Mapping[str, Array], architecture: Architecture) -> tuple[Array, Array, Array]:
@@ -266,9 +266,9 @@ def _activated(values: Array, architecture: Architecture) -> Array:
 def _linear(states: Array, weights: Mapping[str, Array], name: str, architecture: Architecture) -> Array:
     """In the dtype of `states`, to which weights are cast here: the cast of a layer lives as long as the layer."""
     equation = "bti,io->bto" if architecture.input_first else "bti,oi->bto"
-    found = jnp.einsum(equation, states, weights[name].astype(states.dtype))
+    output = jnp.einsum(equation, states, weights[name].astype(states.dtype))
     bias = weights.get(f"{name}_bias")
-    return found if bias is None else found + bias.astype(states.dtype)
+    return output if bias is None else output + bias.astype(states.dtype)
 
 
 def _norm(states: Array, weights: Mapping[str, Array], name: str, architecture: Architecture) -> Array:

@@ -88,7 +88,7 @@ def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
 
 
 def _header(leaves: list[Leaf], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, and where in the file each tensor lies: the widest types first, then by name."""
+    """The header of a safetensors file, and the offset of each tensor: the widest dtypes first, then by name."""
     tensors = sorted((-leaf.dtype.itemsize, name, leaf) for leaf in leaves for name in leaf.names)
     described = (
         (name, _NAMES[leaf.dtype], leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize) for _, name, leaf in tensors

@@ -179,7 +179,7 @@ def _rotation(frequencies: tuple[float, ...]) -> tuple[float, float]:
     """Base and factor that Tunix makes these frequencies of; a ConfigError where it makes others of any."""
     given, pairs = np.asarray(frequencies, np.float64), len(frequencies)
     factor = float(round(1 / given[0], 6))
-    # The slowest rotation tells the base best. Bases are whole numbers, of which float32 leaves a trace of a fraction.
+    # The lowest frequency determines the base best. Bases are integers, up to the rounding of float32.
     base = (given[0] / given[-1]) ** (pairs / (pairs - 1)) if pairs > 1 else 10_000.0
     base = float(round(base)) if abs(base - round(base)) < 1e-5 * base else base
     made = base ** -(np.arange(pairs) / pairs) / factor

@@ -79,18 +79,18 @@ def _tree(pairs: Iterator[tuple[Entry, Any]]) -> dict[str, Any]:
 
 def _rotary(architecture: Architecture) -> list[Entry]:
     """Llama and the Gemmas. `post_attention_layernorm` stands before the MLP, unless there are norms after as well."""
-    shape, found = architecture.shape, []
+    shape, listed = architecture.shape, []
     hidden, head = (shape.hidden,), (shape.head_dim,)
 
     def layer(key: str, name: str, size: tuple[int, ...]) -> None:
-        found.append(Entry(key=key, name=f"model.layers.{{layer}}.{name}", shape=size))
+        listed.append(Entry(key=key, name=f"model.layers.{{layer}}.{name}", shape=size))
 
     def linear(key: str, name: str, size: tuple[int, int], *, bias: bool) -> None:
         layer(key, f"{name}.weight", size)
         if bias:
             layer(f"{key}_bias", f"{name}.bias", size[:1])
 
-    found.append(Entry(key="embedding", name="model.embed_tokens.weight", shape=(shape.vocab, shape.hidden)))
+    listed.append(Entry(key="embedding", name="model.embed_tokens.weight", shape=(shape.vocab, shape.hidden)))
     layer("attention_norm", "input_layernorm.weight", hidden)
     for key, rows in (("query", shape.query_size), ("key", shape.kv_size), ("value", shape.kv_size)):
         linear(key, f"self_attn.{key[0]}_proj", (rows, shape.hidden), bias=shape.query_bias)
@@ -108,8 +108,8 @@ def _rotary(architecture: Architecture) -> list[Entry]:
     linear("down", "mlp.down_proj", (shape.hidden, shape.ffn), bias=shape.mlp_bias)
     if architecture.post_norms:
         layer("after_mlp_norm", "post_feedforward_layernorm.weight", hidden)
-    found.append(Entry(key="last_norm", name="model.norm.weight", shape=hidden))
-    return found + _untied_head(architecture)
+    listed.append(Entry(key="last_norm", name="model.norm.weight", shape=hidden))
+    return listed + _untied_head(architecture)
 
 
 def _gpt2(architecture: Architecture) -> list[Entry]:
@@ -122,17 +122,17 @@ def _gpt2(architecture: Architecture) -> list[Entry]:
         "mlp.c_fc": (shape.hidden, shape.ffn),
         "mlp.c_proj": (shape.ffn, shape.hidden),
     }
-    found = [
+    listed = [
         Entry(key="embedding", name="transformer.wte.weight", shape=(shape.vocab, shape.hidden)),
         Entry(key="positions", name="transformer.wpe.weight", shape=(shape.max_positions, shape.hidden)),
     ]
     for name, key in wide.items():
         size, place = sizes.get(name, (shape.hidden,)), f"transformer.h.{{layer}}.{name}"
-        found.append(Entry(key=key, name=f"{place}.weight", shape=size))
-        found.append(Entry(key=f"{key}_bias", name=f"{place}.bias", shape=size[-1:]))
+        listed.append(Entry(key=key, name=f"{place}.weight", shape=size))
+        listed.append(Entry(key=f"{key}_bias", name=f"{place}.bias", shape=size[-1:]))
     for key, kind in (("last_norm", "weight"), ("last_norm_bias", "bias")):
-        found.append(Entry(key=key, name=f"transformer.ln_f.{kind}", shape=(shape.hidden,)))
-    return found + _untied_head(architecture)
+        listed.append(Entry(key=key, name=f"transformer.ln_f.{kind}", shape=(shape.hidden,)))
+    return listed + _untied_head(architecture)
 
 
 def _untied_head(architecture: Architecture) -> list[Entry]:
@@ -184,23 +184,23 @@ class _Stored:
 def _open(source: ModelSource, architecture: Architecture, stack: contextlib.ExitStack) -> dict[str, _Stored]:
     """Every tensor of the folder, by its name in transformers."""
     prefix = "transformer." if architecture.input_first else "model."
-    found: dict[str, _Stored] = {}
+    stored: dict[str, _Stored] = {}
     for file_name in _files(source):
         file = stack.enter_context(safe_open(source.folder / file_name, framework="np"))
         for name in sorted(file.keys()):
             if _BUFFERS.search(name):
                 continue
-            if name in found:
-                raise InputError(f"{source.name}: {name} is in {found[name].file_name} and in {file_name}", fix=_FETCH)
+            if name in stored:
+                raise InputError(f"{source.name}: {name} is in {stored[name].file_name} and in {file_name}", fix=_FETCH)
             view = file.get_slice(name)
-            found[name] = _Stored(
+            stored[name] = _Stored(
                 file=file, file_name=file_name, name=name, shape=tuple(view.get_shape()), type=view.get_dtype()
             )
-    _refuse_other_index(source, found)
-    if any(name.startswith(prefix) for name in found):
-        return found
+    _refuse_other_index(source, stored)
+    if any(name.startswith(prefix) for name in stored):
+        return stored
     # A file of the model without its head, as GPT-2 was published.
-    return {name if name == "lm_head.weight" else prefix + name: stored for name, stored in found.items()}
+    return {name if name == "lm_head.weight" else prefix + name: one for name, one in stored.items()}
 
 
 def _files(source: ModelSource) -> list[str]:
@@ -228,16 +228,16 @@ def _index(source: ModelSource) -> dict[str, str]:
     return dict(json.loads((source.folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
 
 
-def _refuse_other_index(source: ModelSource, found: Mapping[str, _Stored]) -> None:
+def _refuse_other_index(source: ModelSource, stored: Mapping[str, _Stored]) -> None:
     """The index and the shards must agree."""
     if not (source.folder / INDEX).is_file():
         return
     named = {name: file for name, file in _index(source).items() if not _BUFFERS.search(name)}
-    for name in sorted(named.keys() | found.keys()):
-        listed, actual = named.get(name), found[name].file_name if name in found else None
-        if listed != actual:
+    for name in sorted(named.keys() | stored.keys()):
+        recorded, actual = named.get(name), stored[name].file_name if name in stored else None
+        if recorded != actual:
             raise InputError(
-                f"{source.name}: {name} is in {actual or 'no shard'}, and {INDEX} lists {listed or 'none'}",
+                f"{source.name}: {name} is in {actual or 'no shard'}, and {INDEX} lists {recorded or 'none'}",
                 fix=_FETCH,
             )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tunix_rt.config.optimizers import optimizer_of
 from tunix_rt.data.packing import IGNORED
-from tunix_rt.doctor.selftest import Proved
+from tunix_rt.doctor.selftest import CheckResult
 from tunix_rt.engines.optimizers import Hyperparameters, module_of
 from tunix_rt.engines.selftest import reference as references
 from tunix_rt.engines.selftest.runner import UNIT, Setting, compare
@@ -69,14 +69,14 @@ def _sums(setting: Setting, terms: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductSample:
+class MatmulCase:
     """Two square matrices of standard normal numbers, and their product."""
 
     left: Any
     right: Any
     want: Any
 
-    def judge(self, setting: Setting, got: Any) -> Proved:
+    def judge(self, setting: Setting, got: Any) -> CheckResult:
         """An element has size sqrt(n): 64 for n = 4096. In float32 it may be off by 0.004, in bfloat16 by 0.5 + 0.8 %."""
         terms = len(self.want)
         absolute = (2 * setting.unit + _sums(setting, terms)) * math.sqrt(terms)
@@ -84,11 +84,11 @@ class ProductSample:
         return replace(found, detail=f"{terms} x {terms} against float64; {found.detail}")
 
 
-def product_sample(setting: Setting, *, size: int) -> ProductSample:
+def matmul_case(setting: Setting, *, size: int) -> MatmulCase:
     generator = np.random.default_rng(1)
     left, right = (normal(generator, (size, size), setting.dtype) for _ in range(2))
     want = references.product(left.astype(np.float64), right.astype(np.float64))
-    return ProductSample(left=left, right=right, want=want)
+    return MatmulCase(left=left, right=right, want=want)
 
 
 SCORE_CAP = 2.0
@@ -100,7 +100,7 @@ longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSample:
+class AttentionCase:
     """`examples` numbers the packed examples of a row; None is one example. `window` is how many tokens are seen."""
 
     name: str
@@ -122,7 +122,7 @@ class AttentionSample:
             of_row = of_row - np.searchsorted(self.examples, self.examples)  # the place where its example begins
         return np.tile(of_row, (rows, 1))
 
-    def judge(self, setting: Setting, got: Mapping[str, Any], *, spelled_out: bool) -> list[Proved]:
+    def judge(self, setting: Setting, got: Mapping[str, Any], *, spelled_out: bool) -> list[CheckResult]:
         """Softmax weights and their gradients are rounded to the run's type before they meet v, q and k. The gradients
         of a shared head are sums over its group, which kernels also round as they go: a random walk of their own.
 
@@ -152,14 +152,14 @@ class AttentionSample:
         ]
 
 
-def attention_samples(setting: Setting) -> list[AttentionSample]:
+def attention_cases(setting: Setting) -> list[AttentionCase]:
     """Causal; with shared heads where the model has them; packed, as most rows of a run are; and packed with a window
     where some layers have one."""
     query_heads, kv_heads = setting.query_heads or 1, setting.kv_heads or setting.query_heads or 1
     group = max(1, query_heads // kv_heads)
     shared = 2 if kv_heads > 1 else 1  # two groups are enough to mix them up
-    causal = _attention_sample(setting, "causal", heads=2, kv_heads=2)
-    sample = partial(_attention_sample, setting, heads=shared * group, kv_heads=shared)
+    causal = _attention_case(setting, "causal", heads=2, kv_heads=2)
+    sample = partial(_attention_case, setting, heads=shared * group, kv_heads=shared)
     grouped = [sample("grouped")] if group > 1 else []
     packed = sample("packed", packed=True)
     if setting.window is None:
@@ -168,9 +168,9 @@ def attention_samples(setting: Setting) -> list[AttentionSample]:
     return [causal, *grouped, packed, sample("window", packed=True, window=window)]
 
 
-def _attention_sample(
+def _attention_case(
     setting: Setting, name: str, *, heads: int, kv_heads: int, packed: bool = False, window: int | None = None
-) -> AttentionSample:
+) -> AttentionCase:
     rows, tokens = 2, 300  # no multiple of a kernel's tile: the last one is a part
     generator = np.random.default_rng(2)
     shapes = [(rows, count, tokens, setting.head_size) for count in (heads, kv_heads, kv_heads, heads)]
@@ -188,7 +188,7 @@ def _attention_sample(
         scaling=setting.scaling,
         softcap=score_cap(setting),
     )
-    return AttentionSample(
+    return AttentionCase(
         name=name, q=q, k=k, v=v, upstream=upstream, examples=examples, window=window, query_size=query_size, want=want
     )
 
@@ -197,7 +197,7 @@ def score_cap(setting: Setting) -> float | None:
     return SCORE_CAP if setting.capped_scores else None
 
 
-def attention_words(setting: Setting, samples: Sequence[AttentionSample], name: str) -> str:
+def attention_words(setting: Setting, samples: Sequence[AttentionCase], name: str) -> str:
     """What of the attention called `name` was proven."""
     kinds = ", ".join(f"window of {sample.window}" if sample.window else sample.name for sample in samples)
     scaled = "" if setting.scaling is None else f", scores times {setting.scaling:g}"
@@ -206,7 +206,7 @@ def attention_words(setting: Setting, samples: Sequence[AttentionSample], name: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSample:
+class LossCase:
     """Hidden states [rows, tokens, hidden] and labels as the loop has them: the state at t - 1 predicts token t."""
 
     states: Any
@@ -220,7 +220,7 @@ class LossSample:
     logit_size: float
     targets: int
 
-    def judge(self, setting: Setting, got: Mapping[str, Any]) -> list[Proved]:
+    def judge(self, setting: Setting, got: Mapping[str, Any]) -> list[CheckResult]:
         """Logits are summed in float32, and so are losses; the loss of a target is off by what its logits are.
 
         The gradient of a logit is rounded to the compute dtype before it is multiplied with lm_head and hidden states.
@@ -248,7 +248,7 @@ class LossSample:
         return [summed, *gradients]
 
 
-def loss_sample(setting: Setting) -> LossSample:
+def loss_case(setting: Setting) -> LossCase:
     """Enough targets for two chunks of them; on an accelerator also a vocabulary of more than one slice of the table."""
     rows, tokens, hidden = 2, 160, 256
     vocabulary = 1000 if setting.device == "cpu" else 33_000
@@ -269,7 +269,7 @@ def loss_sample(setting: Setting) -> LossSample:
     )
     d_states, of_state = np.zeros(states.shape), np.zeros((rows, tokens, 1))
     d_states[row, before], of_state[row, before] = want.d_states, want.of_target * size
-    return LossSample(
+    return LossCase(
         states=states,
         head=head,
         labels=labels,
@@ -301,7 +301,7 @@ class OptimizerCase:
     parameters: Mapping[str, Any]
     gradients: tuple[Mapping[str, Any], ...]
 
-    def judge(self, setting: Setting, got: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Proved]:
+    def judge(self, setting: Setting, got: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[CheckResult]:
         """`got` has, after each update, `parameter` and the optimizer states of every parameter."""
         before: Mapping[str, Mapping[str, Any]] = {name: {"parameter": one} for name, one in self.parameters.items()}
         units = {"weights_unit": UNIT[setting.weights], "unit": setting.sum_unit}
@@ -349,7 +349,7 @@ class RoundingCase:
     below: float
     above: float
 
-    def judge(self, got: Any) -> list[Proved]:
+    def judge(self, got: Any) -> list[CheckResult]:
         """As many are rounded up as the number is on its way there; five standard deviations are allowed."""
         share = (self.want - self.below) / (self.above - self.below)
         strangers = int(((got != self.below) & (got != self.above)).sum())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tunix_rt.data.packing import IGNORED
-from tunix_rt.doctor.selftest import Proved
+from tunix_rt.doctor.selftest import CheckResult
 from tunix_rt.engines.optimizers import Hyperparameters
 from tunix_rt.engines.selftest import cases, reference, runner
 from tunix_rt.engines.selftest.runner import Bench, Setting, together
@@ -95,7 +95,7 @@ def _home(device: Any) -> str:
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
-def device(bench: Bench) -> Proved:
+def device(bench: Bench) -> CheckResult:
     """JAX has the requested platform, and it adds up."""
     import jax
     import jax.numpy as jnp
@@ -114,36 +114,36 @@ def device(bench: Bench) -> Proved:
         bench.about["bytes_limit"] = int(limit)
     wanted = PLATFORM[bench.setting.device]
     if first.platform != wanted:
-        return Proved(name="device", ok=False, detail=f"jax has {first.platform}, not {wanted}")
+        return CheckResult(name="device", ok=False, detail=f"jax has {first.platform}, not {wanted}")
     bench.home = _home(first)
     total = float(jnp.ones(1024).sum())
     words = f"{first.device_kind}, jax {jax.__version__}"
-    return Proved(
+    return CheckResult(
         name="device", ok=total == 1024.0, detail=words if total == 1024.0 else f"1,024 ones add up to {total}"
     )
 
 
-def product(bench: Bench) -> Proved:
+def product(bench: Bench) -> CheckResult:
     """At the highest precision."""
     return runner.checked_matmul(bench, _Ops(bench))
 
 
-def attention(bench: Bench) -> Proved:
+def attention(bench: Bench) -> CheckResult:
     """Forward and backward through the engine's attention with a mask, which serves on every platform."""
     import jax
 
     setting, ops, results = bench.setting, _Ops(bench), []
-    samples = cases.attention_samples(setting)
-    if any(sample.name == "grouped" for sample in samples):
+    samples = cases.attention_cases(setting)
+    if any(case.name == "grouped" for case in samples):
         samples = samples[1:]  # shared heads or not is one function here, and each shape is compiled: seconds
     graded = jax.jit(partial(_attention_and_gradients, setting))
-    for sample in samples:
-        inputs = [ops.put(f"{sample.name} {name}", getattr(sample, name)) for name in ("q", "k", "v", "upstream")]
-        mask = reference.seen(sample.q.shape[2], examples=sample.examples, window=sample.window)
-        seen = ops.put(f"{sample.name} mask", np.repeat(mask[None], len(sample.q), axis=0))
+    for case in samples:
+        inputs = [ops.put(f"{case.name} {name}", getattr(case, name)) for name in ("q", "k", "v", "upstream")]
+        mask = reference.seen(case.q.shape[2], examples=case.examples, window=case.window)
+        seen = ops.put(f"{case.name} mask", np.repeat(mask[None], len(case.q), axis=0))
         parts = zip(("out", "dq", "dk", "dv"), graded(*inputs, seen), strict=True)
-        got = {name: ops.numbers(f"{sample.name} {name}", array) for name, array in parts}
-        results += sample.judge(setting, got, spelled_out=setting.capped_scores)
+        got = {name: ops.numbers(f"{case.name} {name}", array) for name, array in parts}
+        results += case.judge(setting, got, spelled_out=setting.capped_scores)
     return together("attention", results, words=cases.attention_words(setting, samples, "exact"))
 
 
@@ -165,17 +165,17 @@ def _attention_and_gradients(setting: Setting, q: Any, k: Any, v: Any, upstream:
     return (out, *backward(upstream))
 
 
-def loss(bench: Bench) -> Proved:
+def loss(bench: Bench) -> CheckResult:
     """The engine's chunked loss, from hidden states and labels to the gradients of hidden states and lm_head."""
     import jax
 
     from tunix_rt.engines.jax.chunked_loss import head_loss
 
     setting, ops = bench.setting, _Ops(bench)
-    sample = cases.loss_sample(setting)
-    hidden = ops.put("loss states", sample.states, setting.weights)
-    lm_head = ops.put("loss head", sample.head, setting.weights)
-    targets = np.roll(sample.labels, -1, axis=1).astype(np.int32)  # the token before predicts it
+    case = cases.loss_case(setting)
+    hidden = ops.put("loss states", case.states, setting.weights)
+    lm_head = ops.put("loss head", case.head, setting.weights)
+    targets = np.roll(case.labels, -1, axis=1).astype(np.int32)  # the token before predicts it
     targets[:, -1] = IGNORED
     given = (
         ops.put("loss targets", targets),
@@ -186,11 +186,11 @@ def loss(bench: Bench) -> Proved:
     parts = {"loss": value, "d_states": gradients[0], "d_head": gradients[1]}
     got = {name: ops.numbers(f"computed {name}", array) for name, array in parts.items()}
     capped = f", soft-capped at {setting.softcap:g}" if setting.softcap else ""
-    words = f"cross entropy of {sample.targets} targets with backward{capped}, weights in {setting.weights}"
-    return together("loss", sample.judge(setting, got), words=words)
+    words = f"cross entropy of {case.targets} targets with backward{capped}, weights in {setting.weights}"
+    return together("loss", case.judge(setting, got), words=words)
 
 
-def optimizer(bench: Bench) -> Proved:
+def optimizer(bench: Bench) -> CheckResult:
     """Two updates by the engine's optimizer. They round to nearest; stochastic rounding is checked by itself."""
     setting, ops = bench.setting, _Ops(bench)
     case = cases.optimizer_case(setting)
@@ -240,7 +240,7 @@ def _updated(
     return got
 
 
-def memory(bench: Bench) -> Proved:
+def memory(bench: Bench) -> CheckResult:
     """What is allocated on the device is seen from outside of the program, or by the device's own allocator."""
     import jax
 
@@ -281,11 +281,11 @@ def _under_our_pid() -> int | None:
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
-    sample = gpu_memory(0, uuids)
-    return sample.used_bytes if sample is not None and sample.by == "nvml" else None
+    case = gpu_memory(0, uuids)
+    return case.used_bytes if case is not None and case.by == "nvml" else None
 
 
-def speed(bench: Bench) -> Proved:
+def speed(bench: Bench) -> CheckResult:
     return runner.measured_speed(bench, _Ops(bench), times=8)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from tunix_rt.config.optimizers import OPTIMIZERS
 from tunix_rt.config.settings import Training
-from tunix_rt.doctor.selftest import HEAD_SIZE, Proved
+from tunix_rt.doctor.selftest import HEAD_SIZE, CheckResult
 from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.plan.precision import recipe_of
 
@@ -89,19 +89,19 @@ class Bench:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-CheckFunction = Callable[[Bench], Proved]
+CheckFunction = Callable[[Bench], CheckResult]
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def compare(name: str, got: Any, want: Any, *, relative: float, absolute: Any) -> Proved:
+def compare(name: str, got: Any, want: Any, *, relative: float, absolute: Any) -> CheckResult:
     """Every element of `got` within `relative * |want| + absolute`. NaN never is. The worst element is named.
 
     `absolute` is a number, or an array with one for each row."""
     got, want = np.atleast_1d(np.asarray(got)), np.atleast_1d(np.asarray(want, dtype=np.float64))
     if got.shape != want.shape:
-        return Proved(name=name, ok=False, detail=f"{name} has shape {got.shape}, not {want.shape}")
+        return CheckResult(name=name, ok=False, detail=f"{name} has shape {got.shape}, not {want.shape}")
     worst, worst_at, wrong, largest, squares = -1.0, 0, 0, 0.0, 0.0
     flat_got, flat_want = got.reshape(-1), want.reshape(-1)
     spare = np.broadcast_to(np.asarray(absolute, dtype=np.float64), want.shape).flat
@@ -130,10 +130,10 @@ def compare(name: str, got: Any, want: Any, *, relative: float, absolute: Any) -
             f"{name}[{index}] is {float(flat_got[worst_at]):.6g}, should be {expected_one:.6g} "
             f"within {allowed_one:.2g}; {wrong:,} of {want.size:,} elements wrong"
         )
-    return Proved(name=name, ok=not wrong, detail=detail, figures=figures)
+    return CheckResult(name=name, ok=not wrong, detail=detail, figures=figures)
 
 
-def together(name: str, parts: Iterable[Proved], *, words: str = "") -> Proved:
+def together(name: str, parts: Iterable[CheckResult], *, words: str = "") -> CheckResult:
     """One result of several comparisons, with the first two failures."""
     parts = list(parts)
     failed = [part.detail for part in parts if not part.ok]
@@ -145,22 +145,22 @@ def together(name: str, parts: Iterable[Proved], *, words: str = "") -> Proved:
         worst = parts[shares.index(max(shares))]
         detail = f"{words}; largest error {max(shares):.0%} of the tolerance ({worst.name})"
     figures["share of allowed"] = max(shares)
-    return Proved(name=name, ok=not failed, detail=detail, figures=figures)
+    return CheckResult(name=name, ok=not failed, detail=detail, figures=figures)
 
 
 # --- checks that are the same for both engines ------------------------------------------------------------------------
 
 
-def placement(bench: Bench) -> Proved:
+def placement(bench: Bench) -> CheckResult:
     """Every tensor of the checks before: inputs, results, gradients, optimizer states."""
     strays = {name: home for name, home in bench.homes.items() if home != bench.home}
     if not bench.homes or not bench.home:
-        return Proved(name="placement", ok=False, detail="no tensor was placed on any device")
+        return CheckResult(name="placement", ok=False, detail="no tensor was placed on any device")
     named = ", ".join(f"{name} on {home}" for name, home in list(strays.items())[:4])
     detail = f"{len(strays)} of {len(bench.homes)} tensors are not on {bench.home}: {named}"
     figures = {"tensors": float(len(bench.homes)), "strays": float(len(strays))}
     whole = f"{len(bench.homes)} tensors, all on {bench.home}"
-    return Proved(name="placement", ok=not strays, detail=detail if strays else whole, figures=figures)
+    return CheckResult(name="placement", ok=not strays, detail=detail if strays else whole, figures=figures)
 
 
 ALLOCATION = 512 << 20
@@ -168,7 +168,7 @@ SLACK = 16 << 20
 """Bytes that may be missing: counters are added up late and in pages."""
 
 
-def resident_memory(take: Callable[[int], object]) -> Proved:
+def resident_memory(take: Callable[[int], object]) -> CheckResult:
     """On a CPU: the resident memory of this process rises by what was allocated."""
     import psutil
 
@@ -178,7 +178,7 @@ def resident_memory(take: Callable[[int], object]) -> Proved:
     held = take(size)
     rise = process.memory_info().rss - before
     del held
-    return Proved(
+    return CheckResult(
         name="memory",
         ok=rise >= size - SLACK,
         detail=f"{size:,} bytes allocated, resident memory rose by {rise:,}",
@@ -186,7 +186,7 @@ def resident_memory(take: Callable[[int], object]) -> Proved:
     )
 
 
-def device_memory(size: int, *, before: int | None, after: int | None, rise: int, counter: str) -> Proved:
+def device_memory(size: int, *, before: int | None, after: int | None, rise: int, counter: str) -> CheckResult:
     """On an accelerator: the memory that NVML lists for this process rose by what was allocated. Only the rise counts: a
     context with its kernels may hold as much. Where NVML lists nothing (None), `rise` of `counter` counts."""
     figures = {"allocated_bytes": float(size), "under_our_pid": 0.0}
@@ -196,7 +196,9 @@ def device_memory(size: int, *, before: int | None, after: int | None, rise: int
         words = f"NVML has {after:,} under process {os.getpid()}, {rise:,} more than before"
         figures |= {"under_our_pid": 1.0, "before_bytes": float(before), "after_bytes": float(after)}
     figures["seen_bytes"] = float(rise)
-    return Proved(name="memory", ok=rise >= size - SLACK, detail=f"{size:,} bytes allocated, {words}", figures=figures)
+    return CheckResult(
+        name="memory", ok=rise >= size - SLACK, detail=f"{size:,} bytes allocated, {words}", figures=figures
+    )
 
 
 def affordable_size(seconds_of: Callable[[int], float], *, largest: int = 2048, limit: float = 4.0) -> int:
@@ -244,14 +246,14 @@ class Ops(Protocol):
 MATMUL_SIZE = 4096
 
 
-def checked_matmul(bench: Bench, ops: Ops) -> Proved:
+def checked_matmul(bench: Bench, ops: Ops) -> CheckResult:
     """A whole 4096 x 4096 matmul. A CPU gets 2048, or less where it emulates the dtype."""
     from tunix_rt.engines.selftest import cases
 
     size = MATMUL_SIZE
     if bench.setting.device == "cpu":
         size = affordable_size(lambda trial: _matmul_seconds(ops, trial))
-    case = cases.product_sample(bench.setting, size=size)
+    case = cases.matmul_case(bench.setting, size=size)
     left, right = ops.put("product left", case.left), ops.put("product right", case.right)
     return case.judge(bench.setting, ops.numbers("product", ops.matmul(left, right)))
 
@@ -261,7 +263,7 @@ def _matmul_seconds(ops: Ops, size: int) -> float:
     return ops.seconds(lambda: ops.matmul(left, right))
 
 
-def measured_speed(bench: Bench, ops: Ops, *, times: int) -> Proved:
+def measured_speed(bench: Bench, ops: Ops, *, times: int) -> CheckResult:
     """A matmul and a copy, which reads and writes: twice its bytes. Always ok: a slow device still computes correctly."""
     on_cpu = bench.setting.device == "cpu"
     size, limit, times = (8192, 1.0, times) if not on_cpu else (0, 0.4, 1)
@@ -272,7 +274,7 @@ def measured_speed(bench: Bench, ops: Ops, *, times: int) -> Proved:
     copy = ops.copy_of(copied)
     copy_seconds = median_seconds(lambda: ops.seconds(copy, times), limit=limit)
     tflops, bandwidth = 2 * size**3 / matmul_seconds / 1e12, 2 * copied / copy_seconds / 1e9
-    return Proved(
+    return CheckResult(
         name="speed",
         ok=True,
         detail=f"{tflops:,.4g} TFLOP/s in a {size} x {size} matmul, {bandwidth:,.4g} GB/s in a copy",
@@ -315,13 +317,13 @@ def run_checks(checks: Sequence[CheckFunction], setting: Setting) -> int:
         _write(out, {"begun": check.__name__})
         result = _run_one(check, bench)
         results.append(result)
-        _write(out, {"proved": asdict(result)})
+        _write(out, {"result": asdict(result)})
         _write(out, {"about": bench.about})
     _write(out, {"done": [result.name for result in results]})
     return 0 if all(result.ok for result in results) else 1
 
 
-def _run_one(check: CheckFunction, bench: Bench) -> Proved:
+def _run_one(check: CheckFunction, bench: Bench) -> CheckResult:
     name, started = check.__name__, time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -331,7 +333,7 @@ def _run_one(check: CheckFunction, bench: Bench) -> Proved:
             words = " ".join(str(error).split())[:300]
             # CUDA errors are RuntimeErrors and name themselves; of others the type says more than the text
             text = words if isinstance(error, RuntimeError) and words else f"{type(error).__name__}: {words}"
-            result = Proved(name=name, ok=False, detail=text)
+            result = CheckResult(name=name, ok=False, detail=text)
     messages = [" ".join(str(warning.message).split()) for warning in caught]
     if messages:
         bench.about["said"] = [*bench.about.get("said", ()), *messages]

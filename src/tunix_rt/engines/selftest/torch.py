@@ -20,7 +20,7 @@ from transformers.models.gemma2 import modeling_gemma2
 
 from tunix_rt.config.optimizers import state_tensors
 from tunix_rt.data.packing import MicroBatch
-from tunix_rt.doctor.selftest import Proved
+from tunix_rt.doctor.selftest import CheckResult
 from tunix_rt.engines.base import RiseMeter
 from tunix_rt.engines.selftest import cases, runner
 from tunix_rt.engines.selftest.runner import Bench, Setting, together
@@ -55,6 +55,8 @@ class _Ops:
     def numbers(self, name: str, tensor: torch.Tensor | None) -> Any:
         """NumPy has no bfloat16, which is exact in float32."""
         values = self.placed(name, tensor).detach()
+        if values.device.type == "cuda":
+            torch.cuda.synchronize()
         return (values if values.dtype == torch.float64 else values.float()).cpu().numpy()
 
     def squares(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +125,7 @@ def _engine(bench: Bench, model: Any, attention: Attention = _NO_LAYERS) -> Engi
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
-def device(bench: Bench) -> Proved:
+def device(bench: Bench) -> CheckResult:
     """The device initializes and adds up. The runner makes PyTorch's warning of an unsupported device a failure."""
     about = {"torch": torch.__version__, "cuda_build": torch.version.cuda, "threads": torch.get_num_threads()}
     bench.about.update(about)
@@ -141,23 +143,23 @@ def device(bench: Bench) -> Proved:
             cudnn=torch.backends.cudnn.version(),
         )
         if not torch.cuda.is_available():
-            return Proved(name="device", ok=False, detail="torch.cuda.is_available() is False")
+            return CheckResult(name="device", ok=False, detail="torch.cuda.is_available() is False")
     ones = torch.ones(1024, device=bench.setting.device)
     total = float(ones.sum())
     bench.home = str(ones.device)
     words = f"{bench.about.get('name', 'CPU')}, torch {torch.__version__}"
-    return Proved(
+    return CheckResult(
         name="device", ok=total == 1024.0, detail=words if total == 1024.0 else f"1,024 ones add up to {total}"
     )
 
 
-def product(bench: Bench) -> Proved:
+def product(bench: Bench) -> CheckResult:
     """Without TF32."""
     torch.set_float32_matmul_precision("highest")
     return runner.checked_matmul(bench, _Ops(bench))
 
 
-def attention(bench: Bench) -> Proved:
+def attention(bench: Bench) -> CheckResult:
     """Forward and backward through the function that the layers of the run call, with the model's head size and scaling.
 
     Eager is Gemma 2's: only it has soft-capped scores, and a run uses eager for nothing else."""
@@ -167,51 +169,49 @@ def attention(bench: Bench) -> Proved:
     bench.about["attention"] = f"{chosen.name}, {chosen.why}"
     eager = chosen.training == "eager"
     function = modeling_gemma2.eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[chosen.training]
-    samples = cases.attention_samples(setting)
+    samples = cases.attention_cases(setting)
     if chosen.training == FLEX:  # each shape is compiled, for seconds; a packed row covers the others
-        samples = [sample for sample in samples if sample.examples is not None]
+        samples = [case for case in samples if case.examples is not None]
     found = []
-    for sample in samples:
-        got = _attend(_Ops(bench), engine, sample, function)
-        found += sample.judge(setting, got, spelled_out=eager)
+    for case in samples:
+        got = _attend(_Ops(bench), engine, case, function)
+        found += case.judge(setting, got, spelled_out=eager)
     return together("attention", found, words=cases.attention_words(setting, samples, chosen.name))
 
 
-def _attend(ops: _Ops, engine: Engine, sample: cases.AttentionSample, function: Any) -> dict[str, Any]:
+def _attend(ops: _Ops, engine: Engine, case: cases.AttentionCase, function: Any) -> dict[str, Any]:
     """Output and gradients. Where weights are wider than the compute dtype, RoPE leaves queries and keys as wide."""
     setting = ops.bench.setting
     types = {"q": engine.recipe.weights, "k": engine.recipe.weights, "v": engine.recipe.compute}
     inputs = [
-        ops.put(f"{sample.name} {name}", getattr(sample, name), dtype=dtype, grad=True) for name, dtype in types.items()
+        ops.put(f"{case.name} {name}", getattr(case, name), dtype=dtype, grad=True) for name, dtype in types.items()
     ]
     layer = torch.nn.Module()
-    layer.num_key_value_groups = sample.q.shape[1] // sample.k.shape[1]
+    layer.num_key_value_groups = case.q.shape[1] // case.k.shape[1]
     layer.is_causal, layer.head_dim = True, setting.head_size
-    mask = _mask(ops, engine, sample)
-    windows = () if sample.window is None else (sample.window,)
-    more = boundaries(sample.positions, engine.device, engine.attention, windows=windows)
+    mask = _mask(ops, engine, case)
+    windows = () if case.window is None else (case.window,)
+    more = boundaries(case.positions, engine.device, engine.attention, windows=windows)
     if cap := cases.score_cap(setting):
         more["softcap"] = cap
     with engine.kernels():
         with engine.computing():
-            out, _ = function(layer, *inputs, mask, scaling=setting.scaling, sliding_window=sample.window, **more)
+            out, _ = function(layer, *inputs, mask, scaling=setting.scaling, sliding_window=case.window, **more)
         out = out.transpose(1, 2)  # from [rows, tokens, heads, size]
-        upstream = ops.put(f"{sample.name} upstream", sample.upstream).to(out.dtype)
+        upstream = ops.put(f"{case.name} upstream", case.upstream).to(out.dtype)
         gradients = torch.autograd.grad(out, inputs, upstream)
     parts = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
-    return {part: ops.numbers(f"{sample.name} {part}", tensor) for part, tensor in parts.items()}
+    return {part: ops.numbers(f"{case.name} {part}", tensor) for part, tensor in parts.items()}
 
 
-def _mask(ops: _Ops, engine: Engine, sample: cases.AttentionSample) -> torch.Tensor | None:
+def _mask(ops: _Ops, engine: Engine, case: cases.AttentionCase) -> torch.Tensor | None:
     """As transformers makes it for a layer of the run, from positions; none where attention takes document boundaries."""
-    positions = ops.put(f"{sample.name} positions", sample.positions)
-    config = SimpleNamespace(_attn_implementation=engine.attention.training, sliding_window=sample.window)
-    make = (
-        masking_utils.create_causal_mask if sample.window is None else masking_utils.create_sliding_window_causal_mask
-    )
+    positions = ops.put(f"{case.name} positions", case.positions)
+    config = SimpleNamespace(_attn_implementation=engine.attention.training, sliding_window=case.window)
+    make = masking_utils.create_causal_mask if case.window is None else masking_utils.create_sliding_window_causal_mask
     hidden = torch.empty(*positions.shape, 1, dtype=getattr(torch, engine.recipe.weights), device=engine.device)
     mask = make(config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions)
-    return None if mask is None else ops.placed(f"{sample.name} mask", mask)
+    return None if mask is None else ops.placed(f"{case.name} mask", mask)
 
 
 class _Head(torch.nn.Module):
@@ -231,19 +231,19 @@ class _Head(torch.nn.Module):
         return self.head
 
 
-def loss(bench: Bench) -> Proved:
+def loss(bench: Bench) -> CheckResult:
     """The loss of the engine, from hidden states and labels to the gradients of hidden states and lm_head.
 
     Its scale is that of a run's first step, and is divided out again."""
     setting, ops = bench.setting, _Ops(bench)
-    sample = cases.loss_sample(setting)
-    states = ops.put("loss states", sample.states, dtype=setting.weights, grad=True)
-    model = _Head(states, ops.put("loss head", sample.head, dtype=setting.weights), setting.softcap)
+    case = cases.loss_case(setting)
+    states = ops.put("loss states", case.states, dtype=setting.weights, grad=True)
+    model = _Head(states, ops.put("loss head", case.head, dtype=setting.weights), setting.softcap)
     engine = _engine(bench, model)
     micro = MicroBatch(
-        ids=np.zeros_like(sample.labels),
-        labels=sample.labels,
-        positions=np.tile(np.arange(sample.labels.shape[1]), (len(sample.labels), 1)),
+        ids=np.zeros_like(case.labels),
+        labels=case.labels,
+        positions=np.tile(np.arange(case.labels.shape[1]), (len(case.labels), 1)),
     )
     scale = (LossScale().value if engine.recipe.loss_scaled else 1.0) / micro.targets
     summed = summed_loss(engine, micro, scale=scale)
@@ -251,19 +251,19 @@ def loss(bench: Bench) -> Proved:
     results = {"loss": summed, "d_states": states.grad, "d_head": model.head.weight.grad}
     got = {name: ops.numbers(f"computed {name}", tensor).astype(np.float64) / scale for name, tensor in results.items()}
     capped = f", soft-capped at {setting.softcap:g}" if setting.softcap else ""
-    words = f"cross entropy of {sample.targets} targets with backward{capped}, weights in {setting.weights}"
-    return together("loss", sample.judge(setting, got), words=words)
+    words = f"cross entropy of {case.targets} targets with backward{capped}, weights in {setting.weights}"
+    return together("loss", case.judge(setting, got), words=words)
 
 
-def optimizer(bench: Bench) -> Proved:
+def optimizer(bench: Bench) -> CheckResult:
     """Two updates by the engine's optimizer: of all parameters together, then of each by itself, as in backward.
 
     They round to nearest, which has a bound. Stochastic rounding is checked by itself, where the run has it."""
     setting, ops = bench.setting, _Ops(bench)
-    sample = cases.optimizer_case(setting)
-    model, rule = _optimizer(ops, sample.parameters, stochastic_rounding=False)
+    case = cases.optimizer_case(setting)
+    model, rule = _optimizer(ops, case.parameters, stochastic_rounding=False)
     got = []
-    for step, gradients in enumerate(sample.gradients, 1):
+    for step, gradients in enumerate(case.gradients, 1):
         rule.begin(step, cases.HYPERPARAMETERS.lr)
         for name, parameter in model.named_parameters():
             parameter.grad = ops.put(f"gradient of {name}", gradients[name], dtype=setting.weights)
@@ -274,7 +274,7 @@ def optimizer(bench: Bench) -> Proved:
             for parameter in model.parameters():
                 rule.update(parameter, scale=scale, finite=torch.ones((), dtype=torch.bool, device=setting.device))
         got.append({name: _state(ops, rule, name, parameter) for name, parameter in model.named_parameters()})
-    found = sample.judge(setting, got)
+    found = case.judge(setting, got)
     words = f"two updates of {setting.optim}, weights in {setting.weights}"
     if setting.weights == "bfloat16":
         found += _rounding(ops)
@@ -313,24 +313,24 @@ def _state(ops: _Ops, rule: Optimizer, name: str, parameter: torch.nn.Parameter)
     return {slot: values.copy() for slot, values in found.items()}
 
 
-def _rounding(ops: _Ops) -> list[Proved]:
-    sample = cases.rounding_case(ops.bench.setting)
-    model, rule = _optimizer(ops, {"rounded": sample.parameter}, stochastic_rounding=True)
+def _rounding(ops: _Ops) -> list[CheckResult]:
+    case = cases.rounding_case(ops.bench.setting)
+    model, rule = _optimizer(ops, {"rounded": case.parameter}, stochastic_rounding=True)
     rule.begin(1, cases.ROUNDING.lr)
-    model.rounded.grad = ops.put("gradient of rounded", sample.gradient, dtype=ops.bench.setting.weights)
+    model.rounded.grad = ops.put("gradient of rounded", case.gradient, dtype=ops.bench.setting.weights)
     rule.step()
-    return sample.judge(ops.numbers("optimizer rounded", model.rounded))
+    return case.judge(ops.numbers("optimizer rounded", model.rounded))
 
 
-def memory(bench: Bench) -> Proved:
+def memory(bench: Bench) -> CheckResult:
     """An allocation on the device shows outside of PyTorch."""
     if bench.setting.device == "cpu":
         return runner.resident_memory(lambda size: torch.full((size,), 1, dtype=torch.uint8))
     from tunix_rt.doctor.nvidia import gpu_memory
 
     def listed() -> int | None:
-        sample = gpu_memory(0, {_uuid()})
-        return sample.used_bytes if sample is not None and sample.by == "nvml" else None
+        case = gpu_memory(0, {_uuid()})
+        return case.used_bytes if case is not None and case.by == "nvml" else None
 
     torch.cuda.empty_cache()
     before, free_before = listed(), torch.cuda.mem_get_info(0)[0]
@@ -349,7 +349,7 @@ def _uuid() -> str:
     return bare if bare.startswith(("GPU-", "MIG-")) else f"GPU-{bare}"
 
 
-def speed(bench: Bench) -> Proved:
+def speed(bench: Bench) -> CheckResult:
     return runner.measured_speed(bench, _Ops(bench), times=4)
 
 

@@ -128,8 +128,8 @@ def _warm_up(engine: Engine, sample: MicroBatch) -> None:
         with warnings.catch_warnings():
             # A warning of the compiler while it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-            for borders in with_another_bound(placed.borders):
-                summed_loss(engine, dataclasses.replace(placed, borders=borders)).backward()
+            for boundaries in with_another_bound(placed.boundaries):
+                summed_loss(engine, dataclasses.replace(placed, boundaries=boundaries)).backward()
                 engine.model.zero_grad(set_to_none=True)  # of the embeddings
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
@@ -183,7 +183,7 @@ class CudaGraph:
         with torch.no_grad():
             embedded = embedding(sample.ids).requires_grad_()
         self._embedding, self._places = embedding, sample.ids.numel()
-        begins = sample.borders.get("cu_seq_lens_q")
+        begins = sample.boundaries.get("cu_seq_lens_q")
         self._begins: torch.Tensor | None = None
         if begins is not None:
             room = -(-2 * len(begins) // EXAMPLES) * EXAMPLES
@@ -200,14 +200,14 @@ class CudaGraph:
 
     def fits(self, placed: Placed) -> bool:
         """Whether the graph takes as many examples as `placed` has: a function of the batch alone."""
-        begins = placed.borders.get("cu_seq_lens_q")
+        begins = placed.boundaries.get("cu_seq_lens_q")
         enough = begins is None or (self._begins is not None and len(begins) <= len(self._begins))
         return enough and placed.ids.shape == self._shape
 
     def __call__(self, placed: Placed) -> torch.Tensor:
         inputs = [self._embedding(placed.ids), placed.positions]
         if self._begins is not None:
-            self._set_begins(placed.borders["cu_seq_lens_q"])
+            self._set_begins(placed.boundaries["cu_seq_lens_q"])
             inputs.append(self._begins)
         return self._body(*inputs)
 
@@ -228,8 +228,8 @@ class _Body(torch.nn.Module):
         self._longest = longest
 
     def forward(self, embedded: torch.Tensor, positions: torch.Tensor, *begins: torch.Tensor) -> Any:
-        borders = {"cu_seq_lens_q": begins[0], "max_length_q": self._longest} if begins else {}
+        boundaries = {"cu_seq_lens_q": begins[0], "max_length_q": self._longest} if begins else {}
         with self._computing(once=True):
             return self._body(
-                inputs_embeds=embedded, position_ids=positions, use_cache=False, **borders
+                inputs_embeds=embedded, position_ids=positions, use_cache=False, **boundaries
             ).last_hidden_state

@@ -182,7 +182,7 @@ def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
             return engine.cuda_graph(placed)
     with region(FORWARD), engine.computing(once=True):
         return engine.model.base_model(
-            input_ids=placed.ids, position_ids=placed.positions, use_cache=False, **placed.borders
+            input_ids=placed.ids, position_ids=placed.positions, use_cache=False, **placed.boundaries
         ).last_hidden_state
 
 

@@ -23,7 +23,7 @@ class Placed:
     places: torch.Tensor
     """Indices, over all rows, of the tokens that predict a target."""
     targets: torch.Tensor
-    borders: dict[str, Any]
+    boundaries: dict[str, Any]
     """The document boundaries, as arguments of the attention."""
 
 
@@ -44,8 +44,8 @@ class Placing:
         places = rows * micro.ids.shape[1] + tokens
         arrays = (micro.ids, micro.positions, places, micro.labels[:, 1:][rows, tokens])
         ids, positions, places, targets = (on_device(self.device, array) for array in arrays)
-        borders = boundaries(micro.positions, self.device, self.attention, windows=self.windows)
-        return Placed(ids=ids, positions=positions, places=places, targets=targets, borders=borders)
+        arguments = boundaries(micro.positions, self.device, self.attention, windows=self.windows)
+        return Placed(ids=ids, positions=positions, places=places, targets=targets, boundaries=arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,7 @@ from typing import Any
 from tunix_rt.evidence.data_checks import accuracy_of, judged_again
 from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.replay import compare
-from tunix_rt.evidence.replay.compare import (
-    REPLAYED_TIES,  # fmt: skip
-    ROUNDED_HELDOUT,
-    TIES,
-    WIDE,
-    Match,
-    Tolerance,
-    grown,
-    loosest,
-    match_machines,
-    precision,
-    tolerance_of,
-)
+from tunix_rt.evidence.replay.compare import Match, Tolerance
 from tunix_rt.evidence.replay.session import Regeneration
 from tunix_rt.evidence.replay.steps import PassResult, Segment
 from tunix_rt.runs.schemas import PredictionLine
@@ -48,10 +36,10 @@ class Outcome:
 
 
 def match_of(run: Run, after: int, up_to: int, here: Mapping[str, Any], numerics: int) -> Match:
-    """The loosest match over the machines that took these steps."""
-    matches = [match_machines(machine, here) for machine in run.machines(after, up_to)]
+    """The compare.loosest match over the machines that took these steps."""
+    matches = [compare.match_machines(machine, here) for machine in run.machines(after, up_to)]
     reasons = tuple(dict.fromkeys(reason for match in matches for reason in match.reasons))
-    match = Match(name=loosest(match.name for match in matches), reasons=reasons)
+    match = Match(name=compare.loosest(match.name for match in matches), reasons=reasons)
     if run.commitment.numerics != numerics:
         return match.at_most(
             "same hardware", f"numerics {run.commitment.numerics} recorded, {numerics} here; --source REF"
@@ -76,7 +64,8 @@ def judge_weights(run: Run, made: Regeneration, recorded: Sequence[PredictionLin
         else:
             followed = [recorded[place] for place in made.gaps]
             outcome.add(
-                "answers", compare.gaps_problem("after", followed, made.gaps.values(), TIES[precision(compute)])
+                "answers",
+                compare.gaps_problem("after", followed, made.gaps.values(), compare.TIES[compare.precision(compute)]),
             )
         same = len(recorded) - len(made.gaps)
         outcome.notes.append(
@@ -98,10 +87,10 @@ def judge_weights(run: Run, made: Regeneration, recorded: Sequence[PredictionLin
 
 def _heldout_tolerance(run: Run, match: Match) -> float:
     training = run.config.training
-    tolerance = tolerance_of(match.name, training.dtype).loss
+    tolerance = compare.tolerance_of(match.name, training.dtype).loss
     kept = training.master_dtype or ("float64" if training.dtype == "float64" else "float32")
     rounded = training.save_dtype not in (None, kept)
-    return max(tolerance, ROUNDED_HELDOUT) if rounded else tolerance
+    return max(tolerance, compare.ROUNDED_HELDOUT) if rounded else tolerance
 
 
 def scores_here(run: Run, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]) -> Scores:
@@ -123,10 +112,10 @@ def judge_pass(run: Run, found: PassResult, match: Match, *, strict: bool) -> Ou
     """The steps, states, held-out losses, final model and answers of one pass; `strict` compares bits whatever the match."""
     outcome, segment, compute = Outcome(), found.segment, run.config.training.dtype
     strict = strict or match.name == "bitwise"
-    first = tolerance_of("bitwise" if strict else match.name, compute)
+    first = compare.tolerance_of("bitwise" if strict else match.name, compute)
 
     def allowed(step: int) -> Tolerance:
-        return grown(first, compute, step - segment.start)
+        return compare.grown(first, compute, step - segment.start)
 
     steps = compare.compare_steps(run.metrics, found.steps, allowed, exact=strict)
     outcome.add("steps", *steps.problems)
@@ -204,11 +193,11 @@ def _same_config(run: Run, name: str, here: bytes | None) -> bool:
 def _judge_answers(run: Run, when: str, found: PassResult, match: Match, outcome: Outcome, *, strict: bool) -> None:
     """In 16 bits on another machine texts turn at near ties: there the recorded texts are followed token by token."""
     compute, recorded = run.config.training.dtype, run.record.predictions(when)
-    if strict or compute in WIDE:
-        texts = 1.0 if strict else tolerance_of(match.name, compute).texts
+    if strict or compute in compare.WIDE:
+        texts = 1.0 if strict else compare.tolerance_of(match.name, compute).texts
         outcome.add("answers", compare.answers_problem(when, recorded, found.answers[when], texts=texts))
     else:
-        most = TIES["bfloat16"] if when == "before" else REPLAYED_TIES
+        most = compare.TIES["bfloat16"] if when == "before" else compare.REPLAYED_TIES
         followed = [recorded[place] for place in found.gaps[when]]
         outcome.add("answers", compare.gaps_problem(when, followed, found.gaps[when].values(), most))
     if when == "after":

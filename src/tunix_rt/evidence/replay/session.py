@@ -26,6 +26,7 @@ from tunix_rt.evidence.facts import Run
 from tunix_rt.evidence.inputs import Inputs, needed
 from tunix_rt.evidence.replay.compare import other_answers
 from tunix_rt.models.resolve import ModelSource, resolve_model
+from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import refuse_if_too_big
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.runs.checksums import parse_object
@@ -36,7 +37,7 @@ from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
 from tunix_rt.train.commitment import Batch
 from tunix_rt.train.context import load_engine, step_shape
-from tunix_rt.train.preflight import adjust_data_replicas, plan_with_data, steps_of
+from tunix_rt.train.preflight import adjust_data_replicas, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,12 @@ def open_session(prepared: PreparedRun) -> Session:
         raise missing_inputs(prepared.run, ["base model", "dataset"])
     alone = Batch(rows=config.training.per_device_train_batch_size, devices=1)
     batch = Batch(rows=recorded.rows, devices=recorded.devices) if recorded else alone
-    plan = plan_with_data(config, prepared.shape, prepared.choice, data, batch.rows, prepared.layers)
+    choice = prepared.choice
+    plan = predict_run(
+        prepared.shape, config, device=choice.device, devices=choice.count, rows=batch.rows, row_tokens=data.longest_row,
+        target_share=data.trained_tokens / data.tokens, capability=choice.capability, device_name=choice.kind,
+        layers=prepared.layers,
+    )  # fmt: skip
     refuse_if_too_big(plan, prepared.choice, prepared.shape, config)
     backend, step = load_backend(config.training.backend), step_shape(config, data, batch)
     engine = load_engine(backend, prepared.model, prepared.shape, config, prepared.choice, step, attempt=False)
