@@ -53,7 +53,12 @@ def measured(kind: str, dtype: torch.dtype, way: str) -> tuple[float, int]:
     optimizer = Optimizer(
         named, kind=kind, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01, seed=1, stochastic_rounding=True
     )
-    scale, finite, times, besides = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda"), [], 0
+    scale, finite, times, besides = (
+        torch.ones((), device="cuda"),
+        torch.ones((), dtype=torch.bool, device="cuda"),
+        [],
+        0,
+    )
     for step in range(1, STEPS + 1):
         optimizer.begin(step, 1e-5)
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -24,6 +24,10 @@ _SMALL = {
         "query_pre_attn_scalar": 16, "max_position_embeddings": 256, "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2,
     },
+    "gemma": {
+        "model_type": "gemma", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256,
+    },
     "llama": {
         "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
@@ -53,6 +57,20 @@ def write_small_model(kind: str, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((SHIPPED / name).read_bytes())
     return folder
+
+
+def put_into_hub_cache(kind: str, name: str, cache: Path) -> str:
+    """A small model with random weights under a hub id, laid out as the hub's own client lays it out. Returns its commit."""
+    import transformers
+
+    commit = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+    repository = cache / f"models--{name.replace('/', '--')}"
+    folder = write_small_model(kind, repository / "snapshots" / commit)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return commit
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from recipes.dev_reasoning.templates_one import ONE_STEP
 from recipes.dev_reasoning.templates_rich import EDGE, GOLDEN
 from tunix_rt.config.settings import Data
 from tunix_rt.data.formats import to_sample
-from tunix_rt.data.packing import make_rows, rows_root
+from tunix_rt.data.packing import facts_of_rows, make_rows
 from tunix_rt.data.render import render, style_of
 from tunix_rt.data.tokenizer import load_tokenizer
 
@@ -182,7 +182,7 @@ def tokenised(traces: list[dict]) -> dict:
         "examples": len(examples),
         "tokens": sum(len(example.ids) for example in examples),
         "trained_tokens": sum(int(example.trained.sum()) for example in examples),
-        "merkle_root": rows_root(make_rows(examples, max_length=MOST_TOKENS, packing=False)),
+        "merkle_root": facts_of_rows(make_rows(examples, max_length=MOST_TOKENS, packing=False)).merkle_root,
     }
 
 

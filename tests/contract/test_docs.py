@@ -195,7 +195,7 @@ def test_the_readme_gives_a_newcomer_exactly_two_commands():
     "level", ["L1", pytest.param("L2", marks=pytest.mark.slow), pytest.param("L3", marks=pytest.mark.slow)]
 )
 def test_the_readme_gives_a_reviewer_commands_that_hold(level):
-    name, *commands = commands_of(section(text_of(ROOT / "README.md"), "Check a run of somebody else"))
+    name, *commands = commands_of(section(text_of(ROOT / "README.md"), "Verify somebody else's run"))
     assert len(commands) == 3 and all(("--require L" + str(number)) in commands[number - 1] for number in (2, 3))
     script = f"{name}\n{commands[int(level[1]) - 1]}".replace(".venv/bin/tunix-rt", f"{sys.executable} -m tunix_rt")
     done = subprocess.run(["bash", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=False)

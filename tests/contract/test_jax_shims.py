@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SHIPPED
+from tests.conftest import ROOT, put_into_hub_cache
 from tests.forging.bases import ROUGH
 from tests.program import environment, refused
 from tunix_rt.cli.train import script_config, script_options
@@ -30,11 +30,6 @@ ON_A_TPU = (
     "python training/run_train_jax.py --config training/configs/submission_tpu.yaml --dataset dev-reasoning-v2 "
     "--device tpu --output DIR"
 )
-GEMMA = {
-    "model_type": "gemma", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256,
-    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,21 +52,6 @@ def typed(command: str, clone: Path, **extra: str) -> subprocess.CompletedProces
             del clean[name]
     clean["PATH"] = f"{clone / 'bin'}{os.pathsep}{clean['PATH']}"
     return subprocess.run(["sh", "-c", command], cwd=clone, env=clean, capture_output=True, text=True, timeout=300)
-
-
-def put_into_hub_cache(name: str, cache: Path) -> str:
-    """A small Gemma with random weights under a hub id, laid out as the hub's own client lays it out."""
-    import transformers
-
-    commit = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
-    folder = cache / f"models--{name.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    snapshot = folder / "snapshots" / commit
-    transformers.AutoModelForCausalLM.from_config(transformers.GemmaConfig(**GEMMA)).save_pretrained(snapshot)
-    for tokenizer in ("tokenizer.json", "tokenizer_config.json"):
-        (snapshot / tokenizer).write_bytes((SHIPPED / tokenizer).read_bytes())
-    return commit
 
 
 # --- without an accelerator -------------------------------------------------------------------------------------------
@@ -99,7 +79,7 @@ def test_without_the_accelerator_the_command_as_written_ends_with_exit_code_4_an
 
 def test_the_command_trains_on_the_cpu_a_model_that_lies_in_the_hub_cache_under_its_id(clone):
     """The command of the document for a GPU, its device and its length apart: bfloat16, Adafactor, recomputation."""
-    commit = put_into_hub_cache("google/gemma-2b", clone.parent / "hub")
+    commit = put_into_hub_cache("gemma", "google/gemma-2b", clone.parent / "hub")
     here = ON_A_GPU.replace("--device gpu", "--device cpu --smoke_steps 2 --set evaluation.enabled=false")
     done = typed(here, clone, XLA_FLAGS=ROUGH)
     assert done.returncode == 0, done.stderr
@@ -127,7 +107,7 @@ def test_the_older_name_carries_the_demanded_comment_and_the_later_finding_of_th
 def test_a_script_is_the_torch_script_with_the_other_engine_and_nothing_else(script):
     ours, theirs = (ast.parse((ROOT / path).read_text()).body[1:] for path in (script, "training_pt/train.py"))
     assert [ast.unparse(node) for node in ours] == [
-        ast.unparse(node).replace("main('torch')", "main('jax')") for node in theirs
+        ast.unparse(node).replace("run_script('torch')", "run_script('jax')") for node in theirs
     ]
 
 

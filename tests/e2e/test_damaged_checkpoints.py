@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud_for_the_one_before(run, caplo
         assert newest_checkpoint(run) == (run.checkpoints / checkpoint_name(taken), taken)
     damaged = max(path.name for path in run.checkpoints.iterdir())
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith(f"checkpoint {damaged} is damaged and passed over: ")
+    assert said.startswith(f"Checkpoint {damaged} is corrupt, skipped: ")
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
@@ -147,7 +147,7 @@ def test_the_whole_program_goes_on_from_the_one_before_to_the_same_weights(run, 
     shutil.rmtree(run.final_model)
     done = tunix_rt("train", *arguments, "--output", run.root, "--resume")
     assert done.returncode == 0, done.stderr
-    assert f"checkpoint {checkpoint_name(NEWEST)} is damaged and passed over: " in done.stderr
+    assert f"Checkpoint {checkpoint_name(NEWEST)} is corrupt, skipped: " in done.stderr
     result = read_json(run.result)
     assert result["resumed_from"] == BEFORE
     assert [skipped["name"] for skipped in result["skipped_checkpoints"]] == [checkpoint_name(NEWEST)]

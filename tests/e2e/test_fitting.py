@@ -5,8 +5,10 @@ On a CPU nothing holds a run to its limit, so that a run which the plan refuses 
 
 import json
 import logging
+import re
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,6 +31,7 @@ from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import read_json
+from tunix_rt.train import preflight
 from tunix_rt.train.memory_report import PREDICTED_BY, Phases, record_ending
 
 GIB = 2**30
@@ -122,7 +125,7 @@ def test_a_run_that_does_not_fit_takes_the_best_settings_that_do_and_says_so(fit
     assert plan["fit"]["available_bytes"] == LIMIT * GIB
     said = fitted.log.read_text()
     assert f"Memory: auto sets {SPLIT[0]}={rows}, {SPLIT[1]}={often}: " in said and "as written, " in said
-    assert "the plan judges by it, and nothing stops a run on a CPU" in said
+    assert "only the plan is judged by it: nothing limits a run on a CPU" in said
     assert list_problems(fitted.root) == []
 
 
@@ -133,7 +136,7 @@ def test_a_continued_run_goes_on_with_what_was_chosen_whatever_is_free_now(crash
     assert crashed.precommit.read_bytes() == before and split_of(crashed) == chosen
     assert losses(crashed) == losses(fitted)
     assert read_json(crashed.plan)["fitting"] == json.loads(before)["fitting"]
-    assert crashed.log.read_text().count("Memory: as the run began, ") == 1
+    assert crashed.log.read_text().count("Memory: auto, as the run began: ") == 1
     assert list_problems(crashed.root) == []
 
 
@@ -201,7 +204,7 @@ def test_an_attempt_is_made_against_the_plan_alone_aloud_and_written_down(tmp_pa
     assert attempt == read_json(run.plan)["oom_attempt"] and not read_json(run.plan)["fit"]["fits"]
     assert attempt["predicted_bytes"] > attempt["available_bytes"] == LIMIT * GIB
     said = run.log.read_text()
-    assert said.count("OUT OF MEMORY IS RISKED, as --allow-oom-attempt asks for: does not fit: ") == 1
+    assert said.count("Continuing because of --allow-oom-attempt: does not fit: ") == 1
     other = CliRunner().invoke(cli, [*asked_for(tmp_path / "other", "--allow-oom-attempt"), "--device", "cuda"])
     assert other.exit_code == 4, "no other refusal is overridden"
 
@@ -219,7 +222,7 @@ def test_an_attempt_that_runs_out_of_memory_ends_with_what_was_predicted_and_mea
     monkeypatch.setattr(backend, "summed_loss", exhausted)
     run = RunDir(tmp_path / "run")
     with pytest.raises(
-        DoesNotFitError, match=r"(?s)out of memory in .*GiB were taken.*GiB had been predicted"
+        DoesNotFitError, match=r"(?s)out of memory in .*GiB in use and no more available; .* GiB predicted"
     ) as caught:
         run_pipeline(configured(memory="as_written"), run.root, progress=quiet, oom_attempt=True)
     assert caught.value.exit_code == 5 and caught.value.fix
@@ -305,16 +308,14 @@ def test_a_run_that_is_ended_in_the_middle_of_a_call_has_what_was_measured_befor
 
 
 def test_a_run_that_takes_more_than_was_predicted_says_so_at_its_end(tmp_path, monkeypatch, caplog):
-    from tunix_rt.train import preflight as admission
-
-    real = admission.predict_run
+    real = preflight.plan_run
 
     def too_little(*given, **named):
-        plan = real(*given, **named)
-        return plan.__class__(**{name: getattr(plan, name) for name in plan.__slots__} | {"peak_bytes": 2**16})
+        planned = real(*given, **named)
+        return replace(planned, memory=replace(planned.memory, peak_bytes=2**16))
 
-    monkeypatch.setattr(admission, "predict_run", too_little)
+    monkeypatch.setattr(preflight, "plan_run", too_little)
     run = RunDir(tmp_path / "run")
     run_pipeline(configured("training.max_steps=1", memory="as_written", limit=None), run.root, progress=quiet)
-    (line,) = [one for one in caplog.messages if one.startswith("MORE MEMORY THAN PREDICTED: ")]
+    (line,) = [one for one in caplog.messages if re.match("Measured memory is [0-9.]+ % above the prediction", one)]
     assert "seen_errors.jsonl" in line and read_json(run.memory)["error"] < -0.03

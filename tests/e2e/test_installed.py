@@ -6,11 +6,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import write_small_model
 from tests.program import ROOT, environment
 
 HEAVY = {"torch", "jax", "transformers", "pydantic", "numpy", "rich", "yaml", "huggingface_hub", "tokenizers"}
@@ -73,44 +71,6 @@ def test_the_built_wheel_works_alone(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads((elsewhere / "run" / "result.json").read_text())["status"] == "completed"
-
-
-def put_into_hub_cache(kind: str, name: str, cache: Path) -> str:
-    """A small model with random weights under a hub id, laid out as the hub's own client lays it out."""
-    import transformers
-
-    commit = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
-    folder = write_small_model(kind, cache / f"models--{name}" / "snapshots" / commit)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    refs = cache / f"models--{name}" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text(commit)
-    return commit
-
-
-def test_the_old_command_for_the_cpu_runs_as_it_is_written(tmp_path):
-    commit = put_into_hub_cache("gpt2", "gpt2", tmp_path / "hub")
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    for name in ("src", "training", "training_pt", "datasets", "evalsets", "models"):
-        (clone / name).symlink_to(ROOT / name)
-    (clone / "bin").mkdir()
-    (clone / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (clone / "bin" / "python").chmod(0o755)
-    written = (
-        "python training_pt/train.py --config training/configs/submission_local_cpu_gpt2.yaml "
-        "--output DIR --dataset dev-reasoning-v2 --device cpu"
-    )
-    clean = environment(HF_HUB_CACHE=str(tmp_path / "hub"))
-    clean["PATH"] = f"{clone / 'bin'}{os.pathsep}{clean['PATH']}"
-    done = subprocess.run(["sh", "-c", written], cwd=clone, env=clean, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    log = (clone / "DIR" / "training_log.txt").read_text()
-    assert "Using device: cpu" in log
-    assert f"Preflight: model=gpt2 revision={commit}" in log
-    result = json.loads((clone / "DIR" / "result.json").read_text())
-    assert result["status"] == "completed" and result["steps_completed"] == 20
 
 
 def test_the_old_commands_take_the_flags_that_words_of_refusal_advise(tmp_path, monkeypatch):

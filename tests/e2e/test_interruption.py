@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forging import bases
 from tests.integrity import list_problems
 from tests.program import ROOT, command, environment, in_process, refused, tunix_rt
 
@@ -68,37 +69,47 @@ SIGNALLED = """
     """
 
 
-def signalled_at_step_5(folder: Path, *_) -> int:
-    words = map(str, ["train", *ARGUMENTS, "--output", folder])
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SIGNALLED), *words], env=environment(), cwd=ROOT
-    ).returncode
+SHARED = ["smoke_tiny", *bases.STEPS, *bases.ASKED, "--device", "cpu"]
+"""Arguments of `tiny_run`, the finished run that all tests share."""
 
 
-SIGNALS = {
-    "at step 5": [(signalled_at_step_5, 3, signal.SIGTERM, ())],
-    "from outside": [(stop_after, 3, signal.SIGTERM, ()), (stop_after, 7, signal.SIGINT, ("--resume",))],
-}
+def check_preempted(folder: Path, how: signal.Signals, *, steps: int, before: int) -> int:
+    """The steps that a stopped run has completed, which are saved."""
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "preempted" and how.name in result["reason"]
+    assert result["steps_completed"] >= steps and result["resumed_from"] == before
+    assert list_problems(folder) == []
+    return int(result["steps_completed"])
 
 
-@pytest.mark.parametrize("signals", ["at step 5", pytest.param("from outside", marks=pytest.mark.slow)])
-def test_each_signal_saves_the_step_and_the_run_continues_exactly(tmp_path, uninterrupted, signals):
-    """SIGTERM while the batch of step 5 is made. In the slow series, from another process: SIGTERM after the third step, SIGINT
-    after the seventh of what goes on from there."""
-    folder, before = tmp_path / "run", 0
-    for stop, steps, how, extra in SIGNALS[signals]:
-        assert stop(folder, steps, how, *extra) == 7
-        result = json.loads((folder / "result.json").read_text())
-        assert result["status"] == "preempted" and how.name in result["reason"]
-        assert result["steps_completed"] >= steps and result["resumed_from"] == before
-        assert list_problems(folder) == []
-        before = result["steps_completed"]
-    done = tunix_rt("train", *ARGUMENTS, "--output", folder, "--resume")
+def check_resumed(folder: Path, whole: Path, arguments: list[object], *, before: int) -> None:
+    """Resume the run in `folder`: it ends with the bits of `whole`."""
+    done = tunix_rt("train", *arguments, "--output", folder, "--resume")
     assert done.returncode == 0, done.stderr
-    assert weights(folder) == weights(uninterrupted)
-    assert losses(folder) == losses(uninterrupted)
+    assert weights(folder) == weights(whole)
+    assert losses(folder) == losses(whole)
     assert json.loads((folder / "result.json").read_text())["resumed_from"] == before
     assert list_problems(folder) == []
+
+
+def test_a_signal_saves_the_step_and_the_run_continues_exactly(tmp_path, tiny_run):
+    """SIGTERM while the batch of step 5 of 6 is made."""
+    folder = tmp_path / "run"
+    words = map(str, ["train", *SHARED, "--output", folder])
+    script = [sys.executable, "-c", textwrap.dedent(SIGNALLED), *words]
+    stopped = subprocess.run(script, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert stopped.returncode == 7, stopped.stderr
+    check_resumed(folder, tiny_run, SHARED, before=check_preempted(folder, signal.SIGTERM, steps=3, before=0))
+
+
+@pytest.mark.slow
+def test_each_signal_from_outside_saves_the_step_and_the_run_continues_exactly(tmp_path, uninterrupted):
+    """SIGTERM after the third step, SIGINT after the seventh of what goes on from there, then to the end."""
+    folder, before = tmp_path / "run", 0
+    for steps, how, extra in ((3, signal.SIGTERM, ()), (7, signal.SIGINT, ("--resume",))):
+        assert stop_after(folder, steps, how, *extra) == 7
+        before = check_preempted(folder, how, steps=steps, before=before)
+    check_resumed(folder, uninterrupted, ARGUMENTS, before=before)
 
 
 @pytest.mark.slow  # a kill and a damage, each by itself, are in every run of the tests: test_kills, test_damaged_checkpoints
@@ -185,13 +196,13 @@ def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, reque
         assert weights(folder) == weights(request.getfixturevalue("uninterrupted"))
 
 
-def test_another_configuration_may_not_continue_a_run(tmp_path, uninterrupted):
-    folder = shutil.copytree(uninterrupted, tmp_path / "run")
+def test_another_configuration_may_not_continue_a_run(tmp_path, tiny_run):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
     for ending in ("result.json", "SHA256SUMS"):  # as after a kill
         (folder / ending).unlink()
-    changed = in_process("train", *ARGUMENTS, "--output", folder, "--resume", "--set", "training.learning_rate=1e-5")
+    changed = in_process("train", *SHARED, "--output", folder, "--resume", "--set", "training.learning_rate=1e-5")
     assert "training.learning_rate differ(s)" in refused(changed, 2)
-    assert "already holds a run (unfinished)" in refused(in_process("train", *ARGUMENTS, "--output", folder), 2)
+    assert "already contains a run (unfinished)" in refused(in_process("train", *SHARED, "--output", folder), 2)
 
 
 @pytest.mark.slow

@@ -39,9 +39,7 @@ def test_the_log_begins_with_the_device_and_the_preflight_line(finished):
     text = "\n".join(lines[:8])
     assert "Using device: cpu" in text
     assert "Device kind: " in text and "memory " in text and "count " in text
-    assert re.search(
-        r"Preflight: model=tiny-gemma3 revision=shipped parameters=2,873,760 device=cpu dtype=float32", text
-    )
+    assert re.search(r"Preflight: model=tiny-gemma3 revision=local parameters=2,873,760 device=cpu dtype=float32", text)
 
 
 def test_the_folder_holds_every_file_of_a_run(finished):
@@ -91,7 +89,7 @@ def test_the_precommitment_names_what_determines_the_run(finished):
     committed = json.loads((finished[1] / "precommit.json").read_text())
     assert set(committed) == {
         "schema", "format", "numerics", "created", "device", "versions", "config_sha256", "source_sha256", "source_files",
-        "dataset", "base_model", "tokenizer_sha256", "seeds",
+        "dataset", "base_model", "tokenizer_sha256", "seeds", "evalset",
     }  # fmt: skip
     assert committed["device"] == "cpu"
     assert committed["versions"] == {name: version(name) for name in ("tunix-rt", "torch", "transformers")}
@@ -175,7 +173,7 @@ def test_the_final_model_can_be_read_by_whom_the_umask_lets_read(finished, tmp_p
 def test_a_finished_folder_is_not_written_over(finished, tmp_path):
     folder = shutil.copytree(finished[1], tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert "already holds a run (completed)" in refused(in_process("train", "smoke_tiny", "--output", folder), 2)
+    assert "already contains a run (completed)" in refused(in_process("train", "smoke_tiny", "--output", folder), 2)
     assert "is complete" in refused(in_process("train", "smoke_tiny", "--output", folder, "--resume"), 2)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -220,6 +218,7 @@ def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
     assert scores["before"]["accuracy_lenient"] <= 0.05
     assert scores["after"]["accuracy"] >= 0.30, "a third of the demo's steps must already gain 30 points"
     assert "<reasoning>" in (tmp_path / "run" / "samples.md").read_text()
+    assert "Preflight: model=tiny-gemma3 revision=shipped " in (tmp_path / "run" / "training_log.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -547,7 +547,7 @@ def test_the_children_of_a_child_end_with_it(tmp_path: Path) -> None:
         f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(p.pid))"
     )
     started = time.monotonic()
-    with pytest.raises(NoAnswer, match="torch said nothing"):  # what it left behind holds its output open
+    with pytest.raises(NoAnswer, match="torch: no output"):  # what it left behind holds its output open
         ask_child([sys.executable, "-c", script], who="torch", seconds=20.0)
     assert time.monotonic() - started < 10
     grandchild = int(note.read_text())

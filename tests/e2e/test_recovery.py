@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_under_the_log_ends_the_run_with_one_line(tmp_path, 
         run_pipeline(configured(), run.root, progress=at(("train", 2), fill_up))
     assert caught.value.exit_code == 8
     assert "Logging error" not in capsys.readouterr().err
-    assert not run.result.exists() and "how the run ended could not be written down" in caplog.text
+    assert not run.result.exists() and "result.json could not be written" in caplog.text
 
 
 # --- continuing -------------------------------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ def test_answers_after_training_are_not_begun_when_those_before_took_longer_than
     stopped = "s left, stopping; evaluation after training takes about [0-9]+ s; all 5 steps are saved"
     with pytest.raises(Preempted, match=stopped) as caught:
         run_pipeline(configured(*asked, "training.time_budget=900"), run.root, progress=progress)
-    assert caught.value.fix == stopping.RESUME and "The answers after training will take about" in caplog.text
+    assert caught.value.fix == stopping.RESUME and "Evaluation after training will take about" in caplog.text
     took = read_json(run.result)["answering_seconds"]
     assert took > 8 and (run.final_model / "model.safetensors").is_file() and list_problems(run.root) == []
     monkeypatch.setattr(stopping, "program_began", time.monotonic)
@@ -496,7 +496,7 @@ def test_the_same_command_can_be_given_again_after_a_refusal(tmp_path, monkeypat
 def test_a_precommitment_that_is_no_object_is_told_and_nothing_is_touched(crashed, written):
     crashed.precommit.write_text(written)
     before = content(crashed)
-    with pytest.raises(TunixError, match=r"precommit\.json is damaged: a (list|str|int), not an object"):
+    with pytest.raises(TunixError, match=r"precommit\.json is corrupt: a (list|str|int), not an object"):
         run_pipeline(configured(resume=True), crashed.root, progress=quiet)
     assert content(crashed) == before
 
@@ -516,7 +516,7 @@ def test_steps_without_their_precommitment_are_not_written_over(crashed):
     crashed.precommit.unlink()
     before = content(crashed)
     for resume in (False, True):
-        with pytest.raises(ConfigError, match="holds a run"):
+        with pytest.raises(ConfigError, match="contains a run"):
             run_pipeline(configured(resume=resume), crashed.root, progress=quiet)
     assert content(crashed) == before
 
@@ -557,7 +557,9 @@ def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path
 
     monkeypatch.setattr(backend, "summed_loss", exhausted)
     run = RunDir(tmp_path / "run")
-    with pytest.raises(DoesNotFitError, match=r"(?s)out of memory in step 2.*GiB were taken.*weights 0\.") as caught:
+    with pytest.raises(
+        DoesNotFitError, match=r"(?s)out of memory in step 2.*GiB in use and no more available.*weights 0\."
+    ) as caught:
         run_pipeline(configured("training.per_device_train_batch_size=4"), run.root, progress=quiet)
     assert "--set " in caught.value.fix and len(tried) == 3
     result = read_json(run.result)

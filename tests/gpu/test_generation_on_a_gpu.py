@@ -31,7 +31,9 @@ KINDS = {
 def source(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "config.json").write_text(json.dumps({"model_type": request.param, **SIZES, **KINDS[request.param]}))
-    model = torch_backend.load_for_inference(resolve_model(str(folder), weights="random"), device="cpu", dtype="float32").model
+    model = torch_backend.load_for_inference(
+        resolve_model(str(folder), weights="random"), device="cpu", dtype="float32"
+    ).model
     model.save_pretrained(folder)
     return resolve_model(str(folder))
 

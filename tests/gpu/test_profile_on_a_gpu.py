@@ -14,9 +14,9 @@ from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
 from tunix_rt.engines import step_time as parts
 from tunix_rt.engines.step_time import breakdown
-from tunix_rt.engines.trace import read_trace
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.engines.torch.profile import dense_product, profiled
+from tunix_rt.engines.trace import read_trace
 from tunix_rt.models.resolve import resolve_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]

@@ -86,7 +86,9 @@ def answers_of(question):
                 pad_id=0,
                 decode=tagged,
                 batch_size_at=lambda length: question["rows"],
-                on_tokens=(lambda index, ids: heard.setdefault(index, []).append(ids)) if question.get("heard") else None,
+                on_tokens=(lambda index, ids: heard.setdefault(index, []).append(ids))
+                if question.get("heard")
+                else None,
             )
         )
     except TunixError as error:

@@ -148,7 +148,9 @@ def kernel_with(defect=lambda losses, dlogits, scale: None):
         defect(losses, dlogits, scale)
         return losses, dlogits
 
-    return SimpleNamespace(losses_and_dlogits=turned, logits_workspace=lambda rows, columns, device: torch.empty(rows, columns))
+    return SimpleNamespace(
+        losses_and_dlogits=turned, logits_workspace=lambda rows, columns, device: torch.empty(rows, columns)
+    )
 
 
 def wrong(kernel, kind="bfloat16", softcap=None, vocabulary=50_257):

@@ -14,9 +14,8 @@ from tests.invariant.test_step_promises import Run, drawn_rows
 from tunix_rt.data.packing import rows_of_step
 from tunix_rt.engines import step_time as parts
 from tunix_rt.engines.step_time import breakdown
-from tunix_rt.engines.trace import FORWARD
-from tunix_rt.engines.trace import read_trace
 from tunix_rt.engines.torch.profile import dense_product, profiled, region
+from tunix_rt.engines.trace import FORWARD, read_trace
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.plan.timing import step_flops
 from tunix_rt.train.profiling import computed_positions, example_lengths

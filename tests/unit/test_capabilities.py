@@ -76,7 +76,9 @@ def test_a_profile_is_refused_where_the_engine_records_none():
 
 
 def test_an_engine_judges_settings_that_name_another():
-    assert [found.setting for found in unsupported(Training(lora_rank=4), CAPABILITIES["jax"])] == ["training.lora_rank"]
+    assert [found.setting for found in unsupported(Training(lora_rank=4), CAPABILITIES["jax"])] == [
+        "training.lora_rank"
+    ]
     with pytest.raises(ConfigError, match=r"training\.lora_rank"):
         refuse_unsupported(Training(lora_rank=4), "jax")
 

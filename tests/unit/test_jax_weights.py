@@ -54,7 +54,9 @@ def refused(folder, *words, **asked):
 
 def tensors_of(folder, **asked):
     return dict(
-        jax_models.named_tensors(load(folder, **asked), architecture_of(json.loads((folder / "config.json").read_text())))
+        jax_models.named_tensors(
+            load(folder, **asked), architecture_of(json.loads((folder / "config.json").read_text()))
+        )
     )
 
 

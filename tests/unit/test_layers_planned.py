@@ -29,7 +29,9 @@ def prepared(rows: int, longest: int, *, examples: int | None = None) -> RowFact
     return RowFacts(rows=rows, longest=longest, tokens=tokens, target_tokens=tokens, packed=packed)
 
 
-def layers_for_data(config: RunConfig, shape: ModelShape, device: DeviceChoice, rows: RowFacts, batch: int) -> str | None:
+def layers_for_data(
+    config: RunConfig, shape: ModelShape, device: DeviceChoice, rows: RowFacts, batch: int
+) -> str | None:
     return plan_run(config, shape, device, rows, micro_batch=batch).memory.layers
 
 

@@ -259,7 +259,9 @@ def test_the_optimizer_is_let_go_when_training_ends_and_what_is_kept_can_still_b
     """The answers after training need its memory, and may be interrupted."""
     engine, optimizer = torch.zeros(1), torch.zeros(1)
     held = [weakref.ref(one) for one in (engine, optimizer)]
-    with Checkpointer(backend, engine, optimizer, run=run, stop=stop, keep=2, start=0, sync_metrics=lambda: None) as saver:
+    with Checkpointer(
+        backend, engine, optimizer, run=run, stop=stop, keep=2, start=0, sync_metrics=lambda: None
+    ) as saver:
         saver.save(1, {})
     del engine, optimizer, saver
     assert [one() for one in held] == [None, None]

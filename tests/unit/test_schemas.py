@@ -263,10 +263,10 @@ def test_answers_are_read_as_the_predictions_that_were_written() -> None:
 
 def test_a_flood_of_mistakes_is_one_finding() -> None:
     """Also where no list has a limit."""
-    began = time.perf_counter()
+    began = time.process_time()
     many = {"facts": {"nvidia": {"libcuda": [0] * 200_000}}, "checks": [0] * 200_000}
     assert problems(schemas.Doctor, many) == ["200,002 mistakes"]
-    assert time.perf_counter() - began < 3.0
+    assert time.process_time() - began < 3.0
 
 
 @pytest.mark.parametrize(

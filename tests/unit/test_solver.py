@@ -336,10 +336,7 @@ def test_where_nothing_else_fits_fewer_or_shorter_rows_are_said_to_be_another_tr
         assert better.training.lora_rank is None
     assert words[0].startswith("use a smaller model or a device with more memory")
     assert words[0] == "use a smaller model or a device with more memory", "every parameter can be trained there"
-    assert (
-        words[1].startswith("or, only then, --set ")
-        and "; LoRA adapters instead of every parameter)" in words[1]
-    )
+    assert words[1].startswith("or, only then, --set ") and "; LoRA adapters instead of every parameter)" in words[1]
 
 
 @pytest.mark.parametrize(

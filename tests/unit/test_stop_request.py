@@ -32,7 +32,10 @@ def test_the_first_signal_is_noted_and_the_second_stops_at_once(number):
 def test_what_does_not_end_within_the_grace_is_interrupted_and_names_what_is_kept():
     stop = Preemption(grace_seconds=600)
     stop.saved_state = lambda: "step 7 is saved"
-    with pytest.raises(Preempted, match="the grace period of 600 s after SIGTERM is over; step 7 is saved"), stop.listening():
+    with (
+        pytest.raises(Preempted, match="the grace period of 600 s after SIGTERM is over; step 7 is saved"),
+        stop.listening(),
+    ):
         signal.raise_signal(signal.SIGTERM)
         assert 410 < signal.getitimer(signal.ITIMER_REAL)[0] <= 420, "the rest is kept for the ending"
         signal.raise_signal(signal.SIGALRM)
@@ -100,6 +103,7 @@ GOES_ON = """
     """
 
 
+@pytest.mark.slow  # by the wall clock
 @pytest.mark.parametrize("how", ["in Python", "swallows it", "in one call", "hangs at the end"])
 def test_whatever_goes_on_cannot_hold_the_exit(tmp_path, how):
     """In Python the alarm ends it. Where that is swallowed, or waits for Python, a thread does, whatever its last acts do."""
@@ -172,8 +176,7 @@ def test_what_takes_longer_than_is_left_is_not_begun_and_the_way_out_is_one_that
     with pytest.raises(Preempted) as caught:
         stop.check_time(40, "evaluation after training", "all 5 steps are saved", in_vain=False)
     assert caught.value.problem == (
-        "time budget: 30 s of 60 s left, stopping; evaluation after training takes about 40 s; "
-        "all 5 steps are saved"
+        "time budget: 30 s of 60 s left, stopping; evaluation after training takes about 40 s; all 5 steps are saved"
     )
     assert caught.value.fix == stopping.RESUME
     with pytest.raises(Preempted) as caught:

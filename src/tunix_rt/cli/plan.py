@@ -144,7 +144,12 @@ def plan_one(
         show_whole_json(value)
     else:
         show_outlook(
-            seen, run, exact=exact, disk=disk_line(disk, free), band=known.describe() if known else "", measured=measured
+            seen,
+            run,
+            exact=exact,
+            disk=disk_line(disk, free),
+            band=known.describe() if known else "",
+            measured=measured,
         )
     refuse(seen)
 

@@ -284,7 +284,9 @@ def _keep(ran: list[Ran], result: tuple[Ran, str]) -> tuple[Ran, str]:
 def _self_test(python: Path, device: str) -> tuple[Any, Failure | None]:
     """The kernel self-test of this Python on the device, as plain values, and what failed."""
     with _environment_of_children():
-        proof = run_selftest(backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute()))
+        proof = run_selftest(
+            backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute())
+        )
     wrong = selftest_problem(proof)
     if wrong is None:
         return _finite(to_plain(proof)), None

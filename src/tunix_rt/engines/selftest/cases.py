@@ -22,7 +22,7 @@ from tunix_rt.plan.precision import loss_rows
 
 
 def rounded(values: Any, dtype: str) -> Any:
-    """`values` as numbers that are exact in `dtype`, without an engine: float64 for float64, else float32."""
+    """`values` rounded to `dtype`, stored as float64 for float64 and else as float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     wide = values.astype(np.float32)
@@ -41,12 +41,12 @@ def normal(generator: np.random.Generator, shape: tuple[int, ...], dtype: str, s
     return rounded(drawn if scale == 1.0 else drawn * np.float32(scale), dtype)
 
 
-# --- samples and how far a result may be off --------------------------------------------------------------------------
+# --- cases and tolerances ---------------------------------------------------------------------------------------------
 #
-# u is the unit roundoff of the run's type, w that of its sums. Two things are allowed:
+# u is the unit roundoff of the run's dtype, w that of its accumulation. Two things are allowed:
 #
-# 1. Roundings to the run's type: of the stored result, and of intermediate ones (weights of attention, logits, partial
-#    sums of a split product). `relative` counts those of the result itself, in u.
+# 1. Roundings to the run's dtype: of the stored result, and of intermediate ones (attention weights, logits, partial sums
+#    of a split-K matmul). `relative` counts those of the result itself, in u.
 # 2. Roundings of a sum. n terms of size s have partial sums of size sqrt(n) s; each addition is off by w times that,
 #    and the errors wander: sqrt(n) * w * sqrt(n) s at the worst. Of a result of size S = sqrt(n) s that is sqrt(n) w S.
 #
@@ -55,13 +55,13 @@ def normal(generator: np.random.Generator, shape: tuple[int, ...], dtype: str, s
 
 
 WALK = 16.0
-"""The largest of millions of walks, twice over. Of a 4096 x 4096 product in float32 0.0039 is allowed; seen were 1.1e-4
+"""The largest of millions of walks, twice over. A 4096 x 4096 matmul in float32 may be off by 0.0039; measured were 1.1e-4
 on a CPU, 0.95e-3 and 1.13e-3 on an H200. Inputs with 14 bits after the point are off by up to 0.0067, with 13 by 0.014,
 with the 10 of TF32 by 0.1.
 
-Seen in float32 on an H200 at head size 64: causal out 9.0e-7, dq 2.7e-6, dk 2.7e-6, dv 1.6e-6, packed dk 3.9e-6. On a
-CPU right kernels use up to 22 % of what is allowed in float32, 47 % in the half types and 49 % where weights are
-bfloat16. A CPU computes the loss of the half types in float32; in their own arithmetic, as on a GPU, it uses 53 %."""
+Measured in float32 on an H200 at head size 64: causal out 9.0e-7, dq 2.7e-6, dk 2.7e-6, dv 1.6e-6, packed dk 3.9e-6. On a
+CPU correct kernels use up to 22 % of the tolerance in float32, 47 % in 16-bit dtypes and 49 % with bfloat16 weights. A CPU
+computes the loss of 16-bit dtypes in float32; in their own arithmetic, as on a GPU, it uses 53 %."""
 
 
 def _sums(setting: Setting, terms: int) -> float:
@@ -70,7 +70,7 @@ def _sums(setting: Setting, terms: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulCase:
-    """Two square matrices of standard normal numbers, and their product."""
+    """Two square matrices of standard normal numbers, and their matmul."""
 
     left: Any
     right: Any
@@ -93,15 +93,14 @@ def matmul_case(setting: Setting, *, size: int) -> MatmulCase:
 
 SCORE_CAP = 2.0
 """Of scores of size 1, which it bends by a tenth. Models cap at 50: no half type holds scores that large well enough
-to tell whether they were bent."""
+to show whether they were bent."""
 WINDOW = 50
-"""Tokens seen in the sample of a sliding window, or the model's own number where that is smaller. Every packed example is
-longer."""
+"""Sliding window of the case, or the model's own where that is smaller. Every packed example is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """`examples` numbers the packed examples of a row; None is one example. `window` is how many tokens are seen."""
+    """`examples` numbers the packed examples of a row; None is one example. `window` is the sliding window in tokens."""
 
     name: str
     q: Any
@@ -115,7 +114,7 @@ class AttentionCase:
 
     @property
     def positions(self) -> Any:
-        """Of every token in its example [rows, tokens], as the rows of a run have them: they restart with each example."""
+        """Of every token in its example [rows, tokens], as in the rows of a run: they restart with each example."""
         rows, _, tokens, _ = self.q.shape
         of_row = np.arange(tokens)
         if self.examples is not None:
@@ -198,7 +197,7 @@ def score_cap(setting: Setting) -> float | None:
 
 
 def attention_words(setting: Setting, samples: Sequence[AttentionCase], name: str) -> str:
-    """What of the attention called `name` was proven."""
+    """What was checked of the attention called `name`."""
     kinds = ", ".join(f"window of {sample.window}" if sample.window else sample.name for sample in samples)
     scaled = "" if setting.scaling is None else f", scores times {setting.scaling:g}"
     capped = f"{' and' if scaled else ', scores'} soft-capped at {cap:g}" if (cap := score_cap(setting)) else ""
@@ -207,7 +206,7 @@ def attention_words(setting: Setting, samples: Sequence[AttentionCase], name: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCase:
-    """Hidden states [rows, tokens, hidden] and labels as the loop has them: the state at t - 1 predicts token t."""
+    """Hidden states [rows, tokens, hidden] and labels as in the loop: the state at t - 1 predicts token t."""
 
     states: Any
     head: Any
@@ -225,16 +224,14 @@ class LossCase:
 
         The gradient of a logit is rounded to the compute dtype before it is multiplied with lm_head and hidden states.
         The gradient of lm_head is rounded to the dtype of the weights when a chunk of targets is added: the sum before
-        it, and the product of the chunk itself, which cuBLAS on an H200 rounds before it adds. Terms of opposite sign
-        leave these two roundings in a small sum, so they count by the size of the row."""
+        it, and the matmul of the chunk itself, which the JAX engine rounds before it adds, and a BLAS may. Where terms
+        of opposite sign cancel, these two roundings are all of the error, so they count by the size of the row."""
         logits = _sums(setting, self.states.shape[-1]) * self.logit_size
         wander = 2 * math.sqrt(self.targets) * setting.sum_unit  # of losses of one sign, each a part of the sum
         summed = compare("loss", got["loss"], self.loss, relative=wander, absolute=2 * logits * math.sqrt(self.targets))
         kept = UNIT[setting.weights]
         chunks = math.ceil(self.targets / loss_rows(self.targets))
-        added = (
-            2 * (chunks - 1) * 2 * kept
-        )  # two roundings for each chunk but the first; 2 for each, as a value has 2 sizes
+        added = 2 * (chunks - 1) * (2 * kept)  # two roundings for each chunk but the first, of up to two row sizes
         gradients = [
             compare(
                 name,
@@ -249,7 +246,7 @@ class LossCase:
 
 
 def loss_case(setting: Setting) -> LossCase:
-    """Enough targets for two chunks of them; on an accelerator also a vocabulary of more than one slice of the table."""
+    """Targets for two chunks; on an accelerator also a vocabulary of more than one slice of lm_head."""
     rows, tokens, hidden = 2, 160, 256
     vocabulary = 1000 if setting.device == "cpu" else 33_000
     generator = np.random.default_rng(3)
