@@ -28,7 +28,7 @@ MODEL, DATA, LENGTH, SEED = "tiny-gemma3", "dev-reasoning-v2", 256, 1
 MICRO_BATCHES = (1, 2, 4, 8, 32, 256)
 KINDS: dict[str, dict[str, Any]] = {
     "bfloat16 weights": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
-    "float32 weights, products in bfloat16": {"dtype": "bfloat16"},
+    "float32 weights, products in bfloat16": {"dtype": "bfloat16"},  # the label in the recorded results
 }
 
 Gradients = dict[str, torch.Tensor]

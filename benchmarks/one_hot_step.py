@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_rt.engines.jax import aot_worker as jax_ahead_compile
-from tunix_rt.engines.jax import fsdp as jax_spread
+from tunix_rt.engines.jax import step as jax_spread
 from tunix_rt.engines.jax.chunked_loss import head_logits
 from tunix_rt.engines.jax.mesh import ROWS
 

@@ -38,8 +38,8 @@ def demo_block(demo: Mapping[str, Any] | None) -> str:
             f"{demo['minutes']:.1f} minutes on {demo['machine']}, {demo['tokens_per_second']:,.0f} tokens/s in training. "
             f"Peak memory: {demo['predicted_bytes'] / 2**20:,.0f} MiB predicted, "
             f"{demo['measured_bytes'] / 2**20:,.0f} MiB measured.\n\n"
-            f"What the base model knew: told the situation of a held-out question as a story, it worked out "
-            f"{demo['told_before']['worked_out']} of {demo['told_before']['situations']} before any training. Asked the "
+            f"What the base model knew: given the situation of a held-out question as a story, it worked out "
+            f"{demo['told_before']['worked_out']} of {demo['told_before']['situations']} before any training. Given the "
             f"question, it answered with another question. The training teaches it to take a question apart into steps "
             f"and to answer it in a form that can be read; the arithmetic it had."
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from docs.markdown import WRITTEN, table
 from tunix_rt.assets import shipped_folder
-from tunix_rt.cli.views.tokens import marks_of, text_lines
+from tunix_rt.cli.views.data import marks_of, text_lines
 from tunix_rt.data import readers, sources, text
 from tunix_rt.data import validation as rules
 from tunix_rt.data.containers import BATCH_ROWS, MAX_DOCUMENT_BYTES

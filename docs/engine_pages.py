@@ -15,8 +15,8 @@ def page(root: Path) -> str:
     parts = [
         "# The PyTorch engine, measured",
         WRITTEN,
-        "Each part names the command that measured it; its raw output is in `benchmarks/results`. What the parts are is "
-        "told in [optimizers](../concepts/optimizers.md), [packed attention](../concepts/packed-attention.md), "
+        "Each part names the command that measured it; its raw output is in `benchmarks/results`. The parts are "
+        "explained in [optimizers](../concepts/optimizers.md), [packed attention](../concepts/packed-attention.md), "
         "[checkpoints](../concepts/checkpoints.md) and [the loss head](../decisions/0017-the-loss-head.md).",
         *_memory(_read(root, "engine_memory.json")),
         *_curves(_read(root, "engine_curves.json")),

@@ -30,7 +30,7 @@ from docs import (
     speed_pages,
     tpu_pages,
 )
-from docs.markdown import WRITTEN, replaced, table, with_block
+from docs.markdown import WRITTEN, relabelled, replaced, table, with_block
 from tunix_rt import errors
 from tunix_rt.errors import ConfigError, TunixError
 
@@ -47,7 +47,11 @@ CARD = Path("models/tiny-gemma3")
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """Path below the root -> the text it should hold now."""
+    """Path below the root -> the text it should hold now, with the labels of today for recorded ones."""
+    return {path: relabelled(text) for path, text in _pages(root).items()}
+
+
+def _pages(root: Path) -> dict[Path, str]:
     return {
         Path("docs/reference/config.md"): config_page(),
         Path("docs/reference/cli.md"): cli_page(),
@@ -105,7 +109,7 @@ def bundles_block(root: Path) -> str:
 
 
 def config_page() -> str:
-    from tunix_rt.config.names import INSTEAD, OLD_NAMES, SETTINGS
+    from tunix_rt.config.load import INSTEAD, OLD_NAMES, SETTINGS
     from tunix_rt.config.settings import RunConfig
 
     parts = [

@@ -117,9 +117,9 @@ def measured_last(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def peaked_in_an_old_update(case: Mapping[str, Any]) -> bool:
-    """Whether it took most in temporaries of an update by plain operations, of moments of 8 bits, that a kernel does now."""
-    told = {name: parts for name, parts in case.get("predicted_parts", {}).items() if name not in memory.LEFT_OUT}
-    totals = {name: sum(parts.values()) for name, parts in told.items()}
+    """Whether it took most in temporaries of an update of 8-bit optimizer states without a kernel, which exists now."""
+    phases = {name: parts for name, parts in case.get("predicted_parts", {}).items() if name not in memory.LEFT_OUT}
+    totals = {name: sum(parts.values()) for name, parts in phases.items()}
     optimizer = RunConfig.model_validate(case["settings"]).training.optim
     eight_bit = optimizer == "adamw_8bit" and case.get("code", {}).get("update") == "plain"
     return eight_bit and bool(totals) and max(totals, key=lambda name: totals[name]) == "update"
@@ -200,10 +200,10 @@ def _caps(cases: list[dict[str, Any]]) -> str:
         [case for case in cases if case.get("drawn") == seed]
         for seed in sorted({case.get("drawn", 0) for case in cases} - {0})
     ]
-    told = ", ".join(f"{len(draw) - len(failed(draw))} of {len(draw)}" for draw in draws)
+    counts = ", ".join(f"{len(draw) - len(failed(draw))} of {len(draw)}" for draw in draws)
     return (
         "The cap was the least memory that the plan of that moment asked for; the plan of today asks for the same to the byte "
-        f"in {same} of the {len(found)} cases that ran. Of the draws, one after the other, {told} ran."
+        f"in {same} of the {len(found)} cases that ran. Of the draws, one after the other, {counts} ran."
     )
 
 
@@ -220,7 +220,7 @@ def _failure(case: Mapping[str, Any], cases: Iterable[Mapping[str, Any]]) -> str
     plan = plan_of(case)
     later = [one for one in ran(cases) if one.case["name"] == case["name"]]
     shown = (
-        f"Measured again under the cap that the mended plan asked for, {later[0].case['cap_bytes'] / MIB:,.0f} MiB, it ran"
+        f"Measured again under the cap of the corrected plan, {later[0].case['cap_bytes'] / MIB:,.0f} MiB, it ran"
         if later
         else "It was not run again, so that this would be enough is not shown"
     )
@@ -412,7 +412,7 @@ FITTED: dict[str, tuple[str, str, str]] = {
 KNOWN = {
     "CUDA_CONTEXT_BYTES": "an allowance for the CUDA context, which no allocator counts",
     "CUDA_OVERHEAD_BYTES": "workspaces that torch gives cuBLAS on a Hopper GPU, for each of two threads; smaller elsewhere",
-    "RECORDING_OVERHEAD_BYTES": "the same for each of two streams, where layers are recorded",
+    "RECORDING_OVERHEAD_BYTES": "the same for each of two streams, where layers run as CUDA graphs",
     "HEAP_BLOCK_BYTES": "glibc serves larger blocks by themselves",
     "PUBLISHED_BYTES": "of an element of a file of pretrained weights",
     "PROOF_SPARE_BYTES": "for the process that proves the final model; no run is refused for it",

@@ -28,19 +28,19 @@ def page(root: Path) -> str:
         "and token, the head only where a target is predicted, attention only inside an example; nothing that is computed "
         "twice counts twice. The first step includes compilation, with what the compiler's cache held.",
     ]
-    for title, name, command, told in PARTS:
-        parts += [f"## {title}", *_part(root, name, command, told)]
+    for title, name, command, lines in PARTS:
+        parts += [f"## {title}", *_part(root, name, command, lines)]
     parts += ["## Where the time of a step goes", *_profile(root), "## The same losses", *_same_losses(root)]
     return "\n\n".join(parts) + "\n"
 
 
-def _part(root: Path, name: str, command: str, told: Callable[[Any], list[str]]) -> list[str]:
+def _part(root: Path, name: str, command: str, lines: Callable[[Any], list[str]]) -> list[str]:
     path = root / RESULTS / f"speed_{name}.json"
     if not path.is_file():
         return [f"Not measured yet; `{COMMAND} {command}` measures it."]
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return [*told(found), f"`{COMMAND} {command}`; {_on(found)}."]
+        return [*lines(found), f"`{COMMAND} {command}`; {_on(found)}."]
     except (KeyError, TypeError, ValueError) as error:
         raise TunixError(
             f"{RESULTS / path.name} lacks or misspells {error}", fix=f"measure it again: {COMMAND} {command}"
@@ -77,7 +77,7 @@ def _same_losses(root: Path) -> list[str]:
         )
     ]
     return [
-        f"{len(found['losses']['plain'])} steps of tiny-gemma3 on dev-reasoning-v2, products in bfloat16, against plain "
+        f"{len(found['losses']['plain'])} steps of tiny-gemma3 on dev-reasoning-v2, bfloat16 compute, against PyTorch "
         "operations without a kernel of ours and without a compiler, which is what the engine computed before it had them. "
         "Differences of the loss in percent, step by step, and of the mean of the last 50 steps. They are called the same where "
         "the mean is at most three times that of the first line, which is noise. Weights are in float32, so the kernels that "

@@ -68,7 +68,7 @@ class TunixRun:
         if self.defect:
             DEFECTS[self.defect][0]()
         if not self.proven:  # by a fresh process that loads the final model: more time than all the rest of a fork
-            importlib.import_module("tunix_rt.export.final_model").check_round_trip = lambda *given, **named: None
+            importlib.import_module("tunix_rt.export.export").check_round_trip = lambda *given, **named: None
         sys.argv = ["tunix-rt", *arguments]
         main()
 

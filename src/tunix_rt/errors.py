@@ -3,7 +3,7 @@
     TunixError            1   anything that fits nowhere else
     ├── ConfigError       2   a setting is wrong, unknown, or not honoured by this engine
     ├── InputError        3   data, model or tokenizer is wrong or not to be had
-    ├── HardwareError     4   the device that was asked for is not the device that is there
+    ├── HardwareError     4   the requested device is not available, or another one would be used
     ├── DoesNotFitError   5   the predicted memory is above what the device has
     ├── EvidenceError     6   a run folder or bundle does not verify
     ├── Preempted         7   stopped by a signal or its time budget; the work up to the last committed step is kept

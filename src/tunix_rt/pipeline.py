@@ -10,7 +10,7 @@ from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.load import dump_yaml
 from tunix_rt.config.settings import RunConfig, require_runnable
 from tunix_rt.engines.base import Progress
-from tunix_rt.export.final_model import check_final_model, export_final
+from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal

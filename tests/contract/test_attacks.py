@@ -20,8 +20,7 @@ from tests.program import ROOT, refused, tunix_rt
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.evidence import verify as verifying
 from tunix_rt.evidence.examine import examine
-from tunix_rt.evidence.facts import Claim
-from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.facts import Claim, Inputs
 from tunix_rt.evidence.verify import Options, verify
 
 pytestmark = pytest.mark.usefixtures("judged_once")

@@ -8,8 +8,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tunix_rt.cli.train import script_config, script_options
-from tunix_rt.config.load import build_config, load_config
-from tunix_rt.config.names import INSTEAD, OLD_NAMES, SETTINGS, modernise
+from tunix_rt.config.load import INSTEAD, OLD_NAMES, SETTINGS, build_config, load_config, modernise
 from tunix_rt.config.settings import RunConfig, require_runnable
 from tunix_rt.errors import ConfigError
 

@@ -18,8 +18,7 @@ from tests.conftest import REFERENCE
 from tests.program import tunix_rt
 from tunix_rt import errors
 from tunix_rt.cli.main import cli
-from tunix_rt.config.load import build_config
-from tunix_rt.config.names import SETTINGS
+from tunix_rt.config.load import SETTINGS, build_config
 from tunix_rt.config.settings import require_runnable
 from tunix_rt.data import text as sketch
 from tunix_rt.data import token_cache as store

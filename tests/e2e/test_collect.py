@@ -22,9 +22,8 @@ from tests.forging.sealing import reseal_sums
 from tests.program import environment
 from tunix_rt.cli.main import cli
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
-from tunix_rt.evidence.collect import Extras, collect
+from tunix_rt.evidence.collect import Extras, collect, package
 from tunix_rt.evidence.examine import examine
-from tunix_rt.evidence.package import package
 from tunix_rt.runs.checksums import parse_sums
 from tunix_rt.storage import write_text
 

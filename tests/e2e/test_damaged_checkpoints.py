@@ -137,10 +137,11 @@ def test_a_damaged_checkpoint_is_passed_over_aloud_for_the_one_before(run, caplo
     assert said.startswith(f"Checkpoint {damaged} is corrupt, skipped: ")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 3, 5])
 def test_the_whole_program_goes_on_from_the_one_before_to_the_same_weights(run, finished, arguments, seed):
-    """After a flipped bit; after swapped files and another manifest in the slow series. Which checkpoint is taken after each
-    of a hundred damages is asked above."""
+    """After a flipped bit, swapped files and another manifest. In each run of the tests `test_recovery.py` resumes within its
+    process, and which checkpoint is taken after each of a hundred damages is tested above."""
     assert damage(run, seed) == BEFORE
     for ending in (run.result, run.hashes):  # as if it had been killed before it wrote them
         ending.unlink()

@@ -48,7 +48,7 @@ def everything_is_said_and_nothing_proven():
     before = package.level
     package.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
+        patch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)
         yield
     package.setLevel(before)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import write_small_model
 from tests.integrity import list_problems
-from tests.program import ROOT, command, environment, in_process, refused
+from tests.program import in_process, refused
 from tunix_rt.config.load import find_config, load_config
 from tunix_rt.errors import StorageError
 from tunix_rt.pipeline import run_pipeline
@@ -33,17 +33,12 @@ SMALL = [
 )
 def test_a_disk_that_fills_up_at_a_checkpoint_is_a_storage_error(tmp_path, file_bytes, where):
     """The limit is on the length of a file: moments of 23 MB are the first to meet it; in the slow series, weights of 11 MB."""
-    run = RunDir(tmp_path / "run")
-    ended = subprocess.run(
-        command("train", *SMALL, "--output", run.root),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes)),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    said = refused(ended, 8)
+    run, before = RunDir(tmp_path / "run"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
+    try:
+        said = refused(in_process("train", *SMALL, "--output", run.root), 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert where in said and "File too large" in said
     result = json.loads(run.result.read_text(encoding="utf-8"))
     assert (result["status"], result["exit_code"]) == ("failed", 8)
@@ -135,7 +130,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_once_there_
     """Filled before the check, which then refuses; or right after it said yes, so that the writing meets the end.
 
     The final model is not loaded once more by a fresh process here: that takes seconds, and is a promise of its own."""
-    monkeypatch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
+    monkeypatch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)
     run, (leave, words), check = RunDir(disk / "run"), FAULTS[left], saving.require_space
 
     def check_and_fill(folder, needed_bytes, *, what, **named):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.program import refused, tunix_rt
+from tests.program import in_process, refused, tunix_rt
 
 SMOKE = ["smoke_tiny", "--device", "cpu", "--set", "evaluation.enabled=false"]
 
@@ -53,7 +53,7 @@ def test_a_profile_changes_no_result_and_the_folder_verifies(profiled, tmp_path)
 
 
 def test_more_steps_than_the_run_has_are_refused_before_the_model_is_loaded(tmp_path):
-    words = refused(tunix_rt("train", *SMOKE, "--output", tmp_path / "run", "--profile", 7), 2)
+    words = refused(in_process("train", *SMOKE, "--output", tmp_path / "run", "--profile", 7), 2)
     assert "--profile 7: more steps than are taken; the run has 6" in words and "--profile 6 or less" in words
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert tunix_rt("train", *SMOKE, "--output", tmp_path / "other", "--profile", 51).returncode == 2
+    assert in_process("train", *SMOKE, "--output", tmp_path / "other", "--profile", 51).returncode == 2

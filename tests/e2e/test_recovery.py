@@ -80,12 +80,12 @@ def signals_are_heard_again():
 def no_proof_is_made(monkeypatch):
     """A fresh process that loads the final model takes seconds of each run, and is a promise of its own: runs here say that it
     could not be made, but for the one that nothing interrupts and those of `proofs_are_made`."""
-    monkeypatch.setattr("tunix_rt.export.final_model.check_round_trip", lambda *given, **named: None)
+    monkeypatch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)
 
 
 @pytest.fixture
 def proofs_are_made(no_proof_is_made, monkeypatch):
-    monkeypatch.setattr("tunix_rt.export.final_model.check_round_trip", roundtrip.check_round_trip)
+    monkeypatch.setattr("tunix_rt.export.export.check_round_trip", roundtrip.check_round_trip)
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +402,7 @@ def stops(monkeypatch):
 def test_a_measure_that_was_timed_before_the_first_step_is_not_begun_after_the_last_with_less_time_left(
     tmp_path, monkeypatch, stops
 ):
-    run, steps, measure = RunDir(tmp_path / "run"), [], train._measure_heldout
+    run, steps, measure = RunDir(tmp_path / "run"), [], train._evaluate
 
     def slowly(*told):
         time.sleep(0 if steps else 8)
@@ -413,7 +413,7 @@ def test_a_measure_that_was_timed_before_the_first_step_is_not_begun_after_the_l
         if what == "train" and done == STEPS:
             stops[-1]._deadline = time.monotonic() + stopping.ENDING_SECONDS + 6
 
-    monkeypatch.setattr(train, "_measure_heldout", slowly)
+    monkeypatch.setattr(train, "_evaluate", slowly)
     once = ["training.time_budget=900", f"training.eval_steps={2 * STEPS}"]
     with pytest.raises(Preempted, match=f"time budget: .* s left, stopping; step {STEPS} is saved"):
         run_pipeline(configured(*once), run.root, progress=progress)

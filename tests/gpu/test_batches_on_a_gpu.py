@@ -11,7 +11,7 @@ import torch
 from tunix_rt.data.packing import batch_of_step, make_rows
 from tunix_rt.data.render import Example
 from tunix_rt.engines.torch.attention import Attention
-from tunix_rt.engines.torch.prefetch import Placing, placed_steps
+from tunix_rt.engines.torch.model import Placing, placed_steps
 from tunix_rt.errors import InputError
 
 pytestmark = pytest.mark.gpu

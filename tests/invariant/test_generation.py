@@ -137,6 +137,10 @@ def test_an_answer_is_over_at_the_closing_tag_and_says_whether_the_model_stopped
 
 
 @pytest.mark.parametrize(
+    "small", ["gemma3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gpt2", "gemma2", "qwen3"))],
+    indirect=True,
+)  # fmt: skip
+@pytest.mark.parametrize(
     ("where", "after"),
     [("_begin", 0), ("_more_tokens", 0), ("_more_tokens", 3), ("keep", 0)],
     ids=["the prompts", "the first token", "a later token, with some answered", "when rows leave"],

@@ -76,7 +76,7 @@ def test_the_saved_model_has_the_adapters_in_its_weights(small_model, tmp_path, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adding_the_adapters_takes_what_is_planned_for_it(small_model, family, dtype):
     """The sums, and one adapter's part beside them; a tied table is one tensor still."""
-    from tunix_rt.engines.torch.lora import merged_weights
+    from tunix_rt.engines.torch.load import merged_weights
 
     engine, _, training = start(small_model(family), dtype=dtype)
     live = LiveBytes()

@@ -190,7 +190,8 @@ def test_a_kernel_that_gives_wrong_numbers_is_not_used_and_it_is_said_which(defe
 def test_a_kernel_that_ignores_the_soft_cap_is_not_used():
     plain = kernel_with()
     deaf = SimpleNamespace(
-        logits_workspace=plain.logits_workspace, losses_and_dlogits=lambda *parts, softcap, **more: plain.losses_and_dlogits(*parts, softcap=None, **more)
+        logits_workspace=plain.logits_workspace,
+        losses_and_dlogits=lambda *parts, softcap, **more: plain.losses_and_dlogits(*parts, softcap=None, **more),
     )  # fmt: skip
     assert wrong(deaf) is None
     assert "losses are wrong" in wrong(deaf, softcap=30.0)

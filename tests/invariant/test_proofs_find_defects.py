@@ -35,6 +35,8 @@ TYPES = {
     "bfloat16 weights": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
 }
 """Of the products; weights are kept in float32 where nothing else is said."""
+SERIES = [pytest.param(name, marks=pytest.mark.slow) if name == "float16" else name for name in TYPES]
+"""A CPU emulates float16, which takes most of the time: of the slow series."""
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 
 
@@ -137,7 +139,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("type_name", SERIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_right_kernels_use_less_than_two_thirds_of_what_is_allowed(model, type_name):
     proofs = (torch_proofs.product, torch_proofs.attention, torch_proofs.loss, torch_proofs.optimizer)
@@ -239,7 +241,7 @@ FINITE = {
 @pytest.mark.parametrize(
     ("defect", "type_name"),
     [
-        (defect, type_name)
+        pytest.param(defect, type_name, marks=pytest.mark.slow if type_name == "float16" else ())
         for defect, type_name in itertools.product(FINITE, TYPES)
         if type_name != "bfloat16 weights" or FINITE[defect][0] in ("loss", "optimizer")  # what weights take part in
     ],

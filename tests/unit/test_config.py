@@ -7,10 +7,19 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tunix_rt.config.load import build_config, dump_yaml, find_config, load_config, parse_override
-from tunix_rt.config.names import INSTEAD, modernise
+from tunix_rt.config.load import (
+    INSTEAD,
+    MAX_CONFIG_BYTES,
+    build_config,
+    dump_yaml,
+    find_config,
+    load_config,
+    modernise,
+    parse_override,
+    parse_yaml,
+    read_yaml,
+)
 from tunix_rt.config.settings import RunConfig, require_runnable
-from tunix_rt.config.yaml import MAX_CONFIG_BYTES, parse_yaml, read_yaml
 from tunix_rt.errors import ConfigError
 
 DEMO = ROOT / "training" / "configs" / "demo.yaml"

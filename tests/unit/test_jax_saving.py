@@ -16,7 +16,7 @@ state = pytest.importorskip("tunix_rt.engines.jax.save", exc_type=ImportError)
 optim = pytest.importorskip("tunix_rt.engines.jax.optim", exc_type=ImportError)
 weights = pytest.importorskip("tunix_rt.engines.jax.weights", exc_type=ImportError)
 backend = pytest.importorskip("tunix_rt.engines.jax.loop", exc_type=ImportError)
-batches = pytest.importorskip("tunix_rt.engines.jax.prefetch", exc_type=ImportError)
+batches = pytest.importorskip("tunix_rt.engines.jax.loop", exc_type=ImportError)
 
 SMALL = architecture_of({
     "model_type": "gemma", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

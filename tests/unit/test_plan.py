@@ -143,7 +143,7 @@ def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batc
     kept_in = getattr(torch, recipe.frozen or recipe.weights)
     model = transformers.AutoModelForCausalLM.from_config(full, attn_implementation=attention, dtype=kept_in).train()
     if training.lora_rank is not None:
-        from tunix_rt.engines.torch.lora import add_adapters
+        from tunix_rt.engines.torch.load import add_adapters
 
         model = add_adapters(model, rank=training.lora_rank, source=None)  # type: ignore[arg-type]
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

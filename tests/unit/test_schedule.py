@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from tunix_rt.config.optimizers import learning_rate
 from tunix_rt.config.settings import Training
-from tunix_rt.engines.schedule import learning_rate
 
 SHAPES = ["linear", "cosine", "constant"]
 

@@ -6,7 +6,7 @@ import tokenizers
 from rich.cells import cell_len
 
 from tests.conftest import SHIPPED
-from tunix_rt.cli.views.tokens import SAMPLE_HEAD, SAMPLE_TAIL, marks_of, row_lines, text_lines
+from tunix_rt.cli.views.data import SAMPLE_HEAD, SAMPLE_TAIL, marks_of, row_lines, text_lines
 from tunix_rt.data.packing import Row
 from tunix_rt.data.preview import view_of
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer

@@ -69,7 +69,7 @@ def find_accelerator(name: str, memory_bytes: int | None) -> Accelerator | None:
 
 
 def peaks(accelerator: Accelerator, dtype: str) -> tuple[float | None, float | None]:
-    """Published peaks for matrix products in `dtype` (TFLOPS) and for memory (GB/s); float16 is as fast as bfloat16.
+    """Published peaks for matmuls in `dtype` (TFLOPS) and for memory (GB/s); float16 is as fast as bfloat16.
 
     None for what is not in the table, such as float64.
     """

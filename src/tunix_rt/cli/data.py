@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tunix_rt.cli.views import text, validation
+from tunix_rt.cli.views import data as validation
+from tunix_rt.cli.views import text
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
@@ -150,7 +151,7 @@ def check(key: str, as_json: bool, **options: Any) -> None:
 @_settings
 def show(key: str, row: int | None, packed: int | None, as_json: bool, **options: Any) -> None:
     """Show one row of dataset KEY token by token: its text, its ids, and what is trained."""
-    from tunix_rt.cli.views import tokens
+    from tunix_rt.cli.views import data as tokens
 
     if row is not None and packed is not None:
         raise click.UsageError("give --row or --packed, not both")
@@ -236,7 +237,7 @@ def _import_facts(imported: "Imported") -> validation.Facts:
 
 def _show_samples(seen: "Inspected", tokenizer: "Tokenizer") -> None:
     """The first few examples as text. One that cannot be tokenized is skipped; validation reports it."""
-    from tunix_rt.cli.views import tokens
+    from tunix_rt.cli.views import data as tokens
     from tunix_rt.data.packing import make_rows
     from tunix_rt.data.preview import view_of
 

@@ -112,7 +112,7 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
     prose are hashed, not read: trust the claims below, not the prose.
     """
     from tunix_rt.cli.views.progress import watching
-    from tunix_rt.evidence.inputs import Inputs
+    from tunix_rt.evidence.facts import Inputs
     from tunix_rt.evidence.verify import MOST_COMPUTING, Options, verify
     from tunix_rt.runs.source import require_repository
 
@@ -214,7 +214,7 @@ def package(to: Path, repository: Path, as_json: bool) -> None:
 
     Every bundle is verified before it is packed, and again after the zip was unpacked elsewhere.
     """
-    from tunix_rt.evidence.package import package
+    from tunix_rt.evidence.collect import package
 
     made = package(repository, to)
     if as_json:

@@ -16,18 +16,18 @@ from tunix_rt.errors import TunixError
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
     "doctor": ("doctor", "Which device a run uses on this computer, and why."),
-    "env": ("env", "Create an environment with a torch that fits this computer, or verify one."),
+    "env": ("doctor", "Create an environment with a torch that fits this computer, or verify one."),
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
     "data": ("data", "Import a dataset, check it, and show token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
-    "export": ("export", "Write a model for transformers, and check that it computes the same."),
-    "evaluate": ("evaluate", "Answer the questions of an eval set with a model, and score the answers."),
+    "export": ("inference", "Write a model for transformers, and check that it computes the same."),
+    "evaluate": ("inference", "Answer the questions of an eval set with a model, and score the answers."),
     "compare": (
-        "evaluate",
+        "inference",
         "Compare two runs question by question: gains, losses, and whether they are chance.",
     ),
-    "generate": ("generate", "Answer one question with a model: its reasoning and its answer."),
-    "chat": ("generate", "Chat with a model."),
+    "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
+    "chat": ("inference", "Chat with a model."),
     "runs": ("runs", "List the runs in a folder, or show one."),
     "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
 }

@@ -141,9 +141,7 @@ def run_script(backend: str, argv: list[str] | None = None) -> int:
 
 def script_config(options: argparse.Namespace, backend: str) -> Any:
     """The configuration on the engine of the script; one that names the other engine is refused."""
-    from tunix_rt.config.load import find_config, load_config
-    from tunix_rt.config.names import modernise
-    from tunix_rt.config.yaml import read_yaml
+    from tunix_rt.config.load import find_config, load_config, modernise, read_yaml
     from tunix_rt.errors import ConfigError
 
     steps = [number for number in (options.smoke_steps, options.max_steps) if number is not None]

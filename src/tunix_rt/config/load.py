@@ -1,8 +1,9 @@
-"""File, `--set` and flags become one `RunConfig`, or one error with every mistake."""
+"""Old and foreign spellings of settings; file, `--set` and flags become one `RunConfig`, or one error with every mistake."""
 
+import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,206 @@ import yaml
 from pydantic import ValidationError
 
 from tunix_rt import assets
-from tunix_rt.config.names import OLD_NAMES, SETTINGS, _nearest, modernise
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.config.yaml import parse_yaml, read_yaml
 from tunix_rt.errors import ConfigError
+
+# Old or foreign spelling -> canonical name. A bare key belongs to the top level.
+OLD_NAMES = {
+    "model.name": "model.model_name_or_path",
+    "model.id": "model.model_name_or_path",
+    "model.model_id": "model.model_name_or_path",
+    "model.max_length": "data.max_length",
+    "model.dtype": "training.dtype",
+    "model.torch_dtype": "training.dtype",
+    "data.dataset_key": "data.dataset",
+    "data.dataset_name": "data.dataset",
+    "data.shuffle_seed": "training.data_seed",
+    "data.max_seq_length": "data.max_length",
+    "training.max_seq_length": "data.max_length",
+    "training.max_length": "data.max_length",
+    "training.packing": "data.packing",
+    "training.completion_only_loss": "data.completion_only_loss",
+    "training.num_steps": "training.max_steps",
+    "training.num_epochs": "training.num_train_epochs",
+    "training.epochs": "training.num_train_epochs",
+    "training.batch_size": "training.per_device_train_batch_size",
+    "training.per_device_batch_size": "training.per_device_train_batch_size",
+    "training.optimizer": "training.optim",
+    "training.lr": "training.learning_rate",
+    "training.lr_scheduler": "training.lr_scheduler_type",
+    "training.save_every_steps": "training.save_steps",
+    "training.eval_every_steps": "training.eval_steps",
+    "training.log_every_steps": "training.logging_steps",
+    "training.gradient_clip": "training.max_grad_norm",
+    "training.torch_compile": "training.compile",
+    "training.shuffle_seed": "training.data_seed",
+    "training.system_instruction": "data.system_instruction",
+    "training.per_device_eval_batch_size": "evaluation.per_device_eval_batch_size",
+    "evaluation.eval_set": "evaluation.evalset",
+    "batch_size": "training.per_device_train_batch_size",
+    "max_seq_length": "data.max_length",
+    "optimizer": "training.optim",
+    "dataset_name": "data.dataset",
+    "eval_set": "evaluation.evalset",
+}
+
+# Settings of other trainers that tunix-rt does not have: what to write instead.
+INSTEAD = {
+    "output_dir": "give the folder on the command line: --output DIR",
+    "output": "give the folder on the command line: --output DIR",
+    "run_name": "a run is its folder: --output DIR",
+    "bf16": "training.dtype: bfloat16",
+    "fp16": "training.dtype: float16",
+    "warmup_ratio": "training.warmup_steps: a value below 1 is a fraction of all steps",
+    "no_cuda": "training.device: cpu",
+    "use_cpu": "training.device: cpu",
+    "trust_remote_code": "tunix-rt never runs code of a model repository; leave the key out",
+    "load_in_4bit": "tunix-rt trains every parameter; leave the key out",
+    "eval_strategy": "training.eval_steps: N",
+    "save_strategy": "training.save_steps: N",
+    "use_peft": "training.lora_rank: N",
+    "lora_r": "training.lora_rank: N",
+    "optimizer_in_bwd": "training.optim_in_backward: true",
+}
+
+_HOME = {name: section for section, field in RunConfig.model_fields.items() for name in field.annotation.model_fields}  # type: ignore[union-attr]
+SETTINGS = frozenset(f"{section}.{name}" for name, section in _HOME.items())
+
+
+def modernise(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    """Rename old keys and sort them into sections. Two spellings of one setting may agree, never differ."""
+    new: dict[str, dict[str, Any]] = {}
+    spelled: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in _leaves(raw, source):
+        name = OLD_NAMES.get(key, key)
+        if "." not in name and name in _HOME:
+            name = f"{_HOME[name]}.{name}"
+        if name not in SETTINGS:
+            unknown.append(key)
+            continue
+        section, leaf = name.split(".")
+        if name in spelled and new[section][leaf] != value:
+            raise ConfigError(
+                f"{source}: `{spelled[name]}` and `{key}` both set {name}, differently", fix=f"keep only `{name}`"
+            )
+        spelled[name] = key
+        new.setdefault(section, {})[leaf] = value
+    if len(unknown) == 1:
+        raise ConfigError(f"{source}: unknown setting `{unknown[0]}`", fix=_nearest(unknown[0]))
+    if unknown:
+        listed = "\n".join(f"  {key}: {_nearest(key)}" for key in unknown[:20])  # a page at most
+        raise ConfigError(f"{source}: {len(unknown)} unknown settings\n{listed}", fix="see docs/reference/config.md")
+    return new
+
+
+def _leaves(raw: Mapping[Any, Any], source: str) -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{source}: {key!r} is not the name of a setting", fix="a name is plain text")
+        if key not in RunConfig.model_fields:
+            yield key, value
+        elif isinstance(value, Mapping):
+            for leaf, inner in value.items():
+                yield f"{key}.{leaf}", inner
+        elif value is not None:  # an empty section is fine, a scalar where a section belongs is not
+            raise ConfigError(f"{source}: `{key}` is a section", fix=f"write its settings below `{key}:`")
+
+
+def _nearest(key: str) -> str:
+    leaf = key.rsplit(".", 1)[-1]
+    for name in (key, leaf, key.split(".")[0]):
+        if name in INSTEAD:
+            return INSTEAD[name]
+    if leaf in _HOME:
+        return f"`{leaf}` belongs in `{_HOME[leaf]}`"
+    names = {**dict.fromkeys(_HOME), **{old.rsplit(".", 1)[-1]: new for old, new in OLD_NAMES.items()}}
+    close = difflib.get_close_matches(leaf, names, n=1)
+    if not close:
+        return "see docs/reference/config.md for every setting"
+    name = names[close[0]] or f"{_HOME[close[0]]}.{close[0]}"
+    return f"did you mean `{name}`?"
+
+
+MAX_CONFIG_BYTES = 32_000
+"""A shipped configuration has under 1,000; PyYAML needs about 11 s for a megabyte of brackets."""
+MAX_DEPTH = 20
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML of plain settings: no aliases (they can grow without bound), no tags, no key that would be lost."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _at(event.start_mark, "aliases (*name) are not allowed")
+        if event.tag is not None:
+            raise _at(event.start_mark, "tags (!name) are not allowed")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _at(event.start_mark, f"nested deeper than {MAX_DEPTH}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                raise _at(key.start_mark, "a key must be a plain scalar")
+            if key.value in seen:
+                raise _at(key.start_mark, f"duplicate key {key.value!r}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:  # an invalid date or number
+            raise _at(node.start_mark, str(error)[:200]) from error
+
+
+def _at(mark: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of one YAML document, or a ConfigError that names source and line."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: {error.problem}", fix="correct the YAML") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{source}:{line}: {error.reason}", fix="save the file as UTF-8 text") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in the YAML file `path`."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"{path}: over {MAX_CONFIG_BYTES:,} bytes", fix="a configuration has a page of text at most"
+            )
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text", fix="save the file as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", fix="check the path and its permissions") from error
+    raw = parse_yaml(text, str(path))
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{path}: a {type(raw).__name__}, not settings", fix="write `section:` and `key: value` lines"
+        )
+    return raw
+
 
 MOST_DIGITS = 12
 """A longer number is not printed in an error: it may be a password."""

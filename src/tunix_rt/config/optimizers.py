@@ -7,6 +7,10 @@ and in float64, is the module of the same name in `engines/optimizers/`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tunix_rt.config.settings import Training
 
 Shape = tuple[int, ...]
 States = dict[str, tuple[Shape, str]]
@@ -120,3 +124,18 @@ def state_tensors(shape: Shape, name: str, dtype: str) -> States:
 def state_bytes(shape: Shape, name: str, dtype: str) -> int:
     """Bytes of `state_tensors`."""
     return sum(math.prod(of) * _BYTES[stored] for of, stored in state_tensors(shape, name, dtype).values())
+
+
+def learning_rate(step: int, *, total: int, training: "Training") -> float:
+    """Learning rate of step `step` (counted from 1) of `total`. Warm-up ends at the full rate; no step has rate 0."""
+    asked = training.warmup_steps
+    warmup = math.ceil(asked * total) if asked < 1 else int(asked)
+    done = step - 1
+    if done < warmup:
+        return training.learning_rate * (done + 1) / warmup
+    progress = (done - warmup) / max(1, total - warmup)
+    if training.lr_scheduler_type == "linear":
+        return training.learning_rate * (1 - progress)
+    if training.lr_scheduler_type == "cosine":
+        return training.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+    return training.learning_rate

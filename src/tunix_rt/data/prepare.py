@@ -13,12 +13,22 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.contamination import find_leaks
 from tunix_rt.data.example_checks import check_text, open_tag
 from tunix_rt.data.formats import detect_format, to_sample
-from tunix_rt.data.packing import Packing, Row, RowFacts, Rows, facts_of_rows, pack
+from tunix_rt.data.packing import (
+    MOST_HELDOUT,
+    Packing,
+    Row,
+    RowFacts,
+    Rows,
+    as_question,
+    facts_of_rows,
+    hold_out,
+    items_of,
+    pack,
+)
 from tunix_rt.data.readers import parse, read_raw
 from tunix_rt.data.records import EvalItem, Sample, Turn
 from tunix_rt.data.render import Style, prompt_ids, style_of
 from tunix_rt.data.sources import Dataset, FileRef, find_dataset, find_evalset, read_items
-from tunix_rt.data.split import MOST_HELDOUT, as_question, hold_out, items_of
 from tunix_rt.data.token_cache import Progress, Store, open_store
 from tunix_rt.data.tokenize import Recipe
 from tunix_rt.data.tokenizer import Tokenizer, needs_bos

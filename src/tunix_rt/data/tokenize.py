@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from tunix_rt.data.example_checks import Seen, check_example, check_text
 from tunix_rt.data.formats import to_sample, unused_columns, words_behind_number
+from tunix_rt.data.packing import hash8, question_hash
 from tunix_rt.data.readers import Raw, parse
 from tunix_rt.data.records import Sample
 from tunix_rt.data.render import Rendered, Style, render_batch
 from tunix_rt.data.sources import Dataset
-from tunix_rt.data.split import hash8, question_hash
 from tunix_rt.data.template import TemplateRefusal
 from tunix_rt.data.text import sketch
 from tunix_rt.data.tokenizer import Tokenizer

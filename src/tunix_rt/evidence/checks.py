@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from tunix_rt.config.optimizers import learning_rate
 from tunix_rt.data.packing import rows_of_step, total_steps
 from tunix_rt.doctor.wheels import MISFIT_WORDS
-from tunix_rt.engines.schedule import learning_rate
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.facts import Run
 from tunix_rt.plan.shape import shape_of

@@ -13,14 +13,13 @@ from pydantic import BaseModel
 
 from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import to_sample
+from tunix_rt.data.packing import as_question, hold_out, items_of, question_hash
 from tunix_rt.data.readers import parse, read_raw
 from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.sources import find_dataset, find_evalset, read_items
-from tunix_rt.data.split import as_question, hold_out, items_of, question_hash
 from tunix_rt.evaluate.comparison import Side, compare, compare_runs
 from tunix_rt.evaluate.report import comparison_facts
-from tunix_rt.evidence.facts import Run
-from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.facts import Inputs, Run
 from tunix_rt.runs.checksums import few, shown
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.scoring.score import TAGS, Prediction, Scores, Tags, judge, score_predictions

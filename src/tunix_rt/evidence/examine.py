@@ -8,8 +8,7 @@ from pathlib import Path
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.checks import CHECKS, may_stay_out
 from tunix_rt.evidence.data_checks import accuracy_of, answer_problems, answered_in, data_problems
-from tunix_rt.evidence.facts import Claim, Finding, Label, Level, Run, completed_run, level_of, missing_files
-from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.facts import Claim, Finding, Inputs, Label, Level, Run, completed_run, level_of, missing_files
 from tunix_rt.evidence.manifest import companion_problems, manifest_problems
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS, few, is_leftover, is_weights, list_folder, shown, sums_problems
 from tunix_rt.runs.record import MANIFEST, README, RunRecord, require_format

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from tunix_rt import errors
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, InputError, TunixError
-from tunix_rt.evidence.facts import LEVELS, Claim, Finding, Level, Verdict, level_of
-from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.facts import LEVELS, Claim, Finding, Inputs, Level, Verdict, level_of
 from tunix_rt.evidence.replay.steps import fresh_nonce
 from tunix_rt.evidence.sandbox import Exit, Limits, run_limited
 from tunix_rt.evidence.sign import signer_of

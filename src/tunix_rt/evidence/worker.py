@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tunix_rt.errors import EvidenceError, TunixError
-from tunix_rt.evidence.facts import Finding
-from tunix_rt.evidence.inputs import Inputs
+from tunix_rt.evidence.facts import Finding, Inputs
 
 if TYPE_CHECKING:
     from tunix_rt.evidence.replay.replay import Results

@@ -211,7 +211,7 @@ class RunJournal:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """Write `result.json` and the checksums at the end, however it ends. The one broad except of tunix-rt."""
+        """Write `result.json` and the checksums at the end, however it ends."""
         self.began = datetime.now(UTC), time.monotonic()
         try:
             yield

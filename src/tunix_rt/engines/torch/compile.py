@@ -22,8 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from tunix_rt.data.packing import MicroBatch
 from tunix_rt.engines.failures import is_out_of_memory, memory_errors_named
-from tunix_rt.engines.torch.model import Engine, summed_loss
-from tunix_rt.engines.torch.prefetch import Placed
+from tunix_rt.engines.torch.model import Engine, Placed, summed_loss
 from tunix_rt.engines.torch.varlen import LEAST_LENGTH, with_another_bound
 from tunix_rt.errors import HardwareError, InputError
 from tunix_rt.models.secrets import one_line

@@ -16,21 +16,20 @@ from typing import Any
 import torch
 import transformers
 
+from tunix_rt.config.optimizers import learning_rate
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import Row, StepBatch, collate
 from tunix_rt.doctor.nvidia import driver_version
 from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.engines.base import Step
 from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
-from tunix_rt.engines.schedule import learning_rate
 from tunix_rt.engines.torch.chunked_loss import kernel_unable
 from tunix_rt.engines.torch.compile import capture_layers, checkpoint_layers, compile_layers, layers_of
 from tunix_rt.engines.torch.generate import generate
 from tunix_rt.engines.torch.load import load, load_for_inference
 from tunix_rt.engines.torch.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
-from tunix_rt.engines.torch.model import Engine, LossScale, free_bytes, summed_loss
+from tunix_rt.engines.torch.model import Engine, LossScale, PlacedStep, free_bytes, placed_steps, summed_loss
 from tunix_rt.engines.torch.optim import Optimizer, has_kernels
-from tunix_rt.engines.torch.prefetch import PlacedStep, placed_steps
 from tunix_rt.engines.torch.profile import region
 from tunix_rt.engines.torch.save import (
     await_copy,

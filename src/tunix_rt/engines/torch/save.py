@@ -274,7 +274,7 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     """Weights as `save` writes them, on the host, where they differ from those in memory: with merged adapters, or in another
     dtype. Tied tensors stay tied. None where they do not differ."""
     if engine.recipe.frozen is not None:
-        from tunix_rt.engines.torch.lora import merged_weights
+        from tunix_rt.engines.torch.load import merged_weights
 
         return merged_weights(engine.model)
     if engine.saved_dtype is None:

@@ -22,8 +22,7 @@ from tunix_rt.doctor.selection import DeviceChoice, choose_device, set_environme
 from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, InputError
 from tunix_rt.evaluate.generate import Questions, decoding_of, generate_predictions, stop_ids
-from tunix_rt.evidence.facts import Run
-from tunix_rt.evidence.inputs import Inputs, needed
+from tunix_rt.evidence.facts import Inputs, Run, needed
 from tunix_rt.evidence.replay.compare import other_answers
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.fit import predict_run

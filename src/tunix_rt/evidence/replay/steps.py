@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.replay.session import Progress, Session, generate
-from tunix_rt.export.final_model import save_final
+from tunix_rt.export.export import save_final
 from tunix_rt.models.safetensors import read_header
 from tunix_rt.storage import sha256_file
 from tunix_rt.train.loop import batches_of

@@ -1,9 +1,9 @@
 """What the updates in Triton share: random bits and rounding by them, the norm of a gradient, and what is made of it.
 
 Random bits are counter based (Philox): the key is the seed, the counter the number of the group of eight neighbours that an
-element belongs to, and of the stream: weights and both moments of 8 bits have one each. One draw has 128 bits, 16 for each of
-the eight. Groups start anew in every row of a factored matrix, and run
-through any other tensor. How the work is cut into blocks has no part in it.
+element belongs to, and of the stream: weights and both 8-bit optimizer states have one each. One draw has 128 bits, 16 for each
+of the eight. Groups start anew in every row of a factored matrix, and run through any other tensor.
+How the work is cut into blocks has no part in it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,7 +31,7 @@ class Clip:
     """The gradient is clipped by its own norm. `norm` (float64) and `good` (bool), of shape [], are written."""
 
     limit: float | None
-    """None: the norm is only told."""
+    """None: the norm is only reported."""
     norm: torch.Tensor
     good: torch.Tensor
     """Whether the update was finite: it was so far, and the norm is finite."""
@@ -86,7 +86,7 @@ def at_random(values, noise):
 @triton.jit
 def judged(squares, scale, finite, limit, norm, good):
     """What the gradient is multiplied with, and whether the update is finite. `squares` is the sum of its squares, in
-    float64. With `norm` both are found out here, and told."""
+    float64. With `norm` both are computed here and returned."""
     factor = tl.full((), 1.0, tl.float32)
     holds = tl.full((), 1, tl.int1)
     if scale is not None:
