@@ -116,6 +116,7 @@ def second(session, first):
     return said, folder / "second" / "kept"
 
 
+@pytest.mark.slow  # of every run tests/contract/test_jax_shims.py trains by the notebook's command
 def test_a_session_that_is_stopped_keeps_one_checkpoint_and_says_what_comes_next(first):
     said, kept = first
     assert "tunix-rt can be imported: nothing is installed" in said
@@ -147,7 +148,8 @@ def test_a_complete_run_is_kept_with_its_final_model_and_without_the_weights_of_
     assert list_problems(kept, may_lack_weights=True) == []
 
 
-@pytest.mark.parametrize("which", ["first", pytest.param("second", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["first", "second"])
 def test_the_run_was_on_eight_devices(request, which):
     said, kept = request.getfixturevalue(which)
     assert "count 8" in said and "Devices: 8 x cpu" in (kept / "training_log.txt").read_text()
