@@ -1,4 +1,4 @@
-"""doctor, plan, data, train, evaluate, evidence: one run from configuration to verified folder, in this order."""
+"""One run from configuration to verified folder: doctor, plan, data, train with an evaluation before and after, evidence."""
 
 import logging
 from collections.abc import Iterator
@@ -43,10 +43,10 @@ def run_pipeline(
     oom_attempt: bool = False,
     stop_after: int | None = None,
 ) -> Evaluation:
-    """Run everything into the folder `output`. Raises what went wrong after writing it into `result.json`.
+    """Run everything into the folder `output`. Errors after the folder is opened are written to `result.json`, then raised.
 
-    `profile` steps are profiled; no result depends on it. An `oom_attempt` continues where the plan predicts that the run
-    does not fit. After step `stop_after` the run is preempted."""
+    `profile` steps are profiled; no result depends on it. An `oom_attempt` trains even if the plan predicts that the run does
+    not fit. After step `stop_after` the run stops as on SIGTERM."""
     require_runnable(config)
     refuse_unsupported(config.training, profile_steps=profile, implementation=config.model.implementation)
     refuse_addresses(config.model_dump())
@@ -70,6 +70,7 @@ def open_run(config: RunConfig, run: RunDir, stop_after: int | None) -> Iterator
 
 
 def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options: Options) -> Evaluation:
+    """The stages in order. Each takes and returns plain values, and writes only into the run folder."""
     begin(config, journal, stop)
     # doctor
     facts, device = settle_device(journal, config)
@@ -86,20 +87,20 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
     evaluation = open_evaluation(context)
     with explaining_oom(context, engine):
         evaluate_before(context, engine, evaluation)
-        journal.training_began = True
+        journal.training_began = True  # an error from here on is a failure, not a refusal
         speed = train_run(context, engine, metrics, samples_during_training(context, engine, evaluation.questions))
         if speed:
             logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
         export_final(context, engine)
         evaluate_after(context, engine, evaluation)
         check_final_model(context, engine)
-    # evidence: the journal writes the result and the checksums of all files
+    # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
     report_memory(context)
     return evaluation
 
 
 def begin(config: RunConfig, journal: RunJournal, stop: Preemption) -> None:
-    """Log what begins, and refuse what needs no look at the computer."""
+    """Log the start, and make the checks that need no facts about the computer."""
     run, training = journal.run, config.training
     logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
     if training.time_budget is not None:

@@ -374,7 +374,7 @@ def test_comma_separated_values_are_refused_with_a_command_that_converts_them(tm
         writer = csv.writer(file, delimiter=mark)
         writer.writerows([["prompt", "completion"], ["Why,\t;\r\nthough?", 'He said "so".']])
     error = refused(path)
-    assert error.problem == f"{path}:1: not JSON: it looks like {name}, which is not read"
+    assert error.problem == f"{path}:1: not JSON: this looks like {name}, which is not a supported format"
     command = error.fix.partition(": python ")[2].replace("FILE.jsonl", "y.jsonl").replace("FILE", "x.csv")
     subprocess.run(f"{sys.executable} -S {command}", shell=True, check=True, cwd=tmp_path)
     assert rows_of(tmp_path / "y.jsonl") == [{"prompt": "Why,\t;\r\nthough?", "completion": 'He said "so".'}]

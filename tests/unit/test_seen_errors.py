@@ -61,7 +61,7 @@ def test_the_newest_part_of_a_very_long_record_is_read(monkeypatch, caplog):
 def test_a_record_that_cannot_be_written_is_said_once_and_fails_nothing(tmp_path, caplog):
     (tmp_path / "cache").write_text("a file where a folder belongs")
     assert add(seen()) is None
-    assert len(caplog.messages) == 1 and "is not recorded: " in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "is not saved: " in caplog.messages[0]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes into any folder")

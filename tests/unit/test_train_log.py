@@ -292,7 +292,7 @@ def test_a_sound_checkpoint_is_not_given_up_for_a_line_in_the_middle_of_the_metr
     content[broken - 1] = content[broken - 1].replace(b"160", b"161" if said > broken else b"{")
     run.metrics.write_bytes(b"".join(content))
     with pytest.raises(
-        TunixError, match=rf"metrics\.jsonl:{said} does not continue the line before it; step-000100"
+        TunixError, match=rf"metrics\.jsonl:{said} breaks the hash chain, and the valid step-000100"
     ) as caught:
         find_start(run, resume=True)
     assert "from a copy" in caught.value.fix

@@ -113,7 +113,7 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
     """
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.evidence.facts import Inputs
-    from tunix_rt.evidence.verify import MOST_COMPUTING, Options, verify
+    from tunix_rt.evidence.verify import MAX_COMPUTE_SECONDS, Options, verify
     from tunix_rt.runs.source import require_repository
 
     _require_folder(folder)
@@ -121,7 +121,7 @@ def verify(folder: Path, required: "Level", as_json: bool, as_markdown: bool, **
     if given["repository"] is not None:
         require_repository(given["repository"])
     inputs = Inputs(data=given.pop("data"), model=given.pop("model"), tokenizer=given.pop("tokenizer"))
-    limit = given.pop("time_limit") or MOST_COMPUTING
+    limit = given.pop("time_limit") or MAX_COMPUTE_SECONDS
     with watching() as progress:
         verdict = verify(folder, required, Options(inputs=inputs, time_limit=limit, **given), progress)
     if as_json:

@@ -102,8 +102,9 @@ def _refuse_csv(path: Path, head: bytes) -> None:
             source = f"open(0, newline='', encoding='utf-8-sig'){option}"
             code = f"import csv, json; [print(json.dumps(row)) for row in csv.DictReader({source})]"
             raise InputError(
-                f"{path}:1: not JSON: it looks like {name}, which is not read",
-                fix=f'write it as JSONL, with the names of a format as columns: python -c "{code}" < FILE > FILE.jsonl',
+                f"{path}:1: not JSON: this looks like {name}, which is not a supported format",
+                fix="convert it to JSONL with the keys of a format in docs/reference/data-formats.md: "
+                f'python -c "{code}" < FILE > FILE.jsonl',
             )
 
 

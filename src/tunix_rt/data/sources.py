@@ -174,7 +174,9 @@ def _compare_with_manifest(path: Path, sha256: str, manifest: Path) -> None:
         claimed = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
         shown = claimed[:12]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{manifest} cannot be read: {error!r}", fix="make the dataset again") from error
+        raise InputError(
+            f"{manifest} cannot be read: {error!r}", fix="import it again: tunix-rt data import"
+        ) from error
     if claimed != sha256:
         raise InputError(
             f"{path} does not match its manifest (sha256 {sha256[:12]}, manifest {shown})",

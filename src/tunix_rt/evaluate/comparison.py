@@ -73,7 +73,9 @@ def mcnemar(gained: int, lost: int) -> McNemar:
 def wilson(right: int, items: int) -> Interval:
     """Wilson's score interval of a rate, 0..1. With nothing or everything right it still has a width."""
     if not 0 <= right <= items or not items:
-        raise InputError(f"{right} right of {items} is not a rate", fix="give counts from 0 to the number of items")
+        raise InputError(
+            f"{right} correct of {items} is not a valid accuracy", fix="give a count from 0 to the number of items"
+        )
     middle = (right + Z_SQUARED / 2) / (items + Z_SQUARED)
     half = math.sqrt(Z_SQUARED * (right * (items - right) / items + Z_SQUARED / 4)) / (items + Z_SQUARED)
     low = 0.0 if right == 0 else middle - half

@@ -125,7 +125,7 @@ def sample_during_training(
     append_jsonl(run.samples_along, [{"step": step, **to_plain(sample)} for sample in samples])
     right = sum(sample.lenient for sample in samples)
     text = " / ".join(part for part in samples[0].output.splitlines() if part.strip())
-    logger.info("step %d  samples: %d of %d right (lenient); %r", step, right, len(samples), text[:120])
+    logger.info("step %d  samples: %d of %d correct (lenient); first output: %r", step, right, len(samples), text[:120])
 
 
 def stop_ids(tokenizer: Tokenizer, style: Style) -> list[int]:

@@ -1,4 +1,9 @@
-"""`verify(folder, require="L3") -> Verdict`: every level, each in a process with limits, by the code that runs here."""
+"""`verify(folder, require="L3") -> Verdict`, by the installed code unless `--source` names a commit.
+
+L0 readable: schemas and checksums. L1 consistent: what follows from recorded facts is recomputed. L2 regenerated: the final
+weights give the recorded generations. L3 replayed: drawn segments of training give the recorded states. L4 reproduced: all
+segments. L0 and L1 run in one worker process with tight limits (examine), L2 to L4 in another (compute).
+"""
 
 import contextlib
 import errno
@@ -25,18 +30,18 @@ from tunix_rt.runs.source import find_commit, write_source
 from tunix_rt.storage import sha256_file, storage
 
 GIB = 2**30
-MOST_FACTS = 2 * GIB
-MOST_BUNDLE = 8 * GIB
+MAX_FACTS_BYTES = 2 * GIB
+MAX_BUNDLE_BYTES = 8 * GIB
 READING_SECONDS = 30
 READING = Limits(wall_seconds=5 * READING_SECONDS, cpu_seconds=READING_SECONDS, address_bytes=GIB, file_bytes=2**26)
-"""Of L0 and L1: reading what a stranger wrote takes a second."""
+"""Limits of L0 and L1: reading takes a second."""
 PREPARING = Limits(wall_seconds=50, resident_bytes=GIB, open_files=4096)
-"""Of L2 to L4 until tokenizer, chat template and data are prepared; what the reviewer supplies adds to it."""
+"""Limits of L2 to L4 until tokenizer, chat template and data are prepared; files that the reviewer supplies add to them."""
 BYTES_PER_SECOND = 100e6
-"""Hashing, at the least."""
-BYTES_PER_BYTE = 100
+"""Lowest assumed hashing speed."""
+RAM_PER_INPUT_BYTE = 100
 """Memory that a process on each core may take for a byte of tokenizer or data: a Gemma tokenizer of 33 MB takes 1.5 GB."""
-MOST_COMPUTING = 24 * 3600.0
+MAX_COMPUTE_SECONDS = 24 * 3600.0
 WORKER = "tunix_rt.evidence.worker"
 """Of every source since format 4, so that `--source` can start it. Requests and answers keep their keys."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "RESOURCE_EXHAUSTED", "std::bad_alloc")
@@ -46,7 +51,7 @@ Progress = Callable[[str, int, int, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a reviewer names beside the folder."""
+    """What a reviewer passes beside the folder."""
 
     inputs: Inputs = field(default_factory=Inputs)
     weights: Path | None = None
@@ -59,44 +64,45 @@ class Options:
     segments: int | Literal["all"] | None = None
     nonce: str | None = None
     signed_by: Path | None = None
-    time_limit: float = MOST_COMPUTING
+    time_limit: float = MAX_COMPUTE_SECONDS
 
 
 def verify(
     folder: Path, require: Level = "L1", options: Options | None = None, progress: Progress = lambda *_: None
 ) -> Verdict:
     """Check the run or bundle in `folder` up to `require`. What cannot be tried here is raised: a missing input or a run of
-    another format (3), too little memory (5). Everything else is in the verdict."""
-    chosen = options or Options()
-    chosen = replace(chosen, inputs=chosen.inputs.absolute())
-    with _snapshot(folder) as shot:
-        verdict = Verdict(folder=str(folder), level="none", required=require, findings=shot.findings)
-        if shot.findings:
+    another format (exit code 3), too little memory (exit code 5). Everything else is in the verdict."""
+    options = options or Options()
+    options = replace(options, inputs=options.inputs.absolute())
+    with _snapshot(folder) as snapshot:
+        verdict = Verdict(folder=str(folder), level="none", required=require, findings=snapshot.findings)
+        if snapshot.findings:
             return verdict
-        seen = _examined(shot, chosen)
-        findings = [Finding(**one) for one in seen["findings"]]
-        passed, notes = list(seen["passed"]), list(seen["notes"])
-        claims = {one["name"]: Claim(**one) for one in seen["claims"]}
-        findings += _sign_claim(folder, claims, chosen, shot.sums_sha256)
-        _commit_claim(claims, seen["about"], chosen)
+        examined = _run_examine(snapshot, options)
+        findings = [Finding(**one) for one in examined["findings"]]
+        passed, notes = list(examined["passed"]), list(examined["notes"])
+        claims = {one["name"]: Claim(**one) for one in examined["claims"]}
+        findings += _sign_claim(folder, claims, options, snapshot.sums_sha256)
+        _commit_claim(claims, examined["about"], options)
         details: dict[str, Any] = {}
-        if not findings and "L1" in passed and _computes(require, chosen) and seen["about"]:
-            made = _computed(shot, seen["about"], require, chosen, progress)
-            findings += [Finding(**one) for one in made["findings"]]
-            passed, notes, details = passed + made["passed"], notes + made["notes"], made["details"]
-            for name, found in made["recomputed"].items() if not findings else ():
-                claims[name] = _recomputed(claims[name], *found)
+        if not findings and "L1" in passed and _needs_compute(require, options) and examined["about"]:
+            computed = _run_compute(snapshot, examined["about"], require, options, progress)
+            findings += [Finding(**one) for one in computed["findings"]]
+            passed, notes, details = passed + computed["passed"], notes + computed["notes"], computed["details"]
+            if not findings:
+                for name, value_and_method in computed["recomputed"].items():
+                    claims[name] = _as_recomputed(claims[name], *value_and_method)
         return replace(
             verdict, level=level_of(findings, passed), findings=tuple(findings), claims=tuple(claims.values()),
             notes=tuple(notes), details=details,
         )  # fmt: skip
 
 
-def _computes(require: Level, options: Options) -> bool:
+def _needs_compute(require: Level, options: Options) -> bool:
     return LEVELS.index(require) >= LEVELS.index("L2") or options.weights is not None or options.segments is not None
 
 
-def _recomputed(claim: Claim, value: str, how: str) -> Claim:
+def _as_recomputed(claim: Claim, value: str, how: str) -> Claim:
     """The value is the one computed here."""
     how += f"; recorded is {claim.value}" if value not in ("", claim.value) else ""
     return replace(claim, label="recomputed", value=value or claim.value, how=how)
@@ -125,14 +131,14 @@ def _snapshot(folder: Path) -> Iterator[_Snapshot]:
         root, scratch = Path(place) / "facts", Path(place) / "scratch"
         root.mkdir()
         scratch.mkdir()
-        yield _copied(folder, root, scratch)
+        yield _copy_folder(folder, root, scratch)
 
 
-def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
+def _copy_folder(folder: Path, root: Path, scratch: Path) -> _Snapshot:
     listing = list_folder(folder)
     bundle = MANIFEST in listing.files
     taken = [name for name in listing.files if bundle or not is_weights(name)]
-    size, most = sum(listing.files[name] for name in taken), MOST_BUNDLE if bundle else MOST_FACTS
+    size, most = sum(listing.files[name] for name in taken), MAX_BUNDLE_BYTES if bundle else MAX_FACTS_BYTES
     problems = list(listing.problems[:50])
     if size > most:
         problems.append(f"{size / GIB:.1f} GiB, at most {most / GIB:.0f} GiB are read")
@@ -159,44 +165,47 @@ def _copied(folder: Path, root: Path, scratch: Path) -> _Snapshot:
 # --- the processes ----------------------------------------------------------------------------------------------------
 
 
-def _examined(shot: _Snapshot, options: Options) -> dict[str, Any]:
+def _run_examine(snapshot: _Snapshot, options: Options) -> dict[str, Any]:
     supplied = sum(
         _bytes_of(path) for path in (*options.inputs.data, *([options.inputs.model] if options.inputs.model else []))
     )
-    seconds = READING_SECONDS + int((shot.heavy_bytes + supplied) / BYTES_PER_SECOND)
+    seconds = READING_SECONDS + int((snapshot.heavy_bytes + supplied) / BYTES_PER_SECOND)
     limits = replace(READING, cpu_seconds=seconds, wall_seconds=5 * seconds)
-    request = _request(shot, options) | {"mode": "examine"}
-    environment = _environment(shot, None) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    lines, ended, last_line = _run(shot, request, limits, environment)
+    request = _request(snapshot, options) | {"mode": "examine"}
+    environment = _environment(snapshot, None) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    lines, ended, last_line = _run(snapshot, request, limits, environment)
     if found := _last(lines, "outcome"):
         return found
     what = f"takes more than {ended.breach}" if ended.breach else f"ended with code {ended.code}: {last_line}"
-    return _failed("L0", f"reading it {what}")
+    return _failure("L0", f"reading it {what}")
 
 
-def _computed(
-    shot: _Snapshot, about: Mapping[str, Any], require: Level, options: Options, progress: Progress
+def _run_compute(
+    snapshot: _Snapshot, about: Mapping[str, Any], require: Level, options: Options, progress: Progress
 ) -> dict[str, Any]:
     """L2 with the weights, L3 or L4 with the base model, in one process."""
     weights = _model_folder(options.weights) if options.weights else None
-    if weights is None and any((shot.weights / "final_model").glob("*.safetensors")):
-        weights = shot.weights / "final_model"
+    if weights is None and any((snapshot.weights / "final_model").glob("*.safetensors")):
+        weights = snapshot.weights / "final_model"
     replays = require in ("L3", "L4") or options.segments is not None
     if require == "L2" and weights is None:
-        raise InputError("L2 needs the weights of the final model, and the bundle has none", fix="add --weights DIR")
-    request = _request(shot, options) | {
-        "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(shot.scratch),
-        "segments": (options.segments or "default") if replays else None, "whole": require == "L4", "root": shot.sums_sha256,
+        raise InputError(
+            "level L2 needs the weights of the final model, which this folder does not contain",
+            fix="add --weights PATH/final_model",
+        )
+    request = _request(snapshot, options) | {
+        "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(snapshot.scratch),
+        "segments": (options.segments or "default") if replays else None, "whole": require == "L4", "root": snapshot.sums_sha256,
         "nonce": options.nonce or fresh_nonce(),
         "cores": about["threads"] if CAPABILITIES[about["backend"]].threads_by_affinity else None,
     }  # fmt: skip
-    with _source(shot, about, options) as source:
-        environment = _environment(shot, source) | _threads(about)
+    with _source(snapshot, about, options) as source:
+        environment = _environment(snapshot, source) | _threads(about)
         supplied = sum(_bytes_of(path) for path in options.inputs.files())
         seconds = PREPARING.wall_seconds + supplied / 1e6
-        preparing = replace(PREPARING, wall_seconds=seconds, resident_bytes=GIB + BYTES_PER_BYTE * supplied)
+        preparing = replace(PREPARING, wall_seconds=seconds, resident_bytes=GIB + RAM_PER_INPUT_BYTE * supplied)
         watch = _Watch(progress, options.time_limit)
-        lines, ended, last_line = _run(shot, request, preparing, environment, watch=watch, network=source is None)
+        lines, ended, last_line = _run(snapshot, request, preparing, environment, watch=watch, network=source is None)
     if found := _last(lines, "outcome"):
         return found
     return _not_finished(ended, last_line, prepared=watch.prepared, level="L3" if replays else "L2")
@@ -214,10 +223,10 @@ def _not_finished(ended: Exit, last_line: str, *, prepared: bool, level: Level) 
         if ended.breach
         else f"failed, which an honest bundle does not cause: {last_line}"
     )
-    return _failed(level, f"{what} {how}")
+    return _failure(level, f"{what} {how}")
 
 
-def _failed(level: Level, problem: str) -> dict[str, Any]:
+def _failure(level: Level, problem: str) -> dict[str, Any]:
     """The outcome of a worker that wrote none."""
     found = {"level": level, "check": "limits", "problem": problem}
     return {"findings": [found], "claims": [], "notes": [], "passed": [], "about": {}, "recomputed": {}, "details": {}}
@@ -242,13 +251,13 @@ class _Watch:
 
 
 def _run(
-    shot: _Snapshot, request: Mapping[str, Any], limits: Limits, environment: Mapping[str, str], *,
+    snapshot: _Snapshot, request: Mapping[str, Any], limits: Limits, environment: Mapping[str, str], *,
     watch: _Watch | None = None, network: bool = True,
 ) -> tuple[list[dict[str, Any]], Exit, str]:  # fmt: skip
     """One worker. Errors that are not about the run are raised unchanged."""
-    working = shot.scratch / "working"
+    working = snapshot.scratch / "working"
     working.mkdir(exist_ok=True)
-    request_file, answer = shot.scratch / "request.json", shot.scratch / "answer.jsonl"
+    request_file, answer = snapshot.scratch / "request.json", snapshot.scratch / "answer.jsonl"
     request_file.write_text(json.dumps(request), encoding="utf-8")
     answer.unlink(missing_ok=True)
     if watch is not None:
@@ -266,7 +275,7 @@ def _run(
     if error := _last(lines, "error"):
         kind = getattr(errors, str(error["error"]), TunixError)
         kind = kind if isinstance(kind, type) and issubclass(kind, TunixError) else TunixError
-        raise kind(error["problem"].replace(str(shot.root), shot.name), fix=error["fix"])
+        raise kind(error["problem"].replace(str(snapshot.root), snapshot.name), fix=error["fix"])
     return lines, ended, last_line
 
 
@@ -274,24 +283,24 @@ def _last(lines: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     return lines[-1] if lines and lines[-1]["kind"] == kind else {}
 
 
-def _request(shot: _Snapshot, options: Options) -> dict[str, Any]:
+def _request(snapshot: _Snapshot, options: Options) -> dict[str, Any]:
     return {
-        "folder": str(shot.root), "weights_root": str(shot.weights), "data": list(options.inputs.data),
+        "folder": str(snapshot.root), "weights_root": str(snapshot.weights), "data": list(options.inputs.data),
         "model": options.inputs.model, "tokenizer": options.inputs.tokenizer,
-        "preparing_bytes": 3 * GIB + BYTES_PER_BYTE * sum(_bytes_of(path) for path in options.inputs.files()),
+        "preparing_bytes": 3 * GIB + RAM_PER_INPUT_BYTE * sum(_bytes_of(path) for path in options.inputs.files()),
     }  # fmt: skip
 
 
-def _environment(shot: _Snapshot, source: Path | None) -> dict[str, str]:
+def _environment(snapshot: _Snapshot, source: Path | None) -> dict[str, str]:
     """Ours, offline, with a cache of its own: nothing that a bundle makes us prepare is kept."""
-    offline = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "XDG_CACHE_HOME": str(shot.scratch / "cache")}
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "XDG_CACHE_HOME": str(snapshot.scratch / "cache")}
     found = os.environ | offline
     found.setdefault("HF_HOME", os.path.join(os.path.expanduser("~"), ".cache", "huggingface"))
     # An empty entry would be the working folder. The others are made absolute, for the process has another one.
     named = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     if source is not None:
         named.insert(0, str(source / "src"))
-        found |= {"HOME": str(shot.scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+        found |= {"HOME": str(snapshot.scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     found["PYTHONPATH"] = os.pathsep.join(named)
     return found
 
@@ -303,7 +312,7 @@ def _threads(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _source(shot: _Snapshot, about: Mapping[str, Any], options: Options) -> Iterator[Path | None]:
+def _source(snapshot: _Snapshot, about: Mapping[str, Any], options: Options) -> Iterator[Path | None]:
     """With `--source`, the recorded source, written out from a commit that is reachable from the named ref."""
     if options.source is None:
         yield None
@@ -315,7 +324,7 @@ def _source(shot: _Snapshot, about: Mapping[str, Any], options: Options) -> Iter
             f"no commit that is reachable from {options.source} has the recorded source {about['source_sha256'][:12]}",
             fix="name the ref that has it; or leave --source out: the code here computes, within tolerance",
         )
-    target = shot.scratch / "source"
+    target = snapshot.scratch / "source"
     if write_source(found.commit, repository, target) != about["source_sha256"]:
         raise EvidenceError(f"{found.commit}: other files than its hash", fix="use a full clone")
     yield target

@@ -79,10 +79,10 @@ def add(seen: SeenError) -> Path | None:
                 text = b"\n" + text  # keep a truncated line of a crash apart
             file.write(text)  # in one call, so that a reader sees all of it or nothing
     except Timeout:
-        logger.warning("The prediction error is not recorded: %s is locked by another process", path)
+        logger.warning("The error of the memory prediction is not saved: %s is locked by another process", path)
         return None
     except OSError as error:
-        logger.warning("The prediction error is not recorded: %s: %s", path, error.strerror or error)
+        logger.warning("The error of the memory prediction is not saved: %s: %s", path, error.strerror or error)
         return None
     return path
 

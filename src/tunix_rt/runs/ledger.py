@@ -47,7 +47,7 @@ class MetricsLog:
                 kept = run.metrics.read_bytes().splitlines(keepends=True)[:keep_steps]
         heads = chain_heads(head, kept)
         if len(heads) <= len(kept):
-            raise TunixError(f"{run.metrics}:{len(heads)} does not continue the line before it", fix="start a new run")
+            raise TunixError(f"{run.metrics}:{len(heads)} breaks the hash chain", fix="start a new run")
         head = heads[-1]
         if len(kept) != keep_steps:
             raise TunixError(f"{run.metrics} ends before step {keep_steps}", fix="start a new run")

@@ -108,7 +108,8 @@ def train_run(
         saver.finish()
     if saver.committed != total:
         raise TunixError(
-            f"no step was taken: {start.step} of {total} are done", fix="set training.max_steps above that"
+            f"nothing to train: {start.step} of {total} steps are done",
+            fix=f"set training.max_steps above {start.step}",
         )
     if context.gpus and context.journal.result.gpu_memory is None:  # every step was taken by an earlier process
         sample_gpu(context.journal, context.gpus, total)

@@ -280,7 +280,7 @@ def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceCho
     rows_per_step = draft.batch.rows * draft.committed.training.gradient_accumulation_steps
     if rows_per_step > len(data.rows):
         logger.warning(
-            "A step has %d rows by its settings; the data has %d, so each step takes all of them",
+            "The batch of a step has %d rows (batch size x accumulation), the dataset has %d: every step uses the whole dataset",
             rows_per_step, len(data.rows),
         )  # fmt: skip
 

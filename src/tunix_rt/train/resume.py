@@ -156,7 +156,7 @@ def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) 
         problems = checkpoint_problems(checkpoint)
         if not problems and len(heads) <= checkpoint_step(checkpoint) and _broken_inside(heads, lines):
             raise TunixError(
-                f"{run.metrics}:{len(heads)} does not continue the line before it; {checkpoint.name}, which verifies, needs it",
+                f"{run.metrics}:{len(heads)} breaks the hash chain, and the valid {checkpoint.name} was saved after it",
                 fix="restore metrics.jsonl from a copy, or start a new run with another --output",
             )
         if problems := problems or _metrics_problems(checkpoint, heads):

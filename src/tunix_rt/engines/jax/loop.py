@@ -211,8 +211,8 @@ def _warns_of_many_examples(engine: Engine, step: int, examples: int) -> bool:
     if engine.attention.name != "cudnn" or examples <= most:
         return False
     logger.warning(
-        "Step %d: a row has %d examples; cuDNN attention takes up to %d in rows of %d tokens, and computes such micro-batches "
-        "row by row (exact, slower)",
+        "Step %d: a packed row has %d examples, cuDNN attention supports at most %d in %d tokens; such micro-batches are "
+        "computed one row at a time (exact, slower)",
         step, examples, most, engine.tokens,
     )  # fmt: skip
     return True

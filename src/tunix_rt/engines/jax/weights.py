@@ -237,7 +237,7 @@ def _refuse_other_index(source: ModelSource, stored: Mapping[str, _Stored]) -> N
         recorded, actual = named.get(name), stored[name].file_name if name in stored else None
         if recorded != actual:
             raise InputError(
-                f"{source.name}: {name} is in {actual or 'no shard'}, and {INDEX} lists {recorded or 'none'}",
+                f"{source.name}: tensor {name} is in {actual or 'no shard'}, but {INDEX} maps it to {recorded or 'none'}",
                 fix=_FETCH,
             )
 

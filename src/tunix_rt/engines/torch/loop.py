@@ -82,8 +82,8 @@ def optimizer_steps(
     total: int,
 ) -> Generator[Step, None, None]:
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
-    prepare_steps(engine, batch_of, training, total=total)
-    take_step = _step_in_backward if engine.recipe.in_backward else _whole_step
+    prepare_steps(engine, batch_of, training, total=total)  # nothing is left to do if the caller has prepared them
+    take_step = _step_in_backward if engine.recipe.in_backward else _step_after_backward
     placing = engine.placing(training=True)
     with (
         _garbage_frozen(engine),
@@ -122,7 +122,8 @@ def prepare_steps(
     engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
     as_before: str | None = None, planned: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
-    """Compile the layers and capture them as a CUDA graph, once; which kernels compute the steps, as a checkpoint records it.
+    """Compile the layers and capture them as a CUDA graph, once. Returns which implementation computes layers, head and update,
+    which a checkpoint stores.
 
     Layers are compiled where it is configured or pays, for the shape of the first batch of the run, also in a resumed run, with
     rows as long as the longest. A resumed run computes its layers `as_before`, another one as `planned`."""
@@ -201,7 +202,7 @@ def _garbage_frozen(engine: Engine) -> Iterator[None]:
         gc.unfreeze()
 
 
-def _whole_step(
+def _step_after_backward(
     engine: Engine, optimizer: Optimizer, placed: PlacedStep, training: Training, step: int
 ) -> tuple[float, float]:
     """All gradients, their global norm, then the update. Returns the mean loss and the norm before clipping.
@@ -209,48 +210,49 @@ def _whole_step(
     A GPU is synchronized once, at the end: it clips, and skips an update with gradients that are not finite, by itself."""
     if engine.loss_scale is not None:
         return _scaled_step(engine, optimizer, placed, training, step, engine.loss_scale)
-    total = _gradients(engine, placed, training, step, 1.0)
+    loss = _gradients(engine, placed, training, step, 1.0)
     with region(OPTIMIZER):
         norm = _global_norm(engine)
-    await_copy(engine)
+    await_copy(engine)  # a checkpoint may still be reading the weights
     limit = training.max_grad_norm
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
-    finite: torch.Tensor | None = torch.isfinite(total) & torch.isfinite(norm)
+    clip = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
+    finite: torch.Tensor | None = torch.isfinite(loss) & torch.isfinite(norm)
     if engine.device.type == "cpu":  # needs no synchronization, and saves passes over the gradients
-        refuse_nonfinite(step, *torch.stack([total, norm]).tolist())
-        scale, finite = (None if scale is None or scale == 1 else scale), None
+        refuse_nonfinite(step, *torch.stack([loss, norm]).tolist())
+        clip, finite = (None if clip is None or clip == 1 else clip), None
     with region(OPTIMIZER):
-        optimizer.step(scale=scale, finite=finite)
+        optimizer.step(scale=clip, finite=finite)
     engine.model.zero_grad(set_to_none=True)
-    mean_loss, grad_norm = torch.stack([total, norm]).tolist()
+    mean_loss, grad_norm = torch.stack([loss, norm]).tolist()
     refuse_nonfinite(step, mean_loss, grad_norm)
     return mean_loss, grad_norm
 
 
 def _scaled_step(
-    engine: Engine, optimizer: Optimizer, placed: PlacedStep, training: Training, step: int, scale: LossScale
+    engine: Engine, optimizer: Optimizer, placed: PlacedStep, training: Training, step: int, loss_scale: LossScale
 ) -> tuple[float, float]:
     """The same in float16 with a scaled loss: where gradients overflow, they are recomputed with a smaller scale."""
     while True:
-        factor = scale.value
-        total = _gradients(engine, placed, training, step, factor)
-        mean_loss, norm = torch.stack([total / factor, _global_norm(engine) / factor]).tolist()
-        if not math.isfinite(mean_loss) or math.isfinite(norm) or factor <= 1:
+        factor = loss_scale.value
+        loss = _gradients(engine, placed, training, step, factor)
+        mean_loss, norm = torch.stack([loss / factor, _global_norm(engine) / factor]).tolist()
+        overflow = math.isfinite(mean_loss) and not math.isfinite(norm)
+        if not overflow or factor <= 1:
             break
-        scale.overflowed()
+        loss_scale.overflowed()
         engine.model.zero_grad(set_to_none=True)
         logger.info(
             "step %d: float16 gradients overflowed; recomputing them with loss scale %g instead of %g",
-            step, scale.value, factor,
+            step, loss_scale.value, factor,
         )  # fmt: skip
     refuse_nonfinite(step, mean_loss, norm)
     await_copy(engine)
     limit = training.max_grad_norm
-    clipped = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / factor
+    clip_and_unscale = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / factor
     with region(OPTIMIZER):
-        optimizer.step(scale=torch.tensor(clipped, device=engine.device, dtype=torch.float64))
+        optimizer.step(scale=torch.tensor(clip_and_unscale, device=engine.device, dtype=torch.float64))
     engine.model.zero_grad(set_to_none=True)
-    scale.held()
+    loss_scale.held()
     return mean_loss, norm
 
 
@@ -291,10 +293,10 @@ def _step_in_backward(
     """
     await_copy(engine)
     torch.manual_seed(_seed_of(training.seed, step))
-    (micro,) = placed.micro_batches
+    (micro,) = placed.micro_batches  # gradient accumulation is refused with optim_in_backward
     loss = summed_loss(engine, micro, scale=1 / placed.batch.target_tokens)
     norms: list[torch.Tensor] = []
-    finites: list[torch.Tensor] = []
+    updated_flags: list[torch.Tensor] = []
     finite = torch.isfinite(loss.detach())
 
     def update(parameter: torch.nn.Parameter) -> None:
@@ -302,10 +304,10 @@ def _step_in_backward(
         with region(OPTIMIZER):
             norm, finite = optimizer.update_clipped(parameter, limit=training.max_grad_norm or None, finite=finite)
         norms.append(norm)
-        finites.append(finite)
+        updated_flags.append(finite)
         parameter.grad = None
 
-    embeddings = engine.embeddings
+    embeddings = engine.embeddings  # tied ones get gradients from the loss head and the lookup: updated after both
     others = [p for p in engine.model.parameters() if p.requires_grad and not any(p is one for one in embeddings)]
     hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in others]
     try:
@@ -316,8 +318,8 @@ def _step_in_backward(
             hook.remove()
     for embedding in embeddings:
         update(embedding)
-    total = torch.stack(norms).square().sum().sqrt()
-    mean_loss, norm, updated = torch.stack([loss.detach(), total, torch.stack(finites).sum().double()]).tolist()
+    whole = torch.stack(norms).square().sum().sqrt()
+    mean_loss, norm, updated = torch.stack([loss.detach(), whole, torch.stack(updated_flags).sum().double()]).tolist()
     done = f"; {updated:.0f} of {len(norms)} tensors are updated in this process, and none of them is saved"
     refuse_nonfinite(step, mean_loss, norm, updated=done if updated else "")
     return mean_loss, norm
