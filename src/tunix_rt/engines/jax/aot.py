@@ -5,7 +5,6 @@ environment (`aot_worker.py`): variables for CUDA, the allocator of XLA or a loc
 hash of everything that decides them. This file does not import jax.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -13,12 +12,13 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from tunix_rt.accelerators import accelerators_named
 from tunix_rt.assets import cache_root
@@ -44,7 +44,7 @@ TPU_VARIABLES = {
 TOPOLOGY = re.compile(r"(?P<kind>[a-z0-9]+):(?P<chips>\d{1,3}x\d{1,3}(x\d{1,3})?)")
 STEP_SOURCES = (
     *(f"engines/jax/{name}.py" for name in (
-        "architecture", "model", "chunked_loss", "attention", "mesh", "optim", "fsdp", "step", "tunix", "weights", "aot_worker",
+        "architecture", "model", "chunked_loss", "attention", "mesh", "optim", "step", "tunix", "weights", "aot_worker",
     )),
     *(f"engines/optimizers/{name}.py" for name in ("__init__", "adamw", "adafactor")),
     *(f"plan/{name}.py" for name in ("precision", "shape", "attention_kernels")),
@@ -194,8 +194,8 @@ def case_hash(case: Case, versions: Mapping[str, str]) -> str:
     """The hash of everything that decides the verdict: the case, the versions, and the source of the step."""
     folder = Path(__file__).parents[2]
     sources = {name: sha256_text((folder / name).read_text(encoding="utf-8")) for name in STEP_SOURCES}
-    if case.child != CHILD:
-        sources[case.child] = sha256_text(_source_of(case.child))
+    if case.child != CHILD and (spec := importlib.util.find_spec(case.child)) and spec.origin:
+        sources[case.child] = sha256_text(Path(spec.origin).read_text(encoding="utf-8"))
     decided = {"schema": SCHEMA, "case": _request(case), "versions": dict(versions), "sources": sources}
     return sha256_text(json.dumps(decided, sort_keys=True))[:32]
 
@@ -265,43 +265,36 @@ def _size(text: str) -> int:
 
 
 def _request(case: Case) -> dict[str, Any]:
-    return {
-        "config": dict(case.config),
-        "training": case.training.model_dump(),
-        "tokens": case.tokens,
-        "topology": case.topology,
-        "implementation": case.implementation,
+    training = case.training.model_dump()
+    return {"config": dict(case.config), "training": training} | {
+        name: getattr(case, name) for name in ("tokens", "topology", "implementation")
     }
 
 
 def _compile(case: Case, say: Callable[[str], None], limit: float) -> dict[str, Any]:
     """Run the child on `case`. It reads a request from standard input, and writes its result as the last line of output."""
-    with contextlib.ExitStack() as open_files:
-        request, out, err = (open_files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(3))
-        json.dump(_request(case), request)
-        request.seek(0)
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", case.child],
-            env=child_environment(os.environ), stdin=request, stdout=out, stderr=err,
-        )  # fmt: skip
+    command, pipe = [sys.executable, "-P", "-m", case.child], subprocess.PIPE
+    with subprocess.Popen(
+        command, env=child_environment(os.environ), stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8"
+    ) as child:
         try:
-            _wait(child, case.topology, say, limit)
+            out, err = _wait(child, json.dumps(_request(case)), case.topology, say, limit)
         finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-        return _result(child.returncode, _content(out), _content(err))
+            child.kill()
+    return _result(child.returncode, out, err)
 
 
-def _wait(child: "subprocess.Popen[Any]", topology: str, say: Callable[[str], None], limit: float) -> None:
+def _wait(
+    child: "subprocess.Popen[str]", request: str | None, topology: str, say: Callable[[str], None], limit: float
+) -> tuple[str, str]:
+    """What the child writes until it ends: standard output and standard error."""
     started = time.monotonic()
     while True:
         passed = time.monotonic() - started
         try:
-            child.wait(timeout=min(REPORT_EVERY_SECONDS, max(0.0, limit - passed)))
-            return
+            return child.communicate(request, timeout=min(REPORT_EVERY_SECONDS, max(0.0, limit - passed)))
         except subprocess.TimeoutExpired:
-            passed = time.monotonic() - started
+            passed, request = time.monotonic() - started, None  # it was sent; what was read is kept
         if passed >= limit:
             raise TunixError(
                 f"compiling for {topology} took more than {limit:.0f} s",
@@ -327,26 +320,9 @@ def _result(code: int, out: str, err: str) -> dict[str, Any]:
     )
 
 
-def _content(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
-
-
-def _source_of(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise TunixError(f"no module {module}", fix="name one that Python can import")
-    return Path(spec.origin).read_text(encoding="utf-8")
-
-
 def _read_cached(file: Path) -> Verdict | None:
     """A verdict from the cache; None when there is none, or it is corrupt."""
     try:
-        verdict = json.loads(file.read_text(encoding="utf-8"))["verdict"]
-        memory = None if verdict["memory"] is None else ChipMemory(**verdict.pop("memory"))
-        refusal = verdict.pop("refusal", None)
-        if refusal is not None:
-            refusal = Refusal(**{**refusal, "largest": tuple(refusal["largest"])})
-        return Verdict(**{**verdict, "memory": memory, "refusal": refusal})
+        return TypeAdapter(Verdict).validate_python(json.loads(file.read_text(encoding="utf-8"))["verdict"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
