@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from docs.data_examples import EXPLANATIONS, FORMAT_EXAMPLES
 from docs.markdown import WRITTEN, table
 from tunix_rt.assets import shipped_folder
 from tunix_rt.cli.views.data import marks_of, text_lines
 from tunix_rt.data import readers, sources, text
 from tunix_rt.data import validation as rules
 from tunix_rt.data.containers import BATCH_ROWS, MAX_DOCUMENT_BYTES
-from tunix_rt.data.formats import FORMATS, Format, to_sample
+from tunix_rt.data.formats import FORMATS, to_sample
 from tunix_rt.data.packing import make_rows
 from tunix_rt.data.preview import view_of
 from tunix_rt.data.render import Style, render
@@ -44,27 +45,28 @@ def formats_page() -> str:
         "Below each example is its rendering with `data.chat_template: plain` and the tokenizer of "
         f"`{SHIPPED_MODEL}`. `tunix-rt data show` prints the same for your own data, token by token.",
     ]
-    for shape in FORMATS.values():
-        parts += _format_section(shape)
+    for name in FORMATS:
+        parts += _format_section(name)
     parts += [*_containers(), *_sources()]
     return "\n\n".join(parts) + "\n"
 
 
-def _format_section(shape: Format) -> list[str]:
-    example = json.dumps(shape.example, ensure_ascii=False)
+def _format_section(name: str) -> list[str]:
+    description, record = FORMAT_EXAMPLES[name]
     return [
-        f"## {shape.name}",
-        shape.description,
-        f"```json\n{example}\n```",
-        f"```text\n{rendered_plain(shape)}\n```",
+        f"## {name}",
+        description,
+        f"```json\n{json.dumps(record, ensure_ascii=False)}\n```",
+        f"```text\n{rendered_plain(name)}\n```",
     ]
 
 
-def rendered_plain(shape: Format) -> str:
+def rendered_plain(name: str) -> str:
     """The example of a format as `data import` would show it: what is masked, what is trained."""
     tokenizer = _shipped_tokenizer()
     style = Style(template=choose_template(PLAIN, tokenizer))
-    example = render(to_sample(dict(shape.example), shape.name, "the example"), tokenizer, style)
+    sample = to_sample(dict(FORMAT_EXAMPLES[name].record), name, "the example")
+    example = render(sample, tokenizer, style)
     [row] = make_rows([example], max_length=len(example.ids), packing=False)
     lines = text_lines(view_of(row, tokenizer), width=COLUMNS, marks=marks_of("utf-8"))
     return "\n".join(line.plain.rstrip() for line in lines)
@@ -138,10 +140,11 @@ def rules_page() -> str:
         "The `overlap` rules need an eval set. `beyond_positions` and `outside_vocabulary` read the model's `config.json`.",
     ]
     for rule in rules.RULES.values():
+        because, example = EXPLANATIONS[rule.name]
         parts += [
             f"## {rule.name}",
             f"Finds {rule.finds}. {'Refuses' if rule.refuses else 'Warns'}.",
-            f"- Why: {rule.because}.\n- For example: {rule.example}.\n- Way out: {rule.fix}.",
+            f"- Why: {because}.\n- For example: {example}.\n- Way out: {rule.fix}.",
         ]
     return "\n\n".join([*parts, *_numbers()]) + "\n"
 

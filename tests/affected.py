@@ -2,10 +2,11 @@
 
     python -m tests.affected [BASE]        # BASE: a git revision, HEAD unless given; uncommitted and new files count
 
-A test file is affected if it changed, if it imports a changed module directly or through others, or if it contains the name of
-a changed file that is no module. Imports inside functions count, and so do modules named in strings: `-m docs.generate`, the
-target of a `monkeypatch.setattr`, `import_module(f"tunix_rt.engines.{name}.loop")`. A test that starts the program depends on
-the verbs that it spells. What configures all tests affects all tests.
+A test file is affected if it changed, if its table changed (`test_x.json` of `test_x.py`), if it imports a changed module
+directly or through others, or if it contains the name of a changed file that is no module. Imports inside functions count, and
+so do modules named in strings: `-m docs.generate`, the target of a `monkeypatch.setattr`,
+`import_module(f"tunix_rt.engines.{name}.loop")`. A test that starts the program depends on the verbs that it spells. What
+configures all tests affects all tests.
 """
 
 import ast
@@ -49,7 +50,7 @@ def affected(root: Path, changed: Iterable[str]) -> list[str]:
         for name in imported(tree, str(module_name(path)), is_package=path.endswith("__init__.py")):
             for target in resolved(name, names):
                 importers[target].add(path)
-    words = {path: set(re.split(r"[^\w.-]+", " ".join(strings(trees[path])))) for path in tests}
+    words = {path: {PurePosixPath(path).stem, *re.split(r"[^\w.-]+", " ".join(strings(trees[path])))} for path in tests}
     starting = tests & reached_from([PROGRAM], importers)
     for verb, module in verbs_of(trees.get(PROGRAM)).items():
         importers.setdefault(f"src/tunix_rt/cli/{module}.py", set()).update(

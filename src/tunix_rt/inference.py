@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,8 @@ def model_spec(name: str, changes: Sequence[str] = ()) -> ModelSpec:
 def inference_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:
     """The requested device, never another; and the compute dtype, by default the fastest that the device supports."""
     choice = find_device(device, dtype or "float32")
-    return choice, dtype or (
-        "float32" if choice.device == "cpu" else "bfloat16" if _has_bfloat16(choice) else "float16"
-    )
-
-
-def _has_bfloat16(choice: DeviceChoice) -> bool:
-    return choice.capability is None or choice.capability >= (8, 0)
+    half = "bfloat16" if choice.capability is None or choice.capability >= (8, 0) else "float16"
+    return choice, dtype or ("float32" if choice.device == "cpu" else half)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +115,11 @@ class LoadedModel(ResolvedModel):
         if requested is not None:
             return lambda length: requested
         free = self.backend.free_bytes(self.engine)
-
-        @cache
-        def rows(length: int) -> int:
-            return rows_that_fit(
-                self.shape,
-                dtype=self.dtype,
-                device=self.choice.device,
-                length=length,
-                max_new_tokens=max_new_tokens,
-                free_bytes=free,
-                capability=self.choice.capability,
-            )
-
-        return rows
+        fitting = partial(
+            rows_that_fit, self.shape, dtype=self.dtype, device=self.choice.device, max_new_tokens=max_new_tokens,
+            free_bytes=free, capability=self.choice.capability,
+        )  # fmt: skip
+        return cache(lambda length: fitting(length=length))
 
     def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
         """Tokens of a conversation whose next turn is the model's. InputError when they leave no position free."""
@@ -155,11 +141,6 @@ class LoadedModel(ResolvedModel):
         self, prompt: Sequence[int], decoding: Decoding, on_text: Callable[[str], None] | None = None
     ) -> tuple[str, Answer]:
         """Text and tokens of one generation; `on_text` is called with the text so far as it grows."""
-
-        def on_tokens(_: int, ids: list[int]) -> None:
-            if on_text is not None:
-                on_text(self.tokenizer.decode(ids))
-
         [(_, answer)] = self.backend.generate(
             self.engine,
             [prompt],
@@ -168,7 +149,7 @@ class LoadedModel(ResolvedModel):
             pad_id=self.tokenizer.pad_id,
             decode=self.tokenizer.decode,
             batch_size_at=lambda length: 1,
-            on_tokens=on_tokens if on_text is not None else None,
+            on_tokens=None if on_text is None else lambda _, ids: on_text(self.tokenizer.decode(ids)),
         )
         return self.tokenizer.decode(answer.ids), answer
 

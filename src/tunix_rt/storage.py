@@ -86,14 +86,14 @@ def json_line(value: Any) -> str:
     return json.dumps(to_plain(value), sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def read_json(path: Path) -> Any:
-    """The value in `path`; a missing or torn file is a TunixError that names it."""
+def read_json(path: Path, kind: type[TunixError] = TunixError, fix: str = "the file is corrupt; run again") -> Any:
+    """The value in `path`; a missing or torn file is an error of `kind` that names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise TunixError(f"{path} is missing", fix="is this the folder of a run?") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise TunixError(f"{path} cannot be read: {error}", fix="the file is corrupt; run again") from error
+        raise kind(f"{path} is missing", fix="is this the folder of a run?") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise kind(f"{path} cannot be read: {error}", fix=fix) from error
 
 
 def sha256_file(path: Path) -> str:

@@ -392,7 +392,7 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_load_with_what_to_chang
     large = {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 100, "vocab_size": 262144}
     (model / "config.json").write_text(json.dumps(facts(model / "config.json") | large))
     command = f"tunix-rt train smoke_tiny --model {model} --weights random --device cpu --output {tmp_path / 'run'}"
-    assert "GiB predicted" in refused(clone.sh(command), TOO_BIG)
+    assert re.search(r"GiB predicted.*weights", refused(clone.sh(command), TOO_BIG), re.DOTALL)
     assert facts(tmp_path / "run" / "result.json")["status"] == "refused"
 
 
@@ -417,6 +417,7 @@ def test_the_tpu_story_is_told_in_the_demanded_words_and_with_the_later_finding(
         first, *finding, after = read(ROOT / "training" / name).splitlines()[:5]
         assert first == f"# {BLOCKED}" and finding[0].startswith("# Later finding:")
         assert all(line.startswith("# ") for line in finding) and not after.startswith("#")
+        assert finding == read(ROOT / "training" / "configs" / "submission_tpu.yaml").splitlines()[1:4]
     audit = read(ROOT / "docs" / "decisions" / "m38-audit.md")
     assert all(words in audit for words in ("What was believed", "reconstruction", "`jax.jit`", "donation", "sharding"))
     pages = (

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import ROOT, put_into_hub_cache
 from tests.forging.bases import ROUGH
-from tests.program import environment, refused
+from tests.program import environment
 from tunix_rt.cli.train import script_config, script_options
 from tunix_rt.config.load import load_config
 from tunix_rt.errors import ConfigError
@@ -57,23 +57,6 @@ def typed(command: str, clone: Path, **extra: str) -> subprocess.CompletedProces
 # --- without an accelerator -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("command", "cause"), [(ON_A_GPU, "no-gpu"), (ON_A_TPU, "no-tpu")], ids=["submission_local_gpu", "submission_tpu"]
-)
-@pytest.mark.skipif(
-    any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")), reason="has an accelerator"
-)
-def test_without_the_accelerator_the_command_as_written_ends_with_exit_code_4_and_the_cause(clone, command, cause):
-    said = refused(typed(command, clone), 4)
-    assert f"no {cause.removeprefix('no-').upper()} present" in said
-    output = clone / command.rpartition("--output ")[2]
-    checks = json.loads((output / "doctor.json").read_text())["checks"]
-    assert next(check["cause"] for check in checks if check["verdict"] == "fail") == cause
-    result = json.loads((output / "result.json").read_text())
-    assert (result["status"], result["exit_code"]) == ("refused", 4)
-    assert not (output / "checkpoints").exists() and not (output / "metrics.jsonl").exists()
-
-
 # --- on the CPU -------------------------------------------------------------------------------------------------------
 
 
@@ -93,14 +76,6 @@ def test_the_command_trains_on_the_cpu_a_model_that_lies_in_the_hub_cache_under_
 
 
 # --- what the scripts are -----------------------------------------------------------------------------------------------
-
-
-def test_the_older_name_carries_the_demanded_comment_and_the_later_finding_of_the_tpu_configuration():
-    lines = (ROOT / "training" / "train_jax.py").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "# TPU execution blocked due to Gemma 256K vocab + 16GB HBM limit. See M38 audit."
-    assert lines[1].startswith("# Later finding: ") and all(line.startswith("# ") for line in lines[2:4])
-    assert not lines[4].startswith("#")
-    assert lines[:4] == (CONFIGS / "submission_tpu.yaml").read_text(encoding="utf-8").splitlines()[:4]
 
 
 @pytest.mark.parametrize("script", ["training/run_train_jax.py", "training/train_jax.py"])

@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from tests.conftest import ROOT
+from tests.tables import tables
 from tunix_rt import assets
 from tunix_rt.config.load import build_config
 from tunix_rt.errors import InputError
@@ -14,17 +15,7 @@ from tunix_rt.models.resolve import PRESET_OF, preset_names, resolve_model
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.train.context import find_tokenizer
 
-PARAMETERS = {
-    "gpt2": 124_439_808,
-    "gemma-2b": 2_506_172_416,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-3-270m": 268_098_176,
-    "gemma-3-1b": 999_885_952,
-    "smollm2-135m": 134_515_008,
-    "llama-3.2-1b": 1_235_814_400,
-    "qwen-3-0.6b": 596_049_920,
-    "smollm3-3b": 3_075_098_624,
-}
+PARAMETERS = tables(__file__)["parameters"]
 
 
 def config_of(name: str) -> dict:

@@ -11,17 +11,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.program import command, environment, refused, tunix_rt
+from tests.tables import tables
 
-GOOD = [
-    {"question": "Noah has 3 pens and buys 4. How many?", "answer": "He has 3 + 4 = <<3+4=7>>7 pens.\n#### 7"},
-    {
-        "question": "Tara had 9 apples and ate 2. How many?",
-        "answer": "There are 9 - 2 = <<9-2=7>>7 left.\n#### 7",
-        "by": "T",
-    },
-    {"question": "How many legs do 2 cats have? 🐈", "answer": "Each has 4.\nSo 2 * 4 = <<2*4=8>>8 legs.\n#### 8"},
-    {"question": "What is 5 times 5?", "answer": "5 * 5 = <<5*5=25>>25.\n#### 25"},
-]
+GOOD = tables(__file__)["good"]
 BAD = [
     {"prompt": "What is 3 + 4?", "completion": "<reasoning>3 + 4 = 7<answer>7</answer>"},
     {"prompt": "What is 3 + 5?", "completion": "<reasoning>3 + 5 = 8</reasoning><answer>8</answer>"},

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from tests.chain_model import write_chain_model
 from tests.conftest import write_small_model
 from tests.program import tunix_rt
+from tests.tables import parametrize
 from tunix_rt.cli.main import cli
 
 SAID = "<reasoning>3 < 4</reasoning><answer>80</answer>"
@@ -185,22 +186,6 @@ def test_an_evaluation_of_two_models_is_compared_by_itself(against, eighty, draw
     assert f"{eighty} against {drawn}: 2 of 3 more answers right" in said
 
 
-def test_answers_to_other_questions_are_not_compared(tmp_path, evaluated, eighty):
-    other = write_questions(tmp_path / "other.jsonl", {"id": "q-4", "prompt": "What is 1 + 1?", "answer": "2"})
-    succeeded(ask(eighty, "--evalset", other, "--output", tmp_path / "out"))
-    words = refused(ask(evaluated[1], tmp_path / "out", verb="compare"), 6)
-    assert "different questions" in words and "'q-4'" in words
-
-
-def test_a_question_with_another_expected_answer_is_not_compared(tmp_path, evaluated, eighty, questions):
-    changed = tmp_path / "changed.jsonl"
-    changed.write_text(questions.read_text().replace('"7"', '"8"'))
-    succeeded(ask(eighty, "--evalset", changed, "--output", tmp_path / "out"))
-    assert "'q-2' has another prompt or expected answer" in refused(
-        ask(evaluated[1], tmp_path / "out", verb="compare"), 6
-    )
-
-
 def test_answers_that_were_asked_for_otherwise_are_not_compared(tmp_path, evaluated, eighty, questions):
     succeeded(ask(eighty, "--evalset", questions, "--output", tmp_path / "out", "--max-new-tokens", 64))
     words = refused(ask(evaluated[1], tmp_path / "out", verb="compare"), 6)
@@ -215,27 +200,6 @@ def test_another_type_of_numbers_is_remarked_on_under_the_table(tmp_path, evalua
     (remark,) = json.loads(succeeded(ask(evaluated[1], narrow, "--json", verb="compare")))["remarks"]
     assert remark.startswith(words)
     assert "computed differently" not in succeeded(ask(evaluated[1], evaluated[1], verb="compare"))
-
-
-def test_a_folder_without_answers_is_not_compared(tmp_path, evaluated):
-    assert "has no predictions to compare" in refused(ask(evaluated[1], tmp_path, verb="compare"), 3)
-    assert "predictions-before.jsonl" in refused(ask(evaluated[1], verb="compare"), 3)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"decoding": 3}'])
-def test_a_damaged_summary_is_said_not_guessed(tmp_path, evaluated, content):
-    copy = shutil.copytree(evaluated[1], tmp_path / "copy")
-    (copy / "eval_summary.json").write_text(content)
-    assert "eval_summary.json" in refused(ask(evaluated[1], copy, verb="compare"), 1)
-
-
-def test_a_damaged_answer_is_named_by_its_line(tmp_path, evaluated):
-    copy = shutil.copytree(evaluated[1], tmp_path / "copy")
-    path = copy / "eval" / "predictions-answers.jsonl"
-    path.write_text(
-        path.read_text().replace('"strict":false', '"strict":"maybe"').replace('"strict": false', '"strict": 3')
-    )
-    assert "predictions-answers.jsonl:2: strict" in refused(ask(evaluated[1], copy, verb="compare"), 3)
 
 
 @pytest.mark.slow
@@ -285,15 +249,7 @@ def test_a_question_beyond_the_last_position_gets_no_answer_and_the_others_do(tm
     assert [found[item["id"]]["output"] for item in QUESTIONS] == [SAID] * 3
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "mine.jsonl"),
-        ("\n\n", "mine.jsonl"),
-        (f'{{{ASKED}, "answer": "2"}}\n{{{ASKED}}}\n', "mine.jsonl:2: answer"),
-        (f'{{{ASKED}, "answer": " "}}\n', "mine.jsonl:1: answer"),
-    ],
-)
+@parametrize("content", "words")
 def test_an_eval_set_that_cannot_be_scored_is_refused_before_a_model_is_loaded(tmp_path, content, words):
     (tmp_path / "mine.jsonl").write_text(content)
     done = ask("tiny-gemma3", "--evalset", tmp_path / "mine.jsonl", "--output", tmp_path / "out")

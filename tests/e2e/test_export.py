@@ -27,14 +27,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-RIGHT = {
-    "gemma3": {"dtype": "float32"},
-    "llama": {"dtype": "float32"},
-    "gpt2": {"dtype": "float32"},
-    "gemma3 in bfloat16": {"dtype": "bfloat16"},
-    "llama with adapters": {"lora_rank": 2},
-    "gemma3 trained in bfloat16": {"lora_rank": None},
-}
+from tests.tables import tables  # noqa: E402
+
+RIGHT = tables(__file__)["right"]
 
 
 # --- ways in which exports go wrong ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tunix_rt.config.load import dump_yaml, find_config, load_config
 from tunix_rt.config.settings import Training
 from tunix_rt.engines import base as process_memory
 from tunix_rt.engines.base import PhasePeak, load_backend
-from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted, TunixError
+from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.plan.calibration import seen_errors
@@ -157,14 +157,6 @@ def test_a_run_is_continued_by_its_own_config_too_and_by_no_other(crashed, tmp_p
         run_pipeline(configured(memory="as_written", resume=True), crashed.root, progress=quiet)
     run_pipeline(load_config(tmp_path / "own.yaml", flags=flags), crashed.root, progress=quiet)
     assert read_json(crashed.result)["status"] == "completed"
-
-
-def test_what_was_chosen_and_cannot_be_read_is_not_guessed(crashed):
-    committed = read_json(crashed.precommit)
-    committed["fitting"]["written"] = {}
-    crashed.precommit.write_text(json.dumps(committed))
-    with pytest.raises(TunixError, match=r"`fitting`, the choice of training\.memory: auto, cannot be read"):
-        run_pipeline(configured(resume=True), crashed.root, progress=quiet)
 
 
 def test_where_nothing_fits_the_run_is_refused_as_it_is_written(tmp_path):

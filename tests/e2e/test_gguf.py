@@ -22,6 +22,7 @@ from filelock import FileLock
 from tests.conftest import SHIPPED
 from tests.materials import gemma3_270m_gguf, real_tokenizer, smollm2_gguf
 from tests.program import environment
+from tests.tables import parametrize
 from tunix_rt.cli.main import cli
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, StorageError
@@ -374,14 +375,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, lla
     assert caught.value.fix == f'pip install "tunix-rt[{missing}]"'
 
 
-@pytest.mark.parametrize(
-    ("more", "rotation", "words"),
-    [
-        ({"llama.rope.scaling.type": "linear"}, False, r"a scaled rotation \(linear\)"),
-        ({}, True, r"a scaled rotation \(rope_freqs\.weight\)"),
-        ({"split.count": 3}, False, "one of 3 parts"),
-    ],
-)
+@parametrize("more", "rotation", "words")
 def test_what_would_be_lost_in_silence_is_refused(tmp_path, more, rotation, words):
     file = write_gguf(tmp_path / "m.gguf", small_model("llama"), more=more, rotation=rotation)
     with pytest.raises(InputError, match=words):

@@ -169,23 +169,7 @@ def test_a_bundle_is_accepted_in_a_folder_with_any_name(cpu_bundle, tmp_path):
     _accepted(tunix_rt("evidence", "verify", moved))
 
 
-CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-int clock_gettime(clockid_t id, struct timespec *t) {
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(id, t);
-    if (!result && id == CLOCK_REALTIME) t->tv_sec += atol(getenv("CLOCK_OFF_BY"));
-    return result;
-}
-time_t time(time_t *p) { struct timespec t; clock_gettime(CLOCK_REALTIME, &t); if (p) *p = t.tv_sec; return t.tv_sec; }
-int gettimeofday(struct timeval *v, void *z) {
-    struct timespec t; clock_gettime(CLOCK_REALTIME, &t); v->tv_sec = t.tv_sec; v->tv_usec = t.tv_nsec / 1000; return 0;
-}
-"""
+CLOCK = Path(__file__).with_name("wrong_clock.c")
 DAY = 86_400
 
 
@@ -196,8 +180,7 @@ def test_a_bundle_is_accepted_by_a_verifier_whose_clock_is_wrong(cpu_bundle, tmp
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     library = tmp_path / "clock.so"
-    (tmp_path / "clock.c").write_text(CLOCK)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, CLOCK, "-ldl"], check=True)
     off = {"LD_PRELOAD": str(library), "CLOCK_OFF_BY": str(seconds)}
     shown = subprocess.run(
         [command()[0], "-c", "import time; print(time.time())"], env=environment(**off), capture_output=True

@@ -112,23 +112,6 @@ def test_each_signal_from_outside_saves_the_step_and_the_run_continues_exactly(t
     check_resumed(folder, uninterrupted, ARGUMENTS, before=before)
 
 
-@pytest.mark.slow  # a kill and a damage, each by itself, are in every run of the tests: test_kills, test_damaged_checkpoints
-def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tmp_path, uninterrupted):
-    folder = tmp_path / "run"
-    stop_after(folder, 7, signal.SIGKILL)
-    newest = max((folder / "checkpoints").glob("step-*"))
-    damaged = bytearray((newest / "model.safetensors").read_bytes())
-    damaged[-1] ^= 1
-    (newest / "model.safetensors").write_bytes(damaged)
-    done = tunix_rt("train", *ARGUMENTS, "--output", folder, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert f"Checkpoint {newest.name} is corrupt, skipped" in done.stderr
-    skipped = [{"name": newest.name, "problems": ["changed: model.safetensors"]}]
-    assert json.loads((folder / "result.json").read_text())["skipped_checkpoints"] == skipped
-    assert tunix_rt("evidence", "verify", folder).returncode == 0
-    assert weights(folder) == weights(uninterrupted)
-
-
 # --- the grace -------------------------------------------------------------------------------------------------------
 
 GRACE_SECONDS = 5

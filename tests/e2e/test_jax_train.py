@@ -26,6 +26,7 @@ from tests.conftest import ROOT, SHIPPED, write_small_model
 from tests.e2e.test_pipeline import METRICS_KEYS
 from tests.integrity import list_problems
 from tests.program import command, environment, in_process, refused, tunix_rt
+from tests.tables import tables
 from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step
@@ -265,29 +266,10 @@ def test_a_run_goes_on_with_its_rows_on_another_number_of_devices(finished, tmp_
     assert json.loads((run / "precommit.json").read_text())["batch"] == {"rows": ROWS, "devices": first}
 
 
-@pytest.mark.parametrize(("device", "cause"), [("tpu", "no TPU present"), ("gpu", "no NVIDIA GPU")])
-def test_an_accelerator_that_is_not_there_is_an_error_and_never_the_cpu(tmp_path, device, cause):
-    if device == "gpu" and Path("/dev/nvidiactl").exists():
-        pytest.skip("there is a GPU")
-    run = tmp_path / "run"
-    done = in_process(*asked(), "--device", device, "--output", run)
-    assert cause in refused(done, 4)
-    assert json.loads((run / "result.json").read_text())["status"] == "refused"
-    assert "Using device" not in done.stderr
-
-
 def test_a_model_with_dropout_is_refused_before_its_data_is_read(tmp_path):
     folder = write_small_model("gpt2-dropout", tmp_path / "model")
     done = in_process(*asked(), "--model", folder, "--weights", "random", "--output", tmp_path / "run")
     assert "dropout of 0.1 (attn_pdrop, embd_pdrop, resid_pdrop)" in refused(done, 3)
-
-
-def test_a_family_that_the_engine_does_not_know_is_refused_by_name(tmp_path):
-    folder = write_small_model("llama", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3"}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = in_process(*asked(), "--model", folder, "--weights", "random", "--output", tmp_path / "run")
-    assert "model_type 'qwen3' is not supported by the JAX engine" in refused(done, 3)
 
 
 # --- long series ------------------------------------------------------------------------------------------------------
@@ -317,14 +299,7 @@ def test_twenty_steps_of_both_engines_agree(tmp_path):
     assert all(one["loss"] == pytest.approx(other["loss"], rel=1e-4) for one, other in pairs)
 
 
-OTHERS = {
-    "bfloat16, rounded at random, Adafactor": {
-        "training.dtype": "bfloat16", "training.master_dtype": "bfloat16", "training.optim": "adafactor",
-        "training.gradient_checkpointing": "true",
-    },
-    "float64": {"training.dtype": "float64"},
-    "copies of a state that is cut": {"training.data_replicas": 2, "training.gradient_checkpointing": 0.5},
-}  # fmt: skip
+OTHERS = tables(__file__)["others"]
 
 
 @pytest.mark.slow

@@ -29,21 +29,7 @@ for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
     if cell["cell_type"] == "code":
         exec(compile("".join(cell["source"]), f"the cell {cell['id']}", "exec"), shared)
 """
-CONFIG = """\
-model:
-  model_name_or_path: tiny-gemma3
-data:
-  max_length: 128
-training:
-  backend: jax
-  per_device_train_batch_size: 1
-  learning_rate: 5.0e-4
-  save_steps: 4
-evaluation:
-  evalset: EVALSET
-  max_new_tokens: 8
-  per_device_eval_batch_size: 2
-"""
+CONFIG = Path(__file__).with_name("kaggle_notebook.yaml").read_text()
 
 
 def cells() -> list[dict]:

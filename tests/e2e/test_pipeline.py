@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import re
 import shutil
 import stat
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -32,14 +30,6 @@ def test_a_run_completes_and_says_where_it_is(finished):
     assert " " in str(folder) and not str(folder).isascii(), "a space and a letter beyond ASCII, as people have"
     assert str(folder) in printed
     assert "accuracy, strict" in printed
-
-
-def test_the_log_begins_with_the_device_and_the_preflight_line(finished):
-    lines = (finished[1] / "training_log.txt").read_text().splitlines()
-    text = "\n".join(lines[:8])
-    assert "Using device: cpu" in text
-    assert "Device kind: " in text and "memory " in text and "count " in text
-    assert re.search(r"Preflight: model=tiny-gemma3 revision=local parameters=2,873,760 device=cpu dtype=float32", text)
 
 
 def test_the_folder_holds_every_file_of_a_run(finished):
@@ -131,12 +121,6 @@ def test_the_machine_and_the_checkpoints_are_written_down(finished):
     }
 
 
-def test_scores_are_rates_from_0_to_1(finished):
-    for when in ("before", "after"):
-        scores = json.loads((finished[1] / "eval" / f"{when}.json").read_text())
-        assert 0 <= scores["accuracy"] <= 1 and 0 <= scores["format_rate"] <= 1 and scores["items"] == 100
-
-
 def test_the_memory_prediction_is_held_against_the_measurement(finished):
     memory = json.loads((finished[1] / "memory.json").read_text())
     assert memory["predicted_bytes"] == pytest.approx(memory["measured_bytes"], rel=0.25)
@@ -200,11 +184,6 @@ def test_training_needs_no_yaml_and_takes_any_file_of_traces(without_yaml):
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_the_cpu_is_used_when_asked_whatever_the_cuda_variables_say(without_yaml):
-    assert "Using device: cpu" in (without_yaml[1] / "training_log.txt").read_text()
-    assert json.loads((without_yaml[1] / "result.json").read_text())["device"] == "cpu"
-
-
 def test_random_weights_are_said_everywhere(without_yaml):
     _, folder = without_yaml
     assert "The weights are random" in (folder / "training_log.txt").read_text()
@@ -219,37 +198,3 @@ def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
     assert scores["after"]["accuracy"] >= 0.30, "a third of the demo's steps must already gain 30 points"
     assert "<reasoning>" in (tmp_path / "run" / "samples.md").read_text()
     assert "Preflight: model=tiny-gemma3 revision=shipped " in (tmp_path / "run" / "training_log.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("device", "words"), [("cuda", "no GPU present"), ("gpu", "no GPU present"), ("tpu", "no TPU present")]
-)
-def test_a_device_that_is_not_there_is_refused_and_nothing_is_trained(tmp_path, device, words):
-    if device != "tpu" and Path("/dev/nvidiactl").exists():
-        pytest.skip("this computer has an NVIDIA GPU")
-    done = in_process("train", "demo", "--output", tmp_path / "run", "--device", device)
-    assert words in refused(done, 4)
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert not left & {"metrics.jsonl", "precommit.json", "final_model", "checkpoints", "eval"}
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "refused" and result["exit_code"] == 4
-
-
-@pytest.mark.parametrize("name", ["gpt2", "google/gemma-2b", "no-such-model", "./nowhere"])
-def test_a_model_that_is_not_to_be_had_is_refused(tmp_path, name):
-    done = in_process("train", "smoke_tiny", "--model", name, "--output", tmp_path / "run")
-    words = refused(done, 3)
-    assert name.strip("./") in words
-    if not name.startswith("."):
-        assert "local model folder" in words and "--weights random" in words
-
-
-def test_a_run_that_cannot_fit_is_refused_before_weights_load(tmp_path, small_model):
-    folder = small_model("llama")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 100, "vocab_size": 262144}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = in_process("train", "smoke_tiny", "--model", folder, "--weights", "random", "--output", tmp_path / "run")
-    words = refused(done, 5)
-    assert "GiB predicted" in words and "weights" in words
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "refused"

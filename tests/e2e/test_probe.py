@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.tables import parametrize
 from tunix_rt.doctor import child_process as child
 from tunix_rt.doctor import nvidia, probe
 from tunix_rt.doctor.facts import (
@@ -105,22 +106,7 @@ def test_a_lower_limit_of_the_control_group_counts_as_the_memory(tmp_path: Path)
 # --- containers, WSL, bus, module, nodes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("files", "variables", "kind"),
-    [
-        ({}, {}, None),
-        ({".dockerenv": ""}, {}, "docker"),
-        ({"run/.containerenv": ""}, {"container": "oci"}, "podman"),
-        ({".singularity.d/runscript": ""}, {}, "apptainer"),
-        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "kubernetes"),
-        ({"proc/1/environ": "PATH=/bin\0container=lxc\0TERM=xterm"}, {}, "lxc"),
-        ({}, {"container": "systemd-nspawn"}, "systemd-nspawn"),
-        ({"run/systemd/container": "wsl\n"}, {}, None),
-        ({"proc/1/cgroup": "0::/kubepods.slice/cri-containerd-ab.scope\n"}, {}, "kubernetes"),
-        ({"proc/1/cgroup": "4:memory:/docker/0123\n"}, {}, "docker"),
-        ({"proc/1/cgroup": "0::/init.scope\n"}, {}, None),
-    ],
-)
+@parametrize("files", "variables", "kind")
 def test_a_container_is_known_by_its_marks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -224,56 +210,7 @@ def test_a_tpu_is_known_by_its_chip_and_not_by_the_network_card_of_google(tmp_pa
 
 # A stand-in for the driver's library, so that pynvml's own code runs against every answer a driver can give. It knows
 # two GPUs, the second with MIG on. NVML_STAND_IN holds "function gpu code": that call then fails, for that GPU (-1: all).
-STAND_IN = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-typedef unsigned long long ull;
-typedef struct { unsigned pid; ull used; unsigned gpu_instance, compute_instance; } process;
-static int fails(const char *function, long handle) {
-    char named[80]; long gpu; int code;
-    const char *order = getenv("NVML_STAND_IN");
-    if (!order || sscanf(order, "%79s %ld %d", named, &gpu, &code) != 3) return 0;
-    if (strcmp(named, function) || (gpu >= 0 && gpu != handle - 1)) return 0;
-    if (code == -1) sleep(60);
-    if (code == -2) { volatile int *nowhere = 0; *nowhere = 1; }
-    return code;
-}
-#define ANSWER(handle, ...) int failed = fails(__func__, (long)(handle)); if (failed) return failed; __VA_ARGS__; return 0
-int nvmlInitWithFlags(unsigned flags) { ANSWER(0, (void)flags); }
-int nvmlShutdown(void) { return 0; }
-int nvmlSystemGetDriverVersion(char *text, unsigned n) { ANSWER(0, snprintf(text, n, "580.95.05")); }
-int nvmlDeviceGetCount_v2(unsigned *count) { ANSWER(0, *count = 2); }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { ANSWER(index + 1, *handle = (void *)(index + 1L)); }
-int nvmlDeviceGetName(void *h, char *text, unsigned n) { ANSWER(h, snprintf(text, n, "Stand-in %ld", (long)h - 1)); }
-int nvmlDeviceGetUUID(void *h, char *text, unsigned n) { ANSWER(h, snprintf(text, n, "GPU-%ld", (long)h - 1)); }
-int nvmlDeviceGetMemoryInfo(void *h, ull *memory) { ANSWER(h, memory[0] = 8ULL << 30; memory[1] = 7ULL << 30); }
-#ifndef OLD
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { ANSWER(0, *version = 13010); }
-int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { ANSWER(h, *major = 9; *minor = 0); }
-int nvmlDeviceGetComputeMode(void *h, unsigned *mode) { ANSWER(h, *mode = 3); }
-int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) { ANSWER(h, *now = (long)h == 2; *next = 0); }
-int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *count) { ANSWER(h, *count = 7); }
-int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned index, void **part) {
-    if (index != 3) return 6;
-    ANSWER(h, *part = (void *)(index + 101L));
-}
-static int processes(unsigned *count, process *list, int drawing) {
-    if (*count < 2) { *count = 2; return 7; }
-    list[0] = (process){1, drawing ? 1ULL << 30 : ~0ULL, 0, 0};
-    list[1] = (process){getppid(), 5, 0, 0};
-    *count = 2;
-    return 0;
-}
-int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, process *list) {
-    int failed = fails(__func__, (long)h); return failed ? failed : processes(n, list, 0);
-}
-int nvmlDeviceGetGraphicsRunningProcesses_v3(void *h, unsigned *n, process *list) {
-    int failed = fails(__func__, (long)h); return failed ? failed : processes(n, list, 1);
-}
-#endif
-"""
+STAND_IN = Path(__file__).with_name("nvml_stand_in.c")
 
 
 @pytest.fixture(scope="module")
@@ -284,10 +221,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the stand-in for libnvidia-ml.so.1 needs Linux and gcc")
     folder = tmp_path_factory.mktemp("nvml")
     (folder / "old").mkdir()
-    (folder / "nvml.c").write_text(STAND_IN)
     for place, flags in ((folder, []), (folder / "old", ["-DOLD"])):
         library = str(place / "libnvidia-ml.so.1")
-        subprocess.run([compiler, "-shared", "-fPIC", *flags, "-o", library, str(folder / "nvml.c")], check=True)
+        subprocess.run([compiler, "-shared", "-fPIC", *flags, "-o", library, str(STAND_IN)], check=True)
     return folder
 
 
@@ -386,19 +322,7 @@ def installed(folder: Path, packages: dict[str, str]) -> None:
         made(folder, {f"{name.replace('-', '_')}-{version}.dist-info/METADATA": text})
 
 
-@pytest.mark.parametrize(
-    ("version", "file", "cuda", "hip"),
-    [
-        ("2.13.0+cu130", "", "13.0", None),
-        ("2.9.1+cu128", "", "12.8", None),
-        ("2.13.0+cpu", "cuda: Optional[str] = '13.0'", None, None),
-        ("2.9.1+rocm6.4", "", None, "6.4"),
-        ("2.13.0", "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "13.0", None),
-        ("2.13.0", "cuda: Optional[str] = None\nhip: Optional[str] = '7.0.5'\n", None, "7.0.5"),
-        ("2.8.0a0+5228986c39.nv25.6", "cuda = '12.9'\n", "12.9", None),
-        ("2.13.0", "", None, None),
-    ],
-)
+@parametrize("version", "file", "cuda", "hip")
 def test_the_build_of_torch_is_known_without_starting_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, file: str, cuda: str | None, hip: str | None
 ) -> None:
@@ -469,25 +393,7 @@ def test_an_assertion_without_words_becomes_a_sentence() -> None:
     assert asked.devices is None
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("import time; time.sleep(60)", "{} gave no answer within 0.3 s"),
-        ("import os; os.abort()", "{} was ended by SIGABRT: no output"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "{} was ended by SIGILL: no output"),
-        (
-            "raise ImportError('libcudart.so.13: cannot open')",
-            "{} ended with code 1: ImportError: libcudart.so.13: cannot",
-        ),
-        ("raise SystemExit('x' * 1000)", "{} ended with code 1: " + "x" * 300),
-        ("print('hello')", "{}: malformed output 'hello'"),
-        ("print('[1, 2]')", "{}: malformed output '[1, 2]'"),
-        ("print('[' * 100_000)", "{}: malformed output '[["),
-        ("print('{}')", "{}: malformed output '{{}}'"),
-        ("import sys; sys.stdout.buffer.write(bytes(range(256)))", "{}: malformed output "),
-        ("pass", "{}: no output"),
-    ],
-)
+@parametrize("script", "words")
 def test_a_child_that_hangs_crashes_or_babbles_becomes_a_reason(script: str, words: str) -> None:
     seconds = 0.3 if "sleep" in script else 20.0
     command = [sys.executable, "-c", script]

@@ -521,27 +521,6 @@ def test_steps_without_their_precommitment_are_not_written_over(crashed):
     assert content(crashed) == before
 
 
-def test_charts_without_tensorboard_are_refused_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    run = RunDir(tmp_path / "run")
-    with pytest.raises(ConfigError, match="tensorboard is not installed"):
-        run_pipeline(configured("training.report_to=tensorboard"), run.root, progress=quiet)
-    result = read_json(run.result)
-    assert (result["status"], result["exit_code"]) == ("refused", 2)
-    assert not run.doctor.exists() and not run.precommit.exists()
-
-
-def test_adapters_without_peft_are_refused_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    run = RunDir(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"training\.lora_rank: peft is not installed") as caught:
-        run_pipeline(configured("training.lora_rank=4"), run.root, progress=quiet)
-    assert "pip install 'tunix-rt[lora]'" in caught.value.fix
-    result = read_json(run.result)
-    assert (result["status"], result["exit_code"]) == ("refused", 2)
-    assert not run.doctor.exists() and not run.precommit.exists()
-
-
 def test_memory_that_runs_out_is_told_with_its_parts_and_what_to_change(tmp_path, monkeypatch):
     """As torch says it on a CPU, in the second step: never tried again in silence."""
     backend = load_backend("torch")
@@ -604,3 +583,23 @@ def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, m
     run_pipeline(configured(), run.root, progress=quiet)
     assert read_json(run.result)["final_model"] == {"proven": False} and run.final_model.is_dir()
     assert "was not reloaded: cpu: the process gave no answer within 0.1 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("package", "setting", "words", "way"),
+    [
+        ("tensorboard", "training.report_to=tensorboard", "tensorboard is not installed", ""),
+        ("peft", "training.lora_rank=4", r"training\.lora_rank: peft is not installed", "pip install 'tunix-rt[lora]'"),
+    ],
+)
+def test_a_package_that_a_setting_needs_is_named_before_anything_runs(
+    tmp_path, monkeypatch, package, setting, words, way
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigError, match=words) as caught:
+        run_pipeline(configured(setting), run.root, progress=quiet)
+    assert way in caught.value.fix
+    result = read_json(run.result)
+    assert (result["status"], result["exit_code"]) == ("refused", 2)
+    assert not run.doctor.exists() and not run.precommit.exists()

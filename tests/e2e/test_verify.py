@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from tests.forging.bases import copy_of
 from tests.forging.edits import put
 from tests.forging.sealing import reseal
+from tests.tables import parametrize
 from tunix_rt.cli.evidence import _show, _show_markdown
 from tunix_rt.cli.main import cli
 from tunix_rt.evidence.examine import examine
@@ -131,18 +132,7 @@ def test_names_in_a_folder_cannot_steer_the_terminal(view: str, start: str, cpu_
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--nonce", "x"], "--nonce has no effect"),
-        (["--nonce", "x", "--require", "L4"], "--nonce has no effect"),
-        (["--segments", "2", "--require", "L4"], "--segments has no effect"),
-        (["--model", "x"], "--model has no effect"),
-        (["--tokenizer", "x"], "--tokenizer has no effect"),
-        (["--source", "main"], "--source has no effect"),
-        (["--ref", "main"], "--ref has no effect"),
-    ],
-)
+@parametrize("options", "problem")
 def test_an_option_without_effect_is_refused(options: list[str], problem: str, cpu_bundle: Path) -> None:
     done = invoke(cpu_bundle, *options)
     assert done.exit_code == 2 and problem in done.stderr

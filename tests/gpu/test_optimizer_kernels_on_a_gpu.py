@@ -520,7 +520,8 @@ def test_what_was_restored_in_between_is_what_the_next_step_goes_on_from():
 def test_moments_in_bfloat16_have_the_same_bits_in_a_crowd():
     kernels = torch_optim._triton(torch.empty(0, device=DEVICE).device)
     shapes = [(1,), (3, 5), (64, 97), (2048,), (5000,)]
-    same = {"step": 3, "lr": RATE, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": DECAY}
+    now = torch_rounding.StepSettings(step=3, lr=RATE, beta1=0.9, beta2=0.999, epsilon=1e-8, stochastic=True)
+    same = {"now": now, "decay": DECAY}
     sides = [[[drawn(shape, 10 * row + place) for place, shape in enumerate(shapes)] for row in range(4)] for _ in "ab"]
     for side in sides:
         side[3] = [tensor.abs() for tensor in side[3]]

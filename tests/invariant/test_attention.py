@@ -25,6 +25,7 @@ from tests.attention_checks import (
     states_alone,
     summed_loss,
 )  # fmt: skip
+from tests.tables import parametrize
 from tunix_rt.data.packing import collate, make_rows
 from tunix_rt.data.render import Example
 from tunix_rt.engines.torch import attention as torch_attention
@@ -316,36 +317,9 @@ def test_the_attention_of_transformers_gets_positions_only(name):
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changed", "name", "words"),
-    [
-        ({}, "varlen", "no mask is made"),
-        ({"dtype": "float16", "capability": (8, 0), "head_dim": 256}, "varlen", "each packed example"),
-        ({"capability": (12, 0), "head_dim": 256}, "varlen", "each packed example"),
-        ({"capability": (8, 9), "head_dim": 208}, "sdpa", "for a head size of 208 where the compute capability is 8.9"),
-        ({"capability": (9, 0), "head_dim": 208}, "varlen", "each packed example"),
-        ({"head_dim": 288}, "sdpa", "not 288"),
-        ({"head_dim": 60}, "sdpa", "not 60"),
-        ({"capability": (7, 5), "dtype": "float16"}, "sdpa", "compute capability is 7.5, and varlen and flex need 8.0"),
-        ({"capability": None}, "sdpa", "compute capability is not known"),
-        ({"dtype": "float32"}, "sdpa", "does not support float32"),
-        ({"dtype": "float64"}, "sdpa", "does not support float64"),
-        ({"dropout": True}, "sdpa", "has attention dropout"),
-        ({"varlen_lacks": "torch 2.10 takes no window"}, "sdpa", "torch 2.10 takes no window"),
-        ({"softcap": True}, "flex", "soft-capped"),
-        ({"softcap": True, "dtype": "float32"}, "flex", "soft-capped"),
-        ({"softcap": True, "dtype": "float64"}, "eager", "does not support float64"),
-        ({"softcap": True, "head_dim": 8}, "eager", "head size of 16 or more, not 8"),
-        ({"softcap": True, "dropout": True}, "eager", "has attention dropout"),
-        ({"softcap": True, "capability": (7, 5)}, "eager", "need 8.0"),
-        ({"softcap": True, "sdpa": False}, "flex", "soft-capped"),
-        ({"sdpa": False}, "eager", "only eager attention for this architecture"),
-        ({"device": "cpu", "capability": None, "sdpa": False}, "eager", "only eager attention for this architecture"),
-        ({"device": "cpu", "capability": None}, "sdpa", "on the CPU"),
-        ({"device": "cpu", "capability": None, "softcap": True}, "eager", "on the CPU"),
-    ],
-)
+@parametrize("changed", "name", "words")
 def test_the_choice_follows_device_type_and_what_the_model_needs(changed, name, words):
+    changed = {key: tuple(value) if isinstance(value, list) else value for key, value in changed.items()}
     chosen = choose_attention(**{**GPU, "deterministic": False, **changed})
     assert chosen.name == name and words in chosen.why
     assert chosen.generating == ("eager" if changed.get("softcap") or name == "eager" else "sdpa")
@@ -464,18 +438,7 @@ _SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "words"),
-    [
-        ("gpt2", {"attn_pdrop": 0.1}, "it has attention dropout"),
-        ("gemma2", {}, "its scores are soft-capped"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "it is not causal"),
-        ("phimoe", {"sliding_window": 3}, "its mask has a window of 3, its layer one of None"),
-        ("llama4_text", {"attention_chunk_size": 2, "intermediate_size_mlp": 48, "head_dim": 8}, "a window of 2"),
-        ("gpt_oss", {"num_experts_per_tok": 1, "head_dim": 8}, "it has s_aux"),
-        ("falcon", {}, "do not pass keyword arguments on"),
-    ],
-)
+@parametrize("kind", "more", "words")
 def test_a_layer_that_needs_more_gets_the_attention_of_transformers_and_the_reason(kind, more, words):
     torch_attention.register()
     config = AutoConfig.for_model(kind, **_SMALL | more)

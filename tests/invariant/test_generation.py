@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from tests.tables import tables
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.engines.torch import generate as torch_generate
@@ -225,21 +226,7 @@ def test_answers_leave_torch_as_it_was_between_two_of_them(small):
 
 
 WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-MASKED = {
-    "gemma": {"model_type": "gemma"},
-    "gemma2, capped": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16},
-    "gemma3": {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, **WINDOWED},
-    "gemma3, full alone": {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "sliding_window": 8,
-                           "layer_types": ["full_attention"] * 2},
-    "gpt2": {"model_type": "gpt2", "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2},
-    "llama": {"model_type": "llama"},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2, windowed": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
-    "qwen3": {"model_type": "qwen3"},
-    "qwen3, windowed": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "pad_token_id": 0},
-    "smollm3, windowed": {"model_type": "smollm3", "use_sliding_window": True, "pad_token_id": 0, **WINDOWED},
-}  # fmt: skip
+MASKED = tables(__file__)["masked"]
 
 
 def random_engine(folder: Path, settings):

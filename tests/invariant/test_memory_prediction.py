@@ -13,23 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.tables import tables
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_prediction.py"
 ALLOWED_ERROR = 0.25
 
 
-CASES = (
-    "tiny 8x128",
-    "tiny 8x256 recomputed",
-    "llama 2x128 smallest",
-    "llama 4x256 recomputed",
-    "qwen2 3x256",
-    "qwen2 3x256 smallest",
-    "qwen2 3x256 half recomputed",
-    "qwen2 3x256 adamw_8bit",
-    "qwen2 3x256 products in bfloat16",
-    "qwen2 3x256 LoRA",
-    "gemma 2x512 checkpoint",
-)
+CASES = tables(__file__)["cases"]
 
 
 def measured(name: str, written: Path) -> dict[str, Any]:

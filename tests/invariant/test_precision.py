@@ -133,8 +133,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run(small_model, within):
     assert ("tensors are updated" in caught.value.problem) == within
 
 
-def test_a_loss_that_is_not_finite_updates_nothing_in_backward_either(small_model):
-    run = Run(small_model("llama"), optim_in_backward=True)
+@pytest.mark.parametrize("within", [False, True], ids=["after", "in backward"])
+def test_a_loss_that_is_not_finite_updates_nothing(small_model, within):
+    run = Run(small_model("llama"), optim_in_backward=within)
     with torch.no_grad():
         run.engine.model.lm_head.weight[5] = float("nan")
     before = run.weights()

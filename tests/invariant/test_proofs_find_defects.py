@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tests import planted_defects as planted
 from tests.attention_checks import attend_alone
 from tests.program import ROOT, tunix_rt
+from tests.tables import parametrize, tables
 from tunix_rt.doctor.selftest import CHECK_NAMES, CheckResult, SelfTest, run_selftest, selftest_problem
 from tunix_rt.engines.optimizers import Hyperparameters, module_of
 from tunix_rt.engines.selftest import cases as cases
@@ -48,16 +49,7 @@ def normal(*shape, grad=True):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "packed", "window", "scaling", "softcap"),
-    [
-        (4, 4, False, None, None, None),
-        (6, 2, False, None, 0.4, None),
-        (6, 2, True, None, None, None),
-        (6, 2, True, 5, None, None),
-        (6, 2, True, 5, 0.4, 1.5),
-    ],
-)
+@parametrize("heads", "kv_heads", "packed", "window", "scaling", "softcap")
 def test_the_attention_written_by_hand_is_the_one_of_autograd(heads, kv_heads, packed, window, scaling, softcap):
     q, k, v = normal(2, heads, 37, 16), normal(2, kv_heads, 37, 16), normal(2, kv_heads, 37, 16)
     upstream = normal(2, heads, 37, 16, grad=False)
@@ -125,18 +117,7 @@ def found(proof, type_name: str, **setting) -> CheckResult:
     return proof(Bench(setting=Setting(device="cpu", **TYPES[type_name], **setting)))
 
 
-MODELS = {
-    "small": {"head_size": 64, "query_heads": 4, "kv_heads": 4},
-    "grouped": {"head_size": 128, "query_heads": 32, "kv_heads": 8},
-    "gemma": {"head_size": 256, "query_heads": 4, "kv_heads": 1, "softcap": 30.0, "scaling": 256**-0.5},
-    "sliding": {"head_size": 64, "query_heads": 4, "kv_heads": 1, "window": 512},
-    "gemma-2": {
-        "head_size": 128, "query_heads": 8, "kv_heads": 4, "softcap": 30.0, "scaling": 1 / 12, "capped_scores": True,
-        "window": 4096,
-    },
-    "8-bit": {"optim": "adamw_8bit"},
-    "adafactor": {"optim": "adafactor"},
-}  # fmt: skip
+MODELS = tables(__file__)["models"]
 
 
 @pytest.mark.parametrize("type_name", SERIES)

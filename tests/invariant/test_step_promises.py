@@ -13,6 +13,7 @@ import transformers
 
 from tests.conftest import write_small_model
 from tests.optimizer_checks import float64
+from tests.tables import parametrize
 from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step, make_rows
@@ -290,16 +291,7 @@ def four_layers(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt2-dropout"])
-@pytest.mark.parametrize(
-    ("asked", "again"),
-    [
-        (True, [True, True, True, True]),
-        (0.25, [True, True, True, False]),
-        (0.5, [True, True, False, False]),
-        (0.9, [True, False, False, False]),
-        (False, [False, False, False, False]),
-    ],
-)
+@parametrize("asked", "again")
 def test_the_first_layers_are_computed_again_and_the_last_are_not(tmp_path, kind, asked, again):
     run = Run(four_layers(kind, tmp_path / "model"), gradient_checkpointing=asked)
     layers = [m for m in run.engine.model.modules() if isinstance(m, transformers.GradientCheckpointingLayer)]

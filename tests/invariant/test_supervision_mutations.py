@@ -14,6 +14,7 @@ from tests.supervision_checks import (
     with_defect,
     write_chat_tokenizer,
 )
+from tests.tables import parametrize, tables
 from tunix_rt.data import render
 from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.tokenizer import load_tokenizer
@@ -61,17 +62,7 @@ IN_PLAIN = {
     "padding ends the example": (END, END.replace("eos_id", "pad_id"), STOP),
     "control tokens in the text are read": ("conversations=False", "conversations=True", STOP),
 }
-IN_A_TEMPLATE = {
-    "the end of a turn is not trained": ("stop = end + len(template.end_token)", "stop = end"),
-    "what follows the end of a turn is trained": ("stop = end + len(template.end_token)", "stop = len(shown)"),
-    "only the last turn is trained": ("for turn in spans:", "for turn in spans[-1:]:"),
-    "only the first turn is trained": ("for turn in spans:", "for turn in spans[:1]:"),
-    "the header of the answer is trained": ("turns[:at], add_generation_prompt=True)", "turns[:at])"),
-    "everything up to the last answer is trained": ("return len(prompt), stop", "return 0, stop"),
-    "control tokens are not read": ("conversations=True", "conversations=False"),
-    "the instruction takes the place of the system turn": ("\\n\\n{turns[0].text}", ""),
-    "the instruction is forgotten": ("if not style.system_instruction:", "if True:"),
-}
+IN_A_TEMPLATE = tables(__file__)["in_a_template"]
 SPELLED = Sample(turns=(Turn(role="user", text="What does <eos> mean?"),), steps=("<eos> ends.",), answer="the end")
 
 
@@ -93,15 +84,7 @@ def test_a_defect_in_rendering_a_chat_is_found(chatting, name):
         check_every_turn_is_taught(with_defect(render, right, wrong), chatting, samples)
 
 
-@pytest.mark.parametrize(
-    ("template", "right", "wrong"),
-    [
-        ("plain", SAID, SAID.replace("first=start", "first=len(tokenizer.prefix)")),
-        ("plain", SAID, SAID.replace("first=start", "first=start - 1")),
-        ("chatml", "spans.append(_Span(first=first,", "spans.append(_Span(first=first - 1,"),
-        ("chatml", "first, last = bisect_left(starts, start)", "first, last = bisect_left(starts, start) - 1"),
-    ],
-)
+@parametrize("template", "right", "wrong")
 def test_the_length_of_the_prompt_is_known_apart_from_the_mask(chatting, template, right, wrong):
     """A mask that begins too early is seen by comparing the two, which it would not be if one were made of the other."""
     [sample], way = shipped_samples(1), style(chatting, template)

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from tests.program import refused, tunix_rt
 from tests.samples import read_samples
+from tests.tables import tables
 from tunix_rt.cli.main import cli
 from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
@@ -44,29 +45,8 @@ class Case:
 # --- good files ------------------------------------------------------------------------------------------------------
 
 STEPS = [{"i": 0, "type": "fact", "content": "one is given"}, {"i": 1, "type": "compute", "content": "1 + 1 = 2"}]
-GOOD: dict[str, dict[str, Any]] = {
-    "trace": {"id": "a", "prompt": "How many?", "steps": STEPS, "final_answer": "2", "meta": {"x": 1}},
-    "prompt_completion": {"prompt": "How many?", "completion": "Two."},
-    "messages": {"messages": [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Two."}]},
-    "alpaca": {"instruction": "How many?", "input": "1 1", "output": "Two."},
-    "gsm8k": {"question": "How many?", "answer": "1+1=<<1+1=2>>2\nSo it is.\n#### 2"},
-}
-FIELDS: dict[str, list[tuple[str | int, ...]]] = {
-    "trace": [
-        ("prompt",),
-        ("final_answer",),
-        ("steps",),
-        ("steps", 1, "content"),
-        ("steps", 0, "type"),
-        ("steps", 1, "i"),
-    ],
-    "prompt_completion": [("prompt",), ("completion",)],
-    "messages": [("messages",), ("messages", 0), ("messages", 1, "content"), ("messages", 0, "role")],
-    "sharegpt": [("conversations",), ("conversations", 1), ("conversations", 0, "value"), ("conversations", 1, "from")],
-    "alpaca": [("instruction",), ("output",)],
-    "gsm8k": [("question",), ("answer",)],
-}
+GOOD = tables(__file__)["good"]
+FIELDS = tables(__file__)["fields"]
 TEXTS = {name: [field for field in fields if field[-1] not in ("i", "steps", "messages", "conversations", "role", "from")
                 and not isinstance(field[-1], int)] for name, fields in FIELDS.items()}  # fmt: skip
 

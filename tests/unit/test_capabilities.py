@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from tests.tables import tables
 from tunix_rt.config.capabilities import CAPABILITIES, Capabilities, refuse_unsupported, unsupported
 from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import Training, require_runnable
@@ -14,19 +15,7 @@ from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.knobs import can_run, with_copied
 
 NAMED = {"model_name_or_path": "tiny-gemma3", "dataset": "dev-reasoning-v2"}
-REQUESTS = {
-    "jax": {
-        "training.lora_rank": {"lora_rank": 8},
-        "training.dtype: float16": {"dtype": "float16"},
-        "training.optim: adamw_8bit": {"optim": "adamw_8bit"},
-        "training.optim_in_backward": {"optim_in_backward": True},
-        "training.compile: false": {"compile": False},
-    },
-    "torch": {
-        "model.implementation: tunix": {"implementation": "tunix"},
-        "training.data_replicas: 2": {"data_replicas": 2},
-    },
-}
+REQUESTS = tables(__file__)["requests"]
 CASES = [(engine, setting) for engine, settings in REQUESTS.items() for setting in settings]
 
 
@@ -99,7 +88,7 @@ def test_a_model_with_dropout_is_refused_with_the_keys_that_set_it():
 
 def test_a_model_without_code_of_its_own_is_refused_on_jax_alone():
     refuse_unsupported_model(with_config(model_type="gptj"), "torch")
-    with pytest.raises(InputError, match="gptj"):
+    with pytest.raises(InputError, match="model_type 'gptj' is not supported by the JAX engine"):
         refuse_unsupported_model(with_config(model_type="gptj"), "jax")
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.tables import parametrize, tables
 from tunix_rt.config.load import (
     INSTEAD,
     MAX_CONFIG_BYTES,
@@ -58,16 +59,7 @@ def test_a_loaded_configuration_cannot_be_changed():
         load_config(DEMO).training.seed = 1
 
 
-ALIASES = {
-    "device: gpu": "cuda", "device: CUDA": "cuda", "dtype: bf16": "bfloat16", "dtype: fp16": "float16",
-    "dtype: fp32": "float32", "save_dtype: BF16": "bfloat16", "save_dtype: null": None, "optim: adamw_torch": "adamw",
-    "optim: adamw_torch_fused": "adamw", "optim: AdamW": "adamw", "max_steps: -1": None, "warmup_steps: 0.05": 0.05,
-    "resume_from_checkpoint: true": "auto", "resume_from_checkpoint: false": None, "resume_from_checkpoint: auto": "auto",
-    "time_budget: 2h30m": 9000, "time_budget: 90m": 5400, "time_budget: 45s": 45, "time_budget: 12.5": 12.5,
-    "time_budget: '600'": 600, "time_budget: null": None, "gradient_checkpointing: true": True,
-    "gradient_checkpointing: false": False, "gradient_checkpointing: 0.25": 0.25, "learning_rate: 2e-5": 2e-5,
-    "learning_rate: 0.00002": 2e-5, "learning_rate: 2.0e-5": 2e-5, "learning_rate: '2e-5'": 2e-5,
-}  # fmt: skip
+ALIASES = tables(__file__)["aliases"]
 
 
 def test_every_other_spelling_of_a_value_works():
@@ -115,17 +107,7 @@ def test_all_mistakes_are_told_at_once(written):
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("training.learning_rat", "training.learning_rate"),
-        ("training.max_step", "training.max_steps"),
-        ("learnig_rate", "training.learning_rate"),
-        ("data.max_seq_lenght", "data.max_length"),
-        ("training.dataset", "`dataset` belongs in `data`"),
-        ("model.seed", "`seed` belongs in `training`"),
-    ],
-)
+@parametrize("key", "meant")
 def test_an_unknown_name_is_refused_with_the_nearest_one(key, meant):
     said = refusal(build_config, {key: 1}, "x.yaml")
     assert f"x.yaml: unknown setting `{key}`" in said
@@ -175,40 +157,16 @@ def test_a_name_that_is_no_text_is_refused(key):
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("seed: 1\nseed: 2\n", 2),
-        ("training:\n  seed: 1\n  seed: 1\n", 3),
-        ("training:\n\tseed: 1\n", 2),
-        ("seed: [1\nx: 2\n", 2),
-        ("seed: 'a\n", 2),
-        ("a: &a [1]\nb: *a\n", 2),
-        ("seed: 1\nx: !!python/object/apply:os.system ['true']\n", 2),
-        ("seed: 1\nx: !!python/name:os.system\n", 2),
-        ("seed: 1\nx: !!int ''\n", 2),
-        ("seed: 1\nx: !!bool maybe\n", 2),
-        ("seed: 1\nx: !!timestamp soon\n", 2),
-        ("seed: 1\nx: !!binary '*'\n", 2),
-        ("seed: 1\nx: !!set [a]\n", 2),
-        ("seed: 1\nx: !mine 5\n", 2),
-        ("seed: 1\nmax_steps: 2024-13-45\n", 2),
-        ("seed: 1\nmax_steps: 0b_\n", 2),
-        ("seed: 1\nmax_steps: " + "1" * 5_000 + "\n", 2),
-        ("seed: 1\n? [1, 2]\n: 3\n", 2),
-        ("seed: 1\n? {a: 1}\n: 3\n", 2),
-        ("seed: 1\nx: a\x00b\n", 2),
-        ("seed: 1\nx: \x07\n", 2),
-        ("seed: 1\nx: " + "[" * 5_000 + "\n", 2),
-        ("seed: 1\nx: " + "{a: " * 5_000 + "\n", 2),
-        ("seed: 1\nx:\n" + "".join("  " * depth + "- a:\n" for depth in range(1, 60)), None),
-        ("seed: 1\n---\nseed: 2\n", 2),
-        ("training:\n  seed: 1\n<<: {training: {seed: 2}}\n", 3),
-        ("training:\n  <<: {seed: 1, seed: 2}\n", 2),
-        ("%YAML 9.9\n---\nseed: 1\n", 1),
-        ("@seed: 1\n", 1),
-    ],
-)
+NOT_PLAIN = [
+    *tables(__file__)["not_plain"],
+    ("seed: 1\nmax_steps: " + "1" * 5_000 + "\n", 2),
+    ("seed: 1\nx: " + "[" * 5_000 + "\n", 2),
+    ("seed: 1\nx: " + "{a: " * 5_000 + "\n", 2),
+    ("seed: 1\nx:\n" + "".join("  " * depth + "- a:\n" for depth in range(1, 60)), None),
+]
+
+
+@pytest.mark.parametrize(("text", "line"), NOT_PLAIN)
 def test_yaml_that_is_not_plain_settings_is_refused_with_file_and_line(written, text, line):
     path = written(text)
     said = refusal(load_config, path)
@@ -361,42 +319,11 @@ def test_parse_yaml_gives_plain_values():
 RUNNABLE = {"model_name_or_path": "tiny-gemma3", "dataset": "dev-reasoning-v2"}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"dtype": "bf16", "master_dtype": "bf16", "optimizer": "adafactor", "optim_in_backward": True},
-        {"dtype": "fp16", "optim": "adamw_bnb_8bit", "gradient_accumulation_steps": 4},
-        {"dtype": "bfloat16", "lora_rank": 8, "gradient_checkpointing": 0.5},
-    ],
-)
+@parametrize("settings")
 def test_configurations_that_fit_together_are_runnable(settings):
     require_runnable(build_config(RUNNABLE | settings, "x"))
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"model_name_or_path": None}, "no model is named"),
-        ({"model_name_or_path": ""}, "no model is named"),
-        ({"dataset": None}, "no dataset is named"),
-        ({"dataset": ""}, "no dataset is named"),
-        ({"revision": "flax"}, "model.revision: `flax`"),
-        ({"implementation": "tunix"}, "model.implementation: tunix: the PyTorch engine"),
-        ({"data_replicas": 2}, "training.data_replicas: 2: the PyTorch engine trains on one device"),
-        ({"master_dtype": "bfloat16"}, "training.master_dtype: bfloat16 needs training.dtype: bfloat16"),
-        (
-            {"master_dtype": "bfloat16", "dtype": "float16"},
-            "training.master_dtype: bfloat16 needs training.dtype: bfloat16",
-        ),
-        ({"master_dtype": "float32", "dtype": "float64"}, "training.master_dtype: a float64 run has"),
-        ({"optim_in_backward": True, "gradient_accumulation_steps": 2}, "training.optim_in_backward"),
-        ({"optim_in_backward": True, "dtype": "float16"}, "training.optim_in_backward"),
-        ({"optim_in_backward": True, "lora_rank": 8}, "training.optim_in_backward"),
-        ({"lora_rank": 8, "dtype": "bfloat16", "master_dtype": "bfloat16"}, "training.master_dtype: adapters"),
-        ({"lora_rank": 8, "save_dtype": "bfloat16"}, "training.save_dtype: merged adapters"),
-        ({"eval_steps": 5, "validation_fraction": 0}, "training.eval_steps"),
-    ],
-)
+@parametrize("changed", "named")
 def test_what_this_version_cannot_do_is_refused_by_name(changed, named):
     assert named in refusal(require_runnable, build_config(RUNNABLE | changed, "x"))

@@ -19,22 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT, SHIPPED
+from tests.samples import record, write_lines
+from tests.tables import parametrize
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
 from tunix_rt.data.readers import pack_line, parse, read_raw, recognise, unpack_line
 from tunix_rt.data.records import EvalItem, Trace, read_records
 from tunix_rt.data.sources import find_dataset, find_evalset, read_items, split_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, StorageError
-
-
-def record(number=0, **changed):
-    step = {"i": 0, "type": "compute", "content": f"{number} + 1 = {number + 1}"}
-    return {"prompt": f"What is {number} + 1?", "steps": [step], "final_answer": str(number + 1), **changed}
-
-
-def write_lines(path: Path, *records) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return path
 
 
 def rows_of(name) -> list[dict]:
@@ -76,27 +68,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
     assert read_records(path, Trace)[0].prompt == "What is 0 + 1?"
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"prompt": ""}, "prompt: blank text"),
-        ({"prompt": " \t"}, "prompt: blank text"),
-        ({"prompt": 5}, "prompt: a number, not text"),
-        ({"final_answer": 42}, "final_answer"),
-        ({"final_answer": None}, "final_answer: null, not text"),
-        ({"steps": []}, "steps"),
-        ({"steps": "because"}, "steps"),
-        ({"steps": [{"i": 1, "type": "fact", "content": "x"}]}, "not 0 to 0"),
-        ({"steps": [{"i": 0, "type": "fact", "content": "x"}] * 2}, r"numbered \[0, 0\]"),
-        ({"steps": [{"i": "0", "type": "fact", "content": "x"}]}, r"steps\.0\.i"),
-        ({"steps": [{"i": False, "type": "fact", "content": "x"}]}, r"steps\.0\.i"),
-        ({"steps": [{"i": 0, "type": "fact"}]}, r"steps\.0\.content"),
-        ({"steps": [{"i": 0, "type": "fact", "content": "x", "text": "y"}]}, r"steps\.0\.text"),
-        ({"answer": "5"}, "answer"),
-        ({"meta": []}, "meta: a list, not an object"),
-        ({"id": ""}, "id"),
-    ],
-)
+@parametrize("changed", "words")
 def test_a_field_that_is_wrong_is_named_with_file_and_line(tmp_path, changed, words):
     path = write_lines(tmp_path / "x.jsonl", record(0), record(1), record(2, **changed))
     with pytest.raises(InputError, match=words) as caught:
@@ -512,17 +484,7 @@ def folder_with(tmp_path: Path, *names: str) -> Path:
     return tmp_path / "set"
 
 
-@pytest.mark.parametrize(
-    ("names", "read"),
-    [
-        (["b.jsonl", "a.json", "README.md", "LICENSE", ".x.jsonl", "dataset_infos.json"], ["a.json", "b.jsonl"]),
-        (["data/part-2.jsonl.gz", "data/part-1.ndjson", "README.md"], ["data/part-1.ndjson", "data/part-2.jsonl.gz"]),
-        (["one/x.jsonl", "two/y.jsonl", ".git/z/z.jsonl", ".x.csv", "run.py", "notes.txt"], ["one/x.jsonl", "two/y.jsonl"]),
-        (["train-a.jsonl", "train-b.jsonl", "extra.jsonl"], ["extra.jsonl", "train-a.jsonl", "train-b.jsonl"]),
-        (["data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet"],
-         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]),
-    ],
-)  # fmt: skip
+@parametrize("names", "read")
 def test_a_folder_is_all_its_data_files_in_name_order(tmp_path, names, read):
     folder = folder_with(tmp_path, *names)
     assert paths(folder) == [str(folder / name) for name in read]
@@ -532,23 +494,7 @@ def test_a_folder_is_all_its_data_files_in_name_order(tmp_path, names, read):
     assert find_dataset(str(folder)).sha256 == hashlib.sha256(listed.encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("names", "readings"),
-    [
-        (["train.jsonl", "test.jsonl"], ["test.jsonl", "train.jsonl"]),
-        (["gsm_train.json", "gsm_dev.json"], ["gsm_dev.json", "gsm_train.json"]),
-        (["train/1.jsonl", "train/2.jsonl", "valid/1.jsonl"], ["train", "valid/1.jsonl"]),
-        (["main/train.json", "other/train.json"], ["main/train.json", "other/train.json"]),
-        (["x.jsonl", "old/y.jsonl"], ["old/y.jsonl", "x.jsonl"]),
-        (["d/train_sft-00000-of-00002.parquet", "d/train_sft-00001-of-00002.parquet", "d/train_gen-00000-of-00001.parquet"],
-         ["d/train_gen-00000-of-00001.parquet", "d/train_sft*"]),
-        (["dev-1.json", "dev-2.json", "train.json"], ["dev-1.json", "dev-2.json", "train.json"]),
-        (["X.jsonl", "X_test.jsonl"], ["X.jsonl", "X_test.jsonl"]),
-        (["a.jsonl", "b.jsonl", "holdout.jsonl"], ["a.jsonl", "b.jsonl", "holdout.jsonl"]),
-        (["data/x.jsonl", "test/y.jsonl"], ["data/x.jsonl", "test/y.jsonl"]),
-        (["x.json", "test_sft-00000-of-00001.json"], ["test_sft-00000-of-00001.json", "x.json"]),
-    ],
-)  # fmt: skip
+@parametrize("names", "readings")
 def test_a_folder_with_more_than_one_reading_is_refused_with_every_path_to_give(tmp_path, names, readings):
     folder = folder_with(tmp_path, *names)
     with pytest.raises(InputError, match="is ambiguous") as caught:
@@ -558,19 +504,7 @@ def test_a_folder_with_more_than_one_reading_is_refused_with_every_path_to_give(
     assert sorted(found) == sorted(str(folder / name) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["a.jsonl", "deep/er/b.jsonl"], "more than one level down, which would be left out: deep/er/b.jsonl"),
-        (["deep/er/and/b.jsonl"], "more than one level down, which would be left out: deep/er/and/b.jsonl"),
-        (["a.jsonl", "b.jsonl.zst"], "of a kind that is not read, which would be left out: b.jsonl.zst"),
-        (
-            ["a.jsonl", "d/b.CSV.gz", "c.arrow"],
-            "of a kind that is not read, which would be left out: c.arrow, d/b.CSV.gz",
-        ),
-        (["b.csv", "c.tsv"], "of a kind that is not read, which would be left out: b.csv, c.tsv"),
-    ],
-)
+@parametrize("names", "words")
 def test_what_looks_like_data_and_would_be_left_out_of_a_folder_is_named(tmp_path, names, words):
     folder = folder_with(tmp_path, *names)
     with pytest.raises(InputError) as caught:
@@ -702,18 +636,9 @@ def post_processed(tmp_path, *, single):
     return load_tokenizer(folder)
 
 
-@pytest.mark.parametrize(
-    ("single", "prefix"),
-    [
-        (["<bos>", "A"], (2,)),
-        (["<bos>", "A", "<eos>"], (2,)),
-        (["A", "<eos>"], ()),
-        (["<eos>", "<bos>", "A"], (1, 2)),
-        (None, ()),
-    ],
-)
+@parametrize("single", "prefix")
 def test_the_prefix_is_what_the_tokenizer_itself_puts_before_a_text(tmp_path, single, prefix):
-    assert post_processed(tmp_path, single=single).prefix == prefix
+    assert post_processed(tmp_path, single=single).prefix == tuple(prefix)
 
 
 def test_a_padding_token_without_a_row_in_the_table_beside_it_is_replaced_by_the_end(tmp_path):

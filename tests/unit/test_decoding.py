@@ -1,5 +1,7 @@
 """Where an answer ends, in which batches questions are asked, and what random tokens are drawn by."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,7 +96,7 @@ def test_without_a_closing_text_only_a_stop_token_ends_an_answer():
 def test_an_ending_that_is_reset_remembers_nothing():
     used = ending()
     assert used.find([*WORDS, *WHOLE]) is None
-    assert used.reset().find([*WORDS, *WORDS[:1]]) is None
+    assert replace(used).find([*WORDS, *WORDS[:1]]) is None
     assert used.find([*WORDS, *WHOLE, *WORDS]) is not None
 
 

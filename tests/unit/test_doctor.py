@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from click.testing import CliRunner
 
+from tests.tables import parametrize
 from tunix_rt.cli.main import cli
 from tunix_rt.doctor.checks import EVERY_CHECK, first_failure, judge
 from tunix_rt.doctor.facts import (
@@ -256,17 +257,7 @@ def test_no_mixture_of_facts_makes_a_check_stumble() -> None:
     assert refusals > 400
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ("Error 802: system not yet initialized", "nvidia-fabricmanager"),
-        ("Error 803: system has unsupported display driver / cuda driver combination", "restart the computer"),
-        ("8021 GPUs", "tunix-rt doctor again"),
-        ("Error 804: forward compatibility was attempted on non supported HW", "cuda-compat"),
-        ("CUDA unknown error - this may be due to", "nvidia_uvm"),
-        (None, "restart"),
-    ],
-)
+@parametrize("said", "words")
 def test_the_words_of_torch_lead_to_their_own_way_out(said: str | None, words: str) -> None:
     facts = replace(WITH_GPU, torch=replace(CUDA_TORCH, cuda_available=False, said=said))
     failure = first_failure(judge(facts, Ask()))
@@ -326,14 +317,7 @@ def test_a_warning_of_torch_about_the_architecture_is_a_failure_whatever_the_lis
     assert failure is not None and failure.cause == "wheel-lacks-architecture"
 
 
-@pytest.mark.parametrize(
-    ("platforms", "device", "cause"),
-    [
-        ("cuda,cpu", "auto", "jax-platforms-fall"), ("cpu,cuda", "auto", "jax-platforms-fall"),
-        ("tpu,cpu", "cuda", "no-gpu"), ("cuda,cpu", "cpu", None),
-        ("cpu", "cuda", "no-gpu"), ("cuda", "auto", "jax-platforms-mask"), ("cpu", "auto", None), ("", "auto", None),
-    ],
-)  # fmt: skip
+@parametrize("platforms", "device", "cause")
 def test_a_list_of_platforms_that_ends_at_the_cpu_is_refused(platforms: str, device: str, cause: str | None) -> None:
     jax = replace(CPU_ONLY, jax=Jax(version="0.10.2"), environment={"JAX_PLATFORMS": platforms})
     causes = [check.cause for check in judge(jax, Ask(device=device, backend="jax")) if check.verdict == "fail"]
@@ -343,27 +327,7 @@ def test_a_list_of_platforms_that_ends_at_the_cpu_is_refused(platforms: str, dev
 # --- wheels ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("capability", "arches", "cuda", "expected"),
-    [
-        ((12, 0), ("sm_50", "sm_80", "sm_90"), "12.6", False),  # RTX 5090 and a wheel of before
-        ((12, 0), ARCHES, "13.0", True),
-        ((12, 1), ARCHES, "13.0", True),  # GB10 runs sm_120
-        ((8, 9), ARCHES, "13.0", True),  # RTX 40 runs sm_86
-        ((8, 0), ("sm_86",), "13.0", False),  # never a higher minor
-        ((10, 3), ARCHES, "13.0", True),  # B300 runs sm_100
-        ((7, 0), ARCHES, "13.0", False),
-        ((8, 7), ("sm_80", "sm_86"), "13.0", False),  # Orin takes its own code only ...
-        ((8, 7), ("sm_80", "sm_86"), "13.2", True),  # ... before CUDA 13.2
-        ((8, 6), ("sm_87",), "13.0", False),
-        ((11, 0), ("sm_101",), "12.9", True),  # renamed
-        ((10, 1), ("sm_100",), "12.9", False),
-        ((13, 0), ("compute_120",), "13.0", True),  # PTX
-        ((9, 0), ("compute_120",), "13.0", False),
-        ((9, 0), ("sm_90a", "nonsense"), "12.4", True),
-        ((9, 0), (), "13.0", False),
-    ],
-)
+@parametrize("capability", "arches", "cuda", "expected")
 def test_a_wheel_fits_by_major_and_minor(
     capability: tuple[int, int], arches: tuple[str, ...], cuda: str, expected: bool
 ) -> None:

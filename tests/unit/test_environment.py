@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
+from tests.tables import parametrize
 from tunix_rt.cli.main import cli
 from tunix_rt.doctor import install as installing
 from tunix_rt.doctor.environment import (
@@ -61,17 +62,7 @@ def dry_run(facts: Facts, folder: Path, *more: str) -> list[str]:
     return done.stdout.replace(f"{folder}/", "").replace(sys.executable, "python").splitlines()
 
 
-@pytest.mark.parametrize(
-    ("gpu", "driver", "wheel", "cuda", "unhad", "useless"),
-    [
-        ("RTX 5090", "580.95.05", "torch==2.13.0+cu130", "13.0", "torch==2.13.0", "torch==2.13.0+cu129"),
-        ("RTX 5090", "570.124.06", "torch==2.13.0+cu129", "12.9", "torch==2.11.0+cu128", "torch==2.11.0+cu128"),
-        ("T4", "580.95.05", "torch==2.13.0+cu130", "13.0", "torch==2.13.0", "torch==2.13.0+cu129"),
-        ("T4", "550.54.15", "torch==2.13.0+cu126", "12.6", "torch==2.12.1+cu126", None),
-        ("P100", "560.35.05", "torch==2.13.0+cu126", "12.6", "torch==2.12.1+cu126", None),
-        ("H200", "580.95.05", "torch==2.13.0+cu130", "13.0", "torch==2.13.0", "torch==2.13.0+cu129"),
-    ],
-)
+@parametrize("gpu", "driver", "wheel", "cuda", "unhad", "useless")
 def test_a_dry_run_prints_the_verdict_the_exact_commands_and_the_one_other_wheel(
     tmp_path, gpu, driver, wheel, cuda, unhad, useless
 ):
@@ -140,29 +131,10 @@ def test_what_is_in_the_way_is_told_before_anything_is_installed(facts, kind, ca
     assert why_refused(computer("H200", "580.95.05"), "cuda") is why_refused(no_gpu(), "cpu") is None
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "driver", "place", "found", "fix"),
-    [
-        # Windows lifts CUDA 12 from 528.33 on, and WSL runs the driver of Windows
-        ([(8, 6)], "526.86", ("Windows", "AMD64", False), None, "580.65.06 or newer"),
-        ([(8, 6)], "526.86", ("Linux", "x86_64", True), None, "580.65.06 or newer"),
-        ([(8, 6)], "526.86", ("Linux", "x86_64", False), "cu126", ""),
-        ([(8, 6)], "528.33", ("Linux", "x86_64", True), "cu126", ""),
-        # Jetson Thor's driver calls itself 580.00
-        ([(11, 0)], "580.00", ("Linux", "aarch64", False), "cu130", ""),
-        ([(11, 0)], "575.1", ("Linux", "aarch64", False), None, "to 580 or newer"),
-        ([(9, 0)], "580.00", ("Linux", "x86_64", False), "cu129", ""),
-        # newer than 580 would be one driver too new for a GPU below 7.5
-        ([(6, 0)], "470.57.02", ("Linux", "x86_64", False), None, "branch 580"),
-        ([(6, 0), (8, 0)], "470.57.02", ("Linux", "x86_64", False), None, "branch 580"),
-        ([(6, 0)], "590.44", ("Linux", "x86_64", False), None, "branch 580"),
-        ([(12, 0), (6, 0)], "580.95.05", ("Linux", "x86_64", False), None, "CUDA_VISIBLE_DEVICES"),
-        ([(12, 0)], "560.35.05", ("Linux", "x86_64", False), None, "580.65.06 or newer"),
-        ([(8, 0)], "nonsense", ("Linux", "x86_64", False), None, "580.65.06 or newer"),
-    ],
-)
+@parametrize("capabilities", "driver", "place", "found", "fix")
 def test_a_wheel_is_put_on_no_driver_below_its_floor(capabilities, driver, place, found, fix):
     system, machine, wsl = place
+    capabilities = [tuple(capability) for capability in capabilities]
     wheels = fitting_wheels(capabilities, driver, system, machine, wsl=wsl)
     assert (wheels[0].index if wheels else None) == found
     if not found:
@@ -213,19 +185,7 @@ def test_no_wheel_of_the_table_for_a_gpu_is_without_cuda():
 ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "answer", "after", "kind", "cause"),
-    [
-        ("H200", {}, "8.0", None, None),
-        ("H200", {"cuda_build": None, "arch_list": [], "cuda_available": False}, "", "wheel", "cpu-wheel"),
-        ("P100", {}, "8.0", "wheel", "wheel-lacks-architecture"),
-        ("H200", {"cuda_available": False}, "", None, "torch-sees-no-gpu"),
-        ("H200", {}, "AcceleratorError: CUDA error: no kernel image is available", "wheel", "wheel-lacks-architecture"),
-        ("H200", {}, "AcceleratorError: CUDA error: uncorrectable ECC error", "wheel", "kernel-failed"),
-        ("H200", {}, "7.0", "wheel", "kernel-failed"),
-        ("H200", None, "ImportError: libcudart.so.13: cannot open", None, "torch-broken"),
-    ],
-)
+@parametrize("gpu", "answer", "after", "kind", "cause")
 def test_a_wheel_that_was_had_counts_only_when_it_fits_and_computes(gpu, answer, after, kind, cause):
     whole = {
         "version": "2.13.0+cu130",
@@ -240,16 +200,7 @@ def test_a_wheel_that_was_had_counts_only_when_it_fits_and_computes(gpu, answer,
     assert kind is None or failure.kind == kind
 
 
-@pytest.mark.parametrize(
-    ("said", "kind"),
-    [
-        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "storage"),
-        ("WARNING: NewConnectionError('failed')\nERROR: No matching distribution found for torch", "network"),
-        ("ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cu130", "wheel"),
-        ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: '/x'", "permissions"),
-        ("ERROR: Exception: something new", "environment"),
-    ],
-)
+@parametrize("said", "kind")
 def test_words_of_pip_are_told_apart(said, kind):
     failure = judge_install(said, "wheel", "torch==2.13.0+cu130")
     assert failure.kind == kind
@@ -271,16 +222,7 @@ def test_a_check_that_answers_nonsense_fails_in_words(line):
     assert "malformed output of torch" in failure.problem and len(failure.problem) < 400
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("#!/bin/sh\nkill -SEGV $$", "check was ended by SIGSEGV"),
-        ("#!/bin/sh\nexit 3", "check ended with code 3"),
-        ("#!/bin/sh\nexec sleep 50", "check gave no answer within 0.3 s"),
-        ("#!/no/such/program", "No such file or directory"),
-        (None, "Permission denied"),
-    ],
-)
+@parametrize("script", "words")
 def test_a_python_that_ends_badly_is_told_with_its_ending(tmp_path, monkeypatch, script, words):
     """By its name alone too: it is not looked for in PATH."""
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REFERENCE
+from tests.tables import parametrize
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.evalsets import RULES, load_evalset, validate_evalset
 from tunix_rt.scoring.score import matches_lenient, matches_strict
@@ -79,22 +80,7 @@ def test_gsm8k_is_read_as_published(tmp_path):
     assert evalset.items[0].prompt == "Tom has 4 pens and buys one. How many?"
 
 
-@pytest.mark.parametrize(
-    ("stated", "model_says", "right"),
-    [
-        ("1,600", "1600", True),
-        ("1,600", "1.6", False),
-        ("-7", "−7", True),
-        ("-7", "7", False),
-        ("$70,000", "70000", True),
-        ("$70,000", "$70,000.00", True),
-        ("$70,000", "70", False),
-        ("25%", "25", True),
-        ("25%", "0.25%", False),
-        ("1/2", "0.5", True),
-        ("1/2", "1", False),
-    ],
-)
+@parametrize("stated", "model_says", "right")
 def test_the_answers_of_gsm8k_are_scored_in_every_spelling(tmp_path, stated, model_says, right):
     (found,) = load_evalset(write(tmp_path / "test.jsonl", gsm8k(4, f"So it is.\n#### {stated}"))).items
     assert found.answer == stated
@@ -162,21 +148,7 @@ def test_every_row_is_as_likely_to_be_drawn(tmp_path):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("records", "line", "problem"),
-    [
-        ([item(1), item(2, answer=None)], 2, "answer: missing or blank"),
-        ([item(1, answer=None)], 1, "answer: missing or blank"),
-        ([item(1), item(2, answer=" ")], 2, "answer: missing or blank"),
-        ([item(1, answer=2)], 1, "answer: a number, not text"),
-        ([item(1), item(2, answer="\ud800")], 2, "surrogate"),
-        ([trace(1), trace(2, final_answer="")], 2, "final_answer: missing or blank"),
-        ([gsm8k(1), gsm8k(2, "Two pens.")], 2, "does not end in a line `#### N`"),
-        ([{"prompt": "Hello?", "completion": "Hello."}], 1, "not one question with one final answer"),
-        ([item(1), item(2), item(3, id="q1")], 3, "'q1' is used twice"),
-        ([item(1), item(2, prompt=None)], 2, "prompt: Field required"),
-    ],
-)
+@parametrize("records", "line", "problem")
 def test_a_record_that_cannot_be_asked_is_named_with_its_line(tmp_path, records, line, problem):
     path = write(tmp_path / "bad.jsonl", *records)
     with pytest.raises(InputError) as caught:
@@ -234,24 +206,7 @@ def test_a_clean_file_has_no_findings(tmp_path):
     assert validation.findings == () and validation.good and validation.items == 3
 
 
-@pytest.mark.parametrize(
-    ("rule", "records", "line"),
-    [
-        ("unreadable", [item(1), item(2, prompt=None)], 2),
-        ("no_answer", [item(1), item(2, answer="")], 2),
-        ("no_answer", [item(1), item(2, answer=None)], 2),
-        ("duplicate_id", [item(1), item(2, id="q1")], 2),
-        ("conflicting_answers", [item(1), item(2), item(3, prompt="what is 1 + 1", answer="3")], 3),
-        ("duplicate_prompt", [item(1), item(2, prompt="What is  1 + 1?", answer="2.0")], 2),
-        ("unscorable", [item(1), item(2, answer="see </answer>")], 2),
-        ("only_in_tags", [item(1), item(2, answer="first this; then that")], 2),
-        ("read_as_words", [item(1), item(2, answer="1.600.000")], 2),
-        ("read_as_words", [item(1), item(2, answer="3,5")], 2),
-        ("read_as_words", [item(1), item(2, answer="5 hours 30 minutes")], 2),
-        ("answer_in_prompt", [item(1), item(2, prompt="Is it 500 or 700?", answer="700")], 2),
-        ("answer_in_prompt", [item(1), item(2, prompt="Who is Mia Brown?", answer="mia brown")], 2),
-    ],
-)
+@parametrize("rule", "records", "line")
 def test_every_rule_finds_its_case_and_names_the_line(tmp_path, rule, records, line):
     path = write(tmp_path / "set.jsonl", *records)
     found = found_in(path)
@@ -263,19 +218,7 @@ def test_every_rule_finds_its_case_and_names_the_line(tmp_path, rule, records, l
     assert validate_evalset(path).good is not RULES[rule][0]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer"),
-    [
-        ("What is 3 + 4?", "3.5"),
-        ("Add 15 and 2.", "5"),
-        ("A price of 1,500?", "500"),
-        ("Is it 2.5?", "2"),
-        ("Mia?", "am"),
-        ("Is it 5 or 7?", "7"),
-        ("Is it 50% or 70%?", "70%"),
-        ("Is A or B right?", "B"),
-    ],
-)
+@parametrize("prompt", "answer")
 def test_part_of_a_number_or_word_and_what_is_short_is_no_answer_in_the_prompt(tmp_path, prompt, answer):
     assert "answer_in_prompt" not in found_in(write(tmp_path / "set.jsonl", item(1, prompt=prompt, answer=answer)))
 

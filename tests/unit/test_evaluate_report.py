@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import tables
 from tunix_rt.errors import EvidenceError, InputError
 from tunix_rt.evaluate.comparison import Side, compare, compare_runs
 from tunix_rt.evaluate.generate import read_predictions, read_scores
@@ -59,27 +60,7 @@ def sides(gained, lost, right, wrong):
     return answers(before), answers(after)
 
 
-SENTENCES = [  # gained, lost, right and wrong on both sides
-    ((40, 2, 20, 38), "38 of 100 more answers right, between 27 and 49; 2 got worse"),
-    ((2, 14, 60, 24), "12 of 100 fewer answers right, between 4 and 21; 14 got worse"),
-    ((8, 5, 40, 47), "3 of 100 more answers right, which could be chance: between 5 fewer and 11 more; 5 got worse"),
-    ((5, 8, 40, 47), "3 of 100 fewer answers right, which could be chance: between 11 fewer and 5 more; 8 got worse"),
-    ((3, 3, 50, 44), "as many answers right as before, 53 of 100, any change probably lies between 6 fewer and 6 more; "
-                     "3 got worse"),
-    ((0, 0, 60, 40), "as many answers right as before, 60 of 100, any change probably lies between 4 fewer and 4 more; "
-                     "none got worse"),
-    ((1, 0, 0, 36), "1 of 37 more answers right, which could be chance: between 3 fewer and 6 more; none got worse"),
-    ((4, 0, 0, 96), "4 of 100 more answers right, which could be chance: between none and 10 more; none got worse"),
-    ((0, 4, 0, 96), "4 of 100 fewer answers right, which could be chance: between 10 fewer and none; 4 got worse"),
-    ((5, 0, 50, 45), "5 of 100 more answers right, between 1 and 12, but it could still be chance: p = 0.062; "
-                     "none got worse"),
-    ((100, 0, 0, 0), "100 of 100 more answers right, between 92 and 100; none got worse"),
-    ((6, 0, 0, 0), "6 of 6 more answers right, between 1 and 6; none got worse"),
-    ((60, 1_040, 0, 0), "980 of 1,100 fewer answers right, between 946 and 1,008; 1,040 got worse"),
-    ((5, 0, 0, 0), "5 of 5 more answers right; none got worse; 5 questions are too few to exclude chance"),
-    ((2, 1, 0, 0), "1 of 3 more answers right; 1 got worse; 3 questions are too few to exclude chance"),
-    ((0, 0, 1, 0), "as many answers right as before, 1 of 1; none got worse; 1 question is too few to exclude chance"),
-]  # fmt: skip
+SENTENCES = tables(__file__)["sentences"]
 
 
 def test_the_sentence_is_one_a_manager_can_read():
@@ -390,7 +371,7 @@ def test_pairing_goes_by_id_and_not_by_order():
     ids=["fewer", "more", "another id", "another prompt", "another expected answer"],
 )
 def test_other_questions_after_than_before_are_refused(after):
-    with pytest.raises(EvidenceError):
+    with pytest.raises(EvidenceError, match=r"different questions: .*'|'q1' has another prompt or expected answer"):
         compare(answers([WRONG, WRONG]), after)
 
 

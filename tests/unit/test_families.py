@@ -1,24 +1,17 @@
 """Every row of the table of model families is what transformers does with a config.json of that family."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import transformers
 
+from tests.tables import tables
 from tunix_rt.models.families import FAMILIES, SLIDING, families_of
 from tunix_rt.plan.shape import shape_of
 
 NO_FIELDS = {"sliding_window_pattern", "head_dim"}
 """Keys that a configuration class may read without having them as a field."""
-LAYER_SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"num_hidden_layers": 5, "sliding_window": 7},
-    {"num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
-    {"num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2},
-    {"num_hidden_layers": 9, "sliding_window_pattern": 4, "use_sliding_window": False},
-    {"num_hidden_layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-]
+LAYER_SETTINGS = tables(__file__)["layer_settings"]
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 

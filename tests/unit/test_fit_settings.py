@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.samples import device
 from tunix_rt.config.load import build_config, with_settings
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.errors import TunixError
@@ -30,10 +31,7 @@ def asked(**training):
 
 
 def gpu(free_gib: float) -> DeviceChoice:
-    return DeviceChoice(
-        device="cuda", kind="NVIDIA H200", count=1, memory_bytes=140 * GIB, free_bytes=int(free_gib * GIB), reason="",
-        capability=(9, 0),
-    )  # fmt: skip
+    return device("cuda", free_gib * GIB, "NVIDIA H200", memory_bytes=140 * GIB, capability=(9, 0))
 
 
 def predicted(config):
@@ -52,6 +50,8 @@ def test_what_is_chosen_fits_and_keeps_the_rows_of_a_step_and_what_is_trained(ba
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 48
     assert (training.lora_rank, settled.data, training.memory) == (None, config.data, "auto")
     assert with_settings(settled, fitting["written"]) == config
+    assert fitting["predicted_bytes"] == predicted(settled).least_bytes
+    assert fitting["available_bytes"] == gpu(room).free_bytes
     json.dumps(fitting)
 
 

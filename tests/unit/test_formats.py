@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.data_examples import FORMAT_EXAMPLES
 from tests.conftest import REFERENCE
 from tests.samples import read_samples
+from tests.tables import parametrize, tables
 from tunix_rt.config.settings import Data
 from tunix_rt.data.formats import (
     FORMATS,
@@ -37,11 +39,6 @@ def write(path: Path, *records) -> str:
     return str(path)
 
 
-ASKED = sample_of(("user", "Why?"), ("assistant", "So."))
-CHAT = sample_of(
-    ("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", "And?"), ("assistant", "Yes.")
-)
-REASONED = sample_of(("user", "Why?"), steps=("I think.",), answer="So.")
 STEP = {"i": 0, "type": "fact", "content": "I think."}
 SHARED = [
     {"from": "system", "value": "Be brief."},
@@ -51,64 +48,10 @@ SHARED = [
     {"from": "model", "value": "Yes."},
 ]
 
+
 READS = [
-    ("trace", {"prompt": "Why?", "steps": [STEP], "final_answer": "So.", "id": "a", "meta": {"x": 1}}, REASONED),
-    ("prompt_completion", {"prompt": "Why?", "completion": "So."}, ASKED),
-    ("prompt_completion", {"prompt": "Why?", "response": "So.", "completion": None}, ASKED),
-    ("prompt_completion", {"input": "Why?", "output": "So."}, ASKED),
-    ("prompt_completion", {"question": "Why?", "answer": "So."}, ASKED),
-    ("prompt_completion", {"prompt": [message()], "completion": [message("assistant", "So.")]}, ASKED),
-    (
-        "prompt_completion",
-        {"prompt": [message()], "completion": [message("assistant", "So.", reasoning="I think.")]},
-        REASONED,
-    ),
-    ("messages", {"messages": [message(), message("assistant", "So.")]}, ASKED),
-    (
-        "messages",
-        {"messages": [message(role, content) for role, content in ((t.role, t.text) for t in CHAT.turns)]},
-        CHAT,
-    ),
-    ("messages", {"messages": [message(), message("assistant", "So.", reasoning_content="I think.")]}, REASONED),
-    ("messages", {"messages": [message(), message("assistant", "So.", thinking="I think.", tool_calls=[])]}, REASONED),
-    (
-        "messages",
-        {"messages": [message(), message("assistant", "So.", reasoning="I think.", reasoning_content="I think.")]},
-        REASONED,
-    ),
-    (
-        "messages",
-        {
-            "messages": [
-                message(content=[{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?", "image_url": None}]),
-                message("assistant", "So.", reasoning_content=None, name=None),
-            ]
-        },
-        ASKED,
-    ),
-    ("messages", {"messages": [message()]}, sample_of(("user", "Why?"))),
-    ("sharegpt", {"conversations": SHARED}, CHAT),
-    ("sharegpt", {"conversations": [message(), message("gpt", "So.")], "system": ""}, ASKED),
-    ("sharegpt", {"conversations": SHARED, "system": "Be brief."}, CHAT),
-    ("sharegpt", {"conversations": SHARED[1:], "system": "Be brief."}, CHAT),
-    (
-        "messages",
-        {"messages": [message(t.role, t.text) for t in CHAT.turns[1:]], "system": "Be brief."},
-        CHAT,
-    ),
-    ("alpaca", {"instruction": "Why?", "output": "So."}, ASKED),
-    ("alpaca", {"instruction": "Why?", "input": "", "output": "So.", "system": " ", "history": []}, ASKED),
-    ("alpaca", {"instruction": "And?", "output": "Yes.", "system": "Be brief.", "history": [["Why?", "So."]]}, CHAT),
-    (
-        "alpaca",
-        {"instruction": "Sort.", "input": "2 1", "output": "1 2", "system": "Be brief."},
-        sample_of(("system", "Be brief."), ("user", "Sort.\n\n2 1"), ("assistant", "1 2")),
-    ),
-    (
-        "gsm8k",
-        {"question": "Why?", "answer": "It is 1+2 = $<<1+2=3>>3. \r\n\n  Then <<3*2=6>>6<<6=6>>.\nYes.\n#### 1,006\n"},
-        sample_of(("user", "Why?"), steps=("It is 1+2 = $3.", "Then 6.", "Yes."), answer="1,006"),
-    ),
+    (name, record, sample_of(*sample["turns"], steps=tuple(sample.get("steps", ())), answer=sample.get("answer")))
+    for name, record, sample in tables(__file__)["reads"]
 ]
 
 
@@ -120,84 +63,14 @@ def test_a_record_has_one_reading_and_this_is_it(name, record, sample):
 
 def test_every_format_of_the_configuration_is_there_and_recognises_its_own_example():
     assert ("auto", *FORMATS) == Data.model_fields["format"].annotation.__args__
-    for name, shape in FORMATS.items():
-        assert readings(shape.example) == [name]
-        assert to_sample(dict(shape.example), name, "x:1").texts
-        assert unused_columns(shape.example, name) == []
+    assert list(FORMAT_EXAMPLES) == list(FORMATS)
+    for name, (_, record) in FORMAT_EXAMPLES.items():
+        assert readings(record) == [name]
+        assert to_sample(dict(record), name, "x:1").texts
+        assert unused_columns(record, name) == []
 
 
-REFUSED = [
-    ("prompt_completion", {"prompt": "Why?", "completion": " "}, "completion: blank text"),
-    ("prompt_completion", {"prompt": 5, "completion": "x"}, "prompt: a number, not text"),
-    ("prompt_completion", {"prompt": "Why?"}, "completion: missing"),
-    ("prompt_completion", {"answer": "x"}, "question: missing"),
-    ("prompt_completion", {"prompt": "x", "completion": "y", "response": "z"}, "response: there are two readings"),
-    ("prompt_completion", {"prompt": [], "completion": "y"}, "prompt: no message"),
-    ("prompt_completion", {"prompt": "x", "completion": {}}, "completion: an object, not text"),
-    ("prompt_completion", {"instruction": "x", "input": "y", "output": "z"}, "instruction: it would be left out"),
-    ("messages", {"messages": {}}, "messages: an object, not a list of messages"),
-    ("messages", {"messages": []}, "messages: no message"),
-    ("messages", {"messages": ["x"]}, "messages.0: a string, not an object"),
-    ("messages", {"messages": [message(content="")]}, "messages.0.content: blank text"),
-    ("messages", {"messages": [{"role": "user"}]}, "messages.0.content: missing"),
-    ("messages", {"messages": [{"content": "x"}]}, "messages.0.role: missing"),
-    (
-        "messages",
-        {"messages": [message("tool", "5")]},
-        "messages.0.role: 'tool'; the roles are system, user, assistant",
-    ),
-    ("messages", {"messages": [message("function", "5")]}, "messages.0.role: 'function'"),
-    ("messages", {"messages": [message(["user"])]}, "messages.0.role: ['user']"),
-    ("messages", {"messages": [message("human")]}, "messages.0.role: 'human'"),
-    (
-        "messages",
-        {"messages": [message(), message("assistant", None, tool_calls=[{"id": 1}])]},
-        "messages.1.tool_calls",
-    ),
-    ("messages", {"messages": [message(weight=0)]}, "messages.0.weight: an unknown key, which would be lost"),
-    ("messages", {"messages": [message(name="Tom")]}, "messages.0.name: an unknown key, which would be lost"),
-    ("messages", {"messages": [message(content=["x"])]}, "messages.0.content.0: a string, not an object"),
-    ("messages", {"messages": [message(content=[{"type": "image"}])]}, "messages.0.content.0.type: 'image'"),
-    (
-        "messages",
-        {"messages": [message(content=[{"type": "text", "text": "x", "cache": {"a": 1}}])]},
-        "messages.0.content.0.cache",
-    ),
-    ("messages", {"messages": [message(content=[{"type": "text", "text": 5}])]}, "messages.0.content.0.text"),
-    ("messages", {"messages": [message(content=[])]}, "messages.0.content: blank text"),
-    (
-        "messages",
-        {"messages": [message(), message("assistant", "x", reasoning_content="y"), message()]},
-        "messages.1.reasoning: only the assistant's last message",
-    ),
-    ("messages", {"messages": [message(), message(reasoning="y")]}, "messages.1.reasoning: only the assistant's"),
-    ("messages", {"messages": [message(), message("assistant", "x", thinking=" ")]}, "messages.1.thinking: blank"),
-    ("messages", {"messages": [message(), message("assistant", "", thinking="y")]}, "messages.1.content: blank"),
-    ("messages", {"messages": [message("assistant", "x", thinking="y")]}, "messages.0: reasoning without a message"),
-    (
-        "messages",
-        {"messages": [message(), message("assistant", "x", thinking="y", reasoning="z")]},
-        "messages.1.thinking: differs from",
-    ),
-    ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, "conversations.0.value: blank text"),
-    ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "conversations.0.from: 'bot'; the roles are"),
-    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x", "markdown": "y"}]}, "conversations.0.markdown"),
-    ("messages", {"messages": [message()], "system": 5}, "system: a number, not text"),
-    ("messages", {"messages": [message("system"), message()], "system": "x"}, "system: differs from messages.0"),
-    ("sharegpt", {"conversations": SHARED, "system": "x"}, "system: differs from conversations.0"),
-    ("alpaca", {"instruction": "x", "output": "y", "history": "z"}, "history: a string, not a list of [question"),
-    ("alpaca", {"instruction": "x", "output": "y", "history": [["z"]]}, "history.0: not a pair [question, answer]"),
-    ("alpaca", {"instruction": "x", "output": "y", "history": [["z", ""]]}, "history.0.1: blank text"),
-    ("alpaca", {"instruction": "x"}, "output: missing"),
-    ("alpaca", {"instruction": "x", "output": "y", "input": 5}, "input: a number, not text"),
-    ("gsm8k", {"question": "x", "answer": "#### 5"}, "answer: no step before"),
-    ("gsm8k", {"question": "x", "answer": "y\n####  "}, "answer: it does not end in a line `#### N` with a number"),
-    ("gsm8k", {"question": "x", "answer": "y <<1=1>>\n<<2=2>>\n#### 5"}, "answer: a line holds a calculator's mark"),
-    ("gsm8k", {"question": " ", "answer": "y\n#### 5"}, "question: blank text"),
-    ("trace", {"prompt": "x", "steps": [STEP], "final_answer": ""}, "final_answer: blank text"),
-    ("trace", {"prompt": "x", "steps": [STEP], "final_answer": "y", "\ud800": 1}, "the record: "),
-    ("trace", {"prompt": "x", "steps": [STEP], "final_answer": "y", "source": "z"}, "source: Extra inputs"),
-]
+REFUSED = tables(__file__)["refused"]
 
 
 @pytest.mark.parametrize(("name", "record", "words"), REFUSED)
@@ -236,15 +109,7 @@ def detected(path: str, wanted: str = "auto") -> str:
     return detect_format(find_dataset(path), wanted)
 
 
-@pytest.mark.parametrize(
-    ("record", "names"),
-    [
-        ({"messages": [message()], "prompt": "x", "completion": "y"}, ["prompt_completion", "messages"]),
-        ({"messages": [message()], "conversations": []}, ["messages", "sharegpt"]),
-        ({"prompt": "x", "steps": [STEP], "final_answer": "y", "completion": "z"}, ["trace", "prompt_completion"]),
-        ({"question": "x", "answer": "y\n#### 5", "instruction": "x", "output": "y"}, ["alpaca", "gsm8k"]),
-    ],
-)
+@parametrize("record", "names")
 def test_two_readings_are_refused_with_the_word_that_chooses_each(tmp_path, record, names):
     path = write(tmp_path / "x.jsonl", record)
     with pytest.raises(InputError) as caught:

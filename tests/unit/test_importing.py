@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from tests.conftest import REFERENCE
 from tests.samples import read_samples
+from tests.samples import write_lines as write
 from tests.unit.test_formats import READS, message
 from tunix_rt import __version__
 from tunix_rt.cli.main import cli
@@ -26,11 +27,6 @@ from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
 
 ODD = ["a\x00b", "\ud800", "x\udfff", "\ufeffa", "a\u2028b", "\U0001f600", "é\r\nz", '"\\', "<<1=1>>", "\x1c.", " x "]
-
-
-def write(path: Path, *records) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def samples_of(name) -> list:

@@ -7,6 +7,7 @@ import os
 import pytest
 from click.testing import CliRunner
 
+from tests.samples import device
 from tunix_rt.cli.main import cli
 from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import RunConfig
@@ -28,10 +29,7 @@ def config(**training) -> RunConfig:
 
 
 def gpu(free_bytes: float) -> DeviceChoice:
-    return DeviceChoice(
-        device="cuda", kind="a GPU", count=1, memory_bytes=80 * GIB, free_bytes=int(free_bytes), reason="",
-        capability=(9, 0),
-    )  # fmt: skip
+    return device("cuda", free_bytes, memory_bytes=80 * GIB, capability=(9, 0))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +95,7 @@ def test_a_run_out_of_memory_comes_with_the_settings_that_make_the_step_smaller(
 def test_a_cpu_that_is_several_devices_counts_as_so_many(monkeypatch, flags, number, count):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
-    cpu = DeviceChoice(device="cpu", kind="a CPU", count=1, memory_bytes=GIB, free_bytes=GIB, reason="")
+    cpu = device("cpu", GIB)
     assert with_virtual_devices(cpu, "jax").count == count
     assert with_virtual_devices(cpu, "torch").count == 1
 

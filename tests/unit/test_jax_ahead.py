@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,35 +20,7 @@ SHORT = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (23.04G) exceeds available "
     "HBM (15.75G)."
 )
-LONG = """\
-RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.07G of 15.75G hbm. \
-Exceeded hbm capacity by 3.32G.
-
-Total hbm usage >= 19.32G:
-    reserved        258.00M
-    program          17.02G
-    arguments         2.05G
-
-Output size 2.05G; shares 2.05G with arguments.
-
-Program hbm requirement 17.02G:
-    global           192.0K
-    HLO temp         17.02G (99.9% utilization: Unpadded (17.00G) Padded (17.02G), 0.2% fragmentation (20.0M))
-
-  Largest program allocations in hbm:
-
-  1. Size: 4.00G
-     Operator: op_name="jit(step)/add" source_file="step.py" source_line=7
-     Shape: f32[512000,2048]{1,0:T(8,128)}
-     Unpadded size: 4.00G
-     Allocation type: HLO temp
-     ==========================
-
-  2. Size: 1.95G
-     Shape: f32[256000,2048]{1,0:T(8,128)}
-     Allocation type: HLO temp
-     ==========================
-"""
+LONG = Path(__file__).with_name("tpu_compiler_refusal.txt").read_text()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from tests.conftest import _SMALL, ROOT
+from tests.tables import parametrize
 from tunix_rt.engines.jax.architecture import architecture_of
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import families_of
@@ -68,25 +69,7 @@ def rotations(model, layer_type):
     return getattr(rotary, own if hasattr(rotary, own) else "inv_freq").numpy()
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "words"),
-    [
-        ("llama", {"model_type": "mamba"}, "model_type 'mamba'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
-        ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is None"),
-        ("llama", {"hidden_act": "relu2"}, "hidden_act 'relu2'"),
-        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("gemma3", {"layer_types": ["full_attention"]}, "for each of 2 layers"),
-        ("gemma3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ("gemma3", {"sliding_window": None}, "sliding_window is None"),
-        ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_parameters"),
-        ("gemma3", OLD_ROPE, "rope_scaling has `type`"),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "one for all layers"),
-        ("gemma3", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ],
-)
+@parametrize("family", "change", "words")
 def test_what_the_models_do_not_support_is_refused_by_name(family, change, words):
     architecture_of(_SMALL[family])
     with pytest.raises(InputError) as error:

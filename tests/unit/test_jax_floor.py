@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks import plan_against_compiler as compared
 from tests.conftest import ROOT
+from tests.samples import device
 from tests.unit.test_plan import changed
 from tunix_rt.config.load import build_config
-from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.jax_floor import predict_jax, row_length, savings
 from tunix_rt.plan.memory import predict
@@ -85,16 +85,14 @@ def test_each_engine_has_its_own_prediction():
 def test_a_full_copy_does_not_fit_a_chip_and_eight_shards_do():
     """As the TPU's own compiler decides for float32 AdamW with 1 x 1024 tokens on each chip of a v5e-8."""
     free = round(15.75 * GIB)
-    chip = DeviceChoice(device="tpu", kind="TPU v5 lite", count=8, memory_bytes=free, free_bytes=free, reason="")
+    chip = device("tpu", free, "TPU v5 lite", count=8)
     settings = config(dtype="bfloat16", gradient_checkpointing=True)
     assert judge(predict_jax(GEMMA, settings, device="tpu", devices=8), chip).fits
     assert not judge(predict_jax(GEMMA, settings, device="tpu", devices=1), chip).fits
 
 
 def test_advice_for_this_engine_has_nothing_that_it_refuses():
-    chip = DeviceChoice(
-        device="cuda", kind="a GPU", count=1, memory_bytes=24 * GIB, free_bytes=24 * GIB, reason="", capability=(9, 0)
-    )
+    chip = device("cuda", 24 * GIB, capability=(9, 0))
     settings = config(per_device_train_batch_size=8)
     fit = judge(predict_run(GEMMA, settings, device="cuda"), chip, GEMMA, settings)
     advice = "\n".join(fit.advice)

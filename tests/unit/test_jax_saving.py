@@ -89,5 +89,5 @@ def test_rows_of_more_examples_than_a_kernel_takes_are_warned_of(caplog, kernel,
     engine = SimpleNamespace(tokens=96, attention=SimpleNamespace(name=kernel))
     with caplog.at_level(logging.WARNING):
         assert backend._warns_of_many_examples(engine, 7, examples) is bool(said)
-    assert [one for one in caplog.messages if "Step 7: a row has 12 examples" in one] == caplog.messages
+    assert [one for one in caplog.messages if "Step 7: a packed row has 12 examples" in one] == caplog.messages
     assert len(caplog.messages) == said

@@ -168,7 +168,7 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
     folder, first, _ = sharded
     name = next(iter(load_file(folder / first)))
     spoil(folder, lambda tensors: tensors.pop(name), first)
-    refused(folder, f"{name} is in no shard", f"lists {first}")
+    refused(folder, f"{name} is in no shard", f"maps it to {first}")
 
 
 def test_a_shard_that_the_index_does_not_name_is_refused(sharded):

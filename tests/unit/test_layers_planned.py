@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.samples import device
+from tests.tables import parametrize
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.models.resolve import resolve_model
@@ -30,16 +32,13 @@ def prepared(rows: int, longest: int, *, examples: int | None = None) -> RowFact
 
 
 def layers_for_data(
-    config: RunConfig, shape: ModelShape, device: DeviceChoice, rows: RowFacts, batch: int
+    config: RunConfig, shape: ModelShape, chosen: DeviceChoice, rows: RowFacts, batch: int
 ) -> str | None:
-    return plan_run(config, shape, device, rows, micro_batch=batch).memory.layers
+    return plan_run(config, shape, chosen, rows, micro_batch=batch).memory.layers
 
 
 def gpu(free_bytes: int) -> DeviceChoice:
-    return DeviceChoice(
-        device="cuda", kind="NVIDIA GeForce RTX 5090", count=1, memory_bytes=32 * GIB, free_bytes=free_bytes, reason="test",
-        capability=(12, 0),
-    )  # fmt: skip
+    return device("cuda", free_bytes, GPU["device_name"], memory_bytes=32 * GIB, capability=(12, 0))
 
 
 def room_of(shape: ModelShape, config: RunConfig, longest: int, layers: str) -> int:
@@ -47,16 +46,7 @@ def room_of(shape: ModelShape, config: RunConfig, longest: int, layers: str) -> 
     return least_room(plan)
 
 
-@pytest.mark.parametrize(
-    ("steps", "asked", "layers"),
-    [
-        (3, "auto", "plain"),
-        (10**6, "auto", "compiled"),
-        (None, "auto", "compiled"),
-        (3, True, "compiled"),
-        (None, False, "plain"),
-    ],
-)
+@parametrize("steps", "asked", "layers")
 def test_a_short_run_is_not_compiled_unless_it_is_asked_for(steps, asked, layers):
     config = configured(8, 1024, compile=asked)
     assert layers_planned(config, GEMMA_1B, steps=steps, **GPU) == layers

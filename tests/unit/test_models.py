@@ -24,6 +24,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT, SHIPPED, write_small_model
+from tests.tables import parametrize, tables
 from tunix_rt.cli.main import cli
 from tunix_rt.errors import ConfigError, InputError, StorageError
 from tunix_rt.models.hub import Request, _refusal
@@ -245,24 +246,7 @@ def test_a_tokenizer_needs_no_model_around_it(tmp_path):
 TOKEN = "hf_" + "QwErTyUiOpAsDfGhJkLzXcVbNm12345678"
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        (f"401 for url https://hub.example/api (token {TOKEN})", "401 for url https://hub.example/api (token hf_***)"),
-        (f"Authorization: Bearer {TOKEN}", "Authorization: Bearer ***"),
-        ("GET https://me:s3cret@hub.example/x", "GET https://***@hub.example/x"),
-        ("https://cdn/x?Policy=ey1&Signature=ab%2Fc&Key-Pair-Id=K9&x=1", "https://cdn/x?Policy=***&Signature=***&Key-Pair-Id=***&x=1"),
-        ("https://s3/x?X-Amz-Signature=abcdef12 gone", "https://s3/x?X-Amz-Signature=*** gone"),
-        ("https://hub/x?access_token=abc", "https://hub/x?access_token=***"),
-        ("old one: my own token!", "old one: ***!"),
-        ("hf_transfer, hf_checkpoints/m and hub.example@v1 stay", "hf_transfer, hf_checkpoints/m and hub.example@v1 stay"),
-        ("git clone me:s3cret@hub.example:x", "git clone ***@hub.example:x"),
-        ("(first.last:s3cret@hub)", "(***@hub)"),
-        ("registry/owner.image:v1.2@sha256", "registry/owner.***@sha256"),
-        ("registry/image:v1.2@sha256 stays", "registry/image:v1.2@sha256 stays"),
-        ("12:30:45@x stays", "12:30:45@x stays"),
-    ],
-)  # fmt: skip
+@parametrize("text", "left")
 def test_secrets_are_redacted_in_any_text_with_and_without_a_scheme(monkeypatch, text, left):
     monkeypatch.setenv("HF_TOKEN", "my own token")
     assert redacted(text) == left
@@ -467,30 +451,8 @@ def test_the_preset_that_stands_in_for_a_hub_model_is_said_aloud(monkeypatch, ca
 # --- the hub itself: a small one on this computer ---------------------------------------------------------------------
 
 # Name of a model -> status, X-Error-Code, X-Error-Message: as the hub's client reads them.
-REFUSES = {
-    "gated-unknown": (401, "GatedRepo", "Access to model is restricted."),
-    "gated-known": (403, "GatedRepo", "Access to model is restricted."),
-    "private": (401, None, None),
-    "bad-token": (401, None, "Invalid credentials in Authorization header"),
-    "forbidden": (403, None, "Forbidden"),
-    "disabled": (403, None, "Access to this resource is disabled."),
-    "missing": (404, "RepoNotFound", "Repository not found"),
-    "unheard-of": (404, "RevisionNotFound", "Invalid rev id: main"),
-    "too-often": (429, None, None),
-    "broken": (500, None, "Internal Error"),
-}
-SAYS = {
-    "gated-unknown": ("is gated, and no valid token came with the request", "hf auth login"),
-    "gated-known": ("this account has no access", "accept its licence"),
-    "private": ("no model named 'o/private' on the hub that can be seen without a token", "hf auth login"),
-    "bad-token": ("the hub refuses HF_TOKEN", "unset HF_TOKEN"),
-    "forbidden": ("the hub forbids model 'o/forbidden' to HF_TOKEN (403)", "a token that may read"),
-    "disabled": ("has disabled access", "--weights random"),
-    "missing": ("no model named 'o/missing' on the hub", "check the spelling"),
-    "unheard-of": ("has no revision 'main'", "set model.revision"),
-    "too-often": ("limits the rate of requests (429)", "wait"),
-    "broken": ("the hub returns 500", "try again later"),
-}
+REFUSES = tables(__file__)["refuses"]
+SAYS = tables(__file__)["says"]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.attention_checks import choose_attention
 from tests.conftest import ROOT
+from tests.tables import parametrize
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
@@ -100,21 +101,7 @@ def test_parameters_are_counted_as_transformers_counts_them(config: dict[str, An
     assert shape_of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"model_type": "mamba"}, "'mamba'"),
-        ({"model_type": "gemma3"}, "'gemma3'"),
-        ({}, "None"),
-        ({"model_type": "llama", "hidden_size": "4096"}, "hidden_size is '4096'"),
-        ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"model_type": "llama", "vocab_size": True}, "vocab_size is True"),
-        ({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 4}, "6 attention heads"),
-        ({"model_type": "gpt2", "n_head": 5}, "n_embd 768"),
-        ({"model_type": "gpt2", "attn_pdrop": 2}, "attn_pdrop is 2"),
-        ({"model_type": "gpt2", "add_cross_attention": True}, "cross attention"),
-    ],
-)
+@parametrize("config", "words")
 def test_a_config_that_cannot_be_counted_is_refused_by_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         shape_of(config)

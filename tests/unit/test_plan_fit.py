@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.samples import device
 from tests.unit.test_plan import (
     GEMMA3_270M,
     GEMMA_2B,
@@ -38,17 +39,8 @@ from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, measure_rate, training_flops_per_token
 
 
-def chosen(free_bytes: float, device: str = "cpu", capability: tuple[int, int] | None = None) -> DeviceChoice:
-    free = int(free_bytes)
-    return DeviceChoice(
-        device=device,
-        kind="a",
-        count=1,
-        memory_bytes=free,
-        free_bytes=free,
-        reason="for the test",
-        capability=capability,
-    )
+def chosen(free_bytes: float, kind: str = "cpu", capability: tuple[int, int] | None = None) -> DeviceChoice:
+    return device(kind, free_bytes, capability=capability)
 
 
 MODERN, OLD = (8, 9), (7, 5)
@@ -112,9 +104,9 @@ def test_gemma_2b_fits_an_8_gb_card_with_every_parameter_trained() -> None:
 def test_what_is_advised_can_be_run_and_does_fit(
     shape: ModelShape, config: RunConfig, free: int, where: tuple[str, tuple[int, int] | None]
 ) -> None:
-    device, capability = where
-    choice = chosen(free, device, capability)
-    fit = judge(predict(shape, config, device=device, capability=capability), choice, shape, config)
+    kind, capability = where
+    choice = chosen(free, kind, capability)
+    fit = judge(predict(shape, config, device=kind, capability=capability), choice, shape, config)
     for line in fit.advice:
         if not line.startswith("--set"):
             continue
@@ -132,8 +124,7 @@ def test_what_is_advised_can_be_run_and_does_fit(
         )
         assert better.training.lora_rank == config.training.lora_rank
         assert (
-            " tokens/s: fits" in line
-            and judge(predict(shape, better, device=device, capability=capability), choice).fits
+            " tokens/s: fits" in line and judge(predict(shape, better, device=kind, capability=capability), choice).fits
         )
 
 

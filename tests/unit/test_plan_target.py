@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.tables import parametrize
 from tunix_rt.accelerators import accelerators
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.target import FLOAT16_TFLOPS, PLACES, TPU_SLICES, all_targets, target_here, target_named, topology_of
@@ -27,17 +28,7 @@ def test_a_size_is_a_gpu_with_a_little_less_than_it_says(name, gigabytes):
     assert (found.device, found.tflops, found.bandwidth_gb_s) == ("cuda", None, None)
 
 
-@pytest.mark.parametrize(
-    "name, id_, count, topology",
-    [
-        ("tpu-v5e-8", "tpu-v5e", 8, "v5e:2x4"),
-        ("TPU-v5e", "tpu-v5e", 1, "v5e:1x1"),
-        ("tpu-v6e-4", "tpu-v6e", 4, "v6e:2x2"),
-        ("tpu-v4-8", "tpu-v4-chip", 4, "v4:2x2x1"),
-        ("tpu-v5p-16", "tpu-v5p-chip", 8, "v5p:2x2x2"),
-        ("kaggle-tpu-v5e8", "tpu-v5e", 8, "v5e:2x4"),
-    ],
-)
+@parametrize("name", "id_", "count", "topology")
 def test_a_slice_of_tpus_is_so_many_devices_and_has_a_topology(name, id_, count, topology):
     found = target_named(name)
     assert (found.id, found.device, found.count) == (id_, "tpu", count)
@@ -61,15 +52,7 @@ def test_an_unknown_device_is_refused_with_the_nearest_names(name, nearest):
     assert nearest in caught.value.fix
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        ("mi300x", "does not train on"),
-        ("b300", "no measured memory size"),
-        ("tpu-v5p-7", "cores"),
-        ("0gb", "has memory"),
-    ],
-)
+@parametrize("name", "why")
 def test_a_device_that_cannot_be_planned_for_is_refused_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=why):
         target_named(name)

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
+from tests.tables import parametrize
 from tunix_rt.cli.main import cli
 from tunix_rt.cli.views.plan import disk_line, rounded, shell_lines, show_outlook
 from tunix_rt.config.load import find_config, load_config, with_settings
@@ -148,20 +149,7 @@ def test_a_limit_of_memory_is_what_is_judged():
     assert done.exit_code == 5 and "of 8.00 GiB free on h200" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "asked, code, words",
-    [
-        ([*GPU, "--on", "rtx6090"], 2, "did you mean rtx5090"),
-        ([*GPU, "--on", "tpu-v5e-8"], 2, "--backend jax"),
-        ([*GPU, "--exact", "--on", "h200"], 2, "--exact compiles the step of the JAX engine"),
-        ([*GPU, "--exact"], 2, "--exact compiles the step of the JAX engine"),
-        ([*TPU, "--exact", "--on", "h200"], 2, "h200 is no TPU"),
-        ([*TPU, "--exact", "--on", "tpu-v5e-7"], 2, "--on tpu-v5e-8"),
-        ([*TPU, "--exact", "--on", "all"], 2, "--exact --on tpu-v5e-8"),
-        ([*TPU, "--topology", "v5e:2x4", "--on", "h200"], 2, "keep one"),
-        ([*GPU, "--on", "nowhere.json"], 3, "nowhere.json: No such file"),
-    ],
-)
+@parametrize("asked", "code", "words")
 def test_what_cannot_be_planned_for_is_refused_with_the_way_out(asked, code, words):
     done = invoke(*asked)
     assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
@@ -243,19 +231,7 @@ def test_the_answer_of_the_doctor_holds_facts_too(tmp_path):
     assert done.exit_code == 0 and "(said.json)" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ("{", "Expecting property name"),
-        ("[]", "facts.json: "),
-        ('{"schema": "tunix-rt/doctor/1"}', "facts: missing"),
-        ('{"schema": "tunix-rt/facts/1"}', "host: "),
-        (
-            '{"schema": "tunix-rt/doctor/1", "facts": {"host": {"ram_total_bytes": "much"}}}',
-            "facts: host.ram_total_bytes",
-        ),
-    ],
-)
+@parametrize("content", "words")
 def test_broken_facts_end_with_3_and_the_key_is_named(tmp_path, content, words):
     (tmp_path / "facts.json").write_text(content)
     done = invoke(*GPU, "--on", str(tmp_path / "facts.json"))

@@ -2,29 +2,19 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from tests.conftest import SHIPPED
+from tests.samples import record, write_lines
 from tests.stores import quiet
 from tunix_rt.config.load import build_config
 from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import ModelFacts, prepare
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError
-
-
-def record(number=0, **changed):
-    step = {"i": 0, "type": "compute", "content": f"{number} + 1 = {number + 1}"}
-    return {"prompt": f"What is {number} + 1?", "steps": [step], "final_answer": str(number + 1), **changed}
-
-
-def write_lines(path: Path, *records) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -272,7 +272,7 @@ def test_what_is_not_known_is_left_out(profile):
 def test_every_key_of_the_file_is_in_the_page_of_the_run_folder(profile):
     page = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
     section = page.split("\n## profile/profile.json\n")[1].split("\n## ")[0]
-    said = profile_json(profile.with_unrecorded(1.0))
+    said = profile_json(replace(profile, unrecorded_milliseconds=1.0))
     assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(said)
     for inner in (said["parts"][0], said["flops"], said["dense_product"]):
         for key in inner:
@@ -288,7 +288,7 @@ def test_a_bundle_carries_the_table_and_not_the_trace_which_names_the_computer()
 
 
 def test_a_short_warm_up_and_the_price_of_recording_are_told(profile):
-    text = profile_markdown(replace(profile, warmed=1).with_unrecorded(0.08), trace="`trace.json.gz`")
+    text = profile_markdown(replace(profile, warmed=1, unrecorded_milliseconds=0.08), trace="`trace.json.gz`")
     assert "Only 1 step went by before the recording" in text
     assert "the steps after it took 0.080 ms (median)" in text
     assert "ui.perfetto.dev" in text and "chrome://tracing" in text

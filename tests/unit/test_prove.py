@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.tables import parametrize
 from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import Training
 from tunix_rt.doctor import selftest as proving_child
@@ -109,24 +110,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV during product"),
-        ("raise SystemExit(3)", "ended with code 3 during product"),
-        ("import torch_that_is_not_there", "No module named 'torch_that_is_not_there'"),
-        ("", "ended with code 0 during product"),
-        ("print('Segmentation fault (core dumped)')", "printed 'Segmentation fault (core dumped)'"),
-        ("print('[1, 2]')", "which is malformed"),
-        ('print(\'{"result": {"name": 1}}\')', "which is malformed"),
-        ("print('{\"done\": []}')", "ended with code 0 during product"),
-        ('print(\'{"done": ["product", "loss"]}\')', "ended with code 0 during product"),
-        (
-            "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) * 50000)",
-            "printed more than 1 MiB, which is malformed",
-        ),
-    ],
-)
+@parametrize("script", "words")
 def test_a_child_that_gives_no_whole_answer_is_no_proof(script, words):
     proof = child(printing(BEGIN) + script)
     assert words in proof.problem and not proof.ok
@@ -164,32 +148,13 @@ def test_the_child_is_told_all_that_decides_the_kernels_and_nothing_that_is_as_u
         assert read_setting(asked_of_the_child(monkeypatch, **one)) == Setting(device="cpu", **one)
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("tiny-gemma3", {"window": 256, "dropout": False, "capped_scores": False, "softcap": None}),
-        ("gemma-2-2b", {"window": 4096, "capped_scores": True, "softcap": 30.0, "scaling": 256**-0.5}),
-        ("qwen-3-0.6b", {"window": None, "head_size": 128, "scaling": None}),
-    ],
-)
+@parametrize("model", "expected")
 def test_a_model_says_which_kernels_it_needs(model, expected):
     config = resolve_model(model, weights="random").config
     assert expected.items() <= kernels_of(config, shape_of(config)).items()
 
 
-@pytest.mark.parametrize(
-    ("config", "window", "dropout"),
-    [
-        ({"model_type": "gemma3_text"}, 4096, False),
-        ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26}, None, False),
-        ({"model_type": "gemma2", "sliding_window": None}, None, False),
-        ({"model_type": "qwen2", "sliding_window": 77}, None, False),
-        ({"model_type": "qwen2", "sliding_window": 77, "use_sliding_window": True}, 77, False),
-        ({"model_type": "llama", "sliding_window": 77, "attention_dropout": 0.1}, None, True),
-        ({"model_type": "gpt2"}, None, True),
-        ({"model_type": "gpt2", "attn_pdrop": 0.0}, None, False),
-    ],
-)
+@parametrize("config", "window", "dropout")
 def test_what_a_configuration_leaves_out_of_windows_and_dropout_is_as_in_transformers(config, window, dropout):
     found = kernels_of(config, shape_of(config))
     assert (found["window"], found["dropout"]) == (window, dropout)

@@ -6,34 +6,13 @@ import shlex
 
 import pytest
 
+from tests.tables import tables
 from tunix_rt.evidence.readme import readme_text
 from tunix_rt.runs.schemas import Manifest
 
 DIGEST, COMMIT = "ab" * 32, "c0" * 20
 HOST = {"cpu": "AMD EPYC 9654", "cpu_cores": 96, "memory_bytes": 135_000_000_000}
-GPU = {
-    "format": 4, "run_id": "m40", "precommit_sha256": DIGEST, "commit": COMMIT, "source_sha256": "5e" * 32, "numerics": 1,
-    "backend": "torch", "device": "cuda", "model": "gpt2", "weights": "random", "dataset": "dev-reasoning-v2",
-    "steps_completed": 50, "resumed_from": 20, "final_loss": 2.5,
-    "heldout_loss": {"first": {"step": 0, "loss": 9.0}, "last": {"step": 50, "loss": 2.75}},
-    "scores": {"after": {"items": 100, "correct": 77, "well_formed": 90, "accuracy": 0.77}},
-    "versions": {"torch": "2.13.0+cu130", "cuda": "13.0"},
-    "hardware": {
-        "name": "NVIDIA H200", "memory_bytes": 150_754_820_096, "capability": "9.0", "driver": "580.95.05", "driver_cuda": "13.1",
-        "count": 1, "uuid": "GPU-1", "host": HOST,
-    },
-    "gpu_memory": {"samples": 2, "by": "nvml", "step": 50, "pid": 4711, "used_bytes": 3_000_000_000},
-    "configuration": {}, "tokens_per_second": {
-        "device": 47_500.0, "device_with_first_step": 40_000.0, "cpu": 1_000.0, "cpu_with_first_step": 900.0, "ratio": 47.5,
-    },
-    "seconds": {"run": 61.0, "steps": 33.0}, "peak_bytes": 2_000_000_000,
-    "inputs": {
-        "dataset": {"name": "dev-reasoning-v2", "sha256": "da" * 32}, "tokenizer_sha256": "70" * 32,
-        "base_model": {"name": "gpt2", "revision": "preset", "files": {"config.json": "cf" * 32}},
-    },
-    "left_out": {"final_model/model.safetensors": "fe" * 32, "final_model/tokenizer.json": DIGEST},
-    "cpu_run": {"precommit_sha256": DIGEST, "versions": {"torch": "2.13.0+cpu"}, "host": HOST, "sums_sha256": DIGEST},
-}  # fmt: skip
+GPU = tables(__file__)["gpu"]
 
 
 @pytest.fixture

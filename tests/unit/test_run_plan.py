@@ -1,36 +1,25 @@
 """`plan_run` is the one entry to the planner: once with rows of `max_length`, once with the rows that there are."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.samples import device
 from tests.unit.test_plan import GEMMA3_270M, SMOLLM2_135M, changed
-from tunix_rt.config.load import load_config, with_settings
+from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.packing import total_steps
-from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.plan.fit import least_room, predict_run, verdict
+from tunix_rt.plan.fit import predict_run, verdict
 from tunix_rt.plan.run import RowFacts, plan_run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.plan.timing import estimate_time
 
 GIB = 2**30
 SHAPE = shape_of(SMOLLM2_135M)
-H200 = DeviceChoice(
-    device="cuda",
-    kind="NVIDIA H200",
-    count=1,
-    memory_bytes=140 * GIB,
-    free_bytes=139 * GIB,
-    reason="",
-    capability=(9, 0),
-)
-CPU = DeviceChoice(device="cpu", kind="a CPU", count=1, memory_bytes=64 * GIB, free_bytes=60 * GIB, reason="")
-CHIPS = DeviceChoice(
-    device="tpu", kind="TPU v5 lite", count=8, memory_bytes=16 * GIB, free_bytes=round(15.75 * GIB), reason=""
-)
+H200 = device("cuda", 139 * GIB, "NVIDIA H200", memory_bytes=140 * GIB, capability=(9, 0))
+CPU = device("cpu", 60 * GIB, memory_bytes=64 * GIB)
+CHIPS = device("tpu", 15.75 * GIB, "TPU v5 lite", count=8, memory_bytes=16 * GIB)
 ROWS = RowFacts(rows=1000, longest=700, tokens=500_000, target_tokens=200_000, packed=True, eval_items=64)
 
 
@@ -64,16 +53,6 @@ def test_with_rows_the_steps_are_those_of_the_data_loader(settings):
     assert plan.memory.peak_bytes <= plan_run(config, SHAPE, H200).memory.peak_bytes
 
 
-def test_rows_of_one_example_each_are_not_compiled_and_a_run_that_only_fits_compiled_is():
-    config = config_of("training.max_steps=100000")
-    assert plan_run(config, SHAPE, H200, ROWS).memory.layers != "plain"
-    assert plan_run(config, SHAPE, H200, replace(ROWS, packed=False)).memory.layers == "plain"
-    short = config_of("training.max_steps=2", "training.dtype=bfloat16")
-    plain = plan_run(short, SHAPE, H200, ROWS).memory
-    tight = plan_run(short, SHAPE, replace(H200, free_bytes=least_room(plain) - 1), ROWS)
-    assert (plain.layers, tight.memory.layers, tight.fit.fits) == ("plain", "compiled", True)
-
-
 def test_the_time_on_a_cpu_follows_its_rate_and_is_unknown_without():
     config = config_of("training.max_steps=10")
     assert plan_run(config, SHAPE, CPU, ROWS).seconds is None
@@ -99,21 +78,6 @@ def test_a_resumed_run_keeps_the_rows_of_its_micro_batches_on_other_devices():
 
 
 # --- memory: auto -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.35])
-def test_auto_chooses_what_fits_and_keeps_the_batch(share):
-    config, shape = config_of("training.memory=auto", "training.per_device_train_batch_size=48"), shape_of(GEMMA3_270M)
-    written = plan_run(config, shape, H200, settle=False)
-    small = replace(H200, free_bytes=int(share * written.memory.least_bytes) + GIB // 2)
-    plan = plan_run(config, shape, small)
-    training, fitting = plan.config.training, plan.fitting
-    assert fitting is not None and plan.fit.fits and not plan_run(config, shape, small, settle=False).fit.fits
-    assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 48
-    assert (training.lora_rank, plan.config.data, training.memory) == (None, config.data, "auto")
-    assert with_settings(plan.config, fitting["written"]) == config
-    assert fitting["predicted_bytes"] == plan.memory.least_bytes and fitting["available_bytes"] == small.free_bytes
-    json.dumps(fitting)
 
 
 def test_auto_keeps_what_it_cannot_improve_and_is_not_settled_again_with_rows():

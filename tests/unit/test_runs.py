@@ -7,6 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from tests.tables import parametrize
 from tunix_rt.cli.runs import list_runs, read_run, runs
 from tunix_rt.cli.views import text
 from tunix_rt.errors import InputError
@@ -295,16 +296,7 @@ def test_looking_at_a_run_changes_nothing_in_it(tmp_path):
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.root.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    ("values", "drawn"),
-    [
-        ([], ""),
-        ([1.0], "▁"),
-        ([2.0, 2.0], "▁▁"),
-        ([3.0, 2.0, 1.0], "█▅▁"),
-        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "▁▂▃▄▅▆▇█"),
-    ],
-)
+@parametrize("values", "drawn")
 def test_a_sparkline_goes_from_lowest_to_highest(values, drawn):
     assert text.sparkline(values) == drawn
 
@@ -314,17 +306,7 @@ def test_a_long_curve_is_drawn_by_means_and_keeps_its_ends():
     assert drawn == "█▇▆▅▄▃▂▁"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (0, "0.0 s"),
-        (4.21, "4.2 s"),
-        (59.94, "59.9 s"),
-        (59.96, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (7380, "2 h 03 min"),
-    ],
-)
+@parametrize("seconds", "said")
 def test_durations_are_said_as_a_person_says_them(seconds, said):
     assert text.duration(seconds) == said
 

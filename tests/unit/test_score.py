@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.tables import tables
 from tunix_rt.errors import InputError
 from tunix_rt.scoring.score import (
     Tags,
@@ -26,23 +27,7 @@ def test_reading_a_well_formed_output_gives_both_blocks():
     assert (answer.reasoning, answer.answer) == ("12 + 25 = 37", "37")
 
 
-MALFORMED = [
-    "",
-    "37",
-    "<answer>37</answer>",
-    "<reasoning>a</reasoning>",
-    "<answer>37</answer><reasoning>a</reasoning>",
-    "<reasoning>a</reasoning> then <answer>37</answer>",
-    "x<reasoning>a</reasoning><answer>37</answer>",
-    "<reasoning>a</reasoning><answer>37</answer>.",
-    "<reasoning> </reasoning><answer>37</answer>",
-    "<reasoning>a</reasoning><answer> </answer>",
-    "<reasoning>a<reasoning>b</reasoning></reasoning><answer>37</answer>",
-    "<reasoning>a</reasoning><answer>37</answer><answer>37</answer>",
-    "<reasoning>a</reasoning><answer>37",
-    "<reasoning>a<answer>37</answer></reasoning>",
-    "</reasoning>a<reasoning></answer>37<answer>",
-]
+MALFORMED = tables(__file__)["malformed"]
 
 
 def test_anything_but_one_reasoning_and_one_answer_is_not_well_formed():

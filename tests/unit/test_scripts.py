@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.tables import parametrize
 
 
 @pytest.fixture
@@ -95,17 +96,7 @@ def test_a_driver_that_no_wheel_fits_is_refused_with_exit_4_and_the_driver_it_ta
     assert "Setting up" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("driver", "capability", "arguments"),
-    [
-        ("580.95.05", "12.0", "torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"),
-        ("570.124.06", "12.0", "torch==2.13.0+cu129 --index-url https://download.pytorch.org/whl/cu129"),
-        ("560.35.05", "6.0", "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"),
-        ("580.95.05", "12.0; echo 8.9", "torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"),
-        ("580.95.05", "8.0; echo 6.0", "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"),
-        ("", "", "torch==2.13.0"),  # no nvidia-smi, and no index is reached here: the registry's
-    ],
-)
+@parametrize("driver", "capability", "arguments")
 def test_an_exact_torch_is_installed_and_nothing_chosen_by_accident(clone, driver, capability, arguments):
     """The Python of the `.venv` here says what it was given, and fails."""
     program(
@@ -126,16 +117,7 @@ def test_the_pinned_versions_leave_torch_to_the_choice_of_a_wheel():
     assert "torch" not in pinned and {"jax", "jaxlib", "transformers"} <= set(pinned)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
-        "echo '[GPU is lost]'",
-        "echo 580.95.05; echo '[GPU is lost]'",
-        "exit 9",
-        "true",
-    ],
-)
+@parametrize("broken")
 def test_a_driver_that_is_broken_is_told_and_not_taken_for_none(clone, broken):
     gpu(clone, driver=broken, capability="echo 9.0")
     ended = setup(clone)

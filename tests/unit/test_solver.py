@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.solver_cases import H200, IN_ORDER, cases, fastest_of, solved
+from tests.tables import parametrize
 from tests.unit.test_plan import GEMMA3_270M, GEMMA_2B, SMOLLM2_135M
 from tunix_rt.config.load import load_config, with_settings
 from tunix_rt.config.settings import RunConfig, require_runnable
@@ -339,15 +340,7 @@ def test_where_nothing_else_fits_fewer_or_shorter_rows_are_said_to_be_another_tr
     assert words[1].startswith("or, only then, --set ") and "; LoRA adapters instead of every parameter)" in words[1]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        (NARROW, "training.master_dtype=bfloat16", "training.stochastic_rounding=false"),
-        (NARROW, "training.optim_in_backward=true"),
-        ("training.dtype=float64",),
-        ("training.optim=adafactor", "evaluation.per_device_eval_batch_size=64"),
-    ],
-)
+@parametrize("asked")
 def test_the_line_for_adapters_can_be_run_and_fits(asked: tuple[str, ...]) -> None:
     one = case("2b", 6.4, *rows(8), *asked)
     line = resorts(one)[-1].removeprefix("or, only then, ").partition("  (")[0]

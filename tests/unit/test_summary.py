@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import parametrize
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.evaluate.comparison import compare, compare_runs
 from tunix_rt.evaluate.generate import read_both, read_side
@@ -91,22 +92,14 @@ def test_a_run_is_compared_with_itself_before_training_in_plain_words(folder):
     assert compare_runs(before, after).describe().startswith("1 of 3 more answers right")
 
 
-@pytest.mark.parametrize(
-    ("summary", "names"),
-    [
-        ({"models": ["base", "tuned"]}, ("base", "tuned")),
-        ({"models": ["same", "same"]}, ("base", "both")),
-        ({"models": "base"}, ("base", "both")),
-        ({}, ("base", "both")),
-    ],
-)
+@parametrize("summary", "names")
 def test_an_evaluation_of_two_models_has_their_names(tmp_path, summary, names):
     run = RunDir(tmp_path / "both")
     write_jsonl(run.predictions("answers"), AFTER)
     write_jsonl(run.predictions("base"), BEFORE)
     write_json(run.eval_summary, {"decoding": {}, **summary})
     sides = read_both(run.root)
-    assert tuple(side.name for side in sides) == names and not any(side.is_moment for side in sides)
+    assert [side.name for side in sides] == names and not any(side.is_moment for side in sides)
     assert compare_runs(*sides).describe().startswith(f"{names[1]} against {names[0]}: 1 of 3 more")
 
 

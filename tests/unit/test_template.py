@@ -10,6 +10,7 @@ import tokenizers
 
 from tests.conftest import SHIPPED
 from tests.supervision_checks import chat, style, write_chat_tokenizer
+from tests.tables import parametrize
 from tunix_rt.data import render as rendering
 from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.render import prompt_ids, render, render_batch
@@ -156,20 +157,7 @@ def test_the_date_is_part_of_a_template_only_where_the_template_asks_for_it(toke
 # --- templates that cannot be used -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for message in messages %}", "cannot be parsed: line 1"),
-        ("{% nonsense %}", "cannot be parsed: line 1"),
-        ("{{ messages[0]['role'] + 5 }}", "the chat template fails"),
-        ("{{ nobody.knows.this }}", "the chat template fails: 'nobody' is undefined"),
-        ("{{ messages.append(1) }}", "the chat template fails"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template fails"),
-        ("{{ raise_exception('not for you') }}", "rejects a question and its answer: not for you"),
-        ("{{ messages[0].content }}", "leaves out the assistant's turn"),
-        (5, "chat_template is not a string"),
-    ],
-)
+@parametrize("template", "words")
 def test_a_template_that_cannot_be_used_is_refused_with_its_file(tokenizer_with, tmp_path, template, words):
     with pytest.raises(InputError, match=words) as caught:
         choose_template("auto", tokenizer_with(template))
@@ -365,20 +353,12 @@ def bare_folder(tmp_path, **settings):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("settings", "model_type", "prefix", "needed"),
-    [
-        ({"bos_token": "<bos>"}, "llama", (), False),
-        ({"bos_token": "<bos>", "add_bos_token": True}, "llama", (2,), True),
-        ({"bos_token": "<bos>", "add_bos_token": False}, "gemma3_text", (2,), True),
-        ({}, "gemma2", (), True),
-    ],
-)
+@parametrize("settings", "model_type", "prefix", "needed")
 def test_bos_stands_before_a_plain_text_where_tokenizer_or_model_want_it(
     tmp_path, settings, model_type, prefix, needed
 ):
     tokenizer = load_tokenizer(bare_folder(tmp_path, **settings), model_type)
-    assert (tokenizer.prefix, tokenizer.adds_bos) == (prefix, bool(prefix))
+    assert (tokenizer.prefix, tokenizer.adds_bos) == (tuple(prefix), bool(prefix))
     assert needs_bos(tokenizer, model_type) is needed
     assert tokenizer.bos_token == settings.get("bos_token")
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import tokenizers
 
+from docs.data_examples import EXPLANATIONS
 from tests.conftest import SHIPPED
+from tests.tables import parametrize, tables
 from tunix_rt.config.load import build_config
 from tunix_rt.data import contamination as overlap
 from tunix_rt.data import example_checks as checks
@@ -20,13 +22,8 @@ from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.validation import RULES, Finding
 from tunix_rt.errors import InputError
 
-GEMMA_LIKE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'user' and not loop.first and loop.previtem.role == 'user' %}"
-    "{{ raise_exception('turns must alternate') }}{% endif %}"
-    "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
-)
+TEMPLATES = tables(__file__)["templates"]
+GEMMA_LIKE = TEMPLATES["gemma"]
 
 
 def trace(prompt="What is 3 + 4?", answer="7", step="3 + 4 = 7."):
@@ -40,13 +37,6 @@ def chat(*texts, roles=("user", "assistant")):
 
 def completion(text):
     return {"prompt": "What is 3 + 4?", "completion": text}
-
-
-def solved(number, eval_questions="How long does it take?"):
-    return {"question": eval_questions, "answer": f"It takes 2 + 3 = <<2+3=5>>5 hours.\n#### {number}"}
-
-
-FIRST_SUM = solved("12", "How many birds are in the garden in the morning?")
 
 
 def question(prompt):
@@ -85,84 +75,15 @@ FIRST_COMPLETION = {"prompt": "How much is 20 + 2?", "completion": "It is 22."}
 SMALL = {"data": {"max_length": 48, "on_overflow": "truncate"}}
 LONG = " ".join(str(number) for number in range(40))
 
-CASES = {
-    "lone_surrogate": Case(bad=[FIRST, trace("What is \ud83d?")], good=[FIRST, trace("What is \U0001f600?")]),
-    "control_character": Case(bad=[FIRST, trace(answer="7\x07")], good=[FIRST, trace(step="a\tb\nc")]),
-    "control_token": Case(
-        bad=[FIRST_CHAT, chat("What is <eos>?", "An end.")], good=[FIRST_CHAT, chat("What is <end>?", "An end.")],
-        template=GEMMA_LIKE,
-    ),
-    "template_refused": Case(
-        bad=[FIRST_CHAT, chat("Hello.", "Hello?", "Yes.", roles=("user", "user", "assistant"))],
-        good=[FIRST_CHAT, chat("Hello.", "Yes.")], template=GEMMA_LIKE,
-    ),
-    "no_target": Case(bad=[FIRST_CHAT, chat("Hello?")], good=[FIRST_CHAT, chat("Hello?", "Yes.")]),
-    "end_not_trained": Case(
-        bad=[FIRST_CHAT], good=[FIRST_CHAT], line=1, good_template=GEMMA_LIKE,
-        template="{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:\n{% endif %}",
-    ),
-    "bos_twice": Case(
-        bad=[FIRST_CHAT, chat("<bos>How many?", "Two.")], good=[FIRST_CHAT, chat("How many?", "Two.")],
-        template=GEMMA_LIKE,
-    ),
-    "bos_missing": Case(
-        bad=[FIRST_CHAT], good=[FIRST_CHAT], line=1, template=GEMMA_LIKE.replace("{{ bos_token }}", ""),
-        good_template=GEMMA_LIKE,
-    ),
-    "orphan_tag": Case(
-        bad=[FIRST_COMPLETION, completion("<reasoning>3 + 4 = 7.<answer>7</answer>")],
-        good=[FIRST_COMPLETION, completion("<reasoning>3 + 4 = 7.</reasoning><answer>7</answer>")],
-    ),
-    "empty_tag": Case(
-        bad=[FIRST_COMPLETION, completion("<reasoning> </reasoning><answer>7</answer>")],
-        good=[FIRST_COMPLETION, completion("<answer>7</answer>")],
-    ),
-    "answer_missing": Case(
-        bad=[FIRST, trace(answer="7")], good=[FIRST, trace(answer="8")],
-        template=GEMMA_LIKE.replace("{{ m.content }}", "{{ m.content | replace('7', '8') }}"),
-    ),
-    "prompt_trained": Case(
-        bad=[FIRST_CHAT, chat("What is 3 + 4?", "\nSeven.")], good=[FIRST_CHAT, chat("What is 3 + 4?", "Seven.")],
-        template=GEMMA_LIKE,
-    ),
-    "too_long": Case(bad=[FIRST, trace(step=LONG)], good=[FIRST, trace()], settings={"data": {"max_length": 48}}),
-    "beyond_positions": Case(
-        bad=[FIRST, trace(step=LONG)], good=[FIRST, trace(step=LONG)],
-        model=ModelFacts(vocabulary=1024, positions=48), good_model=ModelFacts(vocabulary=1024, positions=512),
-    ),
-    "outside_vocabulary": Case(
-        bad=[FIRST_COMPLETION, completion("<answer>7</answer>")], good=[FIRST_COMPLETION, completion("7")],
-        model=ModelFacts(vocabulary=767, positions=512),
-    ),
-    "overlap_exact": Case(
-        bad=[FIRST, trace("What is 3 + 4?")], good=[FIRST, trace("What is 3 - 4?")], eval_questions=[question("What is 3 + 4?")],
-    ),
-    "overlap_normalised": Case(
-        bad=[FIRST, trace("what IS  3 + 4")], good=[FIRST, trace("What is 3 - 4?")], eval_questions=[question("What is 3 + 4?")],
-    ),
-    "overlap_ngram": Case(
-        bad=[FIRST, trace(f"Once upon a time {STORY}. How many are left?")],
-        good=[FIRST, trace(f"{' '.join(STORY.split()[:12])}. How many are left?")],
-        eval_questions=[question(f"{STORY}. How many apples does Mia have?")],
-    ),
-    "control_text": Case(bad=[FIRST, trace("What is <eos>?")], good=[FIRST, trace("What is <end>?")]),
-    "unused_column": Case(
-        bad=[FIRST_COMPLETION, completion("7") | {"context": "It is Monday."}], good=[FIRST_COMPLETION, completion("7")],
-    ),
-    "answer_with_words": Case(
-        bad=[FIRST_SUM, solved("5 hours")], good=[FIRST_SUM, solved("5")],
-    ),
-    "truncated": Case(
-        bad=[FIRST_CHAT, chat("Hello.", "Hello.", LONG, "Thank you.")], good=[FIRST_CHAT, chat("Hello.", "Hello.")],
-        settings=SMALL,
-    ),
-    "cut_inside": Case(bad=[FIRST, trace(step=LONG)], good=[FIRST, trace()], settings=SMALL),
-    "duplicate": Case(bad=[trace(), FIRST, trace()], good=[trace(), FIRST], line=3),
-    "near_duplicate": Case(
-        bad=[trace(STORY, step=STORY), trace(STORY, step=f"{STORY} today")], good=[trace(STORY, step=STORY), FIRST],
-    ),
-}  # fmt: skip
+
+def case_of(**fields) -> Case:
+    """Templates by their names, models by their facts."""
+    templates = {key: TEMPLATES[value] for key, value in fields.items() if key.endswith("template")}
+    models = {key: ModelFacts(**value) for key, value in fields.items() if key.endswith("model")}
+    return Case(**fields | templates | models)
+
+
+CASES = {name: case_of(**fields) for name, fields in tables(__file__)["cases"].items()}
 
 
 def tokenizer_with(template: str | None, folder: Path):
@@ -207,8 +128,9 @@ def fresh_cache(tmp_path, monkeypatch):
 
 def test_every_rule_has_a_case_and_says_what_why_and_how():
     assert list(CASES) == list(RULES)
+    assert list(EXPLANATIONS) == list(RULES)
     for rule in RULES.values():
-        assert all((rule.finds, rule.because, rule.fix, rule.example)), rule.name
+        assert all((rule.finds, rule.fix, *EXPLANATIONS[rule.name])), rule.name
     assert [name for name, rule in RULES.items() if not rule.refuses] == [
         "control_text", "unused_column", "answer_with_words", "truncated", "cut_inside", "duplicate", "near_duplicate",
     ]  # fmt: skip
@@ -281,15 +203,7 @@ def test_asking_for_the_whole_loss_is_no_finding(tmp_path):
 
 # --- what looks wrong and is not --------------------------------------------------------------------------------------
 
-FREE = {
-    "a text that speaks about tags": completion("Put the result between the <answer> tags, please."),
-    "an element of XML": completion("Write <answer></answer> into the file."),
-    "a model's habits": completion("R1 writes <think> first and thinks on."),
-    "a tagged text with more around it": completion("<reasoning>3 + 4</reasoning> So <answer>7</answer>"),
-    "code": completion("if (a < b && c > d) { return x[0]; } // <T> [0] </p>"),
-    "tabs and lines": completion("a\tb\r\nc"),
-    "other scripts": completion("答案是 七。 Ответ: семь. العربية 🙂"),
-}
+FREE = tables(__file__)["free"]
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -447,14 +361,7 @@ def test_a_common_instruction_is_no_overlap():
     assert overlap_of(trace(eval_questions[7]), *eval_questions) == "overlap_exact"
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        ("3 + 4", "3 - 4"), ("1,600 men", "1.600 men"), ("x^2", "x 2"), ("5 %", "5"), ("What is 5!?", "What is 5?"),
-        ("A ∪ B", "A ∩ B"), ("x ≤ 3", "x ≥ 3"), ("C#", "C"), ("C++", "C"), ("list 1,2,3", "list 12,3"), ("a-b", "a·b"),
-        ("$5", "€5"), ("😀", "😢"), ("दिन", "दान"), ("น้ำ", "นำ"), ("-5", "5"), ("12.5", "125"),
-    ],
-)  # fmt: skip
+@parametrize("texts")
 def test_another_sign_or_number_is_another_question(texts):
     assert overlap.fold(texts[0]) != overlap.fold(texts[1])
 

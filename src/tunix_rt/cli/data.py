@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SHIPPED_MODEL = "tiny-gemma3"
 SAMPLES = 3
+SET = "SECTION.KEY=VALUE"
 FOLDER = Path("datasets")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -37,9 +38,7 @@ def _settings(command: Command) -> Command:
     """The options for the model and the settings that a dataset is inspected with."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print everything as JSON."),
-        click.option(
-            "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated."
-        ),
+        click.option("--set", "overrides", multiple=True, metavar=SET, help="Any setting; may be repeated."),
         click.option(
             "--model", help=f"Hub id, local folder, or a shipped model. Default: that of --config, or {SHIPPED_MODEL}."
         ),
@@ -220,12 +219,10 @@ def _look(options: Mapping[str, Any], **settings: str) -> Look:
 def _import_facts(imported: "Imported") -> validation.Facts:
     unused = ", ".join(f"{name} ({count:,} of {imported.rows:,} records)" for name, count in imported.unused.items())
     files = len(imported.source.files)
+    several = f", {files:,} files" if files > 1 else ""
     worded = [("answers", f"{imported.worded:,} of {imported.rows:,} with words after the number, kept as they are")]
     return [
-        (
-            "read",
-            f"{validation.near(imported.source.key)}: {imported.container}{f', {files:,} files' if files > 1 else ''}",
-        ),
+        ("read", f"{validation.near(imported.source.key)}: {imported.container}{several}"),
         ("format", " written as ".join(dict.fromkeys((imported.format, imported.written_as)))),
         ("records", f"{imported.rows:,}"),
         ("not used", unused or "none: every column is read"),
@@ -332,10 +329,8 @@ def _packed(number: int, look: Look) -> Shown:
     assert isinstance(rows, Rows) and prepared.store is not None
     entries = prepared.store.examples.entries
     if number > len(rows):
-        raise InputError(
-            f"there is no packed row {number:,}: {dataset.key} has {len(rows):,}",
-            fix=f"give a number from 1 to {len(rows)}",
-        )
+        problem = f"there is no packed row {number:,}: {dataset.key} has {len(rows):,}"
+        raise InputError(problem, fix=f"give a number from 1 to {len(rows)}")
     inside = [entries[at] for at in rows.examples_of(number - 1)]
     places = [dataset.place(int(entry["file"]), int(entry["line"])) for entry in inside]
     view = view_of(rows[number - 1], look.tokenizer)
@@ -363,11 +358,4 @@ def _row_facts(look: Look, dataset: "Dataset", format: str, style: "Style", view
 
 
 def _token_facts(token: "TokenView") -> dict[str, Any]:
-    return {
-        "position": token.position,
-        "id": token.id,
-        "text": token.text,
-        "control": token.control,
-        "trained": token.trained,
-        "example": token.example,
-    }
+    return {name: getattr(token, name) for name in ("position", "id", "text", "control", "trained", "example")}

@@ -11,42 +11,34 @@ from tunix_rt.cli.views import text
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
+    from tunix_rt.doctor.environment import EnvironmentPlan
     from tunix_rt.doctor.facts import Ask, Check, Facts
+    from tunix_rt.doctor.install import EnvironmentReport
     from tunix_rt.doctor.selection import DeviceChoice
     from tunix_rt.doctor.selftest import SelfTest
-
-if TYPE_CHECKING:
-    from tunix_rt.doctor.environment import EnvironmentPlan
-    from tunix_rt.doctor.facts import Facts
-    from tunix_rt.doctor.install import EnvironmentReport
     from tunix_rt.doctor.wheels import Wheel
 
 PAGES = "docs/doctor"
+FILE = click.Path(path_type=Path)
+DEVICES = click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"])
 
 
 @click.command()
 @click.argument("config", required=False)
-@click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"]), help="Device that the run would request."
-)
+@click.option("--device", type=DEVICES, help="Device that the run would request.")
 @click.option("--backend", type=click.Choice(["torch", "jax"]), help="Engine of the run.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype of the run.")
-@click.option("--output", type=click.Path(path_type=Path), help="Output folder of the run, whose disk is checked.")
+@click.option("--output", type=FILE, help="Output folder of the run, whose disk is checked.")
 @click.option(
     "--prove", is_flag=True, help="Run the kernel self-test: compare kernels with float64, in a child process."
 )
 @click.option("--facts-only", is_flag=True, help="Print the facts as JSON, without a verdict.")
-@click.option("--facts", "facts_file", type=click.Path(path_type=Path), help="Use the facts in this file.")
+@click.option("--facts", "facts_file", type=FILE, help="Use the facts in this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print verdict, cause, checks, self-test and facts as JSON.")
 def doctor(
-    config: str | None,
-    output: Path | None,
-    prove: bool,
-    facts_only: bool,
-    facts_file: Path | None,
-    as_json: bool,
+    config: str | None, output: Path | None, prove: bool, facts_only: bool, facts_file: Path | None, as_json: bool,
     **named: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Check whether a run works on this computer; exit 4 with the cause if not.
 
     CONFIG (a YAML file or the name of a shipped one) sets device, engine, dtype and model; options override it. Settings
@@ -59,9 +51,8 @@ def doctor(
         raise ConfigError(
             "--facts names a file; --prove and --facts-only need a computer", fix="leave out --prove and --facts-only"
         )
-    facts = _facts(facts_file, output, ask)
+    facts = _facts(facts_file, output, backend=ask.backend or "torch", device=ask.device)
     if facts_only:
-        from tunix_rt.cli.views import text
         from tunix_rt.storage import json_text
 
         text.show_lines(json_text(facts).splitlines())
@@ -98,13 +89,11 @@ def _requested(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConf
     return Ask(**{"device": training.device, "backend": training.backend, "dtype": training.dtype} | given), settings
 
 
-def _facts(facts_file: Path | None, output: Path | None, ask: "Ask") -> "Facts":
+def _facts(facts_file: Path | None, output: Path | None, **requested: Any) -> "Facts":
     from tunix_rt.doctor.facts import read_facts
     from tunix_rt.doctor.probe import gather_facts
 
-    if facts_file is not None:
-        return read_facts(facts_file)
-    return gather_facts(output, backend=ask.backend or "torch", device=ask.device)
+    return gather_facts(output, **requested) if facts_file is None else read_facts(facts_file)
 
 
 def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "SelfTest":
@@ -130,17 +119,10 @@ def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> 
 
 
 def _show(
-    facts: "Facts",
-    ask: "Ask",
-    choice: "DeviceChoice | None",
-    proof: "SelfTest | None",
-    refusal: Any,
-    *,
-    as_json: bool,
+    facts: "Facts", ask: "Ask", choice: "DeviceChoice | None", proof: "SelfTest | None", refusal: Any, *, as_json: bool
 ) -> None:
     """The verdict first. A refusal exits here, because its message is part of the output."""
     from tunix_rt.accelerators import find_accelerator, peaks
-    from tunix_rt.cli.views import text
     from tunix_rt.doctor.checks import KIND_OF, judge
     from tunix_rt.doctor.selftest import selftest_lines, selftest_problem
     from tunix_rt.models.secrets import redacted
@@ -251,9 +233,9 @@ def env() -> None:
 
 @env.command()
 @_device
-@click.option("--path", type=click.Path(path_type=Path), help="Folder of the environment [.venv-gpu or .venv-cpu].")
+@click.option("--path", type=FILE, help="Folder of the environment [.venv-gpu or .venv-cpu].")
 @click.option("--dry-run", is_flag=True, help="Print the verdict and the commands; create nothing.")
-@click.option("--facts", "facts_file", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--facts", "facts_file", type=FILE, metavar="FILE",
               help="Facts of another computer (`tunix-rt doctor --facts-only`), for a dry run.")  # fmt: skip
 @click.option("--wheel-index", metavar="URL", help="Mirror of PyTorch's wheel index, with its folders cu130, cpu ...")
 @_json
@@ -275,7 +257,7 @@ def create(
         raise ConfigError("--facts describes another computer", fix="add --dry-run, or leave --facts out")
     path, base = path or FOLDERS[device], (wheel_index or INDEX_BASE).rstrip("/")
     check_path(path)
-    facts = _facts_of_file(facts_file, path)
+    facts = _facts(facts_file, path, device="cpu")  # the torch of this environment need not be started
     if dry_run:
         refusal = why_refused(facts, device)
         if refusal is not None:
@@ -284,10 +266,9 @@ def create(
                 text.show_json({"schema": SCHEMA, "status": "refused", **words})
             problem = f"{refusal.problem} [{refusal.kind}: {refusal.cause}]"
             raise (StorageError if refusal.kind == "storage" else HardwareError)(problem, fix=refusal.fix)
-        plan = plan_environment(facts, device, path, base)
-        _show_plan(plan, as_json=as_json)
+        _show_plan(plan_environment(facts, device, path, base), as_json=as_json)
         return
-    report = create_environment(facts, device=device, path=path, index_base=base, say=_say)
+    report = create_environment(facts, device=device, path=path, index_base=base, say=text.show_note)
     if as_json:
         text.show_json(to_plain(report))
     elif report.status == "ready":
@@ -298,10 +279,8 @@ def create(
 
 @env.command()
 @_device
-@click.option("--path", type=click.Path(path_type=Path), help="The environment [.venv-gpu or .venv-cpu].")
-@click.option(
-    "--python", "python_file", type=click.Path(path_type=Path), metavar="EXE", help="Its Python, instead of --path."
-)
+@click.option("--path", type=FILE, help="The environment [.venv-gpu or .venv-cpu].")
+@click.option("--python", "python_file", type=FILE, metavar="EXE", help="Its Python, instead of --path.")
 @_json
 def verify(device: str, path: Path | None, python_file: Path | None, as_json: bool) -> None:
     """Check the build of torch in an environment, run one kernel, then the kernel self-test. Exit 4 if one fails."""
@@ -314,36 +293,21 @@ def verify(device: str, path: Path | None, python_file: Path | None, as_json: bo
 
     if path and python_file:
         raise ConfigError("--path and --python exclude each other", fix="leave one of them out")
-    facts = _facts_of_file(None, Path())
+    facts = _facts(None, Path(), device="cpu")
     python = python_file or python_in(path or FOLDERS[device], facts.host.system)
     if not python.is_file():
-        raise ConfigError(
-            f"{python}: no such file", fix=f"create it: tunix-rt env create --device {device}; or name another"
-        )
+        fix = f"create it: tunix-rt env create --device {device}; or name another"
+        raise ConfigError(f"{python}: no such file", fix=fix)
     with tempfile.TemporaryDirectory(prefix="tunix-rt-") as folder:
         torch, proof, failure = verify_environment(python, device=device, facts=facts, log=Path(folder, "log"))
     if as_json:
         text.show_json(to_plain({"ready": failure is None, "torch": torch, "proof": proof, "failure": failure}))
     elif failure is None:
-        text.show_lines(
-            [f"ready: {python}, torch {torch.version}, CUDA {torch.cuda_build or 'none'}; self-test passed on {device}"]
-        )
+        versions = f"torch {torch.version}, CUDA {torch.cuda_build or 'none'}"
+        text.show_lines([f"ready: {python}, {versions}; self-test passed on {device}"])
     if failure is not None:
         problem = f"{python} is not ready for {device}: {failure.problem} [{failure.kind}: {failure.cause}]"
         raise HardwareError(problem, fix=failure.fix, cause=failure.cause)
-
-
-def _facts_of_file(file: Path | None, path: Path) -> "Facts":
-    from tunix_rt.doctor.facts import read_facts
-    from tunix_rt.doctor.probe import gather_facts
-
-    if file:
-        return read_facts(file)
-    return gather_facts(path, device="cpu")  # the torch of this environment need not be started
-
-
-def _say(words: str) -> None:
-    print(text.printable(words), file=sys.stderr, flush=True)
 
 
 def _show_plan(plan: "EnvironmentPlan", *, as_json: bool) -> None:
@@ -378,11 +342,9 @@ def _pip_words(wheel: "Wheel", plan: "EnvironmentPlan") -> str:
 
 
 def _ready_lines(report: "EnvironmentReport") -> list[str]:
-    versions = report.versions
+    versions, program = report.versions, "/bin/tunix-rt" if sys.platform != "win32" else "\\Scripts\\tunix-rt"
     return [
         f"ready: {report.path} with torch {versions['torch']}, CUDA {versions['cuda']}; self-test passed on {report.device}",
-        f"  use it: {report.path}/bin/tunix-rt"
-        if sys.platform != "win32"
-        else f"  use it: {report.path}\\Scripts\\tunix-rt",
+        f"  use it: {report.path}{program}",
         f"  report: {report.report_path}, log: {report.log_path}",
     ]

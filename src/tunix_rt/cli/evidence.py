@@ -141,9 +141,8 @@ def _require_folder(folder: Path) -> None:
     if not any((folder / name).exists() for name in ("run_manifest.json", "SHA256SUMS", "precommit.json")):
         inside = sorted(place for place in folder.iterdir() if (place / "run_manifest.json").is_file())
         if inside:
-            raise InputError(
-                f"{folder}: {len(inside)} bundle(s), name one", fix=f"tunix-rt evidence verify {inside[0]}"
-            )
+            fix = f"tunix-rt evidence verify {inside[0]}"
+            raise InputError(f"{folder}: {len(inside)} bundle(s), name one", fix=fix)
 
 
 def _refuse_unused(required: str, given: dict[str, Any]) -> None:
@@ -197,9 +196,8 @@ def sign(bundle: Path, key: Path, overwrite: bool) -> None:
     _require_folder(bundle)
     verdict = verify(bundle)
     if not verdict.ok:
-        raise EvidenceError(
-            f"{bundle}: {verdict.describe()}", fix=f"tunix-rt evidence verify {bundle} lists the findings"
-        )
+        fix = f"tunix-rt evidence verify {bundle} lists the findings"
+        raise EvidenceError(f"{bundle}: {verdict.describe()}", fix=fix)
     text.show_lines([f"Signature: {sign(bundle, key, overwrite=overwrite)}"])
 
 

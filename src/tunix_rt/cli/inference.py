@@ -22,9 +22,10 @@ class Finite(click.FloatRange):
         return number if math.isfinite(number) else self.fail(f"{number} is not a finite number.", param, ctx)
 
 
+DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 GENERATION = (
     click.option("--device", default="auto", help="auto, cpu, cuda (gpu) or tpu."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Unset: the best for the device."),
+    click.option("--dtype", type=DTYPE, help="Unset: the best for the device."),
     click.option("--weights", type=click.Choice(["pretrained", "random"]), default="pretrained", help="Of MODEL."),
     click.option("--max-new-tokens", type=click.IntRange(1, 65_536), default=256, show_default=True, help="Longest generation."),
     click.option("--temperature", type=Finite(0, 100), default=0.0, help="0, the default: greedy."),
@@ -104,10 +105,8 @@ def compare(first: Path, second: Path | None, as_json: bool) -> None:
     for side in sides:
         for one in side.predictions:
             for problem in verdict_problems(one, tags_in(side.decoding)):
-                raise EvidenceError(
-                    f"{side.name}: question {one.id!r}: {problem}",
-                    fix="evaluate again; verdicts follow from the outputs alone",
-                )
+                fix = "evaluate again; verdicts follow from the outputs alone"
+                raise EvidenceError(f"{side.name}: question {one.id!r}: {problem}", fix=fix)
     comparison = compare_runs(*sides)
     old, new = (score_predictions(side.predictions, when=when) for side, when in zip(sides, SIDES, strict=True))
     if as_json:
@@ -206,9 +205,8 @@ def _load(names: list[str], how: dict[str, Any]) -> "tuple[list[LoadedModel], De
 
     choice, dtype = inference_device(how["device"], how["dtype"])
     first = resolve_spec(model_spec(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
-    others = [
-        resolve_spec(model_spec(name, how["overrides"]), choice, dtype, like=first, beside=True) for name in names[:-1]
-    ]
+    specs = [model_spec(name, how["overrides"]) for name in names[:-1]]
+    others = [resolve_spec(spec, choice, dtype, like=first, beside=True) for spec in specs]
     settings = {key: how[key] for key in ("max_new_tokens", "temperature", "top_p", "seed", "max_seconds")}
     return [load_resolved(model) for model in (*others, first)], decoding_of(first.style, **settings)
 
@@ -283,26 +281,13 @@ def _output(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding
     show_default=True,
     help="Device to load it on.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Type of the weights. Unset: unchanged.",
-)
+@click.option("--dtype", type=DTYPE, help="Type of the weights. Unset: unchanged.")
 @click.option(
     "--step", type=click.IntRange(min=1), help="Of a run: the checkpoint of this step instead of the final model."
 )
 @click.option("--best", is_flag=True, help="Of a run: the checkpoint with the lowest held-out loss.")
 @click.option("--json", "as_json", is_flag=True, help="Print the round-trip check as JSON.")
-def export(
-    model: str,
-    layout: str,
-    output: Path,
-    device: str,
-    dtype: str | None,
-    step: int | None,
-    best: bool,
-    as_json: bool,
-) -> None:
+def export(model: str, output: Path, layout: str, as_json: bool, **how: Any) -> None:
     """Write MODEL (a run folder, model folder, GGUF file, shipped model or hub id) for transformers, with a round-trip check.
 
     A fresh process reloads the folder with plain transformers and compares weights, logits, greedy generations, tokens and chat
@@ -312,7 +297,7 @@ def export(
     from tunix_rt.export.export import export_model
     from tunix_rt.storage import to_plain
 
-    done = export_model(model, output, device=device, dtype=dtype, step=step, best=best)
+    done = export_model(model, output, **how)
     if as_json:
         text.show_json(to_plain(asdict(done)) | {"layout": layout})
     else:

@@ -22,10 +22,7 @@ VERBS = {
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
     "export": ("inference", "Write a model for transformers, and check that it computes the same."),
     "evaluate": ("inference", "Answer the questions of an eval set with a model, and score the answers."),
-    "compare": (
-        "inference",
-        "Compare two runs question by question: gains, losses, and whether they are chance.",
-    ),
+    "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
     "chat": ("inference", "Chat with a model."),
     "runs": ("runs", "List the runs in a folder, or show one."),

@@ -80,10 +80,8 @@ def refuse_options_together(on: str | None, topology: str | None, *, exact: bool
     from tunix_rt.errors import ConfigError
 
     if topology and on:
-        raise ConfigError(
-            f"--topology {topology} and --on {on} both name a device",
-            fix="keep one: --exact --on tpu-v5e-8, or --topology v5e:2x4",
-        )
+        fix = "keep one: --exact --on tpu-v5e-8, or --topology v5e:2x4"
+        raise ConfigError(f"--topology {topology} and --on {on} both name a device", fix=fix)
     if exact and on == ALL:
         raise ConfigError("--exact compiles for one device, which takes minutes", fix="name it: --exact --on tpu-v5e-8")
 
@@ -133,24 +131,12 @@ def plan_one(
     known = band(target.kind, settings.training.backend, seen.plan.layers) if target.kind else None
     if as_json:
         value = {"schema": "tunix-rt/plan-answer/1", "model": source.name, "shape": shape, **outlook_json(seen)}
-        value |= {
-            "run": run,
-            "steps_exact": exact if run else None,
-            "disk_bytes": disk,
-            "disk_free_bytes": free,
-            "seen_errors": known,
-        }
-        value |= {"disk_fits": None if free is None else disk <= free}
+        value |= {"run": run, "steps_exact": exact if run else None, "disk_bytes": disk, "disk_free_bytes": free}
+        value |= {"seen_errors": known, "disk_fits": None if free is None else disk <= free}
         show_whole_json(value)
     else:
-        show_outlook(
-            seen,
-            run,
-            exact=exact,
-            disk=disk_line(disk, free),
-            band=known.describe() if known else "",
-            measured=measured,
-        )
+        shown = known.describe() if known else ""
+        show_outlook(seen, run, exact=exact, disk=disk_line(disk, free), band=shown, measured=measured)
     refuse(seen)
 
 
@@ -161,15 +147,11 @@ def refuse(seen: "Outlook") -> None:
 
     fix = "\n       ".join([proposal.line for proposal in seen.proposals][:1] or seen.resorts)
     if seen.unable:
-        raise HardwareError(
-            f"{seen.target.name} {seen.unable}",
-            fix=fix or "use a GPU of compute capability 8.0 or above",
-            cause="bf16-emulated",
-        )
+        fix = fix or "use a GPU of compute capability 8.0 or above"
+        raise HardwareError(f"{seen.target.name} {seen.unable}", fix=fix, cause="bf16-emulated")
     if not seen.fit.fits:
-        raise DoesNotFitError(
-            f"does not fit on {seen.target.name}: {text.gib(-seen.fit.margin_bytes)} too much", fix=fix
-        )
+        too_much = text.gib(-seen.fit.margin_bytes)
+        raise DoesNotFitError(f"does not fit on {seen.target.name}: {too_much} too much", fix=fix)
 
 
 def show_whole_json(value: dict[str, Any]) -> None:
@@ -187,14 +169,8 @@ def outlook_json(seen: "Outlook") -> dict[str, Any]:
 
     def listed(proposals: "Sequence[Proposal]") -> list[dict[str, Any]]:
         return [
-            {
-                "line": one.line,
-                "settings": one.settings,
-                "costs": one.costs,
-                "level": one.level,
-                "predicted_bytes": one.plan.least_bytes,
-                "tokens_per_second": one.time.tokens_per_second,
-            }
+            {name: getattr(one, name) for name in ("line", "settings", "costs", "level")}
+            | {"predicted_bytes": one.plan.least_bytes, "tokens_per_second": one.time.tokens_per_second}
             for one in proposals
         ]
 
@@ -222,7 +198,7 @@ def plan_all(
     *,
     as_json: bool,
     started: float,
-    flag: str | None = None,
+    flag: str | None,
 ) -> None:
     """Print which devices of the catalogue run it. No error if none does."""
     from tunix_rt.cli.plan_targets import check_device
@@ -240,8 +216,5 @@ def plan_all(
         value = {"schema": "tunix-rt/plan-all/1", "model": source.name, "shape": shape, "seconds": seconds}
         show_whole_json(value | {"devices": [outlook_json(one) for one in seen]})
         return
-    show_all(
-        seen,
-        seconds=seconds,
-        left_out=[] if "tpu" in kinds else ["TPUs are for the JAX engine: --backend jax --on all"],
-    )
+    left_out = [] if "tpu" in kinds else ["TPUs are for the JAX engine: --backend jax --on all"]
+    show_all(seen, seconds=seconds, left_out=left_out)

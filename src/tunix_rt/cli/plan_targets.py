@@ -1,6 +1,5 @@
 """The device that `tunix-rt plan` plans for: the one at hand, one that `--on` names, or one of a facts file; and `--exact`."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +61,7 @@ def check_device(name: str, kinds: tuple[str, ...], settings: "RunConfig", *, fl
         )
     device = settings.training.device
     if flag is None and device != "auto" and kinds != (device,):
-        line = f"training.device is {device}; --on {name} plans for {' and '.join(kinds)}"
-        print(text.printable(line), file=sys.stderr)
+        text.show_note(f"training.device is {device}; --on {name} plans for {' and '.join(kinds)}")
 
 
 def is_file(name: str) -> bool:
@@ -85,9 +83,8 @@ def read_facts_file(path: Path) -> "Facts":
     if not isinstance(raw, dict) or raw.get("schema") != DOCTOR_SCHEMA:
         return facts_from_json(raw, source=str(path))
     if "facts" not in raw:
-        raise InputError(
-            f"{path}: facts: missing", fix="make the file again with `tunix-rt doctor --json > facts.json`"
-        )
+        fix = "make the file again with `tunix-rt doctor --json > facts.json`"
+        raise InputError(f"{path}: facts: missing", fix=fix)
     return facts_from_json(raw["facts"], source=f"{path}: facts")
 
 
@@ -113,12 +110,8 @@ def _of_facts(facts: "Facts", settings: "RunConfig", *, where: str) -> PlanTarge
     choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
     if where == HERE:
         choice = with_virtual_devices(choice, settings.training.backend)
-    return PlanTarget(
-        target=target_here(choice, where=where),
-        kind=choice.kind,
-        disk_free_bytes=facts.host.disk_free_bytes,
-        here=where == HERE,
-    )
+    target, free = target_here(choice, where=where), facts.host.disk_free_bytes
+    return PlanTarget(target=target, kind=choice.kind, disk_free_bytes=free, here=where == HERE)
 
 
 EXACT = "--exact compiles the step of the JAX engine with the TPU's own compiler"
@@ -171,11 +164,7 @@ def run_topology(settings: "RunConfig", topology: str, as_json: bool, *, limit_s
         implementation=settings.model.implementation,
     )
     from_cache = kept_at(case, compiler_versions()).exists()
-    found = ask_compiler(
-        case,
-        say=lambda line: print(text.printable(line), file=sys.stderr, flush=True),
-        limit_seconds=limit_seconds or LIMIT_SECONDS,
-    )
+    found = ask_compiler(case, say=text.show_note, limit_seconds=limit_seconds or LIMIT_SECONDS)
     floor = predict_run(shape_of(source.config), settings, device="tpu", devices=found.devices)
     if as_json:
         value = {"model": source.name, "fits": found.fits, "verdict": found, "from_cache": from_cache}

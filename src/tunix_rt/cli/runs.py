@@ -128,9 +128,8 @@ def find_run(name: Path) -> Path:
         if candidate.is_dir() and RunDir(candidate).holds_a_run():
             return candidate
     known = [str(path) for path in _run_folders(Path(DEFAULT_FOLDER))][:10]
-    raise InputError(
-        f"no run in {str(name)!r}", fix=f"one of: {', '.join(known)}" if known else "give the --output folder of a run"
-    )
+    fix = f"one of: {', '.join(known)}" if known else "give the --output folder of a run"
+    raise InputError(f"no run in {str(name)!r}", fix=fix)
 
 
 def read_run(root: Path) -> RunDetail:
@@ -191,9 +190,8 @@ def _table(record: "RunRecord") -> "list[Row]":
 
 
 def _last_write(root: Path) -> str | None:
-    times = [
-        os.lstat(root / name).st_mtime for name in ("metrics.jsonl", "precommit.json") if os.path.lexists(root / name)
-    ]
+    paths = [root / name for name in ("metrics.jsonl", "precommit.json")]
+    times = [os.lstat(path).st_mtime for path in paths if os.path.lexists(path)]
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None
 
 

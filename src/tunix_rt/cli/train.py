@@ -8,6 +8,12 @@ import click
 
 MOST_RECORDED = 50
 """Steps of a profile: more than a million events of a large model."""
+FLAGS = {
+    "model": "model.model_name_or_path", "weights": "model.weights", "dataset": "data.dataset", "device": "training.device",
+    "backend": "training.backend", "max_steps": "training.max_steps",
+}  # fmt: skip
+"""Flag -> setting."""
+RESUME = "training.resume_from_checkpoint"
 
 
 @click.command()
@@ -35,15 +41,7 @@ def train(
     """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
     from tunix_rt.config.load import find_config, load_config
 
-    flags = {
-        "model.model_name_or_path": named["model"],
-        "model.weights": named["weights"],
-        "data.dataset": named["dataset"],
-        "training.device": named["device"],
-        "training.backend": named["backend"],
-        "training.max_steps": named["max_steps"],
-        "training.resume_from_checkpoint": "auto" if resume else None,
-    }
+    flags = {setting: named[flag] for flag, setting in FLAGS.items()} | {RESUME: "auto" if resume else None}
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags)
     run_and_show(
@@ -108,9 +106,8 @@ SCRIPTS = {"torch": "training_pt/train.py", "jax": "training/run_train_jax.py"}
 
 
 def script_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Train from a configuration (see: tunix-rt train)."
-    )
+    about = "Train from a configuration (see: tunix-rt train)."
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=about)
     parser.add_argument("--config", required=True)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--dataset", "--data")
@@ -152,14 +149,8 @@ def script_config(options: argparse.Namespace, backend: str) -> Any:
         smoke = find_config(options.smoke_config)
         for section, settings in modernise(read_yaml(smoke), str(smoke)).items():
             flags |= {f"{section}.{name}": value for name, value in settings.items()}
-    given = {
-        "model.model_name_or_path": options.model,
-        "model.weights": options.weights,
-        "data.dataset": options.dataset,
-        "training.device": options.device,
-        "training.max_steps": steps[0] if steps else None,
-        "training.resume_from_checkpoint": "auto" if options.resume else None,
-    }
+    given = {setting: getattr(options, flag, None) for flag, setting in FLAGS.items()}
+    given |= {FLAGS["max_steps"]: steps[0] if steps else None, RESUME: "auto" if options.resume else None}
     flags |= {name: value for name, value in given.items() if value is not None}
     config = load_config(find_config(options.config), overrides=tuple(options.overrides), flags=flags)
     if "backend" in config.training.model_fields_set and config.training.backend != backend:

@@ -91,9 +91,8 @@ def modernise(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
             continue
         section, leaf = name.split(".")
         if name in spelled and new[section][leaf] != value:
-            raise ConfigError(
-                f"{source}: `{spelled[name]}` and `{key}` both set {name}, differently", fix=f"keep only `{name}`"
-            )
+            problem = f"{source}: `{spelled[name]}` and `{key}` both set {name}, differently"
+            raise ConfigError(problem, fix=f"keep only `{name}`")
         spelled[name] = key
         new.setdefault(section, {})[leaf] = value
     if len(unknown) == 1:
@@ -193,9 +192,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in the YAML file `path`."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(
-                f"{path}: over {MAX_CONFIG_BYTES:,} bytes", fix="a configuration has a page of text at most"
-            )
+            problem = f"{path}: over {MAX_CONFIG_BYTES:,} bytes"
+            raise ConfigError(problem, fix="a configuration has a page of text at most")
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
@@ -206,9 +204,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{path}: a {type(raw).__name__}, not settings", fix="write `section:` and `key: value` lines"
-        )
+        problem = f"{path}: a {type(raw).__name__}, not settings"
+        raise ConfigError(problem, fix="write `section:` and `key: value` lines")
     return raw
 
 
@@ -244,9 +241,8 @@ def build_config(raw: Mapping[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(modernise(raw, source))
     except ValidationError as error:
         mistakes = [_mistake(item) for item in error.errors(include_url=False)]
-        raise ConfigError(
-            f"{source}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes), fix="see docs/reference/config.md"
-        ) from error
+        problem = f"{source}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes)
+        raise ConfigError(problem, fix="see docs/reference/config.md") from error
 
 
 def _mistake(item: Any) -> str:

@@ -71,13 +71,7 @@ def _adafactor_states(shape: Shape, full: str) -> States:
 
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(
-        title="AdamW",
-        states=_adamw_states,
-        fused=True,
-        workspace=(1.0, 3.25),
-        departure=0,
-    ),
+    "adamw": OptimizerSpec(title="AdamW", states=_adamw_states, fused=True, workspace=(1.0, 3.25), departure=0),
     "adamw_8bit": OptimizerSpec(
         title="AdamW with 8-bit states",
         states=_adamw_8bit_states,

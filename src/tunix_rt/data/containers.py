@@ -177,18 +177,10 @@ def _is_plain(kind: Any) -> bool:
     """Whether values of this Arrow type are strings, numbers, booleans, or lists and structs of them."""
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return _is_plain(kind.value_type)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    wraps = (types.is_dictionary, types.is_list, types.is_large_list, types.is_fixed_size_list)
+    if any(is_kind(kind) for is_kind in wraps):
         return _is_plain(kind.value_type)
     if types.is_struct(kind):
         return all(_is_plain(kind.field(place).type) for place in range(kind.num_fields))
-    simple = (
-        types.is_string,
-        types.is_large_string,
-        types.is_integer,
-        types.is_floating,
-        types.is_boolean,
-        types.is_null,
-    )
-    return any(is_kind(kind) for is_kind in simple)
+    texts, numbers = (types.is_string, types.is_large_string), (types.is_integer, types.is_floating)
+    return any(is_kind(kind) for is_kind in (*texts, *numbers, types.is_boolean, types.is_null))

@@ -22,7 +22,7 @@ from tunix_rt.data.sources import Dataset, FileRef
 from tunix_rt.data.text import OVERLAP_WORDS, SHORT_WORDS, Hashes, fold, runs_of, words
 from tunix_rt.data.token_cache import Progress, Reading, processes_for
 from tunix_rt.data.tokenize import Recipe, in_order
-from tunix_rt.data.validation import PLACES, Finding
+from tunix_rt.data.validation import Finding, Tally, findings_of
 
 ZERO_WIDTH_SPACE = "\u200b"
 """Occurs inside a word or between two words."""
@@ -156,10 +156,10 @@ def _among(runs: Hashes, known: Hashes) -> list[int]:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Version of the comparison; cached matches of another version are not used."""
-Found = list[tuple[int, int, str, int, str]]
-"""(file, line, rule, item, shared words)"""
+Found = list[tuple[str, list[int], str]]
+"""(rule, [file, line], item and shared words)"""
 
 
 def find_leaks(
@@ -171,21 +171,13 @@ def find_leaks(
     if matches is None:
         matches = _search(recipe, items, progress)
         _write_cache(matches, cache)
-    return [
-        Finding.at(
-            recipe.dataset.places(match["places"]),
-            rule=match["rule"],
-            count=match["count"],
-            seen=f"{evalset.path}:{match['item'] + 1} shares {match['shared']!r}",
-        )
-        for match in matches
-    ]
+    return [*findings_of(matches, recipe.dataset, f"{evalset.path}:")]
 
 
 def _read_cache(path: Path) -> list[dict[str, Any]] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        return [{name: match[name] for name in ("rule", "count", "places", "item", "shared")} for match in known]
+        return [{name: match[name] for name in ("rule", "count", "places", "seen")} for match in known]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not searched yet, or corrupt
 
@@ -201,18 +193,13 @@ def _write_cache(matches: list[dict[str, Any]], path: Path) -> None:
 
 
 def _search(recipe: Recipe, items: Sequence[EvalItem], progress: Progress) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    read = Reading(recipe.dataset)
+    tally, read = Tally(), Reading(recipe.dataset)
     state = (recipe.dataset, recipe.format, questions_of(items))
     for part in in_order(_matches_in, state, read.batches(), processes=processes_for(recipe.dataset)):
-        for file, line, rule, item, shared in part:
-            first = {"rule": rule, "count": 0, "places": [], "item": item, "shared": shared}
-            known = found.setdefault(rule, first)
-            known["count"] += 1
-            if len(known["places"]) < PLACES:
-                known["places"].append([file, line])
+        for match in part:
+            tally.add(*match)
         read.report(progress, "search for evaluation questions", "")
-    return list(found.values())
+    return list(tally.by_rule.values())
 
 
 def _matches_in(state: tuple[Dataset, str, Questions], batch: Iterable[Raw]) -> Found:
@@ -222,5 +209,5 @@ def _matches_in(state: tuple[Dataset, str, Questions], batch: Iterable[Raw]) -> 
         where = dataset.place(raw.file, raw.line)
         match = find_overlap(to_sample(parse(raw, where), format, where), questions)
         if match is not None:
-            found.append((raw.file, raw.line, match.rule, match.item, match.shared))
+            found.append((match.rule, [raw.file, raw.line], f"{match.item + 1} shares {match.shared!r}"))
     return found

@@ -139,19 +139,15 @@ EXAMPLE_CHECKS: dict[str, Check] = {
 
 # --- the text, before it is rendered ---------------------------------------------------------------------------------
 
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+TEXT_CHECKS = {
+    "lone_surrogate": (re.compile("[\ud800-\udfff]"), "\\u{:04x} is not part of a pair"),
+    "control_character": (
+        re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]"),
+        "the character \\u{:04x}",
+    ),
+}
+"""Rule -> characters that no text may contain, and what is wrong with one of them."""
 _LIKE_A_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")
-
-
-def _lone_surrogate(sample: Sample) -> str | None:
-    match = next((match for text in sample.texts if (match := _SURROGATE.search(text))), None)
-    return f"\\u{ord(match.group()):04x} is not part of a pair" if match else None
-
-
-def _control_character(sample: Sample) -> str | None:
-    match = next((match for text in sample.texts if (match := _CONTROL.search(text))), None)
-    return f"the character \\u{ord(match.group()):04x}" if match else None
 
 
 def spelled_control_token(sample: Sample, tokenizer: Tokenizer) -> str | None:
@@ -174,17 +170,11 @@ def _control_tokens(tokens: tuple[str, ...]) -> tuple[frozenset[str], tuple[str,
     return usual, tuple(token for token in tokens if token and token not in usual)
 
 
-TEXT_CHECKS: dict[str, Callable[[Sample], str | None]] = {
-    "lone_surrogate": _lone_surrogate,
-    "control_character": _control_character,
-}
-
-
 def check_text(sample: Sample, tokenizer: Tokenizer, style: Style) -> Iterator[tuple[str, str]]:
     """(rule, what is wrong) for every rule about the text that the sample breaks."""
-    for name, check in TEXT_CHECKS.items():
-        if (wrong := check(sample)) is not None:
-            yield name, wrong
+    for name, (characters, wrong) in TEXT_CHECKS.items():
+        if match := next(filter(None, map(characters.search, sample.texts)), None):
+            yield name, wrong.format(ord(match.group()))
     token = spelled_control_token(sample, tokenizer)
     if token is not None and style.template.name == PLAIN:
         yield "control_text", f"{token} is spelled out"

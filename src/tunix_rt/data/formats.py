@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tunix_rt.data.containers import printable
 from tunix_rt.data.readers import parse, read_raw
 from tunix_rt.data.records import (
+    ROLES,
     SHAREGPT_ROLES,
     Fields,
     Message,
@@ -40,12 +41,8 @@ from tunix_rt.errors import InputError
 class Format:
     """One format. `fits` checks the keys alone; `read` is strict about the values."""
 
-    name: str
     needs: str
     """The keys of a record, for people."""
-    description: str
-    """How a record becomes a conversation."""
-    example: Fields
     fits: Callable[[Fields], bool]
     read: Callable[[Fields], Sample]
     uses: Callable[[Fields], frozenset[str]]
@@ -140,13 +137,8 @@ def _read_trace(record: Fields) -> Sample:
 # --- conversations ---------------------------------------------------------------------------------------------------
 
 
-def _read_messages(record: Fields) -> Sample:
-    return conversation(with_system(messages_of(record.get("messages"), "messages"), record.get("system")))
-
-
-def _read_sharegpt(record: Fields) -> Sample:
-    messages = messages_of(record.get("conversations"), "conversations", SHAREGPT_ROLES)
-    return conversation(with_system(messages, record.get("system")))
+def _read_chat(record: Fields, field: str, roles: Mapping[str, Role] = ROLES) -> Sample:
+    return conversation(with_system(messages_of(record.get(field), field, roles), record.get("system")))
 
 
 # --- a prompt and its completion -------------------------------------------------------------------------------------
@@ -293,80 +285,40 @@ def _always(*names: str) -> Callable[[Fields], frozenset[str]]:
 
 
 FORMATS: Mapping[str, Format] = {
-    shape.name: shape
-    for shape in (
-        Format(
-            name="trace",
-            needs="prompt, steps (each with i, type, content) and final_answer; also id and meta, and no other key",
-            description="The native format. Steps and answer are put into the reasoning and answer tags, after the prompt.",
-            example={
-                "prompt": "Tom has 3 pens and buys 4. How many has he?",
-                "steps": [{"i": 0, "type": "compute", "content": "3 + 4 = 7"}],
-                "final_answer": "7",
-            },
-            fits=lambda record: _has(record, "prompt", "steps", "final_answer"),
-            read=_read_trace,
-            uses=_always(*Trace.model_fields),
-        ),
-        Format(
-            name="prompt_completion",
-            needs="prompt and completion (or prompt and response, input and output, question and answer)",
-            description="One user turn and one assistant turn; or on both sides a list of messages: no assistant turn in the "
-            "prompt, no other in the completion.",
-            example={"prompt": "What is the capital of France?", "completion": "Paris."},
-            fits=_fits_pair,
-            read=_read_pair,
-            uses=lambda record: frozenset(name for pair in _pairs(record) for name in pair),
-        ),
-        Format(
-            name="messages",
-            needs="messages, each with role (system, user, assistant) and content; also system",
-            description="A chat, kept whole; a `system` beside it is its first turn. Where the assistant's last message has "
-            "`reasoning_content` (or `reasoning`, `thinking`), that is the step of a trace and its content the answer.",
-            example={
-                "messages": [
-                    {"role": "user", "content": "What is 3 + 4?"},
-                    {"role": "assistant", "content": "7", "reasoning_content": "3 + 4 = 7"},
-                ]
-            },
-            fits=lambda record: _has(record, "messages"),
-            read=_read_messages,
-            uses=_always("messages", "system"),
-        ),
-        Format(
-            name="sharegpt",
-            needs="conversations, each with from (system, human or user, gpt or assistant or model) and value; also system",
-            description="A chat, kept whole; a `system` beside it is its first turn. `role` and `content` are read instead of "
-            "`from` and `value` too.",
-            example={
-                "conversations": [{"from": "human", "value": "What is 3 + 4?"}, {"from": "gpt", "value": "7"}],
-            },
-            fits=lambda record: _has(record, "conversations"),
-            read=_read_sharegpt,
-            uses=_always("conversations", "system"),
-        ),
-        Format(
-            name="alpaca",
-            needs="instruction and output; also input, system, and history (pairs of a question and its answer)",
-            description="The user turn is the instruction and, after an empty line, the input if there is one; the assistant "
-            "turn is the output. The pairs of the history are turns before them.",
-            example={"instruction": "Name the largest number.", "input": "3, 9, 4", "output": "9"},
-            fits=lambda record: _has(record, "instruction", "output"),
-            read=_read_alpaca,
-            uses=_always("instruction", "input", "output", "system", "history"),
-        ),
-        Format(
-            name="gsm8k",
-            needs="question, and answer with a last line `#### N`, where N is a number",
-            description="Every line of the answer is one step, without its `<<3+4=7>>` annotations; the answer follows `####`: "
-            "a number, with its unit if it has one (`#### 5 hours`).",
-            example={
-                "question": "Tom has 3 pens and buys 4. How many?",
-                "answer": "He has 3+4=<<3+4=7>>7 pens.\n#### 7",
-            },
-            fits=_fits_gsm8k,
-            read=_read_gsm8k,
-            uses=_always("question", "answer"),
-        ),
-    )
+    "trace": Format(
+        needs="prompt, steps (each with i, type, content) and final_answer; also id and meta, and no other key",
+        fits=lambda record: _has(record, "prompt", "steps", "final_answer"),
+        read=_read_trace,
+        uses=_always(*Trace.model_fields),
+    ),
+    "prompt_completion": Format(
+        needs="prompt and completion (or prompt and response, input and output, question and answer)",
+        fits=_fits_pair,
+        read=_read_pair,
+        uses=lambda record: frozenset(name for pair in _pairs(record) for name in pair),
+    ),
+    "messages": Format(
+        needs="messages, each with role (system, user, assistant) and content; also system",
+        fits=lambda record: _has(record, "messages"),
+        read=lambda record: _read_chat(record, "messages"),
+        uses=_always("messages", "system"),
+    ),
+    "sharegpt": Format(
+        needs="conversations, each with from (system, human or user, gpt or assistant or model) and value; also system",
+        fits=lambda record: _has(record, "conversations"),
+        read=lambda record: _read_chat(record, "conversations", SHAREGPT_ROLES),
+        uses=_always("conversations", "system"),
+    ),
+    "alpaca": Format(
+        needs="instruction and output; also input, system, and history (pairs of a question and its answer)",
+        fits=lambda record: _has(record, "instruction", "output"),
+        read=_read_alpaca,
+        uses=_always("instruction", "input", "output", "system", "history"),
+    ),
+    "gsm8k": Format(
+        needs="question, and answer with a last line `#### N`, where N is a number",
+        fits=_fits_gsm8k,
+        read=_read_gsm8k,
+        uses=_always("question", "answer"),
+    ),
 }

@@ -116,7 +116,7 @@ def _write_records(source: Dataset, format: str, final: Path, staged: Path) -> I
         key=final.name,
         source=source,
         format=format,
-        written_as=_written_as(format),
+        written_as="trace" if format in ("trace", "gsm8k") else "messages",
         rows=rows,
         unused=dict(sorted(unused.items())),
         worded=worded,
@@ -125,10 +125,6 @@ def _write_records(source: Dataset, format: str, final: Path, staged: Path) -> I
         sha256=digest.hexdigest(),
         samples=tuple(samples),
     )
-
-
-def _written_as(format: str) -> str:
-    return "trace" if format in ("trace", "gsm8k") else "messages"
 
 
 def _to_write(record: dict[str, Any], sample: Sample, format: str) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from typing import Any
 
@@ -50,41 +50,42 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspected:
-    """A dataset under one configuration, with every finding of validation. Nothing is refused yet."""
+class Validated:
+    """A dataset under one configuration, with every finding of validation."""
 
     dataset: Dataset
-    format: str
     style: Style
-    store: Store
     evalset: FileRef | None
+    """None when the held-out traces are evaluated."""
+    dropped: int
+    truncated: int
+    format: str = "trace"
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected(Validated):
+    """Nothing is refused yet."""
+
+    store: Store
     items: tuple[EvalItem, ...]
     """Of the configured eval set; empty when the held-out traces are evaluated."""
     kept: Numbers
     """Indices of the examples that are used, in file order."""
     lengths: Numbers
     """Of these examples, after truncation."""
-    dropped: int
-    truncated: int
-    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(Validated):
     """The rows to train on and the questions to evaluate, ready before a weight is loaded."""
 
-    dataset: Dataset
-    style: Style
-    evalset: FileRef | None
-    """None when the held-out traces are evaluated."""
     items: tuple[EvalItem, ...]
     rows: Sequence[Row]
     heldout_rows: Sequence[Row]
     traces: int
     """In the training rows; with `heldout_traces` and `dropped`, all of the dataset."""
     heldout_traces: int
-    dropped: int
-    truncated: int
     tokens: int
     """Of the training rows."""
     trained_tokens: int
@@ -94,8 +95,6 @@ class Prepared:
     """Tokens over `max_length`, mean of all rows but the last."""
     row_facts: RowFacts
     """Of every training row."""
-    format: str = "trace"
-    findings: tuple[Finding, ...] = ()
     store: Store | None = None
     """None where the rows were not made from a dataset."""
 
@@ -139,23 +138,17 @@ def prepare(
     )
     of_row = row_lengths(seen.lengths, packing)
     return Prepared(
-        dataset=seen.dataset,
-        format=seen.format,
-        style=seen.style,
-        evalset=seen.evalset,
+        **{field.name: getattr(seen, field.name) for field in fields(Validated)},
         items=items,
         rows=rows,
         heldout_rows=heldout_rows,
         traces=int((~heldout).sum()),
         heldout_traces=int(heldout.sum()),
-        dropped=seen.dropped,
-        truncated=seen.truncated,
         tokens=int(of_row.sum()),
         trained_tokens=int(_trained(seen, index)[~heldout].sum()),
         longest_row=int(max(of_row.max(), seen.lengths[heldout].max(initial=0))),
         fill=fill_of(of_row, max_length),
         row_facts=facts_of_rows(rows),
-        findings=seen.findings,
         store=seen.store,
     )
 
@@ -341,14 +334,9 @@ def about_length(
 
 def _cut_open(recipe: Recipe, store: Store, over: Numbers, limit: int) -> npt.NDArray[np.bool_]:
     """Which of the truncated examples end with an open tag; a completion may contain tags of its own."""
-
-    def completion(number: int) -> str:
-        example = store.examples[number]
-        return recipe.tokenizer.decode(example.ids[:limit][example.trained[:limit]].tolist())
-
-    return np.array(
-        [open_tag(completion(number), recipe.style) is not None for number in over.tolist()], dtype=np.bool_
-    )
+    examples = (store.examples[number] for number in over.tolist())
+    completions = (recipe.tokenizer.decode(one.ids[:limit][one.trained[:limit]].tolist()) for one in examples)
+    return np.array([open_tag(text, recipe.style) is not None for text in completions], dtype=np.bool_)
 
 
 def about_vocabulary(recipe: Recipe, store: Store, model: ModelFacts) -> Iterator[Finding]:

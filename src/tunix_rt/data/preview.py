@@ -179,8 +179,6 @@ def read_record(recipe: Recipe, number: int) -> RecordRow:
         if counted < number:
             continue
         part = tokenize(recipe, [raw])
-        if part.failure is not None:
-            raise InputError(part.failure[0], fix=part.failure[1])
         place = recipe.dataset.place(raw.file, raw.line)
         broken = tuple((rule, seen) for _, rule, seen in part.broken)
         if not len(part.tokens):

@@ -275,22 +275,20 @@ class _Cursor:
 
     def items(self) -> Iterator[tuple[int, Any]]:
         """The items of a list, each with the position of its first character."""
-        self.take("[")
+        mark = self.take("[")
         if self.peek() == "]":
-            self.take("]")
-            return
-        while True:
+            mark = self.take("]")
+        while mark != "]":
             self.peek()
             start = self.at
             yield start, self.value()
-            if self.take(",]") == "]":
-                return
+            mark = self.take(",]")
 
     def members(self) -> Iterator[str]:
         """The keys of an object. After each, the cursor is at its value, which the caller takes."""
-        self.take("{")
+        mark = self.take("{")
         keys: set[str] = set()
-        while True:
+        while mark != "}":
             if self.peek() != '"':
                 raise self.error("expected a key in double quotes")
             key = str(self.value())
@@ -300,8 +298,7 @@ class _Cursor:
             self.take(":")
             self.peek()
             yield key
-            if self.take(",}") == "}":
-                return
+            mark = self.take(",}")
 
     def error(self, problem: str) -> json.JSONDecodeError:
         return json.JSONDecodeError(problem, self.text, self.at)

@@ -115,16 +115,16 @@ class Sketches:
 
     _limit: int = np.iinfo(np.uint32).max
     _parts: list[tuple[npt.NDArray[np.int64], Sketch]] = field(default_factory=list)
-    _kept: int = 0
+    compared: int = 0
     seen: int = 0
 
     def add(self, numbers: npt.NDArray[np.int64], sketches: Sketch) -> None:
         """`numbers` are the texts that the rows of `sketches` belong to."""
         self.seen += len(numbers)
         self._keep(numbers, sketches)
-        while self._kept > CAPACITY:
+        while self.compared > CAPACITY:
             self._limit //= 2
-            parts, self._parts, self._kept = self._parts, [], 0
+            parts, self._parts, self.compared = self._parts, [], 0
             for part in parts:
                 self._keep(*part)
 
@@ -132,15 +132,11 @@ class Sketches:
         chosen = sketches[:, 0] <= self._limit
         if chosen.any():
             self._parts.append((numbers[chosen], sketches[chosen]))
-            self._kept += int(chosen.sum())
+            self.compared += int(chosen.sum())
 
     @property
     def sampled(self) -> bool:
-        return self._kept < self.seen
-
-    @property
-    def compared(self) -> int:
-        return self._kept
+        return self.compared < self.seen
 
     def near_duplicates(self) -> dict[int, int]:
         """Text -> an earlier similar text (estimated at or above THRESHOLD)."""

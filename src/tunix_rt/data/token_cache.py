@@ -19,13 +19,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from tunix_rt.assets import cache_root
-from tunix_rt.data import validation as rules
 from tunix_rt.data.readers import Raw, describe_line, read_raw
 from tunix_rt.data.render import Example
 from tunix_rt.data.sources import Dataset
 from tunix_rt.data.text import Sketches
 from tunix_rt.data.tokenize import INDEX, SCHEMA, TRAINED, Part, Recipe, cores, in_order, tokenize
-from tunix_rt.data.validation import Finding
+from tunix_rt.data.validation import RULES, Finding, Tally, findings_of
 from tunix_rt.errors import InputError
 from tunix_rt.storage import merkle_root, staged_folder, storage, write_json
 
@@ -139,17 +138,15 @@ def _alone(place: Path, progress: Progress) -> Iterator[None]:
     waited = 0
     while True:
         try:
-            lock.acquire(timeout=0.5 if waited else 0)
+            held = lock.acquire(timeout=0.5 if waited else 0)
             break
         except Timeout:
             if not waited:
                 logger.info("Another tunix-rt is tokenizing this dataset; waiting for it")
             waited += 1
             progress("wait for the other tunix-rt (s)", waited // 2, 3600, "")
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _lock_of(place: Path) -> Path:
@@ -160,14 +157,8 @@ def _sweep(folder: Path) -> None:
     """Remove what killed processes left of other stores: their locks are free."""
     for leftover in folder.glob(f"{STAGED}*"):
         lock = FileLock(_lock_of(folder / leftover.name.removeprefix(STAGED).removesuffix("-replaced")))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            continue
-        try:
+        with contextlib.suppress(Timeout), lock.acquire(timeout=0):
             shutil.rmtree(leftover, ignore_errors=True)
-        finally:
-            lock.release()
 
 
 def _read(place: Path, recipe: Recipe) -> Store | None:
@@ -180,20 +171,11 @@ def _read(place: Path, recipe: Recipe) -> Store | None:
             with (place / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                     raise ValueError(f"{name} has changed")
-        findings = tuple(
-            Finding.at(
-                recipe.dataset.places(found["places"]), rule=found["rule"], count=found["count"], seen=found["seen"]
-            )
-            for found in manifest["findings"]
-        )
         return Store(
             folder=place,
             examples=Examples(place),
-            tokens=manifest["tokens"],
-            trained_tokens=manifest["trained_tokens"],
-            highest_id=manifest["highest_id"],
-            merkle_root=manifest["merkle_root"],
-            findings=findings,
+            **{name: manifest[name] for name in ("tokens", "trained_tokens", "highest_id", "merkle_root")},
+            findings=findings_of(manifest["findings"], recipe.dataset),
             seconds=0.0,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -204,21 +186,18 @@ def _read(place: Path, recipe: Recipe) -> Store | None:
 # --- building --------------------------------------------------------------------------------------------------------
 
 
-class _Tally:
+class _Counts(Tally):
     """Counts, sketches and findings of the parts so far."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.examples = self.tokens = self.trained_tokens = self.highest_id = 0
         self.sketches = Sketches()
-        self.first: dict[str, dict[str, Any]] = {}
 
     def add_finding(self, rule: str, entry: Any, seen: str) -> None:
-        known = self.first.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": []})
-        known["count"] += 1
-        if len(known["places"]) < rules.PLACES:
-            known["places"].append([int(entry["file"]), int(entry["line"])])
+        self.add(rule, [int(entry["file"]), int(entry["line"])], seen)
 
-    def add(self, part: Part) -> None:
+    def add_part(self, part: Part) -> None:
         for at, rule, wrong in part.broken:
             self.add_finding(rule, part.index[at], wrong)
         self.sketches.add(np.arange(self.examples, self.examples + len(part.index)), part.sketches)
@@ -232,7 +211,7 @@ class _Tally:
 def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
     """Write `tokens.bin` and `index.bin`; returns the manifest. Memory does not grow with the dataset."""
     processes = processes_for(recipe.dataset)
-    tally, began = _Tally(), time.perf_counter()
+    tally, began = _Counts(), time.perf_counter()
     read = Reading(recipe.dataset)
     parts = in_order(tokenize, recipe, read.batches(), processes=processes)
     digests = {name: hashlib.sha256() for name in ("tokens.bin", "index.bin")}
@@ -240,13 +219,11 @@ def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
     def leaves() -> Iterator[bytes]:
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "index.bin").open("wb") as index:
             for part in parts:
-                if part.failure is not None:
-                    raise InputError(part.failure[0], fix=part.failure[1])
                 part.index["start"] += tally.tokens
                 for file, content in ((tokens, part.tokens.tobytes()), (index, part.index.tobytes())):
                     file.write(content)
                     digests[Path(file.name).name].update(content)
-                tally.add(part)
+                tally.add_part(part)
                 speed = tally.tokens / (time.perf_counter() - began)
                 read.report(progress, "tokenize", f"{speed:,.0f} tokens/s")
                 yield from part.leaves
@@ -266,14 +243,14 @@ def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
         "trained_tokens": tally.trained_tokens,
         "highest_id": tally.highest_id,
         "merkle_root": root,
-        "findings": [tally.first[name] for name in rules.RULES if name in tally.first],
+        "findings": [tally.by_rule[name] for name in RULES if name in tally.by_rule],
         "processes": processes,
         "seconds": time.perf_counter() - began,
         "files": {name: digest.hexdigest() for name, digest in digests.items()},
     }
 
 
-def _find_duplicates(tally: _Tally, folder: Path) -> None:
+def _find_duplicates(tally: _Counts, folder: Path) -> None:
     """Exact duplicates by their hash; others that are similar by their sketch."""
     index = np.fromfile(folder / "index.bin", dtype=INDEX)
     _, first = np.unique(index["content"], return_index=True)

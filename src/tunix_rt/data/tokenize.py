@@ -1,6 +1,8 @@
 """Records to tokens, in batches and worker processes: parse, convert, render, and check every rule about an example."""
 
 import contextlib
+import copyreg
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -86,7 +88,7 @@ def _code_sha256() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One tokenized batch. `failure` is (problem, fix) of a record that cannot be read at all."""
+    """One tokenized batch."""
 
     tokens: npt.NDArray[np.uint32]
     index: npt.NDArray[Any]
@@ -94,25 +96,21 @@ class Part:
     broken: list[tuple[int, str, str]]
     """(index in the batch, rule, what is wrong)"""
     sketches: npt.NDArray[np.uint32]
-    failure: tuple[str, str] | None = None
 
 
 def tokenize(recipe: Recipe, batch: list[Raw]) -> Part:
-    """Records to tokens, with every rule that each of them breaks."""
+    """Records to tokens, with every rule that each of them breaks. A record that cannot be read is an InputError."""
     dataset, tokenizer, style = recipe.dataset, recipe.tokenizer, recipe.style
     broken: list[tuple[int, str, str]] = []
     samples: list[Sample] = []
-    try:
-        for at, raw in enumerate(batch):
-            where = dataset.place(raw.file, raw.line)
-            record = parse(raw, where)
-            samples.append(to_sample(record, recipe.format, where))
-            if unused := unused_columns(record, recipe.format):
-                broken.append((at, "unused_column", ", ".join(repr(name)[1:-1][:60] for name in unused[:20])))
-            if words := words_behind_number(record, recipe.format):
-                broken.append((at, "answer_with_words", repr(words)[1:-1][:60]))
-    except InputError as error:
-        return _empty_part((error.problem, error.fix))
+    for at, raw in enumerate(batch):
+        where = dataset.place(raw.file, raw.line)
+        record = parse(raw, where)
+        samples.append(to_sample(record, recipe.format, where))
+        if unused := unused_columns(record, recipe.format):
+            broken.append((at, "unused_column", ", ".join(repr(name)[1:-1][:60] for name in unused[:20])))
+        if words := words_behind_number(record, recipe.format):
+            broken.append((at, "answer_with_words", repr(words)[1:-1][:60]))
     for at, sample in enumerate(samples):
         broken += [(at, *wrong) for wrong in check_text(sample, tokenizer, style)]
     unreadable = {at for at, rule, _ in broken if rule == "lone_surrogate"}
@@ -170,13 +168,6 @@ def _part(
     )
 
 
-def _empty_part(failure: tuple[str, str]) -> Part:
-    return Part(
-        tokens=np.empty(0, dtype=np.uint32), index=np.zeros(0, dtype=INDEX), leaves=[], broken=[],
-        sketches=np.empty((0, 32), dtype=np.uint32), failure=failure,
-    )  # fmt: skip
-
-
 def _content(sample: Sample) -> int:
     """Hash of the turns of a record; columns that are not used do not change it."""
     return hash8("\0".join((*(turn.role for turn in sample.turns), "", *sample.texts)))
@@ -186,6 +177,8 @@ State = TypeVar("State")
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
+# Workers raise InputError too, and pickle keeps the positional arguments of an exception alone.
+copyreg.pickle(InputError, lambda error: (functools.partial(InputError, fix=error.fix), (error.problem,)))
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HAS_GROUPS = os.name == "posix"
 AHEAD = 2

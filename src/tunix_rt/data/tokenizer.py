@@ -12,6 +12,7 @@ import tokenizers
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.resolve import A_TOKENIZER
+from tunix_rt.storage import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +204,5 @@ def _own_chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | No
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}", fix="fetch the tokenizer again") from error
+    value = read_json(path, InputError, fix="fetch the tokenizer again") if path.is_file() else {}
     return value if isinstance(value, dict) else {}

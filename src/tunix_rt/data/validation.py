@@ -1,220 +1,128 @@
 """Validation: every rule about training data, and the findings of a dataset. `example_checks.py` implements the rules.
 
 A refusing rule ends a run with exit code 3 before a weight is loaded; a warning is counted and logged.
-docs/reference/data-rules.md is generated from `RULES`.
+docs/reference/data-rules.md is generated from `RULES` and docs/data_examples.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
+from tunix_rt.data.sources import Dataset
 from tunix_rt.data.text import CAPACITY, OVERLAP_WORDS, RUN_WORDS, SHORT_WORDS, THRESHOLD
 from tunix_rt.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One defect of data: what it is, why it matters, the way out, and an example."""
+    """One defect of data: what it is, and the way out. docs/data_examples.py has why it matters, and an example."""
 
     name: str
     finds: str
-    because: str
     fix: str
-    example: str
-    refuses: bool = True
+    refuses: bool
 
 
+_OTHER_EVALSET = "remove them, from the eval set or from the dataset, or name another eval set: evaluation.evalset"
+# Name -> what it finds, and the way out.
+_REFUSING = {
+    "lone_surrogate": ("a lone surrogate in a text", "write the file again as UTF-8 from its source"),
+    "control_character": ("a control character (other than tab and line ends) in a text", "remove it from the text"),
+    "control_token": (
+        "the text of a control token in a text that goes through a chat template",
+        "give the bare texts, the template adds its own tokens; with data.chat_template=plain it stays text",
+    ),
+    "template_refused": (
+        "a conversation that the chat template rejects",
+        "put the turns in the order that the template expects, or choose another: data.chat_template",
+    ),
+    "no_target": (
+        "an example without a trained token",
+        "add an assistant turn, or remove it; if it was truncated, raise data.max_length",
+    ),
+    "end_not_trained": (
+        "an example whose end token is not trained",
+        "use a chat template that ends every assistant turn with a control token: data.chat_template",
+    ),
+    "bos_twice": (
+        "more than one beginning-of-sequence token in an example",
+        "remove its text from the data, the template adds one; with data.chat_template=plain it stays text",
+    ),
+    "bos_missing": (
+        "no beginning-of-sequence token where the model needs one",
+        "use a chat template that begins with {{ bos_token }}: data.chat_template; or the model's own tokenizer",
+    ),
+    "orphan_tag": (
+        "an opening tag without its closing one, or the other way round, in a trace or a tagged completion",
+        "close the tag, or remove it",
+    ),
+    "empty_tag": (
+        "tags with nothing between them in a trace or a tagged completion",
+        "fill the block or remove it; for a template that adds one: --set data.reasoning_tag=think",
+    ),
+    "answer_missing": (
+        "a final answer that is not in the trained text",
+        "inspect the row with `tunix-rt data show`; use the model's own tokenizer, or another data.chat_template",
+    ),
+    "prompt_trained": (
+        "a token of the prompt among the targets",
+        "remove white space from the beginning of the completion",
+    ),
+    "too_long": (
+        "an example longer than data.max_length",
+        "raise data.max_length, or choose: --set data.on_overflow=drop (or truncate)",
+    ),
+    "beyond_positions": (
+        "an example longer than the context of the model",
+        "set data.max_length to the context of the model and data.on_overflow=drop (or truncate), or use another model",
+    ),
+    "outside_vocabulary": (
+        "a token id outside the embedding of the model",
+        "set model.tokenizer_name_or_path to the tokenizer of this model",
+    ),
+    "overlap_exact": ("a training prompt that is an evaluation question, verbatim", _OTHER_EVALSET),
+    "overlap_normalised": (
+        "a training prompt that is an evaluation question up to case, spaces and punctuation",
+        _OTHER_EVALSET,
+    ),
+    "overlap_ngram": (
+        f"a training text that shares {OVERLAP_WORDS} consecutive words with an evaluation question, or contains one "
+        f"of {SHORT_WORDS} to {OVERLAP_WORDS - 1} words",
+        _OTHER_EVALSET,
+    ),
+}
+_WARNING = {
+    "control_text": (
+        "the text of a control token in a text, which plain rendering trains as text",
+        "if so, give the bare texts; HTML such as `<s>` is fine",
+    ),
+    "unused_column": (
+        "a column that the format does not read",
+        "put it into the columns of the format, or ignore it on purpose",
+    ),
+    "answer_with_words": (
+        "a GSM8K answer with words after its number",
+        "leave only the number after `####`, unless its unit is to be learned",
+    ),
+    "truncated": (
+        "an example truncated to data.max_length outside reasoning and answer (data.on_overflow=truncate)",
+        "raise data.max_length, or --set data.on_overflow=drop",
+    ),
+    "cut_inside": (
+        "an example truncated inside its reasoning or its answer (data.on_overflow=truncate)",
+        "raise data.max_length, or --set data.on_overflow=drop",
+    ),
+    "duplicate": ("a record that occurs twice", "remove it, unless it is intended"),
+    "near_duplicate": (
+        f"a record similar to an earlier one: they share an estimated {100 * THRESHOLD:.0f} % of their {RUN_WORDS}-grams "
+        f"(MinHash; of more than {CAPACITY:,} records a sample is compared)",
+        "inspect a few of them, and remove them unless they are intended",
+    ),
+}
 RULES = {
-    rule.name: rule
-    for rule in (
-        Rule(
-            name="lone_surrogate",
-            finds="a lone surrogate in a text",
-            because="it is not a character: the file was truncated or converted badly, and no tokenizer can encode it",
-            fix="write the file again as UTF-8 from its source",
-            example='`"prompt": "How many \\ud83d are there?"`',
-        ),
-        Rule(
-            name="control_character",
-            finds="a control character (other than tab and line ends) in a text",
-            because="it comes from a broken conversion, and the model would learn to generate it",
-            fix="remove it from the text",
-            example='`"final_answer": "4\\u00002"`',
-        ),
-        Rule(
-            name="control_token",
-            finds="the text of a control token in a text that goes through a chat template",
-            because="it becomes that token: the text was rendered by a template before, or a turn would end in its middle",
-            fix="give the bare texts, the template adds its own tokens; with data.chat_template=plain it stays text",
-            example='`"prompt": "<start_of_turn>user\\nHow many?"`',
-        ),
-        Rule(
-            name="template_refused",
-            finds="a conversation that the chat template rejects",
-            because="the template expects another order of turns, or no system turn",
-            fix="put the turns in the order that the template expects, or choose another: data.chat_template",
-            example="two consecutive user turns, and the template of Gemma",
-        ),
-        Rule(
-            name="no_target",
-            finds="an example without a trained token",
-            because="it costs time and trains nothing; alone in a batch its loss is NaN",
-            fix="add an assistant turn, or remove it; if it was truncated, raise data.max_length",
-            example='`{"messages": [{"role": "user", "content": "Hello?"}]}`',
-        ),
-        Rule(
-            name="end_not_trained",
-            finds="an example whose end token is not trained",
-            because="the model never learns to stop, and generates up to the token limit",
-            fix="use a chat template that ends every assistant turn with a control token: data.chat_template",
-            example="a tokenizer whose template writes `assistant: {content}` and no token after it",
-        ),
-        Rule(
-            name="bos_twice",
-            finds="more than one beginning-of-sequence token in an example",
-            because="the model was pretrained with one, and generates worse after two",
-            fix="remove its text from the data, the template adds one; with data.chat_template=plain it stays text",
-            example='`"prompt": "<bos>How many?"`',
-        ),
-        Rule(
-            name="bos_missing",
-            finds="no beginning-of-sequence token where the model needs one",
-            because="a Gemma model without it generates garbage",
-            fix="use a chat template that begins with {{ bos_token }}: data.chat_template; or the model's own tokenizer",
-            example="a Gemma model and a chat template without `{{ bos_token }}`",
-        ),
-        Rule(
-            name="orphan_tag",
-            finds="an opening tag without its closing one, or the other way round, in a trace or a tagged completion",
-            because="the model learns to leave its reasoning open, and no answer can be extracted",
-            fix="close the tag, or remove it",
-            example='`"completion": "<reasoning>3 + 4 = 7<answer>7</answer>"`',
-        ),
-        Rule(
-            name="empty_tag",
-            finds="tags with nothing between them in a trace or a tagged completion",
-            because="the model learns to skip its reasoning; some chat templates add an empty block before that of a trace",
-            fix="fill the block or remove it; for a template that adds one: --set data.reasoning_tag=think",
-            example='`"completion": "<reasoning></reasoning><answer>7</answer>"`',
-        ),
-        Rule(
-            name="answer_missing",
-            finds="a final answer that is not in the trained text",
-            because="the tokenizer or the template lost it: the trained text differs from the file",
-            fix="inspect the row with `tunix-rt data show`; use the model's own tokenizer, or another data.chat_template",
-            example="an answer in a script that the tokenizer does not know, so that it becomes `<unk>`",
-        ),
-        Rule(
-            name="prompt_trained",
-            finds="a token of the prompt among the targets",
-            because="the loss then covers the question too; a token that spans both never occurs in generation",
-            fix="remove white space from the beginning of the completion",
-            example='`"content": "\\n\\nSeven."` after a template that ends in a line break, with a token for two of them',
-        ),
-        Rule(
-            name="too_long",
-            finds="an example longer than data.max_length",
-            because="truncation would remove its answer",
-            fix="raise data.max_length, or choose: --set data.on_overflow=drop (or truncate)",
-            example="a trace of 1,500 tokens and `max_length: 1024`",
-        ),
-        Rule(
-            name="beyond_positions",
-            finds="an example longer than the context of the model",
-            because="learned position embeddings end there; a model with rotary ones was never trained there",
-            fix="set data.max_length to the context of the model and data.on_overflow=drop (or truncate), or use another model",
-            example="a trace of 1,500 tokens and GPT-2, which has 1,024 positions",
-        ),
-        Rule(
-            name="outside_vocabulary",
-            finds="a token id outside the embedding of the model",
-            because="the tokenizer belongs to another model",
-            fix="set model.tokenizer_name_or_path to the tokenizer of this model",
-            example="Gemma 3's tokenizer writes `<image_soft_token>` as id 262144; the embedding ends at 262143",
-        ),
-        Rule(
-            name="overlap_exact",
-            finds="a training prompt that is an evaluation question, verbatim",
-            because="a trained answer measures memorization, not learning",
-            fix="remove them, from the eval set or from the dataset, or name another eval set: evaluation.evalset",
-            example='`"How many are left?"` in both',
-        ),
-        Rule(
-            name="overlap_normalised",
-            finds="a training prompt that is an evaluation question up to case, spaces and punctuation",
-            because="a trained answer measures memorization, not learning",
-            fix="remove them, from the eval set or from the dataset, or name another eval set: evaluation.evalset",
-            example='`"How many are left?"` and `"how many  are left"`',
-        ),
-        Rule(
-            name="overlap_ngram",
-            finds=(
-                f"a training text that shares {OVERLAP_WORDS} consecutive words with an evaluation question, or contains one "
-                f"of {SHORT_WORDS} to {OVERLAP_WORDS - 1} words"
-            ),
-            because="it is the same question rephrased, or it is quoted in an answer",
-            fix="remove them, from the eval set or from the dataset, or name another eval set: evaluation.evalset",
-            example="the same story about another person",
-        ),
-        Rule(
-            name="control_text",
-            finds="the text of a control token in a text, which plain rendering trains as text",
-            because="the text may have been rendered by a chat template before",
-            fix="if so, give the bare texts; HTML such as `<s>` is fine",
-            example='`"prompt": "<start_of_turn>user\\nHow many?"` and `chat_template: plain`',
-            refuses=False,
-        ),
-        Rule(
-            name="unused_column",
-            finds="a column that the format does not read",
-            because="it is not trained on: a context or an instruction may be lost",
-            fix="put it into the columns of the format, or ignore it on purpose",
-            example='`{"question": "Who?", "answer": "Mia.", "context": "Mia came."}`',
-            refuses=False,
-        ),
-        Rule(
-            name="answer_with_words",
-            finds="a GSM8K answer with words after its number",
-            because="they are trained as part of the answer, while most answers of the set are a bare number",
-            fix="leave only the number after `####`, unless its unit is to be learned",
-            example='`"answer": "It takes 2 + 3 = 5 hours.\\n#### 5 hours"`',
-            refuses=False,
-        ),
-        Rule(
-            name="truncated",
-            finds="an example truncated to data.max_length outside reasoning and answer (data.on_overflow=truncate)",
-            because="its end token is lost: the model learns not to stop",
-            fix="raise data.max_length, or --set data.on_overflow=drop",
-            example="a chat of six turns, of which four fit",
-            refuses=False,
-        ),
-        Rule(
-            name="cut_inside",
-            finds="an example truncated inside its reasoning or its answer (data.on_overflow=truncate)",
-            because="the model learns reasoning without an answer, or half an answer",
-            fix="raise data.max_length, or --set data.on_overflow=drop",
-            example="a trace whose steps alone are longer than `max_length`",
-            refuses=False,
-        ),
-        Rule(
-            name="duplicate",
-            finds="a record that occurs twice",
-            because="it is trained on twice as often as the others",
-            fix="remove it, unless it is intended",
-            example="the same line twice",
-            refuses=False,
-        ),
-        Rule(
-            name="near_duplicate",
-            finds=(
-                f"a record similar to an earlier one: they share an estimated {100 * THRESHOLD:.0f} % of their {RUN_WORDS}-grams "
-                f"(MinHash; of more than {CAPACITY:,} records a sample is compared)"
-            ),
-            because="many of them are one example trained on many times; across a held-out split they leak",
-            fix="inspect a few of them, and remove them unless they are intended",
-            example="the same story with one number changed",
-            refuses=False,
-        ),
-    )
+    name: Rule(name=name, finds=finds, fix=fix, refuses=refuses)
+    for rules, refuses in ((_REFUSING, True), (_WARNING, False))
+    for name, (finds, fix) in rules.items()
 }
 
 PLACES = 100
@@ -237,7 +145,7 @@ class Finding:
     """The first PLACES of them."""
 
     @classmethod
-    def at(cls, places: Sequence[str], *, rule: str, count: int, seen: str) -> "Finding":
+    def at(cls, places: Sequence[str], *, rule: str, count: int, seen: str) -> Self:
         return cls(rule=rule, count=count, first=places[0], seen=seen, places=tuple(places[:PLACES]))
 
     @property
@@ -246,6 +154,27 @@ class Finding:
 
     def describe(self) -> str:
         return f"{self.rule}: {self.count:,} x {RULES[self.rule].finds}; first {self.first}: {self.seen}"
+
+
+class Tally:
+    """Broken rules as they are recorded: by name, a count, what is wrong at the first place, and the first PLACES places."""
+
+    def __init__(self) -> None:
+        self.by_rule: dict[str, dict[str, Any]] = {}
+
+    def add(self, rule: str, place: Any, seen: str) -> None:
+        known = self.by_rule.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": []})
+        known["count"] += 1
+        if len(known["places"]) < PLACES:
+            known["places"].append(place)
+
+
+def findings_of(recorded: Iterable[Mapping[str, Any]], dataset: Dataset, beside: str = "") -> tuple[Finding, ...]:
+    """The findings of a `Tally` whose places are (file, line) of `dataset`. `beside` precedes what is wrong."""
+    return tuple(
+        Finding.at(dataset.places(one["places"]), rule=one["rule"], count=one["count"], seen=f"{beside}{one['seen']}")
+        for one in recorded
+    )
 
 
 def refuse(findings: Sequence[Finding]) -> None:

@@ -78,9 +78,8 @@ def gpu_is_free(facts: Facts, ask: Ask) -> Check:
 
 @check("cuda-majors-clash")
 def cuda_is_of_one_major(facts: Facts, ask: Ask) -> Check:
-    plugins = [
-        re.sub(r"\D", "", name) for name in (facts.jax.plugins if facts.jax else {}) if name.startswith("jax-cuda")
-    ]
+    installed = facts.jax.plugins if facts.jax else {}
+    plugins = [re.sub(r"\D", "", name) for name in installed if name.startswith("jax-cuda")]
     if facts.torch is None or not facts.torch.cuda_build or not plugins:
         return skipped("torch and jax are not both CUDA builds")
     major = facts.torch.cuda_build.partition(".")[0]

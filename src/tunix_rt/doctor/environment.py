@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,8 @@ def why_refused(facts: Facts, device: str) -> Failure | None:
             return refusal
     if free < needed:
         words = f"{free:.1f} GiB free at {facts.host.disk_path}; the environment needs about {needed} GiB"
-        return _refusal(
-            kind="storage", cause="low-disk", problem=words, fix="free disk space, or choose another --path"
-        )
+        fix = "free disk space, or choose another --path"
+        return _refusal(kind="storage", cause="low-disk", problem=words, fix=fix)
     return None
 
 
@@ -115,8 +115,7 @@ def _why_no_wheel(facts: Facts) -> Failure | None:
     return _refusal(kind="driver" if helped else "wheel", cause="no-wheel-fits", problem=problem, fix=fix)
 
 
-def _refusal(*, kind: str, cause: str, problem: str, fix: str) -> Failure:
-    return Failure(step="before", kind=kind, cause=cause, problem=problem, fix=fix)
+_refusal = partial(Failure, step="before")
 
 
 def plan_environment(facts: Facts, device: str, path: Path, index_base: str = INDEX_BASE) -> EnvironmentPlan:
@@ -133,13 +132,9 @@ def plan_environment(facts: Facts, device: str, path: Path, index_base: str = IN
         wheels, reason = cpu_wheels(host.system), "for the CPU"
         if host.disk_free_bytes < NEEDED_GIB["cuda"] * 2**30 and wheels[-1].cuda:
             wheels, reason = wheels[:1], f"{reason}; too little disk for the registry's build with its CUDA libraries"
+    python = python_in(path, host.system)
     return EnvironmentPlan(
-        device=device,
-        path=path,
-        python=python_in(path, host.system),
-        reason=reason,
-        wheels=tuple(wheels),
-        index_base=index_base,
+        device=device, path=path, python=python, reason=reason, wheels=tuple(wheels), index_base=index_base
     )
 
 
@@ -175,11 +170,8 @@ def package_source() -> list[str]:
         return [f"tunix-rt[training]=={tunix_rt.__version__}"]
     known = json.loads(origin)
     vcs = known.get("vcs_info")
-    return [
-        f"tunix-rt[training] @ {vcs['vcs']}+{known['url']}@{vcs['commit_id']}"
-        if vcs
-        else f"tunix-rt[training] @ {known['url']}"
-    ]
+    place = f"{vcs['vcs']}+{known['url']}@{vcs['commit_id']}" if vcs else known["url"]
+    return [f"tunix-rt[training] @ {place}"]
 
 
 def next_wheel(fitting: Sequence[Wheel], failed: Wheel, *, step: str, kind: str = "wheel") -> Wheel | None:
@@ -262,9 +254,8 @@ def judge_install(output: str, step: str, what: str) -> Failure:
     """Why `pip install` failed, from its output."""
     for kind, cause, pattern, fix in _PIP_ERRORS:
         if re.search(pattern, output):
-            return Failure(
-                step=step, kind=kind, cause=cause, problem=f"pip could not get {what} ({last_words(output)})", fix=fix
-            )
+            problem = f"pip could not get {what} ({last_words(output)})"
+            return Failure(step=step, kind=kind, cause=cause, problem=problem, fix=fix)
     problem = f"pip failed on {what} ({last_words(output)})"
     return Failure(step=step, kind="environment", cause="pip-failed", problem=problem, fix="see the log")
 

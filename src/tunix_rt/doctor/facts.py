@@ -4,7 +4,7 @@ unknown fact is None or absent. And `Check`, the verdict on one cause."""
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -265,12 +265,8 @@ def _as_cuda_sees(gpu: Gpu) -> Gpu | None:
 
 
 def _slice_of(gpu: Gpu, uuid: str) -> Gpu | None:
-    for part in gpu.slices:
-        if part.uuid == uuid:
-            return replace(
-                gpu, name=part.name, uuid=part.uuid, total_bytes=part.total_bytes, free_bytes=part.free_bytes
-            )
-    return None
+    part = next((part for part in gpu.slices if part.uuid == uuid), None)
+    return replace(gpu, **asdict(part)) if part else None
 
 
 def _named_by(entry: str, gpus: tuple[Gpu, ...]) -> Gpu | None:

@@ -6,32 +6,17 @@ One function per cause, in the order of `GPU_CHECKS`: a cause comes before the o
 import re
 
 from tunix_rt.doctor import facts as signs
-from tunix_rt.doctor.facts import (
-    WSL_LIBRARIES,
-    Ask,
-    Check,
-    Facts,
-    Gpu,
-    check,
-    failed,
-    passed,
-    skipped,
-    visible_gpus,
-    warned,
-)
+from tunix_rt.doctor.facts import Ask, Check, Facts, Gpu, check, failed, passed, skipped, visible_gpus, warned
 from tunix_rt.doctor.wheels import BLACKWELL, BLACKWELL_DRIVER, DRIVER_FLOOR, LAST_BRANCH_BELOW_7_5, number
 
 GIB = 2**30
+WSL_LIBRARIES = signs.WSL_LIBRARIES
 FIRST_BLACKWELL_ID = 0x2900
 """PCI device numbers: Ada ends at 0x28xx; B200 is 0x2901, RTX 50 0x2b85 and above, GB10 0x2e12."""
 FIRST_TURING_ID = 0x1E00
 NEWEST_DRIVER = DRIVER_FLOOR["Linux"][13]
-GIVE_THE_POD_GPUS = (
-    "give the pod a GPU: resources.limits nvidia.com/gpu: 1 (outside of Kubernetes: docker run --gpus all)"
-)
-START_WITH_GPUS = (
-    "start the container with its GPUs: docker run --gpus all ... (the host needs nvidia-container-toolkit)"
-)
+POD_GPUS = "give the pod a GPU: resources.limits nvidia.com/gpu: 1 (outside of Kubernetes: docker run --gpus all)"
+RUN_GPUS = "start the container with its GPUs: docker run --gpus all ... (the host needs nvidia-container-toolkit)"
 LOST = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 
 
@@ -64,7 +49,7 @@ def _gpu_nodes(facts: Facts) -> list[str]:
 
 
 def _with_gpus(facts: Facts) -> str:
-    return GIVE_THE_POD_GPUS if facts.host.container == "kubernetes" else START_WITH_GPUS
+    return POD_GPUS if facts.host.container == "kubernetes" else RUN_GPUS
 
 
 def _device_numbers(facts: Facts) -> list[int]:
@@ -125,9 +110,8 @@ def driver_is_loaded(facts: Facts, ask: Ask) -> Check:
     if nvidia.module_version is None and (nvidia.pci or not_loaded) and not _gpu_nodes(facts):
         saw = ", ".join(gpu_signs(facts)) + (", nouveau loaded" if nvidia.nouveau else ", no kernel module `nvidia`")
         where = "on the host of this container: " if facts.host.container else ""
-        driver = (
-            f"branch {LAST_BRANCH_BELOW_7_5}, the last one for it" if _is_old(facts) else f"{NEWEST_DRIVER} or newer"
-        )
+        last = f"branch {LAST_BRANCH_BELOW_7_5}, the last one for it"
+        driver = last if _is_old(facts) else f"{NEWEST_DRIVER} or newer"
         first = "" if nvidia.nouveau else "sudo modprobe nvidia; if there is no such module, "
         driver += "; it replaces nouveau" if nvidia.nouveau else ""
         how = f"{first}install the NVIDIA driver ({driver}), then restart; if Secure Boot refuses its module, enrol its key"
@@ -151,9 +135,8 @@ def container_has_gpus(facts: Facts, ask: Ask) -> Check:
     has_nodes = bool(_gpu_nodes(facts)) or any(node.path == "/dev/dxg" for node in nvidia.nodes)
     if not hidden and (has_nodes or not (facts.host.wsl or nvidia.module_version)):
         return passed(", ".join(node.path for node in nvidia.nodes) or "no driver on the host")
-    missing = (
-        f"NVIDIA_VISIBLE_DEVICES={mask}" if hidden else "no /dev/dxg" if facts.host.wsl else "no /dev/nvidia* nodes"
-    )
+    missing = "no /dev/dxg" if facts.host.wsl else "no /dev/nvidia* nodes"
+    missing = f"NVIDIA_VISIBLE_DEVICES={mask}" if hidden else missing
     seen = ", ".join([*gpu_signs(facts), missing])
     saw = f"inside {facts.host.container}{' on WSL' if facts.host.wsl else ''}: {seen}"
     return failed(saw, "this container was started without the GPUs of its host", _with_gpus(facts))
@@ -196,12 +179,10 @@ def driver_library_is_there(facts: Facts, ask: Ask) -> Check:
         return skipped()
     if _nvml_error(facts) != "NVMLError_LibraryNotFound":
         return passed("the driver's library is installed")
+    driver = nvidia.module_version or NEWEST_DRIVER
+    fix = f"install the libraries of the same driver as the kernel module ({driver})"
     if facts.host.container:
         fix = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility (and --gpus all)"
-    else:
-        fix = (
-            f"install the libraries of the same driver as the kernel module ({nvidia.module_version or NEWEST_DRIVER})"
-        )
     return failed(nvidia.nvml_problem or "", "the driver is loaded, its libraries are not installed", fix)
 
 
@@ -368,13 +349,11 @@ def gpu_may_be_shared(facts: Facts, ask: Ask) -> Check:
     for gpu in visible:
         back = f"sudo nvidia-smi -i {gpu.index} -c DEFAULT"
         if gpu.compute_mode == "prohibited":
-            return failed(
-                f"GPU {gpu.index}: compute mode prohibited", "the compute mode forbids CUDA on this GPU", back
-            )
+            saw = f"GPU {gpu.index}: compute mode prohibited"
+            return failed(saw, "the compute mode forbids CUDA on this GPU", back)
         if gpu.compute_mode == "exclusive_process" and gpu.processes:
-            holder = holders(gpu)
             return failed(
-                f"GPU {gpu.index}: compute mode exclusive_process, held by {holder}",
+                f"GPU {gpu.index}: compute mode exclusive_process, held by {holders(gpu)}",
                 "another process has exclusive use of this GPU", f"wait for it or end it; or share the GPU: {back}",
             )  # fmt: skip
     return passed("processes can share the GPU")

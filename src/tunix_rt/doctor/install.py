@@ -113,15 +113,13 @@ def check_path(path: Path) -> None:
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists", fix="choose another --path")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"the folder {path.absolute().parent} does not exist", fix="create it, or choose another --path"
-        )
+        problem = f"the folder {path.absolute().parent} does not exist"
+        raise ConfigError(problem, fix="create it, or choose another --path")
     for beside in (log_of(path), report_of(path)):
         with storage(beside, fix="choose another --path"):
             if os.path.lexists(beside) and not (beside.is_file() and SCHEMA.encode() in beside.read_bytes()):
-                raise ConfigError(
-                    f"{beside} is not of `env create` and would be overwritten", fix="choose another --path"
-                )
+                problem = f"{beside} is not of `env create` and would be overwritten"
+                raise ConfigError(problem, fix="choose another --path")
 
 
 # --- creation ---------------------------------------------------------------------------------------------------------
@@ -224,7 +222,6 @@ def _attempt(plan: EnvironmentPlan, wheel: Wheel, facts: Facts, log: _Log) -> At
     """One wheel, from an empty folder to the self-test; the folder is removed unless all of it succeeds."""
     ran: list[Ran] = []
     seen: dict[str, Any] = {"versions": {}, "proof": None}
-    failure: Failure | None = None
     done = False
     with storage(plan.path, fix="choose another --path"):
         plan.path.mkdir()  # it is new, so it may be removed below
@@ -266,10 +263,8 @@ def _install_and_verify(
     done, output = _keep(ran, log.run(check, seconds=CHECK_SECONDS))
     after, failure = judge_quick_check(output, done.exit_code, plan.device, facts)
     if failure is None and (after.version, after.cuda_build) != (torch.version, torch.cuda_build):
-        problem = f"the other packages changed torch {torch.version} to {after.version}"
-        failure = Failure(
-            step="packages", kind="environment", cause="torch-changed", problem=problem, fix="see the log"
-        )
+        known = {"step": "packages", "kind": "environment", "cause": "torch-changed", "fix": "see the log"}
+        failure = Failure(problem=f"the other packages changed torch {torch.version} to {after.version}", **known)
     if failure is None:
         seen["proof"], failure = _self_test(plan.python, plan.device)
         ran.append(_record_self_test(proof, log, seen["proof"], failure))
@@ -283,10 +278,9 @@ def _keep(ran: list[Ran], result: tuple[Ran, str]) -> tuple[Ran, str]:
 
 def _self_test(python: Path, device: str) -> tuple[Any, Failure | None]:
     """The kernel self-test of this Python on the device, as plain values, and what failed."""
+    new = str(python.absolute())
     with _environment_of_children():
-        proof = run_selftest(
-            backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute())
-        )
+        proof = run_selftest(backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=new)
     wrong = selftest_problem(proof)
     if wrong is None:
         return _finite(to_plain(proof)), None

@@ -184,12 +184,9 @@ def plugin_is_of_the_same_version(facts: Facts, ask: Ask) -> Check:
     if not other:
         return passed(f"jax {jax.version}, " + ", ".join(f"{name} {version}" for name, version in parts.items()))
     saw = f"jax {jax.version} with " + ", ".join(f"{name} {version}" for name, version in sorted(other.items()))
-    line = jax_fix(facts, ask)
-    exact = (
-        f'{line.rstrip(chr(34))}=={jax.version}"'
-        if target(facts, ask) != "cpu"
-        else f"pip install jaxlib=={jax.version}"
-    )
+    exact = f"pip install jaxlib=={jax.version}"
+    if target(facts, ask) != "cpu":
+        exact = f'{jax_fix(facts, ask).rstrip(chr(34))}=={jax.version}"'
     return failed(saw, "the packages of jax have different versions; jax ignores such a plugin", exact)
 
 
@@ -263,9 +260,8 @@ def _fix_after(facts: Facts, ask: Ask, message: str) -> str:
     if re.search(r"already in use|in use by process|Device or resource busy", message):
         return "end the process that holds the device (one process per TPU chip), then try again"
     if "no answer within" in message:
-        return (
-            f"restart the computer or the container, because jax hangs if the driver does; else {jax_fix(facts, ask)}"
-        )
+        again = "restart the computer or the container, because jax hangs if the driver does"
+        return f"{again}; else {jax_fix(facts, ask)}"
     return jax_fix(facts, ask)
 
 
@@ -278,10 +274,8 @@ def tpu_is_known(facts: Facts, ask: Ask) -> Check:
     if kinds and kinds[0] in TPU_DEVICES:
         return passed(kinds[0])
     if not kinds:
-        why = "only device nodes of a TPU exist, so its kind is unknown"
-        return failed(
-            ", ".join(node.path for node in facts.tpu.nodes), why, 'pip install -U "jax[tpu]", then try again'
-        )
+        saw, fix = ", ".join(node.path for node in facts.tpu.nodes), 'pip install -U "jax[tpu]", then try again'
+        return failed(saw, "only device nodes of a TPU exist, so its kind is unknown", fix)
     return failed(
         kinds[0], "this kind of TPU is not in the catalogue, so its memory is unknown",
         "update tunix-rt, or use a TPU from v2 to v7x",

@@ -54,25 +54,18 @@ def pci_devices(root: Path, vendor: str) -> list[tuple[str, PciDevice]]:
     found = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         if read_text(folder / "vendor") == vendor:
-            device = PciDevice(
-                address=folder.name,
-                vendor=vendor,
-                device=read_text(folder / "device"),
-                subsystem=read_text(folder / "subsystem_device"),
-            )
-            found.append((read_text(folder / "class"), device))
+            device, subsystem = (read_text(folder / name) for name in ("device", "subsystem_device"))
+            one = PciDevice(address=folder.name, vendor=vendor, device=device, subsystem=subsystem)
+            found.append((read_text(folder / "class"), one))
     return found
 
 
 def device_nodes(root: Path, *patterns: str) -> tuple[DeviceNode, ...]:
     """The files of /dev that match, in the order of the patterns, and whether this user can read and write each."""
-    dev = root / "dev"
-    found = [
-        path for pattern in patterns for path in sorted(dev.glob(pattern), key=lambda path: (len(path.name), path))
-    ]
-    return tuple(
-        DeviceNode(path=f"/dev/{path.relative_to(dev)}", usable=os.access(path, os.R_OK | os.W_OK)) for path in found
-    )
+    dev, rights = root / "dev", os.R_OK | os.W_OK
+    globs = (sorted(dev.glob(pattern), key=lambda path: (len(path.name), path)) for pattern in patterns)
+    found = [(f"/dev/{path.relative_to(dev)}", os.access(path, rights)) for paths in globs for path in paths]
+    return tuple(DeviceNode(path=path, usable=usable) for path, usable in found)
 
 
 def read_text(path: Path) -> str:
@@ -169,26 +162,30 @@ def read_nvml() -> dict[str, Any]:
 
     report: dict[str, Any] = {"driver_version": None, "driver_cuda": None, "gpus": [], "problems": []}
     try:
-        pynvml.nvmlInit()
+        with _nvml():
+            report["driver_version"] = pynvml.nvmlSystemGetDriverVersion()
+            if cuda := _unless_unknown(pynvml.nvmlSystemGetCudaDriverVersion_v2):
+                report["driver_cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                try:
+                    report["gpus"].append(asdict(_read_gpu(index)))
+                except pynvml.NVMLError as error:
+                    report["problems"].append(f"{type(error).__name__}: {error} (GPU {index})")
     except pynvml.NVMLError as error:
-        report["problems"].append(_nvml_words(error))
-        return report
-    count = 0
-    try:
-        report["driver_version"] = pynvml.nvmlSystemGetDriverVersion()
-        if cuda := _unless_unknown(pynvml.nvmlSystemGetCudaDriverVersion_v2):
-            report["driver_cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
-        count = pynvml.nvmlDeviceGetCount()
-    except pynvml.NVMLError as error:
-        report["problems"].append(_nvml_words(error))
-    for index in range(count):
-        try:
-            report["gpus"].append(asdict(_read_gpu(index)))
-        except pynvml.NVMLError as error:
-            report["problems"].append(f"{_nvml_words(error)} (GPU {index})")
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlShutdown()
+        report["problems"].append(f"{type(error).__name__}: {error}")
     return report
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[None]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def _read_gpu(index: int) -> Gpu:
@@ -249,12 +246,7 @@ def _unless_unknown(query: Callable[..., T], *arguments: Any) -> T | None:
         return None
 
 
-def _nvml_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(read_nvml()) + "\n")
+# --- memory of a run, in its own process ------------------------------------------------------------------------------
 
 SMI_SECONDS = 20.0
 
@@ -269,18 +261,6 @@ class GpuMemory:
     by: str
     at: str
     """Time, in UTC."""
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[None]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def gpu_memory(step: int, uuids: Collection[str], *, pid: int | None = None) -> GpuMemory | None:
@@ -335,3 +315,7 @@ def nvidia_smi_text(sample: GpuMemory | None, step: int) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         output = f"nvidia-smi failed: {error}\n"
     return f"{head}\n\n{output}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(read_nvml()) + "\n")

@@ -187,12 +187,10 @@ def ask_jax(jax: Jax, platform: str, *, script: str = JAX_SCRIPT, seconds: float
     try:
         said = _joined(answer["said"])
         if "error" in answer:
-            return replace(
-                started, said=said, problem=_jax_problem(platform, str(answer["error"]), str(answer["words"]))
-            )
-        return replace(
-            started, platform=str(answer["platform"]), devices=tuple(str(kind) for kind in answer["devices"]), said=said
-        )
+            problem = _jax_problem(platform, str(answer["error"]), str(answer["words"]))
+            return replace(started, said=said, problem=problem)
+        kinds = tuple(str(kind) for kind in answer["devices"])
+        return replace(started, platform=str(answer["platform"]), devices=kinds, said=said)
     except (KeyError, TypeError):
         return replace(started, problem=f"jax: malformed output {plain_words(str(answer))!r}")
 

@@ -127,9 +127,7 @@ def cpu_facts(root: Path = ROOT) -> dict[str, str]:
 
 def _cores() -> int:
     """Cores of this process, in a container or under taskset fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory(root: Path) -> tuple[int, int]:

@@ -178,7 +178,7 @@ def selftest_problem(proof: SelfTest) -> tuple[str, str] | None:
     if failed is None:
         return None
     problem = f"{proof.device} failed the self-test check `{failed.name}` in {proof.dtype}: {failed.detail}"
-    if _is_about_capability(failed.detail):
+    if "capability" in failed.detail or "no kernel image" in failed.detail:
         return problem, f"install a wheel with code for this GPU: `tunix-rt doctor --device {proof.device}` names it"
     if failed.name in WRONG_NUMBERS and proof.device == "cuda":
         return problem, (
@@ -188,15 +188,10 @@ def selftest_problem(proof: SelfTest) -> tuple[str, str] | None:
     return problem, f"run `{again}` again; if it repeats, reinstall {proof.backend} or use another device"
 
 
-def _is_about_capability(detail: str) -> bool:
-    return "capability" in detail or "no kernel image" in detail
-
-
 def selftest_lines(proof: SelfTest, peak: tuple[float | None, float | None] = (None, None)) -> list[str]:
     """A line per check; speed and bandwidth beside the published `peak` (TFLOP/s, GB/s) where one is given."""
-    lines = [
-        f"Kernel self-test on {proof.device} in {proof.dtype}: {'passed' if proof.ok else 'FAILED'} ({proof.seconds:.1f} s)"
-    ]
+    ended = "passed" if proof.ok else "FAILED"
+    lines = [f"Kernel self-test on {proof.device} in {proof.dtype}: {ended} ({proof.seconds:.1f} s)"]
     for result in proof.results:
         detail = _beside(result.figures, peak) if result.name == "speed" and result.ok else result.detail
         lines.append(f"  {result.name:<10} {'ok  ' if result.ok else 'FAIL'}  {detail}")

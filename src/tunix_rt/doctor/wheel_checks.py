@@ -42,9 +42,8 @@ def wheel_fix(facts: Facts) -> str:
     if wheels := fitting_wheels(required, driver, host.system, host.machine, wsl=host.wsl):
         return install_line(wheels[0])
     for gpu in visible_gpus(facts):  # GPUs of different ages: one alone may have a wheel
-        if gpu.capability and (
-            own := fitting_wheels([gpu.capability], driver, host.system, host.machine, wsl=host.wsl)
-        ):
+        alone = [gpu.capability] if gpu.capability else []
+        if alone and (own := fitting_wheels(alone, driver, host.system, host.machine, wsl=host.wsl)):
             return f"export CUDA_VISIBLE_DEVICES={gpu.index}  # {gpu.name} alone; its wheel: {install_line(own[0])}"
     return why_no_wheel(required, driver, host.system, host.machine, wsl=host.wsl)[1]
 
@@ -90,11 +89,8 @@ def wheel_is_for_cuda(facts: Facts, ask: Ask) -> Check:
     if torch.cuda_build:
         return passed(f"torch {torch.version}, CUDA {torch.cuda_build}")
     built = f"built for ROCm {torch.hip_build}" if torch.hip_build else "built without CUDA"
-    return failed(
-        f"torch {torch.version}: {built}",
-        "a GPU is present, but this torch wheel cannot use it",
-        wheel_fix(facts),
-    )
+    why = "a GPU is present, but this torch wheel cannot use it"
+    return failed(f"torch {torch.version}: {built}", why, wheel_fix(facts))
 
 
 @check("driver-below-wheel", engine="torch")
@@ -109,9 +105,8 @@ def driver_is_new_enough(facts: Facts, ask: Ask) -> Check:
     if number(driver) >= number(floor) or torch.cuda_available:  # CUDA that starts overrules the table
         return passed(saw)
     line = wheel_fix(facts)
-    has_kernels = torch.arch_list is None or all(
-        fits(one, torch.arch_list, torch.cuda_build) for one in capabilities(facts)
-    )
+    archs, build = torch.arch_list, torch.cuda_build
+    has_kernels = archs is None or all(fits(one, archs, build) for one in capabilities(facts))
     fix = f"{line}; or update the driver to {floor} or newer" if line.startswith("pip") and has_kernels else line
     return failed(saw, f"the driver is older than this torch wheel needs ({floor})", fix)
 
@@ -128,11 +123,8 @@ def wheel_has_kernels(facts: Facts, ask: Ask) -> Check:
         misfit = gpu.capability and torch.arch_list and not fits(gpu.capability, torch.arch_list, torch.cuda_build)
         if misfit or (warned and (len(gpus) == 1 or gpu.name in (torch.said or ""))):
             code = "sm_{}{}".format(*gpu.capability) if gpu.capability else "an unknown architecture"
-            return failed(
-                f"{gpu.name} is {code}; {shown}",
-                f"this torch wheel has no kernels for {gpu.name}",
-                wheel_fix(facts),
-            )
+            why = f"this torch wheel has no kernels for {gpu.name}"
+            return failed(f"{gpu.name} is {code}; {shown}", why, wheel_fix(facts))
     if torch.arch_list is None:
         return skipped("the architectures of torch are unknown")
     return passed(shown)
@@ -143,9 +135,8 @@ def torch_is_not_too_old(facts: Facts, ask: Ask) -> Check:
     torch = facts.torch
     if torch is None:
         return skipped()
-    if not number(torch.version) or number(torch.version)[:2] >= number(
-        OLDEST_TORCH
-    ):  # a local build may have no version number
+    version = number(torch.version)
+    if not version or version[:2] >= number(OLDEST_TORCH):  # a local build may have no version number
         return passed(f"torch {torch.version}")
     fix = wheel_fix(facts) if wants_gpu(facts, ask) else INSTALL["torch"]
     why = f"torch below {OLDEST_TORCH} has known vulnerabilities in loading weights, and is not supported"
@@ -156,9 +147,8 @@ def torch_is_not_too_old(facts: Facts, ask: Ask) -> Check:
 def torch_sees_the_gpu(facts: Facts, ask: Ask) -> Check:
     """Everything else fits, and torch still has no CUDA."""
     torch = facts.torch
-    unseen = not wants_gpu(facts, ask) or (
-        facts.nvidia.gpus and not visible_gpus(facts)
-    )  # a mask hides it from torch too
+    masked = facts.nvidia.gpus and not visible_gpus(facts)  # for torch too
+    unseen = not wants_gpu(facts, ask) or masked
     if torch is None or torch.cuda_available is None or unseen:
         return skipped("torch was not started, or no GPU is visible")
     if torch.cuda_available:
@@ -167,9 +157,8 @@ def torch_sees_the_gpu(facts: Facts, ask: Ask) -> Check:
     for pattern, why, fix in CUDA_ERRORS:
         if re.search(pattern, message):
             return failed(message, why, fix)
-    return failed(
-        message, "torch cannot start CUDA", "restart the container or the computer, then run tunix-rt doctor again"
-    )
+    again = "restart the container or the computer, then run tunix-rt doctor again"
+    return failed(message, "torch cannot start CUDA", again)
 
 
 WHEEL_CHECKS = (

@@ -167,9 +167,8 @@ def why_no_wheel(
     """Why `fitting_wheels` is empty, and the fix."""
     shown = ", ".join(f"{major}.{minor}" for major, minor in dict.fromkeys(capabilities))
     platform = f"{system} {machine}"
-    last_branch = (
-        f"install a driver of branch {LAST_BRANCH_BELOW_7_5}, the last one for GPUs below compute capability 7.5"
-    )
+    branch = f"branch {LAST_BRANCH_BELOW_7_5}, the last one for GPUs below compute capability 7.5"
+    last_branch = f"install a driver of {branch}"
     if not any(platform in wheel.platforms for wheel in WHEELS):
         return f"no CUDA wheel of torch is published for {platform}", "use Linux (x86_64 or aarch64) or Windows on a PC"
     old = any(one < (7, 5) for one in capabilities)

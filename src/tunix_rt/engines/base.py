@@ -6,10 +6,13 @@ mypy compares both engines with the interface (at the end of this file). Heavy l
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
@@ -288,19 +291,33 @@ def load_backend(name: str) -> Backend:
     times beside another busy program. Compiled code is cached across restarts, which PyTorch's default folder is not.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    if (folder := _compile_cache()) is not None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+    folder = cache_root() / "compiled"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     return cast(Backend, importlib.import_module(f"tunix_rt.engines.{name}.loop"))
 
 
-def _compile_cache() -> str | None:
-    """The folder for compiled code; None where it is not writable, and PyTorch uses its default."""
-    folder = cache_root() / "compiled"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return str(folder) if os.access(folder, os.W_OK) else None
+T = TypeVar("T")
+
+
+def prefetched(
+    make: Callable[[int], T], *, ahead: bool, first: int, total: int
+) -> Generator[tuple[int, Callable[[], T]], None, None]:
+    """(step, a function that returns `make(step)`) for steps `first` to `total`; with `ahead` a thread makes the next one."""
+    if not ahead:
+        yield from ((step, partial(make, step)) for step in range(first, total + 1))
+        return
+    with contextlib.ExitStack() as ends:
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        ends.callback(pool.shutdown, wait=True, cancel_futures=True)
+        coming = pool.submit(make, first)
+        for step in range(first, total + 1):
+            now = coming
+            if step < total:
+                coming = pool.submit(make, step + 1)
+            yield step, now.result
 
 
 def refuse_unsupported_model(source: ModelSource, backend: str) -> None:

@@ -30,10 +30,10 @@ def unreadable(path: Path, error: Exception) -> StorageError:
     )
 
 
-def refuse_other_tensors(path: Path, stored: Mapping[str, str], expected: Mapping[str, str]) -> None:
+def refuse_other_tensors(path: Path | str, stored: Mapping[str, str], expected: Mapping[str, str]) -> None:
     """InputError for the first tensor of `path` that is missing, unexpected, or of another shape or dtype. Tensors are given
     by name as `[shape] dtype`."""
-    fix = "the checkpoint is of another model; start a new run with another --output"
+    fix = "the checkpoint is of another model or optimizer; start a new run with another --output"
     if differing := sorted(stored.keys() ^ expected.keys()):
         fault = "lacks" if differing[0] in expected else "has the unexpected tensor"
         raise InputError(f"{path} {fault} {differing[0]}; {len(differing)} tensor names differ", fix=fix)

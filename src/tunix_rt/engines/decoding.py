@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tunix_rt.errors import DoesNotFitError, InputError
@@ -54,10 +54,6 @@ class Ending:
     _seen: int = field(default=0, init=False)
     _closed_at: int | None = field(default=None, init=False)
 
-    def reset(self) -> "Ending":
-        """The same for another generation."""
-        return Ending(stop_ids=self.stop_ids, closing=self.closing, decode=self.decode)
-
     def find(self, ids: Sequence[int]) -> Answer | None:
         """The generation, once it has ended. A stop token right after the closing text takes precedence over it."""
         for place in range(self._seen, len(ids)):
@@ -97,7 +93,7 @@ class Prompt:
 
     def restart(self) -> None:
         """Discard the tokens so far, as after memory ran out."""
-        self.ids, self.ending = [], self.ending.reset()
+        self.ids, self.ending = [], replace(self.ending)  # with its state reset
 
     def append(self, tokens: Sequence[int], *, late: bool, model: str) -> Answer | None:
         """The generation, if it ends with the next `tokens` or because it is `late`. NaN logits are an error of `model`."""
@@ -111,38 +107,26 @@ class Prompt:
         return answer
 
 
-def prompt_of(
-    index: int,
-    prompt: Sequence[int],
-    *,
-    positions: int | None,
-    decoding: Decoding,
-    stop_ids: Sequence[int],
-    decode: Callable[[list[int]], str],
-) -> Prompt:
-    """Prompt number `index`, for a model with a context of `positions` tokens; None: without a limit."""
-    left = decoding.max_new_tokens if positions is None else positions - len(prompt)
-    return Prompt(
-        index=index,
-        prompt=prompt,
-        ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
-        max_new=min(decoding.max_new_tokens, left),
-        limit=CONTEXT if left < decoding.max_new_tokens else LENGTH,
-    )
-
-
 def generate_in_batches(
-    prompts: Sequence[Prompt],
-    generate: Callable[[Sequence[Prompt]], Iterator[tuple[Prompt, Answer]]],
-    *,
-    batch_size_at: Callable[[int], int],
-    most: int,
-    free_memory: Callable[[], None],
-) -> Iterator[tuple[int, Answer]]:
-    """(index of the prompt, its generation) as each ends. A batch has at most `most` prompts; the limit is halved where
-    `generate` runs out of memory."""
-    for chosen in batches([len(one.prompt) for one in prompts], batch_size_at):
-        together = [prompts[place] for place in chosen]
+    prompts: Sequence[Sequence[int]], generate: Callable[[Sequence[Prompt]], Iterator[tuple[Prompt, Answer]]], *,
+    positions: int | None, decoding: Decoding, stop_ids: Sequence[int], decode: Callable[[list[int]], str],
+    batch_size_at: Callable[[int], int], most: int, free_memory: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, Answer]]:  # fmt: skip
+    """(index of the prompt, its generation) as each ends, by a model with a context of `positions` tokens (None: without a
+    limit). A batch has at most `most` prompts; the limit is halved where `generate` runs out of memory."""
+
+    def prompt_at(index: int) -> Prompt:
+        left = decoding.max_new_tokens if positions is None else positions - len(prompts[index])
+        return Prompt(
+            index=index,
+            prompt=prompts[index],
+            ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
+            max_new=min(decoding.max_new_tokens, left),
+            limit=CONTEXT if left < decoding.max_new_tokens else LENGTH,
+        )
+
+    for chosen in batches([len(prompt) for prompt in prompts], batch_size_at):
+        together = [prompt_at(index) for index in chosen]
         yield from ((one.index, Answer(ids=[], ended=CONTEXT)) for one in together if one.max_new < 1)
         waiting = [one for one in together if one.max_new >= 1]
         while waiting:

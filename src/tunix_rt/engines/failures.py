@@ -1,7 +1,9 @@
 """How a failure of either engine is recognized and reported: memory that runs out, numbers that are not finite, defects."""
 
 import contextlib
+import importlib
 import math
+import subprocess
 from collections.abc import Iterator
 
 from tunix_rt.errors import DoesNotFitError, TunixError
@@ -19,6 +21,15 @@ _OUT_OF_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+
+
+def compiler_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """What a missing or failing compiler of kernels raises, and `more`. torch's own errors are RuntimeErrors."""
+    known = (ImportError, OSError, subprocess.SubprocessError, *more)
+    try:
+        return (*known, importlib.import_module("triton.errors").TritonError)
+    except ImportError:  # without Triton
+        return known
 
 
 @contextlib.contextmanager

@@ -106,21 +106,18 @@ def _fill(building: Path, file: Path, *, with_weights: bool) -> dict[str, Any]:
         else:
             config.save_pretrained(building)
         tokenizer = _write_tokenizer(file, header, nothing, building)
+    weights = "dequantised to float32; they are not those of the model the file was made from"
+    if {tensor.kind for tensor in header.tensors} <= PLAIN:
+        weights = "as float32, which holds every value of the file"
     return {
         "schema": SCHEMA,
         "file": file.name,
         "quantisation": header.quantisation,
-        "weights": _said_of_weights(header) if with_weights else "none",
+        "weights": weights if with_weights else "none",
         "config": "config.json beside the file" if (file.parent / "config.json").is_file() else "the file",
         "tokenizer": tokenizer,
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
     }
-
-
-def _said_of_weights(header: Header) -> str:
-    if {tensor.kind for tensor in header.tensors} <= PLAIN:
-        return "as float32, which holds every value of the file"
-    return "dequantised to float32; they are not those of the model the file was made from"
 
 
 def _config_of(file: Path, header: Header, nothing: str) -> Any:

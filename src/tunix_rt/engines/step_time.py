@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from tunix_rt.engines.trace import (
@@ -22,10 +22,12 @@ from tunix_rt.engines.trace import (
     REGIONS,
     STEP,
     Span,
-    Thread,
+    Stretch,
     Trace,
+    last_begun,
     region_of,
-    thread_of,
+    stretches,
+    under_way,
 )
 from tunix_rt.errors import InputError
 
@@ -149,15 +151,15 @@ def breakdown(trace: Trace) -> Breakdown:
     A step begins when the program begins it, but not before the device has done the step before; it ends when the device
     has done what it asked for.
     """
-    threads = {number: thread_of(spans) for number, spans in trace.threads.items()}
+    threads = {number: stretches(spans) for number, spans in trace.threads.items()}
     main, steps = _steps(trace)
     work = _kernels(trace, threads, threads[main]) if trace.kernels else _operations(threads)
-    moments = [one.moment for one in work]
+    launched = partial(bisect.bisect_left, work, key=lambda one: one.moment)
     idle = BETWEEN if not trace.kernels else WAITED
     taken: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     reached, total = 0.0, 0.0
     for step in steps:
-        asked = work[bisect.bisect_left(moments, step.start) : bisect.bisect_left(moments, step.end)]
+        asked = work[launched(step.start) : launched(step.end)]
         begin, end = max(step.start, reached), max([step.end, *(one.end for one in asked)])
         reached, total = end, total + end - begin
         tiles = _tiles(asked, begin)
@@ -184,26 +186,25 @@ def _steps(trace: Trace) -> tuple[int, list[Span]]:
     raise InputError("the trace shows no step", fix="record it with `tunix-rt train --profile`")
 
 
-def _kernels(trace: Trace, threads: Mapping[int, Thread], main: Thread) -> list[Work]:
+def _kernels(trace: Trace, threads: Mapping[int, list[Stretch]], main: list[Stretch]) -> list[Work]:
     """Work of a GPU, in the order in which it was launched."""
     found: list[Work] = []
-    nowhere = Thread([], [])
     for kernel in trace.kernels:
         moment, number = trace.launches.get(kernel.launch, (kernel.start, 0))
-        around = threads.get(number, nowhere).at(moment)
+        around = under_way(threads.get(number, []), moment)
         if region_of(around) is None:  # a thread of the backward pass: the main thread waits for it in a region
-            around = (*main.at(moment), *around)
+            around = (*under_way(main, moment), *around)
         part = part_of(kernel.name, around, kind=kernel.kind)
         found.append(Work(kernel.start, kernel.end, moment, short_name(kernel.name), part, 1))
     return sorted(found, key=lambda one: one.moment)
 
 
-def _operations(threads: Mapping[int, Thread]) -> list[Work]:
+def _operations(threads: Mapping[int, list[Stretch]]) -> list[Work]:
     """Work of a CPU: the time of operations without that of the operations in them."""
     found: list[Work] = []
     for thread in threads.values():
         counted: set[int] = set()
-        for start, end, names in thread.stretches:
+        for start, end, names in thread:
             name = names[-1]
             if _computes_nothing(name):
                 continue
@@ -249,18 +250,17 @@ def _gaps(tiles: Sequence[tuple[float, float, Work]], begin: float, end: float) 
         yield reached, end
 
 
-def _meanwhile(main: Thread, start: float, end: float) -> Iterator[tuple[str, float]]:
+def _meanwhile(main: list[Stretch], start: float, end: float) -> Iterator[tuple[str, float]]:
     """In which regions the program was from `start` to `end`, and for how long."""
-    place = max(0, bisect.bisect_right(main.starts, start) - 1)
     left = end - start
-    while place < len(main.stretches) and main.stretches[place].start < end:
-        one = main.stretches[place]
+    for place in range(max(0, last_begun(main, start)), len(main)):
+        if (one := main[place]).start >= end:
+            break
         length = min(one.end, end) - max(one.start, start)
         region = region_of(one.names)
         if length > 0 and region is not None:
             yield WHILE[region], length
             left -= length
-        place += 1
     if left > 0:
         yield "between two steps", left
 

@@ -4,9 +4,8 @@ import bisect
 import gzip
 import json
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,41 +52,21 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a gzipped file. Event by event: that of a large model holds more than a million."""
+    """The trace in a gzipped file. An event is discarded once it is parsed: that of a large model has more than a million."""
     trace = Trace(threads=defaultdict(list), kernels=[], launches={})
+
+    def take(parsed: dict[str, Any]) -> dict[str, Any] | None:
+        if "ph" not in parsed:
+            return parsed
+        _take(trace, parsed)
+        return None
+
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            for event in _events(iter(lambda: file.read(2**20), "")):
-                _take(trace, event)
+            _ = json.load(file, strict=False, object_hook=take)["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as a trace: {error!r}", fix="record it again") from error
     return trace
-
-
-def _events(pieces: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The objects of the list `traceEvents`, without the others in memory."""
-    decoder = json.JSONDecoder(strict=False)
-    text, place, found = "", 0, False
-    for piece in pieces:
-        text, place = text[place:] + piece, 0
-        if not found:
-            opening = re.search(r'"traceEvents"\s*:\s*\[', text)
-            if opening is None:
-                continue
-            found, place = True, opening.end()
-        while True:
-            place = _NEXT.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing too
-            if text.startswith("]", place):
-                return
-            try:
-                event, place = decoder.raw_decode(text, place)
-            except ValueError:
-                break  # cut in the middle: the next piece goes on
-            yield event
-    raise ValueError("the list of events has no end" if found else "there is no list of events")
-
-
-_NEXT = re.compile(r"[\s,]*")
 
 
 def _take(trace: Trace, event: dict[str, Any]) -> None:
@@ -148,22 +127,15 @@ def stretches(spans: Sequence[Span]) -> list[Stretch]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Thread:
-    """What one thread of the program did."""
-
-    stretches: list[Stretch]
-    starts: list[float]
-
-    def at(self, moment: float) -> tuple[str, ...]:
-        """What was under way, from the outermost in."""
-        place = bisect.bisect_right(self.starts, moment) - 1
-        return self.stretches[place].names if place >= 0 and moment < self.stretches[place].end else ()
+def last_begun(thread: Sequence[Stretch], moment: float) -> int:
+    """The index of the last stretch that begins at `moment` or before; -1: none does."""
+    return bisect.bisect_right(thread, (moment, math.inf)) - 1
 
 
-def thread_of(spans: Sequence[Span]) -> Thread:
-    found = stretches(spans)
-    return Thread(found, [one.start for one in found])
+def under_way(thread: Sequence[Stretch], moment: float) -> tuple[str, ...]:
+    """What the thread did at `moment`, from the outermost in."""
+    place = last_begun(thread, moment)
+    return thread[place].names if place >= 0 and moment < thread[place].end else ()
 
 
 def region_of(names: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from tunix_rt.data.readers import Raw, parse, read_raw
 from tunix_rt.data.records import EvalItem, Sample, first_problem
 from tunix_rt.data.sources import KEY, Dataset, find_dataset, find_evalset
 from tunix_rt.data.text import fold
-from tunix_rt.data.validation import PLACES, Finding
 from tunix_rt.data.validation import RULES as DATA_RULES
+from tunix_rt.data.validation import Finding, Tally
 from tunix_rt.errors import InputError
 from tunix_rt.scoring.answers import is_number_as_words
 from tunix_rt.scoring.score import TAGS, matches_lenient, matches_strict, read_answer
@@ -339,12 +339,10 @@ def _overlaps(read: Sequence[tuple[str, EvalItem]], name: str) -> Iterator[tuple
 
 def _counted(found: Iterable[tuple[str, str, str]]) -> Iterator[EvalFinding]:
     """One finding per rule that was broken, in the order of RULES."""
-    by_rule: dict[str, EvalFinding] = {}
-    for rule, where, seen in found:
-        known = by_rule.setdefault(rule, EvalFinding(rule=rule, count=0, first=where, seen=seen))
-        places = (*known.places, where) if len(known.places) < PLACES else known.places
-        by_rule[rule] = replace(known, count=known.count + 1, places=places)
-    return (by_rule[rule] for rule in RULES if rule in by_rule)
+    tally = Tally()
+    for one in found:
+        tally.add(*one)
+    return (EvalFinding.at(**tally.by_rule[rule]) for rule in RULES if rule in tally.by_rule)
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tunix_rt.data.records import EvalItem
+from tunix_rt.data.records import EvalItem, first_problem
 from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.engines.base import Backend, Engine, Progress
@@ -82,15 +82,11 @@ def generate_predictions(
         stop()
     return [
         judge(
-            id=item.id,
-            prompt=item.prompt,
             expected=item.answer,
             output=tokenizer.decode(answers[index].ids),
-            section=item.section,
-            category=item.category,
-            difficulty=item.difficulty,
             ended=answers[index].ended,
             tags=questions.tags,
+            **item.model_dump(include={"id", "prompt", "section", "category", "difficulty"}),
         )
         for index, item in enumerate(items)
     ]
@@ -149,24 +145,16 @@ def read_predictions(path: Path) -> list[Prediction]:
         try:
             predictions.append(adapter.validate_json(line, strict=True))
         except ValidationError as error:
-            raise InputError(f"{path}:{number}: {_first_mistake(error)}", fix="evaluate again") from error
+            raise InputError(f"{path}:{number}: {': '.join(first_problem(error))}", fix="evaluate again") from error
     return predictions
 
 
 def read_scores(path: Path) -> Scores:
     """The scores in an `eval/before.json` or `eval/after.json`; anything else is an InputError."""
     try:
-        return TypeAdapter(Scores).validate_python(json.loads(path.read_text(encoding="utf-8")))
+        return TypeAdapter(Scores).validate_python(read_json(path, InputError, fix="evaluate again"))
     except ValidationError as error:
-        raise InputError(f"{path}: {_first_mistake(error)}", fix="evaluate again") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}", fix="evaluate again") from error
-
-
-def _first_mistake(error: ValidationError) -> str:
-    first: Mapping[str, Any] = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+        raise InputError(f"{path}: {': '.join(first_problem(error))}", fix="evaluate again") from error
 
 
 def read_side(folder: Path) -> Side:

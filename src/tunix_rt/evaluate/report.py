@@ -59,15 +59,12 @@ def table(before: Scores, after: Scores | None = None) -> list[Row]:
         _row("well-formed", before.items, [side.format_rate for side in sides]),
         *_counted(sides),
     ]
-    for name, groups in _groups(sides, "section", [side.by_section for side in sides]):
-        rows.append(_row(f"section {name}", groups[0].items, [group.accuracy for group in groups]))
-        rows.append(_row(f"section {name}, lenient", groups[0].items, [group.accuracy_lenient for group in groups]))
-    for kind, by_name in (
-        ("category", [side.by_category for side in sides]),
-        ("difficulty", [side.by_difficulty for side in sides]),
-    ):
-        for name, groups in _groups(sides, kind, by_name):
-            rows.append(_row(f"{kind} {name}", groups[0].items, [group.accuracy for group in groups]))
+    for kind in ("section", "category", "difficulty"):
+        for name, groups in _groups(sides, kind):
+            items = groups[0].items
+            rows.append(_row(f"{kind} {name}", items, [group.accuracy for group in groups]))
+            if kind == "section":
+                rows.append(_row(f"section {name}, lenient", items, [group.accuracy_lenient for group in groups]))
     return rows
 
 
@@ -93,10 +90,9 @@ def _share(measure: str, counts: Sequence[tuple[int, int]]) -> Row:
     return row if counts[0][1] == counts[-1][1] else replace(row, items_after=counts[-1][1])
 
 
-def _groups(
-    sides: Sequence[Scores], kind: str, by_name: Sequence[Mapping[str, SectionScores]]
-) -> Iterator[tuple[str, list[SectionScores]]]:
+def _groups(sides: Sequence[Scores], kind: str) -> Iterator[tuple[str, list[SectionScores]]]:
     """Each name with its scores on every side. None where there is one name only: it would repeat the first rows."""
+    by_name: list[Mapping[str, SectionScores]] = [getattr(side, f"by_{kind}") for side in sides]
     if not all(by_name):
         return
     if any(groups.keys() != by_name[0].keys() for groups in by_name):
@@ -147,14 +143,13 @@ def remarks(
     names: Sequence[str] = NAMES,
     weights: Sequence[str] = (),
     tokens_setting: str = "--max-new-tokens",
-    time_setting: str = "--max-seconds",
 ) -> list[str]:
     """What to know before believing the table, one line for each side that needs one. `weights` are those of the sides."""
     lines = []
     for side, name, kind in zip_longest(scores, names[: len(scores)], weights[: len(scores)]):
         limits = {
             "length": f"cut at the most tokens allowed (raise {tokens_setting})",
-            "time": f"cut at the time limit (raise {time_setting})",
+            "time": "cut at the time limit (raise --max-seconds)",
             "context": "cut, or never begun, because the model's context was full",
         }
         cut = {how: side.ended.get(how, 0) for how in limits}

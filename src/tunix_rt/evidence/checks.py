@@ -48,17 +48,14 @@ def commitment(run: Run) -> Iterator[str]:
     yield from differs(file, "dataset.key", committed.dataset.key, config.data.dataset)
     yield from differs(file, "base_model.name", committed.base_model.name, config.model.model_name_or_path)
     yield from differs(file, "base_model.weights", committed.base_model.weights, config.model.weights)
-    yield from differs(
-        file, "evalset.key", committed.evalset.key if committed.evalset else None, config.evaluation.evalset
-    )
+    evalset = committed.evalset.key if committed.evalset else None
+    yield from differs(file, "evalset.key", evalset, config.evaluation.evalset)
     if training.device not in ("auto", committed.device):
         yield f"{file}: device is {committed.device}, config.yaml has {training.device}"
     if run.doctor.choice is not None:
         yield from differs(f"{run.where}doctor.json", "choice.device", run.doctor.choice.device, committed.device)
-    if (
-        committed.batch is not None
-        and committed.batch.rows != training.per_device_train_batch_size * committed.batch.devices
-    ):
+    batch, each = committed.batch, training.per_device_train_batch_size
+    if batch is not None and batch.rows != each * batch.devices:
         yield f"{file}: batch.rows is not training.per_device_train_batch_size on each device"
     if combined_hash(committed.source_files) != committed.source_sha256:
         yield f"{file}: source_sha256 is not the hash of source_files"
@@ -69,16 +66,14 @@ def commitment(run: Run) -> Iterator[str]:
 
 def result(run: Run) -> Iterator[str]:
     """result.json states the end of the chain, and the same run, device and parameters as the other files."""
-    found, file, last = run.result, f"{run.where}result.json", run.metrics[-1]
-    yield from differs(file, "run_id", found.run_id, run.run_id)
-    yield from differs(file, "device", found.device, run.commitment.device)
-    yield from differs(file, "steps_completed", found.steps_completed, run.total)
-    yield from differs(file, "steps_planned", found.steps_planned, run.total)
-    yield from differs(file, "final_loss", found.final_loss, last.loss)
-    yield from differs(file, "final_loss_hex", found.final_loss_hex, last.loss_hex)
-    yield from differs(file, "metrics_head", found.metrics_head, run.heads[-1])
-    yield from differs(file, "exit_code", found.exit_code, 0)
-    yield from differs(file, "parameters", found.parameters, _parameters(run))
+    last = run.metrics[-1]
+    expected = {
+        "run_id": run.run_id, "device": run.commitment.device, "steps_completed": run.total, "steps_planned": run.total,
+        "final_loss": last.loss, "final_loss_hex": last.loss_hex, "metrics_head": run.heads[-1], "exit_code": 0,
+        "parameters": _parameters(run),
+    }  # fmt: skip
+    for name, value in expected.items():
+        yield from differs(f"{run.where}result.json", name, getattr(run.result, name), value)
 
 
 def _parameters(run: Run) -> int | str:
@@ -152,10 +147,9 @@ def heldout(run: Run) -> Iterator[str]:
     losses = {line.step: line.loss for line in lines}
     saved = [entry.step for entry in run.record.checkpoints if entry.step in losses]
     best = min(saved, key=lambda step: losses[step], default=None)
-    yield from differs(f"{run.where}result.json", "best_step", found.best_step, best)
-    yield from differs(
-        f"{run.where}result.json", "best_heldout_loss", found.best_heldout_loss, None if best is None else losses[best]
-    )
+    lowest, file = None if best is None else losses[best], f"{run.where}result.json"
+    yield from differs(file, "best_step", found.best_step, best)
+    yield from differs(file, "best_heldout_loss", found.best_heldout_loss, lowest)
 
 
 # --- checkpoints and processes ----------------------------------------------------------------------------------------
@@ -175,17 +169,13 @@ def checkpoints(run: Run) -> Iterator[str]:
     for entry in entries:
         yield from (f"{file}: step {entry.step}: {problem}" for problem in _entry_problems(run, entry))
     for first, second in pairwise(entries):
-        if first.files["model.safetensors"].sha256 == second.files["model.safetensors"].sha256 and _moved(
-            run, first.step, second.step
-        ):
+        same = first.files["model.safetensors"].sha256 == second.files["model.safetensors"].sha256
+        if same and _moved(run, first.step, second.step):
             yield f"{file}: the weights at step {second.step} are those at step {first.step}"
     listed = {f"checkpoints/{checkpoint_name(step)}" for step in steps}
-    if extra := sorted(
-        name
-        for name in run.record.run_sums
-        if name.startswith("checkpoints/") and name.rpartition("/")[0] not in listed
-    ):
-        yield f"{file}: no entry for {shown(extra[0])}"
+    inside = (name for name in run.record.run_sums if name.startswith("checkpoints/"))
+    if extra := min((name for name in inside if name.rpartition("/")[0] not in listed), default=""):
+        yield f"{file}: no entry for {shown(extra)}"
 
 
 def _entry_problems(run: Run, entry: CheckpointEntry) -> Iterator[str]:
@@ -213,10 +203,8 @@ def _moved(run: Run, after: int, up_to: int) -> bool:
 
 def states(run: Run) -> Iterator[str]:
     """The state hash of every checkpoint is in the metrics chain, or in the result that closes it."""
-    hashes = {
-        entry.step: state_hash({name: file.sha256 for name, file in entry.files.items()})
-        for entry in run.record.checkpoints
-    }
+    files = {entry.step: entry.files.items() for entry in run.record.checkpoints}
+    hashes = {step: state_hash({name: file.sha256 for name, file in inside}) for step, inside in files.items()}
     carried: dict[int, str] = {}
     for line in run.metrics:
         for step, digest in (line.states or {}).items():
@@ -252,9 +240,8 @@ def processes(run: Run) -> Iterator[str]:
         ]
         if other or run.backend not in machine.versions:
             yield f"{file}: {', '.join(map(shown, other)) or run.backend} has another version than precommit.json"
-        if machine.deterministic != run.config.training.deterministic or (machine.gpu is None) != (
-            run.device != "cuda"
-        ):
+        on_gpu = machine.gpu is not None
+        if machine.deterministic != run.config.training.deterministic or on_gpu != (run.device == "cuda"):
             yield f"{file}: deterministic or gpu is not as the settings and the device have it"
 
 

@@ -289,8 +289,7 @@ def _names(repository: Path) -> list[str]:
 
 def _refuse(problems: Sequence[str], *, fix: str) -> None:
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in few(problems))
-        raise EvidenceError(f"not packed: {len(problems)} problem(s)\n{listed}", fix=fix)
+        raise EvidenceError(_listed(f"not packed: {len(problems)} problem(s)", problems), fix=fix)
 
 
 def _write_archive(repository: Path, names: Sequence[str], staged: Path) -> None:

@@ -86,14 +86,15 @@ def answer_problems(answered: Answers) -> Iterator[str]:
         sides[when] = lines
         yield from _score_problems(record, when, score_predictions(lines, when))
     if len(sides) == 2:
-        first, second = (sides[when] for when in answered.whens)
-        prompted = [
-            [tuple(getattr(one, name) for name in ("id", *QUESTION)) for one in side] for side in (first, second)
-        ]
-        if prompted[0] != prompted[1]:
+        first, second = ([_question(one) for one in sides[when]] for when in answered.whens)
+        if first != second:
             yield f"{record.where}eval: the two sides do not answer the same questions in the same order"
             return
     yield from _summary_problems(answered, sides)
+
+
+def _question(line: Prediction) -> tuple[Any, ...]:
+    return tuple(getattr(line, name) for name in ("id", *QUESTION))
 
 
 def judged_again(line: Prediction, tags: Tags) -> Prediction:
@@ -128,15 +129,12 @@ def _summary_problems(answered: Answers, sides: Mapping[str, Sequence[Prediction
     expected: dict[str, Any] = {when: to_plain(score_predictions(side, when)) for when, side in sides.items()}
     expected["questions"] = len(next(iter(sides.values())))
     if len(sides) == 2:
-        first, second = (sides[when] for when in answered.whens)
-        if answered.models and len(answered.models) == 2:
-            named = (
-                Side(name=name, predictions=list(one))
-                for name, one in zip(answered.models, (first, second), strict=True)
-            )
+        both = [list(sides[when]) for when in answered.whens]
+        if len(answered.models) == 2:
+            named = (Side(name=name, predictions=one) for name, one in zip(answered.models, both, strict=True))
             expected["comparison"] = comparison_facts(compare_runs(*named))
         else:
-            expected["comparison"] = comparison_facts(compare(list(first), list(second)))
+            expected["comparison"] = comparison_facts(compare(*both))
         expected["comparison"].pop("sentence")  # words
         recorded.get("comparison", {}).pop("sentence", None)
     for name, value in expected.items():
@@ -149,11 +147,9 @@ def _summary_problems(answered: Answers, sides: Mapping[str, Sequence[Prediction
 
 def _plain(value: Any) -> Any:
     """As the JSON file has it."""
-    return (
-        value.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        if isinstance(value, BaseModel)
-        else to_plain(value)
-    )
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return to_plain(value)
 
 
 def same(recorded: Any, expected: Any) -> bool:
@@ -172,8 +168,7 @@ def question_problems(run: Run, items: Sequence[EvalItem]) -> Iterator[str]:
     """The questions are those of the eval set, all of them, in its order."""
     given = [(one.id, one.prompt, one.answer, one.section, one.category, one.difficulty) for one in items]
     for when in OF_RUN:
-        prompted = [tuple(getattr(line, name) for name in ("id", *QUESTION)) for line in run.record.predictions(when)]
-        if prompted != given:
+        if [_question(line) for line in run.record.predictions(when)] != given:
             yield f"{run.where}eval/predictions-{when}.jsonl: not the questions of the committed eval set"
 
 
@@ -188,11 +183,8 @@ def data_problems(run: Run, inputs: Inputs) -> Iterator[str]:
     samples = _samples(found, committed.dataset.format) if found is not None else []
     if samples:
         yield from _split_problems(run, samples)
-    if (
-        committed.evalset is not None
-        and (path := inputs.evalset(committed.evalset.sha256)) is not None
-        and run.answered
-    ):
+    path = inputs.evalset(committed.evalset.sha256) if committed.evalset else None
+    if committed.evalset is not None and path is not None and run.answered:
         items = read_items(find_evalset(path))
         yield from question_problems(run, items)
         if len(items) != committed.evalset.items:
@@ -220,11 +212,8 @@ def _split_problems(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
     if int(heldout.sum()) != facts.heldout_traces:
         yield f"{run.where}precommit.json: {facts.heldout_traces} traces held out, seed and fraction give {int(heldout.sum())}"
     elif run.commitment.evalset is None and run.answered:
-        pairs = [
-            pair
-            for sample, out in zip(samples, heldout, strict=True)
-            if out and (pair := as_question(sample, data.answer_tag))
-        ]
+        prompts = (as_question(sample, data.answer_tag) for sample, out in zip(samples, heldout, strict=True) if out)
+        pairs = [pair for pair in prompts if pair]
         prompted = [(one.id, one.prompt, one.expected) for one in run.record.predictions("after")]
         if prompted != [(item.id, item.prompt, item.answer) for item in items_of(pairs)]:
             yield f"{run.where}eval/predictions-after.jsonl: not the questions that seed and dataset hold out"

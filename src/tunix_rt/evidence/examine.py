@@ -13,17 +13,7 @@ from tunix_rt.evidence.manifest import companion_problems, manifest_problems
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS, few, is_leftover, is_weights, list_folder, shown, sums_problems
 from tunix_rt.runs.record import MANIFEST, README, RunRecord, require_format
 
-BROKEN = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
+BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 """What a value within its schema can still do to a function that computes with it."""
 OWN = {SUMS, RUN_SUMS, MANIFEST, README}
 
@@ -90,13 +80,19 @@ def _check_files(done: Examination, record: RunRecord, weights: Path, *, may_lac
         return
     if record.is_bundle:
         done.check("L0", "copies", lambda: _copy_problems(record))
-        if any(name.startswith("cpu/") for name in record.listing.files):
-            _check_files(done, RunRecord(record.root / "cpu", "cpu/"), record.root / "cpu", may_lack_weights=True)
+        if inner := _inner(record):
+            _check_files(done, inner, inner.root, may_lack_weights=True)
     elif SUMS not in record:
         done.check("L0", "hashes", lambda: [f"{record.where}{SUMS}: missing, so nothing can be checked"])
     done.check("L0", "hashes", lambda: _hash_problems(record, weights, may_lack_weights=may_lack_weights))
     if record.result is not None and record.result.status == "completed":
         done.check("L0", "files", lambda: missing_files(record))
+
+
+def _inner(record: RunRecord) -> RunRecord | None:
+    """The run on the CPU in a bundle, where it has one."""
+    inside = any(name.startswith("cpu/") for name in record.listing.files)
+    return RunRecord(record.root / "cpu", "cpu/") if inside else None
 
 
 def _hash_problems(record: RunRecord, weights: Path, *, may_lack_weights: bool) -> Iterator[str]:
@@ -134,12 +130,7 @@ def _check_consistency(done: Examination, inputs: Inputs) -> None:
         done.check("L1", "answers", lambda: answer_problems(answered))
     if run is None or not record.is_bundle:
         return
-    inner = (
-        RunRecord(record.root / "cpu", "cpu/")
-        if any(name.startswith("cpu/") for name in record.listing.files)
-        else None
-    )
-    if inner is not None:
+    if inner := _inner(record):
         cpu = done.cpu = completed_run(inner)
         done.check("L1", "cpu-run", lambda: companion_problems(run, cpu))
         for name, check in CHECKS.items() if cpu is not None else ():

@@ -50,10 +50,8 @@ class Inputs:
 
     def dataset(self, sha256: str) -> str | None:
         """The path of the dataset with this hash."""
-        for path in (*_shipped("datasets", "*/dataset.jsonl"), *self.data):
-            if _hash_of_dataset(path) == sha256:
-                return path
-        return None
+        paths = (*_shipped("datasets", "*/dataset.jsonl"), *self.data)
+        return next((path for path in paths if _hash_of_dataset(path) == sha256), None)
 
     def evalset(self, sha256: str) -> str | None:
         files = (*_shipped("evalsets", "*.jsonl"), *(path for path in self.data if os.path.isfile(path)))
@@ -63,10 +61,8 @@ class Inputs:
         """The name of the model whose files have these hashes."""
         presets = assets.shipped_folder("models").with_name("presets")
         architectures = [str(presets / name) for name in preset_names()] if weights == "random" else []
-        for name in (*([self.model] if self.model else []), *_shipped("models", "*/"), *architectures):
-            if _has_files(name, files, weights):
-                return name
-        return None
+        names = (*([self.model] if self.model else []), *_shipped("models", "*/"), *architectures)
+        return next((name for name in names if _has_files(name, files, weights)), None)
 
     def tokenizer_folder(self, sha256: str, model_type: str) -> str | None:
         for name in (self.tokenizer, self.model, *_shipped("models", "*/")):
@@ -112,9 +108,8 @@ def _hashes_of_model(name: str, weights: str) -> Mapping[str, str]:
 
 
 def _has_files(name: str, files: Mapping[str, str], weights: str) -> bool:
-    if os.path.isfile(config := os.path.join(name, "config.json")) and _hash_of_file(config) != files.get(
-        "config.json"
-    ):
+    config, expected = os.path.join(name, "config.json"), files.get("config.json")
+    if os.path.isfile(config) and _hash_of_file(config) != expected:
         return False  # the weights need not be read
     return _hashes_of_model(name, weights) == dict(files)
 
@@ -125,11 +120,8 @@ def needed(committed: Commitment) -> Iterator[tuple[str, str, str]]:
     hashes = ", ".join(f"{name} sha256 {digest}" for name, digest in sorted(model.files.items()))
     origin = f", converted from {model.converted_from}" if model.converted_from else ""
     yield "base model", model.name, f"{model.weights} weights, {hashes}{origin}"
-    yield (
-        "tokenizer",
-        "of the base model or model.tokenizer_name_or_path",
-        f"hash by tunix-rt {committed.tokenizer_sha256}",
-    )
+    named = "of the base model or model.tokenizer_name_or_path"
+    yield "tokenizer", named, f"hash by tunix-rt {committed.tokenizer_sha256}"
     yield "dataset", committed.dataset.key, f"sha256 {committed.dataset.sha256}"
     if committed.evalset is not None:
         yield "eval set", committed.evalset.key, f"sha256 {committed.evalset.sha256}"
@@ -137,14 +129,9 @@ def needed(committed: Commitment) -> Iterator[tuple[str, str, str]]:
 
 Level = Literal["none", "L0", "L1", "L2", "L3", "L4"]
 LEVELS: tuple[Level, ...] = ("none", "L0", "L1", "L2", "L3", "L4")
-MEANINGS: dict[Level, str] = {
-    "none": "not readable",
-    "L0": "readable",
-    "L1": "consistent",
-    "L2": "regenerated",
-    "L3": "replayed",
-    "L4": "reproduced",
-}
+MEANINGS: dict[Level, str] = dict(
+    zip(LEVELS, ("not readable", "readable", "consistent", "regenerated", "replayed", "reproduced"), strict=True)
+)
 Label = Literal["recomputed", "consistent", "self-reported", "not checked"]
 
 
@@ -271,10 +258,8 @@ class Run:
     @property
     def final_model(self) -> dict[str, str]:
         """Hashes of the files of the final model."""
-        inside = {
-            name.removeprefix("final_model/"): name for name in self.record.run_sums if name.startswith("final_model/")
-        }
-        return {name: self.record.run_sums[whole] for name, whole in inside.items()}
+        start, sums = "final_model/", self.record.run_sums
+        return {name.removeprefix(start): digest for name, digest in sums.items() if name.startswith(start)}
 
     def machines(self, after: int, up_to: int) -> list[schemas.Machine]:
         """Of the processes that took the steps after `after` up to `up_to`. A later process may have taken steps again."""

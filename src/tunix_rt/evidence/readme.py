@@ -195,10 +195,8 @@ def _reproduce(manifest: Stated, external: Collection[str]) -> Iterator[str]:
     yield _block(f"git checkout {shlex.quote(manifest.get('commit', 'COMMIT'))}", *_install(manifest))
     yield "To make a bundle of the new run:"
     cpu = ["tunix-rt train cpu/config.yaml --output ../reproduced_cpu"] if "cpu_run" in manifest else []
-    alone = (
-        " --without-cpu-run" if manifest["device"] == "cuda" and CAPABILITIES[manifest["backend"]].cpu_baseline else ""
-    )
-    flag = " --cpu-run ../reproduced_cpu" if cpu else alone
+    compared = manifest["device"] == "cuda" and CAPABILITIES[manifest["backend"]].cpu_baseline
+    flag = " --cpu-run ../reproduced_cpu" if cpu else " --without-cpu-run" if compared else ""
     yield _block(*cpu, f"tunix-rt evidence collect ../reproduced --to ../NEW_BUNDLE{flag}")
     yield "On another device or with other versions the losses agree closely, not bit by bit."
 

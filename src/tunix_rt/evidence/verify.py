@@ -166,9 +166,7 @@ def _copy_folder(folder: Path, root: Path, scratch: Path) -> _Snapshot:
 
 
 def _run_examine(snapshot: _Snapshot, options: Options) -> dict[str, Any]:
-    supplied = sum(
-        _bytes_of(path) for path in (*options.inputs.data, *([options.inputs.model] if options.inputs.model else []))
-    )
+    supplied = sum(_bytes_of(path) for path in (*options.inputs.data, options.inputs.model) if path)
     seconds = READING_SECONDS + int((snapshot.heavy_bytes + supplied) / BYTES_PER_SECOND)
     limits = replace(READING, cpu_seconds=seconds, wall_seconds=5 * seconds)
     request = _request(snapshot, options) | {"mode": "examine"}
@@ -189,10 +187,8 @@ def _run_compute(
         weights = snapshot.weights / "final_model"
     replays = require in ("L3", "L4") or options.segments is not None
     if require == "L2" and weights is None:
-        raise InputError(
-            "level L2 needs the weights of the final model, which this folder does not contain",
-            fix="add --weights PATH/final_model",
-        )
+        problem = "level L2 needs the weights of the final model, which this folder does not contain"
+        raise InputError(problem, fix="add --weights PATH/final_model")
     request = _request(snapshot, options) | {
         "mode": "compute", "weights": str(weights.absolute()) if weights else None, "scratch": str(snapshot.scratch),
         "segments": (options.segments or "default") if replays else None, "whole": require == "L4", "root": snapshot.sums_sha256,
@@ -218,11 +214,8 @@ def _not_finished(ended: Exit, last_line: str, *, prepared: bool, level: Level) 
     if not ended.breach and ended.code is not None and ended.code < 0 and prepared:
         raise HardwareError(f"could not be tried here: signal {-ended.code}: {last_line}", fix="try another machine")
     what = "computing" if prepared else "preparing tokenizer, chat template and data"
-    how = (
-        f"takes more than {ended.breach}"
-        if ended.breach
-        else f"failed, which an honest bundle does not cause: {last_line}"
-    )
+    failed = f"failed, which an honest bundle does not cause: {last_line}"
+    how = f"takes more than {ended.breach}" if ended.breach else failed
     return _failure(level, f"{what} {how}")
 
 

@@ -5,9 +5,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -38,16 +37,17 @@ ROUNDTRIP_SECONDS = 20.0
 
 
 def save_final(
-    backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, dtype: str | None
-) -> None:
+    backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, dtype: str | None = None,
+    ends: Sequence[int] | None = None,
+) -> None:  # fmt: skip
     """Save the model and its tokenizer. With `dtype`, the weights of `engine` are rounded to it first: what it generates
-    afterwards is what the saved model generates."""
+    afterwards is what the saved model generates. `ends` are the tokens that end a generation, where they are known."""
     if dtype is not None:
         backend.round_weights(engine, dtype)
         logger.info("Final model: weights rounded to %s", dtype)
     template = style.template
     backend.save(
-        engine, folder, tokenizer_folder=tokenizer.folder, stop_ids=stop_ids(tokenizer, style),
+        engine, folder, tokenizer_folder=tokenizer.folder, stop_ids=ends or stop_ids(tokenizer, style),
         chat_template=template.jinja if template.name in BUILT_IN else None,  # it was trained with it
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ def _device(requested: str, dtype: str, weights: int) -> str:
 # --- what is exported ------------------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def _find(name: str, *, step: int | None, best: bool) -> Iterator[_Origin]:
     """The model of that name. A checkpoint gets a temporary model folder."""
     run = RunDir(Path(os.path.expanduser(name)))
@@ -227,14 +227,8 @@ def _of_final_model(run: RunDir) -> _Origin:
             f"{run.root} has no final_model: the run is not complete",
             fix=f"export a checkpoint: --step with one of {steps}" if steps else "continue it with train --resume",
         )
-    source = resolve_model(str(run.final_model))
-    return _Origin(
-        source=source,
-        tokenizer=source.folder,
-        dtype=_kept_in(source),
-        data=load_config(run.config).data,
-        today=began_on(read_precommit(run)),
-    )
+    data, today = load_config(run.config).data, began_on(read_precommit(run))
+    return replace(_of_model(str(run.final_model)), data=data, today=today, more_stops=())
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Path:
@@ -260,18 +254,17 @@ def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
     config = load_config(run.config)
     training, today = config.training, began_on(read_precommit(run))
     base, tokenizer = _base_model(run, config, adapted=training.lora_rank is not None)
+    origin = _Origin(
+        source=base, tokenizer=tokenizer, dtype=_kept_in(base), data=config.data, today=today, checkpoint=checkpoint
+    )
     if training.lora_rank is not None:
         _refuse_another_base(run, base)
-        return _Origin(
-            source=base, tokenizer=tokenizer, dtype=_kept_in(base), data=config.data, today=today, adapted=training,
-            checkpoint=checkpoint,
-        )  # fmt: skip
+        return replace(origin, adapted=training)
     write_json(scratch / "config.json", base.config)
     (scratch / WEIGHTS).symlink_to((checkpoint / WEIGHTS).resolve())
     name = f"{run.root} step {checkpoint_step(checkpoint)}"
     source = ModelSource(name=name, folder=scratch, revision="local", weights="pretrained", config=base.config)
-    kept = recipe_of(training).weights
-    return _Origin(source=source, tokenizer=tokenizer, dtype=kept, data=config.data, today=today, checkpoint=checkpoint)
+    return replace(origin, source=source, dtype=recipe_of(training).weights)
 
 
 def _refuse_another_base(run: RunDir, base: ModelSource) -> None:
@@ -319,11 +312,7 @@ def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str
     style = style_of(origin.data, tokenizer, today=origin.today)
     ends = sorted({*stop_ids(tokenizer, style), *origin.more_stops})
     engine = _load(backend, origin, device=device, dtype=dtype)
-    template = style.template
-    backend.save(
-        engine, folder, tokenizer_folder=origin.tokenizer, stop_ids=ends,
-        chat_template=template.jinja if template.name in BUILT_IN else None,
-    )  # fmt: skip
+    save_final(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
     checked = _check(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
     with storage(folder):
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +35,10 @@ BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tok
 OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
-    """The folder of a converted GGUF file, and the file by name and hash."""
-
-    folder: Path
-    origin: str
-
-
 def only_gguf(folder: Path) -> Path | None:
     """The GGUF file of a folder that has no safetensors. Two are an InputError that lists them."""
-    try:
+    with readable(folder.name, folder):
         files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".gguf", ".safetensors"))
-    except OSError as error:
-        raise InputError(f"{folder} cannot be read: {error.strerror or error}", fix="check the path") from error
     if not files or any(path.suffix.lower() == ".safetensors" for path in files):
         return None
     if len(files) > 1:
@@ -58,14 +47,16 @@ def only_gguf(folder: Path) -> Path | None:
     return files[0]
 
 
-def converted(file: Path, *, with_weights: bool) -> Converted:
-    """The model folder of a GGUF file, from the cache or converted now. Without weights: configuration and tokenizer only."""
+def converted(file: Path, *, with_weights: bool) -> tuple[Path, str]:
+    """The model folder of a GGUF file, from the cache or converted now, and the file by name and hash.
+
+    Without weights: configuration and tokenizer only."""
     _refuse_foreign(file)
     with readable(file.name, file):
         about = file.stat()
         sha256 = _sha256(file, about.st_size, about.st_mtime_ns)
         key = "-".join([sha256, *_hash_of_files_beside(file)])
-    whole, small = _cache_folder() / key, _cache_folder() / f"{key}-without-weights"
+    whole, small = (cache_root() / "gguf" / name for name in (key, f"{key}-without-weights"))
     for place in (whole,) if with_weights else (whole, small):
         if (known := read_manifest(place)) is not None:
             break
@@ -77,15 +68,12 @@ def converted(file: Path, *, with_weights: bool) -> Converted:
         if (known := read_manifest(place)) is None:
             raise StorageError(f"{place} does not read back as it was written", fix=OTHER_CACHE)
     logger.info("%s has %s; weights: %s; cached in %s", file.name, known["quantisation"], known["weights"], place)
-    return Converted(folder=place, origin=f"{file.name} sha256:{sha256}")
+    return place, f"{file.name} sha256:{sha256}"
 
 
 def _refuse_foreign(file: Path) -> None:
-    try:
-        with file.open("rb") as opened:
-            start = opened.read(len(LFS_POINTER))
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}", fix="check the path") from error
+    with readable(file.name, file), file.open("rb") as opened:
+        start = opened.read(len(LFS_POINTER))
     if start == LFS_POINTER:
         raise InputError(f"{file} is incomplete: a Git LFS pointer instead of the model", fix="fetch the file again")
     if start[: len(MAGIC)] != MAGIC:
@@ -110,10 +98,6 @@ def _hash_of_files_beside(file: Path) -> list[str]:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return [digest.hexdigest()[:16]]
-
-
-def _cache_folder() -> Path:
-    return cache_root() / "gguf"
 
 
 def read_manifest(place: Path) -> Mapping[str, Any] | None:

@@ -131,7 +131,8 @@ def _refusal(error: BaseException, request: Request) -> TunixError:
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # the client hides it behind the lookup in the cache
     name, ways_on = request.name, request.ways_on
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
     if isinstance(error, errors.HFValidationError):
         return InputError(f"no model named {name!r} on the hub, in the cache or shipped", fix=ways_on)
     if isinstance(error, errors.GatedRepoError):
@@ -140,7 +141,7 @@ def _refusal(error: BaseException, request: Request) -> TunixError:
         return InputError(f"model {name!r} has no revision {request.revision!r}", fix="set model.revision: main")
     if isinstance(error, errors.DisabledRepoError):
         return InputError(f"the hub has disabled access to model {name!r}", fix=ways_on)
-    refuses_token = "Invalid credentials" in _header(error, "X-Error-Message")
+    refuses_token = "Invalid credentials" in str(getattr(response, "headers", {}).get("X-Error-Message", ""))
     if isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and not refuses_token):
         unseen = " that can be seen without a token (401)" if status == 401 else ""
         log_in = "; if it is private or gated, log in with `hf auth login`" if status == 401 else ""
@@ -163,11 +164,6 @@ def _refusal(error: BaseException, request: Request) -> TunixError:
     )
 
 
-def _header(error: BaseException, name: str) -> str:
-    """A header of the hub's response, which has more than the status."""
-    return str(getattr(getattr(error, "response", None), "headers", {}).get(name, ""))
-
-
 def _gated(name: str, status: Any, ways_on: str) -> InputError:
     """401: no valid token. 403: the account has no access."""
     if status == 403:
@@ -183,17 +179,12 @@ def _gated(name: str, status: Any, ways_on: str) -> InputError:
 
 def _refused_status(status: int, name: str, ways_on: str) -> InputError:
     token = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the token of `hf auth login`"
-    if status == 401:
-        problem, way = (
-            f"refuses {token} for model {name!r} (401)",
-            "log in again with `hf auth login`, or unset HF_TOKEN",
-        )
-    elif status == 403:
-        problem, way = f"forbids model {name!r} to {token} (403)", "use a token that may read this model"
-    elif status == 429:
-        problem, way = f"limits the rate of requests (429), for model {name!r} too", "wait some minutes, or log in"
-    else:
-        problem, way = f"returns {status} for model {name!r}", "try again later"
+    known = {
+        401: (f"refuses {token} for model {name!r} (401)", "log in again with `hf auth login`, or unset HF_TOKEN"),
+        403: (f"forbids model {name!r} to {token} (403)", "use a token that may read this model"),
+        429: (f"limits the rate of requests (429), for model {name!r} too", "wait some minutes, or log in"),
+    }
+    problem, way = known.get(status, (f"returns {status} for model {name!r}", "try again later"))
     return InputError(f"the hub {problem}", fix=f"{way}; or {ways_on}")
 
 

@@ -4,20 +4,21 @@ A model is a local folder, a GGUF file, a shipped one, a hub id in the local cac
 a preset. It is never replaced by another one.
 """
 
-import json
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunix_rt import assets
 from tunix_rt.errors import ConfigError, InputError, TunixError
-from tunix_rt.models.gguf import Converted, converted, only_gguf
+from tunix_rt.models.gguf import converted, only_gguf
 from tunix_rt.models.hub import from_hub
 from tunix_rt.models.safetensors import no_safetensors, refuse_incomplete
 from tunix_rt.models.secrets import redacted, refuse_address
+from tunix_rt.storage import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +32,19 @@ A_TOKENIZER = (
 
 # Hub id -> the preset of the same architecture and size. Chat versions differ from it in special tokens alone.
 PRESET_OF = {
-    "gpt2": "gpt2",
-    "openai-community/gpt2": "gpt2",
-    "google/gemma-2b": "gemma-2b",
-    "google/gemma-2b-it": "gemma-2b",
-    "google/gemma-2-2b": "gemma-2-2b",
-    "google/gemma-2-2b-it": "gemma-2-2b",
-    "google/gemma-3-270m": "gemma-3-270m",
-    "google/gemma-3-270m-it": "gemma-3-270m",
-    "google/gemma-3-1b-pt": "gemma-3-1b",
-    "google/gemma-3-1b-it": "gemma-3-1b",
-    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
-    "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
-    "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
-    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
-    "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
-    "Qwen/Qwen3-0.6B": "qwen-3-0.6b",
+    hub_id: preset
+    for preset, hub_ids in {
+        "gpt2": ("gpt2", "openai-community/gpt2"),
+        "gemma-2b": ("google/gemma-2b", "google/gemma-2b-it"),
+        "gemma-2-2b": ("google/gemma-2-2b", "google/gemma-2-2b-it"),
+        "gemma-3-270m": ("google/gemma-3-270m", "google/gemma-3-270m-it"),
+        "gemma-3-1b": ("google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
+        "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
+        "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"),
+        "qwen-3-0.6b": ("Qwen/Qwen3-0.6B",),
+    }.items()
+    for hub_id in hub_ids
 }
 
 
@@ -76,10 +73,9 @@ def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrain
     """The folder of model `name`. Raises InputError when it is not available or not supported.
 
     A revision of a model without revisions is a ConfigError: it would be ignored."""
-    try:
+    with _redacted_errors():
         found, commit, origin = _find(name, revision, with_weights=weights == "pretrained")
-        if commit in ("local", "shipped", "preset"):
-            _refuse_revision(name, commit, revision)
+        _refuse_revision(name, commit, revision)
         config = _read_config(found, name)
         source = ModelSource(
             name=name, folder=found, revision=commit, weights=weights, config=config, converted_from=origin
@@ -90,9 +86,6 @@ def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrain
                 raise no_safetensors(name, f"in {found}", files, fix=TWO_WAYS_ON)
             refuse_incomplete(name, found)
         return source
-    except TunixError as error:
-        _redact(error)
-        raise
 
 
 def resolve_architecture(name: str, *, revision: str = "main") -> ModelSource:
@@ -106,38 +99,37 @@ def resolve_architecture(name: str, *, revision: str = "main") -> ModelSource:
 
 def resolve_tokenizer(name: str, *, revision: str = "main") -> Path:
     """The folder with the tokenizer `name`: a folder, a GGUF file, a shipped model, a hub id. It needs no config.json."""
-    try:
+    with _redacted_errors():
         here = os.path.expanduser(name)
         if os.path.isdir(here) and os.path.isfile(os.path.join(here, "tokenizer.json")):
             _refuse_revision(name, "local", revision)
             return Path(here).resolve()
         found, commit, _ = _find(name, revision, with_weights=False)
-        if commit in ("local", "shipped", "preset"):
-            _refuse_revision(name, commit, revision)
+        _refuse_revision(name, commit, revision)
         if commit == "preset":
             raise InputError(f"{name} is a preset, which has no tokenizer", fix=A_TOKENIZER)
         return found
-    except TunixError as error:
-        _redact(error)
-        raise
 
 
-def _redact(error: TunixError) -> None:
+@contextlib.contextmanager
+def _redacted_errors() -> Iterator[None]:
     """A name, a path or a message of the hub may contain a token."""
-    error.problem, error.fix = redacted(error.problem), redacted(error.fix)
-    error.args = (error.problem,)
+    try:
+        yield
+    except TunixError as error:
+        error.problem, error.fix = redacted(error.problem), redacted(error.fix)
+        error.args = (error.problem,)
+        raise
 
 
 def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, str | None]:
     """Folder, revision, and the GGUF file it was converted from. The branches are in the order of the lookup."""
     here = os.path.expanduser(name)  # unlike pathlib, os.path does not raise for an invalid name
-    if os.path.isfile(here):
-        return _of_gguf(converted(Path(here).resolve(), with_weights=with_weights))
-    if os.path.isdir(here):
-        folder = Path(here).resolve()
-        if (file := only_gguf(folder)) is not None:
-            return _of_gguf(converted(file, with_weights=with_weights))
-        return folder, "local", None
+    if os.path.exists(here):
+        path = Path(here).resolve()
+        file = path if path.is_file() else only_gguf(path)
+        folder, origin = (path, None) if file is None else converted(file, with_weights=with_weights)
+        return folder, "local", origin
     if (known := assets.find("models", name)) is not None:
         shipped = known.parent.resolve() == assets.shipped_folder("models").resolve()
         return known, "shipped" if shipped else "local", None
@@ -152,10 +144,6 @@ def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, s
             )
         return _presets() / name, "preset", None
     return _of_hub(name, revision, with_weights=with_weights)
-
-
-def _of_gguf(made: Converted) -> tuple[Path, str, str]:
-    return made.folder, "local", made.origin
 
 
 def _of_hub(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, None]:
@@ -185,7 +173,7 @@ def _refuse_path(name: str) -> None:
 
 
 def _refuse_revision(name: str, commit: str, revision: str) -> None:
-    if revision != "main":
+    if revision != "main" and commit in ("local", "shipped", "preset"):
         raise ConfigError(
             f"model.revision is {revision!r}, but {name} is a {commit} model, which has no revisions",
             fix="leave model.revision out, or give a hub model",
@@ -194,12 +182,9 @@ def _refuse_revision(name: str, commit: str, revision: str) -> None:
 
 def _read_config(folder: Path, name: str) -> Mapping[str, Any]:
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{name}: no config.json in {folder}", fix="point at a Hugging Face model folder") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}", fix="fetch the model again") from error
+    if not os.path.exists(path):
+        raise InputError(f"{name}: no config.json in {folder}", fix="point at a Hugging Face model folder")
+    config = read_json(path, InputError, fix="fetch the model again")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise InputError(f"{path}: model_type is missing", fix="point at a Hugging Face model folder")
     return config

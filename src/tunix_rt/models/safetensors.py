@@ -20,10 +20,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 # Why a file with weights is not read.
 NOT_READ = {
-    ".bin": "a pickle, which can run code",
-    ".pt": "a pickle, which can run code",
-    ".pth": "a pickle, which can run code",
-    ".ckpt": "a pickle, which can run code",
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "a pickle, which can run code"),
     ".msgpack": "Flax",
     ".h5": "TensorFlow",
     ".onnx": "ONNX",

@@ -54,10 +54,9 @@ class Band:
     highest: float
 
     def describe(self) -> str:
-        runs = "1 run" if self.runs == 1 else f"{self.runs:,} runs"
         if self.runs == 1:
-            return f"{runs}, error {100 * self.lowest:+.1f} %"
-        return f"{runs}, error between {100 * self.lowest:+.1f} % and {100 * self.highest:+.1f} %"
+            return f"1 run, error {100 * self.lowest:+.1f} %"
+        return f"{self.runs:,} runs, error between {100 * self.lowest:+.1f} % and {100 * self.highest:+.1f} %"
 
 
 def record_path() -> Path:
@@ -143,6 +142,4 @@ def band(device: str, backend: str, layers: str | None = None) -> Band | None:
         for seen in seen_errors()
         if (seen.device, seen.backend) == (device, backend) and layers in (None, seen.layers)
     ]
-    if not errors:
-        return None
-    return Band(runs=len(errors), lowest=min(errors), highest=max(errors))
+    return Band(runs=len(errors), lowest=min(errors), highest=max(errors)) if errors else None

@@ -62,9 +62,8 @@ def choose_compiling(
     if device != "cuda":
         return Compiling(wanted=False, required=False, why=f"on a {device.upper()} only with training.compile: true")
     if capability is not None and capability < COMPILED_CAPABILITY:
-        return Compiling(
-            wanted=False, required=False, why="torch.compile needs a GPU of compute capability 7.0 or above"
-        )
+        why = "torch.compile needs a GPU of compute capability 7.0 or above"
+        return Compiling(wanted=False, required=False, why=why)
     if not packed:
         return Compiling(wanted=False, required=False, why="rows are not packed, so each length would be compiled")
     if adapters:  # their names differ by layer, so no two layers share a graph

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from tunix_rt.config.capabilities import capabilities_of
 from tunix_rt.config.settings import RunConfig
@@ -69,36 +69,18 @@ def predict_run(
 
     Unless `layers` is given, the name of the GPU and the number of `steps` decide how the layers run. Results are cached: a
     search over many devices meets most settings several times."""
+    rows_known: dict[str, Any] = {"row_tokens": row_tokens, "target_share": target_share}
     if capabilities_of(config.training).compiles_whole_step:
-        layers = "compiled"
-    elif layers is None:
+        return _predict_jax(shape, config, device=device, devices=devices, rows=rows, **rows_known)
+    if layers is None:
         tokens = longest_row(shape, config, row_tokens or config.data.max_length)
         layers = layers_planned(
             config, shape, device=device, device_name=device_name, capability=capability, row_tokens=tokens, steps=steps
         )
-    return _predicted(shape, config, device, devices, rows, row_tokens, target_share, capability, layers)
+    return _predict(shape, config, device=device, capability=capability, layers=layers, **rows_known)
 
 
-@lru_cache(maxsize=2048)
-def _predicted(
-    shape: ModelShape,
-    config: RunConfig,
-    device: str,
-    devices: int,
-    rows: int | None,
-    row_tokens: int | None,
-    target_share: float,
-    capability: tuple[int, int] | None,
-    layers: str,
-) -> MemoryPlan:
-    if capabilities_of(config.training).compiles_whole_step:
-        return predict_jax(
-            shape, config, device=device, devices=devices, rows=rows, row_tokens=row_tokens, target_share=target_share
-        )
-    return predict(
-        shape, config, device=device, row_tokens=row_tokens, target_share=target_share, capability=capability,
-        layers=layers,
-    )  # fmt: skip
+_predict, _predict_jax = lru_cache(maxsize=2048)(predict), lru_cache(maxsize=2048)(predict_jax)
 
 
 def predict_as_run(

@@ -5,27 +5,11 @@ Everything is counted, except for the fractions of the C heap that a CPU loses b
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
-from tunix_rt.plan.activations import (
-    DTYPE_BYTES,
-    Batch,
-    Dimensions,
-    Moment,
-    Tensors,
-    Widths,
-    adapters_of,
-    backward_moments,
-    elements,
-    forward_of_one_layer,
-    saved_by_last_norm,
-    saved_by_layer,
-    saved_once,
-    tensors_of,
-    widths_of,
-)
+from tunix_rt.plan import activations
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
 from tunix_rt.plan.shape import ModelShape
 
@@ -49,34 +33,36 @@ class Footprint:
 
     shape: ModelShape
     recipe: Recipe
-    widths: Widths
+    widths: activations.Widths
     device: str
-    tensors: Tensors
-    adapters: list[Dimensions]
+    tensors: activations.Tensors
+    adapters: list[activations.Dimensions] = field(default_factory=list)
     """Of one layer; empty if every parameter is trained."""
-    optimizer: int
+    optimizer: int = 0
     """Optimizer states of all trained parameters."""
-    trained_elements: int
+    trained_elements: int = 0
     modern: bool = True
     """A GPU of compute capability 8.0 or above, for which the optimizers have kernels."""
 
     @property
     def width(self) -> int:
         """Bytes of an element of trained weights and of their gradients."""
-        return DTYPE_BYTES[self.recipe.weights]
+        return activations.DTYPE_BYTES[self.recipe.weights]
 
     @property
-    def trained_of_layer(self) -> list[Dimensions]:
+    def trained_of_layer(self) -> list[activations.Dimensions]:
         return self.adapters or self.tensors.layer
 
     @property
-    def trained_kinds(self) -> list[Dimensions]:
+    def trained_kinds(self) -> list[activations.Dimensions]:
         """Every trained tensor, those of one layer standing for all."""
         return self.adapters or [*self.tensors.embeddings, *self.tensors.layer, *self.tensors.others]
 
     @property
     def weights(self) -> int:
-        return self.shape.parameters * self.widths.stream + self.width * self.shape.layers * elements(self.adapters)
+        return self.shape.parameters * self.widths.stream + self.width * self.shape.layers * activations.elements(
+            self.adapters
+        )
 
     @property
     def final_model(self) -> int:
@@ -95,17 +81,17 @@ class Footprint:
     @property
     def table_gradients(self) -> int:
         """Of embedding and lm_head, which live until the end of the backward pass."""
-        return 0 if self.adapters else self.width * elements(self.tensors.embeddings)
+        return 0 if self.adapters else self.width * activations.elements(self.tensors.embeddings)
 
     @property
     def head_gradient(self) -> int:
         """Of the lm_head weight, which exists from the loss on."""
-        return 0 if self.adapters else self.width * elements(self.tensors.embeddings[:1])
+        return 0 if self.adapters else self.width * activations.elements(self.tensors.embeddings[:1])
 
     @property
     def casts_of_layer(self) -> int:
         """Its matrices in the compute dtype."""
-        return elements(self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
+        return activations.elements(self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
 
     @property
     def casts(self) -> int:
@@ -114,12 +100,16 @@ class Footprint:
     @property
     def largest_cast(self) -> int:
         """Of its casts one at a time, if none outlives its matmul."""
-        return max(elements([one]) for one in self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
+        return (
+            max(activations.elements([one]) for one in self.tensors.matrices) * self.widths.compute
+            if self.widths.casts
+            else 0
+        )
 
     @property
     def head_cast(self) -> int:
         """The lm_head weight in the compute dtype, for the model's own head: a trial after loading, and generation."""
-        return elements(self.tensors.embeddings[:1]) * self.widths.compute if self.widths.casts else 0
+        return activations.elements(self.tensors.embeddings[:1]) * self.widths.compute if self.widths.casts else 0
 
     @property
     def updated_by_kernel(self) -> bool:
@@ -136,7 +126,7 @@ class Footprint:
             return 0  # a Triton kernel, in place
         return spec.workspace[self.width == 2] * max(4, self.width)
 
-    def update_of(self, tensors: list[Dimensions]) -> int:
+    def update_of(self, tensors: list[activations.Dimensions]) -> int:
         """Temporaries of an update of the largest of `tensors`."""
         return int(self._copies_updating * min(max(math.prod(one) for one in tensors), UPDATE_ELEMENTS))
 
@@ -156,7 +146,7 @@ class Footprint:
     def operand(self) -> int:
         """The lm_head weight in the dtype of its matmuls, if stored in another; or padded to a multiple of 8 rows, without
         which 16-bit matmuls are slow on a GPU."""
-        table = elements(self.tensors.embeddings[:1])
+        table = activations.elements(self.tensors.embeddings[:1])
         padded = self.device != "cpu" and self.product_width == 2 and self.shape.vocab % 8 != 0
         return table * self.product_width if padded or self.product_width != self.widths.stream else 0
 
@@ -184,22 +174,22 @@ class Footprint:
 
 
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
-    tensors, recipe = tensors_of(shape), recipe_of(training)
-    adapters = adapters_of(tensors, training.lora_rank) if training.lora_rank is not None else []
+    tensors, recipe = activations.tensors_of(shape), recipe_of(training)
+    adapters = activations.adapters_of(tensors, training.lora_rank) if training.lora_rank is not None else []
     layer, besides = (adapters, []) if adapters else (tensors.layer, [*tensors.embeddings, *tensors.others])
 
-    def states(of: list[Dimensions]) -> int:
+    def states(of: list[activations.Dimensions]) -> int:
         return sum(state_bytes(one, recipe.optimizer, recipe.weights) for one in of)
 
     return Footprint(
         shape=shape,
         recipe=recipe,
-        widths=widths_of(recipe, training.lora_rank),
+        widths=activations.widths_of(recipe, training.lora_rank),
         device=device,
         tensors=tensors,
         adapters=adapters,
         optimizer=states(besides) + shape.layers * states(layer),
-        trained_elements=elements(besides) + shape.layers * elements(layer),
+        trained_elements=activations.elements(besides) + shape.layers * activations.elements(layer),
         modern=modern,
     )
 
@@ -210,12 +200,9 @@ def footprint_for_inference(shape: ModelShape, dtype: str, device: str) -> Footp
     return Footprint(
         shape=shape,
         recipe=recipe,
-        widths=widths_of(recipe, None),
+        widths=activations.widths_of(recipe, None),
         device=device,
-        tensors=tensors_of(shape),
-        adapters=[],
-        optimizer=0,
-        trained_elements=0,
+        tensors=activations.tensors_of(shape),
     )
 
 
@@ -241,18 +228,18 @@ def in_heap(blocks: Iterable[int]) -> int:
 
 
 def step_phases(
-    run: Footprint, batch: Batch, targets: int, accumulating: bool, state: dict[str, int]
+    run: Footprint, batch: activations.Batch, targets: int, accumulating: bool, state: dict[str, int]
 ) -> tuple[Phase, ...]:
     """The phases of a step. From the second micro-batch on, the gradients of the first exist."""
     kept_layers = run.recipe.kept_layers(run.shape.layers)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    layer = sum(saved_by_layer(run.shape, run.widths, batch).all)
+    layer = sum(activations.saved_by_layer(run.shape, run.widths, batch).all)
     # A checkpointed layer saves its input.
     kept = (run.shape.layers - kept_layers) * passed_on + kept_layers * layer
-    kept += sum(saved_once(run.shape, run.widths, batch))
-    behind = sum(saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    kept += sum(activations.saved_once(run.shape, run.widths, batch))
+    behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
     # A compiled layer returns all that it would save, and only then is it freed.
-    one_layer = layer if batch.compiled else sum(forward_of_one_layer(run.shape, run.widths, batch))
+    one_layer = layer if batch.compiled else sum(activations.forward_of_one_layer(run.shape, run.widths, batch))
     passing = 2 * passed_on if kept_layers else one_layer
     gradients = run.table_gradients if run.recipe.in_backward else run.gradients
     forward = phase_of(
@@ -278,7 +265,7 @@ def step_phases(
     return tuple(phase_of(phase.name, **phase.parts, allocator_slack=slack) for phase in phases)
 
 
-def recorded_phases(run: Footprint, batch: Batch, phases: Iterable[Phase]) -> tuple[tuple[Phase, ...], int]:
+def recorded_phases(run: Footprint, batch: activations.Batch, phases: Iterable[Phase]) -> tuple[tuple[Phase, ...], int]:
     """The same for layers that run as CUDA graphs, and the bytes of the graphs' memory pool.
 
     Activations and casts are in the pool, which the allocator does not count once the graphs are captured. Gradients are static
@@ -286,7 +273,7 @@ def recorded_phases(run: Footprint, batch: Batch, phases: Iterable[Phase]) -> tu
     """
     by_name = {phase.name: phase for phase in phases}
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    behind = sum(saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
     state = {name: size for name, size in by_name["update"].parts.items() if name not in ("gradients", "in_flight")}
     compiling = by_name["loss"].parts | {"optimizer": 0}
     making = by_name["backward"].parts | {"optimizer": 0, "gradients": run.gradients - run.head_gradient}
@@ -296,14 +283,13 @@ def recorded_phases(run: Footprint, batch: Batch, phases: Iterable[Phase]) -> tu
     backward = phase_of("backward", **state, **held, in_flight=_lookup(run, batch))
     update = phase_of("update", **state, **held, in_flight=run.update_of(run.trained_kinds))
     kept = by_name["forward"].parts["activations"] + by_name["forward"].parts["casts"]
-    pool = kept + max(moment.in_flight for moment in backward_moments(run.shape, run.widths, batch))
-    recording = max(
-        phase_of("recording", **compiling), phase_of("recording", **making), key=lambda phase: phase.total_bytes
-    )
+    pool = kept + max(moment.in_flight for moment in activations.backward_moments(run.shape, run.widths, batch))
+    both = (phase_of("recording", **parts) for parts in (compiling, making))
+    recording = max(both, key=lambda phase: phase.total_bytes)
     return (recording, phase_of("loss", **loss), backward, update), pool
 
 
-def _lost(run: Footprint, batch: Batch, phases: Iterable[Phase], accumulating: bool) -> int:
+def _lost(run: Footprint, batch: activations.Batch, phases: Iterable[Phase], accumulating: bool) -> int:
     """On a CPU: heap blocks that one phase of the step freed and no other can reuse, after a few steps.
 
     A part counts as in its largest phase. More is lost where short-lived blocks lie between others that stay: gradients during
@@ -313,8 +299,8 @@ def _lost(run: Footprint, batch: Batch, phases: Iterable[Phase], accumulating: b
     kept_layers = run.recipe.kept_layers(layers)
     live = max(phase.total_bytes for phase in phases)
     largest = {name: max(phase.parts.get(name, 0) for phase in phases) for phase in phases for name in phase.parts}
-    layer = in_heap(saved_by_layer(run.shape, run.widths, batch).all)
-    passing = in_heap(forward_of_one_layer(run.shape, run.widths, batch))
+    layer = in_heap(activations.saved_by_layer(run.shape, run.widths, batch).all)
+    passing = in_heap(activations.forward_of_one_layer(run.shape, run.widths, batch))
     kept = kept_layers * layer
     cut = kept * (KEPT_SLACK + ACCUMULATED_SLACK * accumulating + ADAPTED_SLACK * bool(run.adapters))
     cut += (1 - kept_layers / layers) * (RECOMPUTED_SLACK * layer + passing)
@@ -323,17 +309,17 @@ def _lost(run: Footprint, batch: Batch, phases: Iterable[Phase], accumulating: b
     return max(0, sum(largest.values()) - live) + int(cut)
 
 
-def _backward(run: Footprint, batch: Batch, accumulating: bool, state: dict[str, int]) -> Iterator[Phase]:
+def _backward(run: Footprint, batch: activations.Batch, accumulating: bool, state: dict[str, int]) -> Iterator[Phase]:
     """The backward pass at its moments, from the last layer to the embedding."""
     layers = run.shape.layers
     recomputed = layers - run.recipe.kept_layers(layers)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    layer = sum(saved_by_layer(run.shape, run.widths, batch).all)
-    once = sum(saved_once(run.shape, run.widths, batch))
-    trained = run.width * elements(run.trained_of_layer)
-    matrices = elements(run.tensors.matrices)
+    layer = sum(activations.saved_by_layer(run.shape, run.widths, batch).all)
+    once = sum(activations.saved_once(run.shape, run.widths, batch))
+    trained = run.width * activations.elements(run.trained_of_layer)
+    matrices = activations.elements(run.tensors.matrices)
 
-    def at(below: int, moment: Moment) -> Phase:
+    def at(below: int, moment: activations.Moment) -> Phase:
         """In the layer with `below` layers before it."""
         kept_below = max(0, below - recomputed)
         held = min(below, recomputed) * passed_on + kept_below * layer + once
@@ -351,7 +337,7 @@ def _backward(run: Footprint, batch: Batch, accumulating: bool, state: dict[str,
 
     # Memory rises or falls evenly between these.
     for below in {0, recomputed - 1, recomputed, layers - 1} & set(range(layers)):
-        for moment in backward_moments(run.shape, run.widths, batch):
+        for moment in activations.backward_moments(run.shape, run.widths, batch):
             if run.recipe.in_backward or not moment.updating:
                 yield at(below, moment)
     if not run.adapters:
@@ -359,7 +345,7 @@ def _backward(run: Footprint, batch: Batch, accumulating: bool, state: dict[str,
         yield phase_of("backward", **state, gradients=gradients, casts=0, activations=0, in_flight=_lookup(run, batch))
 
 
-def _lookup(run: Footprint, batch: Batch) -> int:
+def _lookup(run: Footprint, batch: activations.Batch) -> int:
     """The gradient of the embedding: as it arrives, sorted, summed by token in at least float32, and rounded."""
     wide, narrow = max(4, run.width), run.widths.stream
     copies = 2 * narrow + wide + (wide + narrow if wide != run.width else 0)

@@ -97,9 +97,8 @@ def rungs_of(config: RunConfig, choice: Device) -> Iterator[Settings]:
     if narrow == "bfloat16" and training.master_dtype != "bfloat16":
         types.append({"training.dtype": "bfloat16", "training.master_dtype": "bfloat16"})
     optimizers: list[Settings] = [{}]
-    optimizers += [
-        {"training.optim": name} for name, spec in OPTIMIZERS.items() if _departs_further(spec, training.optim)
-    ]
+    further = [name for name, spec in OPTIMIZERS.items() if _departs_further(spec, training.optim)]
+    optimizers += [{"training.optim": name} for name in further]
     updates: list[Settings] = [{}] if training.optim_in_backward else [{}, {"training.optim_in_backward": True}]
     for one, optimizer, update in product(types, optimizers, updates):
         yield one | optimizer | update

@@ -10,18 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, elements, forward_of_one_layer, generation_kernel, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
-from tunix_rt.plan.footprint import (
-    Footprint,
-    Phase,
-    footprint_for_inference,
-    footprint_of,
-    in_heap,
-    phase_of,
-    recorded_phases,
-    step_phases,
-)
 from tunix_rt.plan.shape import ModelShape
 
 MIB = 2**20
@@ -63,7 +54,7 @@ class MemoryPlan:
     row_tokens: int
     target_share: float
     """Fraction of the tokens that are targets of the loss."""
-    phases: tuple[Phase, ...]
+    phases: tuple[footprint.Phase, ...]
     peak_phase: str
     peak_bytes: int
     """On a CPU the rise of resident memory; on CUDA the peak of allocated memory."""
@@ -82,7 +73,7 @@ class MemoryPlan:
     """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> footprint.Phase:
         return next(phase for phase in self.phases if phase.name == self.peak_phase)
 
     @property
@@ -92,12 +83,12 @@ class MemoryPlan:
         return self.peak_phase == "step"
 
     @property
-    def judged(self) -> tuple[Phase, ...]:
+    def judged(self) -> tuple[footprint.Phase, ...]:
         """The phases that must fit."""
         return tuple(phase for phase in self.phases if phase.name not in LEFT_OUT)
 
     @property
-    def least(self) -> Phase:
+    def least(self) -> footprint.Phase:
         """The phase that needs `least_bytes`."""
         return max(map(_without_spare, self.judged), key=lambda phase: phase.total_bytes)
 
@@ -122,7 +113,7 @@ def predict(
     """
     training = config.training
     modern = capability is None or capability >= (8, 0)
-    run = footprint_of(shape, training, device, modern=modern)
+    run = footprint.footprint_of(shape, training, device, modern=modern)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
     layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
     step = Batch(
@@ -160,24 +151,24 @@ def predict(
 
 
 def _step(
-    run: Footprint, step: Batch, config: RunConfig, layers: str, target_share: float, copied: int
-) -> tuple[tuple[Phase, ...], int, dict[str, int]]:
+    run: footprint.Footprint, step: Batch, config: RunConfig, layers: str, target_share: float, copied: int
+) -> tuple[tuple[footprint.Phase, ...], int, dict[str, int]]:
     """The phases of a training step, the pool of CUDA graphs, and what stays allocated between steps."""
     training = config.training
     during = {"snapshot": copied if training.save_steps is not None else 0}
     if layers == "recorded":
         during |= {"overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
     targets, accumulating = max(1, int(step.tokens * target_share)), training.gradient_accumulation_steps > 1
-    phases = step_phases(run, step, targets, accumulating, _state(run) | during)
+    phases = footprint.step_phases(run, step, targets, accumulating, _state(run) | during)
     if layers != "recorded":
         return phases, 0, during
-    phases, pool = recorded_phases(run, step, phases)
+    phases, pool = footprint.recorded_phases(run, step, phases)
     return phases, pool, during | {"gradients": run.gradients}  # they are part of the graphs
 
 
 def _evaluation(
-    run: Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
-) -> tuple[int, list[Phase]]:
+    run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
+) -> tuple[int, list[footprint.Phase]]:
     """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
     sizes = [fixed] if fixed else EVAL_ROWS
@@ -192,21 +183,21 @@ def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
     return tokens if config.data.packing else min(tokens, shape.max_positions)
 
 
-def _without_spare(phase: Phase) -> Phase:
-    return phase_of(phase.name, **{name: size for name, size in phase.parts.items() if name not in SPARE})
+def _without_spare(phase: footprint.Phase) -> footprint.Phase:
+    return footprint.phase_of(phase.name, **{name: size for name, size in phase.parts.items() if name not in SPARE})
 
 
-def _without_spare_bytes(phase: Phase) -> int:
+def _without_spare_bytes(phase: footprint.Phase) -> int:
     return _without_spare(phase).total_bytes
 
 
-def _state(run: Footprint) -> dict[str, int]:
+def _state(run: footprint.Footprint) -> dict[str, int]:
     """Allocated from the first step on."""
     overhead = CPU_OVERHEAD_BYTES if run.device == "cpu" else CUDA_OVERHEAD_BYTES
     return {"weights": run.weights, "optimizer": run.optimizer, "overhead": overhead}
 
 
-def _between_steps(run: Footprint) -> dict[str, int]:
+def _between_steps(run: footprint.Footprint) -> dict[str, int]:
     """Gradients are freed between steps; on a CPU the heap keeps their blocks, which the next phase can seldom reuse."""
     kept = run.table_gradients if run.recipe.in_backward else run.gradients
     return _state(run) | {"gradients": kept if run.device == "cpu" else 0}
@@ -215,7 +206,7 @@ def _between_steps(run: Footprint) -> dict[str, int]:
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def _load(run: Footprint, *, pretrained: bool) -> Phase:
+def _load(run: footprint.Footprint, *, pretrained: bool) -> footprint.Phase:
     """Beside the weights: the file they are read from, or the lm_head weight that is drawn before it is tied.
 
     Weights of the file's dtype are the mapped file itself until they are updated; files are assumed to be 16-bit, as models
@@ -226,7 +217,7 @@ def _load(run: Footprint, *, pretrained: bool) -> Phase:
     base = run.shape.parameters * run.widths.stream
     later = run.weights - base + max(run.largest_cast, run.head_cast, run.operand)  # adapters are added after the draw
     parts = {"weights": base, "overhead": CPU_OVERHEAD_BYTES if run.device == "cpu" else 0}
-    return phase_of(
+    return footprint.phase_of(
         "load",
         **parts,
         loading=max(drawn, later),
@@ -237,7 +228,9 @@ def _load(run: Footprint, *, pretrained: bool) -> Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _evaluating(run: Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
+def _evaluating(
+    run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]
+) -> Iterator[footprint.Phase]:
     """The phases of an evaluation with the rows of `batch`."""
     new_tokens = config.evaluation.max_new_tokens
     if config.data.validation_fraction:
@@ -245,26 +238,28 @@ def _evaluating(run: Footprint, batch: Batch, config: RunConfig, during: dict[st
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        yield phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
+        yield footprint.phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
     if config.evaluation.samples_during_training:
         rows = min(batch.rows, config.evaluation.samples_during_training)
         parts = generation_parts(run, replace(batch, rows=rows), new_tokens)
-        yield phase_of("samples", **(_between_steps(run) | during), **parts)
+        yield footprint.phase_of("samples", **(_between_steps(run) | during), **parts)
 
 
-def _heldout(run: Footprint, batch: Batch, state: dict[str, int]) -> Phase:
+def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> footprint.Phase:
     """Forward passes without gradients: one layer at a time, then the loss in chunks."""
     layer = forward_of_one_layer(run.shape, run.widths, batch) + saved_once(run.shape, run.widths, batch)
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    slack = int(EVALUATION_SLACK * in_heap(layer + head)) if run.device == "cpu" else 0
+    slack = int(EVALUATION_SLACK * footprint.in_heap(layer + head)) if run.device == "cpu" else 0
     in_layers = {"casts": run.largest_cast, "activations": sum(layer), "loss_head": 0}
     in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
-    both = [phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)]
+    both = [
+        footprint.phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)
+    ]
     return max(both, key=lambda phase: phase.total_bytes)
 
 
-def generation_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
+def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
     """Prompts of up to a whole row, then `max_new_tokens` more: the KV cache of all tokens, one layer of it copied to grow."""
     shape, width = run.shape, run.widths.compute
     tokens = batch.rows * min(batch.length + max_new_tokens, max(batch.length, shape.max_positions))
@@ -274,7 +269,7 @@ def generation_parts(run: Footprint, batch: Batch, max_new_tokens: int) -> dict[
     # Keys are rotated in the dtype of the residual stream, and cached in it.
     keys = width if shape.learned_positions else max(width, run.widths.stream)
     cache = [tokens * shape.kv_size * (width + keys)] * (shape.layers + 1)
-    cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
+    cut = EVALUATION_SLACK * footprint.in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
     repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
     return {
         "casts": run.casts + run.head_cast,
@@ -290,7 +285,7 @@ def reloaded_bytes(saved: int, *, device: str, autocast: bool) -> int:
     return saved * 3 // 2 if device != "cpu" and autocast else saved
 
 
-def _proof(run: Footprint) -> Phase:
+def _proof(run: footprint.Footprint) -> footprint.Phase:
     """The end of a run: a fresh process loads the final model on the same device, beside the one in memory.
 
     On a GPU the optimizer and the allocator's cache are freed; on a CPU the heap keeps the blocks of the optimizer.
@@ -298,10 +293,10 @@ def _proof(run: Footprint) -> Phase:
     state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
     autocast = run.recipe.casts and run.recipe.frozen is None
     weights = reloaded_bytes(run.final_model, device=run.device, autocast=autocast)
-    return phase_of("proof", **state, fresh_process=weights + PROOF_SPARE_BYTES)
+    return footprint.phase_of("proof", **state, fresh_process=weights + PROOF_SPARE_BYTES)
 
 
-def _save(run: Footprint, copied: int) -> Phase:
+def _save(run: footprint.Footprint, copied: int) -> footprint.Phase:
     """A checkpoint, or the final model with its adapters merged in float32 on the host, tensor by tensor.
 
     The update of an adapter exists twice, plain and scaled, then beside the sum. On a CPU, float32 weights without an adapter
@@ -313,7 +308,7 @@ def _save(run: Footprint, copied: int) -> Phase:
         summed = run.shape.layers * elements(run.tensors.matrices)
         on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
         merged = on_host + largest if run.device == "cpu" else 2 * largest
-    return phase_of("save", **_between_steps(run), snapshot=copied, merged=merged)
+    return footprint.phase_of("save", **_between_steps(run), snapshot=copied, merged=merged)
 
 
 MOST_ROWS = {"cpu": 64, "cuda": 512}
@@ -333,7 +328,7 @@ def rows_that_fit(
     capability: tuple[int, int] | None = None,
 ) -> int:
     """The largest batch of prompts of `length` tokens whose generations fit into `free_bytes` beside the weights, at least 1."""
-    run = footprint_for_inference(shape, dtype, device)
+    run = footprint.footprint_for_inference(shape, dtype, device)
 
     def needed(rows: int) -> int:
         batch = Batch(rows=rows, length=length, packed=False, device=device, capability=capability)

@@ -236,16 +236,11 @@ def explain_out_of_memory(
     if plan.lower_bound:
         return problem, _lines(savings(config.training))
     free = min(measured_bytes, plan.least_bytes) + plan.context_bytes
-    known = _Known(device=choice.device, kind=choice.kind, free_bytes=free, capability=choice.capability)
+    known = Target(
+        name=choice.kind, kind=choice.kind, device=choice.device, memory_bytes=free, free_bytes=free,
+        capability=choice.capability,
+    )  # fmt: skip
     return problem, _lines(advice_for(plan, known, shape, config, rates_for(choice)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    device: str
-    kind: str
-    free_bytes: int
-    capability: tuple[int, int] | None
 
 
 def _parts(phase: Phase) -> str:

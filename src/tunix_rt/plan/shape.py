@@ -24,19 +24,19 @@ class ModelShape:
     ffn: int
     vocab: int
     max_positions: int
-    learned_positions: bool
+    learned_positions: bool = False
     """Positions are a trained embedding (GPT-2), not a rotation."""
     gated_mlp: bool
-    composite_activation: bool
+    composite_activation: bool = False
     """The activation consists of single operations (`gelu_new`), each of which saves its input."""
     tied_head: bool
     norms_per_layer: int
     """Norms over the hidden size in one layer; those over single heads are `head_norms`."""
-    norm_has_bias: bool
+    norm_has_bias: bool = False
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
-    norm_in_float32: bool
+    norm_in_float32: bool = False
     """RMSNorm multiplies by its weight before it rounds to the compute dtype (Gemma)."""
-    head_norms: bool
+    head_norms: bool = False
     query_bias: bool
     """Query, key and value projections have a bias."""
     output_bias: bool
@@ -109,12 +109,9 @@ def _llama(family: Family, config: Config) -> ModelShape:
         ffn=family.size(config, "intermediate_size"),
         vocab=family.size(config, "vocab_size"),
         max_positions=family.size(config, "max_position_embeddings"),
-        learned_positions=False,
         gated_mlp=True,
-        composite_activation=False,
         tied_head=bool(family.value(config, "tie_word_embeddings")),
         norms_per_layer=4 if family.post_norms else 2,
-        norm_has_bias=False,
         norm_in_float32=family.norm == "rms_plus_one",
         head_norms=family.qk_norm,
         query_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -150,8 +147,6 @@ def _gpt2(family: Family, config: Config) -> ModelShape:
         tied_head=bool(family.value(config, "tie_word_embeddings")),
         norms_per_layer=2,
         norm_has_bias=family.norm == "layer",
-        norm_in_float32=False,
-        head_norms=False,
         query_bias=True,
         output_bias=True,
         mlp_bias=True,
@@ -172,7 +167,6 @@ def _size_or(family: Family, config: Config, key: str, otherwise: int) -> int:
 def _probability(family: Family, config: Config, key: str) -> float:
     value = family.defaults[key] if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise InputError(
-            f"config.json: {key} is {value!r}, not a probability", fix="fetch the model's config.json again"
-        )
+        problem = f"config.json: {key} is {value!r}, not a probability"
+        raise InputError(problem, fix="fetch the model's config.json again")
     return float(value)

@@ -14,29 +14,8 @@ from math import ceil, log
 from typing import TypeVar
 
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan import knobs
 from tunix_rt.plan.fit import Device, least_room, predict_as_run, verdict
-from tunix_rt.plan.knobs import (
-    ACCUMULATION,
-    CHECKPOINTING,
-    EVAL_BATCH,
-    ROWS,
-    WEIGHTS,
-    Settings,
-    can_run,
-    changes_of_result,
-    checkpointing_of,
-    costs_of,
-    differing,
-    eval_batch_sizes,
-    narrow_type,
-    rows_of_step,
-    rungs_of,
-    runnable,
-    set_line,
-    splits,
-    value_of,
-    with_copied,
-)
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.speed import Rates, StepTime, time_of_plan
@@ -58,7 +37,7 @@ ADVISED_RANK = 16
 class Proposal:
     """Changed settings, with the memory and time of the changed run."""
 
-    settings: Settings
+    settings: knobs.Settings
     """By dotted name."""
     plan: MemoryPlan
     time: StepTime
@@ -95,7 +74,7 @@ def solve(
     differs from it.
     """
     problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=written)
-    tried = (rungs for rungs in rungs_of(config, choice) if _has_room(problem, rungs))
+    tried = (rungs for rungs in knobs.rungs_of(config, choice) if _has_room(problem, rungs))
     found = [one for rungs in tried for one in _fitting(problem, rungs)]
     return sorted(found, key=lambda one: one.rank)
 
@@ -155,7 +134,7 @@ class _Problem:
         """Of the whole run: smaller batches need more steps, unless `max_steps` is set."""
         if self.steps is None or config.training.max_steps is not None:
             return self.steps
-        return ceil(self.steps * rows_of_step(self.config) / rows_of_step(config))
+        return ceil(self.steps * knobs.rows_of_step(self.config) / knobs.rows_of_step(config))
 
     def plan_of(self, config: RunConfig) -> MemoryPlan:
         """The prediction for the rows of the plan, which may be known to be shorter than `data.max_length`."""
@@ -178,28 +157,28 @@ class _Problem:
         plan = self.plan_of(config)
         return plan if verdict(plan, self.choice).fits else None
 
-    def proposal(self, settings: Settings, plan: MemoryPlan, changed: RunConfig) -> Proposal:
+    def proposal(self, settings: knobs.Settings, plan: MemoryPlan, changed: RunConfig) -> Proposal:
         written = self.written or self.config
-        every = settings if written is self.config else differing(written, self.config) | settings
-        changes = {name: value for name, value in every.items() if value != value_of(written, name)}
+        every = settings if written is self.config else knobs.differing(written, self.config) | settings
+        changes = {name: value for name, value in every.items() if value != knobs.value_of(written, name)}
         return Proposal(
             settings=changes,
             plan=plan,
             time=self.time_of(changed, plan),
-            level=sum(WEIGHTS[rung] for rung in changes_of_result(written, changed)),
-            costs=tuple(costs_of(changes, written, changed)),
-            line=set_line(changes),
+            level=sum(knobs.WEIGHTS[rung] for rung in knobs.changes_of_result(written, changed)),
+            costs=tuple(knobs.costs_of(changes, written, changed)),
+            line=knobs.set_line(changes),
         )
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def _has_room(problem: _Problem, rungs: Settings) -> bool:
+def _has_room(problem: _Problem, rungs: knobs.Settings) -> bool:
     """Whether the engine supports it, and weights and optimizer states fit: they do not depend on micro-batches and
     checkpointing."""
-    rows, often = splits(rows_of_step(problem.config))[0]
-    changed = runnable(problem.config, rungs | {ROWS: rows, ACCUMULATION: often})
+    rows, often = knobs.splits(knobs.rows_of_step(problem.config))[0]
+    changed = knobs.runnable(problem.config, rungs | {knobs.ROWS: rows, knobs.ACCUMULATION: often})
     if changed is None:
         return False
     plan = problem.plan_of(changed)
@@ -207,21 +186,21 @@ def _has_room(problem: _Problem, rungs: Settings) -> bool:
     return state + plan.context_bytes <= problem.choice.free_bytes
 
 
-def _fitting(problem: _Problem, rungs: Settings) -> Iterator[Proposal]:
+def _fitting(problem: _Problem, rungs: knobs.Settings) -> Iterator[Proposal]:
     """For one way to change the result and each checkpointing fraction: the fastest split that fits, and the split as written
     if it fits too."""
     now = problem.config.training
-    every = splits(rows_of_step(problem.config))
-    for fraction in checkpointing_of(problem.config):
+    every = knobs.splits(knobs.rows_of_step(problem.config))
+    for fraction in knobs.checkpointing_of(problem.config):
         found: list[Proposal] = []
-        settings: Settings = rungs | {CHECKPOINTING: fraction}
+        settings: knobs.Settings = rungs | {knobs.CHECKPOINTING: fraction}
         alone, several = [one for one in every if one[1] == 1], [one for one in every if one[1] > 1]
         for split in alone:
             found.extend(_at(problem, settings, split))
         if not found:
             found.extend(_first(several, partial(_at, problem, settings)))
         as_written = (now.per_device_train_batch_size, now.gradient_accumulation_steps)
-        if found and found[0].settings.get(ROWS, as_written[0]) != as_written[0]:
+        if found and found[0].settings.get(knobs.ROWS, as_written[0]) != as_written[0]:
             found.extend(_at(problem, settings, as_written))
         if found:
             best = min(found, key=lambda one: one.rank)
@@ -241,18 +220,18 @@ def _first(many: Sequence[T], tried: Callable[[T], Iterable[Proposal]]) -> list[
     return found
 
 
-def _at(problem: _Problem, settings: Settings, split: tuple[int, int]) -> list[Proposal]:
+def _at(problem: _Problem, settings: knobs.Settings, split: tuple[int, int]) -> list[Proposal]:
     """The proposal for one split, with the largest evaluation batch that fits."""
-    chosen: Settings = settings | {ROWS: split[0], ACCUMULATION: split[1]}
-    sizes = eval_batch_sizes(problem.config)
-    if len(sizes) > 1 and not _with(problem, chosen | {EVAL_BATCH: sizes[-1]}):
+    chosen: knobs.Settings = settings | {knobs.ROWS: split[0], knobs.ACCUMULATION: split[1]}
+    sizes = knobs.eval_batch_sizes(problem.config)
+    if len(sizes) > 1 and not _with(problem, chosen | {knobs.EVAL_BATCH: sizes[-1]}):
         return []
-    return _with(problem, chosen) or _first(sizes[1:], lambda size: _with(problem, chosen | {EVAL_BATCH: size}))
+    return _with(problem, chosen) or _first(sizes[1:], lambda size: _with(problem, chosen | {knobs.EVAL_BATCH: size}))
 
 
-def _with(problem: _Problem, settings: Settings) -> list[Proposal]:
+def _with(problem: _Problem, settings: knobs.Settings) -> list[Proposal]:
     """The proposal with `settings`, if the engine supports it and it fits."""
-    changed = runnable(problem.config, settings)
+    changed = knobs.runnable(problem.config, settings)
     plan = None if changed is None else problem.fitted(changed)
     return [] if changed is None or plan is None else [problem.proposal(settings, plan, changed)]
 
@@ -273,8 +252,8 @@ def last_resorts(
     """Lines for a run that nothing above makes fit: smaller batches or shorter rows, with everything else that saves memory,
     as `--set` lines; a smaller model; LoRA. `steps` and `written` are as for `solve`."""
     problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=written)
-    rows = rows_of_step(config)
-    fewer = [count for count, _ in splits(rows) if count < rows]
+    rows = knobs.rows_of_step(config)
+    fewer = [count for count, _ in knobs.splits(rows) if count < rows]
     shorter = list(_shorter(config, plan.row_tokens))
     found = _first_that_fits(problem, [(count, None) for count in fewer])
     found += _first_that_fits(problem, [(rows, length) for length in shorter])
@@ -303,14 +282,14 @@ def _first_that_fits(problem: _Problem, sizes: list[tuple[int, int | None]]) -> 
 def _smallest(problem: _Problem, rows: int, length: int | None) -> Iterator[Proposal]:
     """What fits with the least memory for a step of `rows` rows: all of them or one at a time, full checkpointing, an
     evaluation batch of one."""
-    least: Settings = {CHECKPOINTING: True} | (
-        {EVAL_BATCH: 1} if problem.config.evaluation.per_device_eval_batch_size else {}
+    least: knobs.Settings = {knobs.CHECKPOINTING: True} | (
+        {knobs.EVAL_BATCH: 1} if problem.config.evaluation.per_device_eval_batch_size else {}
     )
     if length is not None:
         least["data.max_length"] = length
-    every = splits(rows)
-    for rungs, split in product(rungs_of(problem.config, problem.choice), {every[0], every[-1]}):
-        yield from _with(problem, rungs | least | {ROWS: split[0], ACCUMULATION: split[1]})
+    every = knobs.splits(rows)
+    for rungs, split in product(knobs.rungs_of(problem.config, problem.choice), {every[0], every[-1]}):
+        yield from _with(problem, rungs | least | {knobs.ROWS: split[0], knobs.ACCUMULATION: split[1]})
 
 
 def _smaller_model(problem: _Problem) -> str:
@@ -322,7 +301,7 @@ def _smaller_model(problem: _Problem) -> str:
         return advice
     written = problem.written or problem.config
     with_all = [
-        *costs_of(differing(written, changed), written, written),
+        *knobs.costs_of(knobs.differing(written, changed), written, written),
         f"one row of {least.row_tokens} tokens at a time",
     ]
     parts = sorted(least.least.parts.items(), key=lambda part: -part[1])[:2]
@@ -335,13 +314,13 @@ def _smaller_model(problem: _Problem) -> str:
 
 def _least_plans(problem: _Problem) -> Iterator[tuple[MemoryPlan, RunConfig]]:
     """Predictions for one short row at a time and each way to change the result."""
-    least: Settings = {CHECKPOINTING: True, ROWS: 1, ACCUMULATION: 1}
+    least: knobs.Settings = {knobs.CHECKPOINTING: True, knobs.ROWS: 1, knobs.ACCUMULATION: 1}
     least["data.max_length"] = min(problem.config.data.max_length, SHORTEST_ADVISED_ROW)
     if problem.config.evaluation.per_device_eval_batch_size:
-        least[EVAL_BATCH] = 1
-    for rungs in rungs_of(problem.config, problem.choice):
-        changed = with_copied(problem.config, rungs | least)
-        if not rungs or can_run(changed):
+        least[knobs.EVAL_BATCH] = 1
+    for rungs in knobs.rungs_of(problem.config, problem.choice):
+        changed = knobs.with_copied(problem.config, rungs | least)
+        if not rungs or knobs.can_run(changed):
             yield problem.plan_of(changed), changed
 
 
@@ -350,13 +329,14 @@ def _lora(problem: _Problem) -> list[Proposal]:
     training = problem.config.training
     if training.lora_rank is not None:
         return []
-    settings: Settings = {"training.lora_rank": ADVISED_RANK, CHECKPOINTING: True, "training.optim_in_backward": False}
-    rows, often = splits(rows_of_step(problem.config))[-1]
-    settings |= {"training.stochastic_rounding": True, ROWS: rows, ACCUMULATION: often}
+    settings: knobs.Settings = {"training.lora_rank": ADVISED_RANK, knobs.CHECKPOINTING: True}
+    settings["training.optim_in_backward"] = False
+    rows, often = knobs.splits(knobs.rows_of_step(problem.config))[-1]
+    settings |= {"training.stochastic_rounding": True, knobs.ROWS: rows, knobs.ACCUMULATION: often}
     if training.master_dtype == "bfloat16":
         settings["training.master_dtype"] = None
     if training.dtype in ("float32", "float64"):
-        settings["training.dtype"] = narrow_type(problem.choice) or "float32"
+        settings["training.dtype"] = knobs.narrow_type(problem.choice) or "float32"
     if problem.config.evaluation.per_device_eval_batch_size:
-        settings[EVAL_BATCH] = 1
+        settings[knobs.EVAL_BATCH] = 1
     return _with(problem, settings)

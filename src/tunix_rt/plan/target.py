@@ -6,10 +6,11 @@ A named device is assumed to be idle. `cli/plan_targets.py` reads facts files.
 import difflib
 import re
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from tunix_rt.accelerators import Accelerator, accelerators, find_accelerator
 from tunix_rt.errors import ConfigError
+from tunix_rt.plan.fit import Device
 
 GIB = 2**30
 SEEN_SHARE = 0.97
@@ -37,21 +38,13 @@ ARRANGEMENTS = {"tpu-v4": _DEEP, "tpu-v5e": _FLAT, "tpu-v5p": _DEEP, "tpu-v6e": 
 _SIZE = re.compile(r"(\d{1,4}(?:\.\d{1,2})?) ?gi?b", re.IGNORECASE)
 
 
-class Chosen(Protocol):
+class Chosen(Device, Protocol):
     """The properties of a chosen device that a plan needs (the doctor's DeviceChoice has them)."""
 
-    @property
-    def device(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
     @property
     def count(self) -> int: ...
     @property
     def memory_bytes(self) -> int: ...
-    @property
-    def free_bytes(self) -> int: ...
-    @property
-    def capability(self) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +52,13 @@ class Target:
     """A device with its memory and published rates. A rate that is not published is None."""
 
     name: str
-    id: str | None
+    id: str | None = None
     """Of one device in the catalogue; None if it is not listed."""
-    kind: str
+    kind: str = ""
     """Device name in torch or jax; empty if only the memory is known."""
     device: str
     """cpu, cuda or tpu."""
-    count: int
+    count: int = 1
     """Devices that the JAX engine shards a run over; the PyTorch engine uses one."""
     memory_bytes: int
     """Of one device."""
@@ -73,10 +66,10 @@ class Target:
     """Of one device."""
     capability: tuple[int, int] | None
     """CUDA compute capability."""
-    tflops: float | None
+    tflops: float | None = None
     """Published rate of dense 16-bit matmuls: bfloat16, or float16 for a GPU without bfloat16."""
-    fp32_tflops: float | None
-    bandwidth_gb_s: float | None
+    fp32_tflops: float | None = None
+    bandwidth_gb_s: float | None = None
 
 
 def target_named(name: str) -> Target:
@@ -116,9 +109,8 @@ def all_targets() -> tuple[Target, ...]:
         if kind is None or device.memory_gib is None or (kind == "tpu" and JAX_DEVICE not in device.name):
             continue
         found.append(_of(device, kind))
-        found.extend(
-            eight for name, (id_, _) in TPU_SLICES.items() if id_ == device.id and (eight := _slice(f"{name}-8"))
-        )
+        names = [f"{name}-8" for name, (id_, _) in TPU_SLICES.items() if id_ == device.id]
+        found.extend(eight for name in names if (eight := _slice(name)))
     return tuple(found)
 
 
@@ -127,16 +119,13 @@ def target_here(choice: Chosen, *, where: str = "here") -> Target:
     known = find_accelerator(choice.kind, choice.memory_bytes) if choice.device != "cpu" else None
     return Target(
         name=f"{choice.kind} ({where})",
-        id=known.id if known else None,
         kind=choice.kind,
         device=choice.device,
         count=choice.count,
         memory_bytes=choice.memory_bytes,
         free_bytes=choice.free_bytes,
         capability=choice.capability,
-        tflops=_narrow_tflops(known) if known else None,
-        fp32_tflops=known.fp32_tflops if known else None,
-        bandwidth_gb_s=known.bandwidth_gb_s if known else None,
+        **(_published(known) if known else {}),
     )
 
 
@@ -159,16 +148,12 @@ def _of(device: Accelerator, kind: str) -> Target:
     memory = round((device.memory_gib or 0) * GIB)
     return Target(
         name=device.id,
-        id=device.id,
         kind=device.names[0],
         device=kind,
-        count=1,
         memory_bytes=memory,
         free_bytes=memory,
         capability=device.capability,
-        tflops=_narrow_tflops(device),
-        fp32_tflops=device.fp32_tflops,
-        bandwidth_gb_s=device.bandwidth_gb_s,
+        **_published(device),
     )
 
 
@@ -176,19 +161,8 @@ def _of_size(gigabytes: str) -> Target:
     memory = round(float(gigabytes) * SEEN_SHARE * GIB)
     if memory <= 0:
         raise ConfigError("--on 0gb: a device has memory", fix="name a size, as 8gb or 24gb")
-    return Target(
-        name=f"{gigabytes} GB",
-        id=None,
-        kind="",
-        device="cuda",
-        count=1,
-        memory_bytes=memory,
-        free_bytes=memory,
-        capability=SIZED_CAPABILITY,
-        tflops=None,
-        fp32_tflops=None,
-        bandwidth_gb_s=None,
-    )
+    name = f"{gigabytes} GB"
+    return Target(name=name, device="cuda", memory_bytes=memory, free_bytes=memory, capability=SIZED_CAPABILITY)
 
 
 def _slice(name: str) -> Target | None:
@@ -212,8 +186,11 @@ def _kind(device: Accelerator) -> str | None:
     return {"nvidia": "cuda", "google": "tpu"}.get(device.vendor)
 
 
-def _narrow_tflops(device: Accelerator) -> float | None:
-    return device.bf16_tflops or FLOAT16_TFLOPS.get(device.id)
+def _published(device: Accelerator) -> dict[str, Any]:
+    """The fields of a target that come from the catalogue."""
+    narrow = device.bf16_tflops or FLOAT16_TFLOPS.get(device.id)
+    rates = {"fp32_tflops": device.fp32_tflops, "bandwidth_gb_s": device.bandwidth_gb_s}
+    return {"id": device.id, "tflops": narrow, **rates}
 
 
 def _key(name: str) -> str:

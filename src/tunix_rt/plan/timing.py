@@ -147,9 +147,8 @@ def estimate_time(
     """How long training and both evaluations take on this CPU. Measures its rate unless it is given."""
     rate = (flops_per_second or measure_rate()) * 4 / max(4, DTYPE_BYTES[config.training.dtype])
     step_flops = tokens_per_step * training_flops_per_token(shape, config)
-    calls = (
-        3 * config.training.gradient_accumulation_steps * shape.layers
-    )  # a backward pass counts as two forward passes
+    # A backward pass counts as two forward passes.
+    calls = 3 * config.training.gradient_accumulation_steps * shape.layers
     batch = min(eval_items, eval_rows) if config.evaluation.enabled else 0
     new_tokens = config.evaluation.max_new_tokens
     answer_calls = 2 * math.ceil(eval_items / batch) * new_tokens * shape.layers if batch else 0  # before and after

@@ -29,79 +29,42 @@ FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
 RESULT_STATUS = ("completed", "refused", "failed", "preempted")
 
 
+class _File:
+    """An attribute of a `RunDir`: the path of that file or folder in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", owner: type) -> Path:
+        return run.root / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """The files of one run. Nothing else in tunix-rt spells these names."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def doctor(self) -> Path:
-        return self.root / "doctor.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def precommit(self) -> Path:
-        return self.root / "precommit.json"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "training_log.txt"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def env_info(self) -> Path:
-        return self.root / "env_info.txt"
-
-    @property
-    def torch_version(self) -> Path:
-        return self.root / "torch_version.txt"
-
-    @property
-    def cuda_check(self) -> Path:
-        """On a GPU: what torch reports about CUDA in the self-test."""
-        return self.root / "cuda_check.txt"
-
-    @property
-    def nvidia_smi(self) -> Path:
-        """On a GPU: what nvidia-smi printed after the first step."""
-        return self.root / "nvidia_smi.txt"
-
-    @property
-    def rows(self) -> Path:
-        """What step trains on which row is a function of these and the seed."""
-        return self.root / "rows.jsonl"
-
-    @property
-    def processes(self) -> Path:
-        return self.root / "processes.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def checkpoint_list(self) -> Path:
-        """Of every checkpoint that was committed, those included that are deleted since."""
-        return self.root / "checkpoints.json"
-
-    @property
-    def final_model(self) -> Path:
-        return self.root / "final_model"
-
-    @property
-    def heldout(self) -> Path:
-        return self.root / "eval" / "heldout.jsonl"
+    config = _File("config.yaml")
+    doctor = _File("doctor.json")
+    plan = _File("plan.json")
+    precommit = _File("precommit.json")
+    log = _File("training_log.txt")
+    metrics = _File("metrics.jsonl")
+    env_info = _File("env_info.txt")
+    torch_version = _File("torch_version.txt")
+    cuda_check = _File("cuda_check.txt")
+    """On a GPU: what torch reports about CUDA in the self-test."""
+    nvidia_smi = _File("nvidia_smi.txt")
+    """On a GPU: what nvidia-smi printed after the first step."""
+    rows = _File("rows.jsonl")
+    """What step trains on which row is a function of these and the seed."""
+    processes = _File("processes.json")
+    checkpoints = _File("checkpoints")
+    checkpoint_list = _File("checkpoints.json")
+    """Of every checkpoint that was committed, those included that are deleted since."""
+    final_model = _File("final_model")
+    heldout = _File("eval/heldout.jsonl")
 
     def scores(self, when: str) -> Path:
         return self.root / "eval" / f"{when}.json"
@@ -109,58 +72,23 @@ class RunDir:
     def predictions(self, when: str) -> Path:
         return self.root / "eval" / f"predictions-{when}.jsonl"
 
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples.md"
-
-    @property
-    def comparison(self) -> Path:
-        """Of `tunix-rt evaluate --against`."""
-        return self.root / "comparison.md"
-
-    @property
-    def samples_along(self) -> Path:
-        """Answers given while training went on."""
-        return self.root / "eval" / "samples.jsonl"
-
-    @property
-    def eval_summary(self) -> Path:
-        return self.root / "eval_summary.json"
-
-    @property
-    def memory(self) -> Path:
-        return self.root / "memory.json"
-
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """With `--profile`: where the time of a step went."""
-        return self.root / "profile" / "profile.json"
-
-    @property
-    def profile_page(self) -> Path:
-        """The same for people."""
-        return self.root / "profile" / "profile.md"
-
-    @property
-    def profile_trace(self) -> Path:
-        """The same for Perfetto, kernel by kernel."""
-        return self.root / "profile" / "trace.json.gz"
-
-    @property
-    def hashes(self) -> Path:
-        return self.root / "SHA256SUMS"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.root / ".lock"
+    samples = _File("samples.md")
+    comparison = _File("comparison.md")
+    """Of `tunix-rt evaluate --against`."""
+    samples_along = _File("eval/samples.jsonl")
+    """Answers given while training went on."""
+    eval_summary = _File("eval_summary.json")
+    memory = _File("memory.json")
+    result = _File("result.json")
+    tensorboard = _File("tensorboard")
+    profile = _File("profile/profile.json")
+    """With `--profile`: where the time of a step went."""
+    profile_page = _File("profile/profile.md")
+    """The same for people."""
+    profile_trace = _File("profile/trace.json.gz")
+    """The same for Perfetto, kernel by kernel."""
+    hashes = _File("SHA256SUMS")
+    lock_file = _File(".lock")
 
     def holds_a_run(self) -> bool:
         return self.precommit.exists() or self.result.exists() or self.metrics.exists()
@@ -197,9 +125,8 @@ class RunDir:
             try:
                 lock.acquire()
             except Timeout as error:
-                raise StorageError(
-                    f"{self.root} is in use by another tunix-rt", fix="wait for it, or choose another --output"
-                ) from error
+                problem, fix = f"{self.root} is in use by another tunix-rt", "wait for it, or choose another --output"
+                raise StorageError(problem, fix=fix) from error
         try:
             yield
         finally:
@@ -259,18 +186,15 @@ def checkpoint_problems(checkpoint: Path) -> list[str]:
         text, present = manifest.read_bytes(), {path.name for path in checkpoint.iterdir()} - {"MANIFEST.json"}
     try:
         claimed = json.loads(text)
-        step, files = (
-            int(claimed["step"]),
-            {str(name): str(facts["sha256"]) for name, facts in claimed["files"].items()},
-        )
+        step = int(claimed["step"])
+        files = {str(name): str(facts["sha256"]) for name, facts in claimed["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return [f"MANIFEST.json cannot be read: {error!r}"]
     problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest is of step {step}"]
     problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
     problems += [f"not in the manifest: {name}" for name in sorted(present - files.keys())]
-    problems += [
-        f"changed: {name}" for name in sorted(files.keys() & present) if not _has(checkpoint / name, files[name])
-    ]
+    there = sorted(files.keys() & present)
+    problems += [f"changed: {name}" for name in there if not _has(checkpoint / name, files[name])]
     if not problems and text != _manifest_text(checkpoint, step, files).encode():
         return ["MANIFEST.json is not as it was written"]
     return problems

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -67,22 +68,7 @@ class MetricsLog:
     def append(self, step: Step, *, saved: bool = False) -> None:
         """Write the line of `step`. Where a checkpoint of it is `saved` next, the line carries the states before it."""
         states = {"states": self.states} if saved and self.states else {}
-        line = json_line(
-            {
-                **states,
-                "step": step.step,
-                "loss": step.loss,
-                "loss_hex": step.loss.hex(),
-                "lr": step.lr,
-                "grad_norm": step.grad_norm,
-                "target_tokens": step.target_tokens,
-                "tokens": step.tokens,
-                "seconds": step.seconds,
-                "peak_bytes": step.peak_bytes,
-                "batch": step.batch,
-                "prev": self.head,
-            }
-        )
+        line = json_line(states | asdict(step) | {"loss_hex": step.loss.hex(), "prev": self.head})
         with storage(self._path), self._path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(line)
         self.head = hashlib.sha256(line.rstrip("\n").encode()).hexdigest()
@@ -246,10 +232,6 @@ def note_process(run: RunDir, machine: dict[str, Any], *, first_step: int, start
     The process that took a step is the last of those in the list that began at it or before.
     """
     before = [] if first else _read_list(run.processes, "processes", "lists only later processes", expected=True)
-    entry = {
-        "pid": os.getpid(),
-        "started": started.isoformat(timespec="seconds"),
-        "first_step": first_step,
-        "machine": machine,
-    }
+    entry: dict[str, Any] = {"pid": os.getpid(), "started": started.isoformat(timespec="seconds")}
+    entry |= {"first_step": first_step, "machine": machine}
     write_json(run.processes, {"schema": PROCESSES_SCHEMA, "processes": [*before, entry]})

@@ -15,20 +15,7 @@ from pydantic import ValidationError
 from tunix_rt.config.load import MAX_CONFIG_BYTES, parse_yaml
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError, InputError
-from tunix_rt.runs import schemas
-from tunix_rt.runs.checksums import (
-    FEW,
-    LONGEST_LINE,
-    RUN_SUMS,
-    SUMS,
-    few,
-    list_folder,
-    parse_object,
-    parse_sums,
-    plain,
-    read_file,
-    shown,
-)
+from tunix_rt.runs import checksums, schemas
 from tunix_rt.runs.folder import FORMAT
 from tunix_rt.runs.schemas import Schema, problems_of, schema_of
 
@@ -66,7 +53,7 @@ class RunRecord:
     def __init__(self, root: Path, where: str = "") -> None:
         """`where` stands before file names in problems: `cpu/` for the second run of a bundle."""
         self.root, self.where = root, where
-        self.listing = list_folder(root)
+        self.listing = checksums.list_folder(root)
         self.problems: dict[str, list[str]] = {}
         self.torn: list[str] = []
         self._known: dict[str, Any] = {}
@@ -83,7 +70,7 @@ class RunRecord:
         if name not in self:
             return None
         schema = schema_of(name)
-        data, problem = read_file(self.root, name, most_bytes or (schema.most_bytes if schema else MOST_SUMS))
+        data, problem = checksums.read_file(self.root, name, most_bytes or (schema.most_bytes if schema else MOST_SUMS))
         if data is None:
             self._problem(name, problem)
         return data
@@ -113,8 +100,8 @@ class RunRecord:
             yield one
 
     def _validated(self, schema: Schema, name: str, place: str, data: bytes) -> Any:
-        too_long = schema.lines and len(data) > LONGEST_LINE
-        value = f"a line of {len(data):,} bytes" if too_long else parse_object(data)
+        too_long = schema.lines and len(data) > checksums.LONGEST_LINE
+        value = f"a line of {len(data):,} bytes" if too_long else checksums.parse_object(data)
         if isinstance(value, str):
             self._problem(name, f"{place}: {value}")
             return None
@@ -127,7 +114,7 @@ class RunRecord:
 
     def _problem(self, name: str, problem: str) -> None:
         known, problem = self.problems.setdefault(name, []), self.where + problem
-        if len(known) < FEW and problem not in known:
+        if len(known) < checksums.FEW and problem not in known:
             known.append(problem)
 
     # --- the files of a run -------------------------------------------------------------------------------------------
@@ -179,16 +166,16 @@ class RunRecord:
 
     @cached_property
     def sums(self) -> dict[str, str]:
-        return self._sums(SUMS)
+        return self._sums(checksums.SUMS)
 
     @cached_property
     def run_sums(self) -> dict[str, str]:
         """The hashes that the run ended with; in a run folder that is SHA256SUMS itself."""
-        return self._sums(RUN_SUMS) if self.is_bundle else self.sums
+        return self._sums(checksums.RUN_SUMS) if self.is_bundle else self.sums
 
     def _sums(self, name: str) -> dict[str, str]:
-        claimed, problems = parse_sums(self.data(name) or b"", name)
-        for problem in few(problems):
+        claimed, problems = checksums.parse_sums(self.data(name) or b"", name)
+        for problem in checksums.few(problems):
             self._problem(name, problem)
         return claimed
 
@@ -209,9 +196,9 @@ class RunRecord:
         for name in self.listing.files:
             self.read(name)
             if schema_of(name) is None and not self._is_declared(name):
-                self._problem(name, f"{plain(name)}: no run writes such a file")
+                self._problem(name, f"{checksums.plain(name)}: no run writes such a file")
             elif PROSE.fullmatch(name) and self.listing.files[name] > MOST_PROSE:
-                self._problem(name, f"{plain(name)}: {self.listing.files[name]:,} bytes of text")
+                self._problem(name, f"{checksums.plain(name)}: {self.listing.files[name]:,} bytes of text")
         _ = (self.config, self.sums, self.run_sums)
         for name in self.torn:
             self._problem(name, f"{name}: the last line is torn")
@@ -219,21 +206,21 @@ class RunRecord:
             yield from problems
 
     def _is_declared(self, name: str) -> bool:
-        own = (SUMS, "SHA256SUMS.sig", *((RUN_SUMS,) if self.is_bundle else ()))
+        own = (checksums.SUMS, "SHA256SUMS.sig", *((checksums.RUN_SUMS,) if self.is_bundle else ()))
         inside = self.is_bundle and name.startswith("cpu/")  # a record of its own
         return bool(name in own or inside or PROSE.fullmatch(name) or OPAQUE.fullmatch(name))
 
 
 def require_format(record: RunRecord) -> None:
     """Refuse a run of another format, before its files are validated by the schemas of this one."""
-    found = parse_object(record.data("precommit.json") or b"")
+    found = checksums.parse_object(record.data("precommit.json") or b"")
     if isinstance(found, str):
         return
     number = found.get("format")
     if type(number) is not int or number != FORMAT:
         newer = type(number) is int and number > FORMAT
         raise InputError(
-            f"{record.root}: the run is in {'a format before 4' if number is None else f'format {shown(number)}'}, "
+            f"{record.root}: the run is in {'a format before 4' if number is None else f'format {checksums.shown(number)}'}, "
             f"this version of tunix-rt reads format {FORMAT}",
             fix="update tunix-rt" if newer else "record the run again, or verify it with the version that made it",
         )

@@ -78,9 +78,8 @@ def find_commit(source_sha256: str, repo: Path, refs: Sequence[str] = ()) -> Com
     """
     for name in refs or ("HEAD",):
         ref = _full_name(name, repo)
-        commits = (
-            _git(repo, "rev-list", "--ignore-missing", f"--max-count={NEWEST_COMMITS}", ref, "--").decode().split()
-        )
+        newest = ("--ignore-missing", f"--max-count={NEWEST_COMMITS}")
+        commits = _git(repo, "rev-list", *newest, ref, "--").decode().split()
         named = "".join(f"{commit}:{SOURCE_FOLDER}\n" for commit in commits).encode()
         trees = [line.split()[0].decode() for line in _git(repo, "cat-file", "--batch-check", stdin=named).splitlines()]
         hashes = _package_hashes({tree for tree in trees if ":" not in tree}, repo)  # "<commit>:<path> missing"
@@ -142,9 +141,8 @@ def _package_hashes(trees: Iterable[str], repo: Path) -> dict[str, str]:
             continue
     contents = _contents((blob for inside in files.values() for blob in inside.values()), repo)
     sha256 = {blob: hashlib.sha256(content).hexdigest() for blob, content in contents.items()}
-    return {
-        tree: combined_hash({path: sha256[blob] for path, blob in inside.items()}) for tree, inside in files.items()
-    }
+    hashed = {tree: {path: sha256[blob] for path, blob in inside.items()} for tree, inside in files.items()}
+    return {tree: combined_hash(inside) for tree, inside in hashed.items()}
 
 
 def _plain_files(listing: bytes) -> dict[str, str]:

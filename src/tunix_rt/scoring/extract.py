@@ -5,7 +5,7 @@ The expected answer decides the kind and the length of the value, never the plac
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from tunix_rt.scoring import normalize as units
 from tunix_rt.scoring.answers import (
@@ -180,8 +180,8 @@ def _last_words(text: str, wanted: Sequence[str]) -> str | None:
     sentences = [tokens_of(part) for part in parts]
     last = sentences[-1]
     if all(len(token) == 1 and token.isalnum() for token in wanted):
-        runs = [run for tokens in sentences for run in _single_character_runs(tokens)]
-        runs = [run for run in runs if len(run) > 1]  # `a` and `I` are English words too
+        # `a` and `I` are English words too.
+        runs = [run for tokens in sentences for run in _single_character_runs(tokens) if len(run) > 1]
         found = runs[-1] if runs else []
     else:
         found = last[-len(wanted) :]
@@ -196,13 +196,8 @@ def _last_words(text: str, wanted: Sequence[str]) -> str | None:
 
 
 def _single_character_runs(tokens: Sequence[str]) -> list[list[str]]:
-    runs: list[list[str]] = [[]]
-    for token in tokens:
-        if len(token) == 1 and token.isalnum():
-            runs[-1].append(token)
-        else:
-            runs.append([])
-    return [run for run in runs if run]
+    groups = groupby(tokens, key=lambda token: len(token) == 1 and token.isalnum())
+    return [list(run) for is_single, run in groups if is_single]
 
 
 _LETTER = re.compile(r"(?P<open>[(\[\"'“‘`]?)(?<![\w'])(?P<letter>[A-Za-z])(?P<close>[)\]\"'”’`]?)(?![\w'+#-]| ?[=^])")

@@ -120,39 +120,24 @@ class Prediction:
     equations_right: int = 0
 
 
-def judge(
-    *,
-    id: str,
-    prompt: str,
-    expected: str,
-    output: str,
-    section: str = "all",
-    category: str = "all",
-    difficulty: str = "none",
-    ended: str = "unknown",
-    tags: Tags = TAGS,
-) -> Prediction:
-    """`output` with its three verdicts, and the counts over its reasoning.
+def judge(*, expected: str, output: str, ended: str = "unknown", tags: Tags = TAGS, **question: str) -> Prediction:
+    """`output` with its three verdicts, and the counts over its reasoning. `question` are further fields of the Prediction.
 
     An output that is cut off before an answer is not right because of the number it happens to end with.
     """
     reasoning = reasoning_of(output, tags)
     arithmetic = check_arithmetic(reasoning)
     return Prediction(
-        id=id,
-        prompt=prompt,
         expected=expected,
         output=output,
         strict=matches_strict(output, expected, tags),
         lenient=matches_lenient(output, expected, tags) and not _is_cut_off(output, ended, tags),
         well_formed=is_well_formed(output, tags),
-        section=section,
-        category=category,
-        difficulty=difficulty,
         ended=ended,
         reasoning_words=len(reasoning.split()),
         equations=arithmetic.stated,
         equations_right=arithmetic.right,
+        **question,
     )
 
 

@@ -1,6 +1,7 @@
 """Asynchronous checkpoints: a snapshot is taken at once, a thread writes and commits it and prunes all but the newest and the
 best by held-out loss."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -228,15 +229,19 @@ def best_checkpoint(run: RunDir) -> dict[str, Any]:
 
 def heldout_losses(run: RunDir) -> dict[int, float]:
     """Step -> held-out loss. Torn lines are left out."""
-    if not run.heldout.exists():
-        return {}
-    with storage(run.heldout):
-        lines = run.heldout.read_bytes().splitlines()
     losses: dict[int, float] = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
+    for record, _ in whole_lines(run.heldout):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             losses[int(record["step"])] = float(record["loss"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
     return losses
+
+
+def whole_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+    """The objects in a JSONL file, each with its line; without torn lines. Empty where there is no file."""
+    found: list[tuple[dict[str, Any], bytes]] = []
+    with storage(path):
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(record := json.loads(line), dict):
+                    found.append((record, line))
+    return found

@@ -131,10 +131,8 @@ def _require_readable(committed: dict[str, Any]) -> None:
     try:
         Commitment.model_validate_json(json_text(committed))
     except ValidationError as error:
-        raise ConfigError(
-            "precommit.json cannot be written: " + "; ".join(problems_of(error)),
-            fix="use a plain, shorter name or path",
-        ) from error
+        problem = "precommit.json cannot be written: " + "; ".join(problems_of(error))
+        raise ConfigError(problem, fix="use a plain, shorter name or path") from error
 
 
 def read_precommit(run: RunDir) -> dict[str, Any]:
@@ -189,13 +187,11 @@ def as_it_began(committed: dict[str, Any], config: RunConfig) -> RunConfig:
     fitting = fitting_of_run(committed) if config.training.memory == "auto" else None
     if fitting is None:
         return config
-    now = config.model_dump()
-    known = {
-        name: value
-        for name, value in fitting["chosen"].items()
-        if now[name.split(".")[0]][name.split(".")[1]] in (fitting["written"][name], value)
+    now = {
+        f"{section}.{name}": value for section, inner in config.model_dump().items() for name, value in inner.items()
     }
-    return with_settings(config, known)
+    written, chosen = fitting["written"], fitting["chosen"].items()
+    return with_settings(config, {name: value for name, value in chosen if now[name] in (written[name], value)})
 
 
 def config_hash(config: RunConfig) -> str:

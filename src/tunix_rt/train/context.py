@@ -76,9 +76,8 @@ def step_shape(config: RunConfig, data: Prepared, batch: Batch) -> StepShape:
 
 
 def find_model(config: RunConfig) -> tuple[ModelSource, ModelShape]:
-    model = resolve_model(
-        config.model.model_name_or_path or "", revision=config.model.revision, weights=config.model.weights
-    )
+    named = config.model
+    model = resolve_model(named.model_name_or_path or "", revision=named.revision, weights=named.weights)
     shape = shape_of(model.config)
     refuse_unsupported_model(model, config.training.backend)
     return model, shape

@@ -132,11 +132,7 @@ def kernels_of(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 
 def step_of(training: Training) -> dict[str, Any]:
     """The settings that decide how a step is computed, as keywords of the self-test."""
-    return {
-        "master_dtype": training.master_dtype,
-        "optim": training.optim,
-        "deterministic": training.deterministic,
-    }
+    return {name: getattr(training, name) for name in ("master_dtype", "optim", "deterministic")}
 
 
 def _with_report(error: HardwareError, journal: RunJournal, judged: Mapping[str, Any]) -> HardwareError:
@@ -157,6 +153,5 @@ def sample_gpu(journal: RunJournal, gpus: frozenset[str], step: int) -> None:
     if sample is not None:
         result.gpu_memory.append(to_plain(sample))
         whose = "under our process id" if sample.by == "nvml" else "in use on the device; NVML hides process ids here:"
-        logger.info(
-            "GPU memory: %.3f GiB %s %d (NVML, after step %d)", sample.used_bytes / GIB, whose, sample.pid, step
-        )
+        size = sample.used_bytes / GIB
+        logger.info("GPU memory: %.3f GiB %s %d (NVML, after step %d)", size, whose, sample.pid, step)

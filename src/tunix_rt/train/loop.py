@@ -73,9 +73,8 @@ def train_run(
     evaluate = partial(_evaluate, context, engine, sample)
     pace = Pace()
     if start.step not in start.heldout_steps and (not start.step or _due(start.step, training.eval_steps, total)):
-        pace.evaluated(
-            evaluate(start.step)
-        )  # before the first step, or a run that stopped between a step and its evaluation
+        # Before the first step, or in a run that stopped between a step and its evaluation.
+        pace.evaluated(evaluate(start.step))
         stop.check(start.saved_state)
     steps, code = _open_steps(context, engine, optimizer)
     saver = _open_checkpointer(context, engine, optimizer, metrics)
@@ -107,10 +106,8 @@ def train_run(
                 _stop_if_requested(stop, saver, state, needed_seconds=next_step)
         saver.finish()
     if saver.committed != total:
-        raise TunixError(
-            f"nothing to train: {start.step} of {total} steps are done",
-            fix=f"set training.max_steps above {start.step}",
-        )
+        problem = f"nothing to train: {start.step} of {total} steps are done"
+        raise TunixError(problem, fix=f"set training.max_steps above {start.step}")
     if context.gpus and context.journal.result.gpu_memory is None:  # every step was taken by an earlier process
         sample_gpu(context.journal, context.gpus, total)
     return pace.tokens_per_second
@@ -198,24 +195,17 @@ def _evaluate(context: RunContext, engine: Engine, sample: Callable[[int], None]
 
 def batches_of(training: Training, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
     """The batch of a step, a function of the seed and the step."""
-    return partial(
-        batch_of_step,
-        data.rows,
-        micro_batch_size=rows,
-        accumulation=training.gradient_accumulation_steps,
-        seed=training.resolved_data_seed,
-        pad_id=pad_id,
-    )
+    seed, accumulation = training.resolved_data_seed, training.gradient_accumulation_steps
+    return partial(batch_of_step, data.rows, micro_batch_size=rows, accumulation=accumulation, seed=seed, pad_id=pad_id)
 
 
 def _first_recorded(count: int, training: Training, done: int, total: int) -> int:
     """The first of `count` steps to profile, chosen so that nothing is saved or evaluated between them if possible."""
-    return choose_first(
-        count,
-        done=done,
-        total=total,
-        is_busy=lambda step: any(_due(step, every, total) for every in (training.save_steps, training.eval_steps)),
-    )
+
+    def is_busy(step: int) -> bool:
+        return any(_due(step, every, total) for every in (training.save_steps, training.eval_steps))
+
+    return choose_first(count, done=done, total=total, is_busy=is_busy)
 
 
 def _show_step(context: RunContext, step: Step, pace: Pace) -> None:
@@ -266,10 +256,8 @@ def _due(step: int, every: int | None, total: int) -> bool:
 def require_charts(config: RunConfig) -> None:
     """Refuse `report_to: tensorboard` where it is not installed, before anything that takes time."""
     if config.training.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "training.report_to: tensorboard is not installed",
-            fix="pip install tensorboard, or set it to none",
-        )
+        fix = "pip install tensorboard, or set it to none"
+        raise ConfigError("training.report_to: tensorboard is not installed", fix=fix)
 
 
 @contextlib.contextmanager

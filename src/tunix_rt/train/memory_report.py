@@ -94,9 +94,8 @@ def explaining_oom(context: "RunContext", engine: Engine) -> Iterator[None]:
         yield
     except DoesNotFitError as error:
         phases.end(engine, "out_of_memory")
-        problem, fix = explain_out_of_memory(
-            context.plan, engine.peak_bytes(), context.device, context.shape, context.config
-        )
+        run = (context.device, context.shape, context.config)
+        problem, fix = explain_out_of_memory(context.plan, engine.peak_bytes(), *run)
         raise DoesNotFitError(f"{error.problem}\n  {problem}", fix=fix) from error
     except TunixError:
         phases.end(engine, "interrupted")
@@ -172,10 +171,8 @@ def write_memory_report(journal: RunJournal, plan: MemoryPlan, phases: Phases, s
     if phases.earlier.get("measured_as", measured_as) == measured_as:
         merged = _merged(phases.earlier.get("phases", {}), merged)
     else:
-        before = 0
-        logger.warning(
-            "Memory: earlier processes measured another quantity (%s), left out", phases.earlier["measured_as"]
-        )
+        before, other = 0, phases.earlier["measured_as"]
+        logger.warning("Memory: earlier processes measured another quantity (%s), left out", other)
     measured: int = max(before, *(phase["measured_bytes"] for phase in merged.values()))
     journal.result.memory = Footprint(predicted_bytes=plan.peak_bytes, measured_bytes=measured)
     reserved = [phase["reserved_bytes"] for phase in merged.values() if "reserved_bytes" in phase]

@@ -81,10 +81,9 @@ class Preemption:
     def refuse_if_never(self, *, done: int, total: int) -> None:
         """Refuse a --stop-after that this process never reaches."""
         if self.after_step is not None and not done < self.after_step <= total:
-            taken = f"steps 1 to {total}" if not done else f"steps {done + 1} to {total}" if done < total else "no step"
-            raise ConfigError(
-                f"--stop-after {self.after_step}: this process takes {taken}", fix="name one of them, or leave it out"
-            )
+            taken = f"steps {done + 1} to {total}" if done < total or not done else "no step"
+            problem = f"--stop-after {self.after_step}: this process takes {taken}"
+            raise ConfigError(problem, fix="name one of them, or leave it out")
 
     def check_time(self, seconds: float, what: str, kept: str, *, in_vain: bool) -> None:
         """Before `what`, which takes so many seconds and is lost unless it is finished. `in_vain`: a resumed process would get no

@@ -25,17 +25,7 @@ from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.timing import measure_rate
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none
 from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, write_text
-from tunix_rt.train.commitment import (
-    Batch,
-    as_it_began,
-    batch_of_run,
-    began_on,
-    build_precommit,
-    fitting_of_run,
-    read_precommit,
-    settled_config,
-    write_commitment,
-)
+from tunix_rt.train import commitment
 from tunix_rt.train.context import Options, RunContext, find_model, tokenizer_of
 from tunix_rt.train.memory_report import record_ending
 from tunix_rt.train.preemption import Preemption, stoppable
@@ -60,7 +50,7 @@ class Draft:
     """The same with as many data replicas as divide the devices of this process."""
     fitting: dict[str, Any] | None
     """What `memory: auto` chose and why; None where it is not set."""
-    batch: Batch
+    batch: commitment.Batch
     memory: MemoryPlan
     """For rows of `max_length`."""
 
@@ -71,7 +61,7 @@ def plan_at_max_length(journal: RunJournal, config: RunConfig, device: DeviceCho
     journal.result.parameters = shape.parameters
     settled, fitting = settle_settings(journal, config, shape, device)
     if settled != config and not journal.continued:
-        write_text(journal.run.config, dump_yaml(settled_config(settled)))
+        write_text(journal.run.config, dump_yaml(commitment.settled_config(settled)))
     _log_preflight(settled, model, shape, device)
     batch = micro_batch(journal, settled, device)
     local = adjust_data_replicas(settled, device.count, continued=journal.continued)
@@ -88,11 +78,11 @@ def settle_settings(
     if config.training.memory != "auto":
         return config, None
     if journal.continued:
-        committed = read_precommit(journal.run)
-        fitting = fitting_of_run(committed)
+        committed = commitment.read_precommit(journal.run)
+        fitting = commitment.fitting_of_run(committed)
         if fitting is not None:
             logger.info("Memory: auto, as the run began: %s", _settings_text(fitting["chosen"]) or "as written")
-        return as_it_began(committed, config), fitting
+        return commitment.as_it_began(committed, config), fitting
     settled, fitting = settle_memory(config, shape, device, cpu_flops=cpu_flops(device))
     if not fitting["chosen"]:
         logger.info("Memory: auto keeps the settings as written: %s", fitting["why"])
@@ -115,7 +105,7 @@ def cpu_flops(device: DeviceChoice) -> float | None:
 def prepare_data(journal: RunJournal, draft: Draft, stop: Preemption, options: Options) -> tuple[Tokenizer, Prepared]:
     """Tokenize and pack the dataset. A resumed run renders the date it began with."""
     tokenizer, facts = tokenizer_of(draft.committed, draft.model, draft.shape)
-    today = began_on(read_precommit(journal.run)) if journal.continued else None
+    today = commitment.began_on(commitment.read_precommit(journal.run)) if journal.continued else None
     progress = stoppable(options.progress, stop, starting=True)
     data = prepare(draft.committed, tokenizer, facts, progress, today=today)
     logger.info("Data: %s", data.describe())
@@ -137,10 +127,10 @@ def commit_run(
     plan, total = planned.memory, steps_of(draft.committed, data, draft.batch.rows)
     journal.result.set(memory=Footprint(predicted_bytes=plan.peak_bytes), steps_planned=total)
     _log_steps(draft, data, planned, device)
-    committed = build_precommit(
+    committed = commitment.build_precommit(
         draft.committed, draft.model, tokenizer, data, device=device.device, batch=draft.batch, fitting=draft.fitting
     )
-    write_commitment(journal, committed, data)
+    commitment.write_commitment(journal, committed, data)
     start = find_start(journal.run, resume=journal.continued)
     stop.refuse_if_never(done=start.step, total=total)
     if options.profile:
@@ -189,31 +179,28 @@ def _refuse_at_max_length(
 def require_peft(config: RunConfig) -> None:
     """Refuse LoRA where peft is not installed, before anything that takes time."""
     if config.training.lora_rank is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "training.lora_rank: peft is not installed",
-            fix="pip install 'tunix-rt[lora]', or leave the setting out to train every parameter",
-        )
+        fix = "pip install 'tunix-rt[lora]', or leave the setting out to train every parameter"
+        raise ConfigError("training.lora_rank: peft is not installed", fix=fix)
 
 
 def adjust_data_replicas(config: RunConfig, devices: int, *, continued: bool) -> RunConfig:
     """`config` with the most data replicas that divide `devices`. Only a run that is resumed on another number of devices is
     adjusted; a fresh one that does not divide them is refused where the mesh is made."""
-    replicas = math.gcd(config.training.data_replicas, devices)
-    if not continued or replicas == config.training.data_replicas:
+    configured = config.training.data_replicas
+    replicas = math.gcd(configured, devices)
+    if not continued or replicas == configured:
         return config
-    logger.warning(
-        "data_replicas=%d does not divide %d device(s); using %d", config.training.data_replicas, devices, replicas
-    )
+    logger.warning("data_replicas=%d does not divide %d device(s); using %d", configured, devices, replicas)
     return with_settings(config, {"training.data_replicas": replicas})
 
 
-def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) -> Batch:
+def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) -> commitment.Batch:
     """The rows of a micro-batch. A run keeps those it began with, on however many devices it is resumed."""
     rows = config.training.per_device_train_batch_size
     if not CAPABILITIES[config.training.backend].multi_device:
-        return Batch(rows=rows, devices=1)
-    known = batch_of_run(read_precommit(journal.run)) if journal.continued else None
-    batch = known or Batch(rows=rows * choice.count, devices=choice.count)
+        return commitment.Batch(rows=rows, devices=1)
+    known = commitment.batch_of_run(commitment.read_precommit(journal.run)) if journal.continued else None
+    batch = known or commitment.Batch(rows=rows * choice.count, devices=choice.count)
     if batch.devices != choice.count:
         logger.info(
             "Micro-batch: %d rows, as on the %d device(s) the run began on; now on %d",
@@ -271,9 +258,8 @@ def plan_with_rows(journal: RunJournal, draft: Draft, choice: DeviceChoice, data
 
 
 def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceChoice) -> None:
-    line = (
-        f"Steps: {planned.steps:,} of {planned.rows_per_step:,} rows (about {planned.tokens_per_step:,} tokens a step)"
-    )
+    rows, tokens = planned.rows_per_step, planned.tokens_per_step
+    line = f"Steps: {planned.steps:,} of {rows:,} rows (about {tokens:,} tokens a step)"
     if choice.device == "cpu" and planned.seconds is not None:
         line += f"; about {minutes(planned.seconds[0])} to {minutes(planned.seconds[1])}"
     logger.info("%s", line)
@@ -290,6 +276,5 @@ def minutes(seconds: float) -> str:
 
 
 def _settings_text(settings: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
-    )
+    plain = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
+    return ", ".join(f"{name}={value}" for name, value in plain.items())

@@ -72,9 +72,6 @@ class Profile:
         }.get(part.name)
         return _rate(done, part.milliseconds) if done and part.milliseconds else None
 
-    def with_unrecorded(self, milliseconds: float) -> "Profile":
-        return replace(self, unrecorded_milliseconds=milliseconds)
-
 
 def _rate(flops: float, milliseconds: float) -> float:
     return flops / (milliseconds / 1e3) / 1e12
@@ -111,8 +108,6 @@ def _known(**values: Any) -> dict[str, Any]:
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
-
-_HEADS = ("part", "ms", "share", "calls")
 
 
 def profile_lines(profile: Profile) -> list[str]:
@@ -191,7 +186,7 @@ def _unit(profile: Profile) -> tuple[str, float]:
 
 
 def _heads(profile: Profile) -> tuple[str, ...]:
-    return (*_HEADS, _unit(profile)[0], *(("of dense",) if profile.dense else ()))
+    return ("part", "ms", "share", "calls", _unit(profile)[0], *(("of dense",) if profile.dense else ()))
 
 
 def _cells(profile: Profile, part: Part) -> tuple[str, ...]:
@@ -335,7 +330,7 @@ class Recording:
             logger.warning("Profile: the run ended before the steps to profile; nothing is written")
             return
         if len(after) >= PASSED_STEPS:
-            self.profile = self.profile.with_unrecorded(1e3 * statistics.median(after))
+            self.profile = replace(self.profile, unrecorded_milliseconds=1e3 * statistics.median(after))
             self._write_table(self.profile)
         for line in profile_lines(self.profile):
             logger.info("%s", line)

@@ -16,6 +16,7 @@ from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import MetricsLog, chain_heads, repair_checkpoint_ledger, step_and_prev, unchained_states
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.storage import read_json, sha256_file, storage, write_text
+from tunix_rt.train.checkpointer import whole_lines
 from tunix_rt.train.commitment import read_precommit, refuse_another_config, refuse_another_format
 from tunix_rt.train.memory_report import Phases
 
@@ -37,10 +38,8 @@ def refuse_occupied(run: RunDir, config: RunConfig) -> bool:
                 path.unlink(missing_ok=True)
         return False
     if config.training.resume_from_checkpoint is None:
-        raise ConfigError(
-            f"{run.root} already contains a run ({status})",
-            fix="add --resume to continue it, or choose another --output",
-        )
+        fix = "add --resume to continue it, or choose another --output"
+        raise ConfigError(f"{run.root} already contains a run ({status})", fix=fix)
     if status == "completed":
         raise ConfigError(f"the run in {run.root} is complete", fix="choose another --output for a new run")
     if not run.precommit.exists():
@@ -223,15 +222,5 @@ def step_facts(step: int, loss: float, head: str) -> dict[str, Any]:
 
 def _lines_up_to(path: Path, last: int) -> list[tuple[int, bytes]]:
     """(step, line) of what was measured up to step `last`, without torn lines."""
-    if not path.exists():
-        return []
-    kept: list[tuple[int, bytes]] = []
-    with storage(path):
-        for line in path.read_bytes().splitlines():
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-            if isinstance(step, int) and step <= last:
-                kept.append((step, line))
-    return kept
+    measured = ((record.get("step"), line) for record, line in whole_lines(path))
+    return [(step, line) for step, line in measured if isinstance(step, int) and step <= last]

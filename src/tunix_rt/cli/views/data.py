@@ -15,11 +15,9 @@ from tunix_rt.cli.views.text import encoding, printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from tunix_rt.data.preview import RowView, Span, TokenView
-
-if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.data.prepare import Inspected
+    from tunix_rt.data.preview import RowView, Span, TokenView
     from tunix_rt.data.tokenizer import Tokenizer
 
 WIDTH_OF_A_PIPE = 110
@@ -251,17 +249,10 @@ def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
 def findings(seen: "Inspected") -> list[dict[str, Any]]:
     from tunix_rt.data.validation import RULES
 
+    names = ("rule", "refuses", "count", "first", "seen", "places")
     return [
-        {
-            "rule": finding.rule,
-            "refuses": finding.refuses,
-            "count": finding.count,
-            "first": finding.first,
-            "seen": finding.seen,
-            "places": finding.places,
-            "finds": RULES[finding.rule].finds,
-            "fix": RULES[finding.rule].fix,
-        }
+        {name: getattr(finding, name) for name in names}
+        | {"finds": RULES[finding.rule].finds, "fix": RULES[finding.rule].fix}
         for finding in seen.findings
     ]
 

@@ -79,9 +79,8 @@ def _judged_peak(seen: "Outlook") -> "Phase":
 def spare_parts(plan: "MemoryPlan") -> list[str]:
     from tunix_rt.plan.memory import SPARE
 
-    return list(
-        dict.fromkeys(name for phase in plan.judged for name, size in phase.parts.items() if size and name in SPARE)
-    )
+    used = [name for phase in plan.judged for name, size in phase.parts.items() if size]
+    return [name for name in dict.fromkeys(used) if name in SPARE]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -95,11 +94,8 @@ def bars(phase: "Phase", fit: "Fit", *, context_bytes: int) -> "Table":
 
     shown = {name: size for name, size in phase.parts.items() if size >= SMALLEST_SHARE * phase.total_bytes}
     parts = {_WORDS.get(name, name.replace("_", " ")): size for name, size in shown.items()}
-    parts |= {
-        "other": phase.total_bytes - sum(shown.values()),
-        "CUDA context": context_bytes,
-        "margin": fit.safety_bytes,
-    }
+    other = phase.total_bytes - sum(shown.values())
+    parts |= {"other": other, "CUDA context": context_bytes, "margin": fit.safety_bytes}
     available, total = fit.available_bytes, sum(parts.values())
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(width=16)
@@ -107,12 +103,8 @@ def bars(phase: "Phase", fit: "Fit", *, context_bytes: int) -> "Table":
 
     def add(name: str, size: int, begin: int, color: str | None) -> None:
         drawn = color is not None and text.encoding().startswith("utf")
-        bar = (
-            [Bar(max(available, total), begin, begin + size, width=BAR_COLUMNS, color=color or "default")]
-            if drawn
-            else []
-        )
-        table.add_row(name, f"{size / 2**30:.2f}", *bar)
+        bar = Bar(max(available, total), begin, begin + size, width=BAR_COLUMNS, color=color or "default")
+        table.add_row(name, f"{size / 2**30:.2f}", *([bar] if drawn else []))
 
     begin = 0
     for name, size in parts.items():
@@ -210,9 +202,8 @@ def numbered(proposals: "Sequence[Proposal]", *, before: "StepTime | None" = Non
         if before is not None:
             gain = f", {100 * (proposal.time.tokens_per_second / before.tokens_per_second - 1):+.0f} %"
         least = "at least " if proposal.plan.lower_bound else ""
-        size = (
-            f"{least}{text.gib(proposal.plan.least_bytes)}, {rounded(proposal.time.tokens_per_second)} tokens/s{gain}"
-        )
+        rate = rounded(proposal.time.tokens_per_second)
+        size = f"{least}{text.gib(proposal.plan.least_bytes)}, {rate} tokens/s{gain}"
         yield f"  {number}. {'; '.join([size, *proposal.costs])}"
         yield from (f"     {line}" for line in shell_lines(proposal.line, COLUMNS - 5))
 
@@ -238,9 +229,8 @@ def show_all(seen: "Sequence[Outlook]", *, seconds: float, left_out: Iterable[st
     rows = [_row(one, letters) for one in seen]
     numbers = ("GiB", "needs", "to spare", "tokens/s", "range")
     least = ", at least" if seen[0].plan.lower_bound else ""
-    text.show_lines(
-        [_work_line(seen[0]), f"GiB of one device, what the run needs of it{least}, and what stays to spare"]
-    )
+    legend = f"GiB of one device, what the run needs of it{least}, and what stays to spare"
+    text.show_lines([_work_line(seen[0]), legend])
     text.show_table(("device", "GiB", "runs", *numbers[1:]), rows, numbers=numbers, tight=True)
     text.show_lines([_tally(seen, seconds)])
     for line, letter in letters.items():
@@ -271,12 +261,8 @@ def _row(seen: "Outlook", letters: dict[str, str]) -> tuple[str, ...]:
     target, proposal = seen.target, next(iter(seen.proposals), None)
     device = target.name, f"{target.memory_bytes / 2**30:.1f}"
     if seen.runs:
-        return (
-            *device,
-            "maybe" if seen.plan.lower_bound else "as it is",
-            *_memory_cells(seen.fit),
-            *_rate_cells(seen.time),
-        )
+        runs = "maybe" if seen.plan.lower_bound else "as it is"
+        return *device, runs, *_memory_cells(seen.fit), *_rate_cells(seen.time)
     if proposal is None:
         return *device, "no", *_memory_cells(seen.fit), "", ""
     letter = letters.setdefault(proposal.line, _letter(len(letters)))

@@ -69,6 +69,11 @@ def show_lines(lines: Iterable[str]) -> None:
         print(printable(line))
 
 
+def show_note(line: str) -> None:
+    """One line on stderr."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
 def show_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = (), tight: bool = False
 ) -> None:
@@ -107,10 +112,8 @@ def show_side_by_side(generations: "Sequence[tuple[str, str]]", parts: "Parts") 
 
     cells = []
     for _, output in generations:
-        pieces = list(replace(parts).more(output, whole=True))
-        cells.append(
-            Text.assemble(*((f"{shown(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces if piece.strip()))
-        )
+        pieces = [(kind, piece) for kind, piece in replace(parts).more(output, whole=True) if piece.strip()]
+        cells.append(Text.assemble(*((f"{shown(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces)))
     drawn = _table([name for name, _ in generations], [])
     drawn.add_row(*cells)
     show(drawn)
@@ -160,8 +163,7 @@ def show_run(run: "RunDetail") -> None:
         show_before_after(run.table)
     if run.paths:
         show_facts(run.paths.items())
-    for note in run.notes:
-        print(printable(f"note: {note}"))
+    show_lines(f"note: {note}" for note in run.notes)
 
 
 def sparkline(values: Sequence[float], *, columns: int = CURVE_COLUMNS, blocks: str = _BLOCKS) -> str:
@@ -196,9 +198,8 @@ def _best_text(step: int | None, loss: float | None) -> str | None:
 
 
 def _memory_text(predicted: int | None, measured: int | None) -> str | None:
-    parts = [
-        f"{word} {gib(size)}" for word, size in (("predicted", predicted), ("measured", measured)) if size is not None
-    ]
+    sizes = {"predicted": predicted, "measured": measured}
+    parts = [f"{word} {gib(size)}" for word, size in sizes.items() if size is not None]
     if predicted is not None and measured:
         parts.append(f"prediction {100 * (predicted - measured) / measured:+.1f} %")
     return ", ".join(parts) or None

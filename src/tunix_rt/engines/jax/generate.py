@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, prompt_of, random_keys
+from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_keys
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.jax.architecture import Architecture
 from tunix_rt.engines.jax.chunked_loss import head_logits
@@ -84,18 +84,17 @@ def generate(
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """See `base.EngineModule.generate`."""
-    positions = engine.architecture.shape.max_positions
     with memory_errors_named("generation"):
         params = _in_compute_dtype(engine.params, engine.compute)
     yield from generate_in_batches(
-        [
-            prompt_of(index, prompt, positions=positions, decoding=decoding, stop_ids=stop_ids, decode=decode)
-            for index, prompt in enumerate(prompts)
-        ],
+        prompts,
         lambda rows: _generate(engine, params, rows, decoding, pad_id, on_tokens),
+        positions=engine.positions,
+        decoding=decoding,
+        stop_ids=stop_ids,
+        decode=decode,
         batch_size_at=batch_size_at,
-        most=len(prompts),
-        free_memory=lambda: None,  # jax frees the memory of deleted arrays
+        most=len(prompts),  # jax frees the memory of deleted arrays by itself
     )
 
 
@@ -218,15 +217,10 @@ def _keep(model: _Model, batch: _Batch, places: Sequence[int]) -> _Batch:
 
 def _split(model: _Model, batch: _Batch) -> _Batch:
     """Rows are sharded as in a training step."""
-    places = {"keys": (None, ROWS), "values": (None, ROWS), "begins": (ROWS,), "held": (), "states": (ROWS,)}
-    return _Batch(
-        **{
-            name: jax.lax.with_sharding_constraint(
-                getattr(batch, name), NamedSharding(model.mesh, PartitionSpec(*place))
-            )
-            for name, place in places.items()
-        }
-    )
+    rows, of_layers = PartitionSpec(ROWS), PartitionSpec(None, ROWS)
+    places = _Batch(keys=of_layers, values=of_layers, begins=rows, held=PartitionSpec(), states=rows)
+    shardings = (NamedSharding(model.mesh, place) for place in places)
+    return _Batch(*map(jax.lax.with_sharding_constraint, batch, shardings))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -239,16 +233,9 @@ def _empty(model: _Model, rows: int, columns: int, begins: Array) -> _Batch:
 
 @partial(jax.jit, static_argnums=0)
 def _kept(model: _Model, batch: _Batch, places: Array) -> _Batch:
-    return _split(
-        model,
-        _Batch(
-            keys=batch.keys[:, places],
-            values=batch.values[:, places],
-            begins=batch.begins[places],
-            held=batch.held,
-            states=batch.states[places],
-        ),
-    )
+    keys, values = batch.keys[:, places], batch.values[:, places]
+    kept = batch._replace(keys=keys, values=values, begins=batch.begins[places], states=batch.states[places])
+    return _split(model, kept)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from tunix_rt.engines.jax.attention import attention_named, choose_attention
 from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings, rows_for
 from tunix_rt.engines.jax.model import summed_loss
 from tunix_rt.engines.jax.step import StepPlan, compile_step, step_plan
-from tunix_rt.engines.jax.weights import init_weights, load_weights, parameter_shapes
+from tunix_rt.engines.jax.weights import abstract_parameters, init_weights, load_weights
 from tunix_rt.errors import DoesNotFitError, HardwareError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import one_line
@@ -76,14 +76,11 @@ class Engine:
     deterministic: bool = False
     implementation: str = "auto"
     """`auto` for the models of this package, `tunix` for those of google-tunix."""
+    runs_transformers: ClassVar[bool] = False
 
     @property
     def device_type(self) -> str:
         return self.device
-
-    @property
-    def runs_transformers(self) -> bool:
-        return False
 
     @property
     def compiled_shape(self) -> tuple[int, int] | None:
@@ -169,26 +166,10 @@ def load(
             if not attempt:
                 raise
             logger.warning("Attempting the run although it %s", error.problem)
-    meter = RiseMeter()
-    with memory_errors_named(f"the load of {source.name}"):
-        params = _parameters(source, architecture, mesh, dtype=recipe.weights, seed=training.seed)
-    return Engine(
-        params=params,
-        source=source,
-        architecture=architecture,
-        mesh=mesh,
-        device=device,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
-        meter=meter,
-        recipe=recipe,
-        attention=attention,
-        plan=plan,
-        step=compiled,
-        rows=rows,
-        tokens=tokens,
-        deterministic=training.deterministic,
-        implementation=implementation,
-    )
+    return _loaded(
+        source, architecture, mesh, device, recipe, attention, seed=training.seed, plan=plan, step=compiled, rows=rows,
+        tokens=tokens, deterministic=training.deterministic, implementation=implementation,
+    )  # fmt: skip
 
 
 def _attention(
@@ -197,7 +178,6 @@ def _attention(
     """For rows of so many tokens. Models of google-tunix have their own; a model that it does not support is refused."""
     name, _, why = choose_attention(PLATFORMS[device], architecture, recipe.compute, tokens)
     if implementation == "tunix":
-        jax_tunix.require()
         jax_tunix.config_of(architecture)
         name, why = jax_tunix.ATTENTION, jax_tunix.WHY
         logger.info("Model: training uses google-tunix, generation the models of tunix-rt with the same weights")
@@ -210,9 +190,18 @@ def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: in
     prepare_process(recipe, device=device, deterministic=False)
     architecture = architecture_of(source.config)
     mesh = make_mesh(devices_of(device))
+    attention = _attention(architecture, recipe, device, row_length(architecture.shape.max_positions, device))
+    return _loaded(source, architecture, mesh, device, recipe, attention, seed=seed)
+
+
+def _loaded(
+    source: ModelSource, architecture: Architecture, mesh: Any, device: str, recipe: Recipe, attention: Attention, *,
+    seed: int, **compiled: Any,
+) -> Engine:  # fmt: skip
+    """The model with its parameters; `compiled` is what an engine has for its training step."""
     meter = RiseMeter()
     with memory_errors_named(f"the load of {source.name}"):
-        params = _parameters(source, architecture, mesh, dtype=dtype, seed=seed)
+        params = _parameters(source, architecture, mesh, dtype=recipe.weights, seed=seed)
     return Engine(
         params=params,
         source=source,
@@ -222,17 +211,14 @@ def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: in
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
         meter=meter,
         recipe=recipe,
-        attention=_attention(architecture, recipe, device, row_length(architecture.shape.max_positions, device)),
+        attention=attention,
+        **compiled,
     )
 
 
 def _parameters(source: ModelSource, architecture: Architecture, mesh: Any, *, dtype: str, seed: int) -> Any:
     """Read and moved to their devices array by array, or drawn there."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)),
-        parameter_shapes(architecture),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+    shapes = abstract_parameters(architecture, dtype)
     shardings = parameter_shardings(mesh, shapes)
     if source.weights == "random":
         return init_weights(architecture, source.config, shapes, shardings, seed=seed)

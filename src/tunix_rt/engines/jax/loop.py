@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import MicroBatch, Row, StepBatch, collate, filled_up
 from tunix_rt.doctor.nvidia import driver_version
 from tunix_rt.doctor.probe import cpu_facts
-from tunix_rt.engines.base import Step
+from tunix_rt.engines.base import Step, prefetched
 from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
 from tunix_rt.engines.jax import optim as jax_optim
 from tunix_rt.engines.jax.generate import generate
@@ -98,29 +97,6 @@ def filled_batch(micro: MicroBatch, *, rows: int, tokens: int) -> Batch:
     return batch_of(filled_up(micro, (rows, tokens)))
 
 
-def placed_steps(
-    batch_of_step: Callable[[int], StepBatch], placing: Placing, *, ahead: bool, first: int, total: int
-) -> Generator[tuple[int, Callable[[], PlacedStep]], None, None]:
-    """(step, a function that returns its batch) for steps `first` to `total`; with `ahead` a thread makes the next one."""
-    if not ahead:
-        for step in range(first, total + 1):
-            yield step, lambda step=step: placing(batch_of_step(step))  # type: ignore[misc]
-        return
-    with contextlib.ExitStack() as ends:
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        ends.callback(pool.shutdown, wait=True, cancel_futures=True)
-
-        def make(step: int) -> PlacedStep:
-            return placing(batch_of_step(step))
-
-        coming = pool.submit(make, first)
-        for step in range(first, total + 1):
-            now = coming
-            if step < total:
-                coming = pool.submit(make, step + 1)
-            yield step, now.result
-
-
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
     "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
@@ -167,7 +143,8 @@ def optimizer_steps(
     plan = _plan(engine)
     placing = Placing(mesh=engine.mesh, accumulation=plan.accumulation, rows=engine.rows, tokens=engine.tokens)
     ahead, slow = engine.device != "cpu", False
-    with contextlib.closing(placed_steps(batch_of, placing, ahead=ahead, first=first, total=total)) as batches:
+    placed_steps = prefetched(lambda step: placing(batch_of(step)), ahead=ahead, first=first, total=total)
+    with contextlib.closing(placed_steps) as batches:
         for step, ready in batches:
             started = time.perf_counter()
             lr = learning_rate(step, total=total, training=training)

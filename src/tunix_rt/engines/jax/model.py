@@ -63,16 +63,15 @@ def summed_loss(
     architecture: Architecture,
     *,
     compute: Any,
-    remat: Remat = "none",
     chunk: int | None = None,
-    attention: "Attention | None" = None,
-    pieces: int = 1,
+    body: Callable[..., Array] | None = None,
+    **options: Any,
 ) -> Array:
-    """Cross entropy summed over the targets, in float32; of float64 in float64."""
-    states = forward(
-        params, batch.ids, batch.positions, batch.segments, architecture,
-        compute=compute, remat=remat, attention=attention, pieces=pieces,
-    )  # fmt: skip
+    """Cross entropy summed over the targets, in float32; of float64 in float64. `body` computes the hidden states (`forward`
+    by default), `options` are its own."""
+    states = (body or forward)(
+        params, batch.ids, batch.positions, batch.segments, architecture, compute=compute, **options
+    )
     return head_loss(
         states, lm_head_weight(params), batch.targets, batch.weights,
         compute=compute, softcap=architecture.logit_cap, chunk=chunk,
@@ -91,28 +90,18 @@ def forward(
     segments: Array,
     architecture: Architecture,
     *,
-    compute: Any,
-    remat: Remat = "none",
     attention: "Attention | None" = None,
-    look_up: LookUp = looked_up,
-    pieces: int = 1,
-    lean: bool = True,
+    **options: Any,
 ) -> Array:
-    """Hidden states [rows, tokens, hidden] of dtype `compute`, after the last norm.
+    """Hidden states [rows, tokens, hidden], after the last norm. `options` are those of `through_layers`.
 
-    An id or a learned position outside its embedding gives NaN, where JAX would silently clamp it. There is no dropout.
-    `pieces`: the number of chunks of tokens in the MLP, whose activations are the widest. `lean`: with a 16-bit compute dtype
-    and no checkpointing, float32 values between matmuls are recomputed nevertheless.
-    """
+    An id or a learned position outside its embedding gives NaN, where JAX would silently clamp it. There is no dropout."""
     attend = attention or exact_attention
 
     def mix(query: Array, key: Array, value: Array, kind: Array, memory: None) -> tuple[Array, None]:
         return attend(query, key, value, segments=segments, kind=kind, architecture=architecture), memory
 
-    return through_layers(
-        params, ids, positions, architecture, mix, None,
-        compute=compute, remat=remat, look_up=look_up, pieces=pieces, lean=lean,
-    )[0]  # fmt: skip
+    return through_layers(params, ids, positions, architecture, mix, None, **options)[0]
 
 
 def through_layers(
@@ -129,8 +118,10 @@ def through_layers(
     pieces: int = 1,
     lean: bool = True,
 ) -> tuple[Array, Any]:
-    """Hidden states after the last norm, as of `forward`, and the `memory` that the layers pass on.
+    """Hidden states of dtype `compute` after the last norm, as of `forward`, and the `memory` that the layers pass on.
 
+    `pieces`: the number of chunks of tokens in the MLP, whose activations are the widest. `lean`: with a 16-bit compute dtype
+    and no checkpointing, float32 values between matmuls are recomputed nevertheless.
     `mix(query, key, value, kind, memory)` is the attention of a layer of kind `kind`, a traced number: it takes heads after RoPE,
     and returns the attention output and the memory for the next layer.
     """

@@ -102,13 +102,10 @@ def write_leaves(path: Path, leaves: list[Leaf], metadata: Mapping[str, str] | N
     with storage(path), path.open("wb") as file:
         file.write(head)
         for leaf in leaves:
-            _write_leaf(file, leaf, host_copy(leaf.array), places)
-
-
-def _write_leaf(file: Any, leaf: Leaf, values: Host, places: Mapping[str, int]) -> None:
-    for name, tensor in zip(leaf.names, values if leaf.of_layers else [values], strict=True):
-        file.seek(places[name])
-        file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+            values = leaf.array if isinstance(leaf.array, np.ndarray) else host_copy(leaf.array)
+            for name, tensor in zip(leaf.names, values if leaf.of_layers else [values], strict=True):
+                file.seek(places[name])
+                file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
 
 def host_copy(array: Any) -> Host:
@@ -165,18 +162,15 @@ _slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
 class Snapshot:
     """A copy of weights and optimizer state in host memory. Written once."""
 
-    files: dict[str, list[tuple[Leaf, Host]]]
+    files: dict[str, list[Leaf]]
+    """Of arrays in host memory."""
     bytes: int
 
     def write(self, folder: Path) -> None:
         """Write both files into `folder` and release the host memory. May be called from another thread."""
         try:
             for name, copied in self.files.items():
-                head, places = _header([leaf for leaf, _ in copied])
-                with storage(folder / name), (folder / name).open("wb") as file:
-                    file.write(head)
-                    for leaf, values in copied:
-                        _write_leaf(file, leaf, values, places)
+                write_leaves(folder / name, copied)
         finally:
             self.files = {}
 
@@ -184,15 +178,11 @@ class Snapshot:
 @memory_errors_named("the snapshot of a checkpoint")
 def snapshot(engine: Engine, optimizer: Any) -> Snapshot:
     """A snapshot of weights and optimizer state, complete on return."""
-    files = _files(engine, optimizer)
-    copied = {name: [_copied(leaf) for leaf in leaves] for name, leaves in files.items()}
-    return Snapshot(files=copied, bytes=_size(files))
-
-
-def _copied(leaf: Leaf) -> tuple[Leaf, Host]:
-    """The copy, and a leaf that refers to it instead of the array on the device, which the next step donates."""
-    values = host_copy(leaf.array)
-    return Leaf(array=values, names=leaf.names, of_layers=leaf.of_layers), values
+    copied = {  # leaves that refer to the copy instead of the array on the device, which the next step donates
+        name: [replace(leaf, array=host_copy(leaf.array)) for leaf in leaves]
+        for name, leaves in _files(engine, optimizer).items()
+    }
+    return Snapshot(files=copied, bytes=_size(copied))
 
 
 def _size(files: Mapping[str, list[Leaf]]) -> int:
@@ -204,8 +194,7 @@ def snapshot_bytes(engine: Engine, optimizer: Any) -> int:
     return _size(_files(engine, optimizer))
 
 
-def host_has_room(needed_bytes: int) -> bool:
-    return fits_on_host(needed_bytes)
+host_has_room = fits_on_host
 
 
 @memory_errors_named("the writing of a checkpoint")
@@ -222,10 +211,9 @@ def write_direct(engine: Engine, optimizer: Any, folder: Path) -> None:
 def restore_state(engine: Engine, optimizer: Any, folder: Path, *, step: int) -> None:
     """Restore a verified checkpoint, bit for bit, sharded over the devices of `engine`. The arrays before are deleted, also
     where a file is corrupt."""
-    listed, layers = entries(engine.architecture), engine.architecture.shape.layers
-    engine.params = _restored(folder / MODEL, list(leaves_of(listed, layers, engine.params)), engine.params)
-    leaves = [leaf for slot, tree in optimizer.state.items() for leaf in leaves_of(listed, layers, tree, f"{slot}.")]
-    optimizer.state = _restored(folder / OPTIMIZER, leaves, optimizer.state)
+    files = _files(engine, optimizer)
+    engine.params = _restored(folder / MODEL, files[MODEL], engine.params)
+    optimizer.state = _restored(folder / OPTIMIZER, files[OPTIMIZER], optimizer.state)
     optimizer.done = step
 
 

@@ -24,7 +24,7 @@ from tunix_rt.engines.jax.chunked_loss import head_loss, looked_up, tokens_at_on
 from tunix_rt.engines.jax.mesh import ROWS, batch_sharding, parameter_shardings
 from tunix_rt.engines.jax.model import Attention, Batch, Remat, forward, summed_loss
 from tunix_rt.engines.jax.optim import Optim, optim_of
-from tunix_rt.engines.jax.weights import parameter_shapes
+from tunix_rt.engines.jax.weights import abstract_parameters
 from tunix_rt.plan.precision import recipe_of
 
 Array = Any
@@ -299,15 +299,9 @@ def _norm(gradients: Tree) -> Array:
 
 def abstract_state(plan: StepPlan, mesh: Mesh) -> State:
     """Shapes, dtypes and shardings of the state on `mesh`."""
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, plan.weights),
-        parameter_shapes(plan.architecture),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-    return _placed(mesh, State(shapes, jax.eval_shape(partial(jax_optim.init, optim=plan.optim), shapes)))
+    shapes = abstract_parameters(plan.architecture, plan.weights)
+    state = State(shapes, jax.eval_shape(partial(jax_optim.init, optim=plan.optim), shapes))
 
-
-def _placed(mesh: Mesh, state: State) -> State:
     def place(array: Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 

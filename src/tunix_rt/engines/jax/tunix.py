@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_rt.engines.jax import model as jax_model
 from tunix_rt.engines.jax.architecture import Architecture
-from tunix_rt.engines.jax.chunked_loss import head_loss
 from tunix_rt.engines.jax.mesh import FSDP, ROWS
-from tunix_rt.engines.jax.model import Batch, Params, Remat, lm_head_weight
+from tunix_rt.engines.jax.model import Params, Remat
 from tunix_rt.errors import ConfigError
 from tunix_rt.models.families import families_of
 
@@ -194,27 +194,6 @@ def _rotation(frequencies: tuple[float, ...]) -> tuple[float, float]:
 # --- the model in a step ---------------------------------------------------------------------------------------------
 
 
-def summed_loss(
-    params: Params,
-    batch: Batch,
-    architecture: Architecture,
-    *,
-    compute: Any,
-    remat: Remat = "none",
-    chunk: int | None = None,
-    attention: Any = None,
-) -> Array:
-    """As that of `model.py`, with hidden states of Tunix's model and our loss head."""
-    states = forward(
-        params, batch.ids, batch.positions, batch.segments, architecture,
-        compute=compute, remat=remat, attention=attention,
-    )  # fmt: skip
-    return head_loss(
-        states, lm_head_weight(params), batch.targets, batch.weights,
-        compute=compute, softcap=architecture.logit_cap, chunk=chunk,
-    )  # fmt: skip
-
-
 def forward(
     params: Params,
     ids: Array,
@@ -245,6 +224,10 @@ def forward(
     for graph, weights in zip(parts.layers, split_layers(params["layers"], architecture), strict=True):
         states = _checkpointed(functools.partial(through, graph), remat)(weights, states)
     return _merged(parts.last_norm, {"scale": params["last_norm"].astype(compute)})(states)
+
+
+summed_loss = functools.partial(jax_model.summed_loss, body=forward)
+"""As that of `model.py`, with hidden states of Tunix's model and our loss head."""
 
 
 def _encoded(parts: "_Parts", params: Params, ids: Array, architecture: Architecture) -> Array:

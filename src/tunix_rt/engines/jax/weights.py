@@ -70,6 +70,12 @@ def parameter_shapes(architecture: Architecture) -> dict[str, Any]:
     return _tree((entry, (layers, *entry.shape) if entry.of_layers else entry.shape) for entry in entries(architecture))
 
 
+def abstract_parameters(architecture: Architecture, dtype: str) -> dict[str, Any]:
+    """The same with shapes and dtypes, as jax describes arrays."""
+    shapes = parameter_shapes(architecture)
+    return jax.tree.map(partial(jax.ShapeDtypeStruct, dtype=dtype), shapes, is_leaf=lambda at: isinstance(at, tuple))
+
+
 def _tree(pairs: Iterator[tuple[Entry, Any]]) -> dict[str, Any]:
     tree: dict[str, Any] = {"layers": {}}
     for entry, value in pairs:
@@ -149,19 +155,14 @@ def load_weights(source: ModelSource, architecture: Architecture, *, dtype: str 
     Tensors of several dtypes are refused, unless `dtype` represents each of them exactly.
     """
     refuse_incomplete(source.name, source.folder)
-    with contextlib.ExitStack() as open_files, _readable(source):
-        stored = _open(source, architecture, open_files)
-        _refuse_others(source, architecture, stored)
-        kind = _refuse_mixed(source, stored, None if dtype is None else _type_named(dtype))
-        _refuse_other_head(source, architecture, stored)
-        layers = architecture.shape.layers
-        return _tree((entry, _read(stored, entry, layers, kind)) for entry in entries(architecture))
-
-
-@contextlib.contextmanager
-def _readable(source: ModelSource) -> Iterator[None]:
     try:
-        yield
+        with contextlib.ExitStack() as open_files:
+            stored = _open(source, architecture, open_files)
+            _refuse_others(source, architecture, stored)
+            kind = _refuse_mixed(source, stored, None if dtype is None else np.dtype(dtype))
+            _refuse_other_head(source, architecture, stored)
+            layers = architecture.shape.layers
+            return _tree((entry, _read(stored, entry, layers, kind)) for entry in entries(architecture))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
 
@@ -293,13 +294,6 @@ def _holds(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
     return wide == narrow or (wide.itemsize > narrow.itemsize and wide.itemsize >= 4)
 
 
-def _type_named(dtype: str) -> np.dtype[Any]:
-    known = {kind.name: kind for kind in TYPES.values()}
-    if dtype not in known:
-        raise InputError(f"unknown dtype of weights: {dtype}", fix=f"use one of {', '.join(known)}")
-    return known[dtype]
-
-
 def _refuse_other_head(source: ModelSource, architecture: Architecture, stored: Mapping[str, _Stored]) -> None:
     """The file may contain a tied lm_head too, but it must equal the embedding."""
     head = stored.get("lm_head.weight")
@@ -336,25 +330,16 @@ def init_weights(
 
     An array depends on the seed and its name alone, not on the number of devices."""
     std = float(config.get("initializer_range") or DEFAULT_RANGE)
-    params: dict[str, Any] = {"layers": {}}
-    for entry in entries(architecture):
-        expected, sharding, tree = (
-            (shapes["layers"][entry.key], shardings["layers"][entry.key], params["layers"])
-            if entry.of_layers
-            else (shapes[entry.key], shardings[entry.key], params)
-        )
-        draw = partial(
-            _initial, architecture, entry.key, expected.shape, expected.dtype, _std_of(architecture, entry.key, std)
-        )
+
+    def drawn(entry: Entry) -> Any:
+        expected, sharding = ((tree["layers"] if entry.of_layers else tree)[entry.key] for tree in (shapes, shardings))
+        smaller = architecture.input_first and entry.key in ("output", "down")  # GPT-2: before a residual addition
+        own_std = std / math.sqrt(2 * architecture.shape.layers) if smaller else std
+        draw = partial(_initial, architecture, entry.key, expected.shape, expected.dtype, own_std)
         number = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:4], "big")
-        tree[entry.key] = jax.jit(draw, out_shardings=sharding)(jax.random.fold_in(jax.random.key(seed), number))
-    return params
+        return jax.jit(draw, out_shardings=sharding)(jax.random.fold_in(jax.random.key(seed), number))
 
-
-def _std_of(architecture: Architecture, key: str, std: float) -> float:
-    """GPT-2 has a smaller std in the matrices before a residual addition."""
-    smaller = architecture.input_first and key in ("output", "down")
-    return std / math.sqrt(2 * architecture.shape.layers) if smaller else std
+    return _tree((entry, drawn(entry)) for entry in entries(architecture))
 
 
 def _initial(architecture: Architecture, kind: str, shape: tuple[int, ...], dtype: Any, std: float, key: Any) -> Any:

@@ -87,7 +87,7 @@ class MatmulCase:
 def matmul_case(setting: Setting, *, size: int) -> MatmulCase:
     generator = np.random.default_rng(1)
     left, right = (normal(generator, (size, size), setting.dtype) for _ in range(2))
-    want = references.product(left.astype(np.float64), right.astype(np.float64))
+    want = left.astype(np.float64) @ right.astype(np.float64)
     return MatmulCase(left=left, right=right, want=want)
 
 

@@ -8,10 +8,6 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def product(left: Array, right: Array) -> Array:
-    return left @ right
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Output of attention, and the gradients of sum(out * upstream)."""

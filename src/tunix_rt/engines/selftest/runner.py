@@ -26,8 +26,6 @@ from tunix_rt.plan.precision import recipe_of
 
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff: the largest relative error of rounding one number."""
-SUM_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
-"""Unit roundoff of the dtype in which matmuls accumulate: 16-bit types accumulate in float32."""
 BLOCK = 1 << 21
 """Elements compared at a time; a matmul has 16 million."""
 
@@ -74,7 +72,8 @@ class Setting:
 
     @property
     def sum_unit(self) -> float:
-        return SUM_UNIT[self.dtype]
+        """Of the dtype in which matmuls accumulate: 16-bit types accumulate in float32."""
+        return min(self.unit, UNIT["float32"])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,9 +12,7 @@ with the device. Both refuse to compute without boundaries, or if a layer needs 
 """
 
 import functools
-import importlib.util
 import inspect
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from tunix_rt.engines.failures import compiler_errors
 from tunix_rt.engines.torch.varlen import BLOCK, PackedRows, cumulative_lengths
 from tunix_rt.errors import InputError
 from tunix_rt.plan.attention_kernels import MASKED
@@ -262,17 +261,9 @@ def kernel_failure(attention: Attention, *, head_dim: int = 64, dtype: str = "bf
         finite = all(bool(tensor.isfinite().all()) for tensor in (out, *gradients))
     except torch.OutOfMemoryError:
         raise  # not a failure of the kernel
-    except _compile_errors() as error:
+    except compiler_errors(InputError, RuntimeError) as error:
         return f"{type(error).__name__}: " + " ".join(str(error).split())[:200]
     return None if finite else "its results are not finite for an input of ones"
-
-
-def _compile_errors() -> tuple[type[Exception], ...]:
-    """What a missing or failing compiler raises; torch's own errors are RuntimeErrors."""
-    known = (InputError, RuntimeError, ImportError, OSError, subprocess.SubprocessError)
-    if importlib.util.find_spec("triton") is None:
-        return known
-    return (*known, importlib.import_module("triton.errors").TritonError)
 
 
 # --- what the layers of a model need ---------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ import functools
 import importlib
 import importlib.util
 import logging
-import subprocess
 from typing import Any
 
 import torch
 
+from tunix_rt.engines.failures import compiler_errors
 from tunix_rt.plan.footprint import TABLE_SLICE_ROWS
 from tunix_rt.plan.precision import loss_rows
 
@@ -110,19 +110,15 @@ def _problem(device: torch.device, kind: torch.dtype, vocabulary: int, softcap: 
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU's compute capability is below 8.0"
-    # An older Triton does not know every option: TypeError or KeyError.
-    known: tuple[type[Exception], ...] = (
-        RuntimeError, ImportError, OSError, subprocess.SubprocessError, TypeError, KeyError,
-    )  # fmt: skip
     try:
-        known = (*known, importlib.import_module("triton.errors").TritonError)
         kernel = importlib.import_module("tunix_rt.engines.torch.triton.cross_entropy")
         if kernel.part_columns(vocabulary, device) is None:
             return f"a row of {vocabulary:,} logits is too long for so small a GPU"
         return _wrong_numbers(kernel, device, kind, vocabulary, softcap)
     except torch.OutOfMemoryError:
         raise  # not the fault of the kernel
-    except known as error:
+    # An older Triton does not know every option: TypeError or KeyError.
+    except compiler_errors(RuntimeError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: " + " ".join(str(error).split())[:200]
 
 

@@ -5,10 +5,7 @@ Generation and the held-out loss have a new shape every time, each of which woul
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import logging
-import subprocess
 import time
 import warnings
 from collections.abc import Callable
@@ -21,7 +18,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from tunix_rt.data.packing import MicroBatch
-from tunix_rt.engines.failures import is_out_of_memory, memory_errors_named
+from tunix_rt.engines.failures import compiler_errors, is_out_of_memory, memory_errors_named
 from tunix_rt.engines.torch.model import Engine, Placed, summed_loss
 from tunix_rt.engines.torch.varlen import LEAST_LENGTH, with_another_bound
 from tunix_rt.errors import HardwareError, InputError
@@ -76,7 +73,7 @@ def compile_layers(engine: Engine, choice: Compiling, sample: MicroBatch, *, lon
     try:
         with memory_errors_named("the compiled step"), engine.kernels():
             _warm_up(engine, sample)
-    except compiler_errors() as error:
+    except compiler_errors(TorchDynamoException, InductorError) as error:  # a RuntimeError may be a defect
         for layer, forward in eager.items():
             layer.forward = forward
         engine.compiled_shape = None
@@ -94,14 +91,6 @@ def shape_of_steps(sample: MicroBatch, longest_row: int) -> tuple[int, int]:
     an epoch has fewer rows."""
     rows, tokens = sample.ids.shape
     return rows, compiled_length(max(tokens, longest_row))
-
-
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises where it or its toolchain fails. Not every RuntimeError, which may be a defect."""
-    known = (TorchDynamoException, InductorError, ImportError, OSError, subprocess.SubprocessError)
-    if importlib.util.find_spec("triton") is None:
-        return known
-    return (*known, importlib.import_module("triton.errors").TritonError)
 
 
 def _compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +139,11 @@ def capture_layers(engine: Engine, sample: MicroBatch) -> None:
     """Capture the layers of `engine` as a CUDA graph for batches like `sample`; where that fails, kernels are launched one by
     one."""
     began = time.monotonic()
-    _allow_another_stream()
+    # Gradients pass from the stream of the capture to that of the steps, which is intended: silence torch's warning.
+    if warns := getattr(
+        torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
+    ):  # since torch 2.10 or so
+        warns(False)
     # A graph has its own memory pool: what the allocator caches for earlier passes is released first.
     torch.cuda.empty_cache()
     try:
@@ -164,13 +157,6 @@ def capture_layers(engine: Engine, sample: MicroBatch) -> None:
         return
     torch.cuda.empty_cache()
     logger.info("CUDA graph: captured in %.1f s; all layers are one launch", time.monotonic() - began)
-
-
-def _allow_another_stream() -> None:
-    """Gradients pass from the stream of the capture to that of the steps, which is intended: silence torch's warning."""
-    allow = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)  # since torch 2.10 or so
-    if allow is not None:
-        allow(False)
 
 
 class CudaGraph:

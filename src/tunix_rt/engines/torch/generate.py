@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, prompt_of, random_keys
+from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_keys
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.models.families import FAMILIES, FULL, SLIDING
@@ -103,8 +103,12 @@ def generate(
     """See `base.EngineModule.generate`."""
     engine.model.eval()
     yield from generate_in_batches(
-        [_prompt(engine, index, prompt, decoding, stop_ids, decode) for index, prompt in enumerate(prompts)],
+        prompts,
         lambda rows: _generate(engine, rows, decoding, pad_id, on_tokens),
+        positions=engine.positions,
+        decoding=decoding,
+        stop_ids=stop_ids,
+        decode=decode,
         batch_size_at=batch_size_at,
         most=1 if _ropes(engine) & MOVING_ROPES else len(prompts),
         free_memory=partial(_free_memory, engine),
@@ -116,17 +120,6 @@ def _free_memory(engine: Engine) -> None:
     gc.collect()
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _prompt(
-    engine: Engine,
-    index: int,
-    prompt: Sequence[int],
-    decoding: Decoding,
-    stop_ids: Sequence[int],
-    decode: Callable[[list[int]], str],
-) -> Prompt:
-    return prompt_of(index, prompt, positions=engine.positions, decoding=decoding, stop_ids=stop_ids, decode=decode)
 
 
 def _ropes(engine: Engine) -> set[str]:

@@ -126,8 +126,6 @@ def load(
         )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if training.lora_rank is not None:
-            from tunix_rt.engines.torch.load import add_adapters
-
             model = add_adapters(model, rank=training.lora_rank, source=source)
         model = model.to(torch.device(device))
         if recipe.compute == "float64":
@@ -185,10 +183,8 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
     """Reports the errors of a load as errors of tunix-rt."""
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
-    except RuntimeError as error:
-        if is_out_of_memory(error):
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
             taken = f" beside the {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB taken" if device == "cuda" else ""
             raise DoesNotFitError(
                 f"{source.name}: out of memory while it is loaded on {device}{taken}",
@@ -343,10 +339,7 @@ def _refuse_wrong_loss(engine: Engine) -> None:
         packed = _micro(ids, labels, positions)
         ours = summed_loss(engine, packed)
         theirs = torch.zeros((), device=engine.device, dtype=torch.float64)
-        for half in (
-            ids[:, :8].to(engine.device),
-            ids[:, 8:].to(engine.device),
-        ):  # each alone, through the model's head
+        for half in ids.to(engine.device).split(8, dim=1):  # each alone, through the model's head
             with engine.attending(engine.attention.generating), engine.computing(once=True):
                 logits = engine.model(input_ids=half, use_cache=False).logits[:, :-1].double()
             theirs += torch.nn.functional.cross_entropy(logits.flatten(0, 1), half[:, 1:].flatten(), reduction="sum")

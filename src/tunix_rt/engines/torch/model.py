@@ -3,15 +3,15 @@ prefetched while a step runs."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
 from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, filled_up
 from tunix_rt.doctor.probe import host_facts
-from tunix_rt.engines.base import PhasePeak, RiseMeter
+from tunix_rt.engines.base import PhasePeak, RiseMeter, prefetched
 from tunix_rt.engines.torch.attention import Attention, boundaries, kernels
 from tunix_rt.engines.torch.chunked_loss import head_loss
 from tunix_rt.engines.torch.profile import region
@@ -76,24 +76,13 @@ def placed_steps(
 
     On a GPU a thread makes and copies the next batch. A batch must be referenced until its step is computed: its memory belongs
     to another stream."""
-    if placing.device.type != "cuda":
-        for step in range(first, total + 1):
-            yield step, lambda step=step: _placed(batch_of, placing, step, None)  # type: ignore[misc]
-        return
-    stream = torch.cuda.Stream(placing.device)
-    with contextlib.ExitStack() as ends:
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        ends.callback(pool.shutdown, wait=True, cancel_futures=True)
-        ahead = pool.submit(_placed, batch_of, placing, first, stream)
-        for step in range(first, total + 1):
-            now = ahead
-            if step < total:
-                ahead = pool.submit(_placed, batch_of, placing, step + 1, stream)
-            yield step, now.result
+    stream = torch.cuda.Stream(placing.device) if placing.device.type == "cuda" else None
+    make = partial(_placed, batch_of, placing, stream)
+    return prefetched(make, ahead=stream is not None, first=first, total=total)
 
 
 def _placed(
-    batch_of: Callable[[int], StepBatch], placing: Placing, step: int, stream: torch.cuda.Stream | None
+    batch_of: Callable[[int], StepBatch], placing: Placing, stream: torch.cuda.Stream | None, step: int
 ) -> PlacedStep:
     batch = batch_of(step)
     if stream is None:
@@ -161,14 +150,11 @@ class Engine:
     """The most that the CUDA allocator may reserve; None: no limit."""
     taken_bytes: int = 0
     """On CUDA the highest peak of the phases that `take_peak` returned, which resets the counter."""
+    runs_transformers: ClassVar[bool] = True
 
     @property
     def device_type(self) -> str:
         return self.device.type
-
-    @property
-    def runs_transformers(self) -> bool:
-        return True
 
     @property
     def devices(self) -> list[torch.device]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tunix_rt.config.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_of, state_tensors
+from tunix_rt.engines.checkpoint import refuse_other_tensors
 from tunix_rt.engines.optimizers import module_of
 from tunix_rt.engines.torch.update_rules import State, StepSettings, Update, column, seed_of
 from tunix_rt.errors import TunixError
@@ -74,6 +75,11 @@ def has_kernels(kind: str, weights: str, device: torch.device) -> bool:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Tensors as `refuse_other_tensors` compares them."""
+    return {name: f"{list(one.shape)} {_dtype(one)}" for name, one in tensors.items()}
 
 
 def _wide_places(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[int, int] | None:
@@ -330,7 +336,7 @@ class Optimizer:
             for name, parameter in self._named.items()
             for slot, tensor in states[parameter].items()
         }
-        _refuse_others(expected, tensors, self._kind)
+        refuse_other_tensors("the optimizer state", described(tensors), described(expected))
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
         self._states = states
@@ -345,10 +351,10 @@ class Optimizer:
         return self._states[parameter]
 
     def _fresh(self, parameter: torch.nn.Parameter) -> State:
-        dtype = str(parameter.dtype).removeprefix("torch.")
+        kept = state_tensors(tuple(parameter.shape), self._kind, _dtype(parameter))
         return {
             slot: torch.zeros(shape, dtype=getattr(torch, stored), device=parameter.device)
-            for slot, (shape, stored) in state_tensors(tuple(parameter.shape), self._kind, dtype).items()
+            for slot, (shape, stored) in kept.items()
         }
 
 
@@ -365,17 +371,3 @@ def _refuse_unfit(name: str, parameter: torch.nn.Parameter) -> None:
         raise TunixError(
             f"{name}: its {parameter.numel():,} weights do not lie in order", fix="call .contiguous() on it"
         )
-
-
-def _refuse_others(expected: State, found: Mapping[str, torch.Tensor], kind: str) -> None:
-    """Name the first tensor that is missing, foreign or of another shape or type."""
-    fix = "continue with the model and the optimizer that wrote this checkpoint, or start anew in another folder"
-    for name, tensor in expected.items():
-        if name not in found:
-            raise TunixError(f"the optimizer state has no {name}, which {kind} keeps", fix=fix)
-        other = found[name]
-        if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-            said = [f"{list(one.shape)} in {str(one.dtype).removeprefix('torch.')}" for one in (other, tensor)]
-            raise TunixError(f"the optimizer state has {name} as {said[0]}; {kind} keeps {said[1]}", fix=fix)
-    if strange := sorted(set(found) - set(expected)):
-        raise TunixError(f"the optimizer state has {strange[0]}, which {kind} of this model does not keep", fix=fix)

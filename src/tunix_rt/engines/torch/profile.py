@@ -8,7 +8,6 @@ import gzip
 import itertools
 import logging
 import shutil
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,28 +145,17 @@ def dense_product(engine: "Engine") -> DenseMatmul | None:
 
 def _matmul_seconds(engine: "Engine", size: int) -> float:
     """Of one matmul, in the fastest of five series that take `MATMUL_SECONDS` together: other processes may use the device."""
+    from torch.utils.benchmark import Timer
+
     generator = torch.Generator(engine.device).manual_seed(0)
     left, right = (
         torch.empty(size, size, device=engine.device, dtype=engine.compute).normal_(generator=generator)
         for _ in range(2)
     )
-    product = torch.empty_like(left)
-    torch.mm(left, right, out=product)
-    first = _timed(engine, lambda: torch.mm(left, right, out=product), 1)
-    each = max(1, round(MATMUL_SECONDS[engine.device.type] / 5 / first))
-    return min(_timed(engine, lambda: torch.mm(left, right, out=product), each) for _ in range(5))
-
-
-def _timed(engine: "Engine", call: Callable[[], object], times: int) -> float:
-    """Seconds of one of `times` calls."""
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    started = time.perf_counter()
-    for _ in range(times):
-        call()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    return (time.perf_counter() - started) / times
+    matrices = {"left": left, "right": right, "product": torch.empty_like(left)}
+    timer = Timer("torch.mm(left, right, out=product)", globals=matrices, num_threads=torch.get_num_threads())
+    each = max(1, round(MATMUL_SECONDS[engine.device.type] / 5 / timer.timeit(1).mean))
+    return min(timer.timeit(each).mean for _ in range(5))
 
 
 def _restore_peak(device: torch.device, peak_bytes: int) -> None:

@@ -26,8 +26,9 @@ from tunix_rt.engines.checkpoint import (
     unreadable,
 )
 from tunix_rt.engines.failures import out_of_range
+from tunix_rt.engines.torch.load import merged_weights
 from tunix_rt.engines.torch.model import Engine
-from tunix_rt.engines.torch.optim import Optimizer
+from tunix_rt.engines.torch.optim import Optimizer, described
 from tunix_rt.models.safetensors import header_of
 from tunix_rt.models.secrets import one_line
 from tunix_rt.storage import storage
@@ -208,7 +209,7 @@ def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: i
     """Restore a verified checkpoint, bit for bit."""
     weights = {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
     stored = _read(folder / MODEL)
-    refuse_other_tensors(folder / MODEL, _described(stored), _described(weights))
+    refuse_other_tensors(folder / MODEL, described(stored), described(weights))
     with torch.no_grad():
         for name, parameter in weights.items():
             parameter.copy_(stored[name])
@@ -216,7 +217,7 @@ def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: i
     if engine.loss_scale is not None:
         scale = engine.loss_scale.tensors()
         stored_scale = {name: stored.pop(name) for name in scale.keys() & stored.keys()}
-        refuse_other_tensors(folder / OPTIMIZER, _described(stored_scale), _described(scale))
+        refuse_other_tensors(folder / OPTIMIZER, described(stored_scale), described(scale))
         engine.loss_scale.restore(stored_scale)
     optimizer.restore(stored, step=step)
 
@@ -227,10 +228,6 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise unreadable(path, error) from error
-
-
-def _described(tensors: Tensors) -> dict[str, str]:
-    return {name: f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}" for name, one in tensors.items()}
 
 
 # --- the final model -------------------------------------------------------------------------------------------------
@@ -274,8 +271,6 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     """Weights as `save` writes them, on the host, where they differ from those in memory: with merged adapters, or in another
     dtype. Tied tensors stay tied. None where they do not differ."""
     if engine.recipe.frozen is not None:
-        from tunix_rt.engines.torch.load import merged_weights
-
         return merged_weights(engine.model)
     if engine.saved_dtype is None:
         return None

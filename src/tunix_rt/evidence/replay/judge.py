@@ -41,9 +41,8 @@ def match_of(run: Run, after: int, up_to: int, here: Mapping[str, Any], numerics
     reasons = tuple(dict.fromkeys(reason for match in matches for reason in match.reasons))
     match = Match(name=compare.loosest(match.name for match in matches), reasons=reasons)
     if run.commitment.numerics != numerics:
-        return match.at_most(
-            "same hardware", f"numerics {run.commitment.numerics} recorded, {numerics} here; --source REF"
-        )
+        reason = f"numerics {run.commitment.numerics} recorded, {numerics} here; --source REF"
+        return match.at_most("same hardware", reason)
     return match
 
 
@@ -62,26 +61,19 @@ def judge_weights(run: Run, made: Regeneration, recorded: Sequence[PredictionLin
         if exact:
             outcome.add("answers", compare.answers_problem("after", recorded, made.answers, texts=1.0))
         else:
-            followed = [recorded[place] for place in made.gaps]
-            outcome.add(
-                "answers",
-                compare.gaps_problem("after", followed, made.gaps.values(), compare.TIES[compare.precision(compute)]),
-            )
+            followed, most = [recorded[place] for place in made.gaps], compare.TIES[compare.precision(compute)]
+            outcome.add("answers", compare.gaps_problem("after", followed, made.gaps.values(), most))
         same = len(recorded) - len(made.gaps)
         outcome.notes.append(
             f"answers: {same} of {len(recorded)} have the recorded text"
             + (f", {len(made.gaps)} were followed token by token" if made.gaps else "")
         )
-        outcome.recomputed["accuracy"] = (
-            accuracy_of(scores_here(run, recorded, made.answers)),
-            "generated again by the given weights",
-        )
+        accuracy = accuracy_of(scores_here(run, recorded, made.answers))
+        outcome.recomputed["accuracy"] = accuracy, "generated again by the given weights"
     if made.heldout is not None and run.record.heldout:
-        loss, targets = made.heldout
-        outcome.add(
-            "held-out", compare.heldout_problem(run.record.heldout[-1], loss, targets, _heldout_tolerance(run, match))
-        )
-        outcome.notes.append(f"held-out loss of the weights: {loss:.6f}, recorded {run.record.heldout[-1].loss:.6f}")
+        line, tolerance = run.record.heldout[-1], _heldout_tolerance(run, match)
+        outcome.add("held-out", compare.heldout_problem(line, *made.heldout, tolerance))
+        outcome.notes.append(f"held-out loss of the weights: {made.heldout[0]:.6f}, recorded {line.loss:.6f}")
     return outcome
 
 
@@ -149,9 +141,8 @@ def _origin(segment: Segment) -> str:
 def _state_problems(run: Run, found: PassResult, allowed: compare.Allowed, *, strict: bool) -> Iterator[str]:
     recorded = {entry.step: entry.files for entry in run.record.checkpoints}
     for step, files in found.states.items():
-        other = [
-            name for name, digest in files.items() if name in recorded[step] and recorded[step][name].sha256 != digest
-        ]
+        known = recorded[step]
+        other = [name for name, digest in files.items() if name in known and known[name].sha256 != digest]
         if strict and other:
             yield f"state after step {step}: {' and '.join(other)} differ from the recorded hashes"
         elif not strict and not found.distances.get(step, 0.0) <= allowed(step).weights:

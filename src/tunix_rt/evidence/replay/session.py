@@ -126,9 +126,8 @@ def _require_committed(run: Run, data: Prepared) -> None:
     facts = run.commitment.dataset
     here = (data.merkle_root, data.traces, data.heldout_traces)
     if here != (facts.merkle_root, facts.traces, facts.heldout_traces):
-        raise EvidenceError(
-            "the dataset gives other rows, or other numbers of traces, than the run committed to", fix=""
-        )
+        problem = "the dataset gives other rows, or other numbers of traces, than the run committed to"
+        raise EvidenceError(problem, fix="")
     if not has_rows(RunDir(run.record.root).rows, data.row_facts):
         raise EvidenceError("rows.jsonl is not what the dataset gives", fix="")
 
@@ -250,17 +249,11 @@ def largest_gaps(
     fits = [place for place in recorded if len(tokens[place]) <= room[place]]
     if not fits:
         return found
-    gaps = backend.token_gaps(
-        engine,
-        [prompts[place] for place in fits],
-        [tokens[place] for place in fits],
-        stop_ids(tokenizer, questions.style),
-    )
+    begun, ended = ([of[place] for place in fits] for of in (prompts, tokens))
+    gaps = backend.token_gaps(engine, begun, ended, stop_ids(tokenizer, questions.style))
     for place, (*inside, end) in zip(fits, gaps, strict=True):
         one, full = recorded[place], len(tokens[place]) == room[place]
-        may_end = {STOP: True, TAG: str(decoding.closing) in one.output, LENGTH: full, CONTEXT: full}.get(
-            one.ended, False
-        )
-        if may_end:
+        may_end = {STOP: True, TAG: str(decoding.closing) in one.output, LENGTH: full, CONTEXT: full}
+        if may_end.get(one.ended, False):
             found[place] = max([*inside, *([end] if one.ended == STOP else [])], default=0.0)
     return found

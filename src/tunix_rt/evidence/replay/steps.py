@@ -63,9 +63,8 @@ def draw_segments(segments: Sequence[Segment], count: int | None, *, root: str, 
     def key(segment: Segment) -> float:
         digest = hashlib.sha256(f"{root}\n{nonce}\n{segment.stop}".encode()).digest()
         uniform = (int.from_bytes(digest[:8], "big") + 0.5) / 2**64
-        return float(
-            uniform ** (1 / segment.steps)
-        )  # the largest keys are a weighted sample (Efraimidis and Spirakis, 2006)
+        # The largest keys are a weighted sample (Efraimidis and Spirakis, 2006).
+        return float(uniform ** (1 / segment.steps))
 
     drawn = sorted(segments, key=key, reverse=True)
     covered = accumulate(segment.steps for segment in drawn)
@@ -129,9 +128,8 @@ def _tensors(path: Path) -> Tensors:
             raise EvidenceError(f"{file.name} {error}", fix="restore the file") from error
         for name, tensor in tensors.items():
             if tensor.dtype not in TYPES:
-                raise EvidenceError(
-                    f"{file.name}: tensors of type {tensor.dtype}", fix="report it with the name of the model"
-                )
+                problem = f"{file.name}: tensors of type {tensor.dtype}"
+                raise EvidenceError(problem, fix="report it with the name of the model")
             if name in found:
                 raise EvidenceError(f"{file.name}: {name!r} is in two files", fix="")
             found[name] = (file, tensor.dtype, tensor.begin, tensor.end)
@@ -247,14 +245,9 @@ def _first_weights(
 
 
 def _measure_state(
-    session: Session,
-    optimizer: Any,
-    step: int,
-    measured: Measurements,
-    first: Path | None,
-    scratch: Path,
+    session: Session, optimizer: Any, step: int, measured: Measurements, first: Path | None, scratch: Path,
     found: PassResult,
-) -> None:
+) -> None:  # fmt: skip
     folder = scratch / "state"
     folder.mkdir()
     try:
@@ -284,9 +277,8 @@ def _measure_end(
     if first is not None and measured.final_weights is not None:
         found.final_distance = distance(first / "final_model", measured.final_weights, folder)
     if measured.after:
-        found.answers["after"], found.gaps["after"] = generate(
-            session.prepared, session.backend, session.engine, "after"
-        )
+        made = generate(session.prepared, session.backend, session.engine, "after")
+        found.answers["after"], found.gaps["after"] = made
 
 
 def _save(session: Session, folder: Path, *, dtype: str | None) -> None:

@@ -8,6 +8,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from tunix_rt.engines.torch.triton.update import GROUP, Clip, at_random, judged, noise, on
+from tunix_rt.engines.torch.update_rules import StepSettings
 
 ROWS, COLUMNS = 128, 256
 """What of a matrix a program goes through. 256 columns are one warp's: 32 threads of eight elements, 16 bytes."""
@@ -132,8 +133,7 @@ def adafactor(
     row_means: torch.Tensor,
     column_means: torch.Tensor,
     *,
-    step: int,
-    lr: float,
+    now: StepSettings,
     decay: float,
     seed: int | None,
     scale: torch.Tensor | None = None,
@@ -144,14 +144,8 @@ def adafactor(
     (height, width), device = weights.shape, weights.device
     columns = min(COLUMNS, max(8, _power_of_2(width)))
     down, across = -(-height // ROWS), -(-width // columns)
-    sizes = [
-        across * height,
-        down * width,
-        height,
-        width,
-        4,
-        down * across,
-    ]  # all but the last keep multiples of 4 aligned
+    # all but the last keep multiples of 4 aligned
+    sizes = [across * height, down * width, height, width, 4, down * across]
     workspace = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     row_sums, column_sums, of_rows, of_columns, scalars, lengths = workspace
     cut = {"ROWS": ROWS, "BC": columns}
@@ -163,7 +157,7 @@ def adafactor(
             row_sums if across == 1 else row_sums.view(across, height).sum(dim=0),
             column_sums if down == 1 else column_sums.view(down, width).sum(dim=0),
             row_means, column_means, scale, finite, clip and clip.limit, clip and clip.norm, clip and clip.good,
-            of_rows, of_columns, scalars, height, width, step**-0.8, BLOCK=4096, num_warps=16,
+            of_rows, of_columns, scalars, height, width, now.step**-0.8, BLOCK=4096, num_warps=16,
         )  # fmt: skip
         _length_kernel[(down * across,)](
             gradient, of_rows, of_columns, scalars, lengths, height, width,
@@ -171,7 +165,7 @@ def adafactor(
         )  # fmt: skip
         _apply_kernel[(down * across,)](
             weights, gradient, of_rows, of_columns, scalars, lengths.sum(dtype=torch.float64), height, width,
-            seed or 0, lr * decay, lr, AT_RANDOM=seed is not None, BR=_part(4096, columns), num_warps=8, **cut,
+            seed or 0, now.lr * decay, now.lr, AT_RANDOM=seed is not None, BR=_part(4096, columns), num_warps=8, **cut,
         )  # fmt: skip
 
 
@@ -217,8 +211,7 @@ def adafactor_whole(
     gradient: torch.Tensor,
     means: torch.Tensor,
     *,
-    step: int,
-    lr: float,
+    now: StepSettings,
     decay: float,
     seed: int | None,
     scale: torch.Tensor | None = None,
@@ -230,6 +223,6 @@ def adafactor_whole(
     with on(weights.device):
         _whole_kernel[(1,)](
             weights, gradient, means, scale, finite, clip and clip.limit, clip and clip.norm, clip and clip.good,
-            elements, seed or 0, lr * decay, lr, step**-0.8,
+            elements, seed or 0, now.lr * decay, now.lr, now.step**-0.8,
             AT_RANDOM=seed is not None, BLOCK=max(256, _power_of_2(elements)), num_warps=8,
         )  # fmt: skip

@@ -17,6 +17,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from tunix_rt.engines.torch.triton.update import GROUP, at_random, noise, on
+from tunix_rt.engines.torch.update_rules import StepSettings
 
 FLAT_BLOCK = 2048
 """Elements of a program."""
@@ -74,11 +75,10 @@ PLAIN_SUMS = {"enable_fp_fusion": False}
 _ADAMW = {"num_warps": 4, **PLAIN_SUMS}
 
 
-def adamw_numbers(*, step: int, lr: float, beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
+def adamw_numbers(now: StepSettings) -> tuple[float, ...]:
     """From `pace` on, in the order of the kernels."""
-    return (
-        lr / (1.0 - beta1**step), 1.0 - beta1, beta2, 1.0 - beta2, (1.0 - beta2**step) ** -0.5, epsilon,
-    )  # fmt: skip
+    correction = (1.0 - now.beta2**now.step) ** -0.5
+    return now.lr / (1.0 - now.beta1**now.step), 1.0 - now.beta1, now.beta2, 1.0 - now.beta2, correction, now.epsilon
 
 
 def adamw(
@@ -87,11 +87,7 @@ def adamw(
     first: torch.Tensor,
     second: torch.Tensor,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
+    now: StepSettings,
     decay: float,
     seed: int | None,
     scale: torch.Tensor | None = None,
@@ -99,10 +95,9 @@ def adamw(
 ) -> None:
     """One update in place. All four lie in order in memory. Without `seed`, weights are rounded to nearest."""
     elements = weights.numel()
-    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(weights.device):
         _adamw_kernel[(-(-elements // FLAT_BLOCK),)](
-            weights, gradient, first, second, scale, finite, elements, seed or 0, lr * decay, *numbers,
+            weights, gradient, first, second, scale, finite, elements, seed or 0, now.lr * decay, *adamw_numbers(now),
             AT_RANDOM=seed is not None, BLOCK=FLAT_BLOCK, **_ADAMW,
         )  # fmt: skip
 
@@ -147,7 +142,7 @@ def _adamw_many_kernel(
             )  # fmt: skip
 
 
-_STATES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,11 +187,7 @@ def adamw_many(
     gradients: Sequence[int],
     seeds: Sequence[int] | None,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
+    now: StepSettings,
     decay: float,
     scale: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
@@ -206,10 +197,9 @@ def adamw_many(
     `weights` and `gradients` are addresses, multiples of 16, of bfloat16 numbers that lie in order."""
     device, tensors = group.kept.device, len(group.states)
     given = sent(torch.tensor([*weights, *gradients, *(seeds or ())]), device)
-    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(device):
         _adamw_many_kernel[(len(group.owners),)](
-            group.owners, group.kept, given, tensors, scale, finite, lr * decay, *numbers,
-            STATES=_STATES[group.states[0][0].dtype], AT_RANDOM=seeds is not None, BLOCK=group.block,
+            group.owners, group.kept, given, tensors, scale, finite, now.lr * decay, *adamw_numbers(now),
+            STATES=TYPES[group.states[0][0].dtype], AT_RANDOM=seeds is not None, BLOCK=group.block,
             maxnreg=96, **_ADAMW,  # as few as for one tensor: with more, less of them would be under way at a time
         )  # fmt: skip

@@ -16,8 +16,9 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from tunix_rt.config.optimizers import BLOCK
 from tunix_rt.engines.torch import update_rules as rounding
-from tunix_rt.engines.torch.triton.adamw import PLAIN_SUMS, TensorGroup, adamw_numbers, moved, place, sent
+from tunix_rt.engines.torch.triton.adamw import PLAIN_SUMS, TYPES, TensorGroup, adamw_numbers, moved, place, sent
 from tunix_rt.engines.torch.triton.update import GROUP, at_random, noise, on
+from tunix_rt.engines.torch.update_rules import StepSettings
 
 BLOCKS = 8
 """Blocks of a program. A warp has one: 32 threads of eight elements, which share a draw."""
@@ -204,24 +205,18 @@ def adamw_8bit(
     second: torch.Tensor,
     second_largest: torch.Tensor,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
+    now: StepSettings,
     decay: float,
     seed: int,
-    stochastic: bool,
     scale: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
 ) -> None:
-    """One update in place. All six lie in order in memory. Moments are rounded at random always, weights if `stochastic`."""
+    """One update in place. All six lie in order in memory. Moments are rounded at random always, weights if `now` says so."""
     elements = weights.numel()
-    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(weights.device):
         _one_kernel[(-(-elements // (BLOCKS * BLOCK)),)](
             weights, gradient, first, first_largest, second, second_largest, scale, finite, elements, seed,
-            lr * decay, *numbers, AT_RANDOM=stochastic, COUNT=BLOCKS, **_LAUNCH,
+            now.lr * decay, *adamw_numbers(now), AT_RANDOM=now.stochastic, COUNT=BLOCKS, **_LAUNCH,
         )  # fmt: skip
 
 
@@ -232,9 +227,6 @@ def group_8bit(
     return TensorGroup.of(states, decayed, sizes=sizes, block=BLOCKS * BLOCK)
 
 
-_WEIGHTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-
-
 def adamw_8bit_many(
     group: TensorGroup,
     weights: Sequence[int],
@@ -242,13 +234,8 @@ def adamw_8bit_many(
     seeds: Sequence[int],
     *,
     dtype: torch.dtype,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
+    now: StepSettings,
     decay: float,
-    stochastic: bool,
     scale: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
 ) -> None:
@@ -257,9 +244,8 @@ def adamw_8bit_many(
     `weights` and `gradients` are addresses, multiples of 16, of numbers of type `dtype` that lie in order."""
     device, tensors = group.kept.device, len(group.states)
     given = sent(torch.tensor([*weights, *gradients, *seeds]), device)
-    numbers = adamw_numbers(step=step, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon)
     with on(device):
         _many_kernel[(len(group.owners),)](
-            group.owners, group.kept, given, tensors, scale, finite, lr * decay, *numbers,
-            WEIGHTS=_WEIGHTS[dtype], AT_RANDOM=stochastic, COUNT=group.block // BLOCK, **_LAUNCH,
+            group.owners, group.kept, given, tensors, scale, finite, now.lr * decay, *adamw_numbers(now),
+            WEIGHTS=TYPES[dtype], AT_RANDOM=now.stochastic, COUNT=group.block // BLOCK, **_LAUNCH,
         )  # fmt: skip

@@ -45,19 +45,21 @@ def update(
     clip: Clip | None,
 ) -> None:
     """One update in place by optimizer `name`. `clip` is in place of a scale."""
-    weight_seed = seed if now.stochastic else None
-    same: dict[str, Any] = {"step": now.step, "lr": now.lr, "decay": decay}
+    tensors, kernel = (parameter, gradient, *states.values()), _kernel(name, parameter)
+    # 8-bit states are rounded at random in any case
+    own_seed = seed if now.stochastic or name == "adamw_8bit" else None
     if name == "adafactor":
-        kernel = adafactor if parameter.dim() == 2 else adafactor_whole
-        kernel(parameter, gradient, *states.values(), scale=scale, finite=finite, clip=clip, seed=weight_seed, **same)
+        kernel(*tensors, now=now, decay=decay, seed=own_seed, scale=scale, finite=finite, clip=clip)
         return
     if clip is not None:
         scale, finite = clip_scale(gradient, finite=finite, clip=clip), clip.good
-    same |= {"beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon, "scale": scale, "finite": finite}
-    if name == "adamw_8bit":  # states are rounded at random in any case
-        adamw_8bit(parameter, gradient, *states.values(), seed=seed, stochastic=now.stochastic, **same)
-    else:
-        adamw(parameter, gradient, *states.values(), seed=weight_seed, **same)
+    kernel(*tensors, now=now, decay=decay, seed=own_seed, scale=scale, finite=finite)
+
+
+def _kernel(name: str, parameter: torch.Tensor) -> Any:
+    if name == "adafactor":
+        return adafactor if parameter.dim() == 2 else adafactor_whole
+    return adamw_8bit if name == "adamw_8bit" else adamw
 
 
 def group(
@@ -81,12 +83,9 @@ def update_group(
     finite: torch.Tensor | None,
 ) -> None:
     """One update of each tensor whose gradient has an address, in one launch."""
-    same: dict[str, Any] = {
-        "step": now.step, "lr": now.lr, "beta1": now.beta1, "beta2": now.beta2, "epsilon": now.epsilon,
-        "decay": decay, "scale": scale, "finite": finite,
-    }  # fmt: skip
+    same: dict[str, Any] = {"now": now, "decay": decay, "scale": scale, "finite": finite}
     if name == "adamw_8bit":
-        adamw_8bit_many(tensors, weights, gradients, seeds, dtype=dtype, stochastic=now.stochastic, **same)
+        adamw_8bit_many(tensors, weights, gradients, seeds, dtype=dtype, **same)
     else:
         adamw_many(tensors, weights, gradients, seeds if now.stochastic else None, **same)
 
@@ -100,10 +99,10 @@ def problem(device: torch.device) -> str | None:
     coded = (
         torch.zeros(1, size, dtype=kind, device=device) for size, kind in [(BLOCK, torch.uint8), (1, torch.float32)] * 2
     )
-    same: dict[str, Any] = {"step": 1, "lr": 0.0, "beta1": 0.9, "beta2": 0.9, "epsilon": 1.0, "decay": 0.0, "seed": 1}
+    now = StepSettings(step=1, lr=0.0, beta1=0.9, beta2=0.9, epsilon=1.0, stochastic=True)
     try:
-        adamw(weights, weights.clone(), *moments, **same)
-        adamw_8bit(weights, weights.clone(), *coded, stochastic=True, **same)
+        adamw(weights, weights.clone(), *moments, now=now, decay=0.0, seed=1)
+        adamw_8bit(weights, weights.clone(), *coded, now=now, decay=0.0, seed=1)
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel
     except (RuntimeError, ImportError, OSError, TypeError, KeyError, subprocess.SubprocessError, TritonError) as error:
