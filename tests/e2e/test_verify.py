@@ -72,7 +72,7 @@ def test_a_changed_bundle_lists_every_finding_and_ends_with_exit_code_6(cpu_bund
 
 def test_a_level_that_was_not_tried_for_lack_of_an_input_is_no_finding(cpu_bundle: Path) -> None:
     done = invoke(cpu_bundle, "--require", "L2")
-    assert done.exit_code == 3 and "L2 needs the weights" in done.stderr and "--weights DIR" in done.stderr
+    assert done.exit_code == 3 and "L2 needs the weights" in done.stderr and "--weights PATH" in done.stderr
 
 
 @pytest.mark.parametrize("status", ["refused", "failed", "preempted"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.device_waits import nothing_waits
-from tunix_rt.engines.decoding import Decoding, Ending
+from tunix_rt.engines.decoding import Decoding, Ending, prompt_of
 from tunix_rt.engines.torch import generate as torch_generate
 from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.models.resolve import resolve_model
@@ -71,7 +71,7 @@ def test_between_two_looks_nobody_waits_for_the_gpu(source, prompts):
     engine = torch_backend.load_for_inference(source, device="cuda", dtype="bfloat16")
     asked(engine, prompts[:8], 8)
     decoding = Decoding(max_new_tokens=32)
-    rows = [torch_generate._prompt(engine, index, prompts[index], decoding, [1], str) for index in range(8)]
+    rows = [prompt_of(index, prompts[index], engine.positions, decoding, [1], str) for index in range(8)]
     assert all(isinstance(row.ending, Ending) for row in rows)
     batch = torch_generate._begin(engine, rows, decoding, 0)
     torch_generate._more_tokens(engine, batch, decoding, 0, 4)

@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from tests.tables import tables
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.engines.decoding import Answer, Decoding
+from tunix_rt.engines.decoding import Answer, Decoding, prompt_of
 from tunix_rt.engines.torch import generate as torch_generate
 from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.errors import InputError
@@ -241,7 +241,7 @@ def random_engine(folder: Path, settings):
 def begun(engine, lengths, new_tokens=16):
     decoding = Decoding(max_new_tokens=new_tokens)
     prompts = drawn_prompts(512, count=len(lengths), lengths=lengths)
-    rows = [torch_generate._prompt(engine, place, prompt, decoding, [1], str) for place, prompt in enumerate(prompts)]
+    rows = [prompt_of(place, prompt, engine.positions, decoding, [1], str) for place, prompt in enumerate(prompts)]
     return torch_generate._begin(engine, rows, decoding, 0), decoding
 
 

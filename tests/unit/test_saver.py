@@ -144,7 +144,7 @@ POSITIONS = "transformer.wpe.weight"
         ("model", "foreign", torch.zeros(1), "unexpected tensor foreign"),
         ("model", POSITIONS, torch.zeros(1), rf"has {POSITIONS} as \[1\] float32"),
         ("model", POSITIONS, torch.zeros(256, 32, dtype=torch.bfloat16), "bfloat16; this model"),
-        ("optimizer", f"exp_avg.{POSITIONS}", None, f"has no exp_avg.{POSITIONS}"),
+        ("optimizer", f"exp_avg.{POSITIONS}", None, f"lacks exp_avg.{POSITIONS}"),
         ("optimizer", "exp_avg.foreign", torch.zeros(1), "exp_avg.foreign"),
         ("optimizer", f"exp_avg_sq.{POSITIONS}", torch.zeros(2), f"has exp_avg_sq.{POSITIONS} as"),
         ("optimizer", "loss_scale", None, "lacks loss_scale"),

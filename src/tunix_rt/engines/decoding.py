@@ -107,26 +107,30 @@ class Prompt:
         return answer
 
 
+def prompt_of(
+    index: int, prompt: Sequence[int], positions: int | None, decoding: Decoding, stop_ids: Sequence[int],
+    decode: Callable[[list[int]], str],
+) -> Prompt:  # fmt: skip
+    """Prompt number `index`, for a model with a context of `positions` tokens; None: without a limit."""
+    left = decoding.max_new_tokens if positions is None else positions - len(prompt)
+    return Prompt(
+        index=index,
+        prompt=prompt,
+        ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
+        max_new=min(decoding.max_new_tokens, left),
+        limit=CONTEXT if left < decoding.max_new_tokens else LENGTH,
+    )
+
+
 def generate_in_batches(
     prompts: Sequence[Sequence[int]], generate: Callable[[Sequence[Prompt]], Iterator[tuple[Prompt, Answer]]], *,
     positions: int | None, decoding: Decoding, stop_ids: Sequence[int], decode: Callable[[list[int]], str],
     batch_size_at: Callable[[int], int], most: int, free_memory: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
-    """(index of the prompt, its generation) as each ends, by a model with a context of `positions` tokens (None: without a
-    limit). A batch has at most `most` prompts; the limit is halved where `generate` runs out of memory."""
-
-    def prompt_at(index: int) -> Prompt:
-        left = decoding.max_new_tokens if positions is None else positions - len(prompts[index])
-        return Prompt(
-            index=index,
-            prompt=prompts[index],
-            ending=Ending(stop_ids=frozenset(stop_ids), closing=decoding.closing, decode=decode),
-            max_new=min(decoding.max_new_tokens, left),
-            limit=CONTEXT if left < decoding.max_new_tokens else LENGTH,
-        )
-
+    """(index of the prompt, its generation) as each ends. A batch has at most `most` prompts; the limit is halved where
+    `generate` runs out of memory."""
     for chosen in batches([len(prompt) for prompt in prompts], batch_size_at):
-        together = [prompt_at(index) for index in chosen]
+        together = [prompt_of(index, prompts[index], positions, decoding, stop_ids, decode) for index in chosen]
         yield from ((one.index, Answer(ids=[], ended=CONTEXT)) for one in together if one.max_new < 1)
         waiting = [one for one in together if one.max_new >= 1]
         while waiting:
