@@ -262,7 +262,7 @@ def test_files_exchanged_after_the_copy_have_no_effect(
         text = (cpu_bundle / "result.json").read_text() if honest else json.dumps(forged)
         (folder / "result.json").write_text(text)
 
-    copied = verifying._copied
+    copied = verifying._copy_folder
 
     def exchanged(*arguments: Path) -> object:
         shot = copied(*arguments)
@@ -270,5 +270,5 @@ def test_files_exchanged_after_the_copy_have_no_effect(
         return shot
 
     write(honest=not forged_first)
-    monkeypatch.setattr(verifying, "_copied", exchanged)
+    monkeypatch.setattr(verifying, "_copy_folder", exchanged)
     assert verify(folder).ok is not forged_first

@@ -33,7 +33,7 @@ from tunix_rt.plan.fit import SAFETY_SHARE, Fit
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs import schemas
-from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.folder import RunDir, _File
 from tunix_rt.scoring.score import SectionScores
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +230,7 @@ def test_the_readme_names_the_shipped_configurations_that_are_refused():
 
 def test_every_file_of_a_run_is_in_the_table_and_no_other():
     run = RunDir(Path("DIR"))
-    known = {getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, property)}
+    known = {getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, _File)}
     known |= {of(when) for of in (run.scores, run.predictions) for when in ("before", "after")}
     table = RUN_FOLDER.split("\n## ")[0]
     assert keys_in_table(table) == {path.relative_to("DIR").as_posix() for path in known}

@@ -325,7 +325,7 @@ def test_a_rate_of_none_or_all_has_a_width():
 
 @pytest.mark.parametrize(("right", "items"), [(-1, 5), (6, 5), (0, 0)])
 def test_a_rate_that_is_none_is_refused(right, items):
-    with pytest.raises(InputError, match=f"{right} right of {items}"):
+    with pytest.raises(InputError, match=f"{right} correct of {items}"):
         wilson(right, items)
 
 
