@@ -132,7 +132,7 @@ def config_page() -> str:
     parts += [
         "## Refused in this version",
         "These values are known, and no engine honours them yet. A run that asks for one ends with exit code 2.",
-        table(("setting", "what is said", "fix"), list(_refused())),
+        table(("setting", "error", "fix"), list(_refused())),
         "## Old names",
         "Still read, and written into the run folder under the new name. Two spellings of one setting may agree; when they "
         "differ, the file is refused. A setting may also stand at the top level, outside its section.",

@@ -34,6 +34,13 @@ optimizer: adafactor
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", DEMANDED)
+def test_every_configuration_of_the_founding_documents_is_there_and_names_model_and_dataset(name):
+    loaded = load_config(CONFIGS / f"{name}.yaml")
+    assert loaded.model.model_name_or_path
+    assert loaded.data.dataset == "dev-reasoning-v2"
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_configuration_runs_or_is_refused_by_the_name_of_a_setting(path):
     loaded = load_config(path)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tunix_rt.plan.footprint import UPDATE_ELEMENTS
+
 # --- where the random bits come from ---------------------------------------------------------------------------------
 
 
@@ -118,7 +120,7 @@ def _cut(shares: torch.Tensor, levels: int, generator: torch.Generator) -> torch
 
 # --- one update ------------------------------------------------------------------------------------------------------
 
-SLICE_ELEMENTS = 8 * 2**20
+SLICE_ELEMENTS = UPDATE_ELEMENTS
 """Elements updated at a time, a multiple of the 8-bit block: 32 MiB for a temporary in float32. A slice has at least one row
 of a matrix of Adafactor. Random bits are drawn slice by slice, so this number is part of what a seed means."""
 
