@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are w
 def killed(folder, *arguments):
     """The figures of a series. It is a program of its own, because it forks after importing torch."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kills", "--json", "--folder", str(folder), *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks.kills", "--json", "--folder", str(folder), *map(str, arguments)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.stdout, done.stderr[-3000:]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.affected import affected
+from scripts.affected import affected
 from tests.tables import parametrize, tables
 
 FILES = tables(__file__)["files"]

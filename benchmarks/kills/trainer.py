@@ -1,9 +1,9 @@
-"""The kills of `benchmarks/kills.py` on the Trainer of transformers: python -m benchmarks.kills_trainer
+"""The kills of `python -m benchmarks.kills` on the Trainer of transformers: python -m benchmarks.kills.trainer
 
 It needs accelerate, which tunix-rt does not install:
 
     pip install --no-deps --target DIR accelerate
-    PYTHONPATH=DIR python -m benchmarks.kills_trainer --folder SCRATCH
+    PYTHONPATH=DIR python -m benchmarks.kills.trainer --folder SCRATCH
 
 The same small GPT-2 with dropout, steps, save interval, seed and kinds of kills. Every setting that is not named in
 `train` is the Trainer's own. It goes on as its guide says, with `resume_from_checkpoint=True` when there is a checkpoint.
@@ -26,13 +26,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kills import write_results
-from tests.killed import LEARNING_RATE, ROW_TOKENS, SAVE_STEPS, STEPS, TRACES, require_one_thread, write_model
-from tests.killing import Fork
-from tests.kills import Series, figures, prepare_process
+from benchmarks.kills import RESULTS, write_results
+from benchmarks.kills.process import Fork
+from benchmarks.kills.series import Series, figures, prepare_process
+from benchmarks.kills.subject import (
+    LEARNING_RATE,
+    ROW_TOKENS,
+    SAVE_STEPS,
+    STEPS,
+    TRACES,
+    require_one_thread,
+    write_model,
+)
 from tests.program import ROOT
 
-RESULT = Path(__file__).parent / "results" / "kills_trainer.json"
+RESULT = RESULTS / "kills_trainer.json"
 STATE = "trainer_state.json"
 sys.modules["datasets"] = None  # type: ignore[assignment]  # our folder of that name is not the library it would pass for
 
@@ -99,7 +107,7 @@ class TrainerRun:
         return ["--run", str(folder), *(["--full-determinism"] if self.full_determinism else [])]
 
     def command(self, arguments: list[str]) -> list[str]:
-        return [sys.executable, "-m", "benchmarks.kills_trainer", *arguments]
+        return [sys.executable, "-m", "benchmarks.kills.trainer", *arguments]
 
     def main(self, arguments: list[str]) -> None:
         train(Path(arguments[1]), full_determinism=self.full_determinism)

@@ -1,15 +1,11 @@
 """Kill a run at 100 random moments with kill -9, go on with it each time, and keep the figures: python -m benchmarks.kills
 
-`tests/kills.py` says how it is done. Every kill is a row of the table in benchmarks/results/kills.json, with the seed that
+`series.py` says how it is done. Every kill is a row of the table in benchmarks/results/kills.json, with the seed that
 draws its moment. `--device cuda --deterministic --kills 5` does it on a GPU and writes kills_cuda.json;
-`benchmarks/kills_trainer.py` does it to the Trainer of transformers.
+`python -m benchmarks.kills.trainer` does it to the Trainer of transformers.
 """
 
-import argparse
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,33 +83,3 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
         return json.dumps(value)
 
     path.write_text(shown(results, 0) + "\n", encoding="utf-8")
-
-
-def main() -> int:
-    from tests.kills import kill_tunix
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--folder", type=Path, help="must not exist; what went wrong stays in it")
-    parser.add_argument("--output", type=Path, help="file of the figures")
-    options = vars(parser.parse_args())
-    name = "kills.json" if options["device"] == "cpu" else f"kills_{options['device']}.json"
-    output = options.pop("output") or Path(__file__).parent / "results" / name
-    scratch = Path(tempfile.mkdtemp(prefix="kills-"))
-    folder = options.pop("folder") or scratch / "series"
-    result = kill_tunix(folder.absolute(), **options)
-    if result["problems"]:
-        print(json.dumps(result["problems"], indent=2), file=sys.stderr)
-        print(f"not recorded; the runs are in {folder}", file=sys.stderr)
-        return 1
-    shutil.rmtree(scratch)
-    write_results(output, result)
-    print(table({"tunix-rt": result}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

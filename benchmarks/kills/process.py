@@ -1,6 +1,6 @@
 """Start one process, watch its folder from outside, and kill it with SIGKILL at a moment; what was seen of it.
 
-`tests/kills.py` makes series of it.
+`series.py` makes series of it.
 """
 
 import ctypes

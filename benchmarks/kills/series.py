@@ -1,29 +1,23 @@
 """Kill a training program again and again with SIGKILL, go on with it each time, and judge from outside what it kept.
 
-    python -m tests.kills --kills 20 --seed 1 --folder DIR [--json]
-    python -m tests.kills --kills 5 --seed 1 --folder DIR --device cuda --deterministic
-
 A chain is one run that is killed three to six times and then left to end. Each kill comes at a moment drawn from a seed:
 inside a save (after the staging folder appeared), at a step of `metrics.jsonl`, or at any time from the first step on.
 Importing torch takes seconds, so this program imports it once and forks a process for each start, which calls the same
 `main` with the same arguments; each seventh kill is of the program itself, and on a GPU, which no fork survives, all are.
-Ends with code 1 and the problems when something was lost. `--defect` plants one, to see that it is found.
 """
 
-import argparse
 import json
 import os
 import random
 import shutil
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.killed import DEFECTS, SAVE_STEPS, TunixRun, import_once
-from tests.killing import SET_CHILD_SUBREAPER, Moment, Seen, Subject, prctl, start, watch
+from benchmarks.kills.process import SET_CHILD_SUBREAPER, Moment, Seen, Subject, prctl, start, watch
+from benchmarks.kills.subject import DEFECTS, SAVE_STEPS, TunixRun, import_once
 
 KINDS = ("save", "step", "save", "time", "save", "save", "step", "save", "time", "save")
 PROGRAM_STARTS = 7
@@ -256,25 +250,3 @@ def resumed_twice(kills: list[Kill], steps_in_an_epoch: int) -> int:
     }
     epochs = [place[:2] for place in places]
     return len({chain for chain, epoch in epochs if epochs.count((chain, epoch)) > 1})
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, required=True, help="must not exist; what went wrong stays in it")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--defect", choices=sorted(DEFECTS), default="")
-    parser.add_argument("--unproven", action="store_false", dest="proven", help="forks do not prove their final model")
-    parser.add_argument("--json", action="store_true", help="print everything, with the table of kills")
-    options = vars(parser.parse_args())
-    as_json = options.pop("json")
-    result = kill_tunix(options.pop("folder").absolute(), **options)
-    shown = result if as_json else {name: value for name, value in result.items() if name != "table"}
-    print(json.dumps(shown, indent=2))
-    return 1 if result["problems"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What `tests/kills.py` kills: tunix-rt on a small GPT-2 with dropout, whole or with a defect that must be found."""
+"""What a series kills: tunix-rt on a small GPT-2 with dropout, whole or with a defect that must be found."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.killing import start
+from benchmarks.kills.process import start
 from tests.program import ROOT
 
 MODEL = {

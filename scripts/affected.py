@@ -1,6 +1,6 @@
 """Test files that a change can break, one per line, from the static import graph.
 
-    python -m tests.affected [BASE]        # BASE: a git revision, HEAD unless given; uncommitted and new files count
+    python scripts/affected.py [BASE]    # BASE: a git revision, HEAD unless given; uncommitted and new files count
 
 A test file is affected if it changed, if its table changed (`test_x.json` of `test_x.py`), if it imports a changed module
 directly or through others, or if it contains the name of a changed file that is no module. Imports inside functions count, and
