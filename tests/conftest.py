@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import tables
+
 # One thread per process, before torch is imported: two programs that share two cores otherwise wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tokens made by tests are kept apart from a person's, and go with the tests.
@@ -17,36 +19,7 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "models" / "tiny-gemma3"
 REFERENCE = ROOT.parent / "shared"
 
-_SMALL = {
-    "gemma3": {
-        "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "query_pre_attn_scalar": 16, "max_position_embeddings": 256, "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2,
-    },
-    "gemma": {
-        "model_type": "gemma", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256,
-    },
-    "llama": {
-        "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
-        "tie_word_embeddings": False, "initializer_range": 0.2,
-    },
-    "smollm3": {
-        "model_type": "smollm3", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "no_rope_layers": [1, 0],
-        "initializer_range": 0.2,
-    },
-    "gpt2": {
-        "model_type": "gpt2", "vocab_size": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.2,
-    },
-    "gpt2-dropout": {
-        "model_type": "gpt2", "vocab_size": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256,
-        "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "initializer_range": 0.2,
-    },
-}  # fmt: skip
+_SMALL = tables(__file__)["small models"]
 
 
 def write_small_model(kind: str, folder: Path) -> Path:
@@ -76,6 +49,20 @@ def put_into_hub_cache(kind: str, name: str, cache: Path) -> str:
 @pytest.fixture
 def small_model(tmp_path: Path):
     return lambda kind: write_small_model(kind, tmp_path / f"model-{kind}")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The shipped tokenizer."""
+    from tunix_rt.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(SHIPPED)
+
+
+@pytest.fixture
+def no_waiting_for_the_disk(monkeypatch):
+    """Durability is tested with the run folder; elsewhere it would be most of the time."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="session")

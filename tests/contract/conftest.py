@@ -13,13 +13,6 @@ from tests.forging.bases import (
 )
 
 __all__ = [
-    "cpu_bundle",
-    "cpu_run",
-    "gpu_bundle",
-    "judged_once",
-    "source_repo",
-    "tiny_bundle",
-    "tiny_replayable",
-    "tiny_repo",
+    "cpu_bundle", "cpu_run", "gpu_bundle", "judged_once", "source_repo", "tiny_bundle", "tiny_replayable", "tiny_repo",
     "tiny_run",
-]
+]  # fmt: skip

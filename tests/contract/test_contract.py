@@ -421,12 +421,9 @@ def test_the_tpu_story_is_told_in_the_demanded_words_and_with_the_later_finding(
     audit = read(ROOT / "docs" / "decisions" / "m38-audit.md")
     assert all(words in audit for words in ("What was believed", "reconstruction", "`jax.jit`", "donation", "sharding"))
     pages = (
-        "decisions/m38-audit",
-        "decisions/gemma-choice",
-        "guides/kaggle-tpu",
-        "guides/tpu-submission",
+        "decisions/m38-audit", "decisions/gemma-choice", "guides/kaggle-tpu", "guides/tpu-submission",
         "reference/jax-engine",
-    )
+    )  # fmt: skip
     for page in (ROOT / "tunix-rt.md", *(ROOT / "docs" / f"{page}.md" for page in pages)):
         assert NO_TPU_RUN in " ".join(read(page).split()), page
 

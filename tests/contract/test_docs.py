@@ -237,24 +237,15 @@ def test_every_file_of_a_run_is_in_the_table_and_no_other():
 
 
 SHAPES = {
-    "doctor.json": schemas.Doctor,
-    "plan.json": schemas.Plan,
-    "precommit.json": schemas.Commitment,
-    "rows.jsonl": schemas.RowLine,
-    "checkpoints.json": schemas.CheckpointEntry,
-    "processes.json": schemas.Process,
-    "metrics.jsonl": schemas.StepLine,
-    "eval/before.json and eval/after.json": schemas.ScoresFile,
+    "doctor.json": schemas.Doctor, "plan.json": schemas.Plan, "precommit.json": schemas.Commitment,
+    "rows.jsonl": schemas.RowLine, "checkpoints.json": schemas.CheckpointEntry, "processes.json": schemas.Process,
+    "metrics.jsonl": schemas.StepLine, "eval/before.json and eval/after.json": schemas.ScoresFile,
     "eval/predictions-before.jsonl and eval/predictions-after.jsonl": schemas.PredictionLine,
-    "eval/heldout.jsonl": schemas.HeldoutLine,
-    "eval_summary.json": schemas.EvalSummary,
-    "state.json": schemas.CheckpointState,
-    "MANIFEST.json": schemas.CheckpointManifest,
-    "memory.json": schemas.MemoryReport,
-    "profile/profile.json": schemas.Profile,
-    "result.json": schemas.Result,
+    "eval/heldout.jsonl": schemas.HeldoutLine, "eval_summary.json": schemas.EvalSummary,
+    "state.json": schemas.CheckpointState, "MANIFEST.json": schemas.CheckpointManifest,
+    "memory.json": schemas.MemoryReport, "profile/profile.json": schemas.Profile, "result.json": schemas.Result,
     "run_manifest.json": schemas.Manifest,
-}
+}  # fmt: skip
 """Heading in run-folder.md or bundle.md -> the schema of the file."""
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.forging import sealing
 from tests.forging.bases import copy_of
-from tests.forging.edits import Json, configure, each_line, edited, lines_of, put, put_lines
+from tests.forging.edits import Json, configure, each_line, edited, in_json, lines_of, put, put_lines
 from tests.forging.sealing import reseal, reseal_sums
 from tunix_rt.evidence import examine as examining
 from tunix_rt.evidence.checks import CHECKS
@@ -39,14 +39,6 @@ def line(file: str, number: int, change: Callable[[Json], object]) -> Change:
     return edit
 
 
-def edit(file: str, change: Callable[[Json], object]) -> Change:
-    def apply(folder: Path) -> None:
-        with edited(folder / file) as value:
-            change(value)
-
-    return apply
-
-
 def unsealed(_folder: Path) -> None:
     """Nothing follows that a forger could compute."""
 
@@ -68,7 +60,7 @@ FORGERIES = {
         check="folder", change=lambda folder: os.symlink("/etc/hostname", folder / "samples.txt"), seal=unsealed
     ),
     "a pipe in place of a file": Forgery(check="folder", change=lambda folder: os.mkfifo(folder / "x"), seal=unsealed),
-    "a key that no run writes": Forgery(check="schema", change=edit("result.json", lambda one: one.update(verified="L4"))),
+    "a key that no run writes": Forgery(check="schema", change=in_json("result.json", lambda one: one.update(verified="L4"))),
     "a file that no run writes": Forgery(check="schema", change=lambda folder: put(folder / "eval/verified.json", "{}")),
     "one byte of a log": Forgery(
         check="hashes", change=lambda folder: put(folder / "training_log.txt", "all is well\n"), seal=unsealed
@@ -78,17 +70,17 @@ FORGERIES = {
     ),
     "a run without its log": Forgery(check="files", change=lambda folder: (folder / "training_log.txt").unlink()),
     "another seed than in the settings": Forgery(
-        check="commitment", change=edit("precommit.json", lambda one: one["seeds"].update(seed=7))
+        check="commitment", change=in_json("precommit.json", lambda one: one["seeds"].update(seed=7))
     ),
     "source files that do not give the source hash": Forgery(
-        check="commitment", change=edit("precommit.json", lambda one: one["source_files"].update({"x.py": "0" * 64}))
+        check="commitment", change=in_json("precommit.json", lambda one: one["source_files"].update({"x.py": "0" * 64}))
     ),
     "a smaller loss beside the recorded bits": Forgery(
         check="chain", change=line("metrics.jsonl", 2, lambda one: one.update(loss=0.5))
     ),
     "a chain that begins with another commitment": Forgery(check="chain", change=unsealed, seal=rewire),
     "more parameters than the model has": Forgery(
-        check="result", change=edit("result.json", lambda one: one.update(parameters=70_000_000_000))
+        check="result", change=in_json("result.json", lambda one: one.update(parameters=70_000_000_000))
     ),
     "a learning rate off the schedule": Forgery(
         check="schedule", change=line("metrics.jsonl", 3, lambda one: one.update(lr=one["lr"] * 1.001))
@@ -101,39 +93,39 @@ FORGERIES = {
     "a held-out loss over fewer tokens": Forgery(
         check="held-out", change=line("eval/heldout.jsonl", 2, lambda one: one.update(target_tokens=1))
     ),
-    "weights that did not move": Forgery(check="checkpoints", change=edit("checkpoints.json", repeat_weights)),
+    "weights that did not move": Forgery(check="checkpoints", change=in_json("checkpoints.json", repeat_weights)),
     "a chain without a state": Forgery(
         check="states", change=lambda folder: each_line(folder / "metrics.jsonl", lambda one: one.pop("states", None))
     ),
     "a process of another version": Forgery(
         check="processes",
-        change=edit("processes.json", lambda one: one["processes"][0]["machine"]["versions"].update(torch="9.9")),
+        change=in_json("processes.json", lambda one: one["processes"][0]["machine"]["versions"].update(torch="9.9")),
     ),
     "a GPU whose self-test failed": Forgery(
-        check="gpu", change=edit("doctor.json", lambda one: one["proof"].update(ok=False)), base="gpu"
+        check="gpu", change=in_json("doctor.json", lambda one: one["proof"].update(ok=False)), base="gpu"
     ),
     "a GPU without memory in use": Forgery(
         check="gpu", base="gpu",
-        change=edit("result.json", lambda one: [sample.update(pid=1) for sample in one["gpu_memory"]]),
+        change=in_json("result.json", lambda one: [sample.update(pid=1) for sample in one["gpu_memory"]]),
     ),
     "fewer traces than the dataset has": Forgery(
-        check="data", change=edit("precommit.json", lambda one: one["dataset"].update(traces=1))
+        check="data", change=in_json("precommit.json", lambda one: one["dataset"].update(traces=1))
     ),
     "a wrong answer counted as right": Forgery(
         check="answers", change=line("eval/predictions-after.jsonl", 5, lambda one: one.update(strict=True))
     ),
     "another eval set in the summary": Forgery(
-        check="answers", change=edit("eval_summary.json", lambda one: one.update(evalset="gsm8k"))
+        check="answers", change=in_json("eval_summary.json", lambda one: one.update(evalset="gsm8k"))
     ),
     "more tokens in the summary": Forgery(
-        check="answers", change=edit("eval_summary.json", lambda one: one["decoding"].update(max_new_tokens=512))
+        check="answers", change=in_json("eval_summary.json", lambda one: one["decoding"].update(max_new_tokens=512))
     ),
     "a CPU run with other settings": Forgery(
         check="cpu-run", change=lambda folder: configure(folder / "cpu", "training", weight_decay=0.5), base="gpu"
     ),
     "another speed in the manifest": Forgery(
         check="manifest", seal=reseal_sums,
-        change=edit("run_manifest.json", lambda one: one["tokens_per_second"].update(device=1e6)),
+        change=in_json("run_manifest.json", lambda one: one["tokens_per_second"].update(device=1e6)),
     ),
 }  # fmt: skip
 

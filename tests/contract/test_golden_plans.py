@@ -20,23 +20,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT
+from tests.tables import tables
 from tunix_rt.cli.main import cli
 
 GOLDEN = ROOT / "tests" / "golden" / "plan"
 PRESETS = sorted(folder.name for folder in (ROOT / "presets").iterdir())
-RECIPES = {
-    "torch": ("--backend torch", "h200"),
-    "torch, 8-bit, 100 steps": (
-        "--backend torch --set training.max_steps=100 --set training.dtype=bfloat16 --set training.optim=adamw_8bit",
-        "rtx4090",
-    ),
-    "torch, LoRA": (
-        "--backend torch --set training.lora_rank=16 --set training.dtype=bfloat16"
-        " --set training.gradient_checkpointing=true",
-        "t4",
-    ),
-    "jax": ("--backend jax --set training.max_steps=1000", "tpu-v5e-8"),
-}
+RECIPES = tables(__file__)["recipes"]
 """Name -> options for `plan --on all`, and the device whose run is also planned in hours and disk space."""
 MEMORY = ("peak_bytes", "least_bytes", "context_bytes", "pool_bytes", "parameters", "rows", "row_tokens", "eval_rows")
 PROPOSAL = ("predicted_bytes", "tokens_per_second", "level", "settings")

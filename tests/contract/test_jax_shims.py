@@ -1,7 +1,7 @@
 """The commands of the founding documents for the JAX engine: written as they are, through a shell, on what is here.
 
-No TPU run has been made by this project. Here there is neither a TPU nor a GPU: the commands end with exit code 4 and the
-cause, and with `--device cpu` and a small model they train.
+No TPU run has been made by this project. With `--device cpu` and a small model the commands train; that they end with exit
+code 4 and the cause where there is neither a TPU nor a GPU is in `test_contract.py`.
 """
 
 import ast
@@ -26,10 +26,6 @@ ON_A_GPU = (
     "python training/run_train_jax.py --config training/configs/submission_local_gpu.yaml --dataset dev-reasoning-v2 "
     "--device gpu --output ./output/local_gpu_run"
 )
-ON_A_TPU = (
-    "python training/run_train_jax.py --config training/configs/submission_tpu.yaml --dataset dev-reasoning-v2 "
-    "--device tpu --output DIR"
-)
 
 
 @pytest.fixture
@@ -52,9 +48,6 @@ def typed(command: str, clone: Path, **extra: str) -> subprocess.CompletedProces
             del clean[name]
     clean["PATH"] = f"{clone / 'bin'}{os.pathsep}{clean['PATH']}"
     return subprocess.run(["sh", "-c", command], cwd=clone, env=clean, capture_output=True, text=True, timeout=300)
-
-
-# --- without an accelerator -------------------------------------------------------------------------------------------
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------

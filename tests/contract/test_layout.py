@@ -7,18 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NO_NAMES = {
-    "utils",
-    "helpers",
-    "common",
-    "core",
-    "manager",
-    "told",
-    "gathered",
-    "agreeing",
-    "bringing",
-    "asking",
-    "fitting",
-}
+    "utils", "helpers", "common", "core", "manager", "told", "gathered", "agreeing", "bringing", "asking", "fitting",
+}  # fmt: skip
 
 
 def test_the_diagram_in_contributing_is_the_contract_of_import_linter() -> None:

@@ -11,13 +11,8 @@ from tunix_rt.errors import TunixError
 
 GIB = 2**30
 ABOUT = {
-    "device": "a test GPU",
-    "torch": "9.9",
-    "transformers": "8.8",
-    "triton": None,
-    "liger-kernel": "7.7",
-    "driver": "6",
-}
+    "device": "a test GPU", "torch": "9.9", "transformers": "8.8", "triton": None, "liger-kernel": "7.7", "driver": "6",
+}  # fmt: skip
 SETTINGS = {"cap_gib": 8.0, "config": "some.yaml", "rounds": 3, "steps": 5, "contenders": ["ours", "trainer"]}
 JOB = {
     "preset": "gemma-2b", "parameters": 2_506_172_416, "rows": 8, "length": 2048, "micro_batches": 1,

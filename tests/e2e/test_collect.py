@@ -27,15 +27,9 @@ from tunix_rt.evidence.examine import examine
 from tunix_rt.runs.checksums import parse_sums
 from tunix_rt.storage import write_text
 
-pytestmark = pytest.mark.usefixtures("judged_once")
+pytestmark = pytest.mark.usefixtures("judged_once", "no_waiting_for_the_disk")
 
 ALWAYS = ["README.md", "SHA256SUMS", "run-SHA256SUMS", "run_manifest.json"]
-
-
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch):
-    """Nothing here is kept: no waiting for the disk in this process."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture

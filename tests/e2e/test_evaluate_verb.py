@@ -401,3 +401,20 @@ def test_verdicts_that_do_not_follow_from_the_outputs_are_not_compared(tmp_path,
     path.write_text(path.read_text().replace('"strict": false', '"strict": true'))
     words = refused(ask(evaluated[1], copy, verb="compare"), 6)
     assert "strict" in words and "follow from the outputs alone" in words
+
+
+def test_what_cannot_be_compared_ends_with_the_exit_code_of_its_cause(tmp_path, evaluated):
+    def compared(file: str, old: str, new: str, exit_code: int) -> str:
+        shutil.copytree(evaluated[1], tmp_path / "copy", dirs_exist_ok=True)
+        path = tmp_path / "copy" / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+        return refused(ask(evaluated[1], path.parents[file.count("/")], verb="compare"), exit_code)
+
+    answers = "eval/predictions-answers.jsonl"
+    assert "has no predictions to compare" in refused(ask(evaluated[1], tmp_path, verb="compare"), 3)
+    assert "predictions-before.jsonl" in refused(ask(evaluated[1], verb="compare"), 3)
+    assert "predictions-answers.jsonl:1: strict" in compared(answers, '"strict": true', '"strict": 1', 3)
+    assert "decoding is missing" in compared("eval_summary.json", '"decoding"', '"settings"', 1)
+    assert "have different questions" in compared(answers, '"id": "q-3"', '"id": "q-4"', 6)
+    assert "'q-2' has another prompt or expected answer" in compared(answers, "What is 3 + 4?", "What is 3 + 5?", 6)

@@ -7,15 +7,15 @@ import json
 import logging
 import re
 import shutil
-import signal
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e.test_recovery import at, crash, losses, quiet, terminate
+from tests.e2e.test_recovery import at, crash, losses, terminate
 from tests.integrity import list_problems
+from tests.stores import quiet
 from tunix_rt.cli.main import cli
 from tunix_rt.config.load import dump_yaml, find_config, load_config
 from tunix_rt.config.settings import Training
@@ -56,15 +56,6 @@ def everything_is_said_and_nothing_proven():
 @pytest.fixture(autouse=True)
 def an_empty_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture
-def signals_heard_again():
-    """A program that was asked to stop hears none while it exits; this one goes on."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 SMALL = [

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import write_small_model
 from tests.integrity import list_problems
 from tests.program import in_process, refused
+from tests.stores import quiet
 from tunix_rt.config.load import find_config, load_config
 from tunix_rt.errors import StorageError
 from tunix_rt.pipeline import run_pipeline
@@ -101,10 +102,6 @@ def configured(model, *, resume: bool = False):
     return load_config(find_config("smoke_tiny"), overrides=overrides, flags=flags)
 
 
-def quiet(what: str, done: int, total: int, note: str) -> None:
-    """Nobody watches."""
-
-
 def test_a_volume_too_small_for_the_run_is_refused_before_weights_are_loaded(disk):
     said = refused(in_process("train", *SMALL, "--output", disk / "run"), 8)
     assert int(re.search(r"the run needs (\d+) MiB on disk, 80 MiB are free", said)[1]) > 80
@@ -114,7 +111,7 @@ def test_a_volume_too_small_for_the_run_is_refused_before_weights_are_loaded(dis
 
 
 FAULTS = {
-    "too little for the next": (saving.SPARE_BYTES, r"the checkpoint of step 4, with some to spare, needs 65 MiB"),
+    "too little for the next": (saving.SPARE_BYTES, r"the checkpoint of step 4, with a margin, needs 65 MiB"),
     "half a checkpoint": (400_000, "No space left on device"),
     "nothing": (0, "No space left on device"),
 }

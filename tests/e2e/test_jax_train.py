@@ -144,6 +144,10 @@ def test_the_log_names_devices_model_and_what_the_compiler_asks_for(finished):
         "parameters=2,873,760 device=cpu dtype=float32", "Compiled in ", "the compiler asks for ",
     ):  # fmt: skip
         assert said in lines
+    memory = json.loads((finished / "memory.json").read_text())
+    predicted = f"{memory['predicted_bytes'] / 2**30:.3f} GiB"
+    assert f"the compiler asks for {predicted} a device" in lines and f"Memory: predicted {predicted}, " in lines
+    assert memory["predicted_parts"]["peak_phase"] == "compiled step" and abs(memory["error"]) < 0.3
 
 
 def test_a_run_completes_and_what_determines_it_is_written_down(finished):

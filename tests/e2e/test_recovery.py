@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_small_model
 from tests.integrity import list_problems
+from tests.stores import quiet
+from tests.tables import parametrize
 from tunix_rt import pipeline
 from tunix_rt.cli.train import run_and_show
 from tunix_rt.config.load import find_config, load_config
@@ -41,10 +43,6 @@ def configured(*overrides: str, resume: bool = False):
     return load_config(find_config("smoke_tiny"), overrides=[*fast, *overrides], flags=flags)
 
 
-def quiet(what: str, done: int, total: int, note: str) -> None:
-    """Nobody watches."""
-
-
 def at(moment: tuple[str, int], do):
     """A progress function that does `do` once `moment` is reached."""
     return lambda what, done, total, note: do() if (what, done) == moment else None
@@ -66,14 +64,7 @@ def content(run: RunDir) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-@pytest.fixture(autouse=True)
-def signals_are_heard_again():
-    """A program that was asked to stop hears none while it exits; this one goes on."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signals_heard_again")
 
 
 @pytest.fixture(autouse=True)
@@ -586,13 +577,7 @@ def test_a_proof_that_could_not_be_made_is_said_and_is_no_difference(tmp_path, m
     assert "was not reloaded: cpu: the process gave no answer within 0.1 s" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("package", "setting", "words", "way"),
-    [
-        ("tensorboard", "training.report_to=tensorboard", "tensorboard is not installed", ""),
-        ("peft", "training.lora_rank=4", r"training\.lora_rank: peft is not installed", "pip install 'tunix-rt[lora]'"),
-    ],
-)
+@parametrize("package", "setting", "words", "way")
 def test_a_package_that_a_setting_needs_is_named_before_anything_runs(
     tmp_path, monkeypatch, package, setting, words, way
 ):

@@ -36,6 +36,16 @@ def edited(path: Path) -> Iterator[Any]:
     put(path, json_text(value))
 
 
+def in_json(file: str, change: Callable[[Json], object]) -> Callable[[Path], None]:
+    """A change to one JSON file of a folder."""
+
+    def apply(folder: Path) -> None:
+        with edited(folder / file) as value:
+            change(value)
+
+    return apply
+
+
 def lines_of(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

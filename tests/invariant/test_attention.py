@@ -449,13 +449,7 @@ def test_a_layer_that_needs_more_gets_the_attention_of_transformers_and_the_reas
     assert torch.equal(torch.get_rng_state(), state) and model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "words"),
-    [
-        ("mamba", {"state_size": 4}, "m: mamba carries a state along the row"),
-        ("bloom", {"n_head": 4}, "m: bloom takes no positions"),
-    ],
-)
+@parametrize("kind", "more", "words")
 def test_an_architecture_that_cannot_separate_examples_is_refused_by_name(kind, more, words):
     settings = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, **more}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))

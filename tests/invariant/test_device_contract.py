@@ -20,14 +20,11 @@ def stepped(optim: str = "adamw"):
     training = Training(optim=optim)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
     engine = Engine(
-        model=model,
-        source=ModelSource(name="test", folder=Path(), revision="local", weights="random", config={}),
-        device=torch.device("cpu"),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        meter=RiseMeter(),
-        recipe=recipe_of(training),
+        model=model, source=ModelSource(name="test", folder=Path(), revision="local", weights="random", config={}),
+        device=torch.device("cpu"), parameters=sum(parameter.numel() for parameter in model.parameters()),
+        meter=RiseMeter(), recipe=recipe_of(training),
         attention=Attention(name="sdpa", training="sdpa", generating="sdpa", why="on the CPU"),
-    )
+    )  # fmt: skip
     optimizer = make_optimizer(engine, training)
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.begin(1, 1e-3)

@@ -45,15 +45,10 @@ def generated(engine, prompts, rows, *, stop_ids=(1,), decode=str, **decoding) -
     settings = Decoding(**{"max_new_tokens": 12, **decoding})
     return dict(
         torch_backend.generate(
-            engine,
-            prompts,
-            decoding=settings,
-            stop_ids=stop_ids,
-            pad_id=0,
-            decode=decode,
+            engine, prompts, decoding=settings, stop_ids=stop_ids, pad_id=0, decode=decode,
             batch_size_at=lambda length: rows,
         )
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["gemma3", "llama", "gpt2", "gemma2", "qwen3"])

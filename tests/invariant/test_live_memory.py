@@ -182,15 +182,10 @@ def test_what_is_counted_for_answers_is_enough_and_not_far_above(
     with live:
         list(
             torch_backend.generate(
-                engine,
-                prompts,
-                decoding=Decoding(max_new_tokens=answer),
-                stop_ids=[],
-                pad_id=0,
-                decode=str,
+                engine, prompts, decoding=Decoding(max_new_tokens=answer), stop_ids=[], pad_id=0, decode=str,
                 batch_size_at=lambda length: rows,
             )
-        )
+        )  # fmt: skip
     parts = next(
         phase.parts for phase in predict(shape_of(model), config, device="cpu").phases if phase.name == "generation"
     )

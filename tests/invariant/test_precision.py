@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.invariant.test_loading_promises import PRECISIONS
 from tests.supervision_checks import shipped_samples, style
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step, make_rows
@@ -16,12 +17,6 @@ from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.errors import TunixError
 from tunix_rt.models.resolve import resolve_model
 
-PRECISIONS = {
-    "float32": {},
-    "float32 master": {"dtype": "bfloat16"},
-    "bfloat16": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
-}
 OPTIMIZERS = ["adamw", "adamw_8bit", "adafactor"]
 
 

@@ -2,18 +2,7 @@
 
 import pytest
 
-from tests.conftest import SHIPPED
-from tests.supervision_checks import (
-    check_a_step_trains_on_the_mean_over_all_its_targets,
-    check_every_turn_is_taught,
-    check_the_completion_is_taught,
-    check_the_end_is_taught,
-    check_the_question_is_masked,
-    shipped_samples,
-    style,
-    with_defect,
-    write_chat_tokenizer,
-)
+from tests import supervision_checks as checks
 from tests.tables import parametrize, tables
 from tunix_rt.data import render
 from tunix_rt.data.records import Sample, Turn
@@ -22,13 +11,8 @@ from tunix_rt.engines.torch import loop as torch_backend
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(SHIPPED)
-
-
-@pytest.fixture(scope="module")
 def chatting(tmp_path_factory):
-    return load_tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chat")))
+    return load_tokenizer(checks.write_chat_tokenizer(tmp_path_factory.mktemp("chat")))
 
 
 MASK = "trained[turn.first : turn.last] = True"
@@ -39,8 +23,10 @@ ANSWER = "<{style.answer_tag}>{sample.answer}</{style.answer_tag}>"
 MEAN = "scale=scale / placed.batch.target_tokens)"
 
 QUESTION, COMPLETION, STOP = (
-    check_the_question_is_masked, check_the_completion_is_taught, check_the_end_is_taught,
-)  # fmt: skip
+    checks.check_the_question_is_masked,
+    checks.check_the_completion_is_taught,
+    checks.check_the_end_is_taught,
+)
 
 # What the real code reads, what it reads with the defect, and the check that finds it in plain text.
 EITHER_WAY = {
@@ -69,26 +55,26 @@ SPELLED = Sample(turns=(Turn(role="user", text="What does <eos> mean?"),), steps
 @pytest.mark.parametrize("name", EITHER_WAY | IN_PLAIN)
 def test_a_defect_in_plain_rendering_is_found(tokenizer, name):
     right, wrong, check = (EITHER_WAY | IN_PLAIN)[name]
-    samples = [*shipped_samples(20), SPELLED]
+    samples = [*checks.shipped_samples(20), SPELLED]
     check(render, tokenizer, samples)  # the real code passes, so the defect alone makes the difference
     with pytest.raises(AssertionError):
-        check(with_defect(render, right, wrong), tokenizer, samples)
+        check(checks.with_defect(render, right, wrong), tokenizer, samples)
 
 
 @pytest.mark.parametrize("name", EITHER_WAY | IN_A_TEMPLATE)
 def test_a_defect_in_rendering_a_chat_is_found(chatting, name):
     right, wrong, *_ = (EITHER_WAY | IN_A_TEMPLATE)[name]
-    samples = shipped_samples(20)
-    check_every_turn_is_taught(render, chatting, samples)
+    samples = checks.shipped_samples(20)
+    checks.check_every_turn_is_taught(render, chatting, samples)
     with pytest.raises(AssertionError):
-        check_every_turn_is_taught(with_defect(render, right, wrong), chatting, samples)
+        checks.check_every_turn_is_taught(checks.with_defect(render, right, wrong), chatting, samples)
 
 
 @parametrize("template", "right", "wrong")
 def test_the_length_of_the_prompt_is_known_apart_from_the_mask(chatting, template, right, wrong):
     """A mask that begins too early is seen by comparing the two, which it would not be if one were made of the other."""
-    [sample], way = shipped_samples(1), style(chatting, template)
-    defective = with_defect(render, right, wrong)
+    [sample], way = checks.shipped_samples(1), checks.style(chatting, template)
+    defective = checks.with_defect(render, right, wrong)
     for rendering, early in ((render, False), (defective, True)):
         shown = rendering.render(sample, chatting, way)
         assert shown.trained[: shown.prompt_tokens].any() == early
@@ -102,17 +88,19 @@ MEAN_DEFECTS = {
 
 
 def test_the_real_step_trains_on_the_mean_over_all_its_targets(small_model):
-    check_a_step_trains_on_the_mean_over_all_its_targets(torch_backend, small_model("gemma3"))
+    checks.check_a_step_trains_on_the_mean_over_all_its_targets(torch_backend, small_model("gemma3"))
 
 
 @pytest.mark.parametrize("name", MEAN_DEFECTS)
 def test_another_mean_in_the_step_is_found(small_model, name):
-    defective = with_defect(torch_backend, MEAN, MEAN_DEFECTS[name])
+    defective = checks.with_defect(torch_backend, MEAN, MEAN_DEFECTS[name])
     with pytest.raises(AssertionError, match="not the mean over all targets"):
-        check_a_step_trains_on_the_mean_over_all_its_targets(defective, small_model("gemma3"))
+        checks.check_a_step_trains_on_the_mean_over_all_its_targets(defective, small_model("gemma3"))
 
 
 def test_a_reported_loss_that_is_no_token_mean_is_found(small_model):
-    defective = with_defect(torch_backend, "total += loss.detach()", "total += loss.detach() / len(micro.targets)")
+    defective = checks.with_defect(
+        torch_backend, "total += loss.detach()", "total += loss.detach() / len(micro.targets)"
+    )
     with pytest.raises(AssertionError, match="not the mean over all targets"):
-        check_a_step_trains_on_the_mean_over_all_its_targets(defective, small_model("gemma3"))
+        checks.check_a_step_trains_on_the_mean_over_all_its_targets(defective, small_model("gemma3"))

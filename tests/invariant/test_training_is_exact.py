@@ -10,7 +10,7 @@ import torch
 
 from tests.supervision_checks import shipped_samples, style
 from tunix_rt.config.settings import Training
-from tunix_rt.data.packing import batch_of_step, make_rows
+from tunix_rt.data.packing import batch_of_step, collate, make_rows
 from tunix_rt.data.render import Example, prompt_ids, render_batch
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.engines.decoding import Decoding
@@ -65,7 +65,7 @@ def test_accumulation_gives_one_curve_over_20_steps_in_float32(small_model):
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"), [(f, *how) for f in FAMILIES for how in (("float64", 1e-9), ("float32", 1e-5))]
 )
-def test_packed_rows_have_the_loss_of_their_examples_alone(small_model, family, dtype, tolerance):
+def test_packed_rows_have_the_loss_and_gradients_of_their_examples_alone(small_model, family, dtype, tolerance):
     folder = small_model(family)
     engine, examples = load(folder, dtype), examples_for(folder)
     alone = make_rows(examples, max_length=128, packing=False)
@@ -75,6 +75,12 @@ def test_packed_rows_have_the_loss_of_their_examples_alone(small_model, family, 
     loss_packed, targets_packed = engine_of.heldout_loss(engine, packed, batch_size=3, pad_id=0)
     assert targets_packed == targets_alone
     assert loss_packed == pytest.approx(loss_alone, rel=tolerance)
+    gradients = []
+    for rows in (packed, alone):  # as a step computes them: the held-out loss has no backward pass
+        engine.model.zero_grad()
+        engine_of.summed_loss(engine, collate(rows, pad_id=0)).backward()
+        gradients.append({name: one.grad / len(examples) for name, one in engine.model.named_parameters()})
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.reference

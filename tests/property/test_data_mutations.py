@@ -294,17 +294,9 @@ def fifty_megabytes(draw: random.Random) -> Case:
 
 
 KINDS = (
-    changed_field,
-    not_understood,
-    odd_text,
-    null_in_parquet,
-    bad_line,
-    bad_line,
-    whole_file,
-    whole_file,
+    changed_field, not_understood, odd_text, null_in_parquet, bad_line, bad_line, whole_file, whole_file, damaged,
     damaged,
-    damaged,
-)
+)  # fmt: skip
 
 
 def make_case(number: int) -> Case:

@@ -11,14 +11,16 @@ from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import PhasePeak, RiseMeter
 from tunix_rt.errors import Preempted
 from tunix_rt.models.resolve import resolve_model
+from tunix_rt.plan.calibration import seen_errors
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
+from tunix_rt.runs.schemas import MemoryReport
 from tunix_rt.storage import read_json
 from tunix_rt.train import device, preflight
 from tunix_rt.train.device import within_limit
-from tunix_rt.train.memory_report import Phases, explaining_oom, write_memory_report
+from tunix_rt.train.memory_report import Phases, explaining_oom, report_memory, write_memory_report
 from tunix_rt.train.preflight import settle_settings
 
 MIB, GIB = 2**20, 2**30
@@ -71,10 +73,10 @@ def test_a_phase_that_comes_again_keeps_the_higher_of_each_figure():
 WORDS = "bytes"
 
 
-def planned(device: str = "cpu"):
-    config = build_config({"model": {"weights": "random"}, "data": {"max_length": 128}}, "a test")
+def planned(device: str = "cpu", backend: str = "torch", devices: int = 1):
+    settings = {"model": {"weights": "random"}, "data": {"max_length": 128}, "training": {"backend": backend}}
     shape = shape_of(resolve_model("tiny-gemma3", weights="random").config)
-    return predict_run(shape, config, device=device)
+    return predict_run(shape, build_config(settings, "a test"), device=device, devices=devices)
 
 
 def measured(*phases: tuple[str, int], alone: bool = True, measure: str = WORDS) -> Phases:
@@ -125,6 +127,32 @@ def test_where_each_phase_has_its_own_peak_it_is_held_against_its_own_prediction
     assert told["measured_as"] == f"{WORDS}; in each phase"
     assert [told["phases"][name]["measured_bytes"] for name in ("load", "first_step", "export")] == [10, 90, 30]
     assert told["phases"]["export"]["predicted_bytes"] == sizes(plan, "save")
+
+
+@pytest.mark.parametrize(("device", "shared"), [("cpu", 2), ("cuda", 1)])
+def test_the_figure_of_the_compiler_is_the_prediction_and_a_lower_bound_has_no_error(
+    tmp_path, caplog, monkeypatch, device, shared
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO)
+    plan, phases = planned(device, "jax", devices=2), measured(("load", GIB), ("first_step", 4 * GIB), alone=False)
+    journal = RunJournal(run=RunDir(tmp_path), continued=False)
+    context = SimpleNamespace(plan=plan, config=None, journal=journal, phases=phases)
+    report_memory(context)  # type: ignore[arg-type]
+    bound = read_json(journal.run.memory)
+    assert bound["predicted_bytes"] == plan.peak_bytes and "error" not in bound["phases"]["first_step"]
+    phases.step_parts = {"state and batch": GIB, "temporaries": GIB}
+    report_memory(context)  # type: ignore[arg-type]
+    told = read_json(journal.run.memory)
+    assert told["predicted_bytes"] == told["phases"]["first_step"]["predicted_bytes"] == shared * 2 * GIB
+    assert told["error"] == told["phases"]["first_step"]["error"] == shared / 2 - 1
+    assert told["predicted_parts"]["phases"][0] == bound["predicted_parts"]["phases"][0], "load"
+    assert journal.result.memory.predicted_bytes == shared * 2 * GIB and seen_errors() == []
+    assert told.keys() == bound.keys() and MemoryReport.model_validate_json(journal.run.memory.read_bytes())
+    assert caplog.messages == [
+        f"Memory: at least {plan.peak_bytes / GIB:.3f} GiB expected, measured 4.000 GiB",
+        f"Memory: predicted {shared * 2}.000 GiB, measured 4.000 GiB (prediction {50 * shared - 100:+.1f} %)",
+    ]
 
 
 def test_a_continued_run_keeps_of_each_phase_what_was_highest_in_any_process(tmp_path):

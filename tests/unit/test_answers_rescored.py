@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forging.edits import Json, edited, lines_of, put, put_lines
+from tests.forging.edits import Json, edited, in_json, lines_of, put, put_lines
 from tests.forging.sealing import reseal_sums
 from tunix_rt.evaluate.comparison import Side, compare_runs
 from tunix_rt.evaluate.report import summary_of
@@ -69,14 +69,6 @@ def test_answers_are_read_by_the_tags_of_the_run(tmp_path: Path) -> None:
     with edited(folder / "eval_summary.json") as summary:
         summary["decoding"] |= {"answer_tag": "answer"}
     assert "eval/predictions-base.jsonl:1: strict is True, the output gives False" in problems(folder)
-
-
-def in_json(file: str, change: Callable[[Json], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        with edited(folder / file) as value:
-            change(value)
-
-    return apply
 
 
 def in_answers(change: Callable[[list[Json]], object]) -> Callable[[Path], None]:

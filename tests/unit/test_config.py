@@ -8,18 +8,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.tables import parametrize, tables
-from tunix_rt.config.load import (
-    INSTEAD,
-    MAX_CONFIG_BYTES,
-    build_config,
-    dump_yaml,
-    find_config,
-    load_config,
-    modernise,
-    parse_override,
-    parse_yaml,
-    read_yaml,
-)
+from tunix_rt.config import load as configuration
 from tunix_rt.config.settings import RunConfig, require_runnable
 from tunix_rt.errors import ConfigError
 
@@ -50,54 +39,37 @@ def refusal(load, *arguments, **named) -> str:
 
 
 def test_an_empty_file_is_the_defaults(written):
-    assert load_config(written("")) == load_config(written("# nothing\n---\n")) == RunConfig()
-    assert load_config(written("training:\nmodel:\n")) == RunConfig()
+    assert (
+        configuration.load_config(written("")) == configuration.load_config(written("# nothing\n---\n")) == RunConfig()
+    )
+    assert configuration.load_config(written("training:\nmodel:\n")) == RunConfig()
 
 
 def test_a_loaded_configuration_cannot_be_changed():
     with pytest.raises(pydantic.ValidationError, match="frozen"):
-        load_config(DEMO).training.seed = 1
+        configuration.load_config(DEMO).training.seed = 1
 
 
 ALIASES = tables(__file__)["aliases"]
 
 
 def test_every_other_spelling_of_a_value_works():
-    loaded = {line: build_config(yaml.safe_load(line), "x").training for line in ALIASES}
+    loaded = {line: configuration.build_config(yaml.safe_load(line), "x").training for line in ALIASES}
     found = {line: getattr(one, line.partition(":")[0]) for line, one in loaded.items()}
     assert found == ALIASES
     assert {type(found[line]) for line in found if line.startswith("gradient")} == {bool, float}
 
 
-OUT_OF_RANGE = [
-        "learning_rate: 0", "learning_rate: -1e-5", "learning_rate: 11", "learning_rate: .nan", "learning_rate: .inf",
-        "learning_rate: 1e400", "learning_rate: fast", "learning_rate: [1]", "learning_rate:", "seed: -1",
-        "seed: 4294967296", "seed: 1.5", "max_steps: 0", "max_steps: -2", "max_length: 7", "max_length: 10000000",
-        "batch_size: 0", "batch_size: 1e9", "adam_beta1: 1", "adam_beta2: -0.1", "adam_epsilon: 0", "revision: 5",
-        "validation_fraction: 0.6", "save_total_limit: 1", "warmup_steps: -1", "warmup_steps: 2.9", "packing: perhaps",
-        "device: quantum", "dtype: int8", "optim: sgd", "report_to: wandb", "num_train_epochs: 0", "weights: none",
-        "time_budget: ''", "time_budget: soon", "time_budget: 1d", "time_budget: '-5'", "time_budget: 0", "time_budget: 0m",
-        "time_budget: true", "gradient_checkpointing: 1", "gradient_checkpointing: 0",
-        # true and false are not numbers
-        *(f"{key}: {value}" for value in ("yes", "false") for key in (
-            "learning_rate", "seed", "max_steps", "max_length", "weight_decay", "save_steps", "dtype", "lora_rank",
-        )),
-        # a run resumes from the newest checkpoint of its own folder only
-        *(f"resume_from_checkpoint: {value}" for value in ("runs/old/step-000050", "[1]", "{a: 1}", "2.5")),
-        # text that no file and no tokenizer takes
-        *(f'{key}: "{text}"' for text in ("half \\ud800 pair", "a \\0 NUL") for key in ("system_instruction", "dataset")),
-]  # fmt: skip
-
-
-def test_a_value_out_of_its_range_is_refused_by_the_name_of_its_setting():
-    for line in OUT_OF_RANGE:
-        key = line.partition(":")[0].replace("batch_size", "per_device_train_batch_size")
-        assert f"{key}: " in refusal(build_config, parse_yaml(line, "x"), "x"), line
+@parametrize("line")
+def test_a_value_out_of_its_range_is_refused_by_the_name_of_its_setting(line):
+    key = line.partition(":")[0].replace("batch_size", "per_device_train_batch_size")
+    assert f"{key}: " in refusal(configuration.build_config, configuration.parse_yaml(line, "x"), "x")
 
 
 def test_all_mistakes_are_told_at_once(written):
     said = refusal(
-        load_config, written("training:\n  seed: x\n  learning_rate: 0\n  max_steps: []\ndata:\n  packing: 7\n")
+        configuration.load_config,
+        written("training:\n  seed: x\n  learning_rate: 0\n  max_steps: []\ndata:\n  packing: 7\n"),
     )
     assert "4 mistake(s)" in said
     for name in ("training.seed", "training.learning_rate", "training.max_steps", "data.packing"):
@@ -109,49 +81,49 @@ def test_all_mistakes_are_told_at_once(written):
 
 @parametrize("key", "meant")
 def test_an_unknown_name_is_refused_with_the_nearest_one(key, meant):
-    said = refusal(build_config, {key: 1}, "x.yaml")
+    said = refusal(configuration.build_config, {key: 1}, "x.yaml")
     assert f"x.yaml: unknown setting `{key}`" in said
     assert meant in said
 
 
-@pytest.mark.parametrize("key", INSTEAD)
+@pytest.mark.parametrize("key", configuration.INSTEAD)
 def test_a_name_known_elsewhere_is_refused_with_what_to_write_instead(key):
     for spelled in (key, f"training.{key}"):
-        said = refusal(build_config, {spelled: True}, "x.yaml")
+        said = refusal(configuration.build_config, {spelled: True}, "x.yaml")
         assert f"`{spelled}`" in said
-        assert INSTEAD[key] in said
+        assert configuration.INSTEAD[key] in said
 
 
 def test_several_unknown_names_are_told_at_once():
-    said = refusal(build_config, {"speed": 1, "training": {"turbo": True}}, "x.yaml")
+    said = refusal(configuration.build_config, {"speed": 1, "training": {"turbo": True}}, "x.yaml")
     assert "speed" in said and "training.turbo" in said
 
 
 def test_two_spellings_of_one_setting_may_agree_but_not_differ():
-    agreed = build_config({"batch_size": 4, "training": {"per_device_train_batch_size": 4}}, "x")
+    agreed = configuration.build_config({"batch_size": 4, "training": {"per_device_train_batch_size": 4}}, "x")
     assert agreed.training.per_device_train_batch_size == 4
-    said = refusal(build_config, {"batch_size": 4, "training": {"per_device_train_batch_size": 8}}, "x")
+    said = refusal(configuration.build_config, {"batch_size": 4, "training": {"per_device_train_batch_size": 8}}, "x")
     assert "batch_size" in said and "training.per_device_train_batch_size" in said and "differently" in said
 
 
 def test_three_spellings_that_do_not_all_agree_are_refused():
     raw = {"max_seq_length": 128, "data": {"max_length": 128}, "training": {"max_seq_length": 256}}
-    assert "differently" in refusal(build_config, raw, "x")
+    assert "differently" in refusal(configuration.build_config, raw, "x")
 
 
 def test_a_dotted_name_at_the_top_is_the_setting_it_names():
-    assert build_config({"training.seed": 5}, "x").training.seed == 5
+    assert configuration.build_config({"training.seed": 5}, "x").training.seed == 5
 
 
 @pytest.mark.parametrize("section", ["model", "data", "training", "evaluation"])
 @pytest.mark.parametrize("value", [5, "x", [1], True])
 def test_something_else_in_the_place_of_a_section_is_refused_by_its_name(section, value):
-    assert f"`{section}` is a section" in refusal(build_config, {section: value}, "x.yaml")
+    assert f"`{section}` is a section" in refusal(configuration.build_config, {section: value}, "x.yaml")
 
 
 @pytest.mark.parametrize("key", [1, 1.5, None, True, (1, 2)])
 def test_a_name_that_is_no_text_is_refused(key):
-    assert repr(key) in refusal(modernise, {key: 1}, "x.yaml")
+    assert repr(key) in refusal(configuration.modernise, {key: 1}, "x.yaml")
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------
@@ -169,7 +141,7 @@ NOT_PLAIN = [
 @pytest.mark.parametrize(("text", "line"), NOT_PLAIN)
 def test_yaml_that_is_not_plain_settings_is_refused_with_file_and_line(written, text, line):
     path = written(text)
-    said = refusal(load_config, path)
+    said = refusal(configuration.load_config, path)
     assert f"{path}:{line}:" in said if line else f"{path}:" in said
 
 
@@ -178,27 +150,27 @@ def test_yaml_that_is_not_plain_settings_is_refused_with_file_and_line(written, 
 )
 def test_a_file_that_is_not_utf8_text_is_refused_with_its_line(written, content):
     path = written(content)
-    assert f"{path}:1: " in refusal(load_config, path)
+    assert f"{path}:1: " in refusal(configuration.load_config, path)
 
 
 def test_a_byte_order_mark_and_windows_line_endings_do_not_matter(written):
-    assert load_config(written(b"\xef\xbb\xbftraining:\r\n  seed: 5\r\n")).training.seed == 5
+    assert configuration.load_config(written(b"\xef\xbb\xbftraining:\r\n  seed: 5\r\n")).training.seed == 5
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "hello", "5", "true", "2024-01-01"])
 def test_a_file_that_holds_no_mapping_is_refused_by_name(written, text):
     path = written(text)
-    assert f"{path}: " in refusal(load_config, path)
+    assert f"{path}: " in refusal(configuration.load_config, path)
 
 
 def test_a_number_too_long_to_be_written_out_is_refused_by_name(written):
     for number in ("0x" + "f" * 20_000, "[0x" + "f" * 20_000 + "]"):
-        assert "seed" in refusal(load_config, written(f"seed: {number}\n"))
+        assert "seed" in refusal(configuration.load_config, written(f"seed: {number}\n"))
 
 
 def test_a_file_far_too_long_is_refused_by_its_size(written):
-    path = written("#" * (MAX_CONFIG_BYTES + 1))
-    assert f"{path}: over" in refusal(load_config, path)
+    path = written("#" * (configuration.MAX_CONFIG_BYTES + 1))
+    assert f"{path}: over" in refusal(configuration.load_config, path)
 
 
 BULK = {
@@ -215,16 +187,16 @@ BULK = {
 
 @pytest.mark.parametrize("kind", BULK)
 def test_the_longest_file_that_is_read_is_refused_within_two_seconds(written, kind):
-    path = written(BULK[kind](MAX_CONFIG_BYTES)[:MAX_CONFIG_BYTES])
+    path = written(BULK[kind](configuration.MAX_CONFIG_BYTES)[: configuration.MAX_CONFIG_BYTES])
     began = time.process_time()
-    said = refusal(load_config, path)
+    said = refusal(configuration.load_config, path)
     assert time.process_time() - began < 2
     assert len(said) < 20_000, "a message is a page at most"
 
 
 def test_a_file_that_cannot_be_opened_is_refused_by_name(tmp_path):
-    assert str(tmp_path) in refusal(read_yaml, tmp_path)
-    assert "missing.yaml" in refusal(read_yaml, tmp_path / "missing.yaml")
+    assert str(tmp_path) in refusal(configuration.read_yaml, tmp_path)
+    assert "missing.yaml" in refusal(configuration.read_yaml, tmp_path / "missing.yaml")
 
 
 # --- file, --set, flags ----------------------------------------------------------------------------------------------
@@ -232,24 +204,26 @@ def test_a_file_that_cannot_be_opened_is_refused_by_name(tmp_path):
 
 def test_set_wins_over_the_file_and_a_flag_over_both(written):
     path = written("training:\n  seed: 1\n  max_steps: 10\n  save_steps: 5\n")
-    loaded = load_config(path, overrides=["training.seed=2", "max_steps=20"], flags={"training.seed": 3})
+    loaded = configuration.load_config(path, overrides=["training.seed=2", "max_steps=20"], flags={"training.seed": 3})
     assert (loaded.training.seed, loaded.training.max_steps, loaded.training.save_steps) == (3, 20, 5)
 
 
 def test_a_flag_that_was_not_given_changes_nothing():
-    assert load_config(DEMO, flags={"training.seed": None}) == load_config(DEMO)
+    assert configuration.load_config(DEMO, flags={"training.seed": None}) == configuration.load_config(DEMO)
 
 
 def test_the_last_set_wins_in_any_spelling():
-    loaded = load_config(None, overrides=["training.batch_size=2", "per_device_train_batch_size=4", "batch_size=8"])
+    loaded = configuration.load_config(
+        None, overrides=["training.batch_size=2", "per_device_train_batch_size=4", "batch_size=8"]
+    )
     assert loaded.training.per_device_train_batch_size == 8
 
 
 def test_the_value_of_set_is_read_as_yaml():
-    assert parse_override("training.seed=5") == ("training.seed", 5)
-    assert parse_override(" data.packing =false") == ("data.packing", False)
-    assert parse_override("data.system_instruction=a=b") == ("data.system_instruction", "a=b")
-    assert parse_override("training.max_steps=") == ("training.max_steps", None)
+    assert configuration.parse_override("training.seed=5") == ("training.seed", 5)
+    assert configuration.parse_override(" data.packing =false") == ("data.packing", False)
+    assert configuration.parse_override("data.system_instruction=a=b") == ("data.system_instruction", "a=b")
+    assert configuration.parse_override("training.max_steps=") == ("training.max_steps", None)
 
 
 @pytest.mark.parametrize(
@@ -268,17 +242,19 @@ def test_the_value_of_set_is_read_as_yaml():
     ],
 )
 def test_a_bad_set_is_refused_by_its_name(override, named):
-    assert named in refusal(load_config, None, overrides=[override])
+    assert named in refusal(configuration.load_config, None, overrides=[override])
 
 
 def test_what_is_dumped_loads_as_the_same_configuration(written):
     for path in sorted((ROOT / "training" / "configs").glob("*.yaml")):
-        loaded = load_config(path)
-        assert load_config(written(dump_yaml(loaded))) == loaded
+        loaded = configuration.load_config(path)
+        assert configuration.load_config(written(configuration.dump_yaml(loaded))) == loaded
 
 
 def test_the_dump_holds_every_setting_in_canonical_spelling():
-    dumped = yaml.safe_load(dump_yaml(load_config(None, overrides=["batch_size=3", "device=gpu"])))
+    dumped = yaml.safe_load(
+        configuration.dump_yaml(configuration.load_config(None, overrides=["batch_size=3", "device=gpu"]))
+    )
     assert {section: set(values) for section, values in dumped.items()} == {
         section: set(field.annotation.model_fields) for section, field in RunConfig.model_fields.items()
     }
@@ -289,29 +265,29 @@ def test_the_dump_holds_every_setting_in_canonical_spelling():
 def test_a_shipped_configuration_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "demo.yaml", "training/configs/demo.yaml"):
-        assert find_config(name) == DEMO
+        assert configuration.find_config(name) == DEMO
 
 
 def test_a_file_in_the_working_folder_wins_over_a_shipped_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo.yaml").write_text("seed: 1\n")
-    assert load_config(find_config("demo.yaml")).training.seed == 1
+    assert configuration.load_config(configuration.find_config("demo.yaml")).training.seed == 1
 
 
 @pytest.mark.parametrize("name", ["nothing", "x" * 300, "a\x00b", "", ".", "/"])
 def test_a_configuration_that_is_not_there_is_refused_with_those_that_are(name):
-    said = refusal(find_config, name)
+    said = refusal(configuration.find_config, name)
     assert "demo" in said and "submission_local" in said
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder/demo.yaml", "./mine/demo.yaml", "../demo.yaml"])
 def test_a_missing_file_is_not_replaced_by_a_shipped_one_of_the_same_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    assert name in refusal(find_config, name)
+    assert name in refusal(configuration.find_config, name)
 
 
 def test_parse_yaml_gives_plain_values():
-    assert parse_yaml("a: [1, 2.5, yes, null, x]", "x") == {"a": [1, 2.5, True, None, "x"]}
+    assert configuration.parse_yaml("a: [1, 2.5, yes, null, x]", "x") == {"a": [1, 2.5, True, None, "x"]}
 
 
 # --- what cannot be run ----------------------------------------------------------------------------------------------
@@ -321,9 +297,9 @@ RUNNABLE = {"model_name_or_path": "tiny-gemma3", "dataset": "dev-reasoning-v2"}
 
 @parametrize("settings")
 def test_configurations_that_fit_together_are_runnable(settings):
-    require_runnable(build_config(RUNNABLE | settings, "x"))
+    require_runnable(configuration.build_config(RUNNABLE | settings, "x"))
 
 
 @parametrize("changed", "named")
 def test_what_this_version_cannot_do_is_refused_by_name(changed, named):
-    assert named in refusal(require_runnable, build_config(RUNNABLE | changed, "x"))
+    assert named in refusal(require_runnable, configuration.build_config(RUNNABLE | changed, "x"))

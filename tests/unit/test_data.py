@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -42,11 +43,6 @@ def refused(name) -> InputError:
     return caught.value
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(SHIPPED)
-
-
 # --- records of our own ----------------------------------------------------------------------------------------------
 
 
@@ -55,17 +51,12 @@ def test_every_line_becomes_a_record_in_order(tmp_path):
     assert [trace.final_answer for trace in read_records(path, Trace)] == ["1", "2", "3", "4", "5"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n", "\n\n\n", "\n  \n"])
-def test_line_endings_and_blank_lines_at_the_end_do_not_matter(tmp_path, ending):
+def test_a_byte_order_mark_line_endings_and_blank_lines_at_the_end_do_not_matter(tmp_path, ending, encoding):
     path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(record(1)) + "\n" + json.dumps(record(2)) + ending, encoding="utf-8", newline="")
-    assert len(read_records(path, Trace)) == 2
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(record()) + "\n", encoding="utf-8-sig")
-    assert read_records(path, Trace)[0].prompt == "What is 0 + 1?"
+    path.write_text(json.dumps(record(0)) + "\n" + json.dumps(record(2)) + ending, encoding=encoding, newline="")
+    assert [trace.prompt for trace in read_records(path, Trace)] == ["What is 0 + 1?", "What is 2 + 1?"]
 
 
 @parametrize("changed", "words")
@@ -176,28 +167,13 @@ def test_one_line_that_is_one_record_is_jsonl_and_one_line_around_records_is_jso
         assert recognise(tmp_path / "x") == (container, False), content[:50]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b'[{"a": 1},\n{"a": }]', ":2: not JSON"),
-        (b'[{"a": 1},\n{"a": 1, "a": 2}]', ":2: not JSON (the key 'a' is given twice"),
-        (b'[{"a": 1},\n{"a": NaN}]', ":2: not JSON (NaN is not a value"),
-        (b'[{"a": 1},\n7]', ":2 (record 2): a number, not an object"),
-        (b'[{"a": 1},\n{"a": "\xff"}]', ":2: not UTF-8 text"),
-        (b'[{"a": 1}]\n[]', ":2: not JSON (more after the end"),
-        (b'[{"a": 1}\n', ":2: not JSON (expected , or ]"),
-        (b'{"a": [{"b": 1}],\n"c": [{"d": 1}]}', ":2: not JSON (an object in the list under 'c', but the records"),
-        (b'{"a": [{"b": 1}],\n"a": 5}', ":2: not JSON (the key 'a' is given twice"),
-        (b'{"a": [{"b": 1}],\n"c": [1, {"d": 1}]}', ":2: not JSON (an object in the list under 'c'"),
-        (b'{"a": [{"b": 1}],\nc}', ":2: not JSON (expected a key in double quotes"),
-        (b"[" * 100_000, ":1: not JSON"),
-        (b"[]", " has no rows"),
-    ],
-)
+@parametrize("content", "words")
 def test_a_document_that_is_not_one_list_of_records_is_refused_with_the_line(tmp_path, content, words):
     path = tmp_path / "x.json"
-    path.write_bytes(content)
+    path.write_bytes(content.encode("latin-1"))
     assert f"{path}{words}" in refused(path).problem
+    path.write_bytes(b"[" * 100_000)
+    assert f"{path}:1: not JSON" in refused(path).problem
 
 
 def test_a_document_too_large_to_hold_is_refused_with_the_way_out(tmp_path, monkeypatch):
@@ -325,9 +301,8 @@ def test_a_disk_that_is_full_while_parquet_is_unpacked_is_a_fault_of_the_disk(tm
     dataset = find_dataset(str(tmp_path / "x"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (1_000, hard)
-    )  # no file may grow over it: as on a full disk, writing fails
+    # No file may grow over it: as on a full disk, writing fails.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
     try:
         with pytest.raises(StorageError, match=f"{tmp_path}: .* unpacked there") as caught:
             list(read_raw(dataset))
@@ -401,11 +376,8 @@ def test_a_file_that_changes_while_it_is_read_never_gives_its_last_record(tmp_pa
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_refused_and_so_is_an_eval_set(tmp_path, monkeypatch):
-    path, digest = (
-        write_lines(tmp_path / "x.jsonl", {"id": "a", "prompt": "?", "answer": "1", "section": "s"}),
-        hashlib.file_digest,
-    )
-
+    path = write_lines(tmp_path / "x.jsonl", {"id": "a", "prompt": "?", "answer": "1", "section": "s"})
+    digest = hashlib.file_digest
     evalset = find_evalset(str(path))
     appended(path)
     with pytest.raises(InputError, match="changed while it was read"):
@@ -466,7 +438,9 @@ def test_a_path_is_a_dataset_too_and_the_working_folder_comes_before_what_is_shi
 @pytest.mark.parametrize(
     "key", ["dev-reasoning-v3", "no/such.jsonl", "~nobody-of-that-name/x", "x" * 300, "a\x00b", "*", ""]
 )
-def test_a_dataset_that_is_not_there_is_refused_with_those_that_are(key, monkeypatch, tmp_path):
+def test_a_dataset_that_is_not_there_is_refused_with_those_that_are_and_an_empty_folder_by_name(
+    key, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     left = tmp_path / "datasets" / ".staged-x-1"
     left.mkdir(parents=True)
@@ -474,6 +448,9 @@ def test_a_dataset_that_is_not_there_is_refused_with_those_that_are(key, monkeyp
     with pytest.raises(InputError, match="no dataset named") as caught:
         find_dataset(key)
     assert "dev-reasoning-v2" in caught.value.fix and "staged" not in caught.value.fix
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=re.escape(str(tmp_path / "empty"))):
+        find_dataset(str(tmp_path / "empty"))
 
 
 def folder_with(tmp_path: Path, *names: str) -> Path:
@@ -512,19 +489,10 @@ def test_what_looks_like_data_and_would_be_left_out_of_a_folder_is_named(tmp_pat
     assert caught.value.problem == f"{folder} has data files {words}"
 
 
-def test_a_test_set_alone_may_be_read(tmp_path):
-    assert len(paths(folder_with(tmp_path, "a_test.jsonl", "b_test.jsonl"))) == 2
-
-
 def test_a_split_is_a_word_of_the_name_and_not_a_part_of_one():
-    split = {
-        "latest.jsonl": "",
-        "contrain.json": "",
-        "train2.json": "train",
-        "my-VAL.json": "validation",
-        "test/0.json": "test",
-    }
-    assert {name: split_of(name) for name in split} == split
+    named = {"train2.json": "train", "my-VAL.json": "validation", "test/0.json": "test"}
+    for name, split in {"latest.jsonl": "", "contrain.json": "", **named}.items():
+        assert split_of(name) == split, name
 
 
 def test_a_folder_that_lacks_a_promised_file_is_refused_and_a_pattern_takes_what_is_there(tmp_path):
@@ -532,12 +500,6 @@ def test_a_folder_that_lacks_a_promised_file_is_refused_and_a_pattern_takes_what
     with pytest.raises(InputError, match="1 of 3 files of train are missing, the first is train-00001-of-00003"):
         find_dataset(str(folder))
     assert len(paths(folder / "train-*")) == 2
-
-
-def test_a_folder_without_a_dataset_in_it_is_refused_by_name(tmp_path):
-    with pytest.raises(InputError) as caught:
-        find_dataset(str(tmp_path))
-    assert str(tmp_path) in caught.value.problem
 
 
 def test_a_dataset_that_no_longer_matches_its_manifest_is_refused(tmp_path):

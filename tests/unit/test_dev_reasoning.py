@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes.dev_reasoning import check
+from recipes.dev_reasoning import generate as generator
 from recipes.dev_reasoning.check_questions import solve
-from recipes.dev_reasoning.generate import (
-    DATASET,
-    DATASET_MANIFEST,
-    EVALSET,
-    SEED,
-    TEMPLATES,
-    generate,
-    generate_rows,
-    trace_record,
-)
 from recipes.dev_reasoning.shape import Draw
 from tests.stores import quiet, recipe_for
 from tunix_rt.data.token_cache import open_store
@@ -31,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def traces() -> list[dict]:
-    return [json.loads(line) for line in (ROOT / DATASET).read_text().splitlines()]
+    return [json.loads(line) for line in (ROOT / generator.DATASET).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def questions() -> list[dict]:
-    return [json.loads(line) for line in (ROOT / EVALSET).read_text().splitlines()]
+    return [json.loads(line) for line in (ROOT / generator.EVALSET).read_text().splitlines()]
 
 
 def _problems_of(tmp_path: Path, traces: list[dict], questions: list[dict]) -> list[str]:
@@ -55,35 +46,35 @@ def _replaced(text: str, place: int, character: str) -> str:
 
 
 def test_regeneration_gives_the_committed_bytes():
-    for path, content in generate(SEED).items():
+    for path, content in generator.generate(generator.SEED).items():
         assert (ROOT / path).read_bytes() == content, path
 
 
 def test_another_seed_gives_other_rows_that_are_as_true(tmp_path):
     """Two problems of this seed share the words of a held-out question even when they ask first: others are drawn."""
-    files = generate(SEED + 1)
-    assert files[DATASET] != generate(SEED)[DATASET]
-    for path in (DATASET, EVALSET):
+    files = generator.generate(generator.SEED + 1)
+    assert files[generator.DATASET] != generator.generate(generator.SEED)[generator.DATASET]
+    for path in (generator.DATASET, generator.EVALSET):
         (tmp_path / path.name).write_bytes(files[path])
-    assert check.list_problems(tmp_path / DATASET.name, tmp_path / EVALSET.name) == []
+    assert check.list_problems(tmp_path / generator.DATASET.name, tmp_path / generator.EVALSET.name) == []
 
 
 def test_the_operands_are_those_the_shipped_base_model_was_made_without():
     """Its corpus left out exactly these; with others its weights would have to be made anew."""
-    keys = sorted(template.key(problem) for rows in generate_rows() for template, problem in rows)
+    keys = sorted(template.key(problem) for rows in generator.generate_rows() for template, problem in rows)
     assert hashlib.sha256(repr(keys).encode()).hexdigest() == (
         "3d4ee4b0029207e5a071f45539d8562c9d617c0d20b5e88eb7674da684988b55"
     )
 
 
 def test_the_checker_finds_nothing_wrong_with_the_committed_files():
-    assert check.list_problems(ROOT / DATASET, ROOT / EVALSET) == []
+    assert check.list_problems(ROOT / generator.DATASET, ROOT / generator.EVALSET) == []
 
 
 def test_the_manifests_tell_the_truth(tmp_path):
     for path, manifest in (
-        (DATASET, DATASET.with_name("manifest.json")),
-        (EVALSET, EVALSET.with_suffix(".manifest.json")),
+        (generator.DATASET, generator.DATASET.with_name("manifest.json")),
+        (generator.EVALSET, generator.EVALSET.with_suffix(".manifest.json")),
     ):
         assert check.manifest_problems(ROOT / path, ROOT / manifest) == []
         shorter = tmp_path / path.name
@@ -254,23 +245,23 @@ def _without_answer(rows: list[dict], place: int) -> list[dict]:
     return [*rows[:place], broken, *rows[place + 1 :]]
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+@pytest.mark.parametrize("template", generator.TEMPLATES, ids=lambda template: template.name)
 def test_whatever_a_template_draws_is_a_true_trace(template):
     draw = Draw(f"any/{template.name}")
     for number in range(40):
         problem = template.build(draw)
         for ordered in (problem, problem.question_first()):
-            row = trace_record((template, ordered), f"any-{number}")
+            row = generator.trace_record((template, ordered), f"any-{number}")
             assert check.row_problems(row) == [], row
 
 
 def test_the_manifest_tells_the_tokens_and_the_root_that_the_data_stage_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = open_store(recipe_for(ROOT / DATASET), quiet)
-    manifest = json.loads((ROOT / DATASET_MANIFEST).read_text())
+    made = open_store(recipe_for(ROOT / generator.DATASET), quiet)
+    manifest = json.loads((ROOT / generator.DATASET_MANIFEST).read_text())
     told = manifest["tokenised"]
     assert {name: told[name] for name in made.summary} == made.summary
     assert told["examples"] == manifest["rows"] == 550
     assert (told["tokenizer_sha256"], told["style_sha256"]) == (
-        recipe_for(ROOT / DATASET).tokenizer.sha256, recipe_for(ROOT / DATASET).style.sha256,
+        recipe_for(ROOT / generator.DATASET).tokenizer.sha256, recipe_for(ROOT / generator.DATASET).style.sha256,
     )  # fmt: skip

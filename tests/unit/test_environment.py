@@ -249,14 +249,10 @@ def test_places_that_are_taken_are_refused(tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "mine.json").write_text('{"precious": 1}')
     taken = {
-        tmp_path / "there": "exists",
-        Path("/"): "exists",
-        Path(".."): "exists",
-        tmp_path / "dangling": "exists",
-        tmp_path / "no" / "parent": "does not exist",
-        tmp_path / "mine": "would be overwritten",
+        tmp_path / "there": "exists", Path("/"): "exists", Path(".."): "exists", tmp_path / "dangling": "exists",
+        tmp_path / "no" / "parent": "does not exist", tmp_path / "mine": "would be overwritten",
         Path(sys.prefix): "the environment that tunix-rt runs in",
-    }
+    }  # fmt: skip
     for path, words in taken.items():
         done = CliRunner().invoke(cli, ["env", "create", "--device", "cpu", "--path", str(path)])
         assert (done.exit_code, words in done.stderr) == (2, True), done.output

@@ -230,13 +230,9 @@ def test_questions_that_differ_in_a_sign_are_two_questions(tmp_path):
 
 def test_all_that_is_wrong_is_found_in_one_go_errors_first(tmp_path):
     path = write(
-        tmp_path / "bad.jsonl",
-        item(1, prompt="Is it 200?", answer="200"),
-        item(2, answer=""),
-        item(3, prompt=None),
-        item(4, id="q1"),
-        item(5, answer=None),
-    )
+        tmp_path / "bad.jsonl", item(1, prompt="Is it 200?", answer="200"), item(2, answer=""), item(3, prompt=None),
+        item(4, id="q1"), item(5, answer=None),
+    )  # fmt: skip
     found = found_in(path)
     assert list(found) == ["unreadable", "no_answer", "duplicate_id", "answer_in_prompt"]
     assert (found["no_answer"].count, found["no_answer"].places) == (2, (f"{path}:2", f"{path}:5"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tables import tables
+from tests.tables import parametrize, tables
 from tunix_rt.errors import EvidenceError, InputError
 from tunix_rt.evaluate.comparison import Side, compare, compare_runs
 from tunix_rt.evaluate.generate import read_predictions, read_scores
@@ -92,33 +92,14 @@ def test_where_one_reading_has_other_losses_the_sentence_has_both():
     )
 
 
-LEARNED, WORSE = "The format was learned, and the answers got worse", "The answers got worse"
-FORM, FORM_LOST = "The gain may be one of format alone", "The loss may be one of format alone"
-LOST, BETTER = "The format was lost, and the answers got better", "The answers got better"
-UNSEEN = ", though the strict reading does not show it"
-
-DISAGREEMENTS = [
-    ([BARE] * 40, [RIGHT] * 40, f"none got worse. {FORM}; lenient: as many answers right as before, 40 of 100, any "
-                                "change probably lies between 4 fewer and 4 more; none got worse"),
-    ([BARE] * 40, [RIGHT] * 43, f"none got worse. {FORM}; lenient: 3 of 100 more answers right, which could be "
-                                "chance: between 1 fewer and 9 more; none got worse"),
-    ([BARE] * 40, [RIGHT] * 20, f"none got worse. {LEARNED}; lenient: 20 of 100 fewer answers right, "
-                                "between 12 and 29; 20 got worse"),
-    ([RIGHT] * 40, [BARE] * 40, f"40 got worse. {FORM_LOST}; lenient: as many answers right as before, "
-                                "40 of 100, any change probably lies between 4 fewer and 4 more; none got worse"),
-    ([RIGHT] * 20, [BARE] * 40, f"20 got worse. {LOST}; lenient: 20 of 100 more answers right, between "
-                                "12 and 29; none got worse"),
-    ([], [BARE] * 20, f"none got worse. {BETTER}{UNSEEN}; lenient: 20 of 100 more answers right, between 12 and 29; "
-                      "none got worse"),
-    ([BARE] * 20, [], f"none got worse. {WORSE}{UNSEEN}; lenient: 20 of 100 fewer answers right, between "
-                      "12 and 29; 20 got worse"),
-]  # fmt: skip
-
-
-def test_where_the_readings_disagree_the_disagreement_comes_first():
-    for before, after, words in DISAGREEMENTS:
-        sides = (answers([*outputs, *[WRONG] * (100 - len(outputs))]) for outputs in (before, after))
-        assert compare(*sides).describe().endswith(f"; {words}")
+@parametrize("before", "right_before", "after", "right_after", "words")
+def test_where_the_readings_disagree_the_disagreement_comes_first(before, right_before, after, right_after, words):
+    outputs = {"bare": BARE, "right": RIGHT}
+    sides = (
+        answers([outputs[kind]] * right + [WRONG] * (100 - right))
+        for kind, right in ((before, right_before), (after, right_after))
+    )
+    assert compare(*sides).describe().endswith(f"; {words}")
 
 
 def test_a_gain_by_both_readings_is_not_called_one_of_format():

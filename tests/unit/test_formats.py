@@ -11,15 +11,7 @@ from tests.conftest import REFERENCE
 from tests.samples import read_samples
 from tests.tables import parametrize, tables
 from tunix_rt.config.settings import Data
-from tunix_rt.data.formats import (
-    FORMATS,
-    detect_format,
-    gsm8k_trace,
-    readings,
-    to_sample,
-    unused_columns,
-    words_behind_number,
-)
+from tunix_rt.data import formats
 from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
@@ -57,17 +49,17 @@ READS = [
 
 @pytest.mark.parametrize(("name", "record", "sample"), READS)
 def test_a_record_has_one_reading_and_this_is_it(name, record, sample):
-    assert readings(record) == [name]
-    assert to_sample(record, name, "x:1") == sample
+    assert formats.readings(record) == [name]
+    assert formats.to_sample(record, name, "x:1") == sample
 
 
 def test_every_format_of_the_configuration_is_there_and_recognises_its_own_example():
-    assert ("auto", *FORMATS) == Data.model_fields["format"].annotation.__args__
-    assert list(FORMAT_EXAMPLES) == list(FORMATS)
+    assert ("auto", *formats.FORMATS) == Data.model_fields["format"].annotation.__args__
+    assert list(FORMAT_EXAMPLES) == list(formats.FORMATS)
     for name, (_, record) in FORMAT_EXAMPLES.items():
-        assert readings(record) == [name]
-        assert to_sample(dict(record), name, "x:1").texts
-        assert unused_columns(record, name) == []
+        assert formats.readings(record) == [name]
+        assert formats.to_sample(dict(record), name, "x:1").texts
+        assert formats.unused_columns(record, name) == []
 
 
 REFUSED = tables(__file__)["refused"]
@@ -76,7 +68,7 @@ REFUSED = tables(__file__)["refused"]
 @pytest.mark.parametrize(("name", "record", "words"), REFUSED)
 def test_what_cannot_be_read_whole_is_refused_with_place_and_field(name, record, words):
     with pytest.raises(InputError) as caught:
-        to_sample(record, name, "my.jsonl:12")
+        formats.to_sample(record, name, "my.jsonl:12")
     assert caught.value.problem.startswith(f"my.jsonl:12: {words}")
     assert caught.value.fix.startswith(f"correct it: {name} needs ")
 
@@ -91,13 +83,13 @@ def test_odd_characters_pass_in_every_format_for_the_rules_to_find(text):
         "alpaca": {"instruction": text, "output": text},
         "gsm8k": {"question": text, "answer": f"{text}\n#### 5"},
     }.items():
-        assert set(to_sample(record, name, "x:1").texts) - {"5"} == {text}
+        assert set(formats.to_sample(record, name, "x:1").texts) - {"5"} == {text}
 
 
 def test_halves_of_a_character_that_come_together_are_one_character():
     parts = [{"type": "text", "text": "\ud83d"}, {"type": "text", "text": "\ude00"}]
-    assert to_sample({"messages": [message(content=parts)]}, "messages", "x:1").turns[0].text == "\U0001f600"
-    assert to_sample({"question": "x", "answer": "\ud83d<<1=1>>\ude00\n#### 1"}, "gsm8k", "x:1").steps == (
+    assert formats.to_sample({"messages": [message(content=parts)]}, "messages", "x:1").turns[0].text == "\U0001f600"
+    assert formats.to_sample({"question": "x", "answer": "\ud83d<<1=1>>\ude00\n#### 1"}, "gsm8k", "x:1").steps == (
         "\U0001f600",
     )
 
@@ -106,7 +98,7 @@ def test_halves_of_a_character_that_come_together_are_one_character():
 
 
 def detected(path: str, wanted: str = "auto") -> str:
-    return detect_format(find_dataset(path), wanted)
+    return formats.detect_format(find_dataset(path), wanted)
 
 
 @parametrize("record", "names")
@@ -124,7 +116,7 @@ def test_no_reading_is_refused_with_the_keys_found_and_what_each_format_needs(tm
     with pytest.raises(InputError) as caught:
         detected(path)
     assert caught.value.problem == f"{path}:1: no format fits the keys of the record: text, id\\ud800, messages"
-    assert all(f"{name}: {shape.needs}" in caught.value.fix for name, shape in FORMATS.items())
+    assert all(f"{name}: {shape.needs}" in caught.value.fix for name, shape in formats.FORMATS.items())
     with pytest.raises(InputError, match="no format is named 'chat'"):
         detected(path, "chat")
 
@@ -160,11 +152,11 @@ def test_every_record_comes_with_its_place(tmp_path):
 
 def test_columns_that_say_something_and_are_not_read_are_named():
     record = {"prompt": "a", "completion": "b", "input": "c", "score": 0, "none": None}
-    assert unused_columns(record, "prompt_completion") == ["input", "score"]
+    assert formats.unused_columns(record, "prompt_completion") == ["input", "score"]
     alpaca = {"instruction": "a", "input": "", "output": "b", "system": "c", "history": [["d", "e"]], "text": "f"}
-    assert unused_columns(alpaca, "alpaca") == ["text"]
+    assert formats.unused_columns(alpaca, "alpaca") == ["text"]
     for name, column in (("messages", "messages"), ("sharegpt", "conversations")):
-        assert unused_columns({column: [message()], "system": "a", "text": "b"}, name) == ["text"]
+        assert formats.unused_columns({column: [message()], "system": "a", "text": "b"}, name) == ["text"]
 
 
 # --- GSM8K -----------------------------------------------------------------------------------------------------------
@@ -172,39 +164,28 @@ def test_columns_that_say_something_and_are_not_read_are_named():
 
 def test_the_marks_of_a_calculator_leave_the_sentences_and_stay_in_the_trace():
     record = {"question": "Why?", "answer": "1+2=<<1+2=3>>3\nThen <<3*2=6>>6<<6=6>>.\nYes.\n#### 6"}
-    trace = gsm8k_trace(record)
+    trace = formats.gsm8k_trace(record)
     assert [(step["i"], step["type"]) for step in trace["steps"]] == [(0, "compute"), (1, "compute"), (2, "state")]
     assert trace["meta"] == {"marks": [["1+2=3"], ["3*2=6", "6=6"], []]}
-    assert to_sample(trace, "trace", "x:1") == to_sample(record, "gsm8k", "x:1")
+    assert formats.to_sample(trace, "trace", "x:1") == formats.to_sample(record, "gsm8k", "x:1")
 
 
-@pytest.mark.parametrize(
-    ("last", "is_number"),
-    [("72", True), ("-3", True), ("1,234,567", True), ("$4.50", True), ("-$5", True), (".5", True), ("3/4", True),
-     ("20%", True), ("Summary", False), ("2 Methods", False), ("3. Results", False), ("x = 5", False), ("", False),
-     ("5 #", False), ("²", False), ("1,,2", False)],
-)  # fmt: skip
+@parametrize("last", "is_number")
 def test_a_number_after_the_marks_is_gsm8k_and_a_heading_is_text(last, is_number):
     record = {"question": "Why?", "answer": f"So.\n#### {last}"}
-    assert readings(record) == (["gsm8k"] if is_number else ["prompt_completion"])
+    assert formats.readings(record) == (["gsm8k"] if is_number else ["prompt_completion"])
     if is_number:
-        assert to_sample(record, "gsm8k", "x:1").answer == last
+        assert formats.to_sample(record, "gsm8k", "x:1").answer == last
 
 
-@pytest.mark.parametrize(
-    ("last", "answer", "words"),
-    [("18.", "18", None), ("18 .", "18", None), ("5 hours", "5 hours", "hours"), ("5 hours.", "5 hours", "hours"),
-     ("1.5 km/h", "1.5 km/h", "km/h"), ("$5 per hour", "$5 per hour", "per hour"), ("12 a day", "12 a day", "a day"),
-     ("-3 degrees", "-3 degrees", "degrees"), ("20% more", "20% more", "more"), ("5km", "5km", "km"),
-     ("2 Methods", "2 Methods", "Methods"), ("1,006 dollars", "1,006 dollars", "dollars"), ("72", "72", None)],
-)  # fmt: skip
+@parametrize("last", "answer", "words")
 def test_a_gsm8k_answer_may_have_a_full_stop_or_words_behind_its_number_as_it_is_scored(last, answer, words):
     record = {"question": "Why?", "answer": f"So.\n#### {last}"}
-    assert to_sample(record, "gsm8k", "x:1").answer == answer == gsm8k_trace(record)["final_answer"]
-    assert words_behind_number(record, "gsm8k") == words
-    assert words_behind_number(record, "prompt_completion") is None
+    assert formats.to_sample(record, "gsm8k", "x:1").answer == answer == formats.gsm8k_trace(record)["final_answer"]
+    assert formats.words_behind_number(record, "gsm8k") == words
+    assert formats.words_behind_number(record, "prompt_completion") is None
     assert read_quantity(bare_answer(last)) == read_quantity(answer) is not None
-    assert (readings(record) == ["gsm8k"]) is (words is None), (
+    assert (formats.readings(record) == ["gsm8k"]) is (words is None), (
         "words are read where the format is known, and never guessed"
     )
 
@@ -216,14 +197,14 @@ def test_a_gsm8k_answer_may_have_a_full_stop_or_words_behind_its_number_as_it_is
 )  # fmt: skip
 def test_a_gsm8k_answer_without_one_number_is_refused(last):
     with pytest.raises(InputError, match=r"it does not end in a line `#### N` with a number"):
-        to_sample({"question": "Why?", "answer": f"So.\n#### {last}"}, "gsm8k", "x:1")
+        formats.to_sample({"question": "Why?", "answer": f"So.\n#### {last}"}, "gsm8k", "x:1")
 
 
 def test_a_long_line_behind_the_marks_is_read_in_reasonable_time():
     began = time.process_time()
     for last in ("1" * 500_000 + " x", "5 " + "a" * 500_000, "5 " + "ab " * 200_000, "1," * 200_000):
         with pytest.raises(InputError):
-            to_sample({"question": "Why?", "answer": f"So.\n#### {last}"}, "gsm8k", "x:1")
+            formats.to_sample({"question": "Why?", "answer": f"So.\n#### {last}"}, "gsm8k", "x:1")
     assert time.process_time() - began < 1
 
 
@@ -233,9 +214,9 @@ def test_a_format_that_is_asked_for_by_name_is_the_one_that_is_read(tmp_path):
     path = write(tmp_path / "x.jsonl", record)
     ((_, sample),) = read_samples(find_dataset(path), "prompt_completion")
     assert sample == sample_of(("user", "Why?"), ("assistant", record["answer"]))
-    assert unused_columns(record, "prompt_completion") == []
+    assert formats.unused_columns(record, "prompt_completion") == []
     began = time.process_time()
-    assert readings({"question": "Why?", "answer": "So.\n#### " + "1" * 500_000 + "x"}) == ["prompt_completion"]
+    assert formats.readings({"question": "Why?", "answer": "So.\n#### " + "1" * 500_000 + "x"}) == ["prompt_completion"]
     assert time.process_time() - began < 1
 
 
@@ -250,7 +231,7 @@ def test_all_of_gsm8k_is_read_without_a_mark_left_and_at_twenty_thousand_records
     assert all(sample.answer.replace(",", "").lstrip("-").replace(".", "", 1).isdecimal() for sample in samples)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     began = time.process_time()
-    assert all(to_sample(record, "gsm8k", "x:1").steps for record in records)
+    assert all(formats.to_sample(record, "gsm8k", "x:1").steps for record in records)
     assert len(records) / (time.process_time() - began) > 20_000
 
 
@@ -258,9 +239,9 @@ def test_all_of_gsm8k_is_read_without_a_mark_left_and_at_twenty_thousand_records
 def test_a_turn_on_the_wrong_side_of_a_pair_is_refused_by_name_not_trained_by_surprise(side):
     user, assistant = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}
     record = {"prompt": [user], "completion": [assistant]}
-    assert len(to_sample(record, "prompt_completion", "x:1").turns) == 2
+    assert len(formats.to_sample(record, "prompt_completion", "x:1").turns) == 2
     record[side] = [user, assistant]
     with pytest.raises(
         InputError, match=rf"x:1: {side}\.[01]: a turn of the .* in the {side}: give the chat as `messages`"
     ):
-        to_sample(record, "prompt_completion", "x:1")
+        formats.to_sample(record, "prompt_completion", "x:1")

@@ -8,20 +8,16 @@ import pytest
 from click.testing import CliRunner
 
 from tests.samples import device
+from tests.unit.test_fit_settings import SHAPE
 from tunix_rt.cli.main import cli
 from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice, environment_for, set_environment, with_virtual_devices
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import explain_out_of_memory, left_to_the_compiler
-from tunix_rt.plan.shape import shape_of
 from tunix_rt.train.preflight import adjust_data_replicas
 
 GIB = 2**30
-SHAPE = shape_of({
-    "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048,
-})  # fmt: skip
 
 
 def config(**training) -> RunConfig:

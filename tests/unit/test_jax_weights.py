@@ -114,10 +114,15 @@ def test_mixed_types_are_named_and_read_only_into_one_that_holds_them_all(writte
     assert (tensors_of(folder, dtype="float32")[norm] == 1.5).all()
 
 
-def test_a_quantised_tensor_is_named_whatever_is_asked_for(written):
+@pytest.mark.parametrize(("kind", "named"), [("int8", "I8"), ("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F9_E7M1")])
+def test_a_tensor_of_another_dtype_is_named_with_its_file_whatever_is_asked_for(written, kind, named):
+    """The last is a dtype that neither NumPy nor safetensors has."""
     folder = written()
-    spoil(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}))
-    refused(folder, f"{QUERY} has dtype I8", dtype="float32")
+    spoil(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(getattr(torch, kind))}))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"F8_E5M2", b"F9_E7M1"))
+    for dtype in (None, "float32"):
+        refused(folder, f"{QUERY} in model.safetensors has dtype {named}; weights", "convert the weights", dtype=dtype)
 
 
 def test_a_tied_head_may_lie_in_the_file_again_but_not_another(written):
@@ -141,13 +146,17 @@ def sharded(written):
     return folder, *shards[:2]
 
 
-def test_shards_are_read_as_one(sharded):
-    folder, *_ = sharded
-    wanted = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+def assert_read(folder, wanted):
     found = tensors_of(folder)
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
         assert np.array_equal(found[name], one.numpy()), name
+
+
+def test_shards_are_read_as_one(sharded):
+    folder, *_ = sharded
+    wanted = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+    assert_read(folder, wanted)
 
 
 def test_a_missing_shard_is_named(sharded):
@@ -204,10 +213,7 @@ def test_gpt2_as_it_was_published_is_read(written):
             tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 256, 256).tril()
 
     spoil(folder, publish)
-    found = tensors_of(folder)
-    assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert np.array_equal(found[name], one.numpy()), name
+    assert_read(folder, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

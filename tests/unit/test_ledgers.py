@@ -16,22 +16,20 @@ from tunix_rt.data.packing import Row, batch_of_step, facts_of_rows, rows_of_ste
 from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.errors import ConfigError, Preempted
 from tunix_rt.runs.folder import RunDir, list_checkpoints
-from tunix_rt.runs.ledger import has_rows, note_process, write_rows
-from tunix_rt.storage import json_line, merkle_root, read_json, sha256_file, write_json
+from tunix_rt.runs.ledger import has_rows, note_process
+from tunix_rt.storage import json_line, merkle_root, read_json, sha256_file, write_json, write_lines
 from tunix_rt.train.preemption import Preemption
 
 TOTAL = 7
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def new_run(folder: Path, rows: list[Row]) -> RunDir:
     run = RunDir(folder)
     write_json(run.precommit, {"dataset": {"merkle_root": facts_of_rows(rows).merkle_root, "rows": len(rows)}})
-    write_rows(run.rows, facts_of_rows(rows))
+    write_lines(run.rows, facts_of_rows(rows).lines())
     return run
 
 

@@ -12,20 +12,11 @@ from hypothesis import strategies as st
 
 from tests.attention_checks import choose_attention
 from tests.conftest import ROOT
-from tests.tables import parametrize
+from tests.tables import parametrize, tables
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
-from tunix_rt.plan.activations import (
-    Batch,
-    attention_kernel,
-    elements,
-    forward_of_one_layer,
-    generation_kernel,
-    saved_by_layer,
-    tensors_of,
-    widths_of,
-)
+from tunix_rt.plan import activations
 from tunix_rt.plan.fit import SAFETY_SHARE
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
@@ -35,51 +26,12 @@ from tunix_rt.plan.timing import training_flops_per_token
 from tunix_rt.storage import to_plain
 
 GIB = 2**30
-SMALL = {
-    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "pad_token_id": 0,
-}  # fmt: skip
-GEMMA_2B = {
-    "model_type": "gemma", "vocab_size": 256_000, "hidden_size": 2048, "intermediate_size": 16_384,
-    "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
-}  # fmt: skip
-GEMMA3_270M = {
-    "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 640, "intermediate_size": 2048,
-    "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-}  # fmt: skip
-SMOLLM2_135M = {
-    "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-}  # fmt: skip
+SMALL, GEMMA_2B, GEMMA3_270M, SMOLLM2_135M = tables(__file__)["shapes"].values()
 CONFIGS: list[dict[str, Any]] = [
-    {"model_type": "gpt2"},
-    {
-        "model_type": "gpt2",
-        "n_embd": 96,
-        "n_head": 4,
-        "n_layer": 2,
-        "n_inner": 100,
-        "n_positions": 64,
-        "vocab_size": 99,
-    },
-    {"model_type": "gpt2", "tie_word_embeddings": False, "n_layer": 1},
-    GEMMA_2B,
-    GEMMA3_270M,
-    SMOLLM2_135M,
-    {"model_type": "llama"},
-    {"model_type": "gemma"},
-    {"model_type": "gemma2"},
-    {"model_type": "gemma3_text"},
-    {"model_type": "qwen2"},
-    {"model_type": "qwen3"},
-    {"model_type": "smollm3"},
+    *tables(__file__)["configurations"],
+    *(GEMMA_2B, GEMMA3_270M, SMOLLM2_135M),
     *({"model_type": kind, **SMALL} for kind in FAMILIES if kind != "gpt2"),
-    {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True, "head_dim": None},
-    {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": None},
-    {"model_type": "gemma", **SMALL, "attention_bias": True, "tie_word_embeddings": False},
-    {"model_type": "qwen3", **SMALL, "attention_bias": True, "tie_word_embeddings": True},
-    {"model_type": "gemma3_text", **SMALL, "attention_bias": True},
-    {"model_type": "smollm3", **SMALL, "attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2},
+    *(SMALL | changed for changed in tables(__file__)["variants of the small shape"]),
 ]
 
 
@@ -112,16 +64,16 @@ def test_the_tensors_of_a_model_are_those_of_transformers(config: dict[str, Any]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers_config(config))
     shape = shape_of(config)
-    found = tensors_of(shape)
+    found = activations.tensors_of(shape)
     all_of_them = [*found.embeddings, *found.layer * shape.layers, *found.others]
     assert sorted(all_of_them) == sorted(tuple(parameter.shape) for parameter in model.parameters())
-    assert elements(all_of_them) == shape.parameters
+    assert activations.elements(all_of_them) == shape.parameters
 
 
 # --- what a step keeps -----------------------------------------------------------------------------------------------
 
 
-def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batch: Batch) -> int:
+def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batch: activations.Batch) -> int:
     """Bytes of the distinct tensors that autograd keeps over the body of the model; parameters and their casts left out."""
     torch.manual_seed(0)
     shape, recipe = shape_of(config), recipe_of(training)
@@ -166,10 +118,10 @@ each_small_model = pytest.mark.parametrize(
 
 
 def assert_kept_is_counted(config: dict[str, Any], training: Training, *, packed: bool) -> None:
-    batch = Batch(rows=2, length=40, packed=packed, device="cpu")
+    batch = activations.Batch(rows=2, length=40, packed=packed, device="cpu")
     one, three = (saved_bytes(config, training, layers=layers, batch=batch) for layers in (1, 3))
-    widths = widths_of(recipe_of(training), training.lora_rank)
-    counted = sum(saved_by_layer(shape_of(config), widths, batch).all)
+    widths = activations.widths_of(recipe_of(training), training.lora_rank)
+    counted = sum(activations.saved_by_layer(shape_of(config), widths, batch).all)
     assert counted == pytest.approx((three - one) / 2, rel=0.01)
 
 
@@ -201,17 +153,17 @@ def test_scores_are_counted_for_answers_where_the_engine_spells_attention_out(
 ) -> None:
     """Answers are generated by another attention than rows are trained with."""
     config = {"model_type": kind, **SMALL}
-    shape, widths = shape_of(config), widths_of(recipe_of(Training(dtype=dtype)), None)
+    shape, widths = shape_of(config), activations.widths_of(recipe_of(Training(dtype=dtype)), None)
     chosen = choose_attention(
         device="cuda", dtype=dtype, capability=capability, softcap=shape.capped_scores, dropout=False,
         head_dim=shape.head_dim, deterministic=False,
     )  # fmt: skip
-    batch = Batch(rows=2, length=1024, packed=True, device="cuda", capability=capability)
-    kernel = generation_kernel(shape, widths, batch)
+    batch = activations.Batch(rows=2, length=1024, packed=True, device="cuda", capability=capability)
+    kernel = activations.generation_kernel(shape, widths, batch)
     assert (kernel == "eager") == (chosen.generating == "eager")
     assert kernel != "fused", "padding is masked"
-    assert (attention_kernel(shape, widths, batch) == "eager") == (chosen.training == "eager")
-    whole = sum(forward_of_one_layer(shape, widths, batch, kernel))
+    assert (activations.attention_kernel(shape, widths, batch) == "eager") == (chosen.training == "eager")
+    whole = sum(activations.forward_of_one_layer(shape, widths, batch, kernel))
     scores = batch.tokens * shape.heads * batch.length * widths.norm
     assert (whole > scores) == (kernel in ("eager", "math"))
 

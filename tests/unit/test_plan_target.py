@@ -76,13 +76,9 @@ def test_what_stands_beside_the_catalogue_agrees_with_it():
 
 def test_a_device_at_hand_keeps_what_is_free_and_gets_the_rates_of_its_name():
     choice = SimpleNamespace(
-        device="cuda",
-        kind="NVIDIA H200",
-        count=2,
-        memory_bytes=round(139.8 * GIB),
-        free_bytes=7 * GIB,
+        device="cuda", kind="NVIDIA H200", count=2, memory_bytes=round(139.8 * GIB), free_bytes=7 * GIB,
         capability=(9, 0),
-    )
+    )  # fmt: skip
     found = target_here(choice)
     assert (found.name, found.id, found.free_bytes, found.tflops) == ("NVIDIA H200 (here)", "h200", 7 * GIB, 989)
     unknown = target_here(SimpleNamespace(**{**vars(choice), "kind": "NVIDIA X1"}))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.conftest import SHIPPED
 from tests.samples import record, write_lines
 from tests.stores import quiet
 from tunix_rt.config.load import build_config
@@ -15,11 +14,6 @@ from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import ModelFacts, prepare
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(SHIPPED)
 
 
 def settings(path, **changed):

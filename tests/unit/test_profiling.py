@@ -18,16 +18,7 @@ from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.evidence.checks import may_stay_out
 from tunix_rt.plan.timing import StepFlops
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.train.profiling import (
-    Profile,
-    choose_first,
-    example_lengths,
-    figure,
-    profile_json,
-    profile_lines,
-    profile_markdown,
-    refuse_too_many,
-)
+from tunix_rt.train import profiling
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -220,24 +211,26 @@ def test_a_trace_without_steps_is_refused(tmp_path):
 
 def test_steps_are_recorded_once_it_is_warm_and_nothing_is_saved_between_them():
     every_five = {"is_busy": lambda step: step % 5 == 0}
-    assert choose_first(3, done=0, total=100, is_busy=lambda step: False) == 4
-    assert choose_first(3, done=0, total=100, **every_five) == 7, "step 5 is saved, and 6 warms up"
-    assert choose_first(3, done=40, total=100, **every_five) == 47
-    assert choose_first(10, done=0, total=100, **every_five) == 4, "no ten steps without a save: as early as is warm"
-    assert choose_first(6, done=0, total=6, **every_five) == 1, "too short to warm up"
+    assert profiling.choose_first(3, done=0, total=100, is_busy=lambda step: False) == 4
+    assert profiling.choose_first(3, done=0, total=100, **every_five) == 7, "step 5 is saved, and 6 warms up"
+    assert profiling.choose_first(3, done=40, total=100, **every_five) == 47
+    assert profiling.choose_first(10, done=0, total=100, **every_five) == 4, (
+        "no ten steps without a save: as early as is warm"
+    )
+    assert profiling.choose_first(6, done=0, total=6, **every_five) == 1, "too short to warm up"
 
 
 def test_more_steps_than_are_taken_are_refused():
-    refuse_too_many(6, done=0, total=6)
+    profiling.refuse_too_many(6, done=0, total=6)
     with pytest.raises(ConfigError, match="--profile 7: more steps than are taken; the run has 6"):
-        refuse_too_many(7, done=0, total=6)
+        profiling.refuse_too_many(7, done=0, total=6)
     with pytest.raises(ConfigError, match="2 of 6 steps are left") as caught:
-        refuse_too_many(3, done=4, total=6)
+        profiling.refuse_too_many(3, done=4, total=6)
     assert "--profile 2" in caught.value.fix
 
 
 def test_the_lengths_of_packed_examples_are_read_from_their_positions():
-    assert example_lengths(np.array([0, 1, 2, 0, 0, 1])) == [3, 1, 2]
+    assert profiling.example_lengths(np.array([0, 1, 2, 0, 0, 1])) == [3, 1, 2]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -247,11 +240,11 @@ def test_the_lengths_of_packed_examples_are_read_from_their_positions():
 def profile(gpu_step):
     flops = StepFlops(layers=20e6, head=4e6, attention=2e6, executed_layers=26e6, executed_attention=2.5e6)
     dense = DenseMatmul(device="NVIDIA H200", size=8192, dtype="bfloat16", tflops=2.0)
-    return Profile(first=4, warmed=3, breakdown=breakdown(gpu_step), flops=flops, tokens=512, dense=dense)
+    return profiling.Profile(first=4, warmed=3, breakdown=breakdown(gpu_step), flops=flops, tokens=512, dense=dense)
 
 
 def test_the_table_says_how_fast_each_part_is_beside_the_plain_product(profile):
-    lines = profile_lines(profile)
+    lines = profiling.profile_lines(profile)
     assert lines[0] == "Where the time of a step went: 0.090 ms for 512 tokens (step 4, NVIDIA H200)"
     products = next(line for line in lines if parts.LAYER_MATMULS in line)
     assert products.split()[-3:] == ["1.00", "50", "%"], "26e6 operations in 26 us, of 2 TFLOP/s"
@@ -263,16 +256,16 @@ def test_the_table_says_how_fast_each_part_is_beside_the_plain_product(profile):
 
 
 def test_what_is_not_known_is_left_out(profile):
-    said = profile_json(replace(profile, dense=None))
+    said = profiling.profile_json(replace(profile, dense=None))
     assert "dense_product" not in said and "share_of_dense_product" not in said and said["tflops"] > 0
     assert None not in [value for part in said["parts"] for value in part.values()]
-    assert "of dense" not in "\n".join(profile_lines(replace(profile, dense=None)))
+    assert "of dense" not in "\n".join(profiling.profile_lines(replace(profile, dense=None)))
 
 
 def test_every_key_of_the_file_is_in_the_page_of_the_run_folder(profile):
     page = (ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8")
     section = page.split("\n## profile/profile.json\n")[1].split("\n## ")[0]
-    said = profile_json(replace(profile, unrecorded_milliseconds=1.0))
+    said = profiling.profile_json(replace(profile, unrecorded_milliseconds=1.0))
     assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(said)
     for inner in (said["parts"][0], said["flops"], said["dense_product"]):
         for key in inner:
@@ -288,7 +281,7 @@ def test_a_bundle_carries_the_table_and_not_the_trace_which_names_the_computer()
 
 
 def test_a_short_warm_up_and_the_price_of_recording_are_told(profile):
-    text = profile_markdown(replace(profile, warmed=1, unrecorded_milliseconds=0.08), trace="`trace.json.gz`")
+    text = profiling.profile_markdown(replace(profile, warmed=1, unrecorded_milliseconds=0.08), trace="`trace.json.gz`")
     assert "Only 1 step went by before the recording" in text
     assert "the steps after it took 0.080 ms (median)" in text
     assert "ui.perfetto.dev" in text and "chrome://tracing" in text
@@ -296,13 +289,9 @@ def test_a_short_warm_up_and_the_price_of_recording_are_told(profile):
 
 
 def test_figures_have_three_digits_that_count():
-    assert [figure(value) for value in (0.0123, 1.234, 12.34, 123.4, 1234.5)] == [
-        "0.012",
-        "1.23",
-        "12.34",
-        "123.4",
-        "1,234",
-    ]
+    assert [profiling.figure(value) for value in (0.0123, 1.234, 12.34, 123.4, 1234.5)] == [
+        "0.012", "1.23", "12.34", "123.4", "1,234",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["aten::bmm", "aten::baddbmm"])

@@ -11,19 +11,8 @@ import pytest
 from tests.tables import parametrize
 from tunix_rt.config.load import build_config
 from tunix_rt.config.settings import Training
+from tunix_rt.doctor import selftest
 from tunix_rt.doctor import selftest as proving_child
-from tunix_rt.doctor.selftest import (
-    CHECK_NAMES,
-    COMPUTED,
-    CheckResult,
-    SelfTest,
-    cuda_check_text,
-    read_answer,
-    run_child,
-    run_selftest,
-    selftest_lines,
-    selftest_problem,
-)
 from tunix_rt.engines.selftest.cases import rounded
 from tunix_rt.engines.selftest.runner import ALLOCATION, Setting, compare, device_memory, read_setting, resident_memory
 from tunix_rt.models.resolve import resolve_model
@@ -36,10 +25,10 @@ WRONG = {**HELD, "name": "loss", "ok": False, "detail": "loss[0] is 1, should be
 BEGIN, HELD_LINE = json.dumps({"begun": "product"}), json.dumps({"result": HELD})
 
 
-def child(script: str, *, seconds: float = 20.0) -> SelfTest:
+def child(script: str, *, seconds: float = 20.0) -> selftest.SelfTest:
     """The proof by a child that runs `script`."""
-    answer = run_child([sys.executable, "-S", "-E", "-c", script], seconds=seconds)
-    return SelfTest(backend="torch", device="cuda", dtype="bfloat16", head_size=64, **answer)
+    answer = selftest.run_child([sys.executable, "-S", "-E", "-c", script], seconds=seconds)
+    return selftest.SelfTest(backend="torch", device="cuda", dtype="bfloat16", head_size=64, **answer)
 
 
 def printing(*lines: str) -> str:
@@ -48,12 +37,12 @@ def printing(*lines: str) -> str:
 
 def test_a_whole_answer_is_read():
     about = json.dumps({"about": {"name": "NVIDIA H200", "capability": [9, 0]}})
-    held = [{**HELD, "name": name} for name in CHECK_NAMES]
+    held = [{**HELD, "name": name} for name in selftest.CHECK_NAMES]
     lines = [json.dumps({"result": one}) for one in held]
-    proof = child(printing(BEGIN, *lines, about, json.dumps({"done": CHECK_NAMES})))
-    assert proof.ok and proof.problem is None and selftest_problem(proof) is None
+    proof = child(printing(BEGIN, *lines, about, json.dumps({"done": selftest.CHECK_NAMES})))
+    assert proof.ok and proof.problem is None and selftest.selftest_problem(proof) is None
     assert (
-        proof.results == tuple(CheckResult(**one) for one in held)
+        proof.results == tuple(selftest.CheckResult(**one) for one in held)
         and proof.about["capability"] == [9, 0]
         and proof.pid > 0
     )
@@ -62,12 +51,12 @@ def test_a_whole_answer_is_read():
 
 def test_an_answer_that_lacks_a_proof_is_none_and_the_missing_ones_are_named():
     proof = child(printing(BEGIN, HELD_LINE, json.dumps({"done": ["product"]})))
-    problem, _ = selftest_problem(proof)
+    problem, _ = selftest.selftest_problem(proof)
     assert not proof.ok and problem.endswith("not report device, attention, loss, optimizer, placement, memory, speed")
-    for missing in CHECK_NAMES:
-        others = [{**HELD, "name": name} for name in CHECK_NAMES if name != missing]
+    for missing in selftest.CHECK_NAMES:
+        others = [{**HELD, "name": name} for name in selftest.CHECK_NAMES if name != missing]
         assert answered(*others).problem == f"the child did not report {missing}" and not answered(*others).ok
-    whole = [{**HELD, "name": name} for name in CHECK_NAMES]
+    whole = [{**HELD, "name": name} for name in selftest.CHECK_NAMES]
     assert answered(*whole).ok and not answered(*whole[:-1], {**whole[-1], "ok": False}).ok
 
 
@@ -77,7 +66,7 @@ def test_a_number_that_no_report_can_hold_is_no_answer(number):
     seconds = HELD_LINE.replace("0.5", number)
     about = f'{{"about": {{"total_bytes": [{number}]}}}}'
     for line in (figures, seconds, *([] if number[0] in '"1' and number != "1e999" else [about])):
-        answer = read_answer(line)
+        answer = selftest.read_answer(line)
         assert "which is malformed" in answer["garbage"] and not answer["results"] and not answer["about"]
 
 
@@ -114,7 +103,7 @@ def _alive(pid: int) -> bool:
 def test_a_child_that_gives_no_whole_answer_is_no_proof(script, words):
     proof = child(printing(BEGIN) + script)
     assert words in proof.problem and not proof.ok
-    problem, fix = selftest_problem(proof)
+    problem, fix = selftest.selftest_problem(proof)
     assert words in problem and "tunix-rt doctor --device cuda --backend torch --prove" in fix
 
 
@@ -128,8 +117,8 @@ def asked_of_the_child(monkeypatch, **given) -> list[str]:
     """The arguments with which the child would be started."""
     asked: list[str] = []
     answer = {"results": (), "about": {}, "pid": 1, "seconds": 0.0, "problem": None}
-    monkeypatch.setattr(proving_child, "run_child", lambda command, seconds: asked.extend(command) or answer)
-    run_selftest(backend="torch", device="cpu", **given)
+    monkeypatch.setattr(proving_child, "run_child", lambda command, **_: asked.extend(command) or answer)
+    selftest.run_selftest(backend="torch", device="cpu", **given)
     return asked[asked.index("tunix_rt.engines.selftest.torch") + 1 :]
 
 
@@ -172,41 +161,41 @@ def test_settings_say_which_step_is_proven():
 
 
 def test_a_python_that_is_not_there_is_a_problem_not_a_crash(tmp_path):
-    answer = run_child([str(tmp_path / "python"), "-c", ""], seconds=5)
+    answer = selftest.run_child([str(tmp_path / "python"), "-c", ""], seconds=5)
     assert answer["problem"] == f"the child could not be started: {tmp_path / 'python'}: No such file or directory"
 
 
-def answered(*results: dict, **more) -> SelfTest:
+def answered(*results: dict, **more) -> selftest.SelfTest:
     known = {"backend": "torch", "device": "cuda", "dtype": "bfloat16", "head_size": 256, "pid": 7, "seconds": 3.0}
-    return SelfTest(**known | {"results": tuple(CheckResult(**result) for result in results)} | more)
+    return selftest.SelfTest(**known | {"results": tuple(selftest.CheckResult(**result) for result in results)} | more)
 
 
 def test_wrong_numbers_are_told_with_the_way_out():
-    problem, fix = selftest_problem(answered(HELD, WRONG))
+    problem, fix = selftest.selftest_problem(answered(HELD, WRONG))
     assert problem == "cuda failed the self-test check `loss` in bfloat16: loss[0] is 1, should be 2"
     assert "nvidia-smi -q -d ECC" in fix
-    assert not answered().ok and selftest_problem(answered()) is not None
+    assert not answered().ok and selftest.selftest_problem(answered()) is not None
 
 
 def test_the_text_says_the_gpu_computed_only_when_it_did():
     whole = [{**HELD, "name": name} for name in ("device", "product", "placement")]
     about = {"torch": "2.13.0+cu130", "is_available": True, "name": "NVIDIA H200", "capability": [9, 0]}
-    text = cuda_check_text(answered(*whole, about=about))
+    text = selftest.cuda_check_text(answered(*whole, about=about))
     for line in ("torch.__version__: 2.13.0+cu130", "torch.cuda.is_available(): True", "device name: NVIDIA H200",
-                 "compute capability: (9, 0)", "    largest error: 0.25", COMPUTED):  # fmt: skip
+                 "compute capability: (9, 0)", "    largest error: 0.25", selftest.COMPUTED):  # fmt: skip
         assert line in text.splitlines()
     for index in range(3):
         broken = [{**result, "ok": at != index} for at, result in enumerate(whole)]
-        assert COMPUTED not in cuda_check_text(answered(*broken, about=about))
-    assert COMPUTED not in cuda_check_text(answered(*whole, about=about, device="cpu"))
+        assert selftest.COMPUTED not in selftest.cuda_check_text(answered(*broken, about=about))
+    assert selftest.COMPUTED not in selftest.cuda_check_text(answered(*whole, about=about, device="cpu"))
 
 
 def test_speed_is_told_beside_what_is_published():
     speed = {**HELD, "name": "speed", "figures": {"tflops": 494.5, "gb_s": 4080.0}}
     assert "494.5 TFLOP/s of 989 published (50%), 4,080 GB/s" in "\n".join(
-        selftest_lines(answered(speed), (989.0, None))
+        selftest.selftest_lines(answered(speed), (989.0, None))
     )
-    assert "FAIL  loss[0] is 1" in "\n".join(selftest_lines(answered(HELD, WRONG)))
+    assert "FAIL  loss[0] is 1" in "\n".join(selftest.selftest_lines(answered(HELD, WRONG)))
 
 
 def test_one_wrong_element_among_millions_is_found_and_named():

@@ -17,25 +17,7 @@ from tests.program import ROOT as REPOSITORY
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError
 from tunix_rt.evidence.facts import LEVELS, Finding, Verdict, level_of
-from tunix_rt.evidence.replay.compare import (
-    COMPARISONS,
-    EXACT,
-    FACTOR,
-    MEASURED_STEPS,
-    MOST_GROWTH,
-    TIES,
-    TOLERANCES,
-    WIDE,
-    Match,
-    answers_problem,
-    compare_steps,
-    gaps_problem,
-    grown,
-    heldout_problem,
-    loosest,
-    match_machines,
-    tolerance_of,
-)
+from tunix_rt.evidence.replay import compare
 from tunix_rt.evidence.replay.judge import Outcome, _judge_end, mostly_bit_equal
 from tunix_rt.evidence.replay.steps import (
     PassResult,
@@ -131,8 +113,8 @@ def test_a_segment_without_its_checkpoint_begins_at_an_earlier_one_or_at_the_bas
 # --- how alike two machines are ---------------------------------------------------------------------------------------
 
 
-def match(recorded: dict[str, Any], here: dict[str, Any]) -> Match:
-    return match_machines(Machine.model_validate(recorded), here)
+def match(recorded: dict[str, Any], here: dict[str, Any]) -> compare.Match:
+    return compare.match_machines(Machine.model_validate(recorded), here)
 
 
 def test_the_same_machine_computes_the_same_bits_whatever_its_python() -> None:
@@ -155,7 +137,7 @@ def test_the_same_machine_computes_the_same_bits_whatever_its_python() -> None:
 )
 def test_what_stands_against_bits_is_named(recorded: dict[str, Any], here: dict[str, Any], reason: str) -> None:
     found = match(recorded, recorded | here)
-    assert found == Match(name="same hardware", reasons=(reason,))
+    assert found == compare.Match(name="same hardware", reasons=(reason,))
     assert found.describe() == f"within tolerance, not bitwise (same hardware: {reason})"
 
 
@@ -166,9 +148,9 @@ def test_another_device_or_engine_is_other_hardware(here: dict[str, Any]) -> Non
 
 
 def test_of_several_machines_the_least_alike_counts() -> None:
-    assert loosest(["bitwise", "other hardware", "same hardware"]) == "other hardware"
-    assert Match(name="other hardware").at_most("same hardware", "numerics").name == "other hardware"
-    assert Match(name="bitwise").at_most("same hardware", "numerics").reasons == ("numerics",)
+    assert compare.loosest(["bitwise", "other hardware", "same hardware"]) == "other hardware"
+    assert compare.Match(name="other hardware").at_most("same hardware", "numerics").name == "other hardware"
+    assert compare.Match(name="bitwise").at_most("same hardware", "numerics").reasons == ("numerics",)
 
 
 # --- what counts as the same ------------------------------------------------------------------------------------------
@@ -179,9 +161,9 @@ def line_of(step: Step) -> StepLine:
     return StepLine.model_validate(values | {"loss_hex": step.loss.hex(), "prev": "0" * 64})
 
 
-def problems(recorded: Step, here: Step, tolerance: Any = EXACT) -> list[str]:
-    exact = tolerance == EXACT
-    found = compare_steps([line_of(recorded)], [here], lambda _: tolerance, exact=exact).problems
+def problems(recorded: Step, here: Step, tolerance: Any = compare.EXACT) -> list[str]:
+    exact = tolerance == compare.EXACT
+    found = compare.compare_steps([line_of(recorded)], [here], lambda _: tolerance, exact=exact).problems
     return [one.partition(":")[0] for one in found]
 
 
@@ -202,7 +184,7 @@ def test_where_bits_are_compared_the_last_one_counts(changed: dict[str, Any], na
 
 
 def test_within_tolerance_rounding_passes_and_more_does_not() -> None:
-    near = TOLERANCES["same hardware", "float32"]
+    near = compare.TOLERANCES["same hardware", "float32"]
     assert (
         problems(
             STEP, replace(STEP, loss=2.5 * (1 + 0.9 * near.loss), grad_norm=3.0 * (1 + 0.9 * near.grad_norm)), near
@@ -218,7 +200,7 @@ def test_within_tolerance_rounding_passes_and_more_does_not() -> None:
 def test_many_steps_that_differ_are_one_problem_that_names_the_first_and_counts_the_rest() -> None:
     steps = [replace(STEP, step=number) for number in range(1, 11)]
     other = [replace(one, loss=9.0) for one in steps]
-    (problem,) = compare_steps(list(map(line_of, steps)), other, lambda _: EXACT, exact=True).problems
+    (problem,) = compare.compare_steps(list(map(line_of, steps)), other, lambda _: compare.EXACT, exact=True).problems
     assert problem.startswith("loss: step 1: 2.5 recorded, 9.0 here") and problem.endswith("and 7 more of 10")
 
 
@@ -236,9 +218,9 @@ def test_a_machine_that_gives_half_of_the_recorded_bits_is_held_to_all_of_them()
 
 def test_a_held_out_loss_is_held_to_its_tokens_and_its_tolerance() -> None:
     line = HeldoutLine(step=3, loss=2.0, loss_hex=(2.0).hex(), target_tokens=7)
-    assert heldout_problem(line, 2.0, 7, 0.0) == heldout_problem(line, 2.01, 7, 0.01) == ""
-    assert "after step 3: 2.0 recorded, 2.01 here" in heldout_problem(line, 2.01, 7, 0.001)
-    assert "tokens" in heldout_problem(line, 2.0, 8, 1.0)
+    assert compare.heldout_problem(line, 2.0, 7, 0.0) == compare.heldout_problem(line, 2.01, 7, 0.01) == ""
+    assert "after step 3: 2.0 recorded, 2.01 here" in compare.heldout_problem(line, 2.01, 7, 0.001)
+    assert "tokens" in compare.heldout_problem(line, 2.0, 8, 1.0)
 
 
 def answers(*outputs: str) -> list[Prediction]:
@@ -248,20 +230,22 @@ def answers(*outputs: str) -> list[Prediction]:
 def test_answers_are_the_same_by_text_and_by_how_they_end() -> None:
     recorded = answers("a", "b", "c", "d")
     again = [{"output": one.output, "ended": "stop"} for one in recorded]
-    assert answers_problem("after", recorded, again, texts=1.0) == ""
+    assert compare.answers_problem("after", recorded, again, texts=1.0) == ""
     for changed in ({"output": "x"}, {"ended": "length"}):
         other = [again[0] | changed, *again[1:]]
-        assert answers_problem("after", recorded, other, texts=1.0) == "answers after: 1 of 4 differ, first 'q0'"
-        assert answers_problem("after", recorded, other, texts=0.75) == ""
+        assert (
+            compare.answers_problem("after", recorded, other, texts=1.0) == "answers after: 1 of 4 differ, first 'q0'"
+        )
+        assert compare.answers_problem("after", recorded, other, texts=0.75) == ""
 
 
 def test_no_followed_answer_may_have_a_token_below_a_near_tie() -> None:
     recorded = answers("a", "b")
-    assert gaps_problem("after", recorded, [0.0, 0.4], 0.5) == ""
-    assert "1 of 2 contain tokens that these weights do not give: 'q1' by 0.6" in gaps_problem(
+    assert compare.gaps_problem("after", recorded, [0.0, 0.4], 0.5) == ""
+    assert "1 of 2 contain tokens that these weights do not give: 'q1' by 0.6" in compare.gaps_problem(
         "after", recorded, [0.0, 0.6], 0.5
     )
-    assert gaps_problem("after", recorded, [math.nan, math.inf], 0.5).startswith("answers after: 2 of 2")
+    assert compare.gaps_problem("after", recorded, [math.nan, math.inf], 0.5).startswith("answers after: 2 of 2")
 
 
 # --- tolerances -------------------------------------------------------------------------------------------------------
@@ -269,23 +253,27 @@ def test_no_followed_answer_may_have_a_token_below_a_near_tie() -> None:
 
 def test_tolerances_widen_with_the_distance_of_the_machines_and_with_rounding() -> None:
     for compute in ("float32", "bfloat16"):
-        near, far = TOLERANCES["same hardware", compute], TOLERANCES["other hardware", compute]
+        near, far = compare.TOLERANCES["same hardware", compute], compare.TOLERANCES["other hardware", compute]
         assert all(0 < getattr(near, part) <= getattr(far, part) for part in replay_pages.PARTS)
-    assert TOLERANCES["same hardware", "float32"].loss < TOLERANCES["same hardware", "bfloat16"].loss
-    assert tolerance_of("bitwise", "bfloat16") == EXACT
-    assert tolerance_of("same hardware", "float16") == tolerance_of("same hardware", "bfloat16")
-    assert tolerance_of("same hardware", "float64") == tolerance_of("same hardware", "float32")
+    assert compare.TOLERANCES["same hardware", "float32"].loss < compare.TOLERANCES["same hardware", "bfloat16"].loss
+    assert compare.tolerance_of("bitwise", "bfloat16") == compare.EXACT
+    assert compare.tolerance_of("same hardware", "float16") == compare.tolerance_of("same hardware", "bfloat16")
+    assert compare.tolerance_of("same hardware", "float64") == compare.tolerance_of("same hardware", "float32")
 
 
 def test_every_tolerance_is_a_multiple_of_the_noise_that_was_measured_on_a_cpu_and_a_gpu() -> None:
     honest = [one for one in replay_pages.measured(REPOSITORY) if one["kind"] == "honest"]
-    for (name, compute), allowed in TOLERANCES.items():
+    for (name, compute), allowed in compare.TOLERANCES.items():
         for device in ("CPU", "GPU"):
             found = [one for one in honest if (one["class"], one["compute"], one["on"]) == (name, compute, device)]
             assert found
             for part in replay_pages.PARTS:
-                assert getattr(allowed, part) >= FACTOR * max(one.get(part, 0.0) for one in found), (name, device, part)
-            assert compute not in WIDE or min(one["texts"] for one in found) >= allowed.texts
+                assert getattr(allowed, part) >= compare.FACTOR * max(one.get(part, 0.0) for one in found), (
+                    name,
+                    device,
+                    part,
+                )
+            assert compute not in compare.WIDE or min(one["texts"] for one in found) >= allowed.texts
     same = [one for one in honest if one["class"] == "bitwise"]
     assert {one["on"] for one in same} == {"CPU", "GPU"}
     assert all(one[part] == 0 for one in same for part in replay_pages.PARTS)
@@ -294,18 +282,18 @@ def test_every_tolerance_is_a_multiple_of_the_noise_that_was_measured_on_a_cpu_a
 def test_near_ties_are_a_multiple_of_the_gaps_that_were_measured() -> None:
     for file in replay_pages.GAPS.values():
         pairs = json.loads((REPOSITORY / file).read_text())["pairs"]
-        for name in COMPARISONS[1:]:
+        for name in compare.COMPARISONS[1:]:
             gaps = [gap for one in pairs if one["kind"] == name for gap in one["largest_gaps"]]
-            assert gaps and TIES["bfloat16"] >= FACTOR * max(gaps)
+            assert gaps and compare.TIES["bfloat16"] >= compare.FACTOR * max(gaps)
 
 
 def test_a_tolerance_grows_with_the_steps_since_the_start_up_to_a_limit() -> None:
-    near = tolerance_of("same hardware", "float32")
-    assert grown(near, "float32", 1) == grown(near, "float32", MEASURED_STEPS) == near
-    assert grown(near, "float32", 2 * MEASURED_STEPS).loss == pytest.approx(2 * near.loss)
-    for compute, most in MOST_GROWTH.items():
-        assert grown(near, compute, 10**6).weights == pytest.approx(most * near.weights)
-    assert grown(EXACT, "float32", 10**6) == EXACT
+    near = compare.tolerance_of("same hardware", "float32")
+    assert compare.grown(near, "float32", 1) == compare.grown(near, "float32", compare.MEASURED_STEPS) == near
+    assert compare.grown(near, "float32", 2 * compare.MEASURED_STEPS).loss == pytest.approx(2 * near.loss)
+    for compute, most in compare.MOST_GROWTH.items():
+        assert compare.grown(near, compute, 10**6).weights == pytest.approx(most * near.weights)
+    assert compare.grown(compare.EXACT, "float32", 10**6) == compare.EXACT
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -404,7 +392,7 @@ def test_a_file_that_training_does_not_write_into_the_final_model_is_found_in_ev
     run = SimpleNamespace(final_model={"model.safetensors": "a", "z.safetensors": "b"}, record=None)
     found = PassResult(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "a"}, final_distance=0.0)
     outcome = Outcome()
-    _judge_end(run, found, EXACT, outcome, strict=strict)  # type: ignore[arg-type]
+    _judge_end(run, found, compare.EXACT, outcome, strict=strict)  # type: ignore[arg-type]
     assert outcome.problems == [("final-model", "final_model/z.safetensors is not what training gives here")]
 
 
@@ -412,7 +400,7 @@ def test_a_final_model_that_lies_too_far_from_the_replayed_one_is_found_where_bi
     run = SimpleNamespace(final_model={"model.safetensors": "a"}, record=None)
     found = PassResult(segment=Segment(start=0, stop=4), final_model={"model.safetensors": "c"}, final_distance=0.5)
     near, far = Outcome(), Outcome()
-    tolerance = TOLERANCES["same hardware", "bfloat16"]
+    tolerance = compare.TOLERANCES["same hardware", "bfloat16"]
     _judge_end(run, replace(found, final_distance=0.1), tolerance, near, strict=False)  # type: ignore[arg-type]
     _judge_end(run, found, tolerance, far, strict=False)  # type: ignore[arg-type]
     assert near.problems == [] and [check for check, _ in far.problems] == ["final-model"]

@@ -62,18 +62,11 @@ def test_every_bfloat16_there_is_stays_as_it_is():
 @pytest.mark.parametrize(
     "low",
     [
-        0x3F80_0000,
-        0xBF80_0000,
-        0x3FFF_0000,
-        0x0000_0000,
-        0x8000_0000,
-        0x007F_0000,
-        0x4049_0000,
-        0x0001_0000,
+        0x3F80_0000, 0xBF80_0000, 0x3FFF_0000, 0x0000_0000, 0x8000_0000, 0x007F_0000, 0x4049_0000, 0x0001_0000,
         0x7F7E_0000,
     ],
     ids=["1", "-1", "below 2", "0", "-0", "the last denormal", "3.14", "the first denormal", "below the largest"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("share", [1, 0x0800, 0x8000, 0xFFFF])
 def test_the_upper_neighbour_is_taken_with_the_share_of_the_way_to_it(low, share):
     count = 2**16

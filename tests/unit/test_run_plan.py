@@ -36,7 +36,6 @@ def test_without_rows_they_are_as_long_as_max_length_and_no_steps_are_known():
     assert (plan.memory.row_tokens, plan.memory.target_share) == (1024, 1.0)
     assert plan.steps is plan.tokens_per_step is plan.seconds is plan.fitting is None
     assert plan.fit == verdict(plan.memory, H200) and plan.verdict == "fits" and plan.disk_bytes > 0
-    assert plan.eval_batch_size == plan.memory.eval_rows
 
 
 @pytest.mark.parametrize("settings", [(), ("training.max_steps=7",), ("training.num_train_epochs=2.5",),
@@ -58,14 +57,9 @@ def test_the_time_on_a_cpu_follows_its_rate_and_is_unknown_without():
     assert plan_run(config, SHAPE, CPU, ROWS).seconds is None
     plan = plan_run(config, SHAPE, CPU, ROWS, cpu_flops=1e11)
     time = estimate_time(
-        SHAPE,
-        config,
-        tokens_per_step=4000,
-        steps=10,
-        eval_items=64,
-        eval_rows=plan.eval_batch_size,
+        SHAPE, config, tokens_per_step=4000, steps=10, eval_items=64, eval_rows=plan.memory.eval_rows,
         flops_per_second=1e11,
-    )
+    )  # fmt: skip
     assert plan.seconds == (time.seconds_low, time.seconds_high)
 
 

@@ -72,19 +72,10 @@ def make_finished(root, *, finished="2026-01-02T03:04:05+00:00", **changed):
     for step in (2, 3):
         (run.checkpoints / f"step-{step:06d}").mkdir(parents=True)
     result = {
-        "schema": "tunix-rt/result/1",
-        "status": "completed",
-        "exit_code": 0,
-        "reason": "all steps taken",
-        "started": "2026-01-01T00:00:00+00:00",
-        "steps_completed": 3,
-        "steps_planned": 3,
-        "final_loss": 1.0,
-        "device": "cpu",
-        "parameters": 1_234_567,
-        "seconds": 75.0,
-        "finished": finished,
-    }
+        "schema": "tunix-rt/result/1", "status": "completed", "exit_code": 0, "reason": "all steps taken",
+        "started": "2026-01-01T00:00:00+00:00", "steps_completed": 3, "steps_planned": 3, "final_loss": 1.0,
+        "device": "cpu", "parameters": 1_234_567, "seconds": 75.0, "finished": finished,
+    }  # fmt: skip
     write_json(run.result, result | changed)
     return run
 

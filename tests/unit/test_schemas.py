@@ -13,6 +13,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from tests.conftest import ROOT
+from tests.tables import parametrize
 from tunix_rt.config.load import build_config
 from tunix_rt.doctor import facts
 from tunix_rt.doctor.checks import judge
@@ -21,7 +22,6 @@ from tunix_rt.engines import step_time as parts
 from tunix_rt.plan import fit, shape
 from tunix_rt.plan import timing as flops
 from tunix_rt.runs import fields as types
-from tunix_rt.runs import folder as rundir
 from tunix_rt.runs import schemas, schemas_host
 from tunix_rt.runs.checksums import LONGEST_LINE, parse_object
 from tunix_rt.runs.record import RunRecord
@@ -122,7 +122,7 @@ def test_a_refused_run_needs_no_more_than_how_it_ended() -> None:
     kept = ("schema", "status", "exit_code", "reason", "started", "finished", "seconds")
     assert problems(schemas.Result, {key: result[key] for key in kept}) == []
     assert problems(schemas.Result, {key: result[key] for key in kept[1:]}) == ["schema: missing"]
-    assert get_args(types.Status) == rundir.RESULT_STATUS
+    assert get_args(types.Status) == ("completed", "refused", "failed", "preempted")
 
 
 def test_doctor_reports_of_every_known_computer_have_the_declared_shape() -> None:
@@ -230,19 +230,7 @@ def test_a_dataclass_is_held_as_strictly_as_a_schema(wrong: dict[str, Any], prob
     assert problems(schemas.SampleLine, ANSWER | {"step": 3} | wrong) == [problem]
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("facts", "host", "cpu_cores"), "8"),
-        (("facts", "host", "wsl"), 0),
-        (("facts", "nvidia", "gpus"), {}),
-        (("choice", "count"), 1.0),
-        (("choice", "device"), None),
-        (("checks", 0, "verdict"), "fine"),
-        (("proof", "results", 0, "seconds"), float("inf")),
-        (("proof", "about", "uuid"), "a\u202eb"),
-    ],
-)
+@parametrize("path", "value")
 def test_facts_of_a_computer_are_not_converted(path: tuple[Any, ...], value: Any) -> None:
     report = json.loads((BUNDLES / "m40_v1" / "doctor.json").read_text())
     at(report, path[:-1])[path[-1]] = value

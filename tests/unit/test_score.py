@@ -4,16 +4,7 @@ import pytest
 
 from tests.tables import tables
 from tunix_rt.errors import InputError
-from tunix_rt.scoring.score import (
-    Tags,
-    is_well_formed,
-    judge,
-    matches_lenient,
-    matches_strict,
-    read_answer,
-    reasoning_of,
-    score_predictions,
-)
+from tunix_rt.scoring import score
 from tunix_rt.storage import to_plain
 
 
@@ -22,7 +13,7 @@ def tagged(answer: str, reasoning: str = "12 + 25 = 37") -> str:
 
 
 def test_reading_a_well_formed_output_gives_both_blocks():
-    answer = read_answer("\n<reasoning>\n12 + 25 = 37\n</reasoning>\n<answer> 37 </answer>\n")
+    answer = score.read_answer("\n<reasoning>\n12 + 25 = 37\n</reasoning>\n<answer> 37 </answer>\n")
     assert answer is not None
     assert (answer.reasoning, answer.answer) == ("12 + 25 = 37", "37")
 
@@ -31,19 +22,19 @@ MALFORMED = tables(__file__)["malformed"]
 
 
 def test_anything_but_one_reasoning_and_one_answer_is_not_well_formed():
-    assert [text for text in MALFORMED if is_well_formed(text)] == []
+    assert [text for text in MALFORMED if score.is_well_formed(text)] == []
 
 
 def test_other_tags_are_read_as_the_usual_ones_are():
-    tags = Tags(reasoning="think", answer="final-answer")
+    tags = score.Tags(reasoning="think", answer="final-answer")
     output = "<think>\n12 + 25 = 37\n</think>\n\n<final-answer>37</final-answer>"
-    assert judge(id="a", prompt="?", expected="37", output=output, tags=tags).strict
-    assert not is_well_formed(output) and not matches_strict(output, "37")
+    assert score.judge(id="a", prompt="?", expected="37", output=output, tags=tags).strict
+    assert not score.is_well_formed(output) and not score.matches_strict(output, "37")
     usual = "<think>so</think><final-answer><answer>37</answer> of 40</final-answer>"
-    assert (matches_lenient(usual, "37"), matches_lenient(usual, "37", tags)) == (True, False)
-    assert matches_lenient(usual, "40", tags)
-    assert is_well_formed("<think>a</think><final-answer>b</final-answer>", tags)
-    assert not is_well_formed(tagged("37"), tags)
+    assert (score.matches_lenient(usual, "37"), score.matches_lenient(usual, "37", tags)) == (True, False)
+    assert score.matches_lenient(usual, "40", tags)
+    assert score.is_well_formed("<think>a</think><final-answer>b</final-answer>", tags)
+    assert not score.is_well_formed(tagged("37"), tags)
 
 
 TAKEN = {  # text -> values that are the last one, values that are not
@@ -57,41 +48,35 @@ TAKEN = {  # text -> values that are the last one, values that are not
 
 def test_the_lenient_reading_takes_the_last_value_and_no_other():
     for text, values in TAKEN.items():
-        taken = tuple([value for value in side if matches_lenient(text, value)] for side in values)
+        taken = tuple([value for value in side if score.matches_lenient(text, value)] for side in values)
         assert taken == (values[0], []), text
 
 
 def test_a_long_output_of_open_tags_is_judged_in_reasonable_time():
     output = "<answer>" * 60_000 + "37"  # a model stuck in a loop; quadratic search would take minutes
-    assert not matches_strict(output, "37")
-    assert matches_lenient(output, "37")
+    assert not score.matches_strict(output, "37")
+    assert score.matches_lenient(output, "37")
 
 
 def predictions():
     return [
-        judge(
-            id="a",
-            prompt="?",
-            expected="37",
-            output=tagged("37"),
-            section="core",
-            category="addition",
-            difficulty="easy",
-            ended="tag",
+        score.judge(
+            id="a", prompt="?", expected="37", output=tagged("37"), section="core", category="addition",
+            difficulty="easy", ended="tag",
         ),
-        judge(id="b", prompt="?", expected="5", output="it is 5", section="core", category="addition"),
-        judge(
+        score.judge(id="b", prompt="?", expected="5", output="it is 5", section="core", category="addition"),
+        score.judge(
             id="c", prompt="?", expected="5", output=tagged("6"), section="core", category="addition", ended="length"
         ),
-        judge(id="d", prompt="?", expected="5", output="", section="edge", category="zero"),
-    ]
+        score.judge(id="d", prompt="?", expected="5", output="", section="edge", category="zero"),
+    ]  # fmt: skip
 
 
 def test_scores_count_what_the_verdicts_say():
     nothing = {"items": 1, "correct": 0, "accuracy": 0.0, "accuracy_lenient": 0.0, "format_rate": 0.0}
     easy = {"items": 1, "correct": 1, "accuracy": 1.0, "accuracy_lenient": 1.0, "format_rate": 1.0}
     addition = {"items": 3, "correct": 1, "accuracy": 1 / 3, "accuracy_lenient": 2 / 3, "format_rate": 2 / 3}
-    scores = to_plain(score_predictions(predictions(), "before"))
+    scores = to_plain(score.score_predictions(predictions(), "before"))
     length = len(tagged("37")) + len("it is 5") + len(tagged("6"))
     assert scores == {
         "schema": "tunix-rt/scores/2",
@@ -121,31 +106,29 @@ def test_scores_count_what_the_verdicts_say():
 
 
 REASONINGS = {
-    tagged("37"): "12 + 25 = 37",
-    "<reasoning>a b</reasoning><reasoning>c d</reasoning><answer>1</answer>": "c d",
-    "We add. <answer>37</answer>": "We add.",
-    "We add.<b>So</b> <answer>37": "We add.\nSo",
-    "<reasoning>cut of": "cut of",
-    "it is 37": "it is 37",
-    "": "",
-}
+    tagged("37"): "12 + 25 = 37", "<reasoning>a b</reasoning><reasoning>c d</reasoning><answer>1</answer>": "c d",
+    "We add. <answer>37</answer>": "We add.", "We add.<b>So</b> <answer>37": "We add.\nSo",
+    "<reasoning>cut of": "cut of", "it is 37": "it is 37", "": "",
+}  # fmt: skip
 
 
 def test_the_reasoning_is_the_block_or_everything_before_the_answer():
-    assert {output: reasoning_of(output) for output in REASONINGS} == REASONINGS
+    assert {output: score.reasoning_of(output) for output in REASONINGS} == REASONINGS
     for output, reasoning in REASONINGS.items():
-        assert judge(id="a", prompt="?", expected="1", output=output).reasoning_words == len(reasoning.split())
+        assert score.judge(id="a", prompt="?", expected="1", output=output).reasoning_words == len(reasoning.split())
 
 
 def test_equations_are_counted_in_the_reasoning_and_not_in_the_answer():
-    item = judge(id="a", prompt="?", expected="37", output=tagged("1 + 1 = 3", reasoning="12 + 25 = 37, 37 - 5 = 31"))
+    item = score.judge(
+        id="a", prompt="?", expected="37", output=tagged("1 + 1 = 3", reasoning="12 + 25 = 37, 37 - 5 = 31")
+    )
     assert (item.equations, item.equations_right) == (2, 1)
 
 
 @pytest.mark.parametrize("ended", ["length", "time", "context"])
 def test_a_reasoning_that_was_cut_off_is_not_right_by_its_last_number(ended):
     def right(output, how=ended):
-        return judge(id="a", prompt="?", expected="7", output=output, ended=how).lenient
+        return score.judge(id="a", prompt="?", expected="7", output=output, ended=how).lenient
 
     cut = "<reasoning>We have 3 + 4 = 7. Then we"
     assert not right(cut) and not right("We have 3 + 4 = 7") and not right("<reasoning>3 + 4 = 7</reasoning>")
@@ -163,9 +146,9 @@ def test_a_reasoning_that_was_cut_off_is_not_right_by_its_last_number(ended):
 
 def test_an_empty_eval_set_is_refused():
     with pytest.raises(InputError, match="empty"):
-        score_predictions([], "before")
+        score.score_predictions([], "before")
 
 
 def test_an_id_given_twice_is_refused_by_name():
     with pytest.raises(InputError, match="'a' occurs twice"):
-        score_predictions([*predictions(), predictions()[0]], "before")
+        score.score_predictions([*predictions(), predictions()[0]], "before")

@@ -10,6 +10,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.tables import parametrize
 
+PROGRAMS = ("awk", "bash", "cat", "dirname", "grep", "head", "sed", "sleep", "tail", "timeout", "tr", "true", "uname")
+
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
@@ -24,21 +26,7 @@ def clone(tmp_path: Path) -> Path:
         tmp_path / "bin" / "python3.11", f'case "$*" in *venv* | *whl*) exit 1;; *) exec {sys.executable} "$@";; esac'
     )
     # No other program is found, and so no nvidia-smi of this computer either.
-    for name in (
-        "awk",
-        "bash",
-        "cat",
-        "dirname",
-        "grep",
-        "head",
-        "sed",
-        "sleep",
-        "tail",
-        "timeout",
-        "tr",
-        "true",
-        "uname",
-    ):
+    for name in PROGRAMS:
         if found := shutil.which(name):
             (tmp_path / "bin" / name).symlink_to(found)
     disk(tmp_path, free_gib=100)

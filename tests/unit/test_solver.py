@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.solver_cases import H200, IN_ORDER, cases, fastest_of, solved
-from tests.tables import parametrize
+from tests.tables import parametrize, tables
 from tests.unit.test_plan import GEMMA3_270M, GEMMA_2B, SMOLLM2_135M
 from tunix_rt.config.load import load_config, with_settings
 from tunix_rt.config.settings import RunConfig, require_runnable
@@ -33,7 +33,7 @@ SHAPES = {
     "gemma2": shape_of({"model_type": "gemma2"}),
 }
 NAMED = ["model.model_name_or_path=a-model", "data.dataset=some-traces"]
-MODERN, OLD = (8, 6), (7, 5)
+MODERN = (8, 6)
 ROWS, OFTEN = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 
 
@@ -82,9 +82,10 @@ def case(
     devices: int = 1,
     steps: int | None = None,
 ) -> Case:
+    capability = tuple(capability) if capability and device == "cuda" else None
     return Case(
         name=f"{preset} {gib} GiB {device} {' '.join(asked)}", shape=SHAPES[preset], asked=list(asked), device=device,
-        free_bytes=int(gib * GIB), capability=capability if device == "cuda" else None, devices=devices, steps=steps,
+        free_bytes=int(gib * GIB), capability=capability, devices=devices, steps=steps,
     )  # fmt: skip
 
 
@@ -93,39 +94,7 @@ def rows(at_a_time: int, often: int = 1) -> tuple[str, str]:
 
 
 NARROW, JAX = "training.dtype=bfloat16", "training.backend=jax"
-CASES = [
-    case("gpt2", 4, *rows(12)),
-    case("gpt2", 3, *rows(6, 2), NARROW),
-    case("gpt2", 2, *rows(8), capability=OLD),
-    case("gpt2", 6, *rows(8), device="cpu"),
-    case("gpt2", 2.5, *rows(8), "evaluation.per_device_eval_batch_size=64", "evaluation.max_new_tokens=512"),
-    case("smollm2", 4, *rows(8), "data.max_length=2048"),
-    case("smollm2", 6, *rows(12), "data.max_length=2048", NARROW, "training.gradient_checkpointing=0.3"),
-    case("smollm2", 3, *rows(8), "training.dtype=float16", capability=OLD),
-    case("smollm2", 3, *rows(8), "training.dtype=float16"),
-    case("smollm2", 8, *rows(8), device="cpu"),
-    case("smollm2", 8, *rows(4), "training.dtype=float64", device="cpu"),
-    case("smollm2", 2.5, *rows(4), "training.lora_rank=8", "data.max_length=2048"),
-    case("smollm2", 3, *rows(8), "data.packing=false", "data.max_length=2048"),
-    case("270m", 6, *rows(8)),
-    case("270m", 5, *rows(4, 4), NARROW),
-    case("270m", 4, *rows(8), NARROW, "training.optim=adamw_8bit"),
-    case("270m", 4, *rows(6), capability=None),
-    case("270m", 6, *rows(8), "training.adam_beta2=0.95"),
-    case("2b", 40, *rows(8), NARROW),
-    case("2b", 24, *rows(4, 2)),
-    case("2b", 16, *rows(8), NARROW, "training.master_dtype=bfloat16", "training.stochastic_rounding=false"),
-    case("2b", 12, *rows(4), "evaluation.per_device_eval_batch_size=32"),
-    case("2b", 8, *rows(2), NARROW),
-    case("2b", 20, *rows(4), capability=OLD),
-    case("gemma2", 24, *rows(4, 2), NARROW, "training.deterministic=true"),
-    case("2b", 30, *rows(8), JAX, NARROW),
-    case("2b", 4, *rows(4), JAX, "training.dtype=float32", device="tpu", devices=8),
-    case("smollm2", 2, *rows(8), JAX, NARROW, "training.gradient_checkpointing=0.7"),
-    case("smollm2", 4, *rows(60, 7), NARROW),
-    case("2b", 40, *rows(8), NARROW, steps=3),
-    case("smollm2", 4, *rows(8), "data.max_length=2048", steps=3),
-]  # fmt: skip
+CASES = [case(preset, gib, *asked, **more) for preset, gib, asked, more in tables(__file__)["cases"]]
 ids = [one.name for one in CASES]
 
 

@@ -34,22 +34,10 @@ def at_once(text: str) -> list[tuple[str, str]]:
 
 snippets = st.sampled_from(
     [
-        "<reasoning>",
-        "</reasoning>",
-        "<answer>",
-        "</answer>",
-        "<",
-        "</",
-        "<ans",
-        "<b>",
-        ">",
-        "\ufffd",
-        "3 < 4",
-        "\n",
-        "ü",
-        "x",
+        "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<", "</", "<ans", "<b>", ">", "\ufffd", "3 < 4", "\n",
+        "ü", "x",
     ]
-)
+)  # fmt: skip
 texts = st.lists(snippets, max_size=12).map("".join)
 
 

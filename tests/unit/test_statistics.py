@@ -116,13 +116,9 @@ def test_the_interval_of_verdicts_is_that_of_scipy_within_the_monte_carlo_error(
             continue
         found = paired_bootstrap(before, after, seed=number)
         theirs = scipy.stats.bootstrap(
-            (before, after),
-            lambda b, a, axis: (a - b).mean(axis=axis),
-            paired=True,
-            method="percentile",
-            n_resamples=10_000,
-            rng=np.random.default_rng(number + 1_000),
-        ).confidence_interval
+            (before, after), lambda b, a, axis: (a - b).mean(axis=axis), paired=True, method="percentile",
+            n_resamples=10_000, rng=np.random.default_rng(number + 1_000),
+        ).confidence_interval  # fmt: skip
         # the mean of a resample is a whole number of answers over their count: an end may fall on the next one
         tolerance = MONTE_CARLO * (after - before).std() / math.sqrt(len(before)) + 1 / len(before)
         assert found.low == pytest.approx(theirs.low, abs=tolerance), table
@@ -345,13 +341,10 @@ def test_an_end_in_answers_is_never_nearer_to_the_middle_than_the_interval():
         assert low <= change.net <= high
 
 
-def test_small_p_values_are_not_spelled_out():
+def test_a_p_value_is_seen_to_be_below_or_above_the_border_and_a_small_one_is_not_spelled_out():
     assert [p_text(value) for value in (1.0, 0.0625, 0.0001, 0.00009, 0.0)] == [
         "p = 1", "p = 0.062", "p = 0.0001", "p < 0.0001", "p < 0.0001",
     ]  # fmt: skip
-
-
-def test_a_p_value_is_seen_to_be_below_or_above_the_border():
     assert [p_text(value) for value in (0.0498, 0.04997, 0.05, 0.0502, 0.0494)] == [
         "p = 0.0498", "p = 0.04997", "p = 0.05", "p = 0.0502", "p = 0.049",
     ]  # fmt: skip
@@ -381,24 +374,11 @@ def coverage_block():
 
 
 GUIDE_POINTS = [
-    (10, 0.1, 0.05),
-    (28, 0.03, 0.06),
-    (50, 0.04, 0.02),
-    (100, 0.01, 0.015),
-    (100, 0.005, 0.01),
-    (40, 0.3, 0.1),
-]
+    (10, 0.1, 0.05), (28, 0.03, 0.06), (50, 0.04, 0.02), (100, 0.01, 0.015), (100, 0.005, 0.01), (40, 0.3, 0.1),
+]  # fmt: skip
 
 
-def test_the_guide_has_the_coverage_that_the_functions_have():
-    (written,) = re.findall(
-        r"<!-- coverage:begin -->\n\n(.*?)\n\n<!-- coverage:end -->", GUIDE.read_text(encoding="utf-8"), re.S
-    )
-    assert written == coverage_block()
-
-
-def test_the_guide_has_the_widths_that_the_functions_give():
-    (written,) = re.findall(
-        r"<!-- sizes:begin -->\n\n(.*?)\n\n<!-- sizes:end -->", GUIDE.read_text(encoding="utf-8"), re.S
-    )
-    assert written == sizes_block()
+@pytest.mark.parametrize(("name", "block"), [("coverage", coverage_block), ("sizes", sizes_block)])
+def test_the_guide_has_the_coverage_and_the_widths_that_the_functions_give(name, block):
+    (written,) = re.findall(rf"<!-- {name}:begin -->\n\n(.*?)\n\n<!-- {name}:end -->", GUIDE.read_text("utf-8"), re.S)
+    assert written == block()

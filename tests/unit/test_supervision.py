@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from tests.conftest import SHIPPED
 from tests.supervision_checks import (
     CONVERSATIONS,
     chat,
@@ -32,11 +31,6 @@ AWKWARD = Sample(
     steps=("é 😀\tx\n", "</b> < > &"),
     answer="½",
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(SHIPPED)
 
 
 @pytest.fixture(scope="module")

@@ -384,15 +384,8 @@ def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path):
 def test_control_tokens_are_the_special_ones_and_not_the_tags(tokenizer_with):
     listed = tokenizer_with().control_tokens
     assert set(listed) == {
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "<unk>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<start_of_turn>",
-        "<end_of_turn>",
-    }
+        "<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>",
+    }  # fmt: skip
 
 
 def test_the_hash_of_a_tokenizer_changes_with_what_matters_beside_tokenizer_json(tokenizer_with):

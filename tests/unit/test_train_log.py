@@ -4,35 +4,25 @@ import hashlib
 import json
 import logging
 import os
-import resource
-import subprocess
-import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.test_rundir import run_limited
 from tunix_rt.config.load import build_config
 from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.sources import Dataset
 from tunix_rt.engines.base import PhasePeak, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
-from tunix_rt.runs.folder import (
-    RunDir,
-    checkpoint_problems,
-    checkpoint_step,
-    list_checkpoints,
-    publish_checkpoint,
-    stage_checkpoint,
-)
+from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import MetricsLog, final_state, state_hash
+from tunix_rt.runs.schemas import Batch
 from tunix_rt.storage import append_jsonl, read_json, write_json
 from tunix_rt.train.checkpointer import best_checkpoint
-from tunix_rt.train.commitment import Batch
 from tunix_rt.train.context import Options, RunContext
 from tunix_rt.train.loop import train_run
 from tunix_rt.train.preemption import Preemption
@@ -49,21 +39,14 @@ def no_waiting_for_the_disk():
 
 def step(number, loss=None):
     return Step(
-        step=number,
-        loss=3.0 / number + 0.1 if loss is None else loss,
-        lr=1e-3,
-        grad_norm=1.5,
-        target_tokens=100,
-        tokens=160,
-        seconds=0.25,
-        peak_bytes=1_000_000,
-        batch=hashlib.sha256(str(number).encode()).hexdigest(),
-    )
+        step=number, loss=3.0 / number + 0.1 if loss is None else loss, lr=1e-3, grad_norm=1.5, target_tokens=100,
+        tokens=160, seconds=0.25, peak_bytes=1_000_000, batch=hashlib.sha256(str(number).encode()).hexdigest(),
+    )  # fmt: skip
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDir(tmp_path)
+    run = run_folder.RunDir(tmp_path)
     write_json(run.precommit, {"schema": "tunix-rt/precommit/1", "seed": 0})
     return run
 
@@ -174,24 +157,9 @@ def test_a_loss_that_is_not_finite_never_reaches_the_log(five_steps, loss):
 def test_a_full_disk_at_resume_does_not_cost_the_lines_that_are_kept(five_steps):
     """Without its metrics a run cannot be continued: cutting the file must not pass through an empty one."""
     whole = lines(five_steps)
-    script = """
-        import sys
-        from pathlib import Path
-        from tunix_rt.errors import TunixError
-        from tunix_rt.runs.folder import RunDir
-        from tunix_rt.runs.ledger import MetricsLog
-        try:
-            MetricsLog.open(RunDir(Path(sys.argv[1])), keep_steps=4)
-        except TunixError as error:
-            raise SystemExit(error.exit_code)
-        """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(five_steps.root)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    imports = "from tunix_rt.runs.folder import RunDir; from tunix_rt.runs.ledger import MetricsLog"
+    cut = f"{imports}; MetricsLog.open(RunDir(Path(sys.argv[1])), keep_steps=4)"
+    ended = run_limited(cut, five_steps.root, file_bytes=0)
     assert ended.returncode in (0, 8), ended.stderr
     assert lines(five_steps)[:4] == whole[:4]
 
@@ -216,21 +184,22 @@ def commit(run, heads):
 
     def commit(number):
         state = {"metrics_head": heads[number]}
-        return publish_checkpoint(
-            stage_checkpoint(run.checkpoints, number, lambda folder: write_json(folder / "state.json", state))
+        return run_folder.publish_checkpoint(
+            run_folder.stage_checkpoint(
+                run.checkpoints, number, lambda folder: write_json(folder / "state.json", state)
+            )
         )
 
     return commit
 
 
-def test_without_a_checkpoint_a_run_starts_at_the_beginning(run):
+def test_a_run_goes_on_from_the_checkpoint_with_the_highest_step_never_from_a_staged_one_or_else_begins(run, commit):
     assert newest_checkpoint(run) == (None, 0)
-
-
-def test_the_newest_checkpoint_is_the_one_with_the_highest_step(run, commit):
     commit(100)
     commit(50)
     assert newest_checkpoint(run) == (run.checkpoints / "step-000100", 100)
+    (run.checkpoints / "step-000100").rename(run.checkpoints / ".staged-step-000100")
+    assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
 
 
 def test_what_was_passed_over_is_known_at_the_start_with_its_problems(run, commit):
@@ -278,8 +247,8 @@ def test_a_sound_checkpoint_is_not_given_up_for_a_line_in_the_middle_of_the_metr
 @pytest.mark.parametrize("state", [None, "not JSON", "[]", "{}"])
 def test_a_checkpoint_with_a_manifest_but_no_sound_state_is_passed_over(run, commit, state):
     commit(50)
-    publish_checkpoint(
-        stage_checkpoint(
+    run_folder.publish_checkpoint(
+        run_folder.stage_checkpoint(
             run.checkpoints, 100, lambda folder: None if state is None else (folder / "state.json").write_text(state)
         )
     )
@@ -296,12 +265,6 @@ def test_what_the_kept_steps_took_is_known_at_the_start(run, commit, heads):
         "metrics_head": heads[100],
     }
     assert (start.seconds, start.peak_bytes, start.saved_state) == (25.0, 1_000_000, "step 100 is saved")
-
-
-def test_a_staged_checkpoint_is_never_continued_from(run, commit):
-    commit(50)
-    commit(100).rename(run.checkpoints / ".staged-step-000100")
-    assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
 
 
 def test_the_state_of_a_checkpoint_is_one_hash_over_weights_and_optimizer():
@@ -394,9 +357,9 @@ def train(run, *, total, resume=False, stop_after=None, read_along=None, **train
 
 def test_a_run_keeps_its_newest_checkpoints_and_a_line_for_every_step(run):
     notes = train(run, total=7)
-    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000007", "step-000006"]
+    assert [path.name for path in run_folder.list_checkpoints(run.checkpoints)] == ["step-000007", "step-000006"]
     assert best_checkpoint(run) == {"best_step": 7, "best_heldout_loss": 1 / 28}
-    assert not any(checkpoint_problems(path) for path in list_checkpoints(run.checkpoints))
+    assert not any(run_folder.checkpoint_problems(path) for path in run_folder.list_checkpoints(run.checkpoints))
     assert_chain(run, 7, notes["metrics_head"])
     assert notes["steps_completed"] == 7
     assert notes["final_loss"] == 1 / 28
@@ -433,7 +396,7 @@ def test_every_state_that_was_saved_is_covered_by_the_metrics_or_by_the_result(r
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 6, 7])
 def test_a_stopped_run_saves_its_step_and_continues_to_the_same_end(run, tmp_path, stop_after):
-    uninterrupted = RunDir(tmp_path / "whole")
+    uninterrupted = run_folder.RunDir(tmp_path / "whole")
     write_json(uninterrupted.precommit, read_json(run.precommit))
     whole = train(uninterrupted, total=7)
     with pytest.raises(Preempted, match=f"step {stop_after} is saved") as caught:
@@ -449,7 +412,7 @@ def test_a_stopped_run_saves_its_step_and_continues_to_the_same_end(run, tmp_pat
 
 
 def test_a_continued_run_falls_back_over_a_damaged_checkpoint_to_the_same_end(run, tmp_path):
-    uninterrupted = RunDir(tmp_path / "whole")
+    uninterrupted = run_folder.RunDir(tmp_path / "whole")
     write_json(uninterrupted.precommit, read_json(run.precommit))
     whole = train(uninterrupted, total=7)
     with pytest.raises(Preempted):
@@ -462,7 +425,7 @@ def test_a_continued_run_falls_back_over_a_damaged_checkpoint_to_the_same_end(ru
 
 def test_a_changed_last_line_is_taken_again_when_a_run_is_continued(run, tmp_path):
     """No line follows it, but the checkpoint has kept its hash."""
-    uninterrupted = RunDir(tmp_path / "whole")
+    uninterrupted = run_folder.RunDir(tmp_path / "whole")
     write_json(uninterrupted.precommit, read_json(run.precommit))
     train(uninterrupted, total=7)
     with pytest.raises(Preempted):
@@ -494,16 +457,16 @@ def test_a_checkpoint_lies_on_the_disk_before_an_evaluation_starts(run):
         total=7,
         save_steps=5,
         eval_steps=2,
-        read_along=lambda at: found.update({at: list_checkpoints(run.checkpoints)}),
+        read_along=lambda at: found.update({at: run_folder.list_checkpoints(run.checkpoints)}),
     )
-    newest = {at: checkpoint_step(paths[0]) if paths else 0 for at, paths in found.items()}
+    newest = {at: run_folder.checkpoint_step(paths[0]) if paths else 0 for at, paths in found.items()}
     assert newest == {0: 0, 2: 2, 4: 4, 6: 6, 7: 7}
-    assert not any(checkpoint_problems(path) for path in list_checkpoints(run.checkpoints))
+    assert not any(run_folder.checkpoint_problems(path) for path in run_folder.list_checkpoints(run.checkpoints))
 
 
 @pytest.mark.parametrize("stop_after", [2, 3, 4])
 def test_samples_of_a_continued_run_are_those_of_one_that_was_not_stopped(run, tmp_path, stop_after):
-    whole = RunDir(tmp_path / "whole")
+    whole = run_folder.RunDir(tmp_path / "whole")
     write_json(whole.precommit, read_json(run.precommit))
     kept = {}
     for each in (run, whole):
@@ -522,11 +485,11 @@ def test_samples_of_a_continued_run_are_those_of_one_that_was_not_stopped(run, t
 def test_a_retaken_checkpoint_survives_a_damaged_one_of_a_higher_step(run):
     with pytest.raises(Preempted):
         train(run, total=9, stop_after=7)
-    for path in list_checkpoints(run.checkpoints):
+    for path in run_folder.list_checkpoints(run.checkpoints):
         (path / "model.safetensors").write_text("999")
     with pytest.raises(Preempted):
         train(run, total=9, resume=True, stop_after=2)
-    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000002"]
+    assert [path.name for path in run_folder.list_checkpoints(run.checkpoints)] == ["step-000002"]
     assert train(run, total=9, resume=True)["weight"] == 45
 
 

@@ -11,6 +11,7 @@ import tokenizers
 
 from docs.data_examples import EXPLANATIONS
 from tests.conftest import SHIPPED
+from tests.samples import write_lines
 from tests.tables import parametrize, tables
 from tunix_rt.config.load import build_config
 from tunix_rt.data import contamination as overlap
@@ -100,16 +101,11 @@ def tokenizer_with(template: str | None, folder: Path):
     return load_tokenizer(folder, "gemma3_text")
 
 
-def write_lines(path: Path, records) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 def found_in(records, case: Case, template: str | None, model: ModelFacts, folder: Path) -> list[Finding]:
-    path = write_lines(folder / "my.jsonl", records)
+    path = write_lines(folder / "my.jsonl", *records)
     evaluation = {"enabled": False}
     if case.eval_questions:
-        evaluation = {"evalset": str(write_lines(folder / "eval.jsonl", case.eval_questions))}
+        evaluation = {"evalset": str(write_lines(folder / "eval.jsonl", *case.eval_questions))}
     raw = {"evaluation": evaluation, **case.settings}
     raw["data"] = {"dataset": str(path), **raw.get("data", {})}
     tokenizer = tokenizer_with(template, folder / "tokenizer")
@@ -184,7 +180,7 @@ def test_several_broken_rules_are_said_together_and_only_warnings_refuse_nothing
 
 
 def test_a_warning_is_said_and_the_run_goes_on(tmp_path, caplog):
-    path = write_lines(tmp_path / "my.jsonl", [trace(), FIRST, trace()])
+    path = write_lines(tmp_path / "my.jsonl", trace(), FIRST, trace())
     config = build_config(
         {"data": {"dataset": str(path), "validation_fraction": 0}, "evaluation": {"enabled": False}}, "t"
     )
@@ -366,12 +362,6 @@ def test_another_sign_or_number_is_another_question(texts):
     assert overlap.fold(texts[0]) != overlap.fold(texts[1])
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        ("How many?", "how  MANY"), ("twenty-five", "twenty five"), ("1,600", "1600"), ("“Ｈi”, he said", "hi he said"),
-        ("don't", "don’t"), ("x − 1", "x-1"), ("3 + 4 = 7.", "3+4=7"), ("so – or not?", "so or not"),
-    ],
-)  # fmt: skip
+@parametrize("texts")
 def test_case_spaces_and_punctuation_make_no_other_question(texts):
     assert overlap.fold(texts[0]) == overlap.fold(texts[1])

@@ -101,12 +101,9 @@ def drawn(view, *, width=60, marks=UTF8, places=("a.jsonl:1", "a.jsonl:7")) -> l
 def test_without_colour_what_is_trained_is_underlined_and_named(shipped):
     view = view_of(row_of(say(shipped, "How many?\n", "So 7")), shipped)
     assert drawn(view) == [
-        "  masked │ <bos> How ·many ?  ⏎",
-        "5 tokens │ 2     328 325   34 202",
-        " trained ┃ S  o  ·7  <eos>",
-        "4 tokens ┃ ━  ━  ━━  ━━━━━",
-        "         ┃ 54 82 289 1",
-    ]
+        "  masked │ <bos> How ·many ?  ⏎", "5 tokens │ 2     328 325   34 202", " trained ┃ S  o  ·7  <eos>",
+        "4 tokens ┃ ━  ━  ━━  ━━━━━", "         ┃ 54 82 289 1",
+    ]  # fmt: skip
 
 
 def test_a_terminal_without_unicode_gets_the_same_in_ascii(shipped):

@@ -342,9 +342,11 @@ def _pip_words(wheel: "Wheel", plan: "EnvironmentPlan") -> str:
 
 
 def _ready_lines(report: "EnvironmentReport") -> list[str]:
+    from tunix_rt.doctor.install import log_of, report_of
+
     versions, program = report.versions, "/bin/tunix-rt" if sys.platform != "win32" else "\\Scripts\\tunix-rt"
     return [
         f"ready: {report.path} with torch {versions['torch']}, CUDA {versions['cuda']}; self-test passed on {report.device}",
         f"  use it: {report.path}{program}",
-        f"  report: {report.report_path}, log: {report.log_path}",
+        f"  report: {report_of(report.path)}, log: {log_of(report.path)}",
     ]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
@@ -71,15 +71,10 @@ def is_file(name: str) -> bool:
 
 def read_facts_file(path: Path) -> "Facts":
     """The facts of `tunix-rt doctor --json` or `--facts-only`; anything else is an InputError that names the key."""
-    import json
-
-    from tunix_rt.doctor.facts import facts_from_json, read_facts
+    from tunix_rt.doctor.facts import facts_from_json, read_facts_json
     from tunix_rt.errors import InputError
 
-    try:
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError):
-        return read_facts(path)  # raises with the reason
+    raw = read_facts_json(path)
     if not isinstance(raw, dict) or raw.get("schema") != DOCTOR_SCHEMA:
         return facts_from_json(raw, source=str(path))
     if "facts" not in raw:

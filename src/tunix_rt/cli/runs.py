@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -142,17 +142,12 @@ def read_run(root: Path) -> RunDetail:
     skipped = (result.skipped_checkpoints or ()) if result else ()
     detail = RunDetail(
         summary=_summary(record),
-        reason=result.reason if result else None,
+        **_known(result, "reason", "parameters", "seconds", "best_step", "best_heldout_loss"),
+        **_known(memory, "predicted_bytes", "measured_bytes"),
         model=config.model.model_name_or_path if config else None,
         dataset=config.data.dataset if config else None,
-        parameters=result.parameters if result else None,
-        seconds=result.seconds if result else None,
         losses=losses,
         heldout=heldout,
-        predicted_bytes=memory.predicted_bytes if memory else None,
-        measured_bytes=memory.measured_bytes if memory else None,
-        best_step=result.best_step if result else None,
-        best_heldout_loss=result.best_heldout_loss if result else None,
         resumed_from=(result.resumed_from or None) if result else None,
         skipped_checkpoints=tuple(f"{one.name}: {', '.join(one.problems)}" for one in skipped),
         table=_table(record),
@@ -170,16 +165,19 @@ def _summary(record: "RunRecord") -> RunSummary:
         folder=str(record.root),
         status=result.status if result else "unknown" if finished else UNFINISHED,
         steps_completed=metrics[-1].step if metrics else result.steps_completed if result else None,
-        steps_planned=result.steps_planned if result else None,
-        final_loss=result.final_loss if result else None,
+        **_known(result, "steps_planned", "final_loss", "device"),
         accuracy_before=before.accuracy if before else None,
         accuracy_after=after.accuracy if after else None,
         lenient_before=before.accuracy_lenient if before else None,
         lenient_after=after.accuracy_lenient if after else None,
-        device=result.device if result else None,
         when=result.finished if result else _last_write(record.root),
         damaged=tuple(sorted(record.problems)),
     )
+
+
+def _known(facts: Any, *names: str) -> dict[str, Any]:
+    """The fields of these names; None where there is no such file."""
+    return {name: getattr(facts, name, None) for name in names}
 
 
 def _table(record: "RunRecord") -> "list[Row]":

@@ -32,26 +32,26 @@ class Capabilities:
     """Values of `model.implementation`."""
     checkpointing: tuple[bool | float, ...]
     """Values of `training.gradient_checkpointing` that differ in memory and speed, the most memory first."""
-    lora: bool
+    lora: bool = False
     """Trains adapters: `training.lora_rank`."""
-    optim_in_backward: bool
+    optim_in_backward: bool = False
     """Updates a tensor as soon as its gradient is complete."""
-    eager: bool
+    eager: bool = False
     """Runs without a compiler: `training.compile: false`."""
-    profile: bool
+    profile: bool = False
     """Records a profile of training steps: `--profile`."""
-    dropout: bool
+    dropout: bool = False
     """Trains models with dropout."""
-    multi_device: bool
+    multi_device: bool = False
     """Shards a run over every visible device; `per_device_train_batch_size` counts the rows of each."""
-    compiles_whole_step: bool
+    compiles_whole_step: bool = False
     """Compiles a step before it reads a weight. The compiler decides whether the step fits; no layer runs uncompiled."""
-    own_models: bool
+    own_models: bool = False
     """Has its own code for each model family, in `engines/jax/architecture.py`; else every family of transformers."""
-    threads_by_affinity: bool
+    threads_by_affinity: bool = False
     """Starts a thread for each CPU core that the process may run on; else as many as it is configured to."""
-    cpu_baseline: bool
-    """The evidence of a GPU run includes the same run on the CPU."""
+    cpu_baseline: bool = False
+    """The evidence of a GPU run includes the same run on the CPU. Models that JAX is for are too large for most CPUs."""
 
 
 CAPABILITIES: dict[str, Capabilities] = {
@@ -68,10 +68,6 @@ CAPABILITIES: dict[str, Capabilities] = {
         eager=True,
         profile=True,
         dropout=True,
-        multi_device=False,
-        compiles_whole_step=False,
-        own_models=False,
-        threads_by_affinity=False,
         cpu_baseline=True,
     ),
     "jax": Capabilities(
@@ -82,16 +78,10 @@ CAPABILITIES: dict[str, Capabilities] = {
         optimizers=optimizers_of("jax"),
         implementations=("auto", "tunix"),
         checkpointing=(False, 0.5, True),  # every fraction saves the matmul results of all layers
-        lora=False,
-        optim_in_backward=False,
-        eager=False,
-        profile=False,
-        dropout=False,
         multi_device=True,
         compiles_whole_step=True,
         own_models=True,
         threads_by_affinity=True,
-        cpu_baseline=False,  # the models it is for are too large for most CPUs
     ),
 }
 """By the value of `training.backend`."""

@@ -14,45 +14,33 @@ from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 
-# Old or foreign spelling -> canonical name. A bare key belongs to the top level.
-OLD_NAMES = {
-    "model.name": "model.model_name_or_path",
-    "model.id": "model.model_name_or_path",
-    "model.model_id": "model.model_name_or_path",
-    "model.max_length": "data.max_length",
-    "model.dtype": "training.dtype",
-    "model.torch_dtype": "training.dtype",
-    "data.dataset_key": "data.dataset",
-    "data.dataset_name": "data.dataset",
-    "data.shuffle_seed": "training.data_seed",
-    "data.max_seq_length": "data.max_length",
-    "training.max_seq_length": "data.max_length",
-    "training.max_length": "data.max_length",
-    "training.packing": "data.packing",
-    "training.completion_only_loss": "data.completion_only_loss",
-    "training.num_steps": "training.max_steps",
-    "training.num_epochs": "training.num_train_epochs",
-    "training.epochs": "training.num_train_epochs",
-    "training.batch_size": "training.per_device_train_batch_size",
-    "training.per_device_batch_size": "training.per_device_train_batch_size",
-    "training.optimizer": "training.optim",
-    "training.lr": "training.learning_rate",
-    "training.lr_scheduler": "training.lr_scheduler_type",
-    "training.save_every_steps": "training.save_steps",
-    "training.eval_every_steps": "training.eval_steps",
-    "training.log_every_steps": "training.logging_steps",
-    "training.gradient_clip": "training.max_grad_norm",
-    "training.torch_compile": "training.compile",
-    "training.shuffle_seed": "training.data_seed",
-    "training.system_instruction": "data.system_instruction",
-    "training.per_device_eval_batch_size": "evaluation.per_device_eval_batch_size",
-    "evaluation.eval_set": "evaluation.evalset",
-    "batch_size": "training.per_device_train_batch_size",
-    "max_seq_length": "data.max_length",
-    "optimizer": "training.optim",
-    "dataset_name": "data.dataset",
-    "eval_set": "evaluation.evalset",
-}
+# Canonical name -> its old and foreign spellings. A bare key belongs to the top level.
+_SPELLINGS = {
+    "model.model_name_or_path": ("model.name", "model.id", "model.model_id"),
+    "data.max_length": (
+        "model.max_length", "data.max_seq_length", "training.max_seq_length", "training.max_length", "max_seq_length",
+    ),
+    "training.dtype": ("model.dtype", "model.torch_dtype"),
+    "data.dataset": ("data.dataset_key", "data.dataset_name", "dataset_name"),
+    "training.data_seed": ("data.shuffle_seed", "training.shuffle_seed"),
+    "data.packing": ("training.packing",),
+    "data.completion_only_loss": ("training.completion_only_loss",),
+    "training.max_steps": ("training.num_steps",),
+    "training.num_train_epochs": ("training.num_epochs", "training.epochs"),
+    "training.per_device_train_batch_size": ("training.batch_size", "training.per_device_batch_size", "batch_size"),
+    "training.optim": ("training.optimizer", "optimizer"),
+    "training.learning_rate": ("training.lr",),
+    "training.lr_scheduler_type": ("training.lr_scheduler",),
+    "training.save_steps": ("training.save_every_steps",),
+    "training.eval_steps": ("training.eval_every_steps",),
+    "training.logging_steps": ("training.log_every_steps",),
+    "training.max_grad_norm": ("training.gradient_clip",),
+    "training.compile": ("training.torch_compile",),
+    "data.system_instruction": ("training.system_instruction",),
+    "evaluation.per_device_eval_batch_size": ("training.per_device_eval_batch_size",),
+    "evaluation.evalset": ("evaluation.eval_set", "eval_set"),
+}  # fmt: skip
+OLD_NAMES = {old: new for new, spellings in _SPELLINGS.items() for old in spellings}
 
 # Settings of other trainers that tunix-rt does not have: what to write instead.
 INSTEAD = {

@@ -6,13 +6,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from tunix_rt.data.records import EvalItem, Sample
-from tunix_rt.data.render import Example, Ids, Mask
+from tunix_rt.data.render import Computed, Example, Ids, Mask
 from tunix_rt.data.text import fold
 from tunix_rt.storage import merkle_root, row_leaf
 
@@ -61,7 +60,7 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packing(Sequence[npt.NDArray[np.int64]]):
+class Packing(Computed[npt.NDArray[np.int64]]):
     """Which examples share each row: indices only, in two arrays. Row r is `order[starts[r]:starts[r + 1]]`."""
 
     order: npt.NDArray[np.int64]
@@ -70,13 +69,7 @@ class Packing(Sequence[npt.NDArray[np.int64]]):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    @overload
-    def __getitem__(self, row: int) -> npt.NDArray[np.int64]: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[npt.NDArray[np.int64]]: ...
-    def __getitem__(self, row: int | slice) -> npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]:
-        if isinstance(row, slice):
-            return [self[index] for index in range(*row.indices(len(self)))]
+    def item(self, row: int) -> npt.NDArray[np.int64]:
         index = range(len(self))[row]
         return self.order[self.starts[index] : self.starts[index + 1]]
 
@@ -116,7 +109,7 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], max_length: int) -> P
     return Packing(order, starts)
 
 
-class Rows(Sequence[Row]):
+class Rows(Computed[Row]):
     """The rows of a dataset, in a fixed order that `rows_of_step` shuffles. A row is assembled on access."""
 
     def __init__(self, examples: Sequence[Example], packing: Packing, max_length: int) -> None:
@@ -125,13 +118,7 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._packing)
 
-    @overload
-    def __getitem__(self, row: int) -> Row: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Row]: ...
-    def __getitem__(self, row: int | slice) -> Row | list[Row]:
-        if isinstance(row, slice):
-            return [self[index] for index in range(*row.indices(len(self)))]
+    def item(self, row: int) -> Row:
         chosen = [self._examples[index] for index in self._packing[row].tolist()]
         ids = [example.ids[: self._max_length] for example in chosen]
         return Row(

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tunix_rt.data.containers import (
-    MAX_DOCUMENT_BYTES,
-    Opaque,
-    Version,
-    read_parquet,
-    refuse_bytes,
-    unpacked_bytes,
-)
+from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, Opaque, Version, read_parquet, refuse_bytes, unpacked_bytes
 from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:

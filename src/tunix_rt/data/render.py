@@ -6,12 +6,13 @@ the tokens. Plain, every turn is tokenized separately, so that no token spans tw
 
 import hashlib
 import json
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,25 @@ the number of turns of a longer conversation that are checked so. Rendering for 
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
+Item = TypeVar("Item")
+
+
+class Computed(Sequence[Item]):
+    """A sequence whose items are computed on access; a slice is a list."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def item(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self.item(one) for one in range(*index.indices(len(self)))]
+        return self.item(index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

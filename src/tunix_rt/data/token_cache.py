@@ -10,17 +10,17 @@ import logging
 import mmap
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from tunix_rt.assets import cache_root
 from tunix_rt.data.readers import Raw, describe_line, read_raw
-from tunix_rt.data.render import Example
+from tunix_rt.data.render import Computed, Example
 from tunix_rt.data.sources import Dataset
 from tunix_rt.data.text import Sketches
 from tunix_rt.data.tokenize import INDEX, SCHEMA, TRAINED, Part, Recipe, cores, in_order, tokenize
@@ -42,7 +42,7 @@ STAGED = ".staged-"
 OTHER_CACHE = "free space or permissions there, or set XDG_CACHE_HOME to a folder on another volume"
 
 
-class Examples(Sequence[Example]):
+class Examples(Computed[Example]):
     """The examples of a store, read from disk on access."""
 
     def __init__(self, folder: Path) -> None:
@@ -54,13 +54,7 @@ class Examples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    @overload
-    def __getitem__(self, which: int) -> Example: ...
-    @overload
-    def __getitem__(self, which: slice) -> list[Example]: ...
-    def __getitem__(self, which: int | slice) -> Example | list[Example]:
-        if isinstance(which, slice):
-            return [self[index] for index in range(*which.indices(len(self)))]
+    def item(self, which: int) -> Example:
         entry = self.entries[which]
         stored = self._tokens[entry["start"] : entry["start"] + entry["length"]]
         example = Example(ids=(stored & ~TRAINED).astype(np.int32), trained=(stored & TRAINED).astype(np.bool_))

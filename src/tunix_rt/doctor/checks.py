@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tunix_rt.doctor.facts import Ask, Check, Facts, check, failed, passed, skipped, visible_gpus, warned
-from tunix_rt.doctor.gpu_checks import GIB, GPU_CHECKS, holders, wants_gpu
+from tunix_rt.doctor.gpu_checks import GIB, GPU_CHECKS, holders, wants_gpu, wants_visible_gpu
 from tunix_rt.doctor.jax_checks import JAX_CHECKS, TPU_CHECKS
 from tunix_rt.doctor.wheel_checks import WHEEL_CHECKS
 
@@ -54,13 +54,10 @@ def bfloat16_is_real(facts: Facts, ask: Ask) -> Check:
     return passed(", ".join(gpu.name for gpu in gpus))
 
 
-@check("gpu-busy")
+@check("gpu-busy", needs=wants_visible_gpu)
 def gpu_is_free(facts: Facts, ask: Ask) -> Check:
-    gpus = visible_gpus(facts)
-    if not wants_gpu(facts, ask) or not gpus:
-        return skipped()
     shared: Check | None = None
-    for gpu in gpus:
+    for gpu in visible_gpus(facts):
         memory = "memory shared with the CPU"
         nearly_full = False
         if gpu.total_bytes is not None and gpu.free_bytes is not None:

@@ -189,12 +189,15 @@ class Facts(_Strict):
 
 def read_facts(path: Path) -> Facts:
     """The facts in a file of `tunix-rt doctor --facts-only`; InputError for any other file."""
+    return facts_from_json(read_facts_json(path), source=str(path))
+
+
+def read_facts_json(path: Path) -> Any:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         words = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path}: {words}", fix=MAKE_A_FILE) from error
-    return facts_from_json(raw, source=str(path))
 
 
 def facts_from_json(raw: Any, *, source: str = "facts") -> Facts:

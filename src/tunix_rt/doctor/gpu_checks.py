@@ -31,6 +31,19 @@ def wants_gpu(facts: Facts, ask: Ask) -> bool:
     return ask.device == "cuda" or (ask.device == "auto" and bool(gpu_signs(facts)))
 
 
+def wants_visible_gpu(facts: Facts, ask: Ask) -> bool:
+    return wants_gpu(facts, ask) and bool(visible_gpus(facts))
+
+
+def lists_no_gpu(facts: Facts, ask: Ask) -> bool:
+    """A GPU is requested or present, and the driver lists none."""
+    return wants_gpu(facts, ask) and not facts.nvidia.gpus
+
+
+def in_container(facts: Facts, ask: Ask) -> bool:
+    return wants_gpu(facts, ask) and facts.host.container is not None
+
+
 def cuda_starts(facts: Facts) -> bool:
     """Whether torch started CUDA, which overrules every table."""
     return facts.torch is not None and bool(facts.torch.cuda_available)
@@ -101,11 +114,9 @@ def gpu_is_present(facts: Facts, ask: Ask) -> Check:
     )
 
 
-@check("driver-not-loaded")
+@check("driver-not-loaded", needs=lambda facts, ask: lists_no_gpu(facts, ask) and not facts.host.wsl)
 def driver_is_loaded(facts: Facts, ask: Ask) -> Check:
     nvidia = facts.nvidia
-    if not wants_gpu(facts, ask) or facts.host.wsl or nvidia.gpus:
-        return skipped()
     not_loaded = _nvml_error(facts) == "NVMLError_DriverNotLoaded"
     if nvidia.module_version is None and (nvidia.pci or not_loaded) and not _gpu_nodes(facts):
         saw = ", ".join(gpu_signs(facts)) + (", nouveau loaded" if nvidia.nouveau else ", no kernel module `nvidia`")
@@ -124,12 +135,10 @@ def driver_is_loaded(facts: Facts, ask: Ask) -> Check:
     return passed(f"kernel module {nvidia.module_version or 'unknown'}")
 
 
-@check("container-without-runtime")
+@check("container-without-runtime", needs=lambda facts, ask: lists_no_gpu(facts, ask) and in_container(facts, ask))
 def container_has_gpus(facts: Facts, ask: Ask) -> Check:
     """A container shows the kernel module of its host; the device nodes only if the runtime adds them."""
     nvidia = facts.nvidia
-    if not wants_gpu(facts, ask) or facts.host.container is None or nvidia.gpus:
-        return skipped()
     mask = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
     hidden = mask in ("void", "none") and bool(gpu_signs(facts))
     has_nodes = bool(_gpu_nodes(facts)) or any(node.path == "/dev/dxg" for node in nvidia.nodes)
@@ -172,11 +181,9 @@ def wsl_stub_comes_first(facts: Facts, ask: Ask) -> Check:
     )  # fmt: skip
 
 
-@check("driver-library-missing")
+@check("driver-library-missing", needs=lists_no_gpu)
 def driver_library_is_there(facts: Facts, ask: Ask) -> Check:
     nvidia = facts.nvidia
-    if not wants_gpu(facts, ask) or nvidia.gpus:
-        return skipped()
     if _nvml_error(facts) != "NVMLError_LibraryNotFound":
         return passed("the driver's library is installed")
     driver = nvidia.module_version or NEWEST_DRIVER
@@ -198,10 +205,8 @@ def driver_matches_its_library(facts: Facts, ask: Ask) -> Check:
     return failed(saw, "the driver was updated and the computer not restarted", fix)
 
 
-@check("gpu-lost")
+@check("gpu-lost", needs=lambda facts, ask: wants_gpu(facts, ask) and _nvml_error(facts) in LOST)
 def gpu_answers(facts: Facts, ask: Ask) -> Check:
-    if not wants_gpu(facts, ask) or _nvml_error(facts) not in LOST:
-        return skipped()
     saw = facts.nvidia.nvml_problem or ""
     if facts.nvidia.gpus:
         return warned(saw, "one GPU does not respond; the others do", "restart the computer")
@@ -211,11 +216,9 @@ def gpu_answers(facts: Facts, ask: Ask) -> Check:
     )  # fmt: skip
 
 
-@check("container-lost-gpu")
+@check("container-lost-gpu", needs=in_container)
 def container_kept_its_gpu(facts: Facts, ask: Ask) -> Check:
     """`systemctl daemon-reload` on the host removes the device rules of running containers."""
-    if not wants_gpu(facts, ask) or facts.host.container is None:
-        return skipped()
     if _nvml_error(facts) != "NVMLError_Unknown":
         return passed("NVML works in this container")
     answer = warned if facts.nvidia.gpus else failed
@@ -302,12 +305,10 @@ def uvm_is_there(facts: Facts, ask: Ask) -> Check:
     return failed(f"{', '.join(nodes)}, no /dev/nvidia-uvm", "CUDA cannot start without /dev/nvidia-uvm", fix)
 
 
-@check("masked")
+@check("masked", needs=lambda facts, ask: wants_gpu(facts, ask) and bool(facts.nvidia.gpus))
 def gpu_is_not_masked(facts: Facts, ask: Ask) -> Check:
     gpus = facts.nvidia.gpus
     mask = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if not wants_gpu(facts, ask) or not gpus:
-        return skipped()
     if mask is None:
         return passed("CUDA_VISIBLE_DEVICES is not set")
     visible = visible_gpus(facts)
@@ -341,12 +342,9 @@ def mig_has_a_slice(facts: Facts, ask: Ask) -> Check:
     )  # fmt: skip
 
 
-@check("gpu-exclusive")
+@check("gpu-exclusive", needs=wants_visible_gpu)
 def gpu_may_be_shared(facts: Facts, ask: Ask) -> Check:
-    visible = visible_gpus(facts)
-    if not wants_gpu(facts, ask) or not visible:
-        return skipped()
-    for gpu in visible:
+    for gpu in visible_gpus(facts):
         back = f"sudo nvidia-smi -i {gpu.index} -c DEFAULT"
         if gpu.compute_mode == "prohibited":
             saw = f"GPU {gpu.index}: compute mode prohibited"

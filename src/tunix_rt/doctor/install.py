@@ -89,21 +89,13 @@ class EnvironmentReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     proof: Any = None
 
-    @property
-    def log_path(self) -> Path:
-        return log_of(Path(self.path))
 
-    @property
-    def report_path(self) -> Path:
-        return report_of(Path(self.path))
+def log_of(path: Path | str) -> Path:
+    return Path(f"{path}.log")
 
 
-def log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.log")
-
-
-def report_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.json")
+def report_of(path: Path | str) -> Path:
+    return Path(f"{path}.json")
 
 
 def check_path(path: Path) -> None:
@@ -278,27 +270,15 @@ def _keep(ran: list[Ran], result: tuple[Ran, str]) -> tuple[Ran, str]:
 
 def _self_test(python: Path, device: str) -> tuple[Any, Failure | None]:
     """The kernel self-test of this Python on the device, as plain values, and what failed."""
-    new = str(python.absolute())
-    with _environment_of_children():
-        proof = run_selftest(backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=new)
+    proof = run_selftest(
+        backend="torch", device=device, dtype=DTYPE, head_size=HEAD_SIZE, python=str(python.absolute()),
+        environment=child_environment(os.environ),
+    )  # fmt: skip
     wrong = selftest_problem(proof)
     if wrong is None:
         return _finite(to_plain(proof)), None
     problem, fix = wrong
     return _finite(to_plain(proof)), Failure(step="proof", kind="proof", cause="proof-failed", problem=problem, fix=fix)
-
-
-@contextlib.contextmanager
-def _environment_of_children() -> Iterator[None]:
-    """The variables of this process as a child inherits them: `run_selftest` starts its own."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(child_environment(before))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _finite(value: Any) -> Any:
@@ -354,7 +334,7 @@ def _cause(failure: Failure) -> dict[str, Any]:
 
 
 def _written(report: EnvironmentReport) -> EnvironmentReport:
-    write_json(report.report_path, report)
+    write_json(report_of(report.path), report)
     return report
 
 
@@ -362,7 +342,7 @@ def error_of(report: EnvironmentReport) -> TunixError | None:
     """The error of a report that is not `ready`; it names the report, and the log if there is one."""
     if report.status == "ready":
         return None
-    kept = f"report: {report.report_path}" + (f", log: {report.log_path}" if report.status == "failed" else "")
+    kept = f"report: {report_of(report.path)}" + (f", log: {log_of(report.path)}" if report.status == "failed" else "")
     problem, fix = f"{report.problem} [{report.kind}: {report.cause}]", f"{report.fix}; {kept}"
     if report.kind == "storage":
         return StorageError(problem, fix=fix)

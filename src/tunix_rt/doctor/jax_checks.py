@@ -95,11 +95,9 @@ def tpu_is_present(facts: Facts, ask: Ask) -> Check:
     return failed(saw, "no TPU present", "use a TPU machine (on Kaggle: check the accelerator of the session)")
 
 
-@check("tpu-node-permissions")
+@check("tpu-node-permissions", needs=lambda facts, ask: wants_tpu(facts, ask) and bool(facts.tpu.nodes))
 def tpu_nodes_may_be_opened(facts: Facts, ask: Ask) -> Check:
     closed = [node.path for node in facts.tpu.nodes if not node.usable]
-    if not wants_tpu(facts, ask) or not facts.tpu.nodes:
-        return skipped()
     if not closed:
         return passed(", ".join(node.path for node in facts.tpu.nodes))
     return failed(
@@ -206,11 +204,11 @@ def plugin_suits_the_driver(facts: Facts, ask: Ask) -> Check:
     return passed(f"driver {driver}, {', '.join(plugins)}")
 
 
-@check("jax-plugin-lacks-architecture", engine="jax")
+@check("jax-plugin-lacks-architecture", engine="jax", needs=wants_gpu)
 def plugin_has_kernels(facts: Facts, ask: Ask) -> Check:
     """CUDA 13 dropped every GPU below compute capability 7.5."""
     plugins = _cuda_plugins(facts)
-    if not wants_gpu(facts, ask) or not plugins:
+    if not plugins:
         return skipped()
     for gpu in visible_gpus(facts):
         for name, version in plugins.items():

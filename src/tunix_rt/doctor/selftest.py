@@ -63,45 +63,34 @@ def run_selftest(
     backend: str,
     device: str,
     dtype: str,
-    master_dtype: str | None = None,
-    optim: str | None = None,
-    deterministic: bool = False,
     head_size: int = HEAD_SIZE,
-    query_heads: int | None = None,
-    kv_heads: int | None = None,
-    softcap: float | None = None,
-    capped_scores: bool = False,
-    scaling: float | None = None,
-    window: int | None = None,
-    dropout: bool = False,
     python: str = sys.executable,
     seconds: float = SECONDS,
+    environment: Mapping[str, str] | None = None,
+    **kernels: Any,
 ) -> SelfTest:
     """Compare the kernels of a run on `device` in `dtype` with float64, in a child process that is killed after `seconds`.
 
-    The defaults are those of most runs and models: float32 weights, AdamW, no soft-capping, scores over the root of the head
-    size, no sliding window and no attention dropout. The child chooses the attention implementation."""
+    `kernels` are the other fields of `engines.selftest.runner.Setting`. The defaults are those of most runs and models: float32
+    weights, AdamW, no soft-capping, scores over the root of the head size, no sliding window and no attention dropout. The child
+    chooses the attention implementation."""
     # -P: as with the installed program, a file torch.py in the current folder is not torch.
-    command = [python, "-P", "-m", f"tunix_rt.engines.selftest.{backend}", "--device", device, "--dtype", dtype]
-    command += ["--head-size", str(head_size)]
-    options = {
-        "--master-dtype": master_dtype, "--optim": optim, "--query-heads": query_heads, "--kv-heads": kv_heads,
-        "--softcap": softcap, "--scaling": scaling, "--window": window,
-    }  # fmt: skip
-    for option, value in options.items():
-        command += [] if value is None else [option, str(value)]
-    flags = {"--deterministic": deterministic, "--capped-scores": capped_scores, "--dropout": dropout}
-    command += [flag for flag, is_set in flags.items() if is_set]
-    answer = run_child(command, seconds=seconds)
+    command = [python, "-P", "-m", f"tunix_rt.engines.selftest.{backend}"]
+    for name, value in {"device": device, "dtype": dtype, "head_size": head_size, **kernels}.items():
+        option = f"--{name.replace('_', '-')}"
+        command += [] if value is None or value is False else [option] if value is True else [option, str(value)]
+    answer = run_child(command, seconds=seconds, environment=environment)
     return SelfTest(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
 
 
 # --- the child --------------------------------------------------------------------------------------------------------
 
 
-def run_child(command: Sequence[str], *, seconds: float) -> dict[str, Any]:
+def run_child(
+    command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The fields of a SelfTest that come from the child. At the limit its process group is killed."""
-    ended = child.run_child(command, seconds=seconds)
+    ended = child.run_child(command, seconds=seconds, environment=environment)
     answer = read_answer(ended.out)
     stage, problem, whole = answer.pop("stage"), answer.pop("garbage"), answer.pop("whole")
     if ended.code is None:

@@ -143,6 +143,7 @@ class Engine(Protocol):
         """Rows and tokens of the micro-batches that a training step is compiled for; None: it is not compiled."""
         ...
 
+    def step_parts(self) -> Mapping[str, int]: ...  # what the compiler counts; empty where it has no analysis
     def peak_bytes(self) -> int:
         """Peak memory since the load: of the fullest device, or on a CPU the rise of resident memory."""
         ...

@@ -18,7 +18,7 @@ HOST_RESERVE_BYTES = 2**30
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def fits_on_host(needed_bytes: int) -> bool:
+def host_has_room(needed_bytes: int) -> bool:
     """Whether the host, or its container, has memory for a snapshot of `needed_bytes`."""
     return needed_bytes + HOST_RESERVE_BYTES <= host_facts().ram_available_bytes
 

@@ -146,10 +146,7 @@ def _item(raw: Raw, number: int, source: _Source, where: str) -> EvalItem:
     record = parse(raw, where)
     field = _ANSWER_FIELD.get(source.format)
     if field is not None and _blank(_stated(record.get(field), source.format)):
-        raise InputError(
-            f"{where}: {field}: {NO_ANSWER}",
-            fix="give it its answer, or remove it",
-        )
+        raise InputError(f"{where}: {field}: {NO_ANSWER}", fix="give it its answer, or remove it")
     try:
         return EvalItem.model_validate(record if source.format == ITEMS else _fields(record, number, source, where))
     except ValidationError as error:
@@ -209,9 +206,7 @@ RULES: Mapping[str, tuple[bool, str]] = {
     "duplicate_id": (True, "an id that another question has"),
     "conflicting_answers": (True, "a repeated question with another answer"),
     "unscorable": (True, "an answer that scoring rejects even from a model that gives exactly it"),
-    "overlap_exact": (True, DATA_RULES["overlap_exact"].finds),
-    "overlap_normalised": (True, DATA_RULES["overlap_normalised"].finds),
-    "overlap_ngram": (True, DATA_RULES["overlap_ngram"].finds),
+    **{name: (True, rule.finds) for name, rule in DATA_RULES.items() if name.startswith("overlap_")},
     "duplicate_prompt": (False, "a repeated question with the same answer: it counts twice"),
     "only_in_tags": (False, "an answer that is right in its tags only, not at the end of a sentence"),
     "read_as_words": (

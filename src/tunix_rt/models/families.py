@@ -48,8 +48,6 @@ class Family:
     """Base of the rotation in sliding-window layers, where they have their own."""
     slides: "Callable[[Family, Config, int], bool] | None" = None
     """Whether the layer of an index has a sliding window, where `layer_types` is absent. None: no layer has one."""
-    masks_by_layer_type: bool = False
-    """The model takes prepared attention masks as a dict by layer type, not as one tensor."""
     needs_bos: bool = False
     """Sequences must begin with the BOS token even if the tokenizer does not add it."""
     engines: tuple[str, ...] = ("torch",)
@@ -58,6 +56,11 @@ class Family:
     """`general.architecture` of GGUF files that transformers can convert."""
     gguf_layers_without_scale: int | None = None
     """Number of layers of the variant whose attention scale a GGUF file does not contain."""
+
+    @property
+    def masks_by_layer_type(self) -> bool:
+        """The model takes prepared attention masks as a dict by layer type, not as one tensor."""
+        return self.slides is not None
 
     def value(self, config: Config, key: str) -> Any:
         """`key` of `config`, or its default; None if the family has no such key. An explicit null overrides the default."""
@@ -108,6 +111,9 @@ _GPT2 = {
 }  # fmt: skip
 _SILU = {"hidden_act": "silu"}
 _GEMMA = {"pad_token_id": 0, "attention_bias": False}
+_GEMMA_FAMILY: Mapping[str, Any] = {
+    "norm": "rms_plus_one", "scaled_embedding": True, "needs_bos": True, "engines": ("torch", "jax", "tunix"),
+}  # fmt: skip
 _GEMMA_2 = {
     **_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -147,7 +153,6 @@ _ROWS = (
         defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, None, 32_768, tied=False, **_QWEN),
         qkv_bias=True,
         slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
-        masks_by_layer_type=True,
         gguf="qwen2",
     ),
     Family(
@@ -156,7 +161,6 @@ _ROWS = (
         defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 128, 32_768, tied=False, **_QWEN, attention_bias=False),
         qk_norm=True,
         slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
-        masks_by_layer_type=True,
         gguf="qwen3",
     ),
     Family(
@@ -166,7 +170,6 @@ _ROWS = (
         rope_theta=2_000_000.0,
         # Windows, where they are switched on, belong to the layers without rotary positions (NoPE).
         slides=lambda family, config, layer: (layer + 1) % family.size(config, "no_rope_layer_interval") == 0,
-        masks_by_layer_type=True,
     ),
     Family(
         model_type="gemma",
@@ -174,23 +177,16 @@ _ROWS = (
         defaults=_sizes(
             256_000, 3072, 24_576, 28, 16, 16, 256, 8192, tied=True, **_GEMMA, hidden_act="gelu_pytorch_tanh"
         ),
-        norm="rms_plus_one",
-        scaled_embedding=True,
         gelu_is_tanh=True,
-        needs_bos=True,
-        engines=("torch", "jax", "tunix"),
+        **_GEMMA_FAMILY,
     ),
     Family(
         model_type="gemma2",
         class_name="Gemma2ForCausalLM",
         defaults=_sizes(256_000, 2304, 9216, 26, 8, 4, 256, 8192, tied=True, **_GEMMA_2),
-        norm="rms_plus_one",
         post_norms=True,
-        scaled_embedding=True,
         slides=lambda family, config, layer: (layer + 1) % 2 != 0,
-        masks_by_layer_type=True,
-        needs_bos=True,
-        engines=("torch", "jax", "tunix"),
+        **_GEMMA_FAMILY,
         gguf="gemma2",
         gguf_layers_without_scale=46,
     ),
@@ -198,16 +194,12 @@ _ROWS = (
         model_type="gemma3_text",
         class_name="Gemma3ForCausalLM",
         defaults=_sizes(262_208, 2304, 9216, 26, 8, 4, 256, 131_072, tied=True, **_GEMMA_3),
-        norm="rms_plus_one",
         post_norms=True,
         qk_norm=True,
-        scaled_embedding=True,
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         slides=lambda family, config, layer: (layer + 1) % family.size(config, "sliding_window_pattern") != 0,
-        masks_by_layer_type=True,
-        needs_bos=True,
-        engines=("torch", "jax", "tunix"),
+        **_GEMMA_FAMILY,
         gguf="gemma3",
         gguf_layers_without_scale=62,
     ),

@@ -6,8 +6,8 @@ XLA decides what a step needs, and reports it before a weight is loaded (`engine
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from tunix_rt.config.optimizers import state_tensors
 from tunix_rt.config.settings import RunConfig, Training
@@ -71,6 +71,17 @@ def predict_jax(
         eval_rows=_eval_batch_size(shape, config, device, row_tokens, target_share),
         devices=devices,
     )
+
+
+def with_compiled_step(floor: MemoryPlan, parts: Mapping[str, int]) -> MemoryPlan:
+    """The prediction of a run whose step is compiled: what the compiler counts on each device in place of the lower bound,
+    which stays where it counts nothing."""
+    if not parts:
+        return floor
+    step = _times(phase_of("compiled step", **parts), floor.devices if floor.device == "cpu" else 1)
+    phases = (*(phase for phase in floor.phases if phase.name != "step"), step)
+    size = step.total_bytes
+    return replace(floor, phases=phases, peak_phase=step.name, peak_bytes=size, least_bytes=size)
 
 
 def savings(training: Training) -> list[str]:

@@ -56,10 +56,6 @@ class RunPlan:
     """Of all steps, as a range; on a CPU of both evaluations too."""
 
     @property
-    def eval_batch_size(self) -> int:
-        return self.memory.eval_rows
-
-    @property
     def verdict(self) -> str:
         if not self.fit.fits:
             return "does not fit"

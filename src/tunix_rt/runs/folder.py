@@ -26,7 +26,6 @@ FORMAT = 4
 """`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
 FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
 """Of a run, in its folder."""
-RESULT_STATUS = ("completed", "refused", "failed", "preempted")
 
 
 class _File:

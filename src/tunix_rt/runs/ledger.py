@@ -14,16 +14,7 @@ from tunix_rt.data.packing import RowFacts
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import TunixError
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
-from tunix_rt.storage import (
-    json_line,
-    read_json,
-    sha256_file,
-    sha256_text,
-    storage,
-    sync_folder,
-    write_json,
-    write_lines,
-)
+from tunix_rt.storage import json_line, read_json, sha256_file, sha256_text, storage, sync_folder, write_json
 
 
 class MetricsLog:
@@ -105,13 +96,9 @@ STATE_FILES = ("model.safetensors", "optimizer.safetensors")
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(path: Path, facts: RowFacts) -> None:
-    """`rows.jsonl`: one line per training row, in dataset order."""
-    write_lines(path, facts.lines())
-
-
 def has_rows(path: Path, facts: RowFacts) -> bool:
-    """Whether `path` holds the lines of these rows, to the byte."""
+    """Whether `path`, the `rows.jsonl` of a run, holds the lines of these rows, to the byte: one per training row, in dataset
+    order."""
     wanted = hashlib.sha256()
     for line in facts.lines():
         wanted.update(line.encode())

@@ -62,7 +62,7 @@ class Seeds(f.Facts):
 
 
 class Batch(f.Facts):
-    """A micro-batch of the JAX engine: rows of all devices together."""
+    """The micro-batch that a run began with: its rows, all devices together, and over how many they were split."""
 
     rows: f.Positive
     devices: f.Positive

@@ -1,9 +1,7 @@
 """What a run commits to before its first step: configuration, source, data, eval set, base model by hash; seeds, device,
 versions by name."""
 
-import importlib.metadata
 import logging
-from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -16,29 +14,22 @@ from tunix_rt.config.load import SETTINGS, dump_yaml, read_yaml, with_settings
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.doctor.packages import version_of
 from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.runs.folder import FORMAT, RunDir
 from tunix_rt.runs.journal import RunJournal
-from tunix_rt.runs.ledger import has_rows, write_rows
-from tunix_rt.runs.schemas import Commitment, problems_of
+from tunix_rt.runs.ledger import has_rows
+from tunix_rt.runs.schemas import Batch, Commitment, problems_of
 from tunix_rt.runs.source import package_hash
-from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json
+from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json, write_lines
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "tunix-rt/precommit/1"
 COMPUTING = {"torch": ("torch", "transformers"), "jax": ("jax", "jaxlib")}
 """Packages whose versions decide what an engine computes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The micro-batch that a run began with: its rows, all devices together, and over how many they were split."""
-
-    rows: int
-    devices: int
 
 
 def settled_config(config: RunConfig) -> RunConfig:
@@ -119,9 +110,9 @@ def write_commitment(journal: RunJournal, committed: dict[str, Any], data: Prepa
             journal.warn(f"resuming with another source of tunix-rt; numerics {committed['numerics']} is the same")
         if not has_rows(run.rows, data.row_facts):
             logger.warning("%s is missing or corrupt; writing it again from the committed rows", run.rows)
-            journal.write(write_rows, run.rows, data.row_facts)
+            journal.write(write_lines, run.rows, data.row_facts.lines())
     else:
-        write_rows(run.rows, data.row_facts)
+        write_lines(run.rows, data.row_facts.lines())
         write_json(run.precommit, committed)
     journal.result.run_id = sha256_file(run.precommit)
 
@@ -158,12 +149,10 @@ def began_on(committed: dict[str, Any]) -> date | None:
 
 def batch_of_run(committed: dict[str, Any]) -> Batch | None:
     """The micro-batch that a run began with; None where it is missing, for which the run is refused."""
-    written = committed.get("batch")
-    if not isinstance(written, dict):
+    try:
+        return Batch.model_validate(committed.get("batch"))
+    except ValidationError:
         return None
-    rows, devices = written.get("rows"), written.get("devices")
-    valid = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (rows, devices))
-    return Batch(rows=rows, devices=devices) if valid else None  # type: ignore[arg-type]
 
 
 def fitting_of_run(committed: dict[str, Any]) -> dict[str, Any] | None:
@@ -262,13 +251,8 @@ def _flat(committed: dict[str, Any]) -> dict[str, Any]:
 
 def _versions(backend: str) -> dict[str, str]:
     """Installed versions of the packages that compute, without importing them."""
-    found = {"tunix-rt": tunix_rt.__version__}
-    for name in COMPUTING[backend]:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = {name: version_of(name) or "not installed" for name in COMPUTING[backend]}
+    return {"tunix-rt": tunix_rt.__version__, **found}
 
 
 def model_hashes(model: ModelSource) -> dict[str, str]:

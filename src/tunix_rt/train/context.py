@@ -14,7 +14,7 @@ from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
-from tunix_rt.train.commitment import Batch
+from tunix_rt.runs.schemas import Batch
 from tunix_rt.train.memory_report import Phases
 from tunix_rt.train.preemption import Preemption
 from tunix_rt.train.resume import Start

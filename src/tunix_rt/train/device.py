@@ -7,19 +7,12 @@ from typing import Any
 
 from tunix_rt.accelerators import find_accelerator, peaks
 from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.doctor import selection
 from tunix_rt.doctor.checks import judge
 from tunix_rt.doctor.facts import Ask, Facts, visible_gpus
 from tunix_rt.doctor.nvidia import gpu_memory, nvidia_smi_text
 from tunix_rt.doctor.probe import gather_facts
-from tunix_rt.doctor.selection import (
-    DeviceChoice,
-    choose_device,
-    device_lines,
-    env_info_text,
-    set_environment,
-    torch_version_text,
-    with_virtual_devices,
-)
+from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.doctor.selftest import cuda_check_text, run_selftest, selftest_lines, selftest_problem
 from tunix_rt.errors import HardwareError
 from tunix_rt.models.resolve import ModelSource
@@ -38,9 +31,9 @@ def find_device(requested: str, dtype: str) -> DeviceChoice:
     """The requested device for work that is not a run, or a HardwareError. Logged."""
     ask = Ask(device={"gpu": "cuda"}.get(requested, requested), backend="torch", dtype=dtype)
     facts = gather_facts(backend="torch", device=ask.device)
-    choice = choose_device(ask, facts)
-    set_environment(choice.device, "torch")
-    for line in device_lines(choice, facts):
+    choice = selection.choose_device(ask, facts)
+    selection.set_environment(choice.device, "torch")
+    for line in selection.device_lines(choice, facts):
         logger.info("%s", line)
     return choice
 
@@ -50,17 +43,17 @@ def settle_device(journal: RunJournal, config: RunConfig) -> tuple[Facts, Device
     run, training = journal.run, config.training
     ask = Ask(device=training.device, backend=training.backend, dtype=training.dtype)
     facts = gather_facts(run.root, backend=training.backend, device=training.device)
-    journal.write(write_text, run.env_info, env_info_text(facts))
-    journal.write(write_text, run.torch_version, torch_version_text(facts))
+    journal.write(write_text, run.env_info, selection.env_info_text(facts))
+    journal.write(write_text, run.torch_version, selection.torch_version_text(facts))
     judged = {"facts": facts, "checks": judge(facts, ask)}
     journal.write(write_json, run.doctor, judged)
     try:
-        choice = with_virtual_devices(choose_device(ask, facts), training.backend)
+        choice = selection.with_virtual_devices(selection.choose_device(ask, facts), training.backend)
     except HardwareError as error:
         raise _with_report(error, journal, judged) from error
     journal.write(write_json, run.doctor, judged | {"choice": choice})
-    set_environment(choice.device, training.backend, memory_share=_share(training, choice))
-    for line in device_lines(choice, facts):
+    selection.set_environment(choice.device, training.backend, memory_share=_share(training, choice))
+    for line in selection.device_lines(choice, facts):
         logger.info("%s", line)
     journal.result.device = choice.device
     return facts, within_limit(choice, training)

@@ -43,6 +43,7 @@ def load_run(context: RunContext) -> tuple[Engine, MetricsLog]:
                 backend, context.model, context.shape, context.config, context.device, context.step_shape(),
                 attempt=context.options.oom_attempt,
             )  # fmt: skip
+        context.phases.step_parts = engine.step_parts()
         context.phases.end(engine, "load")
         refuse_other_kernels(engine, start.checkpoint)
     except Preempted:

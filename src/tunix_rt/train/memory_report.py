@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import Engine, PhasePeak
 from tunix_rt.errors import DoesNotFitError, StorageError, TunixError
 from tunix_rt.plan.calibration import SeenError, add
+from tunix_rt.plan.jax_floor import with_compiled_step
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import explain_out_of_memory
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 MOST_ABOVE = 0.03
 """A run that uses so much more than predicted logs a warning."""
-_STEP = ("forward", "loss", "backward", "update", "step")
+_STEP = ("forward", "loss", "backward", "update", "step", "compiled step")
 PREDICTED_BY = {
     "load": ("load",),
     "first_step": ("recording", *_STEP),
@@ -60,6 +61,8 @@ class Phases:
     """Peak of the steps that earlier processes of the run took, from their metrics."""
     earlier: dict[str, Any] = field(default_factory=dict)
     """`memory.json` as this process found it; empty where there was none."""
+    step_parts: Mapping[str, int] = field(default_factory=dict)
+    """Of a step that is compiled as a whole, what its compiler counts: the prediction in place of the lower bound."""
 
     def end(self, engine: Engine, phase: str) -> None:
         """`phase` has ended: keep its peak, or the higher one of its kind, and begin to count the next."""
@@ -130,8 +133,8 @@ def record_ending(context: "RunContext", status: str) -> None:
 
 def report_memory(context: "RunContext") -> None:
     """Write `memory.json` of a completed run, log predicted and measured, and add the error to this computer's records."""
-    plan, config = context.plan, context.config
-    measured = write_memory_report(context.journal, plan, context.phases, "completed")
+    plan, config = with_compiled_step(context.plan, context.phases.step_parts), context.config
+    measured = write_memory_report(context.journal, context.plan, context.phases, "completed")
     if plan.lower_bound:  # no prediction, so it has no error
         logger.info("Memory: at least %.3f GiB expected, measured %.3f GiB", plan.peak_bytes / GIB, measured / GIB)
         return
@@ -139,6 +142,8 @@ def report_memory(context: "RunContext") -> None:
         "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %+.1f %%)",
         plan.peak_bytes / GIB, measured / GIB, 100 * _error(plan.peak_bytes, measured),
     )  # fmt: skip
+    if context.plan.lower_bound:  # `tunix-rt plan` states the bound, of which this is no error
+        return
     kept = add(
         SeenError(
             device=context.device.kind,
@@ -162,7 +167,8 @@ def report_memory(context: "RunContext") -> None:
 
 def write_memory_report(journal: RunJournal, plan: MemoryPlan, phases: Phases, status: str) -> int:
     """Write `memory.json` of a run that ends with `status`. Returns the highest peak, earlier processes of the run included
-    as far as they measured the same quantity."""
+    as far as they measured the same quantity. `plan` is that before the load; a compiled step replaces its lower bound."""
+    plan = with_compiled_step(plan, phases.step_parts)
     peaks = list(phases.peaks.values())
     together = plan.device == "cpu" or not all(peak.alone for peak in peaks)
     measured_as = f"{peaks[0].measure}; {'up to the end of each phase' if together else 'in each phase'}"
@@ -214,7 +220,9 @@ def _phase(plan: MemoryPlan, phases: Phases, name: str, *, together: bool) -> di
     counted = {one for phase in (reached.phases if together else {name}) for one in PREDICTED_BY.get(phase, ())}
     sizes = [phase.total_bytes for phase in plan.phases if phase.name in counted]
     if sizes:
-        report |= {"predicted_bytes": max(sizes), "error": _error(max(sizes), measured)}
+        report["predicted_bytes"] = max(sizes)
+        if not plan.lower_bound:
+            report["error"] = _error(max(sizes), measured)
     return report
 
 

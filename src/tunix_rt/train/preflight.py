@@ -24,6 +24,7 @@ from tunix_rt.plan.run import RowFacts, RunPlan, plan_run, settle_memory
 from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.timing import measure_rate
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none
+from tunix_rt.runs.schemas import Batch
 from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, write_text
 from tunix_rt.train import commitment
 from tunix_rt.train.context import Options, RunContext, find_model, tokenizer_of
@@ -50,7 +51,7 @@ class Draft:
     """The same with as many data replicas as divide the devices of this process."""
     fitting: dict[str, Any] | None
     """What `memory: auto` chose and why; None where it is not set."""
-    batch: commitment.Batch
+    batch: Batch
     memory: MemoryPlan
     """For rows of `max_length`."""
 
@@ -194,13 +195,13 @@ def adjust_data_replicas(config: RunConfig, devices: int, *, continued: bool) ->
     return with_settings(config, {"training.data_replicas": replicas})
 
 
-def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) -> commitment.Batch:
+def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) -> Batch:
     """The rows of a micro-batch. A run keeps those it began with, on however many devices it is resumed."""
     rows = config.training.per_device_train_batch_size
     if not CAPABILITIES[config.training.backend].multi_device:
-        return commitment.Batch(rows=rows, devices=1)
+        return Batch(rows=rows, devices=1)
     known = commitment.batch_of_run(commitment.read_precommit(journal.run)) if journal.continued else None
-    batch = known or commitment.Batch(rows=rows * choice.count, devices=choice.count)
+    batch = known or Batch(rows=rows * choice.count, devices=choice.count)
     if batch.devices != choice.count:
         logger.info(
             "Micro-batch: %d rows, as on the %d device(s) the run began on; now on %d",

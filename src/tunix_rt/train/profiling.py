@@ -15,15 +15,7 @@ import numpy as np
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import Row, StepBatch, rows_of_step
 from tunix_rt.engines.base import Engine, Step
-from tunix_rt.engines.step_time import (
-    ATTENTION,
-    HEAD_MATMULS,
-    LAYER_MATMULS,
-    Breakdown,
-    DenseMatmul,
-    Part,
-    breakdown,
-)
+from tunix_rt.engines.step_time import ATTENTION, HEAD_MATMULS, LAYER_MATMULS, Breakdown, DenseMatmul, Part, breakdown
 from tunix_rt.engines.trace import read_trace
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.shape import ModelShape, shape_of

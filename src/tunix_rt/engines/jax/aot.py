@@ -5,7 +5,6 @@ environment (`aot_worker.py`): variables for CUDA, the allocator of XLA or a loc
 hash of everything that decides them. This file does not import jax.
 """
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ from pydantic import TypeAdapter
 from tunix_rt.accelerators import accelerators_named
 from tunix_rt.assets import cache_root
 from tunix_rt.config.settings import Training
+from tunix_rt.doctor.packages import version_of
 from tunix_rt.errors import ConfigError, HardwareError, StorageError, TunixError
 from tunix_rt.storage import json_text, sha256_text, write_text
 
@@ -149,14 +149,13 @@ def compiler_versions() -> dict[str, str]:
     """Versions of jax and libtpu, or a HardwareError with what to install."""
     versions = {}
     for package in ("jax", "jaxlib", "libtpu"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        if (version := version_of(package)) is None:
             raise HardwareError(
                 f"the TPU compiler is not available: {package} is not installed",
                 fix='pip install "tunix-rt[tpu]" (no TPU is needed to compile for one; libtpu takes 0.7 GB of disk)',
                 cause="libtpu-missing" if package == "libtpu" else "jax-missing",
-            ) from None
+            )
+        versions[package] = version
     return versions
 
 

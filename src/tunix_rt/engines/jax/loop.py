@@ -22,6 +22,7 @@ from tunix_rt.data.packing import MicroBatch, Row, StepBatch, collate, filled_up
 from tunix_rt.doctor.nvidia import driver_version
 from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.engines.base import Step, prefetched
+from tunix_rt.engines.checkpoint import host_has_room
 from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
 from tunix_rt.engines.jax import optim as jax_optim
 from tunix_rt.engines.jax.generate import generate
@@ -29,15 +30,7 @@ from tunix_rt.engines.jax.load import Engine, free_bytes, load, load_for_inferen
 from tunix_rt.engines.jax.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
 from tunix_rt.engines.jax.mesh import ROWS, batch_sharding, parameter_shardings, rows_for
 from tunix_rt.engines.jax.model import Batch, batch_of
-from tunix_rt.engines.jax.save import (
-    host_has_room,
-    restore_state,
-    round_weights,
-    save,
-    snapshot,
-    snapshot_bytes,
-    write_direct,
-)
+from tunix_rt.engines.jax.save import restore_state, round_weights, save, snapshot, snapshot_bytes, write_direct
 from tunix_rt.engines.jax.step import State, numbers
 from tunix_rt.errors import HardwareError, TunixError
 from tunix_rt.plan.attention_kernels import CUDNN_TOKENS_PER_EXAMPLE

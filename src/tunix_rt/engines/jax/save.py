@@ -19,15 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from tunix_rt.engines.checkpoint import (
-    BLOCK_BYTES,
-    MODEL,
-    OPTIMIZER,
-    fits_on_host,
-    refuse_other_tensors,
-    staged_model,
-    unreadable,
-)
+from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import memory_errors_named, out_of_range
 from tunix_rt.engines.jax.load import Engine
 from tunix_rt.engines.jax.weights import TYPES, Entry, entries
@@ -192,9 +184,6 @@ def _size(files: Mapping[str, list[Leaf]]) -> int:
 def snapshot_bytes(engine: Engine, optimizer: Any) -> int:
     """Size of both files of a checkpoint, which is the host memory that a snapshot takes."""
     return _size(_files(engine, optimizer))
-
-
-host_has_room = fits_on_host
 
 
 @memory_errors_named("the writing of a checkpoint")

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from tunix_rt.engines.jax.architecture import Architecture
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import ModelSource
-from tunix_rt.models.safetensors import INDEX, refuse_incomplete
+from tunix_rt.models.safetensors import INDEX, read_header, refuse_incomplete
 from tunix_rt.models.secrets import one_line
 
 SINGLE = "model.safetensors"
@@ -163,7 +163,7 @@ def load_weights(source: ModelSource, architecture: Architecture, *, dtype: str 
             _refuse_other_head(source, architecture, stored)
             layers = architecture.shape.layers
             return _tree((entry, _read(stored, entry, layers, kind)) for entry in entries(architecture))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
 
 
@@ -187,6 +187,7 @@ def _open(source: ModelSource, architecture: Architecture, stack: contextlib.Exi
     prefix = "transformer." if architecture.input_first else "model."
     stored: dict[str, _Stored] = {}
     for file_name in _files(source):
+        _refuse_unknown_dtypes(source, file_name)
         file = stack.enter_context(safe_open(source.folder / file_name, framework="np"))
         for name in sorted(file.keys()):
             if _BUFFERS.search(name):
@@ -202,6 +203,16 @@ def _open(source: ModelSource, architecture: Architecture, stack: contextlib.Exi
         return stored
     # A file of the model without its head, as GPT-2 was published.
     return {name if name == "lm_head.weight" else prefix + name: one for name, one in stored.items()}
+
+
+def _refuse_unknown_dtypes(source: ModelSource, file_name: str) -> None:
+    """Name the first tensor whose dtype is not in `TYPES`, from the header: NumPy and safetensors fail without its name."""
+    for name, tensor in read_header(source.folder / file_name)[0].items():
+        if str(tensor.dtype) not in TYPES and not _BUFFERS.search(name):
+            raise InputError(
+                f"{source.name}: {name} in {file_name} has dtype {tensor.dtype}; weights are {', '.join(TYPES)}",
+                fix="use the model that this one was quantized from, or convert the weights to bfloat16",
+            )
 
 
 def _files(source: ModelSource) -> list[str]:
@@ -268,16 +279,10 @@ def _refuse_others(source: ModelSource, architecture: Architecture, stored: Mapp
 
 
 def _refuse_mixed(source: ModelSource, stored: Mapping[str, _Stored], dtype: np.dtype[Any] | None) -> np.dtype[Any]:
-    """The dtype of the parameters. A dtype that is not floating-point is refused in any case."""
+    """The dtype of the parameters."""
     first: dict[str, str] = {}
     for name, tensor in stored.items():
         first.setdefault(tensor.type, name)
-    for kind, name in first.items():
-        if kind not in TYPES:
-            raise InputError(
-                f"{source.name}: {name} has dtype {kind}; weights are {', '.join(TYPES)}",
-                fix="use the model that this one was quantized from",
-            )
     if len(first) > 1 and not (dtype is not None and all(_holds(dtype, TYPES[kind]) for kind in first)):
         listed = ", ".join(
             f"{kind} ({sum(t.type == kind for t in stored.values())}, first {name})" for kind, name in first.items()

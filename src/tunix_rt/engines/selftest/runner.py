@@ -150,6 +150,12 @@ def together(name: str, parts: Iterable[CheckResult], *, words: str = "") -> Che
 # --- checks that are the same for both engines ------------------------------------------------------------------------
 
 
+def added_up(total: float, words: str) -> CheckResult:
+    """The device added up 1,024 ones."""
+    detail = words if total == 1024.0 else f"1,024 ones add up to {total}"
+    return CheckResult(name="device", ok=total == 1024.0, detail=detail)
+
+
 def placement(bench: Bench) -> CheckResult:
     """Every tensor of the checks before: inputs, results, gradients, optimizer states."""
     strays = {name: home for name, home in bench.homes.items() if home != bench.home}

@@ -111,12 +111,12 @@ def generate(
         decode=decode,
         batch_size_at=batch_size_at,
         most=1 if _ropes(engine) & MOVING_ROPES else len(prompts),
-        free_memory=partial(_free_memory, engine),
+        free_memory=partial(free_memory, engine),
     )
 
 
-def _free_memory(engine: Engine) -> None:
-    """After an error, whose traceback refers to tensors."""
+def free_memory(engine: Engine) -> None:
+    """Return unused memory to the device: after an error, whose traceback refers to tensors, or with the model."""
     gc.collect()
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()

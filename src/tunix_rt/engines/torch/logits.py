@@ -1,6 +1,5 @@
 """Logits, hashes and memory of a model of the PyTorch engine, to compare it with a saved folder that transformers loads."""
 
-import gc
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch import reload as torch_reload
+from tunix_rt.engines.torch.generate import free_memory
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.save import saved_weights
 
@@ -68,6 +68,4 @@ def room_beside(engine: Engine) -> int:
 def release(engine: Engine) -> None:
     """Free the memory of the model. The engine cannot be used afterwards."""
     engine.model = None
-    gc.collect()
-    if engine.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(engine)

@@ -170,6 +170,10 @@ class Engine:
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    def step_parts(self) -> Mapping[str, int]:
+        """Empty: kernels allocate as they run."""
+        return {}
+
     def peak_bytes(self) -> int:
         """Peak memory since the load: of the CUDA allocator, or on a CPU the rise of resident memory."""
         if self.device.type == "cuda":

@@ -17,13 +17,11 @@ from torch.autograd.profiler import record_function
 
 from tunix_rt.engines.base import Step
 from tunix_rt.engines.step_time import DenseMatmul
-from tunix_rt.engines.trace import BACKWARD, BATCH, FORWARD, HEAD, OPTIMIZER, STEP
+from tunix_rt.engines.trace import STEP
 from tunix_rt.storage import storage
 
 if TYPE_CHECKING:  # model.py imports `region`
     from tunix_rt.engines.torch.model import Engine
-
-__all__ = ["BACKWARD", "BATCH", "FORWARD", "HEAD", "OPTIMIZER", "dense_product", "profiled", "region"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ MATMUL_SECONDS = {"cuda": 0.1, "cpu": 0.2}
 
 
 def region(name: str) -> contextlib.AbstractContextManager[object]:
-    """Marks a region of a trace, under one of the names above. Does nothing without a profiler.
+    """Marks a region of a trace, under one of the names in `engines/trace.py`. Does nothing without a profiler.
 
     Regions may be nested; the innermost counts. What a thread of the backward pass launches belongs to the region of the main
     thread at that time.

@@ -16,15 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tunix_rt.engines.checkpoint import (
-    BLOCK_BYTES,
-    MODEL,
-    OPTIMIZER,
-    fits_on_host,
-    refuse_other_tensors,
-    staged_model,
-    unreadable,
-)
+from tunix_rt.engines import checkpoint
+from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import out_of_range
 from tunix_rt.engines.torch.load import merged_weights
 from tunix_rt.engines.torch.model import Engine
@@ -187,7 +180,7 @@ def snapshot_bytes(engine: Engine, optimizer: Optimizer) -> int:
 
 def host_has_room(needed_bytes: int) -> bool:
     """Whether the host has memory for a snapshot; idle pinned blocks are reused."""
-    return fits_on_host(needed_bytes - len(_idle_blocks) * BLOCK_BYTES)
+    return checkpoint.host_has_room(needed_bytes - len(_idle_blocks) * BLOCK_BYTES)
 
 
 # --- directly to the disk, and back -----------------------------------------------------------------------------------

@@ -9,17 +9,9 @@ from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import EvidenceError, InputError, StorageError
 from tunix_rt.evidence.data_checks import question_problems
 from tunix_rt.evidence.facts import Finding, Level, Run
+from tunix_rt.evidence.replay import steps
 from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of, mostly_bit_equal
 from tunix_rt.evidence.replay.session import PreparedRun, Progress, open_session, regenerate
-from tunix_rt.evidence.replay.steps import (
-    Measurements,
-    Segment,
-    all_segments,
-    chance_of_detection,
-    draw_segments,
-    passes_over,
-    take_steps,
-)
 from tunix_rt.runs.checksums import is_weights, sha256_below
 from tunix_rt.runs.folder import checkpoint_name
 from tunix_rt.runs.ledger import STATE_FILES
@@ -124,23 +116,23 @@ def _replay(work: Work, made: Results, *, with_answers: bool) -> None:
     """Take the drawn segments again, and the end of the run: the final loss and the final model hang on it."""
     run = work.run
     level: Level = "L4" if work.whole else "L3"
-    of = all_segments([entry.step for entry in run.record.checkpoints], run.total)
+    of = steps.all_segments([entry.step for entry in run.record.checkpoints], run.total)
     count = len(of) if work.segments == "all" or work.whole else work.segments
-    drawn = draw_segments(of, count if isinstance(count, int) else None, root=work.root, nonce=work.nonce)
+    drawn = steps.draw_segments(of, count if isinstance(count, int) else None, root=work.root, nonce=work.nonce)
     states = {} if work.whole else _states(work, made)
-    taken = passes_over(sorted({*drawn, of[-1]}), states)
+    taken = steps.passes_over(sorted({*drawn, of[-1]}), states)
     _describe_draw(work, made, of, drawn, taken)
     session = open_session(work.prepared)
     if session.total != run.total:
         made.fail(level, "steps", f"{run.total} steps are recorded, settings and data give {session.total}")
         return
     here = session.backend.machine_facts(session.engine)
-    wanted = Measurements(
+    wanted = steps.Measurements(
         checkpoints={entry.step for entry in run.record.checkpoints}, states=states,
         heldout={line.step for line in run.record.heldout}, before=work.whole and with_answers, after=with_answers,
         final_weights=work.weights,
     )  # fmt: skip
-    passed = [take_steps(session, one, wanted, scratch=work.scratch, progress=work.progress) for one in taken]
+    passed = [steps.take_steps(session, one, wanted, scratch=work.scratch, progress=work.progress) for one in taken]
     strict = mostly_bit_equal(run, passed)
     comparisons = []
     for found in passed:
@@ -183,16 +175,20 @@ def _states(work: Work, made: Results) -> dict[int, Path]:
 
 
 def _describe_draw(
-    work: Work, made: Results, of: Sequence[Segment], drawn: Sequence[Segment], taken: Sequence[Segment]
+    work: Work,
+    made: Results,
+    of: Sequence[steps.Segment],
+    drawn: Sequence[steps.Segment],
+    taken: Sequence[steps.Segment],
 ) -> None:
     if work.whole:
         made.notes.append(f"the whole run: {work.run.total} steps from the base model")
         return
-    steps, chance = sum(one.steps for one in drawn), 100 * chance_of_detection(of, len(drawn))
+    taken_again, chance = sum(one.steps for one in drawn), 100 * steps.chance_of_detection(of, len(drawn))
     bound = "at least " * (len({one.steps for one in of}) > 1)
     named = ", ".join(one.describe() for one in drawn[:6]) + (" ..." if len(drawn) > 6 else "")
     made.notes.append(
-        f"nonce {work.nonce}: {len(drawn)} of {len(of)} segments ({steps} of {work.run.total} steps): {named}; "
+        f"nonce {work.nonce}: {len(drawn)} of {len(of)} segments ({taken_again} of {work.run.total} steps): {named}; "
         f"a change inside one segment is found with probability {bound}{chance:.0f} %"
     )
     if list(taken) != list(drawn):

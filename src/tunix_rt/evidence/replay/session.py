@@ -31,10 +31,9 @@ from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.runs.checksums import parse_object
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.ledger import has_rows
-from tunix_rt.runs.schemas import PredictionLine
+from tunix_rt.runs.schemas import Batch, PredictionLine
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
-from tunix_rt.train.commitment import Batch
 from tunix_rt.train.context import load_engine, step_shape
 from tunix_rt.train.preflight import adjust_data_replicas, steps_of
 
@@ -167,8 +166,7 @@ def open_session(prepared: PreparedRun) -> Session:
     config, data, recorded = prepared.config, prepared.data, prepared.run.commitment.batch
     if data is None or prepared.model is None:
         raise missing_inputs(prepared.run, ["base model", "dataset"])
-    alone = Batch(rows=config.training.per_device_train_batch_size, devices=1)
-    batch = Batch(rows=recorded.rows, devices=recorded.devices) if recorded else alone
+    batch = recorded or Batch(rows=config.training.per_device_train_batch_size, devices=1)
     choice = prepared.choice
     plan = predict_run(
         prepared.shape, config, device=choice.device, devices=choice.count, rows=batch.rows, row_tokens=data.longest_row,
