@@ -142,11 +142,12 @@ SLOW = """
 
 @pytest.mark.slow  # by the wall clock; tests/unit/test_stop_request.py sets the alarm off by itself
 @pytest.mark.parametrize(
-    ("where", "goes_on"), [("a step", False), ("a call", False), ("a save", True), ("a step", True), ("a call", True)]
+    ("how", "where"),
+    [("SIGTERM", "a step"), ("SIGTERM", "a call"), ("SIGTERM", "a save"), ("SIGINT", "a step"), ("SIGINT", "a call")],
 )
-def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, request, where, goes_on):
-    """A step of ten minutes, one whose time is spent outside of Python, and a disk that does not answer: the run ends in time,
-    verifies, and goes on from the step that is saved."""
+def test_what_does_not_end_costs_no_finished_step_and_cannot_hold_the_exit(tmp_path, uninterrupted, how, where):
+    """A step of ten minutes, and one whose time is spent outside of Python: step 5, finished before it, is saved. A disk that
+    does not answer: the run ends within the grace with step 4. It verifies, and continues from there."""
     folder, marker = tmp_path / "run", tmp_path / "stuck"
     arguments = [*ARGUMENTS, "--set", f"training.grace_seconds={GRACE_SECONDS}"]
     told = [where, marker, "train", *arguments, "--output", folder]
@@ -159,7 +160,7 @@ def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, reque
                 assert program.poll() is None
                 time.sleep(0.01)
             began = time.monotonic()
-            program.terminate()
+            program.send_signal(signal.Signals[how])
             said = program.communicate(timeout=60)[1]
             seconds = time.monotonic() - began
         finally:
@@ -167,16 +168,18 @@ def test_what_does_not_end_cannot_hold_the_exit_beyond_the_grace(tmp_path, reque
     assert program.returncode == 7, said
     assert seconds < GRACE_SECONDS, f"it took {seconds:.2f} s"
     assert "Traceback" not in said
-    assert f"the grace period of {GRACE_SECONDS} s after SIGTERM is over" in said and "step 4 is saved" in said
+    why, saved = f"stopped by {how}", 5
+    if where == "a save":
+        why, saved = f"the grace period of {GRACE_SECONDS} s after SIGTERM is over", 4
+    assert f"{how}: stopping" in said and why in said and f"step {saved} is saved" in said
     result = json.loads((folder / "result.json").read_text())
-    assert (result["status"], result["exit_code"]) == ("preempted", 7) and "step 4 is saved" in result["reason"]
+    assert (result["status"], result["exit_code"]) == ("preempted", 7) and f"step {saved} is saved" in result["reason"]
     assert list_problems(folder) == [] and tunix_rt("evidence", "verify", folder, "--require", "L0").returncode == 0
     assert "the run is preempted" in tunix_rt("evidence", "verify", folder).stdout, "L1 is for completed runs"
-    if goes_on:
-        done = tunix_rt("train", *arguments, "--output", folder, "--resume")
-        assert done.returncode == 0, done.stderr
-        assert json.loads((folder / "result.json").read_text())["resumed_from"] == 4
-        assert weights(folder) == weights(request.getfixturevalue("uninterrupted"))
+    done = tunix_rt("train", *arguments, "--output", folder, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "result.json").read_text())["resumed_from"] == saved
+    assert weights(folder) == weights(uninterrupted) and losses(folder) == losses(uninterrupted)
 
 
 def test_another_configuration_may_not_continue_a_run(tmp_path, tiny_run):

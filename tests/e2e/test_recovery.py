@@ -24,6 +24,7 @@ from tunix_rt.config.load import find_config, load_config
 from tunix_rt.engines.base import load_backend
 from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.evidence.verify import verify
 from tunix_rt.export import roundtrip
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.runs import journal
@@ -102,6 +103,23 @@ def crashed_once(tmp_path_factory):
 @pytest.fixture
 def crashed(crashed_once, tmp_path):
     return RunDir(shutil.copytree(crashed_once.root, tmp_path / "run"))
+
+
+# --- saving by time ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_saves_by_time_has_a_checkpoint_of_any_step_and_verifies(tmp_path, uninterrupted, caplog):
+    """Every step takes longer than the interval. A direct write needs no copy in memory; the bits are the same."""
+    caplog.set_level("INFO", logger="tunix_rt")
+    run = RunDir(tmp_path / "run")
+    by_time = ("training.save_steps=null", "training.save_minutes=0.00001", "training.save_total_limit=9")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "MOST_SAVING_SHARE", 1e9)  # saving takes longer than such a step
+        run_pipeline(configured(*by_time), run.root, progress=quiet)
+    assert [entry["step"] for entry in read_json(run.checkpoint_list)["checkpoints"]] == [*range(1, STEPS + 1)]
+    assert "Checkpoints: every 1e-05 min of training, at each evaluation (every 3 steps), and at the end" in caplog.text
+    assert losses(run) == losses(uninterrupted[0]) and list_problems(run.root) == []
+    assert verify(run.root).level == "L1"
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------

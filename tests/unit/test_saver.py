@@ -20,13 +20,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_small_model
+from tunix_rt.config.settings import Training
 from tunix_rt.engines.torch import save as torch_state
 from tunix_rt.engines.torch.model import LossScale
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, list_checkpoints
 from tunix_rt.storage import write_text
-from tunix_rt.train.checkpointer import Checkpointer, best_checkpoint
+from tunix_rt.train.checkpointer import Checkpointer, FinishedStep, best_checkpoint
+from tunix_rt.train.loop import SaveSchedule
 from tunix_rt.train.preemption import Preemption
 
 # --- the copies ------------------------------------------------------------------------------------------------------
@@ -228,8 +230,8 @@ def stop():
 @pytest.fixture
 def make(run, backend, stop):
     def make(**changed):
-        given = {"keep": 2, "start": 0, "sync_metrics": lambda: None, **changed}
-        return Checkpointer(backend, None, None, run=run, stop=stop, **given)
+        given = {"keep": 2, "start": 0, "sync_metrics": lambda: None, "stop": stop, **changed}
+        return Checkpointer(backend, None, None, run=run, **given)
 
     return make
 
@@ -305,7 +307,7 @@ def test_a_save_that_fails_is_raised_and_the_one_before_stays(run, backend, make
         backend.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         saver.save(2, {})
         if when == "next step":
-            saver._join()
+            saver._idle.wait()
             saver.raise_if_failed()
         elif when == "next save":
             saver.save(3, {})
@@ -349,14 +351,18 @@ def test_a_run_that_must_end_now_waits_for_no_save_and_none_is_committed_after(r
     assert list(run.checkpoints.iterdir()) == [], "the result has said already what is kept"
 
 
-def test_a_grace_that_ends_while_a_save_is_waited_for_gives_it_up(run, backend, make, stop):
+def test_a_grace_that_ends_while_a_save_is_waited_for_gives_it_up(run, backend, make):
     backend.go_on.clear()
-    with pytest.raises(Preempted, match="grace"), stop.listening(), make() as saver:
-        saver.save(1, {})
-        thread = saver._thread
-        signal.raise_signal(signal.SIGTERM)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        saver.wait()
+    stop = Preemption(grace_seconds=1)
+    with pytest.raises(Preempted, match="grace"), stop.listening(), make(stop=stop) as saver:
+        finished = FinishedStep(saver, direct=False)
+        finished.before_update()
+        finished.finished({"step": 1}, 0.1)
+        with stop.while_training(finished):
+            saver.save(1, {})
+            thread = saver._thread
+            signal.raise_signal(signal.SIGTERM)
+            saver.wait()
     backend.go_on.set()
     thread.join()
     assert steps(run) == []
@@ -368,8 +374,10 @@ def test_a_forced_end_does_not_wait_for_the_thread(tmp_path):
         from pathlib import Path
         from types import SimpleNamespace
         from tunix_rt.runs.folder import RunDir
-        from tunix_rt.train.checkpointer import Checkpointer
-        from tunix_rt.train.preemption import Preemption
+        from tunix_rt.config.settings import Training
+from tunix_rt.train.checkpointer import Checkpointer
+        from tunix_rt.train.loop import SaveSchedule
+from tunix_rt.train.preemption import Preemption
         never = SimpleNamespace(write=lambda folder: threading.Event().wait())
         backend = SimpleNamespace(snapshot_bytes=lambda *a: 1, host_has_room=lambda n: True, snapshot=lambda *a: never)
         saver = Checkpointer(backend, None, None, run=RunDir(Path(sys.argv[1])), keep=2, start=0, sync_metrics=lambda: None,
@@ -391,6 +399,34 @@ def test_a_volume_without_room_for_the_checkpoint_is_refused_with_the_numbers(ru
     assert "the checkpoint of step 2, with a margin, needs 164 MiB on disk, 163 MiB are free" in str(caught.value)
     assert caught.value.exit_code == 8
     assert steps(run) == [1] and checkpoint_problems(run.checkpoints / "step-000001") == []
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "save_seconds", "due"),
+    [
+        ({}, 1, [10, 20, 25]),  # every 10 minutes, of steps of a minute
+        ({}, 24, [20, 25]),  # 2 % of 20 minutes
+        ({"save_minutes": 5}, 1, [5, 10, 15, 20, 25]),
+        ({"save_steps": 8}, 1, [8, 16, 24, 25]),
+        ({"save_steps": 8, "save_minutes": 10}, 1, [8, 16, 24, 25]),
+        ({"save_steps": 8, "save_minutes": 6}, 1, [6, 8, 14, 16, 22, 24, 25]),
+    ],
+)
+def test_a_checkpoint_is_due_by_steps_or_by_time_and_costs_at_most_2_percent(settings, save_seconds, due, caplog):
+    caplog.set_level("INFO", logger="tunix_rt")
+    schedule = SaveSchedule.of(Training(**settings))
+    steps = [SimpleNamespace(step=step, seconds=60.0) for step in range(1, 26)]
+    assert [step.step for step in steps if schedule.due(step, 25, save_seconds, anyway=False)] == due
+    assert ("saving every 20 min" in caplog.text) == (save_seconds == 24)
+
+
+def test_an_evaluation_saves_and_the_time_begins_anew():
+    schedule = SaveSchedule.of(Training())
+    steps = [SimpleNamespace(step=step, seconds=60.0) for step in range(1, 26)]
+    assert [one.step for one in steps if schedule.due(one, 25, 1, anyway=one.step == 7)] == [7, 17, 25]
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

@@ -177,6 +177,9 @@ class Training(Section):
     """Held-out loss every N steps (and at the end)."""
     save_steps: Count | None = None
     """Checkpoint every N steps (and at the end)."""
+    save_minutes: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    """Checkpoint after N minutes of training, less often where saving would take more than 2 % of the time. Default: 10, unless
+    `save_steps` is set."""
     save_total_limit: Annotated[int, Field(ge=2, le=10**6)] = 2
     """Checkpoints kept besides the one with the lowest held-out loss; at least two, because the newest may be corrupt."""
     save_dtype: Annotated[
@@ -186,8 +189,9 @@ class Training(Section):
     """dtype of the weights in `final_model`. Default: as trained. They are rounded before the evaluation after training."""
     time_budget: Annotated[Annotated[float, Field(gt=0, le=10**9)] | None, BeforeValidator(_seconds)] = None
     """Save and stop before this much time has passed since the program started: seconds, or `2h30m`."""
-    grace_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
-    """Time to save after SIGTERM or SIGINT. A save that takes longer is abandoned, and the log names the last checkpoint."""
+    grace_seconds: Annotated[float, Field(ge=1, le=3600)] | None = None
+    """Time to save after SIGTERM. A save that takes longer is abandoned, and the log names the last checkpoint. Default: 25, or
+    what the measured step and save times need, if that is more. Ctrl-C has no limit."""
     logging_steps: Count = 10
     """A line in the text log every N steps; `metrics.jsonl` has every step."""
     resume_from_checkpoint: Annotated[

@@ -192,16 +192,11 @@ class EngineModule(Protocol[E, O]):
         ...
 
     def optimizer_steps(
-        self,
-        engine: E,
-        optimizer: O,
-        batch_of: Callable[[int], StepBatch],
-        training: Training,
-        *,
-        first: int,
-        total: int,
-    ) -> Generator[Step, None, None]:
-        """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
+        self, engine: E, optimizer: O, batch_of: Callable[[int], StepBatch], training: Training, *, first: int, total: int,
+        before_update: Callable[[], None] = ...,
+    ) -> Generator[Step, None, None]:  # fmt: skip
+        """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update`
+        is called once in each step; until then the weights are those of the step before."""
         ...
 
     def heldout_loss(self, engine: E, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:

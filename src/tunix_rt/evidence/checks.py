@@ -156,14 +156,17 @@ def heldout(run: Run) -> Iterator[str]:
 
 
 def checkpoints(run: Run) -> Iterator[str]:
-    """Checkpoints are at the steps of the settings, or where a process stopped; each matches its line and the run's hashes."""
+    """Checkpoints are at the steps of the settings, or where a process stopped, unless they are saved by time, at any step; each
+    matches its line and the run's hashes."""
     entries, file, training = run.record.checkpoints, f"{run.where}checkpoints.json", run.config.training
     steps = [entry.step for entry in entries]
     due = {run.total}
     for every in (training.save_steps, training.eval_steps):
         due |= set(range(every, run.total, every)) if every else set()
     stopped = {process.first_step - 1 for process in run.record.processes}
-    if steps != sorted(set(steps)) or not due <= set(steps) or not set(steps) <= due | stopped:
+    by_time = training.save_steps is None or training.save_minutes is not None
+    possible = set(range(1, run.total + 1)) if by_time else due | stopped
+    if steps != sorted(set(steps)) or not due <= set(steps) or not set(steps) <= possible:
         yield f"{file}: checkpoints at {shown(str(steps[:9]))}, due are {shown(str(sorted(due)[:9]))}"
         return
     for entry in entries:

@@ -213,6 +213,6 @@ def disk_needed_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Peak disk usage: the newest checkpoints, the best, one being staged, the final model, generations and logs."""
     training = config.training
     run = footprint_of(shape, training, "cpu")
-    # Without `save_steps`: that of an interruption, and that of the end.
-    checkpoints = training.save_total_limit + 2 if training.save_steps or training.eval_steps else 2
+    # Saved by time alone, there is no best one beside the newest.
+    checkpoints = training.save_total_limit + (2 if training.save_steps or training.eval_steps else 1)
     return checkpoints * run.checkpoint + run.final_model + EVAL_BYTES

@@ -15,7 +15,7 @@ from typing import Any
 
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import Backend, Engine
-from tunix_rt.errors import Preempted, StorageError
+from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.runs.folder import (
     RunDir,
     checkpoint_name,
@@ -68,8 +68,10 @@ class Checkpointer:
         self._steps = [start] if start else []
         self._longest = self._guess = 0.0
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()  # Thread.join takes a running thread for ended once a signal has interrupted it
+        self._idle.set()
         self._failure: BaseException | None = None
-        self._gate = threading.Lock()
+        self._gate, self._saving = threading.Lock(), threading.Lock()
         self._given_up = self._warned = False
 
     # --- what is saved ------------------------------------------------------------------------------------------------
@@ -97,8 +99,14 @@ class Checkpointer:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save the engine after `step`, with `state`. Returns before it is on disk."""
+    def save(self, step: int, state: dict[str, Any], *, direct: bool = False) -> None:
+        """Save the engine after `step`, with `state`. Returns before it is on disk, unless it is written `direct`ly, without a
+        snapshot in host memory. A step that is saved already, or by another thread, is not saved again."""
+        with self._saving:
+            if self.requested != step:
+                self._save(step, state, direct=direct)
+
+    def _save(self, step: int, state: dict[str, Any], *, direct: bool) -> None:
         self.wait()
         began, backend = time.monotonic(), self._backend
         size = backend.snapshot_bytes(self._engine, self._optimizer)
@@ -107,12 +115,15 @@ class Checkpointer:
         previous = self.committed
         self._steps = [s for s in (previous, step) if s]
         commit = partial(self._commit, step, previous=previous, state=state, began=began)
-        if not backend.host_has_room(size):
+        if not direct and not backend.host_has_room(size):
             self._warn_once(size)
+            direct = True
+        if direct:
             commit(partial(backend.write_direct, self._engine, self._optimizer))
             return
         write = backend.snapshot(self._engine, self._optimizer).write
         # A daemon: a forced exit does not wait for it, and a half-written checkpoint does not count.
+        self._idle.clear()
         self._thread = threading.Thread(target=self._try, args=(commit, write), name="tunix-rt-save", daemon=True)
         self._thread.start()
 
@@ -129,6 +140,8 @@ class Checkpointer:
             commit(write)
         except BaseException as error:  # noqa: BLE001  whatever it is, the thread that trains raises it
             self._failure = error
+        finally:
+            self._idle.set()
 
     def _commit(
         self, step: int, write: Callable[[Path], None], *, previous: int, state: dict[str, Any], began: float
@@ -169,15 +182,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Until the save in progress is committed; raises its error."""
         began = time.monotonic()
-        self._join()
+        self._idle.wait()
         if (waited := time.monotonic() - began) > LONG_WAIT_SECONDS:
             logger.info("Waited %.1f s for the checkpoint of step %d", waited, self.requested)
         self.raise_if_failed()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     def give_up(self, error: Preempted | None = None) -> None:
         """Abandon the save in progress: nothing is committed or deleted from now on."""
@@ -202,7 +210,7 @@ class Checkpointer:
     ) -> None:
         try:
             if not self._stop.now:
-                self._join()
+                self._idle.wait()
         finally:
             self.give_up()
             self._stop.on_forced_exit.remove(self.give_up)
@@ -212,6 +220,55 @@ class Checkpointer:
             self.raise_if_failed()
         elif self._failure is not None and self._failure is not error:
             logger.error("The checkpoint of step %d failed as well: %s", self.requested, self._failure)
+
+
+class FinishedStep:
+    """The last finished step, which the weights hold until the next update begins. Another thread may save it until then.
+
+    The lock is held by the main thread while the weights belong to no finished step, and for good by a thread that saves them
+    because the run stops."""
+
+    def __init__(self, saver: Checkpointer, *, direct: bool) -> None:
+        self._saver, self.direct, self._lock = saver, direct, threading.Lock()
+        self._state: dict[str, Any] | None = None
+        self._slowest = 0.0
+
+    def before_update(self) -> None:
+        """The weights change from here on, until `finished`."""
+        self._lock.acquire()
+
+    def finished(self, state: dict[str, Any], seconds: float) -> None:
+        """The weights are those of the step with `state`."""
+        self._state, self._slowest = state, max(self._slowest, seconds)
+        self._lock.release()
+
+    def stop_seconds(self) -> float:
+        return self._slowest * self._lock.locked() + self._saver.longest_seconds
+
+    def stop_plan(self) -> str:
+        save = f"takes about {self._saver.longest_seconds:.0f} s to save"
+        if self._lock.locked():
+            return f"stopping after the current step (up to {self._slowest:.0f} s), which {save}"
+        if self._state is None or self._saver.committed == self._state["step"]:
+            return f"stopping; {self._saver.saved_state()}"
+        return f"stopping after step {self._state['step']}, which {save}"
+
+    def save(self) -> None:
+        """Save the step, unless it is saved, and wait for it."""
+        if self._state is not None:
+            self._saver.save(self._state["step"], self._state, direct=self.direct)
+            self._saver.wait()
+
+    def save_finished(self) -> bool:
+        """In another thread. An update that began is waited for; none begins afterwards."""
+        self._lock.acquire()
+        try:
+            self.save()
+        except TunixError as error:
+            logger.error("The last finished step could not be saved: %s", error.problem)
+            self._lock.release()  # the main thread finishes the next step and tries to save that
+            return False
+        return True
 
 
 # --- the best ---------------------------------------------------------------------------------------------------------

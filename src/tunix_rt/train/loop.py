@@ -20,15 +20,20 @@ from tunix_rt.engines.base import Engine, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
 from tunix_rt.storage import append_jsonl
-from tunix_rt.train.checkpointer import Checkpointer
+from tunix_rt.train.checkpointer import Checkpointer, FinishedStep
 from tunix_rt.train.context import RunContext, load_engine
 from tunix_rt.train.device import sample_gpu
 from tunix_rt.train.memory_report import explaining_load
-from tunix_rt.train.preemption import RESUME, Preemption
+from tunix_rt.train.preemption import LEAVE_SHARE, RESUME, Preemption
 from tunix_rt.train.profiling import Recording, choose_first
 from tunix_rt.train.resume import code_of, refuse_other_code, refuse_other_kernels, resume_at, step_facts
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_SAVE_MINUTES = 10.0
+"""Of training, between checkpoints, where no setting names any."""
+MOST_SAVING_SHARE = 0.02
+"""Of the time, for checkpoints that are saved by time."""
 
 
 def load_run(context: RunContext) -> tuple[Engine, MetricsLog]:
@@ -77,12 +82,16 @@ def train_run(
         # Before the first step, or in a run that stopped between a step and its evaluation.
         pace.evaluated(evaluate(start.step))
         stop.check(start.saved_state)
-    steps, code = _open_steps(context, engine, optimizer)
     saver = _open_checkpointer(context, engine, optimizer, metrics)
-    with contextlib.closing(steps), saver, _tensorboard(context) as chart:
+    schedule = SaveSchedule.of(training)
+    # The plan has no room for a snapshot beside a step that `save_steps` does not announce.
+    finished = FinishedStep(saver, direct=engine.device_type == "cpu" and training.save_steps is None)
+    steps, code = _open_steps(context, engine, optimizer, finished.before_update)
+    _log_saving(context, schedule, saver)
+    with contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
         for step in steps:
             evaluated = _due(step.step, training.eval_steps, total)
-            saved = evaluated or _due(step.step, training.save_steps, total)
+            saved = schedule.due(step, total, saver.longest_seconds, anyway=evaluated)
             if saved:  # the line of this step carries the state hash of the save in progress
                 saver.wait()
             with stop.deferring_signals():  # result and metrics must have the same last step
@@ -93,18 +102,19 @@ def train_run(
             _show_step(context, step, pace)
             saver.raise_if_failed()
             state = _state(context, engine, step, metrics.head, code)
+            finished.finished(state, step.seconds)
             if saved or step.step == start.step + 1:
                 context.phases.end(engine, "steps" if step.step > start.step + 1 else "first_step")
             if saved:  # before an evaluation too: an error there costs no step
-                saver.save(step.step, state)
+                saver.save(step.step, state, direct=finished.direct)
                 context.phases.end(engine, "checkpoint")
             # After the last step the final model is saved, which takes as long.
             next_step = (pace.slowest if step.step < total else 0.0) + saver.longest_seconds
-            _stop_if_requested(stop, saver, state, needed_seconds=next_step + evaluated * pace.evaluation)
+            _stop_if_requested(stop, saver, finished, needed_seconds=next_step + evaluated * pace.evaluation)
             if evaluated:
                 saver.wait()
                 pace.evaluated(evaluate(step.step))
-                _stop_if_requested(stop, saver, state, needed_seconds=next_step)
+                _stop_if_requested(stop, saver, finished, needed_seconds=next_step)
         saver.finish()
     if saver.committed != total:
         problem = f"nothing to train: {start.step} of {total} steps are done"
@@ -136,8 +146,66 @@ class Pace:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(slots=True, kw_only=True)
+class SaveSchedule:
+    """When a checkpoint is due: every so many steps, after so many seconds of training, or both; always at the end."""
+
+    steps: int | None
+    seconds: float | None
+    trained: float = 0.0
+    """Seconds of training since the last checkpoint that was due."""
+    stretched: bool = False
+
+    @classmethod
+    def of(cls, training: Training) -> "SaveSchedule":
+        minutes = training.save_minutes
+        if training.save_steps is None and minutes is None:
+            minutes = DEFAULT_SAVE_MINUTES
+        return cls(steps=training.save_steps, seconds=None if minutes is None else 60 * minutes)
+
+    def due(self, step: Step, total: int, save_seconds: float, *, anyway: bool) -> bool:
+        """Whether the step is saved; a save takes about `save_seconds`. By time, saves take at most 2 % of it."""
+        self.trained += step.seconds
+        by_time = self.seconds is not None and self.trained >= self.interval(save_seconds)
+        if not (anyway or by_time or _due(step.step, self.steps, total)):
+            return False
+        self.trained = 0.0
+        return True
+
+    def interval(self, save_seconds: float) -> float:
+        least = save_seconds / MOST_SAVING_SHARE
+        if self.seconds is None or least <= self.seconds:
+            return self.seconds or 0.0
+        if not self.stretched:
+            share = f"{MOST_SAVING_SHARE:.0%}"
+            logger.info(
+                "A checkpoint takes %.0f s: saving every %.0f min, so that it stays below %s",
+                save_seconds,
+                least / 60,
+                share,
+            )
+        self.stretched = True
+        return least
+
+
+def _log_saving(context: RunContext, schedule: SaveSchedule, saver: Checkpointer) -> None:
+    """When checkpoints are saved, and what a short grace period puts at risk."""
+    training, often = context.config.training, []
+    often += [f"every {training.save_steps} steps"] if training.save_steps else []
+    often += [f"every {schedule.seconds / 60:g} min of training"] if schedule.seconds else []
+    often += [f"at each evaluation (every {training.eval_steps} steps)"] if training.eval_steps else []
+    logger.info("Checkpoints: %s, and at the end", ", ".join(often))
+    needed, grace = saver.longest_seconds, training.grace_seconds
+    if grace is not None and needed > grace * LEAVE_SHARE:
+        logger.warning(
+            "SIGTERM may cost the steps since the last checkpoint (%s): writing one takes about %.0f s, and "
+            "training.grace_seconds=%g leaves %.1f s for it. Set it to %.0f or more, or save more often",
+            often[0], needed, grace, grace * LEAVE_SHARE, needed / LEAVE_SHARE + 1,
+        )  # fmt: skip
+
+
 def _open_steps(
-    context: RunContext, engine: Engine, optimizer: object
+    context: RunContext, engine: Engine, optimizer: object, before_update: Callable[[], None]
 ) -> tuple[Generator[Step, None, None], dict[str, str]]:
     """The generator of steps, and the code that computes them, which a resumed run must have had."""
     training, data, done, total = context.config.training, context.data, context.start.step, context.total
@@ -150,7 +218,9 @@ def _open_steps(
             planned=context.plan.layers,
         )  # fmt: skip
         refuse_other_code(code, then)
-    steps = context.backend.optimizer_steps(engine, optimizer, batch_of, training, first=done + 1, total=total)
+    steps = context.backend.optimizer_steps(
+        engine, optimizer, batch_of, training, first=done + 1, total=total, before_update=before_update
+    )
     if count := context.options.profile:
         recording = Recording(
             run=context.run, engine=engine, training=training, rows=data.rows, seed=training.resolved_data_seed,
@@ -222,12 +292,10 @@ def _show_step(context: RunContext, step: Step, pace: Pace) -> None:
         )  # fmt: skip
 
 
-def _stop_if_requested(stop: Preemption, saver: Checkpointer, state: dict[str, Any], *, needed_seconds: float) -> None:
+def _stop_if_requested(stop: Preemption, saver: Checkpointer, finished: FinishedStep, *, needed_seconds: float) -> None:
     """Save the step that was taken and stop, on a signal or when less time is left than the next step needs."""
     if why := stop.why(needed_seconds=needed_seconds):
-        if saver.requested != state["step"]:
-            saver.save(state["step"], state)
-        saver.wait()
+        finished.save()
         raise Preempted(f"{why}; {saver.saved_state()}", fix=RESUME)
 
 

@@ -1,8 +1,10 @@
-"""Stopping a run: on a signal within the grace period, or before its time budget is used up.
+"""Stopping a run: on a signal, or before its time budget is used up. No finished step is lost.
 
-A stop is checked between steps, so that the current step is finished and saved. Work that does not get there in time, such as
-a compilation, a very long step or a save to a dead disk, is interrupted: first by an alarm, which Python delivers between
-two instructions; then, for a call that does not return to Python, by a thread that ends the process.
+The main thread checks for a stop between steps and saves the step it finished. A thread answers the signal at once, whatever
+the main thread does. Where no check follows within a second, that thread saves the last finished step, which the weights
+still hold until the update of the next, and then ends what is in progress: by an alarm, which Python delivers between two
+instructions; or, in a call that does not return to Python, by ending the process. A second signal ends it without saving.
+SIGTERM has a deadline, the grace period; Ctrl-C has none.
 """
 
 import atexit
@@ -17,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Protocol
 
 import psutil
 
@@ -25,9 +28,13 @@ from tunix_rt.errors import ConfigError, Preempted
 
 logger = logging.getLogger(__name__)
 
-ALARM_SHARE, FORCE_SHARE, EXIT_SHARE = 0.7, 0.75, 0.95
-"""Fractions of the grace period: after the first, the alarm interrupts the work, which leaves the rest for the ending; after
-the second, the thread writes the ending itself; after the third it exits, whatever is not yet written."""
+COURTESY_SECONDS = 1.0
+"""For the main thread to stop by itself between two steps, and again to leave the call it is in."""
+LEAVE_SHARE, EXIT_SHARE = 0.75, 0.95
+"""Fractions of the grace period: after the first, nothing more is waited for; after the second the process exits, whatever is
+not yet written."""
+LEAST_GRACE_SECONDS = 25.0
+"""After SIGTERM, unless a setting or the measured times say otherwise: schedulers kill after 30 s."""
 ENDING_SECONDS = 5.0
 """Reserved of a time budget for writing the result and its checksums, and for leaving Python."""
 RESUME = "run the same command with --resume to continue"
@@ -36,11 +43,24 @@ _ALARM = getattr(signal, "SIGALRM", None)
 """Not on Windows, where the thread alone ends the process."""
 
 
+class Training(Protocol):
+    """The training loop, as a stop sees it from another thread."""
+
+    def stop_plan(self) -> str:
+        """What happens to the steps on a first signal."""
+
+    def save_finished(self) -> bool:
+        """Save the last finished step, waiting for an update in progress. Whether every finished step is on disk."""
+
+    def stop_seconds(self) -> float:
+        """How long saving everything takes, from any moment."""
+
+
 class Preemption:
     """Set by SIGTERM or SIGINT, by a time budget that runs out, or by the step after which to stop."""
 
     def __init__(
-        self, *, grace_seconds: float = 25.0, time_budget: float | None = None, after_step: int | None = None
+        self, *, grace_seconds: float | None = None, time_budget: float | None = None, after_step: int | None = None
     ) -> None:
         self.signal_name = ""
         self.after_step = after_step
@@ -52,7 +72,12 @@ class Preemption:
         """Called in another thread, the last first, when the process is ended in the middle of a call."""
         self.now = False
         """Wait for nothing any more: the grace period is over, or a second signal came."""
-        self._grace = grace_seconds
+        self.training: Training | None = None
+        """Set while steps are taken."""
+        self._given_grace = grace_seconds
+        self._why = ""
+        """Why the main thread must leave what it does."""
+        self._delivered = 0
         self._budget = time_budget
         self._deadline = math.inf if time_budget is None else program_began() + time_budget
         self._held: Preempted | None = None
@@ -64,6 +89,14 @@ class Preemption:
     @property
     def has_budget(self) -> bool:
         return self._budget is not None
+
+    @property
+    def grace(self) -> float:
+        """Seconds from SIGTERM to the exit: as configured, or as long as saving every finished step was measured to take."""
+        if self._given_grace is not None:
+            return self._given_grace
+        needed = 0.0 if self.training is None else self.training.stop_seconds()
+        return max(LEAST_GRACE_SECONDS, 1.5 * needed + ENDING_SECONDS)
 
     # --- checked between pieces of work--------------------------------------------------------------------------------
 
@@ -124,6 +157,15 @@ class Preemption:
             raise self._held
 
     @contextlib.contextmanager
+    def while_training(self, training: Training) -> Iterator[None]:
+        """A signal in this block saves the last finished step of `training`."""
+        self.training = training
+        try:
+            yield
+        finally:
+            self.training = None
+
+    @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """The block that writes the ending. No signal interrupts it; the thread cuts it off when it outlasts the grace period.
         A process that was signalled ignores further signals afterwards: it only exits."""
@@ -143,34 +185,31 @@ class Preemption:
             with self._watched():
                 yield self
         finally:
-            if _ALARM is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if self._ending and self.signal_name else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, once it is back in Python."""
         name = signal.Signals(number).name
         if self._forced:
             _wait_for_the_end()
         elif self._ended.is_set():
             return
-        elif number == _ALARM:
-            if not self._ending:
-                self._interrupt(f"the grace period of {self._grace:g} s after {self.signal_name} is over")
         elif self._ending:
             self.signal_name = self.signal_name or name
-        elif self.signal_name:  # a second signal: stop now
-            self._interrupt(f"stopped at once by a second {name}")
+        elif number == _ALARM:
+            self._interrupt(self._why)
         else:
-            self.signal_name = name
+            self.signal_name = self.signal_name or name
+            self._delivered += 1
+            if self._delivered > 1:
+                self._interrupt(_at_once(name))
             # At exit Python collects cycles in everything imported, which takes seconds of the grace period.
             atexit.register(gc.freeze)
-            if _ALARM is not None:
-                signal.setitimer(signal.ITIMER_REAL, self._grace * ALARM_SHARE)
 
     def _interrupt(self, why: str) -> None:
         self.now = True
-        error = Preempted(f"{why}; {self.saved_state()}", fix=f"{RESUME} from the newest checkpoint")
+        error = Preempted(f"{why}; {self.saved_state()}", fix=RESUME)
         if not self._holding:
             raise error
         self._held = error
@@ -182,9 +221,11 @@ class Preemption:
         """The system also wakes a thread on signals: the main thread may be in a call that does not return."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
+        self._writer = writer
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watching = threading.Thread(target=self._watch, args=(reader,), name="tunix-rt-grace", daemon=True)
         self._ended.clear()
+        self._delivered = 0
         watching.start()
         try:
             yield
@@ -207,35 +248,101 @@ class Preemption:
             _wait_for_the_end()
 
     def _watch(self, reader: socket.socket) -> None:
-        while number := reader.recv(1):
-            if number[0] in (signal.SIGTERM, signal.SIGINT):
-                break
-        else:
+        """Answer the first signal, save what is finished, and see that the process ends."""
+        if (first := _next_event(reader, math.inf)) == _ENDED:
             return
-        if self._ended.wait(self._grace * FORCE_SHARE):
-            return
+        name, began = signal.Signals(first).name, time.monotonic()
+        self.signal_name = self.signal_name or name
+        grace = self.grace if first == signal.SIGTERM else math.inf
+        self._answer(name)
+        why = self._saved_or_late(reader, began, grace, name)
+        if why:
+            self._leave(reader, why, began + EXIT_SHARE * grace)
+
+    def _answer(self, name: str) -> None:
+        plan = f"stopping; {self.saved_state()}" if self.training is None else self.training.stop_plan()
+        again = "Ctrl-C again" if name == "SIGINT" else "A second signal"
+        logger.info("%s: %s. %s exits at once (%s)", name, plan, again, self.saved_state())
+
+    def _saved_or_late(self, reader: socket.socket, began: float, grace: float, name: str) -> str:
+        """Wait until the main thread has ended the run: returns nothing. Or until it must leave what it does: returns why."""
+        save_at, leave_at = began + min(COURTESY_SECONDS, 0.1 * grace), began + LEAVE_SHARE * grace
+        while True:
+            event = _next_event(reader, min(save_at, leave_at))
+            if event == _ENDED:
+                return ""
+            if event == _SAVED:
+                return f"stopped by {name}"
+            if event != _TIME:
+                return _at_once(signal.Signals(event).name)
+            if time.monotonic() >= leave_at:
+                return f"the grace period of {grace:g} s after {name} is over"
+            save_at = math.inf
+            threading.Thread(target=self._save_finished, name="tunix-rt-stop", daemon=True).start()
+
+    def _save_finished(self) -> None:
+        if self.training is None or self.training.save_finished():
+            self._tell_thread(_SAVED)
+
+    def _tell_thread(self, event: int) -> None:
+        with contextlib.suppress(OSError):  # the run has ended meanwhile
+            self._writer.send(bytes([event]))
+
+    def _leave(self, reader: socket.socket, why: str, exit_at: float) -> None:
+        """End the main thread's work: by the alarm if it is in Python, else with the process."""
         with self._gate:
             if self._ended.is_set():
                 return
-            self.now, self._forced = True, not self._ending
-        if not self._forced:  # the main thread is writing the ending already
-            if self._ended.wait(self._grace * (EXIT_SHARE - FORCE_SHARE)):
+            self.now, self._why = True, why
+        if _ALARM is not None and not self._ending:
+            signal.pthread_kill(threading.main_thread().ident or 0, _ALARM)
+        leave_at = time.monotonic() + COURTESY_SECONDS
+        while not self._ending and time.monotonic() < leave_at:
+            if self._ended.wait(0.01):
                 return
-            os._exit(Preempted.exit_code)
-        if _ALARM is not None:
-            signal.pthread_kill(threading.main_thread().ident or 0, _ALARM)  # back in Python, it stops there
-        ending = threading.Thread(target=self._end_by_force, args=(signal.Signals(number[0]).name,), daemon=True)
-        ending.start()
-        ending.join(self._grace * (EXIT_SHARE - FORCE_SHARE))
+        with self._gate:
+            if self._ended.is_set():
+                return
+            self._forced = not self._ending
+        if self._forced:
+            threading.Thread(target=self._end_by_force, args=(why,), daemon=True).start()
+        while (event := _next_event(reader, exit_at)) == _SAVED:  # too late
+            pass
+        if event == _ENDED:  # the main thread wrote the ending
+            return
         os._exit(Preempted.exit_code)  # no other way out of a call that does not return
 
-    def _end_by_force(self, name: str) -> None:
+    def _end_by_force(self, why: str) -> None:
         """In a thread of its own: the main one may hold a lock that this needs."""
-        why = f"the grace period of {self._grace:g} s after {name} is over and the current call does not return"
-        error = Preempted(f"{why}; {self.saved_state()}", fix=f"{RESUME} from the newest checkpoint")
+        error = Preempted(f"{why}, in a call that does not return; {self.saved_state()}", fix=RESUME)
         logger.warning("%s", error.problem)
         for act in reversed(self.on_forced_exit):
             act(error)
+        self._tell_thread(_WRITTEN)
+
+
+_ENDED, _TIME, _SAVED, _WRITTEN = -1, 0, 254, 255
+"""Events beside the numbers of signals: the main thread ended the run; the time is over; the last finished step is saved; the
+ending is written."""
+
+
+def _next_event(reader: socket.socket, until: float) -> int:
+    """The next SIGTERM or SIGINT, or one of the events above; alarms are none."""
+    while True:
+        left = until - time.monotonic()
+        reader.settimeout(None if left == math.inf else max(0.001, left))
+        try:
+            received = reader.recv(1)
+        except TimeoutError:
+            return _TIME
+        if not received:
+            return _ENDED
+        if received[0] in (signal.SIGTERM, signal.SIGINT, _SAVED, _WRITTEN):
+            return received[0]
+
+
+def _at_once(name: str) -> str:
+    return f"stopped at once by a second {name}"
 
 
 def stoppable(progress: Progress, stop: Preemption, *, fix: str = "run it again", starting: bool = False) -> Progress:

@@ -129,8 +129,10 @@ def optimizer_steps(
     *,
     first: int,
     total: int,
+    before_update: Callable[[], None] = lambda: None,
 ) -> Generator[Step, None, None]:
-    """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
+    """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update` is
+    called once in each step, before it donates the weights."""
     if first > total:
         return
     plan = _plan(engine)
@@ -144,6 +146,7 @@ def optimizer_steps(
             with memory_errors_named(f"step {step}"):
                 placed = ready()
                 slow = slow or _warns_of_many_examples(engine, step, placed.examples)
+                before_update()
                 loss, norm = _take(engine, optimizer, placed.placed, step, lr, placed.batch.target_tokens)
             if step == first:
                 _assert_on_devices(engine, optimizer)

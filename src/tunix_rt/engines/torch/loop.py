@@ -32,7 +32,7 @@ from tunix_rt.engines.torch.model import Engine, LossScale, PlacedStep, free_byt
 from tunix_rt.engines.torch.optim import Optimizer, has_kernels
 from tunix_rt.engines.torch.profile import region
 from tunix_rt.engines.torch.save import (
-    await_copy,
+    begin_update,
     host_has_room,
     restore_state,
     round_weights,
@@ -80,8 +80,11 @@ def optimizer_steps(
     *,
     first: int,
     total: int,
+    before_update: Callable[[], None] = lambda: None,
 ) -> Generator[Step, None, None]:
-    """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step)."""
+    """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update` is
+    called once in each step, before it changes any weight."""
+    engine.before_update = before_update
     prepare_steps(engine, batch_of, training, total=total)  # nothing is left to do if the caller has prepared them
     take_step = _step_in_backward if engine.recipe.in_backward else _step_after_backward
     placing = engine.placing(training=True)
@@ -213,7 +216,7 @@ def _step_after_backward(
     loss = _gradients(engine, placed, training, step, 1.0)
     with region(OPTIMIZER):
         norm = _global_norm(engine)
-    await_copy(engine)  # a checkpoint may still be reading the weights
+    begin_update(engine)
     limit = training.max_grad_norm
     clip = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
     finite: torch.Tensor | None = torch.isfinite(loss) & torch.isfinite(norm)
@@ -246,7 +249,7 @@ def _scaled_step(
             step, loss_scale.value, factor,
         )  # fmt: skip
     refuse_nonfinite(step, mean_loss, norm)
-    await_copy(engine)
+    begin_update(engine)
     limit = training.max_grad_norm
     clip_and_unscale = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / factor
     with region(OPTIMIZER):
@@ -291,7 +294,7 @@ def _step_in_backward(
     Where a gradient is not finite, the tensors before it are updated already and those after it are not; the run stops without
     saving any of it.
     """
-    await_copy(engine)
+    begin_update(engine)
     torch.manual_seed(_seed_of(training.seed, step))
     (micro,) = placed.micro_batches  # gradient accumulation is refused with optim_in_backward
     loss = summed_loss(engine, micro, scale=1 / placed.batch.target_tokens)

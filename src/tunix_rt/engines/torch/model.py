@@ -136,6 +136,8 @@ class Engine:
     attention: Attention
     deterministic: bool = False
     loss_scale: LossScale | None = None
+    before_update: Callable[[], None] = lambda: None
+    """Called once in each step, before its update."""
     pending_copy: Any = None
     """The event at the end of an asynchronous copy for a checkpoint; the next update waits for it."""
     prepared: bool = False

@@ -169,6 +169,12 @@ def await_copy(engine: Engine) -> None:
         engine.pending_copy = None
 
 
+def begin_update(engine: Engine) -> None:
+    """The weights change next: a stop can no longer save those of the last step, and a checkpoint may still be reading them."""
+    engine.before_update()
+    await_copy(engine)
+
+
 def _size(files: dict[str, Tensors]) -> int:
     return sum(len(_header(tensors)) + sum(t.nbytes for t in tensors.values()) for tensors in files.values())
 
