@@ -308,7 +308,7 @@ def exit_codes_page() -> str:
                 table(
                     ("status", "when"),
                     [
-                        ("`completed`", "all steps taken; exit code 0"),
+                        ("`completed`", "all steps taken, or stopped early by `training.patience`; exit code 0"),
                         ("`refused`", "codes 2, 3, 4 and 5 before training began"),
                         (
                             "`preempted`",

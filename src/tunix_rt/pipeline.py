@@ -52,21 +52,25 @@ def run_pipeline(
     refuse_addresses(config.model_dump())
     refuse_secrets(config.model_dump())
     options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt)
-    with open_run(config, RunDir(output), stop_after) as (journal, stop):
-        return run_stages(config, journal, stop, options)
+    with open_run(config, RunDir(output), stop_after) as (began, journal, stop):
+        return run_stages(began, journal, stop, options)
 
 
 @contextmanager
-def open_run(config: RunConfig, run: RunDir, stop_after: int | None) -> Iterator[tuple[RunJournal, Preemption]]:
-    """Lock the folder, listen for signals, log, and write the result however the run ends."""
+def open_run(
+    config: RunConfig, run: RunDir, stop_after: int | None
+) -> Iterator[tuple[RunConfig, RunJournal, Preemption]]:
+    """Lock the folder, listen for signals, log, and write the result however the run ends. The configuration is the one that a
+    resumed run began with."""
     training = config.training
     with run.locked():
         run.refuse_links()
         stop = Preemption(grace_seconds=training.grace_seconds, time_budget=training.time_budget, after_step=stop_after)
-        journal = RunJournal(run=run, continued=refuse_occupied(run, config), ending=stop.ending)
+        began, continued, extensions = refuse_occupied(run, config)
+        journal = RunJournal(run=run, continued=continued, extensions=extensions, ending=stop.ending)
         stop.on_forced_exit.append(journal.end_now)
         with journal.logged(), stop.listening(), journal.ended():
-            yield journal, stop
+            yield began, journal, stop
 
 
 def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options: Options) -> Evaluation:

@@ -282,6 +282,7 @@ class SummingEngine:
 
     attention = SimpleNamespace(name="none", why="it has nothing to look at")
     layers = "plain"
+    device_type = "cpu"
 
     def __init__(self):
         self.weight = 0
@@ -307,8 +308,9 @@ class SummingEngine:
     def prepare_steps(self, engine, batch_of, training, *, total, longest_row, as_before, planned):
         return {"layers": self.layers}
 
-    def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total):
+    def optimizer_steps(self, engine, optimizer, batch_of, training, *, first, total, before_update, ends):
         for number in range(first, total + 1):
+            before_update()
             self.weight += number
             yield step(number, loss=1.0 / self.weight)
 

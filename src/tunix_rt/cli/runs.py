@@ -60,6 +60,8 @@ class RunDetail:
     best_heldout_loss: float | None = None
     resumed_from: int | None = None
     """The step after which the run resumed; None for a run without interruption."""
+    extended: tuple[tuple[int, int], ...] = ()
+    """(from, to) steps of each extension."""
     skipped_checkpoints: tuple[str, ...] = ()
     """Corrupt checkpoints that were skipped at the resume, each with its problem."""
     table: "list[Row]" = field(default_factory=list)
@@ -149,6 +151,7 @@ def read_run(root: Path) -> RunDetail:
         losses=losses,
         heldout=heldout,
         resumed_from=(result.resumed_from or None) if result else None,
+        extended=tuple((one.after_step, one.max_steps) for one in record.extensions),
         skipped_checkpoints=tuple(f"{one.name}: {', '.join(one.problems)}" for one in skipped),
         table=_table(record),
         paths=_paths(root),

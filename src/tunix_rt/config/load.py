@@ -33,6 +33,7 @@ _SPELLINGS = {
     "training.lr_scheduler_type": ("training.lr_scheduler",),
     "training.save_steps": ("training.save_every_steps",),
     "training.eval_steps": ("training.eval_every_steps",),
+    "training.patience": ("training.early_stopping_patience",),
     "training.logging_steps": ("training.log_every_steps",),
     "training.max_grad_norm": ("training.gradient_clip",),
     "training.compile": ("training.torch_compile",),

@@ -5,7 +5,7 @@ and in float64, is the module of the same name in `engines/optimizers/`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -118,6 +118,11 @@ def state_tensors(shape: Shape, name: str, dtype: str) -> States:
 def state_bytes(shape: Shape, name: str, dtype: str) -> int:
     """Bytes of `state_tensors`."""
     return sum(math.prod(of) * _BYTES[stored] for of, stored in state_tensors(shape, name, dtype).values())
+
+
+def total_at(step: int, ends: Sequence[int], total: int) -> int:
+    """Steps of the schedule that `step` belongs to, in a run that was extended: `ends` are those it was planned for in turn."""
+    return next((end for end in ends if step <= end), total)
 
 
 def learning_rate(step: int, *, total: int, training: "Training") -> float:

@@ -175,6 +175,8 @@ class Training(Section):
     """Seed of the order of the rows and of the held-out choice."""
     eval_steps: Count | None = None
     """Held-out loss every N steps (and at the end)."""
+    patience: Count | None = None
+    """Stop early after N evaluations in a row without a lower held-out loss. Default: never. Needs `eval_steps`."""
     save_steps: Count | None = None
     """Checkpoint every N steps (and at the end)."""
     save_minutes: Annotated[float, Field(gt=0, le=10**6)] | None = None
@@ -253,10 +255,16 @@ def require_runnable(config: RunConfig) -> None:
         raise ConfigError("no dataset is named", fix="set data.dataset, or give --data")
     training = config.training
     sampled = config.evaluation.samples_during_training and config.evaluation.evalset
-    if training.eval_steps and not config.data.validation_fraction and not sampled:
+    if training.patience and not training.eval_steps:
         raise ConfigError(
-            "training.eval_steps needs held-out traces, and data.validation_fraction is 0",
-            fix="set data.validation_fraction above 0, or leave training.eval_steps out",
+            "training.patience counts evaluations, and training.eval_steps is not set",
+            fix="set training.eval_steps, or leave training.patience out",
+        )
+    if training.eval_steps and not config.data.validation_fraction and (training.patience or not sampled):
+        needs = "training.patience" if training.patience and sampled else "training.eval_steps"
+        raise ConfigError(
+            f"{needs} needs held-out traces, and data.validation_fraction is 0",
+            fix=f"set data.validation_fraction above 0, or leave {needs} out",
         )
     refuse_unsupported(training, implementation=config.model.implementation)
     for refused, problem, fix in _unfit(training):

@@ -193,10 +193,10 @@ class EngineModule(Protocol[E, O]):
 
     def optimizer_steps(
         self, engine: E, optimizer: O, batch_of: Callable[[int], StepBatch], training: Training, *, first: int, total: int,
-        before_update: Callable[[], None] = ...,
+        before_update: Callable[[], None] = ..., ends: Sequence[int] = ...,
     ) -> Generator[Step, None, None]:  # fmt: skip
         """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update`
-        is called once in each step; until then the weights are those of the step before."""
+        is called once in each step; until then the weights are those of the step before. `ends` are those of `total_at`."""
         ...
 
     def heldout_loss(self, engine: E, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:

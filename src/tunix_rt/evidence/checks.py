@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from tunix_rt.config.optimizers import learning_rate
-from tunix_rt.data.packing import rows_of_step, total_steps
+from tunix_rt.config.optimizers import learning_rate, total_at
+from tunix_rt.data.packing import rows_of_step
 from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.facts import Run
@@ -19,6 +19,7 @@ from tunix_rt.runs.ledger import state_hash
 from tunix_rt.runs.schemas import CheckpointEntry
 from tunix_rt.runs.source import combined_hash
 from tunix_rt.storage import merkle_root
+from tunix_rt.train.checkpointer import early_stop
 
 RATE_TOLERANCE = 1e-12
 """Cosines differ in the last bits between mathematical libraries."""
@@ -68,7 +69,7 @@ def result(run: Run) -> Iterator[str]:
     """result.json states the end of the chain, and the same run, device and parameters as the other files."""
     last = run.metrics[-1]
     expected = {
-        "run_id": run.run_id, "device": run.commitment.device, "steps_completed": run.total, "steps_planned": run.total,
+        "run_id": run.run_id, "device": run.commitment.device, "steps_completed": run.total, "steps_planned": run.ends[-1],
         "final_loss": last.loss, "final_loss_hex": last.loss_hex, "metrics_head": run.heads[-1], "exit_code": 0,
         "parameters": _parameters(run),
     }  # fmt: skip
@@ -101,15 +102,21 @@ def chain(run: Run) -> Iterator[str]:
 
 
 def schedule(run: Run) -> Iterator[str]:
-    """Number of steps and learning rate of each, from the settings and the number of rows."""
-    config, rows = run.config, len(run.record.rows)
+    """Number of steps and learning rate of each, from the settings and the number of rows; extensions of a complete run and an
+    early stop where the held-out losses give it."""
+    config, rows, ends = run.config, len(run.record.rows), run.ends
     yield from differs(f"{run.where}precommit.json", "dataset.rows", run.commitment.dataset.rows, rows)
     training = config.training
-    steps = total_steps(rows, run.rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
+    for extension, before in zip(run.record.extensions, ends, strict=False):
+        if not extension.after_step == before < extension.max_steps:
+            added = f"from step {extension.after_step} to {extension.max_steps}"
+            yield f"{run.where}extensions.json: {added}, the run ended at {before}"
+    stopped = early_stop((line.loss for line in run.record.heldout), training.patience)
+    steps = run.record.heldout[stopped - 1].step if stopped else ends[-1]
     if steps != run.total:
-        yield f"{run.where}metrics.jsonl has {run.total:,} steps, settings and rows give {steps:,}"
+        yield f"{run.where}metrics.jsonl has {run.total:,} steps, settings, rows and held-out losses give {steps:,}"
     for number, line in enumerate(run.metrics, start=1):
-        expected = learning_rate(number, total=run.total, training=training)
+        expected = learning_rate(number, total=total_at(number, ends, ends[-1]), training=training)
         if not math.isclose(line.lr, expected, rel_tol=RATE_TOLERANCE, abs_tol=1e-300):
             yield f"{run.where}metrics.jsonl:{number}: lr is {line.lr!r}, the schedule gives {expected!r}"
 
@@ -137,8 +144,8 @@ def batches(run: Run) -> Iterator[str]:
 def heldout(run: Run) -> Iterator[str]:
     """A held-out loss at each step where one was due, over the same tokens; the best of the checkpoints in the result."""
     lines, file = run.record.heldout, f"{run.where}eval/heldout.jsonl"
-    every, found = run.config.training.eval_steps or run.total, run.result
-    due = [0, *range(every, run.total, every), run.total] if run.commitment.dataset.heldout_traces else []
+    found, heldout_traces = run.result, run.commitment.dataset.heldout_traces
+    due = [0, *sorted(_due(run, run.config.training.eval_steps))] if heldout_traces else []
     if [line.step for line in lines] != due:
         yield f"{file}: steps {shown(str([line.step for line in lines][:9]))}, due are {shown(str(due[:9]))}"
     for line in lines:
@@ -152,6 +159,12 @@ def heldout(run: Run) -> Iterator[str]:
     yield from differs(file, "best_heldout_loss", found.best_heldout_loss, lowest)
 
 
+def _due(run: Run, *intervals: int | None) -> set[int]:
+    """The ends of the run, and each of the `intervals` that is set."""
+    ends = {run.total, *(end for end in run.ends if end < run.total)}
+    return ends.union(*(range(every, run.total, every) for every in intervals if every))
+
+
 # --- checkpoints and processes ----------------------------------------------------------------------------------------
 
 
@@ -160,9 +173,7 @@ def checkpoints(run: Run) -> Iterator[str]:
     matches its line and the run's hashes."""
     entries, file, training = run.record.checkpoints, f"{run.where}checkpoints.json", run.config.training
     steps = [entry.step for entry in entries]
-    due = {run.total}
-    for every in (training.save_steps, training.eval_steps):
-        due |= set(range(every, run.total, every)) if every else set()
+    due = _due(run, training.save_steps, training.eval_steps)
     stopped = {process.first_step - 1 for process in run.record.processes}
     by_time = training.save_steps is None or training.save_minutes is not None
     possible = set(range(1, run.total + 1)) if by_time else due | stopped

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.packing import total_steps
 from tunix_rt.data.sources import find_dataset
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, TunixError
@@ -225,6 +226,13 @@ class Run:
     @property
     def total(self) -> int:
         return len(self.metrics)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Steps that the run was planned for: at first, by its settings and rows, and by each extension."""
+        rows, training = len(self.record.rows), self.config.training
+        steps = total_steps(rows, self.rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
+        return (steps, *(one.max_steps for one in self.record.extensions))
 
     @property
     def device(self) -> str:

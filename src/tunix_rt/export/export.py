@@ -62,7 +62,7 @@ def export_final(context: RunContext, engine: Engine) -> None:
 
 def check_final_model(context: RunContext, engine: Engine) -> None:
     """Load `final_model` in a fresh process and compare. A model that differs there is moved aside, and the run fails."""
-    context.stop.check(f"all {context.total} steps are saved")
+    context.stop.check(context.all_saved)
     result, final = context.journal.result, context.run.final_model
     if context.stop.why(needed_seconds=ROUNDTRIP_SECONDS):
         logger.warning("The final model was not reloaded: no time is left; `tunix-rt export` on this run checks it")

@@ -58,6 +58,8 @@ class RunDir:
     """On a GPU: what nvidia-smi printed after the first step."""
     rows = _File("rows.jsonl")
     """What step trains on which row is a function of these and the seed."""
+    extensions = _File("extensions.json")
+    """Of a run that was extended after it was complete."""
     processes = _File("processes.json")
     checkpoints = _File("checkpoints")
     checkpoint_list = _File("checkpoints.json")

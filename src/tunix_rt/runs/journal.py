@@ -21,7 +21,8 @@ from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.models.secrets import redacted
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir
-from tunix_rt.storage import json_text, read_json, storage, sync_folder, to_plain, write_text
+from tunix_rt.runs.schemas_host import Extension
+from tunix_rt.storage import json_text, read_json, storage, sync_folder, to_plain, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,11 @@ class RunJournal:
     run: RunDir
     continued: bool
     """Whether this process resumes a run that began in an earlier one."""
+    extensions: tuple[Extension, ...] = ()
+    """Of a run that was extended, the last perhaps by this process."""
     result: RunResult = field(default_factory=RunResult)
+    reason: str = "all steps taken"
+    """Why the run completed."""
     training_began: bool = False
     seconds_before: float = 0.0
     """Seconds of the steps that earlier processes took and this one does not repeat."""
@@ -167,6 +172,9 @@ class RunJournal:
         """This is the run that began here: delete its old ending and write what was held back."""
         self.accepted = True
         self.warnings = _distinct([*_warnings_of(self.run.result), *self.warnings])
+        if self.extensions:  # before the old ending goes: the run would be another one without it
+            listed = [one.model_dump() for one in self.extensions]
+            write_json(self.run.extensions, {"schema": "tunix-rt/extensions/1", "extensions": listed})
         with storage(self.run.root):
             for stale in (self.run.result, self.run.hashes):  # without a result it counts as unfinished
                 stale.unlink(missing_ok=True)
@@ -229,7 +237,7 @@ class RunJournal:
                 self._end_after(error, "failed", 1, f"{type(error).__name__}: {error}")
             raise
         with self.ending():
-            self._end("completed", 0, "all steps taken")
+            self._end("completed", 0, self.reason)
 
     def end_now(self, error: Preempted) -> None:
         """Write the ending from another thread: the main thread is in a call that does not return."""

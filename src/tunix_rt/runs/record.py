@@ -18,6 +18,7 @@ from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.runs import checksums, schemas
 from tunix_rt.runs.folder import FORMAT
 from tunix_rt.runs.schemas import Schema, problems_of, schema_of
+from tunix_rt.runs.schemas_host import Extension, Extensions
 
 M = TypeVar("M")
 
@@ -155,6 +156,11 @@ class RunRecord:
     def processes(self) -> tuple[schemas.Process, ...]:
         found: schemas.Processes | None = self.read("processes.json")
         return found.processes if found else ()
+
+    @property
+    def extensions(self) -> tuple[Extension, ...]:
+        found: Extensions | None = self.read("extensions.json")
+        return found.extensions if found else ()
 
     def predictions(self, when: str) -> tuple[schemas.PredictionLine, ...]:
         found: tuple[schemas.PredictionLine, ...] | None = self.read(f"eval/predictions-{when}.jsonl")

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from tunix_rt.doctor.nvidia import GpuMemory
 from tunix_rt.runs import fields as f
+from tunix_rt.runs import schemas_host as host
 from tunix_rt.runs.schemas_host import Doctor, Footprint, Machine, MemoryReport, Plan, Process, Processes, Profile
 from tunix_rt.scoring.score import Prediction as PredictionLine
 from tunix_rt.scoring.score import Scores as ScoresFile
@@ -377,6 +378,7 @@ SCHEMAS = (
     _file(r"memory\.json", MemoryReport),
     _file(r"processes\.json", Processes, 2),
     _file(r"checkpoints\.json", Checkpoints, 16),
+    _file(r"extensions\.json", host.Extensions),
     _file(r"result\.json", Result),
     _file(r"run_manifest\.json", Manifest, 2),
     _file(r"eval_summary\.json", EvalSummary, 2),

@@ -1,4 +1,4 @@
-"""Shapes of the files about the computer of a run and what the run costs on it, predicted and measured."""
+"""Shapes of the files about the computer of a run, who took its steps, and what it costs there, predicted and measured."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from tunix_rt.plan.fit import Fit
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.runs import fields as f
 
-# --- doctor.json, processes.json --------------------------------------------------------------------------------------
+# --- doctor.json, processes.json, extensions.json ---------------------------------------------------------------------
 
 
 class Engaged(f.Facts, extra="allow"):
@@ -85,6 +85,18 @@ class Processes(f.Facts):
 
     schema_: Literal["tunix-rt/processes/1"] = Field(alias="schema")
     processes: Annotated[f.Many[Process], Field(max_length=10_000)]
+
+
+class Extension(f.Facts):
+    after_step: f.Positive
+    max_steps: f.Positive
+
+
+class Extensions(f.Facts):
+    """`extensions.json`: how often a complete run was extended. Later steps have the learning rate of the new total."""
+
+    schema_: Literal["tunix-rt/extensions/1"] = Field(alias="schema")
+    extensions: Annotated[f.Many[Extension], Field(min_length=1, max_length=100)]
 
 
 # --- plan.json, memory.json, profile/profile.json ---------------------------------------------------------------------

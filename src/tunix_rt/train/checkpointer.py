@@ -4,10 +4,11 @@ best by held-out loss."""
 import contextlib
 import json
 import logging
+import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -282,6 +283,16 @@ def best_checkpoint(run: RunDir) -> dict[str, Any]:
         return {}
     best = min(saved, key=lambda step: losses[step])
     return {"best_step": best, "best_heldout_loss": losses[best]}
+
+
+def early_stop(losses: Iterable[float], patience: int | None) -> int | None:
+    """The number of evaluations after which a run with these held-out losses stops early; None where it goes on."""
+    best, since = math.inf, 0
+    for number, loss in enumerate(losses, start=1):
+        best, since = (loss, 0) if loss < best else (best, since + 1)
+        if since == patience:
+            return number
+    return None
 
 
 def heldout_losses(run: RunDir) -> dict[int, float]:

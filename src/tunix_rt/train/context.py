@@ -52,12 +52,18 @@ class RunContext:
     start: Start
     total: int
     """Steps of the whole run."""
+    ends: tuple[int, ...] = ()
+    """Steps that an extended run was planned for in turn, the last of them `total`."""
     phases: Phases = field(default_factory=Phases)
     """Peak memory measured so far."""
 
     @property
     def run(self) -> RunDir:
         return self.journal.run
+
+    @property
+    def all_saved(self) -> str:
+        return f"all {self.journal.result.steps_completed} steps are saved"
 
     @property
     def backend(self) -> Backend:

@@ -70,9 +70,9 @@ def evaluate_after(context: RunContext, engine: Engine, evaluation: Evaluation) 
     """Generations of the trained model, compared with those before: `samples.md`, `eval_summary.json`."""
     if not context.data.items:
         return
-    saved = f"all {context.total} steps are saved"
+    saved = context.all_saved
     seconds = context.journal.result.answering_seconds or 0.0
-    in_vain = context.start.step == context.total
+    in_vain = context.start.step == context.journal.result.steps_completed
     context.stop.check_time(seconds, "evaluation after training", saved, in_vain=in_vain)
     after = _evaluate(context, engine, evaluation, "after", partial(context.stop.check, saved))
     evaluation.comparison = compare(evaluation.before, after)

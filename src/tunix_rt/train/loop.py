@@ -20,7 +20,7 @@ from tunix_rt.engines.base import Engine, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
 from tunix_rt.storage import append_jsonl
-from tunix_rt.train.checkpointer import Checkpointer, FinishedStep
+from tunix_rt.train.checkpointer import Checkpointer, FinishedStep, best_checkpoint, early_stop, heldout_losses
 from tunix_rt.train.context import RunContext, load_engine
 from tunix_rt.train.device import sample_gpu
 from tunix_rt.train.memory_report import explaining_load
@@ -70,15 +70,11 @@ def train_run(
     evaluation, in which `sample` generates and the held-out loss is measured.
     """
     training, start, total, stop = context.config.training, context.start, context.total, context.stop
-    optimizer = context.backend.make_optimizer(engine, training)
-    if start.checkpoint is not None:
-        context.backend.restore_state(engine, optimizer, start.checkpoint, step=start.step)
-        logger.info("Resumed from %s", start.checkpoint.name)
-        context.phases.end(engine, "resume")
+    optimizer = _open_optimizer(context, engine)
     stop.check(start.saved_state, starting=True)
     evaluate = partial(_evaluate, context, engine, sample)
     pace = Pace()
-    if start.step not in start.heldout_steps and (not start.step or _due(start.step, training.eval_steps, total)):
+    if start.step not in start.heldout_steps and (not start.step or _evaluated(context, start.step)):
         # Before the first step, or in a run that stopped between a step and its evaluation.
         pace.evaluated(evaluate(start.step))
         stop.check(start.saved_state)
@@ -89,8 +85,9 @@ def train_run(
     steps, code = _open_steps(context, engine, optimizer, finished.before_update)
     _log_saving(context, schedule, saver)
     with contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
-        for step in steps:
-            evaluated = _due(step.step, training.eval_steps, total)
+        early = _stops_early(context, start.step)
+        for step in steps if not early else ():
+            evaluated = _evaluated(context, step.step)
             saved = schedule.due(step, total, saver.longest_seconds, anyway=evaluated)
             if saved:  # the line of this step carries the state hash of the save in progress
                 saver.wait()
@@ -114,9 +111,11 @@ def train_run(
             if evaluated:
                 saver.wait()
                 pace.evaluated(evaluate(step.step))
+                if early := _stops_early(context, step.step):
+                    break
                 _stop_if_requested(stop, saver, finished, needed_seconds=next_step)
         saver.finish()
-    if saver.committed != total:
+    if saver.committed != total and not early:
         problem = f"nothing to train: {start.step} of {total} steps are done"
         raise TunixError(problem, fix=f"set training.max_steps above {start.step}")
     if context.gpus and context.journal.result.gpu_memory is None:  # every step was taken by an earlier process
@@ -204,6 +203,16 @@ def _log_saving(context: RunContext, schedule: SaveSchedule, saver: Checkpointer
         )  # fmt: skip
 
 
+def _open_optimizer(context: RunContext, engine: Engine) -> object:
+    """At the state of the checkpoint that a run resumes from."""
+    optimizer, start = context.backend.make_optimizer(engine, context.config.training), context.start
+    if start.checkpoint is not None:
+        context.backend.restore_state(engine, optimizer, start.checkpoint, step=start.step)
+        logger.info("Resumed from %s", start.checkpoint.name)
+        context.phases.end(engine, "resume")
+    return optimizer
+
+
 def _open_steps(
     context: RunContext, engine: Engine, optimizer: object, before_update: Callable[[], None]
 ) -> tuple[Generator[Step, None, None], dict[str, str]]:
@@ -219,8 +228,9 @@ def _open_steps(
         )  # fmt: skip
         refuse_other_code(code, then)
     steps = context.backend.optimizer_steps(
-        engine, optimizer, batch_of, training, first=done + 1, total=total, before_update=before_update
-    )
+        engine, optimizer, batch_of, training, first=done + 1, total=total, before_update=before_update,
+        ends=context.ends,
+    )  # fmt: skip
     if count := context.options.profile:
         recording = Recording(
             run=context.run, engine=engine, training=training, rows=data.rows, seed=training.resolved_data_seed,
@@ -316,6 +326,25 @@ def _state(
     if CAPABILITIES[context.config.training.backend].multi_device:
         state["batch"] = {"rows": context.batch.rows, "devices": len(engine.devices)}
     return state
+
+
+def _stops_early(context: RunContext, step: int) -> bool:
+    """Whether the held-out losses up to `step` stop the run by `training.patience`, also when it is resumed there."""
+    losses, patience = heldout_losses(context.run), context.config.training.patience
+    if step == context.total or early_stop(losses.values(), patience) is None:
+        return False
+    best, root = min(losses, key=lambda at: losses[at]), context.run.root
+    why = f"held-out loss has not fallen for {patience} evaluations (best {losses[best]:.4f} at step {best})"
+    context.journal.reason = f"stopped early at step {step} of {context.total}: {why}"
+    logger.info("Stopped early at step %d of %d: %s", step, context.total, why)
+    saved = best_checkpoint(context.run)["best_step"]  # the checkpoint of this step at least
+    logger.info("final_model is of step %d; for step %d: tunix-rt export %s --best --output FOLDER", step, saved, root)
+    return True
+
+
+def _evaluated(context: RunContext, step: int) -> bool:
+    """Whether an evaluation is due: also where an extended run ended before."""
+    return step in context.ends or _due(step, context.config.training.eval_steps, context.total)
 
 
 def _due(step: int, every: int | None, total: int) -> bool:

@@ -125,9 +125,14 @@ def commit_run(
 ) -> RunContext:
     """Plan again with the rows that there are, write the commitment, and find the step to start from."""
     planned = plan_with_rows(journal, draft, device, data)
-    plan, total = planned.memory, steps_of(draft.committed, data, draft.batch.rows)
+    ends = (steps_of(draft.committed, data, draft.batch.rows), *(one.max_steps for one in journal.extensions))
+    plan, total = planned.memory, ends[-1]
     journal.result.set(memory=Footprint(predicted_bytes=plan.peak_bytes), steps_planned=total)
-    _log_steps(draft, data, planned, device)
+    _refuse_without_heldout(draft.config, data)
+    if len(ends) > 1:
+        logger.info("Extended from %d to %d steps; later learning rates are those of %d steps", ends[-2], total, total)
+    else:
+        _log_steps(draft, data, planned, device)
     committed = commitment.build_precommit(
         draft.committed, draft.model, tokenizer, data, device=device.device, batch=draft.batch, fitting=draft.fitting
     )
@@ -141,6 +146,7 @@ def commit_run(
     context = RunContext(
         journal=journal, stop=stop, options=options, config=draft.config, device=device, gpus=gpus, model=draft.model,
         shape=draft.shape, tokenizer=tokenizer, data=data, plan=plan, batch=draft.batch, start=start, total=total,
+        ends=ends,
     )  # fmt: skip
     journal.before_end.append(partial(record_ending, context))
     return context
@@ -256,6 +262,12 @@ def plan_with_rows(journal: RunJournal, draft: Draft, choice: DeviceChoice, data
         planned.disk_bytes / GIB,
     )  # fmt: skip
     return planned
+
+
+def _refuse_without_heldout(config: RunConfig, data: Prepared) -> None:
+    if config.training.patience and not data.heldout_rows:
+        fix = "use data with more questions, or leave training.patience out"
+        raise ConfigError("training.patience needs a held-out loss, and no example is held out", fix=fix)
 
 
 def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceChoice) -> None:

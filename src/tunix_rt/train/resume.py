@@ -15,46 +15,84 @@ from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, l
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import MetricsLog, chain_heads, repair_checkpoint_ledger, step_and_prev, unchained_states
 from tunix_rt.runs.record import RunRecord
+from tunix_rt.runs.schemas_host import Extension
 from tunix_rt.storage import read_json, sha256_file, storage, write_text
-from tunix_rt.train.checkpointer import whole_lines
+from tunix_rt.train.checkpointer import early_stop, heldout_losses, whole_lines
 from tunix_rt.train.commitment import read_precommit, refuse_another_config, refuse_another_format
 from tunix_rt.train.memory_report import Phases
 
 logger = logging.getLogger(__name__)
 
 
-def refuse_occupied(run: RunDir, config: RunConfig) -> bool:
-    """Whether `run` is resumed. Refuses a folder that contains a run, unless it is this run, unfinished, and `--resume` is set.
+def refuse_occupied(run: RunDir, config: RunConfig) -> tuple[RunConfig, bool, tuple[Extension, ...]]:
+    """The configuration that the run began with, whether it is resumed, and its extensions. Refuses a folder that contains a
+    run, unless it is this run, unfinished or to be extended, and `--resume` is set.
 
     A folder whose run was refused before it began contains none, so that the same command can be repeated.
     """
     if not run.holds_a_run():
-        return False
+        return config, False, ()
     status = _status(run)
     if not run.holds_work() and (status == "refused" or not run.precommit.exists()):
         stale = (run.rows, run.processes, run.checkpoint_list, run.result, run.hashes, run.precommit, run.memory)
         with storage(run.root):
             for path in stale:
                 path.unlink(missing_ok=True)
-        return False
+        return config, False, ()
     if config.training.resume_from_checkpoint is None:
         fix = "add --resume to continue it, or choose another --output"
         raise ConfigError(f"{run.root} already contains a run ({status})", fix=fix)
-    if status == "completed":
-        raise ConfigError(f"the run in {run.root} is complete", fix="choose another --output for a new run")
     if not run.precommit.exists():
         raise ConfigError(f"{run.root} contains a run without its precommit.json", fix="choose another --output")
     committed = read_precommit(run)
     refuse_another_format(committed, run.root)
-    refuse_another_config(committed, config, run.root)
-    return True
+    began, extensions = _extended(run, config, complete=status == "completed")
+    refuse_another_config(committed, began, run.root)
+    return began, True, extensions
+
+
+def _extended(run: RunDir, config: RunConfig, *, complete: bool) -> tuple[RunConfig, tuple[Extension, ...]]:
+    """The extensions of the run, with the new one that `max_steps` makes of a complete run; and `config` with the `max_steps`
+    that the run began with, where its own is that of the last extension."""
+    record, wanted = RunRecord(run.root), config.training.max_steps
+    extensions, began = _read_extensions(record), record.config
+    if complete:
+        done = int(read_json(run.result)["steps_completed"])
+        if wanted is None or wanted <= done:
+            fix = f"extend it: --resume --max-steps N with N above {done}, or choose another --output"
+            raise ConfigError(f"the run in {run.root} is complete", fix=fix)
+        patience = began.training.patience if began else None
+        if early_stop(heldout_losses(run).values(), patience):
+            raise ConfigError(
+                f"the run in {run.root} ended at step {done} after {patience} evaluations without a lower held-out loss "
+                "(training.patience): it cannot be extended",
+                fix=f"train its final model further: --model {run.final_model} and another --output",
+            )
+        extensions = (*extensions, Extension(after_step=done, max_steps=wanted))
+    if began is None or not extensions or extensions[-1].max_steps != wanted:
+        return config, extensions
+    training = config.training.model_copy(update={"max_steps": began.training.max_steps})
+    return config.model_copy(update={"training": training}), extensions
+
+
+def _read_extensions(record: RunRecord) -> tuple[Extension, ...]:
+    """A corrupt file ends the run: the learning rates of its steps are unknown."""
+    extensions = record.extensions
+    if problems := record.problems.get("extensions.json"):
+        raise TunixError(
+            f"{record.root}: {problems[0]}", fix="restore extensions.json from a copy, or choose another --output"
+        )
+    return extensions
 
 
 def _status(run: RunDir) -> str:
+    """As the result has it. A run whose last extension is not in the result was killed as it began."""
     if not run.result.exists():
         return "unfinished"
     try:
-        return str(read_json(run.result)["status"])
+        result, extensions = read_json(run.result), _read_extensions(RunRecord(run.root))
+        newer = extensions and result["steps_planned"] != extensions[-1].max_steps
+        return "unfinished" if newer else str(result["status"])
     except (TunixError, KeyError, TypeError):
         return "broken"
 

@@ -150,6 +150,7 @@ def show_run(run: "RunDetail") -> None:
         ("device", summary.device),
         ("steps", _of(summary.steps_completed, summary.steps_planned)),
         ("resumed", None if run.resumed_from is None else f"after step {run.resumed_from}"),
+        ("extended", ", then ".join(f"from {after} to {to} steps" for after, to in run.extended)),
         ("skipped checkpoints", "\n".join(run.skipped_checkpoints)),
         ("time", None if run.seconds is None else duration(run.seconds)),
         ("when", summary.when),

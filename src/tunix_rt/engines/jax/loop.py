@@ -16,7 +16,7 @@ import jaxlib
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tunix_rt.config.optimizers import learning_rate
+from tunix_rt.config.optimizers import learning_rate, total_at
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import MicroBatch, Row, StepBatch, collate, filled_up
 from tunix_rt.doctor.nvidia import driver_version
@@ -130,6 +130,7 @@ def optimizer_steps(
     first: int,
     total: int,
     before_update: Callable[[], None] = lambda: None,
+    ends: Sequence[int] = (),
 ) -> Generator[Step, None, None]:
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update` is
     called once in each step, before it donates the weights."""
@@ -142,7 +143,7 @@ def optimizer_steps(
     with contextlib.closing(placed_steps) as batches:
         for step, ready in batches:
             started = time.perf_counter()
-            lr = learning_rate(step, total=total, training=training)
+            lr = learning_rate(step, total=total_at(step, ends, total), training=training)
             with memory_errors_named(f"step {step}"):
                 placed = ready()
                 slow = slow or _warns_of_many_examples(engine, step, placed.examples)

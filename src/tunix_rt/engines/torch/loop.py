@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from tunix_rt.config.optimizers import learning_rate
+from tunix_rt.config.optimizers import learning_rate, total_at
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import Row, StepBatch, collate
 from tunix_rt.doctor.nvidia import driver_version
@@ -81,6 +81,7 @@ def optimizer_steps(
     first: int,
     total: int,
     before_update: Callable[[], None] = lambda: None,
+    ends: Sequence[int] = (),
 ) -> Generator[Step, None, None]:
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update` is
     called once in each step, before it changes any weight."""
@@ -94,7 +95,7 @@ def optimizer_steps(
     ):
         for step, ready in batches:
             started = time.perf_counter()
-            lr = learning_rate(step, total=total, training=training)
+            lr = learning_rate(step, total=total_at(step, ends, total), training=training)
             if not engine.model.training:
                 engine.model.train()
             optimizer.begin(step, lr)

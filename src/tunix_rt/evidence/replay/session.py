@@ -157,6 +157,9 @@ class Session:
     backend: Backend
     engine: Engine
     total: int
+    """Steps that the run took."""
+    ends: tuple[int, ...]
+    """Steps that it was planned for in turn."""
     rows: int
     """Of a micro-batch."""
 
@@ -176,8 +179,10 @@ def open_session(prepared: PreparedRun) -> Session:
     refuse_if_too_big(plan, prepared.choice, prepared.shape, config)
     backend, step = load_backend(config.training.backend), step_shape(config, data, batch)
     engine = load_engine(backend, prepared.model, prepared.shape, config, prepared.choice, step, attempt=False)
-    total = steps_of(config, data, batch.rows)
-    return Session(prepared=prepared, data=data, backend=backend, engine=engine, total=total, rows=batch.rows)
+    ends = (steps_of(config, data, batch.rows), *prepared.run.ends[1:])
+    return Session(
+        prepared=prepared, data=data, backend=backend, engine=engine, total=prepared.run.total, ends=ends, rows=batch.rows,
+    )  # fmt: skip
 
 
 Progress = Callable[[str, int, int], None]

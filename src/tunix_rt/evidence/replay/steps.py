@@ -208,10 +208,12 @@ def take_steps(
     first = _first_weights(session, optimizer, segment, measured, scratch)
     batch_of = batches_of(training, session.data, prepared.tokenizer.pad_id, session.rows)
     backend.prepare_steps(
-        engine, batch_of, training, total=session.total, longest_row=session.data.longest_row,
+        engine, batch_of, training, total=session.ends[0], longest_row=session.data.longest_row,
         as_before=code_of(start).get("layers") if prepared.layers else None, planned=prepared.layers,
     )  # fmt: skip
-    steps = backend.optimizer_steps(engine, optimizer, batch_of, training, first=segment.start + 1, total=session.total)
+    steps = backend.optimizer_steps(
+        engine, optimizer, batch_of, training, first=segment.start + 1, total=session.total, ends=session.ends
+    )
     with contextlib.closing(steps):
         for step in steps:
             found.steps.append(step)
