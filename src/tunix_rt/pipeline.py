@@ -1,7 +1,7 @@
 """One run from configuration to verified folder: doctor, plan, data, train with an evaluation before and after, evidence."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,17 +42,19 @@ def run_pipeline(
     profile: int = 0,
     oom_attempt: bool = False,
     stop_after: int | None = None,
+    verify: Callable[[Path], list[str]] = lambda folder: [],
 ) -> Evaluation:
     """Run everything into the folder `output`. Errors after the folder is opened are written to `result.json`, then raised.
 
     `profile` steps are profiled; no result depends on it. An `oom_attempt` trains even if the plan predicts that the run does
-    not fit. After step `stop_after` the run stops as on SIGTERM."""
+    not fit. After step `stop_after` the run stops as on SIGTERM. A completed run in which `verify` finds a problem is failed."""
     require_runnable(config)
     refuse_unsupported(config.training, profile_steps=profile, implementation=config.model.implementation)
     refuse_addresses(config.model_dump())
     refuse_secrets(config.model_dump())
     options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt)
     with open_run(config, RunDir(output), stop_after) as (began, journal, stop):
+        journal.verify = verify
         return run_stages(began, journal, stop, options)
 
 

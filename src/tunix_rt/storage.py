@@ -2,10 +2,13 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
+import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -16,7 +19,10 @@ import psutil
 
 from tunix_rt.errors import StorageError, TunixError
 
+logger = logging.getLogger(__name__)
+
 OTHER_OUTPUT = "free space or permissions on that volume, or another --output"
+CHECK_VOLUME = "check the volume and the permissions, then run it again; the file need not be corrupt"
 _UMASK = os.umask(0o077)  # reading the umask means setting it: done once, before there are threads
 os.umask(_UMASK)
 
@@ -29,7 +35,9 @@ def storage(where: Path, *, fix: str = OTHER_OUTPUT) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, TunixError):
             raise
-        named = error.filename or where
+        named = str(error.filename or where)
+        if os.sep not in named and named != str(where):  # relative to a folder that only the system knew
+            named = f"{where}: {named}"
         raise StorageError(f"{named}: {error.strerror or error}", fix=fix) from error
 
 
@@ -87,12 +95,18 @@ def json_line(value: Any) -> str:
 
 
 def read_json(path: Path, kind: type[TunixError] = TunixError, fix: str = "the file is corrupt; run again") -> Any:
-    """The value in `path`; a missing or torn file is an error of `kind` that names it."""
+    """The value in `path`; a missing or torn file is an error of `kind` that names it, one that the disk does not give a
+    StorageError: it may be as good as ever."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise kind(f"{path} is missing", fix="is this the folder of a run?") from error
-    except (OSError, ValueError, RecursionError) as error:
+        with storage(path, fix=CHECK_VOLUME):
+            text = path.read_bytes()
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise kind(f"{path} is missing", fix="is this the folder of a run?") from error
+        raise
+    try:
+        return json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise kind(f"{path} cannot be read: {error}", fix=fix) from error
 
 
@@ -116,6 +130,56 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_files(*paths: Path) -> None:
+    """fsync those of `paths` that exist, and their folders."""
+    for path in paths:
+        with storage(path), contextlib.suppress(FileNotFoundError):
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            sync_folder(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Delete a leftover, file or folder. One that cannot be deleted is logged and stays: it is no reason to end a run."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be deleted (%s); it is not needed, delete it by hand", path, error.strerror or error)
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of `path.2`, `path.3`, ... that does not exist."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+@contextlib.contextmanager
+def removed_on_error(path: Path) -> Iterator[None]:
+    """Delete `path`, such as the lock of something that could not be made, when the block raises."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder. Those with the same prefix that killed processes left are removed."""
+    temporary = Path(tempfile.gettempdir())
+    with storage(temporary):
+        for leftover in temporary.glob(f"{prefix}[0-9]*-*"):
+            process = leftover.name.removeprefix(prefix).partition("-")[0]
+            if process.isdecimal() and not psutil.pid_exists(int(process)):
+                shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-") as scratch:
+            yield Path(scratch)
+
+
 def settle_files(folder: Path) -> None:
     """fsync all files below `folder` and give them the permissions of the umask (safetensors writes 0600)."""
     for path in sorted(folder.rglob("*")):
@@ -130,9 +194,7 @@ def settle_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def fresh_folder(folder: Path) -> Iterator[None]:
-    """Create `folder` empty for the block to fill, and make it durable afterwards. An error removes it."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    """Create the new folder `folder` for the block to fill, and make it durable afterwards. An error removes it."""
     folder.mkdir()
     try:
         yield
@@ -147,7 +209,7 @@ def publish_folder(staged: Path, path: Path, *, replace: bool = True) -> None:
 
     Without `replace`, an OSError is raised where `path` contains anything.
     """
-    aside = staged.with_name(f"{staged.name}-replaced")
+    aside = unused(staged.with_name(f"{staged.name}-replaced"))
     replaces = replace and os.path.lexists(path)
     if replaces:
         path.rename(aside)
@@ -161,7 +223,7 @@ def publish_folder(staged: Path, path: Path, *, replace: bool = True) -> None:
         raise
     sync_folder(path.parent)
     if replaces:
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(aside)
 
 
 @contextlib.contextmanager
@@ -175,7 +237,9 @@ def staged_folder(
     """
     name = f".staged-{path.name}"
     staged = path.with_name(f"{name}-{os.getpid()}" if concurrent else name)
-    pattern = re.compile(re.escape(name) + (r"-(?P<process>\d+)" if concurrent else "") + "(?P<aside>-replaced)?")
+    pattern = re.compile(
+        re.escape(name) + (r"-(?P<process>\d+)" if concurrent else "") + r"(\.\d+)?(?P<aside>-replaced)?"
+    )
     with storage(path, fix=fix):
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in [*path.parent.iterdir()]:
@@ -185,7 +249,8 @@ def staged_folder(
             if match["aside"] and not os.path.lexists(path):
                 leftover.rename(path)  # its process was killed between the two renames
             else:
-                shutil.rmtree(leftover)
+                discard(leftover)
+        staged = unused(staged)
         with fresh_folder(staged):
             yield staged
         try:

@@ -92,11 +92,6 @@ def rewrite_the_manifest(newest: Path, chance: random.Random) -> None:
     (newest / "MANIFEST.json").write_text(json_text(says))
 
 
-def add_a_file(newest: Path, chance: random.Random) -> None:
-    name = chance.choice(["pytorch_model.bin", ".hidden", "model.safetensors.tmp", "state (1).json"])
-    (newest / name).write_bytes(chance.randbytes(chance.randrange(100)))
-
-
 def copy_under_another_name(newest: Path, chance: random.Random) -> int:
     before = newest.with_name(checkpoint_name(BEFORE))
     if chance.random() < 0.5:
@@ -107,7 +102,7 @@ def copy_under_another_name(newest: Path, chance: random.Random) -> int:
     return BEFORE
 
 
-DAMAGES = (flip_a_bit, cut, lose, swap, empty, rewrite_the_manifest, add_a_file, copy_under_another_name)
+DAMAGES = (flip_a_bit, cut, lose, swap, empty, rewrite_the_manifest, copy_under_another_name)
 
 
 def damage(run: RunDir, seed: int) -> int:

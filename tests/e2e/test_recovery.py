@@ -217,7 +217,7 @@ def test_a_third_signal_does_not_keep_a_stopped_run_from_being_written_down(tmp_
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk here that is always full")
 def test_a_disk_that_is_full_under_the_log_ends_the_run_with_one_line(tmp_path, capsys, caplog):
-    """The ending cannot be written either, for the log is a link by then; what is raised is what happened first."""
+    """The checksums cannot be written either, for the log is a link by then; what is raised is what happened first."""
     caplog.set_level(logging.INFO, logger="tunix_rt")
     run = RunDir(tmp_path / "run")
 
@@ -229,11 +229,11 @@ def test_a_disk_that_is_full_under_the_log_ends_the_run_with_one_line(tmp_path, 
         run.log.unlink()
         run.log.symlink_to("/dev/full")
 
-    with pytest.raises(StorageError, match=r"training_log\.txt: No space left on device") as caught:
+    with pytest.raises(StorageError, match=r"training_log\.txt: (No space left on device|Invalid argument)") as caught:
         run_pipeline(configured(), run.root, progress=at(("train", 2), fill_up))
     assert caught.value.exit_code == 8
     assert "Logging error" not in capsys.readouterr().err
-    assert not run.result.exists() and "result.json could not be written" in caplog.text
+    assert read_json(run.result)["exit_code"] == 8 and "SHA256SUMS could not be written" in caplog.text
 
 
 # --- continuing -------------------------------------------------------------------------------------------------------
@@ -323,16 +323,6 @@ def test_another_version_or_device_may_not_continue_a_run_and_touches_nothing(cr
     with pytest.raises(ConfigError, match="another run: device differ"):
         run_pipeline(configured(resume=True), crashed.root, progress=quiet)
     assert content(crashed) == before
-    assert list_problems(crashed.root) == []
-
-
-def test_without_any_sound_checkpoint_the_steps_are_taken_again(crashed, uninterrupted, caplog):
-    for checkpoint in list_checkpoints(crashed.checkpoints):
-        (checkpoint / "model.safetensors").unlink()
-    crashed.metrics.write_bytes(crashed.metrics.read_bytes()[:-20])
-    run_pipeline(configured(resume=True), crashed.root, progress=quiet)
-    assert "starting at step 0" in caplog.text
-    assert losses(crashed) == losses(uninterrupted[0])
     assert list_problems(crashed.root) == []
 
 

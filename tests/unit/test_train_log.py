@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-import logging
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.sources import Dataset
 from tunix_rt.engines.base import PhasePeak, Step
-from tunix_rt.errors import ConfigError, Preempted, TunixError
+from tunix_rt.errors import ConfigError, Preempted, StorageError, TunixError
 from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import MetricsLog, final_state, state_hash
@@ -158,7 +158,7 @@ def test_a_full_disk_at_resume_does_not_cost_the_lines_that_are_kept(five_steps)
     """Without its metrics a run cannot be continued: cutting the file must not pass through an empty one."""
     whole = lines(five_steps)
     imports = "from tunix_rt.runs.folder import RunDir; from tunix_rt.runs.ledger import MetricsLog"
-    cut = f"{imports}; MetricsLog.open(RunDir(Path(sys.argv[1])), keep_steps=4)"
+    cut = f"{imports}; MetricsLog.open(run_folder.RunDir(Path(sys.argv[1])), keep_steps=4)"
     ended = run_limited(cut, five_steps.root, file_bytes=0)
     assert ended.returncode in (0, 8), ended.stderr
     assert lines(five_steps)[:4] == whole[:4]
@@ -213,17 +213,19 @@ def test_what_was_passed_over_is_known_at_the_start_with_its_problems(run, commi
 
 
 @pytest.mark.parametrize("torn", ["lost", "half a line", "another line"])
-def test_a_checkpoint_without_its_lines_is_passed_over_aloud(run, commit, caplog, torn):
+def test_a_valid_checkpoint_without_its_lines_is_not_given_up(run, commit, torn, tmp_path):
     commit(50)
-    commit(100)
+    newest = commit(100)
     content = lines(run)
     rest = {"lost": b"", "half a line": content[99][:-9], "another line": content[99].replace(b"160", b"161")}[torn]
     run.metrics.write_bytes(b"".join(content[:99]) + rest)
-    with caplog.at_level(logging.WARNING, logger="tunix_rt"):
-        assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
-    assert "step-000100 is corrupt, skipped: metrics.jsonl" in caplog.text
+    with pytest.raises(TunixError, match=r"metrics\.jsonl:100 is missing or breaks the hash chain") as caught:
+        find_start(run, resume=True)
+    assert lines(run) == [*content[:99], *filter(None, [rest])], "to look changes nothing"
+    assert "move step-000100 out of the run folder to continue from the checkpoint before it" in caught.value.fix
+    newest.rename(tmp_path / "aside")
     start = find_start(run, resume=True)
-    assert start.step == 50 and lines(run) == [*content[:99], *filter(None, [rest])], "to look changes nothing"
+    assert start.step == 50
     truncate_to(run, start)
     assert lines(run) == content[:50]
 
@@ -236,9 +238,8 @@ def test_a_sound_checkpoint_is_not_given_up_for_a_line_in_the_middle_of_the_metr
     content = lines(run)
     content[broken - 1] = content[broken - 1].replace(b"160", b"161" if said > broken else b"{")
     run.metrics.write_bytes(b"".join(content))
-    with pytest.raises(
-        TunixError, match=rf"metrics\.jsonl:{said} breaks the hash chain, and the valid step-000100"
-    ) as caught:
+    missing = rf"metrics\.jsonl:{said} is missing or breaks the hash chain, and the valid step-000100"
+    with pytest.raises(TunixError, match=missing) as caught:
         find_start(run, resume=True)
     assert "from a copy" in caught.value.fix
     assert run.metrics.read_bytes() == b"".join(content)
@@ -425,7 +426,7 @@ def test_a_continued_run_falls_back_over_a_damaged_checkpoint_to_the_same_end(ru
     assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
 
 
-def test_a_changed_last_line_is_taken_again_when_a_run_is_continued(run, tmp_path):
+def test_a_changed_last_line_is_found_and_its_step_can_be_taken_again(run, tmp_path):
     """No line follows it, but the checkpoint has kept its hash."""
     uninterrupted = run_folder.RunDir(tmp_path / "whole")
     write_json(uninterrupted.precommit, read_json(run.precommit))
@@ -435,6 +436,9 @@ def test_a_changed_last_line_is_taken_again_when_a_run_is_continued(run, tmp_pat
     content = lines(run)
     content[-1] = content[-1].replace(b'"tokens": 160', b'"tokens": 161')
     run.metrics.write_bytes(b"".join(content))
+    with pytest.raises(TunixError, match=r"metrics\.jsonl:4 .* the valid step-000004 was saved after it"):
+        train(run, total=7, resume=True)
+    run_folder.list_checkpoints(run.checkpoints)[0].rename(tmp_path / "aside")
     train(run, total=7, resume=True)
     assert run.metrics.read_bytes() == uninterrupted.metrics.read_bytes()
 
@@ -489,6 +493,14 @@ def test_a_retaken_checkpoint_survives_a_damaged_one_of_a_higher_step(run):
         train(run, total=9, stop_after=7)
     for path in run_folder.list_checkpoints(run.checkpoints):
         (path / "model.safetensors").write_text("999")
+    with pytest.raises(StorageError, match="saved steps before, and now no checkpoint is valid"):
+        train(run, total=9, resume=True, stop_after=2)
+    for path in (run.checkpoint_list, run.metrics, *run_folder.list_checkpoints(run.checkpoints)[1:]):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run_folder.list_checkpoints(run.checkpoints)[0] / "MANIFEST.json").unlink()
+    with pytest.raises(StorageError, match="saved steps before"):
+        train(run, total=9, resume=True, stop_after=2)
+    shutil.rmtree(run.checkpoints)
     with pytest.raises(Preempted):
         train(run, total=9, resume=True, stop_after=2)
     assert [path.name for path in run_folder.list_checkpoints(run.checkpoints)] == ["step-000002"]

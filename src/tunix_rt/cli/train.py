@@ -55,6 +55,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.evaluate.report import remarks, table
+    from tunix_rt.evidence.examine import run_problems
     from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
     from tunix_rt.pipeline import run_pipeline
     from tunix_rt.runs.folder import RunDir
@@ -63,7 +64,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     refuse_addresses(config.model_dump())  # before anything is written
     refuse_secrets(config.model_dump())
     with watching() as progress:
-        report = run_pipeline(config, output, progress=progress, profile=profile, **how)
+        report = run_pipeline(config, output, progress=progress, profile=profile, verify=run_problems, **how)
     run = RunDir(output)
     if as_json:
         text.show_json(read_json(run.result))

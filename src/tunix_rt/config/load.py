@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,10 @@ MAX_CONFIG_BYTES = 32_000
 MAX_DEPTH = 20
 
 
+_NOT_DECIMAL = re.compile(r":|^[-+]?0[\dxXbB_]")
+"""In a number: base 60, 16, 8 or 2. `max_steps: 1:30` is 90."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """Safe YAML of plain settings: no aliases (they can grow without bound), no tags, no key that would be lost."""
 
@@ -155,7 +160,10 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if type(value) in (int, float) and _NOT_DECIMAL.search(node.value) and len(node.value) <= MOST_DIGITS:
+                raise _at(node.start_mark, f"{node.value} is {value} in YAML: write {value}")
+            return value
         except (ValueError, OverflowError) as error:  # an invalid date or number
             raise _at(node.start_mark, str(error)[:200]) from error
 

@@ -26,7 +26,7 @@ from tunix_rt.data.text import Sketches
 from tunix_rt.data.tokenize import INDEX, SCHEMA, TRAINED, Part, Recipe, cores, in_order, tokenize
 from tunix_rt.data.validation import RULES, Finding, Tally, findings_of
 from tunix_rt.errors import InputError
-from tunix_rt.storage import merkle_root, staged_folder, storage, write_json
+from tunix_rt.storage import merkle_root, removed_on_error, staged_folder, storage, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _alone(place: Path, progress: Progress) -> Iterator[None]:
                 logger.info("Another tunix-rt is tokenizing this dataset; waiting for it")
             waited += 1
             progress("wait for the other tunix-rt (s)", waited // 2, 3600, "")
-    with held:
+    with held, removed_on_error(_lock_of(place)):
         yield
 
 

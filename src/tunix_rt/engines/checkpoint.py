@@ -8,7 +8,7 @@ from pathlib import Path
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.errors import InputError, StorageError
 from tunix_rt.models.secrets import one_line
-from tunix_rt.storage import staged_folder, storage
+from tunix_rt.storage import discard, staged_folder
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 BLOCK_BYTES = 64 * 2**20
@@ -26,7 +26,8 @@ def host_has_room(needed_bytes: int) -> bool:
 def unreadable(path: Path, error: Exception) -> StorageError:
     """The error of a checkpoint file that cannot be read."""
     return StorageError(
-        f"{path}: {one_line(error)}", fix="the checkpoint is corrupt; delete it to resume from the previous one"
+        f"{path} cannot be mapped into memory: {one_line(error) or type(error).__name__}",
+        fix="its hash was right a moment ago: check the volume and free memory, or resume from a copy on a local disk",
     )
 
 
@@ -45,11 +46,10 @@ def refuse_other_tensors(path: Path | str, stored: Mapping[str, str], expected: 
 @contextlib.contextmanager
 def staged_model(folder: Path, *, tokenizer_folder: Path, chat_template: str | None) -> Iterator[Path]:
     """A folder that becomes `folder` at the end of the block, with the files of the tokenizer. An existing folder is removed
-    first: the disk may not have space for two. `chat_template` replaces that of the tokenizer."""
-    with storage(folder):
-        if folder.exists():
-            shutil.rmtree(folder)
-    with staged_folder(folder) as staged:
+    first: the disk may not have space for two. One that cannot be is moved aside. `chat_template` replaces that of the
+    tokenizer."""
+    discard(folder)
+    with staged_folder(folder, replace=True) as staged:
         yield staged
         for name in TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from tunix_rt.errors import InputError, StorageError, TunixError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.gguf import BESIDE, MANIFEST, OTHER_CACHE, SCHEMA, read_manifest
-from tunix_rt.storage import staged_folder, storage, write_json
+from tunix_rt.storage import removed_on_error, staged_folder, storage, write_json
 
 VERSIONS = (2, 3)
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -83,7 +83,8 @@ def convert(file: Path, place: Path, *, with_weights: bool) -> None:
     """Fill `place`. One process does it; another that comes meanwhile waits, and finds it done."""
     with storage(place, fix=OTHER_CACHE):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(place.with_name(f"{place.name}.lock")):
+        lock = place.with_name(f"{place.name}.lock")
+        with FileLock(lock), removed_on_error(lock):
             if read_manifest(place) is not None:
                 return
             with staged_folder(place, replace=True, fix=OTHER_CACHE) as staged:

@@ -20,7 +20,7 @@ from tunix_rt.errors import InputError, TunixError
 from tunix_rt.evaluate.comparison import NAMES, Side
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.scoring.score import Prediction, Scores, Tags, judge, score_predictions
-from tunix_rt.storage import append_jsonl, read_json, to_plain, write_json, write_jsonl
+from tunix_rt.storage import CHECK_VOLUME, append_jsonl, read_json, storage, to_plain, write_json, write_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +81,25 @@ def generate_predictions(
         progress(what, len(answers), len(items), _pace(len(answers), len(items), time.monotonic() - began))
         stop()
     return [
-        judge(
-            expected=item.answer,
-            output=tokenizer.decode(answers[index].ids),
-            ended=answers[index].ended,
-            tags=questions.tags,
-            **item.model_dump(include={"id", "prompt", "section", "category", "difficulty"}),
-        )
+        _judged(questions, item, tokenizer.decode(answers[index].ids), answers[index].ended)
         for index, item in enumerate(items)
     ]
+
+
+def _judged(questions: Questions, item: EvalItem, output: str, ended: str) -> Prediction:
+    question = item.model_dump(include={"id", "prompt", "section", "category", "difficulty"})
+    return judge(expected=item.answer, output=output, ended=ended, tags=questions.tags, **question)
+
+
+def is_scored(questions: Questions, predictions: Sequence[Prediction], scores: Scores) -> bool:
+    """Whether `predictions` are judged outputs for these questions, and `scores` are theirs."""
+    pairs = zip(questions.items, predictions, strict=False)
+    again = [_judged(questions, item, found.output, found.ended) for item, found in pairs]
+    return (
+        again == [*predictions]
+        and len(again) == len(questions.items)
+        and score_predictions(again, scores.when) == scores
+    )
 
 
 def _pace(done: int, total: int, seconds: float) -> str:
@@ -138,8 +148,9 @@ def read_predictions(path: Path) -> list[Prediction]:
     predictions = []
     try:
         # Not `splitlines`: an output may contain U+2028, which JSON leaves as it is.
-        lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        with storage(path, fix=CHECK_VOLUME):
+            lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
         raise InputError(f"{path} cannot be read: {error}", fix="evaluate again") from error
     for number, line in enumerate(lines, start=1):
         try:

@@ -74,6 +74,12 @@ def examine(
     return done
 
 
+def run_problems(folder: Path) -> list[str]:
+    """What L0 and L1 find in a run that has just ended; its weights, which it hashed itself, are not read again."""
+    done = examine(folder, weights=folder / "nowhere", may_lack_weights=True)
+    return [f"{one.level} {one.check}: {one.problem}" for one in done.findings]
+
+
 def _check_files(done: Examination, record: RunRecord, weights: Path, *, may_lack_weights: bool) -> None:
     done.check("L0", "schema", record.schema_problems)
     if done.findings:

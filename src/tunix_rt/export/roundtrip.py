@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from tunix_rt.engines.decoding import Decoding
 from tunix_rt.errors import EvidenceError, InputError
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES as SPARE_BYTES
 from tunix_rt.plan.memory import reloaded_bytes
-from tunix_rt.storage import sha256_text, storage
+from tunix_rt.storage import scratch_folder, sha256_text
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +196,8 @@ def check_folder(reference: Reference, folder: Path, *, device_room: int | None 
         if short := _too_small(target, folder, device_room):
             obstacles.append(short)
             continue
-        with storage(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="tunix-rt-reload-") as scratch:
-            [loaded] = reload_in_child(reference, [folder], target, Path(scratch))
+        with scratch_folder("tunix-rt-reload-") as scratch:
+            [loaded] = reload_in_child(reference, [folder], target, scratch)
         if "unable" in loaded:
             obstacles.append(f"{target.device}: {loaded['unable']}")
             continue

@@ -30,6 +30,9 @@ A_TOKENIZER = (
     "set model.tokenizer_name_or_path: a folder with tokenizer.json, a hub id, or tiny-gemma3 (it comes with tunix-rt)"
 )
 
+MOST_CONFIG_BYTES = 16 * 2**20
+"""Of a config.json, which has a few thousand."""
+
 # Hub id -> the preset of the same architecture and size. Chat versions differ from it in special tokens alone.
 PRESET_OF = {
     hub_id: preset
@@ -184,6 +187,9 @@ def _read_config(folder: Path, name: str) -> Mapping[str, Any]:
     path = folder / "config.json"
     if not os.path.exists(path):
         raise InputError(f"{name}: no config.json in {folder}", fix="point at a Hugging Face model folder")
+    if not os.path.isfile(path) or os.path.getsize(path) > MOST_CONFIG_BYTES:
+        problem = f"{path} is no file of at most {MOST_CONFIG_BYTES / 2**20:.0f} MiB"
+        raise InputError(problem, fix="fetch the model again")
     config = read_json(path, InputError, fix="fetch the model again")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise InputError(f"{path}: model_type is missing", fix="point at a Hugging Face model folder")

@@ -336,7 +336,7 @@ def _backward(run: Footprint, batch: activations.Batch, accumulating: bool, stat
         )
 
     # Memory rises or falls evenly between these.
-    for below in {0, recomputed - 1, recomputed, layers - 1} & set(range(layers)):
+    for below in {0, recomputed - 1, recomputed, layers - 1} - {-1, layers}:
         for moment in activations.backward_moments(run.shape, run.widths, batch):
             if run.recipe.in_backward or not moment.updating:
                 yield at(below, moment)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import Config, Family, family_of
 
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -97,7 +99,11 @@ def _llama(family: Family, config: Config) -> ModelShape:
         raise InputError(
             f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads", fix="correct config.json"
         )
-    layers = family.size(config, "num_hidden_layers")
+    layers = _layers(family, config, "num_hidden_layers")
+    named = config.get("layer_types")
+    if isinstance(named, list) and len(named) != layers:
+        problem = f"config.json: layer_types names {len(named)} layers, num_hidden_layers is {layers}"
+        raise InputError(problem, fix="correct config.json: a shortened model has fewer of both")
     attention_bias = bool(family.value(config, "attention_bias"))
     return ModelShape(
         model_type=family.model_type,
@@ -133,7 +139,7 @@ def _gpt2(family: Family, config: Config) -> ModelShape:
         raise InputError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}", fix="correct config.json")
     return ModelShape(
         model_type=family.model_type,
-        layers=family.size(config, "n_layer", "num_hidden_layers"),
+        layers=_layers(family, config, "n_layer", "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -156,6 +162,14 @@ def _gpt2(family: Family, config: Config) -> ModelShape:
 
 
 LAYOUTS: Mapping[str, Callable[[Family, Config], ModelShape]] = {"llama": _llama, "gpt2": _gpt2}
+
+
+def _layers(family: Family, config: Config, *keys: str) -> int:
+    layers = family.size(config, *keys)
+    if layers > MOST_LAYERS:
+        problem = f"config.json: {keys[0]} is {layers:,}, at most {MOST_LAYERS:,} layers are planned"
+        raise InputError(problem, fix="fetch the model's config.json again")
+    return layers
 
 
 def _size_or(family: Family, config: Config, key: str, otherwise: int) -> int:

@@ -15,20 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import EvidenceError, TunixError
-from tunix_rt.runs.folder import RunDir, list_checkpoints
-from tunix_rt.storage import read_json, sha256_file, sha256_text, write_text
+from tunix_rt.runs.folder import NOT_OURS, RunDir, list_checkpoints
+from tunix_rt.storage import CHECK_VOLUME, read_json, sha256_file, sha256_text, storage, write_text
 
 MOST_FILES = 20_000
 DEEPEST = 4
+UNLISTED, UNREAD = "cannot be listed", "cannot be read"
 FEW = 50
 """Findings of one check that are listed; the others are counted."""
 LONGEST_LINE = 4 * 2**20
 """Bytes of one object in a file that has one a line."""
-_NOT_OURS = re.compile(
-    r"(?:tensorboard|wandb|mlruns|aim|\.aim)(?:/.*)?|(?:.*/)?(?:\.DS_Store|Thumbs\.db|desktop\.ini|\._[^/]*)"
-)
-"""Folders of experiment trackers, and what file managers leave behind."""
-_LEFTOVER = re.compile(r"\.lock|(?:.*/)?(?:\.staged-[^/]*|\.[^/]*\.staged)(?:/.*)?")
+_LEFTOVER = re.compile(r"\.lock|(?:.*/)?(?:\.staged-[^/]*|\.[^/]*\.staged(?:\.\d+)?)(?:/.*)?")
 """The lock, and what a crash left half-written."""
 
 
@@ -41,8 +38,9 @@ class Listing:
     problems: tuple[str, ...]
 
 
-def list_folder(root: Path) -> Listing:
-    """Every file below `root`. Links and special files are problems and are not opened."""
+def list_folder(root: Path, *, unlisted: bool = True) -> Listing:
+    """Every file below `root`. Links and special files are problems and are not opened. A folder that cannot be listed is a
+    problem too; unless `unlisted`, it is an OSError."""
     files: dict[str, int] = {}
     outside: list[str] = []
     problems: list[str] = []
@@ -52,7 +50,9 @@ def list_folder(root: Path) -> Listing:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            problems.append(f"{shown(prefix or '.')} cannot be listed: {error.strerror}")
+            if not unlisted:
+                raise
+            problems.append(f"{shown(prefix or '.')} {UNLISTED}: {error.strerror}")
             continue
         count += len(entries)
         if count > MOST_FILES or depth > DEEPEST:
@@ -60,7 +60,7 @@ def list_folder(root: Path) -> Listing:
             break
         for entry in entries:
             name = prefix + entry.name
-            if _NOT_OURS.fullmatch(name) or _LEFTOVER.fullmatch(name):
+            if NOT_OURS.fullmatch(name) or _LEFTOVER.fullmatch(name):
                 outside.append(plain(name))
             elif fault := _fault(name, entry):
                 problems.append(fault)
@@ -121,7 +121,7 @@ def read_file(root: Path, name: str, most_bytes: int) -> tuple[bytes | None, str
     except FileNotFoundError:
         return None, f"{plain(name)}: missing"
     except OSError as error:
-        return None, f"{plain(name)}: cannot be read: {error.strerror or error}"
+        return None, f"{plain(name)}: {UNREAD}: {error.strerror or error}"
     return (data, "") if len(data) <= size else (None, f"{plain(name)}: grows while it is read")
 
 
@@ -185,11 +185,12 @@ def write_sums(run: RunDir, *, pending: Mapping[Path, str] | None = None, verifi
     `pending` are files whose text is settled but which are written after their hash. `verified` are checkpoints that the
     caller has hashed itself, so that their manifests are trusted; all other files are read.
     """
-    listing = list_folder(run.root)
+    with storage(run.root, fix=CHECK_VOLUME):
+        listing = list_folder(run.root, unlisted=False)
     if listing.problems:
         raise EvidenceError(
             f"{run.root} cannot be hashed\n" + "\n".join(f"  {problem}" for problem in few(listing.problems)),
-            fix="a run folder contains plain files with plain names; remove what is listed",
+            fix="a run folder contains plain files with plain names; move what is listed to another folder",
         )
     coming = {path.relative_to(run.root).as_posix(): sha256_text(text) for path, text in (pending or {}).items()}
     known = _hashes_at_commit(run, verified) | coming

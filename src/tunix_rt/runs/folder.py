@@ -1,9 +1,12 @@
 """A run is a folder. `RunDir` knows the name of every file in it, and locks it for one process."""
 
 import contextlib
+import errno
 import json
-import shutil
+import os
+import re
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from tunix_rt.errors import StorageError
 from tunix_rt.storage import (
+    discard,
     fresh_folder,
     json_text,
     publish_folder,
@@ -19,6 +23,7 @@ from tunix_rt.storage import (
     sha256_file,
     storage,
     sync_folder,
+    unused,
     write_text,
 )
 
@@ -26,6 +31,11 @@ FORMAT = 4
 """`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
 FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
 """Of a run, in its folder."""
+NOT_OURS = re.compile(
+    r"(?:tensorboard|wandb|mlruns|aim|\.aim)(?:/.*)?|(?:.*/)?(?:\.DS_Store|Thumbs\.db|desktop\.ini|\._[^/]*)"
+)
+"""Folders of experiment trackers, and what file managers leave behind."""
+STRANGER = "not in the manifest"
 
 
 class _File:
@@ -100,16 +110,12 @@ class RunDir:
 
     def refuse_links(self) -> None:
         """Refuse a folder with a symbolic link or a special file where a run writes: what is written or deleted through it
-        lies elsewhere. The folder itself may be reached through a link. Called before anything in it but the lock is opened."""
+        lies elsewhere; and one with a folder in the place of a file, or a file in the place of a folder. The run folder itself
+        may be reached through a link. Called before anything in it but the lock is opened."""
         with storage(self.root):
             for path in self._written():
-                kind = path.lstat().st_mode
-                if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
-                    continue
-                raise StorageError(
-                    f"{path} is {'a symbolic link' if stat.S_ISLNK(kind) else 'a special file'}, which a run does not write to",
-                    fix="remove it, or choose another --output",
-                )
+                if found := _misfit(path.relative_to(self.root).as_posix(), path.lstat().st_mode):
+                    raise StorageError(f"{path} is {found}", fix="move it away, or choose another --output")
 
     def _written(self) -> Iterator[Path]:
         """Everything at the top and below the folders of a run; links are not followed."""
@@ -120,18 +126,55 @@ class RunDir:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for one process. A lock left by a killed process does not hold."""
-        with storage(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.lock_file, timeout=0)
-            try:
-                lock.acquire()
-            except Timeout as error:
-                problem, fix = f"{self.root} is in use by another tunix-rt", "wait for it, or choose another --output"
-                raise StorageError(problem, fix=fix) from error
-        try:
+        with contextlib.ExitStack() as held:
+            with storage(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                try:
+                    held.enter_context(FileLock(self.lock_file, timeout=0))
+                    held.enter_context(_locked_folder(self.root))
+                except (Timeout, BlockingIOError) as error:
+                    problem, fix = (
+                        f"{self.root} is in use by another tunix-rt",
+                        "wait for it, or choose another --output",
+                    )
+                    raise StorageError(problem, fix=fix) from error
             yield
-        finally:
-            lock.release()
+
+
+def _misfit(name: str, mode: int) -> str:
+    """What `name` in a run folder is, where a run has something else there; empty where it fits."""
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return f"{'a symbolic link' if stat.S_ISLNK(mode) else 'a special file'}, which a run does not write to"
+    folder, _, file = name.rpartition("/")
+    if (name in FOLDERS or (folder == "checkpoints" and file.startswith("step-"))) and not stat.S_ISDIR(mode):
+        return "a file, where a run has a folder"
+    written = f"{folder}/{file}".strip("/") if not file.endswith(".staged") else file[1:].removesuffix(".staged")
+    is_file = folder in ("eval", "profile") or (written in _FILES and written not in FOLDERS)
+    return "a folder, where a run writes a file" if is_file and stat.S_ISDIR(mode) else ""
+
+
+_FILES = frozenset(one.name for one in vars(RunDir).values() if isinstance(one, _File))
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the folder itself, which nobody deletes in a live run as a lock file may be. A BlockingIOError where another process
+    has it. Local disks lock folders; NFS does not, and there the lock file is all there is."""
+    if sys.platform == "win32":  # has no such call; there an open file cannot be deleted
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise BlockingIOError from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # --- checkpoints: stage, fsync, manifest, fsync, rename, fsync parent; a reader accepts only what verifies -----------
@@ -151,8 +194,9 @@ def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)  # without its name there the first checkpoint would not outlive a power cut
-        for leftover in (*folder.glob(".staged-*"), *folder.glob(".*.staged")):
-            shutil.rmtree(leftover)
+        for leftover in (*folder.glob(".staged-*"), *folder.glob(".*.staged*")):
+            discard(leftover)
+        staged = unused(staged)
         with fresh_folder(staged):
             write(staged)
             settle_files(staged)
@@ -163,7 +207,7 @@ def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
 
 def publish_checkpoint(staged: Path) -> Path:
     """Give a staged checkpoint its name. This is the commit."""
-    final = staged.with_name(staged.name.removeprefix(".staged-"))
+    final = staged.with_name(staged.name.removeprefix(".staged-").partition(".")[0])
     with storage(staged.parent):
         publish_folder(staged, final)  # replaces a corrupt one of the same step, which resume skipped
     return final
@@ -185,6 +229,7 @@ def checkpoint_problems(checkpoint: Path) -> list[str]:
         if not manifest.is_file():
             return ["MANIFEST.json is missing"]
         text, present = manifest.read_bytes(), {path.name for path in checkpoint.iterdir()} - {"MANIFEST.json"}
+        present = {name for name in present if not NOT_OURS.fullmatch(name)}
     try:
         claimed = json.loads(text)
         step = int(claimed["step"])
@@ -193,7 +238,7 @@ def checkpoint_problems(checkpoint: Path) -> list[str]:
         return [f"MANIFEST.json cannot be read: {error!r}"]
     problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest is of step {step}"]
     problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
-    problems += [f"not in the manifest: {name}" for name in sorted(present - files.keys())]
+    problems += [f"{STRANGER}: {name}" for name in sorted(present - files.keys())]
     there = sorted(files.keys() & present)
     problems += [f"changed: {name}" for name in there if not _has(checkpoint / name, files[name])]
     if not problems and text != _manifest_text(checkpoint, step, files).encode():
@@ -209,9 +254,9 @@ def _has(path: Path, sha256: str) -> bool:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Committed checkpoints, newest step first. Ordered by the step in their name, never by time."""
-    if not folder.is_dir():
-        return []
     with storage(folder):
+        if not folder.is_dir():
+            return []
         steps = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()}
     return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True)
 
@@ -232,7 +277,7 @@ def prune_checkpoints(folder: Path, keep: int, *, newest: int, previous: int, be
     kept = {*ours[:keep], *(checkpoint for checkpoint in ours if steps[checkpoint] == best)}
     with storage(folder):
         for checkpoint in sorted(steps.keys() - kept):
-            going = folder / f".{checkpoint.name}.staged"  # gone in one move: half of it is nobody's checkpoint
+            going = unused(folder / f".{checkpoint.name}.staged")  # gone in one move: half of it is nobody's checkpoint
             checkpoint.rename(going)
-            shutil.rmtree(going)
+            discard(going)
         sync_folder(folder)

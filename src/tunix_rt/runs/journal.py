@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.errors import Preempted, StorageError, TunixError
+from tunix_rt.errors import EvidenceError, Preempted, StorageError, TunixError
 from tunix_rt.models.secrets import redacted
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.schemas_host import Extension
-from tunix_rt.storage import json_text, read_json, storage, sync_folder, to_plain, write_json, write_text
+from tunix_rt.storage import json_text, read_json, storage, sync_files, sync_folder, to_plain, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,8 @@ class RunJournal:
     """Checkpoints that this process verified or committed; the files of others are hashed when the run ends."""
     ending: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds the writing of the ending, so that no signal halves it."""
+    verify: Callable[[Path], list[str]] = lambda folder: []
+    """The problems of a run that has just completed. One with any is a failed run."""
     before_end: list[Callable[[str], None]] = field(default_factory=list)
     """Called with the status before `result.json` is written."""
     warnings: list[str] = field(default_factory=list)
@@ -226,6 +228,13 @@ class RunJournal:
             logger.info("Completed")
             if self.log is not None and self.log.failure is not None:
                 raise self.log.failure
+            with self.ending():
+                self._end("completed", 0, self.reason)
+                if problems := self.verify(self.run.root):
+                    raise EvidenceError(
+                        f"{self.run.root} does not verify\n" + "\n".join(f"  {problem}" for problem in problems[:9]),
+                        fix="the files above changed while the run went on; final_model is complete, train again for evidence",
+                    )
         except TunixError as error:
             with self.ending():
                 refused = error.exit_code in (2, 3, 4, 5) and not self.training_began
@@ -236,8 +245,6 @@ class RunJournal:
             with self.ending():
                 self._end_after(error, "failed", 1, f"{type(error).__name__}: {error}")
             raise
-        with self.ending():
-            self._end("completed", 0, self.reason)
 
     def end_now(self, error: Preempted) -> None:
         """Write the ending from another thread: the main thread is in a call that does not return."""
@@ -276,7 +283,13 @@ class RunJournal:
         # The checksums first, with that of the result to come: a crash in between leaves a run without a result, which is
         # unfinished and can be resumed. The other way round it would be complete and never verify.
         text = json_text(result)
-        write_sums(self.run, pending={self.run.result: text}, verified=self.verified)
+        try:
+            sync_files(self.run.metrics, self.run.heldout, self.run.samples_along, self.run.log)
+            write_sums(self.run, pending={self.run.result: text}, verified=self.verified)
+        except TunixError as error:
+            if status == "completed":
+                raise
+            logger.error("SHA256SUMS could not be written: %s", error.problem)
         write_text(self.run.result, text)
 
 

@@ -10,11 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tunix_rt.data.packing import RowFacts
 from tunix_rt.engines.base import Step
-from tunix_rt.errors import TunixError
+from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
-from tunix_rt.storage import json_line, read_json, sha256_file, sha256_text, storage, sync_folder, write_json
+from tunix_rt.runs.schemas import CheckpointEntry
+from tunix_rt.storage import json_line, read_json, sha256_file, sha256_text, storage, sync_files, write_json
 
 
 class MetricsLog:
@@ -24,8 +27,8 @@ class MetricsLog:
     carries them, so that the chain covers every state but the last, which `result.json` has.
     """
 
-    def __init__(self, path: Path, head: str) -> None:
-        self._path = path
+    def __init__(self, run: RunDir, head: str, size: int) -> None:
+        self._run, self._path, self._size = run, run.metrics, size
         self.head = head
         self.states: dict[str, str] = {}
 
@@ -46,22 +49,22 @@ class MetricsLog:
         if run.metrics.exists():  # cut in place: the kept lines are never unwritten
             with storage(run.metrics), run.metrics.open("ab") as file:
                 file.truncate(sum(map(len, kept)))
-        return cls(run.metrics, head)
+        return cls(run, head, sum(map(len, kept)))
 
     def sync(self) -> None:
-        """Make the lines durable, and the name of their file. A checkpoint that outlived its lines in a power cut could not
-        be continued from."""
-        with storage(self._path):
-            with self._path.open("ab") as file:
-                os.fsync(file.fileno())
-            sync_folder(self._path.parent)
+        """Make the lines durable, with all else that was measured up to here. A checkpoint that outlived them in a power cut
+        could not be continued from."""
+        sync_files(self._path, self._run.heldout, self._run.samples_along, self._run.log)
 
     def append(self, step: Step, *, saved: bool = False) -> None:
         """Write the line of `step`. Where a checkpoint of it is `saved` next, the line carries the states before it."""
         states = {"states": self.states} if saved and self.states else {}
         line = json_line(states | asdict(step) | {"loss_hex": step.loss.hex(), "prev": self.head})
-        with storage(self._path), self._path.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(line)
+        with storage(self._path), self._path.open("ab") as file:
+            if file.tell() != self._size:
+                problem = f"{self._path}: another program deleted or changed it while the run wrote it"
+                raise StorageError(problem, fix="restore it from a copy, then resume; or choose another --output")
+            self._size += file.write(line.encode())
         self.head = hashlib.sha256(line.rstrip("\n").encode()).hexdigest()
         if states:
             self.states = {}
@@ -71,7 +74,7 @@ def step_and_prev(line: bytes) -> tuple[object, object]:
     try:
         record = json.loads(line)
         return record["step"], record["prev"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None, None
 
 
@@ -91,6 +94,7 @@ CHECKPOINTS_SCHEMA = "tunix-rt/checkpoints/1"
 PROCESSES_SCHEMA = "tunix-rt/processes/1"
 STATE_FILES = ("model.safetensors", "optimizer.safetensors")
 """Of a checkpoint: everything that the next step is computed from, beside the data and the seed."""
+CHECKPOINT_FILES = (*STATE_FILES, "state.json")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ def state_hash(files: Mapping[str, str]) -> str:
 def list_checkpoint(run: RunDir, checkpoint: Path) -> dict[str, str]:
     """Add a checkpoint that was just committed to `checkpoints.json`; its state hash by its step."""
     entry = _entry_of(checkpoint)
-    known = read_json(run.checkpoint_list)["checkpoints"] if run.checkpoint_list.exists() else []
+    known = _listed(run, expected=False)
     _write_list(run, [one for one in known if one["step"] < entry["step"]] + [entry])
     return _states([entry])
 
@@ -147,15 +151,26 @@ def repair_checkpoint_ledger(run: RunDir, heads: Sequence[str], *, verified: Pat
     `heads` are the hashes of the kept lines of the metrics by their step, at 0 that of `precommit.json`. Entries of other
     steps are dropped. A checkpoint without an entry, committed just before a kill, gains it, unless it is corrupt.
     """
+    _write_list(run, _kept_entries(run, heads, verified))
+
+
+def lost_states(run: RunDir, heads: Sequence[str], chained: Mapping[str, str], *, verified: Path) -> list[str]:
+    """Steps whose state hash the metrics carry, and which `repair_checkpoint_ledger` cannot list with that hash."""
+    states = _states(_kept_entries(run, heads, verified))
+    return [step for step, digest in chained.items() if states.get(step) != digest]
+
+
+def _kept_entries(run: RunDir, heads: Sequence[str], verified: Path | None) -> list[dict[str, Any]]:
     known = {entry["step"]: entry for entry in _listed(run, expected=verified is not None) if _belongs(entry, heads)}
     if verified is not None:
         known[checkpoint_step(verified)] = _entry_of(verified)
     for checkpoint in list_checkpoints(run.checkpoints):
         step = checkpoint_step(checkpoint)
-        if 0 < step < len(heads) and step not in known and not checkpoint_problems(checkpoint):
-            entry = _entry_of(checkpoint)
-            known |= {step: entry} if _belongs(entry, heads) else {}
-    _write_list(run, [known[step] for step in sorted(known)])
+        if not 0 < step < len(heads) or checkpoint == verified or (same := _entry_or_none(checkpoint)) is None:
+            continue
+        if known.get(step) != same and _belongs(same, heads) and not checkpoint_problems(checkpoint):
+            known[step] = same
+    return [known[step] for step in sorted(known)]
 
 
 def _entry_of(checkpoint: Path) -> dict[str, Any]:
@@ -169,6 +184,16 @@ def _entry_of(checkpoint: Path) -> dict[str, Any]:
     }
 
 
+def _entry_or_none(checkpoint: Path) -> dict[str, Any] | None:
+    """None where the checkpoint is too corrupt to have an entry."""
+    try:
+        return _entry_of(checkpoint)
+    except StorageError:
+        raise
+    except (TunixError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def _belongs(entry: dict[str, Any], heads: Sequence[str]) -> bool:
     """Whether an entry is of a kept step as it was taken."""
     step = entry["step"]
@@ -176,11 +201,10 @@ def _belongs(entry: dict[str, Any], heads: Sequence[str]) -> bool:
 
 
 def _is_entry(found: Any) -> bool:
-    if not isinstance(found, dict) or found.keys() != {"step", "manifest_sha256", "metrics_head", "files"}:
+    try:
+        return bool(CheckpointEntry.model_validate_json(json.dumps(found)))
+    except ValidationError:
         return False
-    files = found["files"].values() if isinstance(found["files"], dict) else [None]
-    hashed = all(isinstance(facts, dict) and isinstance(facts.get("sha256"), str) for facts in files)
-    return hashed and type(found["step"]) is int
 
 
 def _listed(run: RunDir, *, expected: bool) -> list[dict[str, Any]]:
@@ -198,6 +222,8 @@ def _read_list(path: Path, key: str, instead: str, *, expected: bool) -> list[An
         if isinstance(found, list):
             return found
         problem = f"{path} is corrupt: `{key}` is not a list"
+    except StorageError:
+        raise
     except TunixError as error:
         problem = error.problem
     except (KeyError, TypeError):

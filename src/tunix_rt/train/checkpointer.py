@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shutil
 import threading
 import time
@@ -85,7 +86,7 @@ class Checkpointer:
     @property
     def committed(self) -> int:
         """The newest step of this run that lies in the folder under its name; 0 when there is none."""
-        there = (s for s in self._steps if (self._run.checkpoints / checkpoint_name(s) / "MANIFEST.json").is_file())
+        there = (s for s in self._steps if os.path.isfile(self._run.checkpoints / checkpoint_name(s) / "MANIFEST.json"))
         return max(there, default=0)
 
     def saved_state(self) -> str:

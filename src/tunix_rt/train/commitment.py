@@ -23,7 +23,7 @@ from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import has_rows
 from tunix_rt.runs.schemas import Batch, Commitment, problems_of
 from tunix_rt.runs.source import package_hash
-from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json, write_lines
+from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json, write_lines, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,11 @@ def build_precommit(
     return committed
 
 
-def write_commitment(journal: RunJournal, committed: dict[str, Any], data: Prepared) -> None:
+def write_commitment(journal: RunJournal, committed: dict[str, Any], data: Prepared, config: RunConfig) -> None:
     """Write `rows.jsonl` and `precommit.json` before the first step, or hold a resumed run to those it wrote.
 
-    The rows first: where a commitment exists, the rows it refers to exist too."""
+    The rows first: where a commitment exists, the rows it refers to exist too. Rows and settings have the committed hashes, so
+    that a file that has not is written again."""
     run = journal.run
     if run.precommit.exists():
         before = read_precommit(run)
@@ -111,6 +112,9 @@ def write_commitment(journal: RunJournal, committed: dict[str, Any], data: Prepa
         if not has_rows(run.rows, data.row_facts):
             logger.warning("%s is missing or corrupt; writing it again from the committed rows", run.rows)
             journal.write(write_lines, run.rows, data.row_facts.lines())
+        if not run.config.is_file() or sha256_file(run.config) != before["config_sha256"]:
+            logger.warning("%s is missing or corrupt; writing it again from the committed settings", run.config)
+            journal.write(write_text, run.config, dump_yaml(settled_config(config)))
     else:
         write_lines(run.rows, data.row_facts.lines())
         write_json(run.precommit, committed)

@@ -13,6 +13,7 @@ from tunix_rt.evaluate.generate import (
     Questions,
     decoding_of,
     evaluate_model,
+    is_scored,
     read_predictions,
     read_scores,
     sample_during_training,
@@ -119,6 +120,8 @@ def _read_before(context: RunContext, evaluation: Evaluation) -> bool:
         return False
     try:
         predictions, scores = read_predictions(run.predictions("before")), read_scores(run.scores("before"))
+        if not is_scored(evaluation.questions, predictions, scores):
+            raise InputError(f"{run.scores('before')}: not the scores of these outputs", fix="generate again")
     except InputError as error:
         logger.warning("Generating again before training: %s", error.problem)
         return False

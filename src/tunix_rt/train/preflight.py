@@ -31,7 +31,7 @@ from tunix_rt.train.context import Options, RunContext, find_model, tokenizer_of
 from tunix_rt.train.memory_report import record_ending
 from tunix_rt.train.preemption import Preemption, stoppable
 from tunix_rt.train.profiling import refuse_too_many
-from tunix_rt.train.resume import find_start
+from tunix_rt.train.resume import find_start, refuse_lost_records
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,10 @@ def commit_run(
     committed = commitment.build_precommit(
         draft.committed, draft.model, tokenizer, data, device=device.device, batch=draft.batch, fitting=draft.fitting
     )
-    commitment.write_commitment(journal, committed, data)
+    commitment.write_commitment(journal, committed, data, draft.committed)
     start = find_start(journal.run, resume=journal.continued)
+    every = draft.committed.training.eval_steps or total
+    refuse_lost_records(journal.run, start, evaluated=every if data.heldout_rows else None)
     stop.refuse_if_never(done=start.step, total=total)
     if options.profile:
         refuse_too_many(options.profile, done=start.step, total=total)

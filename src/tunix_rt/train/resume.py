@@ -1,5 +1,6 @@
 """Where a run begins: at step 0, or after the newest checkpoint that verifies."""
 
+import itertools
 import json
 import logging
 import math
@@ -11,12 +12,20 @@ from typing import Any
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.engines.base import Engine
 from tunix_rt.errors import ConfigError, StorageError, TunixError
-from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
+from tunix_rt.runs.checksums import UNLISTED, UNREAD
+from tunix_rt.runs.folder import STRANGER, RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.runs.journal import RunJournal
-from tunix_rt.runs.ledger import MetricsLog, chain_heads, repair_checkpoint_ledger, step_and_prev, unchained_states
+from tunix_rt.runs.ledger import (
+    CHECKPOINT_FILES,
+    MetricsLog,
+    chain_heads,
+    lost_states,
+    repair_checkpoint_ledger,
+    unchained_states,
+)
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.schemas_host import Extension
-from tunix_rt.storage import read_json, sha256_file, storage, write_text
+from tunix_rt.storage import CHECK_VOLUME, read_json, sha256_file, storage, write_text
 from tunix_rt.train.checkpointer import early_stop, heldout_losses, whole_lines
 from tunix_rt.train.commitment import read_precommit, refuse_another_config, refuse_another_format
 from tunix_rt.train.memory_report import Phases
@@ -93,6 +102,8 @@ def _status(run: RunDir) -> str:
         result, extensions = read_json(run.result), _read_extensions(RunRecord(run.root))
         newer = extensions and result["steps_planned"] != extensions[-1].max_steps
         return "unfinished" if newer else str(result["status"])
+    except StorageError:
+        raise
     except (TunixError, KeyError, TypeError):
         return "broken"
 
@@ -151,8 +162,7 @@ def truncate_to(run: RunDir, start: Start) -> MetricsLog:
     metrics = MetricsLog.open(run, keep_steps=start.step)
     lines = _metrics_lines(run)[: start.step]
     repair_checkpoint_ledger(run, chain_heads(sha256_file(run.precommit), lines), verified=start.checkpoint)
-    chained = [step for line in lines if b'"states"' in line for step in json.loads(line)["states"]]
-    metrics.states = unchained_states(run, frozenset(chained))
+    metrics.states = unchained_states(run, _chained(lines))
     again = start.step not in start.heldout_steps  # this step is evaluated again before training continues
     for path, last in ((run.heldout, start.step), (run.samples_along, start.step - again)):
         if path.exists():
@@ -178,50 +188,95 @@ def _metrics_lines(run: RunDir) -> list[bytes]:
     """Without a torn last one, which no checkpoint needs."""
     record = RunRecord(run.root)
     lines = record.raw_lines(run.metrics.name)
-    if problems := record.problems.get(run.metrics.name):
-        raise StorageError(problems[0], fix="check the volume and the permissions, or restore the file from a copy")
+    _refuse_unreadable(record)
     return [line + b"\n" for line in lines]
 
 
+def _refuse_unreadable(record: RunRecord) -> None:
+    """What the disk does not give is neither missing nor corrupt."""
+    problems = itertools.chain(record.listing.problems, *record.problems.values())
+    if found := next((problem for problem in problems if UNLISTED in problem or UNREAD in problem), None):
+        raise StorageError(f"{record.root}: {found}", fix=CHECK_VOLUME)
+
+
+def _chained(lines: list[bytes]) -> dict[str, str]:
+    """State hashes of checkpoints, by step, that the metrics carry."""
+    carried = (json.loads(line)["states"] for line in lines if b'"states"' in line)
+    return {step: digest for states in carried for step, digest in states.items()}
+
+
 def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) -> tuple[Path | None, int]:
-    """The newest checkpoint that verifies and whose steps are all in the metrics; the others are logged, and listed in
-    `skipped` with their problems. A wrong line in the middle of the metrics is an error, not a reason to skip a valid
-    checkpoint: a crash tears only the last line."""
+    """The newest checkpoint that verifies. Corrupt ones are logged, and listed in `skipped` with their problems.
+
+    A valid one is never skipped because of another file: where its metrics are missing, or a stranger's file lies beside its
+    own, the run is refused. So is one that saved steps before and has no valid checkpoint left, which would start at 0."""
     lines = _metrics_lines(run)
     heads = chain_heads(sha256_file(run.precommit), lines)
+    skipped = {} if skipped is None else skipped
     for checkpoint in list_checkpoints(run.checkpoints):
-        problems = checkpoint_problems(checkpoint)
-        if not problems and len(heads) <= checkpoint_step(checkpoint) and _broken_inside(heads, lines):
-            raise TunixError(
-                f"{run.metrics}:{len(heads)} breaks the hash chain, and the valid {checkpoint.name} was saved after it",
-                fix="restore metrics.jsonl from a copy, or start a new run with another --output",
-            )
-        if problems := problems or _metrics_problems(checkpoint, heads):
-            logger.warning("Checkpoint %s is corrupt, skipped: %s", checkpoint.name, "; ".join(problems))
-            if skipped is not None:
-                skipped[checkpoint.name] = problems
-            continue
-        return checkpoint, int(read_json(checkpoint / "MANIFEST.json")["step"])
+        problems = checkpoint_problems(checkpoint) or _state_problems(checkpoint)
+        if not problems:
+            _refuse_lost_metrics(run, checkpoint, heads)
+            return checkpoint, checkpoint_step(checkpoint)
+        if all(problem.startswith(STRANGER) and not problem.endswith(CHECKPOINT_FILES) for problem in problems):
+            fix = f"move it out of {checkpoint}, then resume"
+            raise TunixError(f"{checkpoint.name} is valid, but has a file {problems[0]}", fix=fix)
+        logger.warning("Checkpoint %s is corrupt, skipped: %s", checkpoint.name, "; ".join(problems))
+        skipped[checkpoint.name] = problems
+    if skipped or _chained(lines[: len(heads) - 1]) or unchained_states(run, {}):
+        missing = "no checkpoint is valid" if skipped else f"{run.checkpoints} contains no checkpoint"
+        raise StorageError(
+            f"{run.root} saved steps before, and now {missing}",
+            fix="mount or restore `checkpoints`; to train again from step 0, delete it with checkpoints.json and metrics.jsonl",
+        )
     logger.warning("No checkpoint to resume from: starting at step 0")
     return None, 0
 
 
-def _broken_inside(heads: list[str], lines: list[bytes]) -> bool:
-    """Whether the chain ends before the lines do, and not because the last of them is torn."""
-    wrong = lines[len(heads) - 1 :]
-    return len(wrong) > 1 or (len(wrong) == 1 and wrong[0].endswith(b"\n") and step_and_prev(wrong[0]) != (None, None))
-
-
-def _metrics_problems(checkpoint: Path, heads: list[str]) -> list[str]:
-    """Whether the line of its last step is the one the checkpoint knows, with an unbroken chain before it."""
-    step = int(read_json(checkpoint / "MANIFEST.json")["step"])
-    if step >= len(heads):
-        return [f"metrics.jsonl is whole only up to step {len(heads) - 1}"]
+def _state_problems(checkpoint: Path) -> list[str]:
     try:
-        known = read_json(checkpoint / "state.json")["metrics_head"]
+        named = isinstance(read_json(checkpoint / "state.json")["metrics_head"], str)
+    except StorageError:
+        raise
     except (TunixError, KeyError, TypeError):
-        return ["state.json does not name its line of metrics.jsonl"]
-    return [] if known == heads[step] else [f"metrics.jsonl:{step} is not the line it knows"]
+        named = False
+    return [] if named else ["state.json does not name its line of metrics.jsonl"]
+
+
+def _refuse_lost_metrics(run: RunDir, checkpoint: Path, heads: list[str]) -> None:
+    """The line of its last step must be the one the checkpoint knows, with an unbroken chain before it."""
+    step = checkpoint_step(checkpoint)
+    if step < len(heads) and read_json(checkpoint / "state.json")["metrics_head"] == heads[step]:
+        return
+    where = f"{run.metrics}:{min(step, len(heads))}"
+    raise _lost(
+        f"{where} is missing or breaks the hash chain, and the valid {checkpoint.name} was saved after it", checkpoint
+    )
+
+
+def _lost(problem: str, checkpoint: Path) -> TunixError:
+    another = f"move {checkpoint.name} out of the run folder to continue from the checkpoint before it"
+    return TunixError(problem, fix=f"restore the file from a copy; or {another}; or choose another --output")
+
+
+def refuse_lost_records(run: RunDir, start: Start, *, evaluated: int | None) -> None:
+    """Refuse to continue a run whose records of earlier steps are not whole and cannot be made again: trained to its end, it
+    would not verify. The held-out loss was due every `evaluated` steps; None: it is not measured."""
+    record, step, checkpoint = RunRecord(run.root), start.step, start.checkpoint
+    if checkpoint is None:
+        return
+    held = {line.step for line in record.heldout or () if line.loss.hex() == line.loss_hex}
+    processes = record.processes
+    _refuse_unreadable(record)
+    due = set() if evaluated is None else {0, *range(evaluated, step, evaluated)}
+    if lacking := sorted(due - held):
+        raise _lost(f"{run.heldout}: the held-out loss of step {lacking[0]} is missing or corrupt", checkpoint)
+    if not processes or processes[0].first_step != 1:
+        raise _lost(f"{run.processes} is missing or corrupt", checkpoint)
+    lines = _metrics_lines(run)[:step]
+    heads = chain_heads(sha256_file(run.precommit), lines)
+    if lost := lost_states(run, heads, _chained(lines), verified=checkpoint):
+        raise _lost(f"{run.checkpoint_list}: the checkpoint of step {lost[0]} is missing or is another", checkpoint)
 
 
 # --- the same code ----------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def _restored(path: Path, leaves: list[Leaf], tree: Any) -> Any:
                 read, place = _read(file, leaf), leaf.array.sharding
                 leaf.array.delete()
                 values[id(leaf.array)] = jax.block_until_ready(jax.device_put(read, place))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
     return jax.tree.map(lambda array: values[id(array)], tree)
 

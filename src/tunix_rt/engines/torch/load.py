@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 
 from tunix_rt.config.capabilities import refuse_unsupported
@@ -27,7 +26,7 @@ from tunix_rt.engines.torch.attention import (
 )
 from tunix_rt.engines.torch.chunked_loss import lean_lookup
 from tunix_rt.engines.torch.model import Engine, LossScale, hidden_states, summed_loss
-from tunix_rt.errors import DoesNotFitError, InputError
+from tunix_rt.errors import DoesNotFitError, InputError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import one_line
 from tunix_rt.plan.attention_kernels import torch_attention
@@ -118,9 +117,9 @@ def load(
         limit = _limit_memory(training.memory_limit_gib)
     meter = RiseMeter()
     recipe = recipe_of(training)
-    attention = attention_for(config, device, training)
     torch.manual_seed(training.seed)
     with _loading(source, device):
+        attention = attention_for(config, device, training)
         model = _read_model(
             source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=device
         )
@@ -148,7 +147,7 @@ def load(
     engine.attention = supported_attention(model, attention)
     model.config._attn_implementation = engine.attention.training
     logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
-    with memory_errors_named("the check of the loaded model"):
+    with _loading(source, device), memory_errors_named("the check of the loaded model"):
         _refuse_wrong_loss(engine)
     return engine
 
@@ -183,14 +182,19 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
     """Reports the errors of a load as errors of tunix-rt."""
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+    except TunixError:
+        raise
+    except Exception as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             taken = f" beside the {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB taken" if device == "cuda" else ""
             raise DoesNotFitError(
                 f"{source.name}: out of memory while it is loaded on {device}{taken}",
                 fix=f"free memory there; {SEE_PLAN}",
             ) from error
-        raise InputError(f"{source.name}: cannot be loaded: {one_line(error)}", fix="fetch the model again") from error
+        raise InputError(
+            f"{source.name}: cannot be loaded: {type(error).__name__}: {one_line(error)}",
+            fix="fetch the model again, or correct its config.json",
+        ) from error
 
 
 def set_deterministic(device: str, enabled: bool) -> None:
@@ -272,10 +276,11 @@ def _config_of(source: ModelSource) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
         _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # it validates a stranger's file, with errors of its own
         raise InputError(
-            f"{source.name}: model_type {source.config.get('model_type')!r} cannot be trained here: {one_line(error)}",
-            fix="use a causal language model that transformers knows",
+            f"{source.name}: transformers refuses {source.folder / 'config.json'} "
+            f"(model_type {source.config.get('model_type')!r}): {one_line(error)}",
+            fix="use a causal language model that transformers knows, or correct config.json",
         ) from error
     return config
 

@@ -225,7 +225,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of `path`, memory-mapped."""
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise unreadable(path, error) from error
 
 
