@@ -13,7 +13,7 @@ from tunix_rt.data.records import Turn
 from tunix_rt.data.render import Style, conversation_ids, prompt_ids, style_of
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import Backend, Engine, Progress, load_backend
+from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.errors import ConfigError, DoesNotFitError, InputError
 from tunix_rt.evaluate.comparison import Comparison, Side, compare_runs
@@ -24,6 +24,7 @@ from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenize
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.memory import rows_that_fit
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.scoring.score import Prediction, Scores
@@ -199,6 +200,7 @@ def _tokenizer_of(spec: ModelSpec, source: ModelSource, like: ResolvedModel | No
     return like.tokenizer
 
 
+@phase("load the weights")
 def load_resolved(model: ResolvedModel) -> LoadedModel:
     """Read the weights."""
     source = model.source

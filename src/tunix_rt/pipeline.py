@@ -9,9 +9,9 @@ import tunix_rt
 from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.load import dump_yaml
 from tunix_rt.config.settings import RunConfig, require_runnable
-from tunix_rt.engines.base import Progress
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
+from tunix_rt.progress import Progress, close_displays, duration
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import write_text
@@ -28,7 +28,7 @@ from tunix_rt.train.evaluation import (
 from tunix_rt.train.loop import load_run, require_charts, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
-from tunix_rt.train.preflight import commit_run, minutes, plan_at_max_length, prepare_data, require_peft
+from tunix_rt.train.preflight import commit_run, plan_at_max_length, prepare_data, require_peft
 from tunix_rt.train.resume import earlier_answering_seconds, refuse_occupied
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def open_run(
         stop = Preemption(grace_seconds=training.grace_seconds, time_budget=training.time_budget, after_step=stop_after)
         began, continued, extensions = refuse_occupied(run, config)
         journal = RunJournal(run=run, continued=continued, extensions=extensions, ending=stop.ending)
-        stop.on_forced_exit.append(journal.end_now)
+        stop.on_forced_exit += [lambda error: close_displays(), journal.end_now]  # called last first
         with journal.logged(), stop.listening(), journal.ended():
             yield began, journal, stop
 
@@ -110,13 +110,13 @@ def begin(config: RunConfig, journal: RunJournal, stop: Preemption) -> None:
     run, training = journal.run, config.training
     logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
     if training.time_budget is not None:
-        logger.info("Time budget: %s, counted from the start of the program", minutes(training.time_budget))
+        logger.info("Time budget: %s, counted from the start of the program", duration(training.time_budget))
     require_charts(config)
     require_peft(config)
     if journal.continued:
         journal.result.answering_seconds = earlier_answering_seconds(run)
         return
     if training.resume_from_checkpoint is not None:
-        logger.warning("No run to resume in %s: starting at step 0", run.root)
+        logger.info("No run in %s yet: starting at step 0", run.root)
     stop.saved_state = lambda: "nothing was trained yet"
     write_text(run.config, dump_yaml(settled_config(config)))

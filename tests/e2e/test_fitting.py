@@ -31,7 +31,7 @@ from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import read_json
-from tunix_rt.train import preflight
+from tunix_rt.train import memory_report, preflight
 from tunix_rt.train.memory_report import PREDICTED_BY, Phases, record_ending
 
 GIB = 2**30
@@ -56,6 +56,7 @@ def everything_is_said_and_nothing_proven():
 @pytest.fixture(autouse=True)
 def an_empty_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(memory_report, "TINY_BYTES", 0)
 
 
 SMALL = [
@@ -297,8 +298,18 @@ def test_a_run_that_takes_more_than_was_predicted_says_so_at_its_end(tmp_path, m
         planned = real(*given, **named)
         return replace(planned, memory=replace(planned.memory, peak_bytes=2**16))
 
+    def warnings_of(name, **how):
+        caplog.clear()
+        run_pipeline(
+            configured("training.max_steps=1", memory="as_written", limit=None), tmp_path / name, progress=quiet, **how
+        )
+        return [one for one in caplog.messages if re.match("Measured memory is [0-9.]+ % above the prediction", one)]
+
+    assert warnings_of("as-predicted") == [] and len(seen_errors()) == 1
     monkeypatch.setattr(preflight, "plan_run", too_little)
-    run = RunDir(tmp_path / "run")
-    run_pipeline(configured("training.max_steps=1", memory="as_written", limit=None), run.root, progress=quiet)
-    (line,) = [one for one in caplog.messages if re.match("Measured memory is [0-9.]+ % above the prediction", one)]
-    assert "seen_errors.jsonl" in line and read_json(run.memory)["error"] < -0.03
+    assert warnings_of("profiled", profile=1) == [] and len(seen_errors()) == 1, "a profile is in the measurement"
+    (line,) = warnings_of("run")
+    assert "more than its margin" in line and read_json(tmp_path / "run" / "memory.json")["error"] < -0.2
+    assert len(seen_errors()) == 2
+    monkeypatch.setattr(memory_report, "TINY_BYTES", 2**40)
+    assert warnings_of("tiny") == [] and len(seen_errors()) == 2

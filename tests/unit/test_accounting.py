@@ -208,7 +208,7 @@ def test_the_speed_that_is_told_of_a_cpu_is_by_its_measured_rate(monkeypatch, ca
     shape = shape_of(resolve_model(config.model.model_name_or_path, weights="random").config)
     told = []
     for rate in (1e10, 1e12):
-        monkeypatch.setattr(preflight, "measure_rate", lambda rate=rate: rate)
+        monkeypatch.setattr(preflight, "rate_under_load", lambda rate=rate: rate)
         _, fitting = settle_settings(SimpleNamespace(continued=False), config, shape, of("cpu", 0.25))  # type: ignore[arg-type]
         told.append(fitting["predicted_tokens_per_second"])
     assert 1 < told[1] / told[0] < 100

@@ -13,7 +13,7 @@ from tunix_rt.data.packing import total_steps
 from tunix_rt.plan.fit import predict_run, verdict
 from tunix_rt.plan.run import RowFacts, plan_run
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.plan.timing import estimate_time
+from tunix_rt.plan.timing import estimate_time, seconds_beside
 
 GIB = 2**30
 SHAPE = shape_of(SMOLLM2_135M)
@@ -59,8 +59,12 @@ def test_the_time_on_a_cpu_follows_its_rate_and_is_unknown_without():
     time = estimate_time(
         SHAPE, config, tokens_per_step=4000, steps=10, eval_items=64, eval_rows=plan.memory.eval_rows,
         flops_per_second=1e11,
+        target_share=0.4,
     )  # fmt: skip
-    assert plan.seconds == (time.seconds_low, time.seconds_high)
+    low, high = seconds_beside(SHAPE, config)
+    assert plan.seconds == (time.seconds_low + low, time.seconds_high + high) and 0 < low < high
+    heldout = plan_run(config, SHAPE, CPU, replace(ROWS, heldout_tokens=4000), cpu_flops=1e11)
+    assert plan.seconds < heldout.seconds < tuple(2 * seconds for seconds in plan.seconds), "two forward passes more"
 
 
 def test_a_resumed_run_keeps_the_rows_of_its_micro_batches_on_other_devices():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunix_rt.plan import calibration as seen_errors
-from tunix_rt.plan.calibration import Band, SeenError, add, band, record_path
+from tunix_rt.plan.calibration import Band, SeenError, add, record_path
 
 GIB = 2**30
 
@@ -27,15 +27,26 @@ def seen(predicted: int = 100, measured: int = 100, **named) -> SeenError:
     return SeenError(**{**given, **named})
 
 
-def test_the_band_is_of_this_device_and_engine_and_of_one_kind_of_layers_where_it_is_asked_for():
-    assert band("NVIDIA H200", "torch") is None
-    for predicted, named in ((98, {}), (105, {}), (50, {"device": "NVIDIA L4"}), (900, {"backend": "jax"})):
-        add(seen(predicted, **named))
-    add(seen(130, layers="compiled"))
-    assert band("NVIDIA H200", "torch", layers="plain") == Band(runs=2, lowest=98 / 100 - 1, highest=105 / 100 - 1)
-    assert band("NVIDIA H200", "torch").describe() == "3 runs, error between -2.0 % and +30.0 %"
-    assert band("NVIDIA L4", "torch").describe() == "1 run, error -50.0 %"
-    assert band("NVIDIA L4", "torch", layers="compiled") is None
+def band(device: str = "NVIDIA H200", backend: str = "torch", **named) -> Band | None:
+    alike = {"layers": "plain", "recipe": "float32 AdamW", "parameters": 124_000_000}
+    return seen_errors.band(device, backend, **{**alike, **named})
+
+
+def test_the_band_is_of_similar_runs_on_this_device_and_one_run_is_none():
+    add(seen(98))
+    assert band() is None, "a run seen for the first time says nothing about the next"
+    unlike = (
+        {"device": "NVIDIA L4"},
+        {"backend": "jax"},
+        {"layers": "compiled"},
+        {"recipe": "bfloat16"},
+        {"parameters": 10**9},
+    )
+    for named in ({}, {}, *unlike):
+        add(seen(105, **named))
+    assert band() == Band(runs=3, lowest=98 / 100 - 1, median=105 / 100 - 1, highest=105 / 100 - 1)
+    assert band().describe() == "median error +5.0 % over 3 similar runs (-2.0 % to +5.0 %)"
+    assert [band(**named) for named in unlike] == [None] * len(unlike)
 
 
 def test_a_corrupt_line_is_named_and_hides_no_other(caplog):
@@ -46,7 +57,8 @@ def test_a_corrupt_line_is_named_and_hides_no_other(caplog):
         + json.dumps({**json.loads(record_path().read_bytes()), "device": 7}).encode() + b"\n" + b"[" * 100_000
     )  # fmt: skip
     add(seen(110))
-    assert band("NVIDIA H200", "torch") == Band(runs=2, lowest=90 / 100 - 1, highest=110 / 100 - 1)
+    (low, high) = (90 / 100 - 1, 110 / 100 - 1)
+    assert band() == Band(runs=2, lowest=low, median=(low + high) / 2, highest=high)
     assert caplog.messages == [f"{record_path()}: 6 corrupt line(s) skipped: 2, 3, 4, 5, 7 ..."]
 
 
@@ -54,7 +66,8 @@ def test_the_newest_part_of_a_very_long_record_is_read(monkeypatch, caplog):
     for predicted in (10, 110, 120):
         add(seen(predicted))
     monkeypatch.setattr(seen_errors, "LONGEST_READ", len(record_path().read_bytes()) - 5)
-    assert band("NVIDIA H200", "torch") == Band(runs=2, lowest=110 / 100 - 1, highest=120 / 100 - 1)
+    (low, high) = (110 / 100 - 1, 120 / 100 - 1)
+    assert band() == Band(runs=2, lowest=low, median=(low + high) / 2, highest=high)
     assert not caplog.messages, "half of a line at its beginning is no damage"
 
 

@@ -174,9 +174,10 @@ def show(key: str, row: int | None, packed: int | None, as_json: bool, **options
 def _watching() -> Iterator[Any]:
     """Progress on the terminal; an interrupt stops at the next step, with exit code 7 and no partial result."""
     from tunix_rt.cli.views.progress import watching
+    from tunix_rt.progress import phase
     from tunix_rt.train.preemption import Preemption, stoppable
 
-    with Preemption().listening() as stop, watching() as progress:
+    with Preemption().listening() as stop, watching() as progress, phase("read the data"):
         yield stoppable(progress, stop)
 
 
@@ -195,6 +196,7 @@ class Look:
 
 def _look(options: Mapping[str, Any], **settings: str) -> Look:
     """Settings as in a run; the default model is the shipped one. Needs no weights."""
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.config.load import find_config, load_config
     from tunix_rt.models.secrets import refuse_addresses
     from tunix_rt.train.context import find_tokenizer
@@ -209,7 +211,8 @@ def _look(options: Mapping[str, Any], **settings: str) -> Look:
         hint = " (the shipped model: choose yours with --model or --config)"
     refuse_addresses(config.model_dump())  # one may contain a password, which would reach the terminal
     whose = f"tokenizer of {config.model.tokenizer_name_or_path or config.model.model_name_or_path}{hint}"
-    tokenizer, model = find_tokenizer(config)
+    with watching():
+        tokenizer, model = find_tokenizer(config)
     return Look(config=config, tokenizer=tokenizer, model=model, whose=whose)
 
 

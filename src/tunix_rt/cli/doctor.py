@@ -62,14 +62,15 @@ def doctor(
     refusal: TunixError | None = None
     try:
         from tunix_rt.cli.plan import refuse_unrunnable
+        from tunix_rt.cli.views.progress import watching
         from tunix_rt.doctor.selection import choose_device
 
         if settings is not None:
             refuse_unrunnable(settings)
         choice = choose_device(ask, facts)
         if prove:
-            click.echo(f"running the kernel self-test on {choice.device}, some seconds", err=True)
-            proof = _prove(ask, choice, settings)
+            with watching():
+                proof = _prove(ask, choice, settings)
     except (ConfigError, HardwareError) as error:
         refusal = error
     _show(facts, ask, choice, proof, refusal, as_json=as_json)
@@ -90,10 +91,14 @@ def _requested(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConf
 
 
 def _facts(facts_file: Path | None, output: Path | None, **requested: Any) -> "Facts":
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.doctor.facts import read_facts
     from tunix_rt.doctor.probe import gather_facts
 
-    return gather_facts(output, **requested) if facts_file is None else read_facts(facts_file)
+    if facts_file is not None:
+        return read_facts(facts_file)
+    with watching():
+        return gather_facts(output, **requested)
 
 
 def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "SelfTest":

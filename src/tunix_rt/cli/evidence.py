@@ -42,14 +42,16 @@ def collect(
     A run that is not consistent, lacks a file its device must leave, or comes from uncommitted source is refused (exit 6).
     A run that was copied from another machine may lack its weights.
     """
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.evidence.collect import Extras, collect
     from tunix_rt.runs.source import require_repository
 
     require_repository(repository)
     extras = Extras(checkpoints=with_checkpoints, model=with_model, most_mib=checkpoint_mib)
-    made = collect(
-        folder, to, cpu_folder=cpu_run, repository=repository, run_id=run_id, without_cpu=without_cpu_run, extras=extras
-    )  # fmt: skip
+    with watching():
+        made = collect(
+            folder, to, cpu_folder=cpu_run, repository=repository, run_id=run_id, without_cpu=without_cpu_run, extras=extras
+        )  # fmt: skip
     for place in made.places:
         click.echo(text.printable(f"warning: a path of the machine in {place}"), err=True)
     if as_json:
@@ -190,11 +192,13 @@ def _escaped(value: str) -> str:
 @click.option("--overwrite", is_flag=True, help="Replace a signature that is there.")
 def sign(bundle: Path, key: Path, overwrite: bool) -> None:
     """Sign BUNDLE with an OpenSSH key (ssh-keygen -Y sign) into SHA256SUMS.sig. One that is not consistent is not signed."""
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.evidence.sign import sign
     from tunix_rt.evidence.verify import verify
 
     _require_folder(bundle)
-    verdict = verify(bundle)
+    with watching():
+        verdict = verify(bundle)
     if not verdict.ok:
         fix = f"tunix-rt evidence verify {bundle} lists the findings"
         raise EvidenceError(f"{bundle}: {verdict.describe()}", fix=fix)
@@ -212,9 +216,11 @@ def package(to: Path, repository: Path, as_json: bool) -> None:
 
     Every bundle is verified before it is packed, and again after the zip was unpacked elsewhere.
     """
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.evidence.collect import package
 
-    made = package(repository, to)
+    with watching():
+        made = package(repository, to)
     if as_json:
         text.show_json(asdict(made) | {"path": str(made.path)})
         return

@@ -294,10 +294,12 @@ def export(model: str, output: Path, layout: str, as_json: bool, **how: Any) -> 
     template with the model in memory. A difference is exit 6, and the folder is removed.
     """
     from tunix_rt.cli.views import text
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.export.export import export_model
     from tunix_rt.storage import to_plain
 
-    done = export_model(model, output, **how)
+    with watching():
+        done = export_model(model, output, **how)
     if as_json:
         text.show_json(to_plain(asdict(done)) | {"layout": layout})
     else:

@@ -62,7 +62,12 @@ def report(error: TunixError) -> None:
     """The only place that prints an error. Secrets in it are redacted."""
     from tunix_rt.models.secrets import redacted
 
-    click.echo(redacted(f"error: {error.problem}\n  fix: {error.fix}"), err=True)
+    problem = redacted(f"error: {error.problem}").split("\n")
+    if sys.stderr.isatty():  # the fix may be a command, which is copied
+        from tunix_rt.cli.views.text import folded
+
+        problem = list(map(folded, problem))
+    click.echo("\n".join([*problem, redacted(f"  fix: {error.fix}")]), err=True)
 
 
 def without_values(message: str) -> str:

@@ -99,11 +99,13 @@ def refuse_unrunnable(settings: "RunConfig") -> None:
 
 def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
     """Only config.json is read, so a model without its weights can be planned."""
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.engines.base import refuse_unsupported_model
     from tunix_rt.models.resolve import resolve_architecture
     from tunix_rt.plan.shape import shape_of
 
-    source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
+    with watching():
+        source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
     shape = shape_of(source.config)
     refuse_unsupported_model(source, settings.training.backend)
     return source, shape
@@ -118,6 +120,7 @@ def plan_one(
     """Print the plan; then raise the HardwareError or DoesNotFitError of a run that would be refused."""
     from tunix_rt.cli.views.plan import disk_line, show_outlook
     from tunix_rt.plan.calibration import band
+    from tunix_rt.plan.precision import recipe_of
     from tunix_rt.plan.report import look, measured_here, whole_run
     from tunix_rt.plan.timing import disk_needed_bytes
 
@@ -128,7 +131,13 @@ def plan_one(
     run = whole_run(settings, seen)
     exact = settings.training.max_steps is not None or not settings.data.packing
     disk, free = disk_needed_bytes(shape, settings), target.disk_free_bytes
-    known = band(target.kind, settings.training.backend, seen.plan.layers) if target.kind else None
+    training, plan = settings.training, seen.plan
+    alike: dict[str, Any] = {
+        "layers": plan.layers,
+        "recipe": recipe_of(training).describe(),
+        "parameters": plan.parameters,
+    }
+    known = band(target.kind, training.backend, **alike) if target.kind else None
     if as_json:
         value = {"schema": "tunix-rt/plan-answer/1", "model": source.name, "shape": shape, **outlook_json(seen)}
         value |= {"run": run, "steps_exact": exact if run else None, "disk_bytes": disk, "disk_free_bytes": free}
@@ -137,15 +146,17 @@ def plan_one(
     else:
         shown = known.describe() if known else ""
         show_outlook(seen, run, exact=exact, disk=disk_line(disk, free), band=shown, measured=measured)
-    refuse(seen)
+    refuse(seen, listed=not as_json)
 
 
-def refuse(seen: "Outlook") -> None:
-    """Raise the error of `train`, without the parts and proposals, which are already printed."""
+def refuse(seen: "Outlook", *, listed: bool) -> None:
+    """Raise the error of `train`. Parts and changes are not repeated where they are `listed` already."""
     from tunix_rt.cli.views import text
     from tunix_rt.errors import DoesNotFitError, HardwareError
 
     fix = "\n       ".join([proposal.line for proposal in seen.proposals][:1] or seen.resorts)
+    if listed and fix:
+        fix = "add the settings of 1. above" if seen.proposals else "one of the changes above"
     if seen.unable:
         fix = fix or "use a GPU of compute capability 8.0 or above"
         raise HardwareError(f"{seen.target.name} {seen.unable}", fix=fix, cause="bf16-emulated")
@@ -203,14 +214,17 @@ def plan_all(
     """Print which devices of the catalogue run it. No error if none does."""
     from tunix_rt.cli.plan_targets import check_device
     from tunix_rt.cli.views.plan import show_all
+    from tunix_rt.cli.views.progress import watching
     from tunix_rt.config.capabilities import capabilities_of
     from tunix_rt.plan.report import look
     from tunix_rt.plan.target import all_targets
+    from tunix_rt.progress import phase
 
     kinds = tuple(device for device in capabilities_of(settings.training).devices if device != "cpu")
     check_device(ALL, kinds, settings, flag=flag)
     targets = [target for target in all_targets() if target.device in ((flag,) if flag else kinds)]
-    seen = [look(shape, settings, target) for target in targets]
+    with watching(), phase("plan"):
+        seen = [look(shape, settings, target) for target in targets]
     seconds = time.perf_counter() - started
     if as_json:
         value = {"schema": "tunix-rt/plan-all/1", "model": source.name, "shape": shape, "seconds": seconds}

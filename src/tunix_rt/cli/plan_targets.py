@@ -32,9 +32,12 @@ def resolve_target(name: str | None, settings: "RunConfig", *, flag: str | None 
     from tunix_rt.plan.target import target_named
 
     if name is None:
+        from tunix_rt.cli.views.progress import watching
         from tunix_rt.doctor.probe import gather_facts
 
-        return _of_facts(gather_facts(), settings, where=HERE)
+        with watching():
+            facts = gather_facts()
+        return _of_facts(facts, settings, where=HERE)
     if is_file(name):
         return _of_facts(read_facts_file(Path(name)), settings, where=Path(name).name)
     target = target_named(name)
@@ -100,9 +103,14 @@ def refuse_engine(target: "Target", settings: "RunConfig") -> None:
 def _of_facts(facts: "Facts", settings: "RunConfig", *, where: str) -> PlanTarget:
     from tunix_rt.doctor.facts import Ask
     from tunix_rt.doctor.selection import choose_device, with_virtual_devices
+    from tunix_rt.errors import HardwareError
     from tunix_rt.plan.target import target_here
 
-    choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
+    try:
+        choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
+    except HardwareError as error:
+        other = "or name the device to plan for: --on rtx5090, --on all"
+        raise HardwareError(error.problem, fix=f"{error.fix}; {other}", cause=error.cause) from error
     if where == HERE:
         choice = with_virtual_devices(choice, settings.training.backend)
     target, free = target_here(choice, where=where), facts.host.disk_free_bytes

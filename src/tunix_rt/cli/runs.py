@@ -92,7 +92,7 @@ def list_(folder: Path | None, as_json: bool) -> None:
     if as_json:
         text.show_json([asdict(run) for run in found])
     elif found:
-        text.show_runs(found)
+        text.show_runs(found, str(folder or DEFAULT_FOLDER))
     else:
         click.echo(f"no runs below {folder or DEFAULT_FOLDER}", err=True)
 

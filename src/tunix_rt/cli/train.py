@@ -54,32 +54,47 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     """Run the pipeline with progress on the terminal, then show scores before and after, and the files."""
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
-    from tunix_rt.evaluate.report import remarks, table
-    from tunix_rt.evidence.examine import run_problems
     from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
-    from tunix_rt.pipeline import run_pipeline
+    from tunix_rt.progress import phase
     from tunix_rt.runs.folder import RunDir
     from tunix_rt.storage import read_json
 
     refuse_addresses(config.model_dump())  # before anything is written
     refuse_secrets(config.model_dump())
     with watching() as progress:
+        with phase("start"):
+            from tunix_rt.evaluate.report import remarks, table
+            from tunix_rt.evidence.examine import run_problems
+            from tunix_rt.pipeline import run_pipeline
         report = run_pipeline(config, output, progress=progress, profile=profile, verify=run_problems, **how)
     run = RunDir(output)
     if as_json:
         text.show_json(read_json(run.result))
         return
     if report.comparison is not None:
+        text.show_lines(["", report.comparison.describe(), ""])
         _show_samples(run, report.comparison)
         scores = (report.scores["before"], report.scores["after"])
-        text.show_before_after(table(*scores))
+        text.show_before_after([row for row in table(*scores) if not row.measure.startswith(text.BY_KIND)])
         setting = "evaluation.max_new_tokens"
         text.show_lines(remarks(*scores, weights=(config.model.weights,), tokens_setting=setting))
-        text.show_lines([report.comparison.describe()])
-    answers = f"; answers in {run.samples}" if run.samples.exists() else ""
     if profile:
         text.show_lines([f"Where the time went: {run.profile_page}; for https://ui.perfetto.dev: {run.profile_trace}"])
-    text.show_lines([f"Run folder: {output}  (tunix-rt runs show {output}{answers})"])
+    _show_next(run)
+
+
+def _show_next(run: Any) -> None:
+    """What to try with a finished run."""
+    from tunix_rt.cli.views import text
+
+    tool = text.program()
+    answers = [f"  {'all answers':14}{run.samples}"] if run.samples.exists() else []
+    text.show_lines([
+        f"Run folder: {run.root}", *answers,
+        f"  {'every score':14}{tool} runs show {run.root}",
+        f"  {'ask it':14}{tool} generate {run.root} \"What is 17 + 25?\"",
+        f"  {'talk to it':14}{tool} chat {run.root}",
+    ])  # fmt: skip
 
 
 SAMPLES_SHOWN = 2

@@ -12,6 +12,7 @@ import tokenizers
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.resolve import A_TOKENIZER
+from tunix_rt.progress import phase
 from tunix_rt.storage import read_json
 
 
@@ -82,6 +83,7 @@ def _family_needs_bos(model_type: str) -> bool:
     return model_type in FAMILIES and FAMILIES[model_type].needs_bos
 
 
+@phase("load the tokenizer")
 def load_tokenizer(folder: Path, model_type: str = "") -> Tokenizer:
     """The tokenizer in `folder` for a model of `model_type`, or an InputError that names the missing file or token."""
     path = folder / "tokenizer.json"

@@ -15,6 +15,7 @@ from tunix_rt.doctor.child_process import NO_ANSWER
 from tunix_rt.doctor.facts import Facts, Host, Tpu, gpu_signs
 from tunix_rt.doctor.nvidia import device_nodes, nvidia_facts, pci_devices, read_text
 from tunix_rt.doctor.packages import ask_jax, ask_torch, installed_jax, installed_torch, version_of
+from tunix_rt.progress import phase
 
 ROOT = Path("/")
 # Variables without paths and secrets in their values. LD_LIBRARY_PATH has its effect in `Nvidia.libcuda`.
@@ -46,6 +47,7 @@ CONTAINER_GROUPS = {
 }
 
 
+@phase("look at this computer")
 def gather_facts(
     output: Path | None = None, *, backend: str = "torch", device: str = "auto", deep: bool = False
 ) -> Facts:

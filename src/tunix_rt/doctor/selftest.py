@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunix_rt.doctor import child_process as child
+from tunix_rt.progress import phase
 
 SECONDS = 120.0
 HEAD_SIZE = 64
@@ -58,6 +59,7 @@ class SelfTest:
         object.__setattr__(self, "ok", self.problem is None and held and not missing)
 
 
+@phase("kernel self-test")
 def run_selftest(
     *,
     backend: str,

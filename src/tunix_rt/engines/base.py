@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import psutil
 from tunix_rt.assets import cache_root
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import InputError
+from tunix_rt.progress import phase
 
 if TYPE_CHECKING:  # the planner reads this file without numpy and without a tokenizer
     import numpy as np
@@ -34,8 +36,6 @@ if TYPE_CHECKING:  # the planner reads this file without numpy and without a tok
 
 NUMERICS: dict[str, int] = {"torch": 1, "jax": 1}
 """By engine. Raised only when its results change in their bits: a run is resumed and replayed by the same numerics alone."""
-Progress = Callable[[str, int, int, str], None]
-"""Called as work proceeds: (what, done, total, a note such as "loss 0.41, 4,512 tokens/s")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +199,10 @@ class EngineModule(Protocol[E, O]):
         is called once in each step; until then the weights are those of the step before. `ends` are those of `total_at`."""
         ...
 
-    def heldout_loss(self, engine: E, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:
-        """Mean loss over the target tokens of `rows`, and their number."""
+    def heldout_loss(
+        self, engine: E, rows: Sequence[Row], *, batch_size: int, pad_id: int, report: Callable[[int, str], None] = ...
+    ) -> tuple[float, int]:
+        """Mean loss over the target tokens of `rows`, and their number. Calls `report` with the rows done so far."""
         ...
 
     def summed_loss(self, engine: E, micro: MicroBatch) -> SupportsFloat:
@@ -292,7 +294,9 @@ def load_backend(name: str) -> Backend:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    return cast(Backend, importlib.import_module(f"tunix_rt.engines.{name}.loop"))
+    module = f"tunix_rt.engines.{name}.loop"
+    with contextlib.nullcontext() if module in sys.modules else phase(f"import {name}"):
+        return cast(Backend, importlib.import_module(module))
 
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,18 @@ from pydantic import TypeAdapter, ValidationError
 from tunix_rt.data.records import EvalItem, first_problem
 from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.tokenizer import Tokenizer
-from tunix_rt.engines.base import Backend, Engine, Progress
-from tunix_rt.engines.decoding import Decoding
+from tunix_rt.engines.base import Backend, Engine
+from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.evaluate.comparison import NAMES, Side
+from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.scoring.score import Prediction, Scores, Tags, judge, score_predictions
 from tunix_rt.storage import CHECK_VOLUME, append_jsonl, read_json, storage, to_plain, write_json, write_jsonl
 
 logger = logging.getLogger(__name__)
+
+TOKENS_BETWEEN_REPORTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +65,35 @@ def generate_predictions(
 ) -> list[Prediction]:
     """A scored generation for every item, in the order of the items.
 
-    `stop` is called after each one and may raise: a long evaluation can be interrupted.
+    `stop` is called after each one and every few tokens, and may raise: a long evaluation can be interrupted.
     """
-    tokenizer, items, began = questions.tokenizer, questions.items, time.monotonic()
+    tokenizer, items = questions.tokenizer, questions.items
     prompts = [prompt_ids(item.prompt, tokenizer, questions.style) for item in items]
-    answers = {}
-    for index, answer in backend.generate(
-        engine,
-        prompts,
-        decoding=questions.decoding,
-        stop_ids=stop_ids(tokenizer, questions.style),
-        pad_id=tokenizer.pad_id,
-        decode=tokenizer.decode,
-        batch_size_at=batch_size_at,
-    ):
-        answers[index] = answer
-        progress(what, len(answers), len(items), _pace(len(answers), len(items), time.monotonic() - began))
-        stop()
+    answers: dict[int, Answer] = {}
+    tokens = 0
+    with phase(what, len(items)) as report:
+
+        def decode(ids: list[int]) -> str:
+            """Called for every new token, to find the closing tag: reports those of a batch of which nothing has ended."""
+            nonlocal tokens
+            tokens += 1
+            if tokens % TOKENS_BETWEEN_REPORTS == 0:
+                report(len(answers), f"{tokens:,} tokens")
+                stop()
+            return tokenizer.decode(ids)
+
+        for index, answer in backend.generate(
+            engine,
+            prompts,
+            decoding=questions.decoding,
+            stop_ids=stop_ids(tokenizer, questions.style),
+            pad_id=tokenizer.pad_id,
+            decode=decode,
+            batch_size_at=batch_size_at,
+        ):
+            answers[index] = answer
+            progress(what, len(answers), len(items), f"{tokens:,} tokens")
+            stop()
     return [
         _judged(questions, item, tokenizer.decode(answers[index].ids), answers[index].ended)
         for index, item in enumerate(items)
@@ -100,12 +114,6 @@ def is_scored(questions: Questions, predictions: Sequence[Prediction], scores: S
         and len(again) == len(questions.items)
         and score_predictions(again, scores.when) == scores
     )
-
-
-def _pace(done: int, total: int, seconds: float) -> str:
-    """Questions per second and the time left at this pace. The longest prompts come first, so it is seldom too short."""
-    rate = f"{done / max(seconds, 1e-9):,.1f}/s"
-    return f"{rate}, {seconds / done * (total - done):,.0f} s left" if total > done else rate
 
 
 def evaluate_model(

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from tunix_rt.evidence.facts import LEVELS, Claim, Finding, Inputs, Level, Verdi
 from tunix_rt.evidence.replay.steps import fresh_nonce
 from tunix_rt.evidence.sandbox import Exit, Limits, run_limited
 from tunix_rt.evidence.sign import signer_of
+from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.checksums import SUMS, copy_regular, is_weights, list_folder
 from tunix_rt.runs.record import MANIFEST
 from tunix_rt.runs.schemas import schema_of
@@ -45,8 +46,6 @@ MAX_COMPUTE_SECONDS = 24 * 3600.0
 WORKER = "tunix_rt.evidence.worker"
 """Of every source since format 4, so that `--source` can start it. Requests and answers keep their keys."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "RESOURCE_EXHAUSTED", "std::bad_alloc")
-
-Progress = Callable[[str, int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +133,7 @@ def _snapshot(folder: Path) -> Iterator[_Snapshot]:
         yield _copy_folder(folder, root, scratch)
 
 
+@phase("copy the folder")
 def _copy_folder(folder: Path, root: Path, scratch: Path) -> _Snapshot:
     listing = list_folder(folder)
     bundle = MANIFEST in listing.files
@@ -165,6 +165,7 @@ def _copy_folder(folder: Path, root: Path, scratch: Path) -> _Snapshot:
 # --- the processes ----------------------------------------------------------------------------------------------------
 
 
+@phase("check the files")
 def _run_examine(snapshot: _Snapshot, options: Options) -> dict[str, Any]:
     supplied = sum(_bytes_of(path) for path in (*options.inputs.data, options.inputs.model) if path)
     seconds = READING_SECONDS + int((snapshot.heavy_bytes + supplied) / BYTES_PER_SECOND)
@@ -178,6 +179,7 @@ def _run_examine(snapshot: _Snapshot, options: Options) -> dict[str, Any]:
     return _failure("L0", f"reading it {what}")
 
 
+@phase("recompute")
 def _run_compute(
     snapshot: _Snapshot, about: Mapping[str, Any], require: Level, options: Options, progress: Progress
 ) -> dict[str, Any]:
@@ -236,7 +238,7 @@ class _Watch:
         text = self.answer.read_text(encoding="utf-8", errors="replace") if self.answer.is_file() else ""
         lines = [line for line in text.splitlines() if line.endswith("}")]
         if lines and (last := json.loads(lines[-1]))["kind"] == "progress":
-            self.progress("replay", last["done"], last["total"], f"{elapsed:.0f} s")
+            self.progress("replay", last["done"], last["total"], "")
         if not self.prepared and any('"kind": "prepared"' in line for line in lines[:2]):
             self.prepared = True
             return replace(PREPARING, wall_seconds=self.seconds, resident_bytes=None)

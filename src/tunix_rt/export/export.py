@@ -23,6 +23,7 @@ from tunix_rt.export.roundtrip import RoundTrip, check_folder, check_round_trip,
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.precision import recipe_of
+from tunix_rt.progress import phase
 from tunix_rt.runs.folder import RunDir, checkpoint_name, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.storage import read_json, require_space, sha256_file, staged_folder, storage, to_plain, write_json
 from tunix_rt.train.checkpointer import best_checkpoint
@@ -36,6 +37,7 @@ ROUNDTRIP_SECONDS = 20.0
 """Time that the round-trip check of a small model takes, with a margin; it is skipped where a time budget has less left."""
 
 
+@phase("save the model")
 def save_final(
     backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, dtype: str | None = None,
     ends: Sequence[int] | None = None,
@@ -71,9 +73,10 @@ def check_final_model(context: RunContext, engine: Engine) -> None:
     tokenizer, style = context.tokenizer, context.data.style
     refused = final.with_name("final_model-refused")
     try:
-        proof = check_round_trip(
-            context.backend, engine, final, tokenizer=tokenizer, style=style, stop_ids=stop_ids(tokenizer, style)
-        )
+        with phase("reload check"):
+            proof = check_round_trip(
+                context.backend, engine, final, tokenizer=tokenizer, style=style, stop_ids=stop_ids(tokenizer, style)
+            )
     except EvidenceError:
         with contextlib.suppress(OSError):  # the finding is raised, whatever the disk does
             shutil.rmtree(refused, ignore_errors=True)
@@ -325,6 +328,7 @@ def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str
     return Export(folder=output, model=model, dtype=dtype, proof=checked)
 
 
+@phase("load the weights")
 def _load(backend: Backend, origin: _Origin, *, device: str, dtype: str) -> Engine:
     if origin.adapted is None or origin.checkpoint is None:
         return backend.load_for_inference(origin.source, device=device, dtype=dtype)
@@ -334,6 +338,7 @@ def _load(backend: Backend, origin: _Origin, *, device: str, dtype: str) -> Engi
     return engine
 
 
+@phase("reload check")
 def _check(
     backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, ends: list[int]
 ) -> RoundTrip:

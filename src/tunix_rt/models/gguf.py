@@ -20,6 +20,7 @@ from tunix_rt.assets import cache_root
 from tunix_rt.errors import InputError, StorageError
 from tunix_rt.models.safetensors import LFS_POINTER, readable
 from tunix_rt.models.secrets import redacted
+from tunix_rt.progress import phase
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def _refuse_foreign(file: Path) -> None:
 
 
 @functools.lru_cache(maxsize=8)
+@phase("hash GGUF")
 def _sha256(file: Path, _size: int, _changed: int) -> str:
     """Hash of the file, cached while its size and time stay the same."""
     with file.open("rb") as opened:
@@ -119,6 +121,7 @@ def _require_packages(file: Path) -> None:
         )
 
 
+@phase("convert GGUF")
 def _convert(file: Path, place: Path, *, with_weights: bool) -> None:
     """Convert in a child process: it needs memory, and an untrusted file may crash its reader.
 

@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 from filelock import FileLock, Timeout
 
@@ -17,6 +18,8 @@ from tunix_rt.assets import cache_root
 logger = logging.getLogger(__name__)
 
 SCHEMA = "tunix-rt/seen-error/1"
+FEWEST_RUNS, SIMILAR_SIZE = 2, 2.0
+"""Runs that make a band, and how many times more or fewer parameters they may have."""
 LOCK_SECONDS = 2.0
 """How long to wait for another process that writes."""
 LONGEST_READ = 16 * 2**20
@@ -47,16 +50,16 @@ class SeenError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The errors of all runs of one kind: their number, the lowest and the highest."""
+    """The errors of similar runs: their number, the lowest, the median and the highest."""
 
     runs: int
     lowest: float
+    median: float
     highest: float
 
     def describe(self) -> str:
-        if self.runs == 1:
-            return f"1 run, error {100 * self.lowest:+.1f} %"
-        return f"{self.runs:,} runs, error between {100 * self.lowest:+.1f} % and {100 * self.highest:+.1f} %"
+        low, middle, high = (f"{100 * error:+.1f} %" for error in (self.lowest, self.median, self.highest))
+        return f"median error {middle} over {self.runs:,} similar runs ({low} to {high})"
 
 
 def record_path() -> Path:
@@ -134,12 +137,16 @@ def _parsed(line: bytes) -> SeenError | None:
     return seen if valid else None
 
 
-def band(device: str, backend: str, layers: str | None = None) -> Band | None:
-    """The errors of runs of `backend` on devices of this name, with such `layers` if given (`MemoryPlan.layers`). None without
-    such a run."""
+def band(device: str, backend: str, *, layers: str, recipe: str, parameters: int) -> Band | None:
+    """The errors of runs of `backend` on devices of this name, with such `layers` (`MemoryPlan.layers`), the same `recipe`, and
+    about as many `parameters`. None with fewer than two: one run says nothing about the next."""
+    kind = (device, backend, layers, recipe)
     errors = [
         seen.error
         for seen in seen_errors()
-        if (seen.device, seen.backend) == (device, backend) and layers in (None, seen.layers)
+        if (seen.device, seen.backend, seen.layers, seen.recipe) == kind
+        and parameters / SIMILAR_SIZE <= seen.parameters <= parameters * SIMILAR_SIZE
     ]
-    return Band(runs=len(errors), lowest=min(errors), highest=max(errors)) if errors else None
+    if len(errors) < FEWEST_RUNS:
+        return None
+    return Band(runs=len(errors), lowest=min(errors), median=median(errors), highest=max(errors))

@@ -6,6 +6,7 @@ from tunix_rt.accelerators import accelerators_named
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.precision import Recipe, recipe_of
 from tunix_rt.plan.shape import ModelShape
+from tunix_rt.progress import duration
 
 COMPILE_SECONDS = 25.0
 """Seconds to compile the layers of a model for the first time; Gemma 2B on an H200 took 14
@@ -70,7 +71,7 @@ def choose_compiling(
         return Compiling(wanted=False, required=False, why="with adapters, every layer would be compiled separately")
     seconds = step_seconds(device_name, parameters=parameters, tokens=tokens) * steps
     saved = SAVED_SHARE * seconds
-    why = f"saves about {_duration(saved)} of {_duration(seconds)}, and compiling takes up to {_duration(COMPILE_SECONDS)}"
+    why = f"saves about {duration(saved)} of {duration(seconds)}, and compiling takes up to {duration(COMPILE_SECONDS)}"
     return Compiling(wanted=saved > COMPILE_SECONDS, required=False, why=why)
 
 
@@ -129,7 +130,3 @@ def layers_planned(
 
 A_LONG_RUN = 10**12
 """Steps for which compiling pays with any model."""
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} min"

@@ -134,8 +134,8 @@ def verdict(plan: MemoryPlan, choice: Device) -> Fit:
 
     If a copy of the state does not fit, checkpoints are written without one: the verdict is then about the rest."""
     room = choice.free_bytes - _outside_allocator(plan)
-    predicted = plan.peak_bytes if plan.peak_bytes + _safety(plan, plan.peak_bytes) <= room else plan.least_bytes
-    safety = _safety(plan, predicted)
+    predicted = plan.peak_bytes if plan.peak_bytes + safety_margin(plan, plan.peak_bytes) <= room else plan.least_bytes
+    safety = safety_margin(plan, predicted)
     margin = room - predicted - safety
     return Fit(
         fits=margin >= 0,
@@ -153,14 +153,15 @@ def limited(free_bytes: int, limit_gib: float | None) -> int:
 
 def least_room(plan: MemoryPlan) -> int:
     """The fewest free bytes of a device on which the plan fits."""
-    return plan.least_bytes + _safety(plan, plan.least_bytes) + _outside_allocator(plan)
+    return plan.least_bytes + safety_margin(plan, plan.least_bytes) + _outside_allocator(plan)
 
 
 def _outside_allocator(plan: MemoryPlan) -> int:
     return plan.context_bytes + plan.pool_bytes
 
 
-def _safety(plan: MemoryPlan, predicted: int) -> int:
+def safety_margin(plan: MemoryPlan, predicted: int) -> int:
+    """Bytes kept free on top of the `predicted` ones; a run that uses more than both is a defect of the planner."""
     if plan.lower_bound:
         return 0
     if plan.device == "cpu":

@@ -161,11 +161,22 @@ def measured_here(seen: Outlook, shape: ModelShape, config: RunConfig) -> Outloo
     """`seen` on the CPU of this computer, with its measured rate instead of an assumed one."""
     time = estimate_time(shape, config, tokens_per_step=seen.time.tokens, steps=1)
     seconds = math.sqrt(time.seconds_low * time.seconds_high)
-    measured = replace(
-        seen.time, seconds=seconds, seconds_low=time.seconds_low, seconds_high=time.seconds_high,
-        tokens_per_second=seen.time.tokens / seconds,
+    scale = seconds / seen.time.seconds  # proposals were compared at the assumed rate: their gains stay
+
+    known = replace(_scaled(seen.time, scale), seconds_low=time.seconds_low, seconds_high=time.seconds_high)
+    faster, proposals = (
+        tuple(replace(one, time=_scaled(one.time, scale)) for one in several)
+        for several in (seen.faster, seen.proposals)
+    )
+    return replace(seen, time=known, faster=faster, proposals=proposals)
+
+
+def _scaled(time: StepTime, scale: float) -> StepTime:
+    return replace(
+        time, parts={name: scale * seconds for name, seconds in time.parts.items()}, seconds=scale * time.seconds,
+        seconds_low=scale * time.seconds_low, seconds_high=scale * time.seconds_high,
+        tokens_per_second=time.tokens_per_second / scale,
     )  # fmt: skip
-    return replace(seen, time=measured)
 
 
 # --- refusal and advice -----------------------------------------------------------------------------------------------

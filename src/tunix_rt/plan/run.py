@@ -18,7 +18,7 @@ from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import rates_for, time_of_plan
 from tunix_rt.plan.target import Chosen
-from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, run_time, steps_of_run
+from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, run_time, seconds_beside, steps_of_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class RowFacts:
     """Some row has several examples."""
     eval_items: int = 0
     """Questions of each evaluation."""
+    heldout_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class RunPlan:
     tokens_per_step: int | None
     """A mean over the dataset."""
     seconds: tuple[float, float] | None
-    """Of all steps, as a range; on a CPU of both evaluations too."""
+    """Of all steps, as a range; on a CPU of evaluation, loading, saving and the reload check too."""
 
     @property
     def verdict(self) -> str:
@@ -117,9 +118,10 @@ def _seconds(
         tokens = round(rows.tokens / rows.rows * min(rows_per_step, rows.rows))
         time = estimate_time(
             shape, config, tokens_per_step=tokens, steps=steps, eval_items=rows.eval_items, eval_rows=memory.eval_rows,
-            flops_per_second=cpu_flops,
+            flops_per_second=cpu_flops, target_share=rows.target_tokens / rows.tokens, heldout_tokens=rows.heldout_tokens,
         )  # fmt: skip
-        return time.seconds_low, time.seconds_high
+        low, high = seconds_beside(shape, config)
+        return time.seconds_low + low, time.seconds_high + high
     step = time_of_plan(memory, shape, config, rates_for(device), device)
     whole = run_time(step, config, rows=rows.rows, rows_per_step=rows_per_step)
     return None if whole is None else (3600 * whole.hours_low, 3600 * whole.hours_high)

@@ -158,6 +158,11 @@ class StepTime:
     layers: str
     """How layers run: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Most of the step passes while the host launches kernels: a faster device is not faster."""
+        return 2 * self.parts.get("launches", 0.0) > self.seconds
+
 
 def step_time(
     shape: ModelShape,

@@ -1,9 +1,12 @@
 """FLOPs of a step, the length of a run in steps and hours, the time on this CPU, and the disk that a run needs."""
 
+import contextlib
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.activations import DTYPE_BYTES
@@ -143,10 +146,16 @@ def estimate_time(
     eval_items: int = 0,
     eval_rows: int = 32,
     flops_per_second: float | None = None,
+    target_share: float = 1.0,
+    heldout_tokens: int = 0,
 ) -> TimeEstimate:
-    """How long training and both evaluations take on this CPU. Measures its rate unless it is given."""
-    rate = (flops_per_second or measure_rate()) * 4 / max(4, DTYPE_BYTES[config.training.dtype])
-    step_flops = tokens_per_step * training_flops_per_token(shape, config)
+    """How long training, held-out losses and both evaluations take on this CPU. Measures its rate unless it is given."""
+    rate = (flops_per_second or rate_under_load()) * 4 / max(4, DTYPE_BYTES[config.training.dtype])
+    every = config.training.eval_steps or steps
+    # A forward pass is a third of a step; before the first step and at every evaluation.
+    losses = heldout_tokens / 3 * (1 + math.ceil(steps / max(1, every))) if steps else 0.0
+    each_token = training_flops_per_token(shape, config, target_share=target_share)
+    step_flops = (tokens_per_step + losses / max(1, steps)) * each_token
     # A backward pass counts as two forward passes.
     calls = 3 * config.training.gradient_accumulation_steps * shape.layers
     batch = min(eval_items, eval_rows) if config.evaluation.enabled else 0
@@ -164,8 +173,24 @@ def estimate_time(
     return TimeEstimate(seconds_low=seconds(0), seconds_high=seconds(1))
 
 
-def training_flops_per_token(shape: ModelShape, config: RunConfig) -> float:
-    """Forward and backward: six operations per matrix parameter (the lm_head counted once), plus causal attention.
+LOADING_SECONDS = (8.0, 40.0)
+"""Importing the engine, twice: in the run, and in the fresh process of the reload check. A choice: idle and busy cores."""
+WRITTEN_BYTES_PER_SECOND = (6e8, 1e8)
+"""Weights that are hashed, loaded, written or compared. A choice."""
+
+
+def seconds_beside(shape: ModelShape, config: RunConfig) -> tuple[float, float]:
+    """How long a run loads, saves its last checkpoint and the final model, and checks that a fresh process loads it. Other
+    checkpoints are written while it trains."""
+    run = footprint_of(shape, config.training, "cpu")
+    size = run.checkpoint + 4 * run.final_model
+    low, high = (fixed + size / rate for fixed, rate in zip(LOADING_SECONDS, WRITTEN_BYTES_PER_SECOND, strict=True))
+    return low, high
+
+
+def training_flops_per_token(shape: ModelShape, config: RunConfig, *, target_share: float = 1.0) -> float:
+    """Forward and backward: six operations per matrix parameter, plus causal attention. The lm_head computes the
+    `target_share` of tokens that are trained.
 
     Frozen matrices need four, and checkpointed layers a second forward pass.
     """
@@ -175,7 +200,11 @@ def training_flops_per_token(shape: ModelShape, config: RunConfig) -> float:
     layers = shape.layers * shape.layer_matrix_parameters
     attention = shape.layers * shape.query_size * length  # 2 matmuls x 2 operations x half of the square
     recomputed = 1 - recipe.kept_layers(shape.layers) / shape.layers
-    return each * (layers + shape.embedding_parameters) + 6 * attention + recomputed * 2 * (layers + attention)
+    return (
+        each * (layers + target_share * shape.embedding_parameters)
+        + 6 * attention
+        + recomputed * 2 * (layers + attention)
+    )
 
 
 def measure_rate() -> float:
@@ -187,6 +216,16 @@ def measure_rate() -> float:
 
     cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
     return max(_matmul_rate(MATMUL_SIZE), cores * _matmul_rate(SINGLE_THREAD_SIZE))
+
+
+def rate_under_load() -> float:
+    """The part of `measure_rate` that other busy processes leave. Those are counted now and over the last minute, of which the
+    lower counts: what has just ended, or has just begun, does not."""
+    minute, now = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, math.inf
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        now = float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
+    cores, others = os.cpu_count() or 1, max(0.0, min(minute, now) - 1)
+    return measure_rate() * cores / (cores + others)
 
 
 def _matmul_rate(size: int) -> float:

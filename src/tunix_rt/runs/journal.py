@@ -19,6 +19,7 @@ from typing import Any
 
 from tunix_rt.errors import EvidenceError, Preempted, StorageError, TunixError
 from tunix_rt.models.secrets import redacted
+from tunix_rt.progress import phase
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.schemas_host import Extension
@@ -228,7 +229,7 @@ class RunJournal:
             logger.info("Completed")
             if self.log is not None and self.log.failure is not None:
                 raise self.log.failure
-            with self.ending():
+            with self.ending(), phase("checksums"):
                 self._end("completed", 0, self.reason)
                 if problems := self.verify(self.run.root):
                     raise EvidenceError(

@@ -18,6 +18,7 @@ from typing import Any
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import Backend, Engine
 from tunix_rt.errors import Preempted, StorageError, TunixError
+from tunix_rt.progress import duration, phase
 from tunix_rt.runs.folder import (
     RunDir,
     checkpoint_name,
@@ -184,9 +185,11 @@ class Checkpointer:
     def wait(self) -> None:
         """Until the save in progress is committed; raises its error."""
         began = time.monotonic()
-        self._idle.wait()
+        if not self._idle.is_set():
+            with phase("save the checkpoint"):
+                self._idle.wait()
         if (waited := time.monotonic() - began) > LONG_WAIT_SECONDS:
-            logger.info("Waited %.1f s for the checkpoint of step %d", waited, self.requested)
+            logger.info("Waited %s for the checkpoint of step %d", duration(waited), self.requested)
         self.raise_if_failed()
 
     def give_up(self, error: Preempted | None = None) -> None:
@@ -248,9 +251,9 @@ class FinishedStep:
         return self._slowest * self._lock.locked() + self._saver.longest_seconds
 
     def stop_plan(self) -> str:
-        save = f"takes about {self._saver.longest_seconds:.0f} s to save"
+        save = f"takes about {duration(self._saver.longest_seconds)} to save"
         if self._lock.locked():
-            return f"stopping after the current step (up to {self._slowest:.0f} s), which {save}"
+            return f"stopping after the current step (up to {duration(self._slowest)}), which {save}"
         if self._state is None or self._saver.committed == self._state["step"]:
             return f"stopping; {self._saver.saved_state()}"
         return f"stopping after step {self._state['step']}, which {save}"

@@ -18,6 +18,7 @@ from tunix_rt.doctor.packages import version_of
 from tunix_rt.engines.base import NUMERICS
 from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models.resolve import ModelSource
+from tunix_rt.progress import phase
 from tunix_rt.runs.folder import FORMAT, RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import has_rows
@@ -40,6 +41,7 @@ def settled_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"training": training})
 
 
+@phase("hash the inputs")
 def build_precommit(
     config: RunConfig,
     model: ModelSource,

@@ -7,11 +7,12 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import ModelFacts, Prepared
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import Backend, Engine, Progress, StepShape, load_backend, refuse_unsupported_model
+from tunix_rt.engines.base import Backend, Engine, StepShape, load_backend, refuse_unsupported_model
 from tunix_rt.errors import HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.schemas import Batch
@@ -103,6 +104,7 @@ def tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape) -> tu
     return load_tokenizer(folder, model_type), facts
 
 
+@phase("load the weights")
 def load_engine(
     backend: Backend, model: ModelSource, shape: ModelShape, config: RunConfig, choice: DeviceChoice, step: StepShape, *,
     attempt: bool,

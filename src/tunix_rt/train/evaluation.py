@@ -19,11 +19,11 @@ from tunix_rt.evaluate.generate import (
     sample_during_training,
 )
 from tunix_rt.evaluate.report import samples_markdown, summary_of
+from tunix_rt.progress import duration
 from tunix_rt.runs.journal import RunResult
 from tunix_rt.scoring.score import Prediction, Scores
 from tunix_rt.storage import write_json, write_text
 from tunix_rt.train.context import RunContext
-from tunix_rt.train.preflight import minutes
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def evaluate_before(context: RunContext, engine: Engine, evaluation: Evaluation)
         logger.info(
             "Evaluation after training will take about %s. If less of the time budget is left, the run stops first; "
             "resuming it evaluates",
-            minutes(seconds),
+            duration(seconds),
         )
     stop.check(saved)  # the generations are saved: a resumed process gets further
 

@@ -18,6 +18,7 @@ from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.engines.base import Engine, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
+from tunix_rt.progress import phase
 from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
 from tunix_rt.storage import append_jsonl
 from tunix_rt.train.checkpointer import Checkpointer, FinishedStep, best_checkpoint, early_stop, heldout_losses
@@ -84,7 +85,8 @@ def train_run(
     finished = FinishedStep(saver, direct=engine.device_type == "cpu" and training.save_steps is None)
     steps, code = _open_steps(context, engine, optimizer, finished.before_update)
     _log_saving(context, schedule, saver)
-    with contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
+    training_bar = phase("train", total, done=start.step)
+    with training_bar, contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
         early = _stops_early(context, start.step)
         for step in steps if not early else ():
             evaluated = _evaluated(context, step.step)
@@ -207,12 +209,14 @@ def _open_optimizer(context: RunContext, engine: Engine) -> object:
     """At the state of the checkpoint that a run resumes from."""
     optimizer, start = context.backend.make_optimizer(engine, context.config.training), context.start
     if start.checkpoint is not None:
-        context.backend.restore_state(engine, optimizer, start.checkpoint, step=start.step)
+        with phase("restore the checkpoint"):
+            context.backend.restore_state(engine, optimizer, start.checkpoint, step=start.step)
         logger.info("Resumed from %s", start.checkpoint.name)
         context.phases.end(engine, "resume")
     return optimizer
 
 
+@phase("prepare the steps")
 def _open_steps(
     context: RunContext, engine: Engine, optimizer: object, before_update: Callable[[], None]
 ) -> tuple[Generator[Step, None, None], dict[str, str]]:
@@ -264,9 +268,14 @@ def _evaluate(context: RunContext, engine: Engine, sample: Callable[[int], None]
         sample(step)
         context.phases.end(engine, "samples")
     if data.heldout_rows:  # last: its line marks the evaluation as complete
-        loss, targets = context.backend.heldout_loss(
-            engine, data.heldout_rows, batch_size=context.plan.eval_rows, pad_id=context.tokenizer.pad_id
-        )
+        with phase("held-out loss", len(data.heldout_rows)) as report:
+            loss, targets = context.backend.heldout_loss(
+                engine,
+                data.heldout_rows,
+                batch_size=context.plan.eval_rows,
+                pad_id=context.tokenizer.pad_id,
+                report=report,
+            )
         logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
         line = {"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}
         append_jsonl(context.run.heldout, [line])

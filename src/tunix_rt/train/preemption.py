@@ -23,8 +23,8 @@ from typing import Protocol
 
 import psutil
 
-from tunix_rt.engines.base import Progress
 from tunix_rt.errors import ConfigError, Preempted
+from tunix_rt.progress import Progress
 
 logger = logging.getLogger(__name__)
 

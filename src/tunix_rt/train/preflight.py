@@ -22,7 +22,8 @@ from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import refuse_if_too_big
 from tunix_rt.plan.run import RowFacts, RunPlan, plan_run, settle_memory
 from tunix_rt.plan.shape import ModelShape
-from tunix_rt.plan.timing import measure_rate
+from tunix_rt.plan.timing import rate_under_load
+from tunix_rt.progress import duration, phase
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none
 from tunix_rt.runs.schemas import Batch
 from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, write_text
@@ -100,7 +101,7 @@ def settle_settings(
 
 def cpu_flops(device: DeviceChoice) -> float | None:
     """Measured FLOP/s of this CPU; None for another device, whose figures are published."""
-    return measure_rate() if device.device == "cpu" else None
+    return rate_under_load() if device.device == "cpu" else None
 
 
 def prepare_data(journal: RunJournal, draft: Draft, stop: Preemption, options: Options) -> tuple[Tokenizer, Prepared]:
@@ -108,7 +109,8 @@ def prepare_data(journal: RunJournal, draft: Draft, stop: Preemption, options: O
     tokenizer, facts = tokenizer_of(draft.committed, draft.model, draft.shape)
     today = commitment.began_on(commitment.read_precommit(journal.run)) if journal.continued else None
     progress = stoppable(options.progress, stop, starting=True)
-    data = prepare(draft.committed, tokenizer, facts, progress, today=today)
+    with phase("read the data"):
+        data = prepare(draft.committed, tokenizer, facts, progress, today=today)
     logger.info("Data: %s", data.describe())
     return tokenizer, data
 
@@ -228,6 +230,7 @@ def row_facts(data: Prepared, *, packing: bool) -> RowFacts:
     return RowFacts(
         rows=len(data.rows), longest=data.longest_row, tokens=data.tokens, target_tokens=data.trained_tokens,
         packed=packing and data.traces > len(data.rows), eval_items=len(data.items),
+        heldout_tokens=sum(len(row.ids) for row in data.heldout_rows),
     )  # fmt: skip
 
 
@@ -276,7 +279,9 @@ def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceCho
     rows, tokens = planned.rows_per_step, planned.tokens_per_step
     line = f"Steps: {planned.steps:,} of {rows:,} rows (about {tokens:,} tokens a step)"
     if choice.device == "cpu" and planned.seconds is not None:
-        line += f"; about {minutes(planned.seconds[0])} to {minutes(planned.seconds[1])}"
+        low, high = planned.seconds
+        middle = duration(math.sqrt(low * high))
+        line += f"; about {middle} with evaluation, saving and checks ({duration(low)} to {duration(high)})"
     logger.info("%s", line)
     rows_per_step = draft.batch.rows * draft.committed.training.gradient_accumulation_steps
     if rows_per_step > len(data.rows):
@@ -284,10 +289,6 @@ def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceCho
             "The batch of a step has %d rows (batch size x accumulation), the dataset has %d: every step uses the whole dataset",
             rows_per_step, len(data.rows),
         )  # fmt: skip
-
-
-def minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
 
 
 def _settings_text(settings: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.engines.base import Engine
 from tunix_rt.errors import ConfigError, StorageError, TunixError
+from tunix_rt.progress import phase
 from tunix_rt.runs.checksums import UNLISTED, UNREAD
 from tunix_rt.runs.folder import STRANGER, RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.runs.journal import RunJournal
@@ -136,6 +137,7 @@ class Start:
         return f"step {self.step} is saved" if self.step else "nothing was trained yet"
 
 
+@phase("find the checkpoint")
 def find_start(run: RunDir, *, resume: bool) -> Start:
     """Step 0, or the newest checkpoint that verifies when `resume`. Only reads; see `truncate_to`."""
     skipped: dict[str, list[str]] = {}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_rt.cli.views import text
 from tunix_rt.cli.views.text import encoding, printable
+from tunix_rt.progress import duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -289,7 +290,7 @@ def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dic
     store = seen.store
     speed = "from the cache"
     if store.seconds:
-        speed = f"{store.tokens / store.seconds:,.0f} tokens/s, {text.duration(store.seconds)}"
+        speed = f"{store.tokens / store.seconds:,.0f} tokens/s, {duration(store.seconds)}"
     return [
         ("dataset", f"{seen.dataset.key}, sha256 {seen.dataset.sha256[:12]}"),
         ("files", "\n".join(files + [f"and {more:,} more"] * (more > 0))),

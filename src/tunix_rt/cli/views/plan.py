@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tunix_rt.cli.views import text
+from tunix_rt.progress import duration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,8 @@ SMALLEST_SHARE = 0.004
 LEAST_SHOWN = 0.005 * 2**30
 """Bytes that are not 0.00 GiB."""
 CPU_RATE = "      from the rate of this CPU, measured now under its current load"
-_WORDS = {"loss_head": "loss head", "in_flight": "in flight", "kv_cache": "KV cache", "allocator_slack": "allocator"}
+_WORDS = {"kv_cache": "KV cache", "allocator_slack": "allocator"}
+HOST_BOUND = "bound by launching kernels, not by the GPU: a larger batch gives more tokens/s"
 
 
 def show_outlook(
@@ -37,7 +39,8 @@ def show_outlook(
     text.show(bars(peak, seen.fit, context_bytes=seen.plan.context_bytes))
     show_phases(seen)
     reload = [_reload_line(phase, seen.plan.device) for phase in seen.plan.phases if phase.name == "proof"]
-    times = [*time_lines(seen.time, run, exact=exact), CPU_RATE if measured else ""]
+    bound = CPU_RATE if measured else f"      {HOST_BOUND}" if seen.time.waits_for_host else ""
+    times = [*time_lines(seen.time, run, exact=exact), bound]
     errors = f"on this device: {band}" if band else ""
     text.show_lines(line for line in (*reload, *times, disk, seen.doubt, errors) if line)
     text.show_lines(_change_lines(seen))
@@ -49,7 +52,7 @@ def _verdict_lines(seen: "Outlook") -> Iterator[str]:
         yield f"does not run: {seen.target.name} {seen.unable}"
     verdict = "does not fit" if not fit.fits else "may fit, the compiler decides" if plan.lower_bound else "fits"
     predicted = f"at least {text.gib(fit.predicted_bytes)}" if plan.lower_bound else f"{text.gib(fit.predicted_bytes)}"
-    without = f" without {' and '.join(spare_parts(plan))}" if gives_up(seen) else ""
+    without = f" without {' and '.join(map(_word, spare_parts(plan)))}" if gives_up(seen) else ""
     margin = f" (+ {text.gib(fit.safety_bytes)} margin)" if fit.safety_bytes else ""
     each = f", each of {plan.devices}" if plan.devices > 1 and plan.device != "cpu" else ""
     yield (
@@ -93,7 +96,7 @@ def bars(phase: "Phase", fit: "Fit", *, context_bytes: int) -> "Table":
     from rich.table import Table
 
     shown = {name: size for name, size in phase.parts.items() if size >= SMALLEST_SHARE * phase.total_bytes}
-    parts = {_WORDS.get(name, name.replace("_", " ")): size for name, size in shown.items()}
+    parts = {_word(name): size for name, size in shown.items()}
     other = phase.total_bytes - sum(shown.values())
     parts |= {"other": other, "CUDA context": context_bytes, "margin": fit.safety_bytes}
     available, total = fit.available_bytes, sum(parts.values())
@@ -123,13 +126,17 @@ def show_phases(seen: "Outlook") -> None:
     total, least = ("total", "without * (judged)") if without else ("total (judged)", "without *")
     rows = []
     for phase in plan.judged:
-        parts = [f"{name}{' *' if name in spare else ''} {_mib(size)}" for name, size in phase.parts.items() if size]
+        parts = [f"{_word(name)}{' *' * (name in spare)} {_mib(size)}" for name, size in phase.parts.items() if size]
         sizes = [phase.total_bytes, phase.total_bytes - sum(phase.parts.get(name, 0) for name in spare)]
         rows.append((phase.name, *map(_mib, sizes[: 2 if spare else 1]), ", ".join(parts)))
     numbers = (total, least) if spare else (total,)
     text.show_table(("phase", *numbers, "parts, in MiB"), rows, numbers=numbers, tight=True)
     if spare:
         text.show_lines([f"* dropped when memory is short{', as it is here' if without else ''}"])
+
+
+def _word(part: str) -> str:
+    return _WORDS.get(part, part.replace("_", " "))
 
 
 def _mib(size: int) -> str:
@@ -149,13 +156,13 @@ def _reload_line(reload: "Phase", device: str) -> str:
 
 def time_lines(time: "StepTime", run: "RunTime | None", *, exact: bool) -> Iterator[str]:
     """The rate, and the duration of all steps if their number is known. Evaluation and compiling are not included."""
-    each = f"{1000 * time.seconds:.0f} ms" if time.seconds < 0.95 else text.duration(time.seconds)
+    each = f"{1000 * time.seconds:.0f} ms" if time.seconds < 0.95 else duration(time.seconds)
     rate = f"time: {rounded(time.tokens_per_second)} tokens/s ({rate_range(time)}), {each} a step of {time.tokens:,} tokens"
     if run is None:
         yield f"{rate}; the number of steps is known with the data"
         return
     yield rate
-    low, high = (text.duration(3600 * hours) for hours in (run.hours_low, run.hours_high))
+    low, high = (duration(3600 * hours) for hours in (run.hours_low, run.hours_high))
     yield f"      {'' if exact else 'at most '}{run.steps:,} steps, {run.tokens:,} tokens: {low} to {high} of training"
 
 
@@ -242,6 +249,9 @@ def show_all(seen: "Sequence[Outlook]", *, seconds: float, left_out: Iterable[st
 def _remarks(seen: "Sequence[Outlook]") -> Iterator[str]:
     if seen[0].plan.lower_bound:
         yield "maybe: the least memory fits, and the compiler decides (see --exact)"
+    if waiting := sum(one.runs and one.time.waits_for_host for one in seen):
+        yield f"{waiting} devices have the same tokens/s:"
+        yield f"  {HOST_BOUND}"
     if emulated := ", ".join(one.target.name for one in seen if one.unable):
         yield f"bfloat16 only by emulation, which no run takes: {emulated}"
 
@@ -299,7 +309,7 @@ def show_verdict(found: "Verdict", floor: "MemoryPlan", *, from_cache: bool) -> 
         f"{found.parameters:,} parameters, {found.replicas} data {'replica' if found.replicas == 1 else 'replicas'}, "
         f"{found.accumulation} x {found.rows} rows of {found.tokens} tokens a step",
         found.step,
-        f"{versions}, compiled in {text.duration(found.seconds)}; no TPU was used, and speed is not predicted",
+        f"{versions}, compiled in {duration(found.seconds)}; no TPU was used, and speed is not predicted",
         "from the cache: this step was compiled before" if from_cache else "",
         f"without the compiler: at least {text.gib(floor.peak_bytes)}",
     ]

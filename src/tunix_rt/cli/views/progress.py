@@ -1,92 +1,222 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere. Generations on stdout as they stream."""
+"""Phases on stderr: bars on a terminal, plain lines elsewhere. Generations on stdout as they stream."""
 
 import logging
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tunix_rt.models.secrets import redacted
-from tunix_rt.runs.journal import WithoutSecrets
+from tunix_rt.progress import Display, displayed, duration
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
 
-Progress = Callable[[str, int, int, str], None]
 PLAIN_EVERY = 4
-"""Progress lines per task without a terminal."""
+"""Lines per count without a terminal, beside those of time."""
+SILENT_SECONDS = 30.0
+"""Longest silence of a phase without a terminal."""
+REPEATED_SECONDS = 2.0
+"""A phase that was announced before is announced again when it takes longer than this."""
+REFRESH_SECONDS = 0.25
+CLOSING_SECONDS = 1.0
+STEP_LINE = re.compile(r"step \d+/\d+  loss ")
+"""The bar shows it; it is in training_log.txt."""
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 @contextmanager
-def watching() -> Iterator[Progress]:
-    """A function that reports progress. Log lines of tunix-rt are shown until the block ends."""
+def watching() -> Iterator[Display]:
+    """Show phases and log lines of tunix-rt until the block ends. The display also reports progress by itself."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     package = logging.getLogger("tunix_rt")
     level = package.level
     package.setLevel(logging.INFO)
-    shown = _bar(console) if console.is_terminal else _plain()
-    with shown as (handler, progress):
-        package.addHandler(handler)
-        try:
-            yield progress
-        finally:
-            package.removeHandler(handler)
-            package.setLevel(level)
+    shown = _Bars(console) if console.is_terminal else _Lines()
+    package.addHandler(shown)
+    try:
+        with displayed(shown):
+            yield shown
+    finally:
+        shown.close()
+        package.removeHandler(shown)
+        package.setLevel(level)
 
 
-@contextmanager
-def _bar(console: "Console") -> Iterator[tuple[logging.Handler, Progress]]:
-    from rich import progress as rich_progress
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    """A phase, or a count that is reported without one."""
 
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TextColumn("{task.fields[note]}"),
-        rich_progress.TimeRemainingColumn(),
-    )
-    tasks: dict[str, rich_progress.TaskID] = {}
+    total: int | None
+    first: int
+    done: int
+    note: str = ""
+    quarter: int = 0
+    began: float = field(default_factory=time.monotonic)
 
-    class Above(logging.Handler):
-        """Log lines above the bar. Step lines are left to the bar; they are in training_log.txt."""
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.ERROR:  # printed by the program as it exits
-                return
-            if not record.getMessage().startswith("step ") or record.levelno > logging.INFO:
-                line = redacted(record.getMessage())
-                console.print(line, style="bold red" if record.levelno > logging.INFO else None, markup=False)
-
-    with rich_progress.Progress(*columns, console=console) as bar:
-
-        def progress(what: str, done: int, total: int, note: str) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total, note="")
-            bar.update(tasks[what], completed=done, note=note)
-
-        yield Above(), progress
+    def left(self) -> str:
+        """The time left at the pace so far; the time taken where there is no pace."""
+        taken, now = self.done - self.first, self.seconds()
+        if not self.total or taken <= 0:
+            return duration(now)
+        return f"{duration(now / taken * (self.total - self.done))} left" if self.done < self.total else duration(now)
 
 
-@contextmanager
-def _plain() -> Iterator[tuple[logging.Handler, Progress]]:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(WithoutSecrets("%(message)s"))
-    handler.addFilter(lambda record: record.levelno < logging.ERROR)  # an error is printed by the program as it exits
+class _Watched(logging.Handler):
+    """The tasks of a display, the innermost last, and a thread that shows them while the main one computes."""
 
-    quarters: dict[str, int] = {}  # how far each task was at its last line
+    def __init__(self, every: float) -> None:
+        super().__init__()
+        self._tasks: dict[str, _Task] = {}
+        self._guard = threading.RLock()
+        self._over = threading.Event()
+        self._timer = threading.Thread(target=self._tick, args=(every,), name="tunix-rt-progress", daemon=True)
+        self._timer.start()
 
-    def progress(what: str, done: int, total: int, note: str) -> None:
-        # Training has its own log lines; other tasks get a few, however large their strides.
-        quarter = PLAIN_EVERY * done // max(1, total)
-        if what != "train" and quarter > quarters.get(what, 0):
-            after = f", {note}" if note else ""
-            logging.getLogger("tunix_rt.cli").info("%s: %s of %s%s", what, f"{done:,}", f"{total:,}", after)
-        quarters[what] = quarter
+    def _tick(self, every: float) -> None:
+        while not self._over.wait(every):
+            with self._guard:
+                if not self._over.is_set():
+                    self.refresh()
 
-    yield handler, progress
+    def refresh(self) -> None:
+        raise NotImplementedError
+
+    def begin(self, what: str, total: int | None, done: int) -> None:
+        with self._guard:
+            self._tasks[what] = _Task(total=total, first=done, done=done)
+
+    def end(self, what: str) -> None:
+        """Ends the counts that began within it, too."""
+        with self._guard:
+            names = list(self._tasks)
+            for name in names[names.index(what) if what in names else len(names) :]:
+                del self._tasks[name]
+
+    def __call__(self, what: str, done: int, total: int, note: str, /) -> None:
+        with self._guard:
+            task = self._tasks.setdefault(what, _Task(total=total, first=0, done=0))
+            task.done, task.total, task.note = done, total or task.total, note
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR  # an error is printed by the program as it exits
+
+    def close(self) -> None:
+        self._over.set()
+        super().close()
+
+
+class _Lines(_Watched):
+    """A line when a phase begins, at each quarter of a count, and whenever nothing was written for half a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(every=REPEATED_SECONDS)
+        self._announced: set[str] = set()
+        self._pending: list[str] = []
+        self._written = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._written = time.monotonic()
+        print(redacted(record.getMessage()), file=sys.stderr, flush=True)
+
+    def begin(self, what: str, total: int | None, done: int) -> None:
+        super().begin(what, total, done)
+        if what in self._announced:
+            self._pending.append(what)
+            return
+        self._announced.add(what)
+        self._say(f"{what}: {done:,} of {total:,}" if total else f"{what} ...")
+
+    def end(self, what: str) -> None:
+        super().end(what)
+        self._pending = [name for name in self._pending if name in self._tasks]
+
+    def __call__(self, what: str, done: int, total: int, note: str, /) -> None:
+        super().__call__(what, done, total, note)
+        task, quarter = self._tasks[what], PLAIN_EVERY * done // max(1, total)
+        if what != "train" and quarter > task.quarter:  # training has its own log lines
+            self._say(_words(what, task))
+        task.quarter = quarter
+
+    def refresh(self) -> None:
+        silent = time.monotonic() - self._written > SILENT_SECONDS - REPEATED_SECONDS
+        names = list(self._tasks)[-1:] if silent else [one for one in self._pending if self._tasks[one].seconds() > 1]
+        for name in names:
+            self._say(_words(name, self._tasks[name]))
+        self._pending = [name for name in self._pending if name not in names]
+
+    @staticmethod
+    def _say(line: str) -> None:
+        logging.getLogger("tunix_rt.cli").info("%s", line)
+
+
+def _words(what: str, task: _Task) -> str:
+    count = f"{task.done:,} of {task.total:,}" if task.total else ""
+    return f"{what}: {', '.join(part for part in (count, task.note, task.left()) if part)}"
+
+
+class _Bars(_Watched):
+    """A bar for each phase below the log lines; it disappears with the phase."""
+
+    def __init__(self, console: "Console") -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._live = Live(
+            self, console=console, auto_refresh=False, transient=True, vertical_overflow="crop",
+            redirect_stdout=sys.stdout.isatty(),  # else it is a file or a pipe
+        )  # fmt: skip
+        self._live.start()
+        super().__init__(every=REFRESH_SECONDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = redacted(record.getMessage())
+        if record.levelno > logging.INFO or not STEP_LINE.match(line):
+            self._console.print(line, style="yellow" if record.levelno > logging.INFO else None, markup=False)
+
+    def begin(self, what: str, total: int | None, done: int) -> None:
+        super().begin(what, total, done)
+        self.refresh()
+
+    def refresh(self) -> None:
+        if self._live.is_started:
+            self._live.refresh()
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column, Table
+
+        columns = [Column(no_wrap=True, overflow="ellipsis", ratio=ratio) for ratio in (None, None, None, None, 1)]
+        table = Table.grid(*columns, padding=(0, 1), expand=True)
+        with self._guard:
+            for name, task in self._tasks.items():
+                width = max(10, options.max_width // 6)
+                bar = ProgressBar(task.total or 1, task.done, width, complete_style="cyan", finished_style="cyan")
+                spinner = "-\\|/"[int(task.seconds() / REFRESH_SECONDS) % 4]
+                count = f"{task.done:,}/{task.total:,}" if task.total else ""
+                table.add_row(name, bar if task.total else spinner, count, task.left(), task.note)
+        if table.row_count:
+            yield table
+
+    def close(self) -> None:
+        """Also while the main thread is in a call that does not return, or holds a lock: the cursor is shown at least."""
+        super().close()
+        if self._live.is_started:
+            stopping = threading.Thread(target=self._live.stop, daemon=True)
+            stopping.start()
+            stopping.join(CLOSING_SECONDS)
+            if stopping.is_alive():
+                os.write(sys.stderr.fileno(), SHOW_CURSOR + b"\r\n")
 
 
 REASONING, ANSWER, OTHER = "reasoning", "answer", "other"

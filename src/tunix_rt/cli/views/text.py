@@ -1,11 +1,17 @@
 """How results look in a terminal; the tokens of a row are in tokens.py. rich is imported when something is shown."""
 
 import json
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from tunix_rt.progress import duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,6 +25,9 @@ CURVE_COLUMNS = 60
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-:=+*#"  # for a terminal that is not UTF-8
 WIDTH_OF_A_PIPE = 200
+WIDE = 100
+"""Columns of a terminal that has room for everything."""
+SHORT_STATUS = {"running or interrupted": "unfinished"}
 BY_KIND = ("section ", "category ", "difficulty ")
 
 
@@ -26,17 +35,6 @@ def gib(size_bytes: float) -> str:
     """`1.25 GiB`; four digits below a tenth."""
     size = size_bytes / 2**30
     return f"{size:.2f} GiB" if size >= 0.1 or size == 0 else f"{size:.4f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """`4.2 s`, `3 min 05 s`, `2 h 03 min`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = whole // 60
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def percent(rate: float) -> str:
@@ -65,8 +63,23 @@ def _without_none(value: Any) -> Any:
 
 
 def show_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(printable(line))
+    """Lines on stdout; on a terminal, longer ones are folded."""
+    for line in map(printable, lines):
+        print(folded(line) if sys.stdout.isatty() else line)
+
+
+def folded(line: str) -> str:
+    """`line` broken between words for this terminal, with its indent. A command stays one line, which can be copied."""
+    width, indent = shutil.get_terminal_size().columns, line[: len(line) - len(line.lstrip())]
+    if len(line) <= width or "tunix-rt " in line or "--set " in line:
+        return line
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def program() -> str:
+    """The command that started this, as a shell finds it: a new environment is not on the PATH."""
+    named = os.path.relpath(sys.argv[0])
+    return named if shutil.which("tunix-rt") is None and os.path.basename(named) == "tunix-rt" else "tunix-rt"
 
 
 def show_note(line: str) -> None:
@@ -75,10 +88,12 @@ def show_note(line: str) -> None:
 
 
 def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = (), tight: bool = False
-) -> None:
-    """A table on stdout; the columns named in `numbers` are set to the right, and nearer to one another when `tight`."""
-    show(_table(columns, rows, numbers, padding=(0, 1, 0, 0) if tight else (0, 1, 0, 1)))
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = (), whole: Sequence[str] = (),
+    tight: bool = False,
+) -> None:  # fmt: skip
+    """A table on stdout; the columns named in `numbers` are set to the right, and nearer to one another when `tight`. Neither
+    they nor those named in `whole` are folded."""
+    show(_table(columns, rows, numbers, whole=whole, padding=(0, 1, 0, 0) if tight else (0, 1, 0, 1)))
 
 
 def show(what: "RenderableType") -> None:
@@ -119,22 +134,34 @@ def show_side_by_side(generations: "Sequence[tuple[str, str]]", parts: "Parts") 
     show(drawn)
 
 
-def show_runs(runs: "Sequence[RunSummary]") -> None:
-    columns = ("run", "status", "steps", "final loss", "strict", "lenient", "device", "when")
+def show_runs(runs: "Sequence[RunSummary]", below: str) -> None:
+    """Names below the folder `below`. A narrow terminal has no column of lenient scores."""
+    columns = ["status", "steps", "loss", "strict %", "lenient %", "device", "finished"]
+    wide = _console().width >= WIDE
     cells = [
         (
-            run.folder,
-            run.status if not run.damaged else f"{run.status}; corrupt: {', '.join(run.damaged)}",
-            _of(run.steps_completed, run.steps_planned),
-            "" if run.final_loss is None else f"{run.final_loss:.4f}",
+            os.path.relpath(run.folder, below),
+            SHORT_STATUS.get(run.status, run.status),
+            _of(run.steps_completed, run.steps_planned).replace(" of ", "/"),
+            "" if run.final_loss is None else f"{run.final_loss:.3f}",
             _from_to(run.accuracy_before, run.accuracy_after),
-            _from_to(run.lenient_before, run.lenient_after),
+            *([_from_to(run.lenient_before, run.lenient_after)] if wide else []),
             run.device or "",
-            run.when or "",
+            short_date(run.when),
         )
         for run in runs
     ]
-    show_table(columns, cells, numbers=("steps", "final loss"))
+    shown = columns if wide else [name for name in columns if name != "lenient %"]
+    show_table((f"in {below}", *shown), cells, numbers=columns[1:3], whole=shown, tight=True)
+    show_lines(f"{run.folder}: corrupt: {', '.join(run.damaged)}" for run in runs if run.damaged)
+
+
+def short_date(when: str | None) -> str:
+    """`11-16 08:45`, with the year where it is another one; local time."""
+    if not when:
+        return ""
+    moment = datetime.fromisoformat(when).astimezone()
+    return f"{moment:%m-%d %H:%M}" if moment.year == datetime.now().astimezone().year else f"{moment:%Y-%m-%d}"
 
 
 def show_run(run: "RunDetail") -> None:
@@ -215,7 +242,7 @@ def _of(done: int | None, planned: int | None) -> str:
 def _from_to(before: float | None, after: float | None) -> str:
     if before is None and after is None:
         return ""
-    return " -> ".join("?" if rate is None else percent(rate) for rate in (before, after))
+    return "->".join("?" if rate is None else f"{100 * rate:.0f}" for rate in (before, after))
 
 
 def _table(
@@ -223,6 +250,7 @@ def _table(
     rows: Iterable[Sequence[object]],
     numbers: Sequence[str] = (),
     *,
+    whole: Sequence[str] = (),
     header: bool = True,
     padding: tuple[int, int, int, int] = (0, 1, 0, 1),
 ) -> "Table":
@@ -233,7 +261,8 @@ def _table(
     for name in columns:
         is_number = name in numbers
         # In a narrow terminal words are folded: a number on two lines would be two numbers.
-        drawn.add_column(printable(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+        fixed = is_number or name in whole
+        drawn.add_column(printable(name), justify="right" if is_number else "left", overflow="fold", no_wrap=fixed)
     for row in rows:
         drawn.add_row(*("\n".join(printable(line) for line in str(cell).split("\n")) for cell in row))
     return drawn

@@ -224,8 +224,11 @@ def _assert_on_devices(engine: Engine, optimizer: Optimizer) -> None:
 # --- without training ------------------------------------------------------------------------------------------------
 
 
-def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:
-    """Mean loss over the target tokens of `rows`, and their number."""
+def heldout_loss(
+    engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int,
+    report: Callable[[int, str], None] = lambda done, note: None,
+) -> tuple[float, int]:  # fmt: skip
+    """See `base.EngineModule.heldout_loss`."""
     tokens = row_length(max(len(row.ids) for row in rows), engine.device)
     size = rows_for(engine.mesh, min(batch_size, len(rows)))
     total, targets = 0.0, 0
@@ -234,6 +237,7 @@ def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id
             micro = collate(rows[start : start + size], pad_id=pad_id)
             total += _loss(engine, micro, size, tokens)
             targets += micro.targets
+            report(min(start + size, len(rows)), "")
     return total / targets, targets
 
 

@@ -356,8 +356,11 @@ def _assert_on_device(engine: Engine, optimizer: Optimizer) -> None:
         )
 
 
-def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int) -> tuple[float, int]:
-    """Mean loss over the target tokens of `rows`, and their number."""
+def heldout_loss(
+    engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int,
+    report: Callable[[int, str], None] = lambda done, note: None,
+) -> tuple[float, int]:  # fmt: skip
+    """See `base.EngineModule.heldout_loss`."""
     engine.model.eval()
     total, targets = 0.0, 0
     with torch.no_grad(), memory_errors_named("the held-out loss"), engine.kernels():
@@ -365,6 +368,7 @@ def heldout_loss(engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id
             micro = collate(rows[start : start + batch_size], pad_id=pad_id)
             total += summed_loss(engine, micro).item()
             targets += micro.targets
+            report(min(start + batch_size, len(rows)), "")
     return total / targets, targets
 
 
