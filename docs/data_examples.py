@@ -12,6 +12,18 @@ class Explanation(NamedTuple):
 
 
 EXPLANATIONS: Mapping[str, Explanation] = {
+    "unreadable": Explanation(
+        because="part of the file is missing or was written by another program, and a record may be lost",
+        example="a blank line between two records, or `{'prompt': 'Why?'}` in Python's notation",
+    ),
+    "wrong_field": Explanation(
+        because="a text to train on is missing, or would be dropped",
+        example='`{"prompt": "Why?", "completion": ""}`',
+    ),
+    "unsupported": Explanation(
+        because="trained as an answer it teaches the opposite (`label: false`), or half of it is missing (tools, images)",
+        example='`{"prompt": "Why?", "completion": "No idea.", "label": false}`',
+    ),
     "lone_surrogate": Explanation(
         because="it is not a character: the file was truncated or converted badly, and no tokenizer can encode it",
         example='`"prompt": "How many \\ud83d are there?"`',
@@ -70,6 +82,9 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "outside_vocabulary": Explanation(
         because="the tokenizer belongs to another model",
         example="Gemma 3's tokenizer writes `<image_soft_token>` as id 262144; the embedding ends at 262143",
+    ),
+    "in_validation": Explanation(
+        because="its loss there measures memorization, not learning", example="the same question in both files"
     ),
     "overlap_exact": Explanation(
         because="a trained answer measures memorization, not learning", example='`"How many are left?"` in both'
@@ -154,5 +169,10 @@ FORMAT_EXAMPLES: Mapping[str, FormatExample] = {
         description="Every line of the answer is one step, without its `<<3+4=7>>` annotations; the answer follows `####`: a "
         "number, with its unit if it has one (`#### 5 hours`).",
         record={"question": "Tom has 3 pens and buys 4. How many?", "answer": "He has 3+4=<<3+4=7>>7 pens.\n#### 7"},
+    ),
+    "text": FormatExample(
+        description="A plain text: no chat template and no system instruction, the end-of-sequence token behind it, and every "
+        "token is a target. A `.txt` file has one text per block of lines, with blank lines between them.",
+        record={"text": "Water boils at 100 degrees Celsius."},
     ),
 }

@@ -10,7 +10,7 @@ from docs.data_examples import EXPLANATIONS, FORMAT_EXAMPLES
 from docs.markdown import WRITTEN, table
 from tunix_rt.assets import shipped_folder
 from tunix_rt.cli.views.data import marks_of, text_lines
-from tunix_rt.data import readers, sources, text
+from tunix_rt.data import file_kinds, readers, sources, text
 from tunix_rt.data import validation as rules
 from tunix_rt.data.containers import BATCH_ROWS, MAX_DOCUMENT_BYTES
 from tunix_rt.data.formats import FORMATS, to_sample
@@ -36,12 +36,19 @@ def formats_page() -> str:
         "# Data formats",
         WRITTEN,
         "A dataset is one file of records, or several. All its records are of one format. `data.format: auto` takes the "
-        "one format that fits the keys of the first record of every file. Where none fits, or two do, the file is refused "
-        "with the way out: `--format NAME` for `tunix-rt data import`, `--set data.format=NAME` elsewhere.",
+        "one format that fits the keys of the first readable record of every file. Where none fits, or two do, the file is "
+        "refused with the way out: `--format NAME` for `tunix-rt data import`, `--set data.format=NAME` elsewhere.",
         table(("format", "a record has"), [(f"[{name}](#{name})", shape.needs) for name, shape in FORMATS.items()]),
+        "Columns may have other names: `--map question=Problem,answer=Solution`, or in a file `data.columns: {question: "
+        "Problem, answer: Solution}`. The case of a column never matters.",
         "Reading is strict. A blank text, a key given twice, an unknown role, a key of a message that would be lost: each "
-        "ends with exit code 3, the file, the line and the field. No record is skipped. A column that the format does "
-        "not read is left out, and `data import` counts it under `not used`; a trace may have no such key.",
+        "ends with exit code 3. All bad records are counted by rule, and the first "
+        f"{rules.LISTED} are listed with file, line and field. `--skip-bad` (`data.skip_bad: true`) leaves them out; their "
+        "number is logged and recorded in `precommit.json`. A column that the format does not read is left out, and `data "
+        "import` counts it under `not used`; a trace may have no such key.",
+        "Refused by name, because supervised training on text cannot use them: preference pairs (`chosen`, `rejected`), KTO "
+        "labels (`label` of true or false), tool calls, images, and messages of `weight` 0. A message of role `developer` is "
+        "read as `system`.",
         "Below each example is its rendering with `data.chat_template: plain` and the tokenizer of "
         f"`{SHIPPED_MODEL}`. `tunix-rt data show` prints the same for your own data, token by token.",
     ]
@@ -92,12 +99,19 @@ def _containers() -> list[str]:
             f"rows, {BATCH_ROWS} at a time; a null is a column left out",
             "needs the extra `parquet`",
         ),
-        ("gzip", "any of the three inside", f"Parquet inside: up to {document}"),
+        (
+            "CSV, TSV",
+            "a header and rows; delimiter (comma, semicolon, tab, pipe) and encoding (UTF-8, UTF-16, Windows-1252) are detected",
+            f"up to {document}; rows without a text are left out",
+        ),
+        ("text", "a file that ends in `.txt`: one text per block of lines", f"up to {document}"),
+        ("gzip", "any of them inside", f"Parquet inside: up to {document}"),
     ]
-    not_read = ", ".join(readers.NOT_READ.values())
+    not_read = ", ".join(dict.fromkeys(what for what, _ in file_kinds.NOT_READ.values()))
     return [
         "## Files",
-        "The container is recognized by content, not by name. Text is UTF-8, with or without a byte order mark.",
+        "The container is recognized by content; only a text, and a table of one column, by name. JSON is UTF-8, with or without "
+        "a byte order mark.",
         table(("container", "read", "limits"), rows),
         f"Refused, with the advice to convert: a file that is {not_read}.",
     ]
@@ -117,7 +131,8 @@ def _sources() -> list[str]:
     ]  # fmt: skip
     return [
         "## Names",
-        "What `data.dataset`, `--data` and the verbs of `tunix-rt data` take. The first that exists is taken, in this order.",
+        "What `data.dataset`, `data.validation`, `--data` and the verbs of `tunix-rt data` take. The first that exists is taken, "
+        "in this order. Several names (`--data a.jsonl --data more/`, a list in `data.dataset`) are read one after the other.",
         table(("what", "for example", "means"), rows),
     ]
 

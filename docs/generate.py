@@ -157,6 +157,8 @@ def allowed(setting: Any) -> str:
         words = "`true`, `false`"
     elif kind is str:
         words = "text"
+    elif get_origin(kind) is dict:
+        words = "a mapping of texts"
     else:
         words = _number(kind, bounds)
     extra = "".join(f"; {said}" for said in _other_words(setting.metadata))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.data.formats import detect_format, to_sample
-from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.readers import read_raw
 from tunix_rt.data.records import Sample
 from tunix_rt.data.sources import Dataset
 from tunix_rt.doctor.selection import DeviceChoice
@@ -17,7 +17,7 @@ def read_samples(dataset: Dataset, format: str = "auto") -> Iterator[tuple[str, 
     chosen = detect_format(dataset, format)
     for raw in read_raw(dataset):
         where = dataset.place(raw.file, raw.line)
-        yield where, to_sample(parse(raw, where), chosen, where)
+        yield where, to_sample(dataset.record(raw), chosen, where)
 
 
 def record(number: int = 0, **changed: Any) -> dict[str, Any]:

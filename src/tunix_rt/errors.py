@@ -3,6 +3,7 @@
     TunixError            1   anything that fits nowhere else
     ├── ConfigError       2   a setting is wrong, unknown, or not honoured by this engine
     ├── InputError        3   data, model or tokenizer is wrong or not to be had
+    │   └── BadRecord     3   one record of a data file; the others can be read
     ├── HardwareError     4   the requested device is not available, or another one would be used
     ├── DoesNotFitError   5   the predicted memory is above what the device has
     ├── EvidenceError     6   a run folder or bundle does not verify

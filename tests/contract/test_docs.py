@@ -315,11 +315,12 @@ def test_the_figures_in_the_guide_to_data_are_those_of_the_program(tmp_path):
     if not gsm8k.is_file():
         pytest.skip("GSM8K is not beside this clone (../shared/data/gsm8k)")
     (tmp_path / "gsm8k-train.jsonl").write_bytes(gsm8k.read_bytes())
+    (tmp_path / "problems.csv").write_text("Problem;Solution\nWhere is the café?;Here.\n", encoding="cp1252")
     page = text_of(ROOT / "docs/guides/bring-your-own-data.md")
     pairs = re.findall(
         r"^```sh\ntunix-rt (data [^\n]*)\n```\n\n```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL
     )
-    assert len(pairs) == 4
+    assert len(pairs) == 5
     for command, shown in pairs:
         done = tunix_rt(*shlex.split(command), cwd=tmp_path, COLUMNS="110")
         figures = set(re.findall(r"\d[\d,.]*", shown))

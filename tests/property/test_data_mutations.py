@@ -227,7 +227,7 @@ def whole_file(draw: random.Random) -> Case:
         ("empty", b"", 0), ("newlines", b"\n\n\n", 0), ("byte order mark", b"\xef\xbb\xbf", 0), ("spaces", b"  ", 0),
         ("empty gzip", gzip.compress(b"", mtime=0), 0), ("empty list", b"[]", 0), ("list in a list", b"[[{}]]", 1),
         ("zlib", zlib.compress(text), 1), ("zip", b"PK\x03\x04" + bytes(60), 0), ("zstd", b"\x28\xb5\x2f\xfd" + bytes(9), 0),
-        ("utf-16", text.decode().encode("utf-16"), 1), ("comma-separated", b"prompt,answer\nx,y\n", 1),
+        ("utf-16", text.decode().encode("utf-16"), 1), ("Python's notation", b"{'prompt': 'x'}\n", 1),
         ("indented", json.dumps(records[0], indent=2).encode(), 1), ("old line ends", text.replace(b"\n", b"\r"), 1),
         ("blank line first", b"\n" + text, 1), ("scalars", b"[1, 2]", 1), ("two documents", listed.rstrip() + b"\n{}", -1),
         ("torn list", listed[: -draw.randrange(2, 30)], -1), ("two lists", b'{"a": [%b],\n"b": [{}]}' % as_bytes(records[0]), 2),

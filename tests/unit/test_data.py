@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -23,7 +22,8 @@ from tests.conftest import ROOT, SHIPPED
 from tests.samples import record, write_lines
 from tests.tables import parametrize
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
-from tunix_rt.data.readers import pack_line, parse, read_raw, recognise, unpack_line
+from tunix_rt.data.file_kinds import recognise
+from tunix_rt.data.readers import pack_line, parse, read_raw, unpack_line
 from tunix_rt.data.records import EvalItem, Trace, read_records
 from tunix_rt.data.sources import find_dataset, find_evalset, read_items, split_of
 from tunix_rt.data.tokenizer import load_tokenizer
@@ -178,7 +178,7 @@ def test_a_document_that_is_not_one_list_of_records_is_refused_with_the_line(tmp
 
 def test_a_document_too_large_to_hold_is_refused_with_the_way_out(tmp_path, monkeypatch):
     assert MAX_DOCUMENT_BYTES == 512_000_000
-    monkeypatch.setattr("tunix_rt.data.readers.MAX_DOCUMENT_BYTES", 1_000)
+    monkeypatch.setattr("tunix_rt.data.containers.MAX_DOCUMENT_BYTES", 1_000)
     (tmp_path / "x.json").write_bytes(b"[" + b" " * 2_000)
     error = refused(tmp_path / "x.json")
     assert "over 1,000 bytes" in error.problem and "JSONL" in error.fix
@@ -218,7 +218,7 @@ def test_endless_blank_lines_are_not_waited_for(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(as_jsonl() + b"\n" * 20_000_000, 1))
     began = time.process_time()
-    assert refused(path).problem == f"{path}:6: a blank line"
+    assert refused(path).problem == f"{path}:6: over 1,000 blank lines"
     assert time.process_time() - began < 1
     path.write_bytes(gzip.compress(as_jsonl() + b"\n" * 1_000))
     assert len(rows_of(path)) == 5
@@ -258,7 +258,7 @@ def test_memory_does_not_grow_with_the_file_nor_with_one_line_of_it(tmp_path, pa
     )
     tracemalloc.start()
     assert sum(1 for _ in read_raw(dataset)) == 10_000
-    with pytest.raises(InputError, match=r"line(\.gz)?:6: over 1,000,000 bytes in one line"):
+    with pytest.raises(InputError, match=r"line(\.gz)?:6: a line of over 1,000,000 bytes"):
         list(read_raw(bomb))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -288,7 +288,7 @@ def test_one_record_has_the_same_limit_in_every_container(tmp_path, container):
     for fine in ("x" * 990_000, "é" * 495_000):
         assert len(rows_of(written(fine))) == 2
     where = {
-        "jsonl": ":2: over 1,000,000 bytes in one line",
+        "jsonl": ":2: a line of over 1,000,000 bytes",
         "json": ":1 (record 2): the record is longer than 1,000,000 bytes",
         "parquet": " row 2: the record is longer than 1,000,000 bytes",
     }
@@ -314,17 +314,35 @@ def test_a_disk_that_is_full_while_parquet_is_unpacked_is_a_fault_of_the_disk(tm
         list(read_raw(dataset))
 
 
-@pytest.mark.parametrize(("name", "mark"), [("CSV", ","), ("CSV", ";"), ("TSV", "\t")])
-def test_comma_separated_values_are_refused_with_a_command_that_converts_them(tmp_path, name, mark):
-    path = tmp_path / "x.csv"
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.writer(file, delimiter=mark)
-        writer.writerows([["prompt", "completion"], ["Why,\t;\r\nthough?", 'He said "so".']])
-    error = refused(path)
-    assert error.problem == f"{path}:1: not JSON: this looks like {name}, which is not a supported format"
-    command = error.fix.partition(": python ")[2].replace("FILE.jsonl", "y.jsonl").replace("FILE", "x.csv")
-    subprocess.run(f"{sys.executable} -S {command}", shell=True, check=True, cwd=tmp_path)
-    assert rows_of(tmp_path / "y.jsonl") == [{"prompt": "Why,\t;\r\nthough?", "completion": 'He said "so".'}]
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "cp1252"])
+@pytest.mark.parametrize(
+    ("mark", "named"), [(",", "CSV, ','"), (";", "CSV, ';'"), ("\t", "TSV, tab"), ("|", "CSV, '|'")]
+)
+def test_a_table_is_read_whatever_its_delimiter_and_encoding_and_says_which(tmp_path, mark, named, encoding):
+    rows = [["Prompt", "Completion", "No"], ["Why,\t;|\r\nthough?", 'He said "sé".', "1"], ["So?", "Yes.", ""]]
+    with (tmp_path / "x.csv").open("w", newline="", encoding=encoding) as file:
+        csv.writer(file, delimiter=mark).writerows([*rows, ["", "", ""]])  # as Excel ends a sheet
+    dataset = find_dataset(str(tmp_path / "x.csv"))
+    read = [(dataset.place(raw.file, raw.line).rpartition(":")[2], dataset.record(raw)) for raw in read_raw(dataset)]
+    assert read == [
+        ("2", {"prompt": rows[1][0], "completion": rows[1][1], "No": "1"}),
+        ("4", {"prompt": "So?", "completion": "Yes.", "No": ""}),
+    ]
+    shown = {"utf-8-sig": "utf-8 with BOM", "utf-16-le": "utf-16"}.get(encoding, encoding)
+    assert dataset.files[0].describe() == f"{named}, {shown}, 3 columns: Prompt, Completion, No"
+
+
+def test_rows_of_a_table_that_have_no_reading_are_refused_one_by_one(tmp_path):
+    (tmp_path / "x.csv").write_text('prompt,completion\na,b\nc\n"d"e,f\ng,h\n"i,j\n', encoding="utf-8")
+    dataset = find_dataset(str(tmp_path / "x.csv"))
+    found = []
+    for raw in read_raw(dataset):
+        try:
+            found.append(dataset.record(raw)["prompt"])
+        except InputError as error:
+            found.append(error.problem.removeprefix(str(tmp_path / "x.csv")))
+    assert found[0::3] == ["a", "g"] and found[1] == ":3: 1 cells, and the header has 2 columns"
+    assert found[2].startswith(":4: not a row of CSV") and found[4].startswith(":6: not a row of CSV")
 
 
 # --- a file that changes ---------------------------------------------------------------------------------------------

@@ -112,10 +112,10 @@ def test_two_readings_are_refused_with_the_word_that_chooses_each(tmp_path, reco
 
 
 def test_no_reading_is_refused_with_the_keys_found_and_what_each_format_needs(tmp_path):
-    path = write(tmp_path / "x.jsonl", {"text": "x", "id\ud800": 1, "messages": None})
+    path = write(tmp_path / "x.jsonl", {"texts": "x", "id\ud800": 1, "messages": None})
     with pytest.raises(InputError) as caught:
         detected(path)
-    assert caught.value.problem == f"{path}:1: no format fits the keys of the record: text, id\\ud800, messages"
+    assert caught.value.problem == f"{path}:1: no format fits the keys of the record: texts, id\\ud800, messages"
     assert all(f"{name}: {shape.needs}" in caught.value.fix for name, shape in formats.FORMATS.items())
     with pytest.raises(InputError, match="no format is named 'chat'"):
         detected(path, "chat")

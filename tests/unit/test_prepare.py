@@ -292,3 +292,64 @@ def test_training_on_the_questions_too_is_said(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", *(record(n) for n in range(5)))
     assert "; loss on the prompts too" in ready(settings(path, completion_only_loss=False), tokenizer).describe()
     assert "prompts too" not in ready(settings(path), tokenizer).describe()
+
+
+# --- own data --------------------------------------------------------------------------------------------------------
+
+
+def pair(number: int) -> dict[str, str]:
+    return {"Problem": f"How much is {number} and one?", "Solution": f"<answer>{number + 1}</answer>"}
+
+
+COLUMNS = {"question": "problem", "answer": "SOLUTION"}
+
+
+def test_several_datasets_are_read_in_order_and_the_validation_file_is_held_out_whole(tmp_path, tokenizer):
+    first = write_lines(tmp_path / "a.jsonl", *map(pair, range(6)))
+    (tmp_path / "more").mkdir()
+    write_lines(tmp_path / "more" / "b.jsonl", *map(pair, range(6, 10)))
+    held = write_lines(tmp_path / "dev.jsonl", *map(pair, range(20, 23)))
+    names = [str(first), str(tmp_path / "more")]
+    data = ready(settings(first, dataset=names, validation=str(held), columns=COLUMNS), tokenizer)
+    assert (data.traces, data.heldout_traces, len(data.heldout_rows)) == (10, 3, 3)
+    assert [item.answer for item in data.items] == ["21", "22", "23"]
+    assert data.dataset.key == ", ".join(names) and f"3 held out ({held})" in data.describe()
+    again = ready(settings(first, dataset=names[::-1], validation=str(held), columns=COLUMNS), tokenizer)
+    assert again.dataset.sha256 != data.dataset.sha256
+    write_lines(held, pair(3), pair(20))
+    with pytest.raises(InputError, match=rf"in_validation: 1 x .*; first {first}:4: the question of {held}:1"):
+        ready(settings(first, dataset=names, validation=str(held), columns=COLUMNS), tokenizer)
+
+
+def test_the_first_records_are_taken_and_those_behind_them_are_not_even_checked(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", *map(pair, range(8)), {"Problem": 5})
+    data = ready(settings(path, max_examples=8, columns=COLUMNS), tokenizer)
+    alone = ready(settings(write_lines(tmp_path / "b.jsonl", *map(pair, range(8))), columns=COLUMNS), tokenizer)
+    assert data.traces + data.heldout_traces == 8 and data.merkle_root == alone.merkle_root
+    with pytest.raises(InputError, match="wrong_field: 1 x"):
+        ready(settings(path, max_examples=9, columns=COLUMNS), tokenizer)
+
+
+def test_bad_records_are_left_out_when_asked_and_the_rest_trains_as_if_they_were_not_there(tmp_path, tokenizer, caplog):
+    good = [record(n) for n in range(10)]
+    orphan = record(30, prompt="Why?", steps=[{"i": 0, "type": "fact", "content": "</reasoning>"}])
+    path = write_lines(tmp_path / "a.jsonl", *good[:5], {"prompt": "?"}, orphan, *good[5:])
+    clean = ready(settings(write_lines(tmp_path / "b.jsonl", *good)), tokenizer)
+    data = ready(settings(path, skip_bad=True), tokenizer)
+    assert (data.skipped, data.merkle_root, data.items) == (2, clean.merkle_root, clean.items)
+    assert "2 of 12 records skipped: wrong_field 1, orphan_tag 1" in caplog.text
+    assert data.describe().endswith("2 bad records skipped")
+    with pytest.raises(InputError, match="wrong_field: 1 x"):
+        ready(settings(write_lines(path, {"prompt": "?"}), skip_bad=True, format="trace"), tokenizer)
+
+
+def test_every_token_of_a_plain_text_is_a_target_but_the_first(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("It rains.\nStill.\n\nThe sun <eos> shines.\n\n\nSnow.\n", encoding="utf-8")
+    config = build_config({"dataset": str(tmp_path / "a.txt"), "validation_fraction": 0, "packing": False,
+                           "evaluation": {"enabled": False}, "system_instruction": "Be brief."}, "test")  # fmt: skip
+    data = ready(config, tokenizer)
+    texts = [tokenizer.inner.decode(row.ids.tolist(), skip_special_tokens=False) for row in data.rows]
+    assert texts[0] == "<bos>It rains.\nStill.<eos>" and len(texts) == 3
+    assert all(row.trained.tolist() == [False] + [True] * (len(row.ids) - 1) for row in data.rows)
+    assert tokenizer.eos_id not in data.rows[1].ids[1:-1], "a control token in a text stays text"
+    assert "plain texts: no template, every token is a target" in data.describe()

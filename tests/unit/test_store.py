@@ -15,6 +15,7 @@ from tunix_rt.data.contamination import find_leaks
 from tunix_rt.data.sources import find_dataset, find_evalset, read_items
 from tunix_rt.data.text import Sketches, sketch
 from tunix_rt.data.token_cache import Reading, cache_folder, open_store
+from tunix_rt.data.validation import refuse
 from tunix_rt.errors import InputError, Preempted
 from tunix_rt.storage import merkle_root, row_leaf
 
@@ -85,11 +86,20 @@ def test_an_interrupted_build_leaves_no_half_store(data):
     assert len(open_store(recipe_for(data), quiet).examples) == 30
 
 
-def test_a_record_that_cannot_be_read_leaves_no_store_and_is_named(data):
-    data.write_bytes(data.read_bytes() + b'{"prompt": "?"}\n')
-    with pytest.raises(InputError, match=rf"{data}:31: "):
-        open_store(recipe_for(data), quiet)
-    assert [path.name for path in cache_folder().iterdir() if not path.name.endswith(".lock")] == []
+def test_every_record_that_cannot_be_read_is_found_in_one_pass_and_changes_nothing_about_the_others(data):
+    before = open_store(recipe_for(data), quiet)
+    data.write_bytes(b"\n" + data.read_bytes() + b'{"prompt": "?"}\n' * 30)
+    after = open_store(recipe_for(data), quiet)
+    assert (after.merkle_root, after.tokens, len(after.examples)) == (before.merkle_root, before.tokens, 61)
+    assert [(one.rule, one.count, one.first) for one in after.findings if one.refuses] == [
+        ("unreadable", 1, f"{data}:1"), ("wrong_field", 30, f"{data}:32"),
+    ]  # fmt: skip
+    assert after.examples.entries["bad"].tolist() == [True] + [False] * 30 + [True] * 30
+    with pytest.raises(InputError) as caught:
+        refuse(after.findings)
+    listed = [line for line in caught.value.problem.splitlines() if line.startswith(f"  {data}")]
+    assert len(listed) == 20 and caught.value.problem.endswith("and 11 more")
+    assert [one for one in after.findings if not one.refuses] == [one for one in before.findings if not one.refuses]
 
 
 def test_the_merkle_root_of_a_store_is_that_of_its_examples(data):

@@ -66,6 +66,7 @@ class Case:
     line: int = 2
     """Which line is at fault; the first is always good."""
     eval_questions: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
     model: ModelFacts = TINY
     good_model: ModelFacts | None = None
 
@@ -108,6 +109,8 @@ def found_in(records, case: Case, template: str | None, model: ModelFacts, folde
         evaluation = {"evalset": str(write_lines(folder / "eval.jsonl", *case.eval_questions))}
     raw = {"evaluation": evaluation, **case.settings}
     raw["data"] = {"dataset": str(path), **raw.get("data", {})}
+    if case.validation:
+        raw["data"]["validation"] = str(write_lines(folder / "validation.jsonl", case.validation))
     tokenizer = tokenizer_with(template, folder / "tokenizer")
     return list(inspect(build_config(raw, "test"), tokenizer, model, lambda *_: None).findings)
 
@@ -142,7 +145,8 @@ def test_a_bad_file_is_reported_by_its_rule_alone_with_count_and_line_and_refuse
         return rules.refuse(findings)
     with pytest.raises(InputError) as caught:
         rules.refuse(findings)
-    assert (caught.value.exit_code, caught.value.fix) == (3, RULES[name].fix)
+    way_out = findings[0].way_out + (f"; {rules.SKIP_BAD}" if name in rules.OF_RECORD else "")
+    assert (caught.value.exit_code, caught.value.fix) == (3, way_out)
     assert caught.value.problem.startswith(f"{name}: 1 x ") and f"first {findings[0].first}: " in caught.value.problem
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tunix_rt.cli.train import FLAGS, MAP, data_flags
 from tunix_rt.cli.views import data as validation
 from tunix_rt.cli.views import text
 
@@ -43,36 +44,43 @@ def _settings(command: Command) -> Command:
             "--model", help=f"Hub id, local folder, or a shipped model. Default: that of --config, or {SHIPPED_MODEL}."
         ),
         click.option("--config", help="A YAML file, or the name of a shipped one."),
+        click.option("--skip-bad", is_flag=True, help="Leave out records that validation refuses, and count them."),
+        click.option(
+            "--map", "columns", multiple=True, metavar=MAP, help="Columns under other names; case never matters."
+        ),
     ):
         command = option(command)
     return command
 
 
 @data.command("import")
-@click.argument("source", metavar="FILE")
+@click.argument("dataset", metavar="FILE...", nargs=-1, required=True)
 @click.option("--as", "key", required=True, metavar="KEY", help="Name of the dataset; it is written to datasets/KEY.")
 @click.option("--format", "reading", default="auto", show_default=True, help="Format of the records; auto detects it.")
 @click.option("--replace", is_flag=True, help="Replace the dataset of that name.")
 @_settings
-def import_(source: str, key: str, reading: str, replace: bool, as_json: bool, **options: Any) -> None:
-    """Import FILE (JSONL, JSON or Parquet, also in gzip; a folder; a hub dataset in the local cache) as datasets/KEY.
+def import_(key: str, reading: str, replace: bool, as_json: bool, **options: Any) -> None:
+    """Import FILE (JSONL, JSON, CSV, TSV, text or Parquet, also in gzip; a folder; a cached hub dataset) as datasets/KEY.
 
     Prints how it was read, tokenizes it, and shows a few examples. Findings of validation are printed; none is refused here.
     """
     from tunix_rt.data.importer import import_dataset
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.render import style_of
-    from tunix_rt.models.secrets import refuse_address
+    from tunix_rt.data.sources import find_datasets
     from tunix_rt.storage import read_json, to_plain, write_json
 
-    refuse_address("FILE", source)
     look = _look(options, **{"data.format": reading})
-    style_of(look.config.data, look.tokenizer)  # an unusable template is refused before anything is written
+    data = look.config.data
+    style_of(data, look.tokenizer)  # an unusable template is refused before anything is written
     with _watching() as progress:
-        imported = import_dataset(source, key=key, format=reading, replace=replace, folder=FOLDER)
+        source = find_datasets(data.names, columns=data.columns, limit=data.max_examples)
+        imported = import_dataset(
+            source, key=key, format=reading, replace=replace, skip_bad=data.skip_bad, folder=FOLDER
+        )
         if not as_json:
             text.show_facts(_import_facts(imported))
-        home = {"dataset": str(imported.dataset.parent), "format": imported.written_as}
+        home = {"dataset": str(imported.dataset.parent), "format": imported.written_as, "columns": None}
         config = look.config.model_copy(update={"data": look.config.data.model_copy(update=home)})
         seen = inspect(config, look.tokenizer, look.model, progress)
     tokenised = {
@@ -114,16 +122,34 @@ def evalset(name: str, dataset: str | None, as_json: bool) -> None:
         kinds = (("section", found.sections), ("category", found.categories), ("difficulty", found.difficulties))
         counts = [(kind, ", ".join(f"{one} {count:,}" for one, count in of.items())) for kind, of in kinds]
         text.show_facts([("eval set", found.key), ("questions", f"{found.items:,}"), *counts])
-        text.show_lines(finding.describe() for finding in found.findings)
+        text.show_lines([*(finding.describe() for finding in found.findings), found.verdict(dataset)])
     if not found.good:
         wrong = [finding for finding in found.findings if finding.refuses]
         raise InputError(f"{name}: {wrong[0].describe()}", fix=f"correct the {len(wrong)} kind(s) of error above")
 
 
+@data.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def list_(as_json: bool) -> None:
+    """List the datasets and eval sets that have a name here: shipped ones, and those imported below this folder."""
+    from tunix_rt.data.readers import read_lines
+    from tunix_rt.data.sources import named
+
+    rows = [
+        {"kind": kind[:-1], "name": name, "rows": sum(1 for _ in read_lines(path)), "path": str(path)}
+        for kind in ("datasets", "evalsets")
+        for name, path in named(kind).items()
+    ]
+    if as_json:
+        text.show_json({"schema": "tunix-rt/data-list/1", "sets": rows})
+    else:
+        text.show_table([*rows[0]], [tuple(map(str, row.values())) for row in rows], numbers=("rows",))
+
+
 @data.command()
-@click.argument("key")
+@click.argument("dataset", metavar="KEY...", nargs=-1, required=True)
 @_settings
-def check(key: str, as_json: bool, **options: Any) -> None:
+def check(as_json: bool, **options: Any) -> None:
     """Validate dataset KEY against every rule. Exit 3 when one refuses it, as a run would.
 
     KEY is a dataset, a file, a folder, or a hub dataset in the local cache.
@@ -131,7 +157,7 @@ def check(key: str, as_json: bool, **options: Any) -> None:
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.validation import refuse
 
-    look = _look(options, **{"data.dataset": key})
+    look = _look(options)
     with _watching() as progress:
         seen = inspect(look.config, look.tokenizer, look.model, progress)
     figures = validation.figures(seen, look.config)
@@ -144,17 +170,17 @@ def check(key: str, as_json: bool, **options: Any) -> None:
 
 
 @data.command()
-@click.argument("key")
+@click.argument("dataset", metavar="KEY...", nargs=-1, required=True)
 @click.option("--row", type=click.IntRange(min=1), metavar="N", help="The N-th record of the dataset. Default: 1.")
 @click.option("--packed", type=click.IntRange(min=1), metavar="N", help="The N-th training row, as it is packed.")
 @_settings
-def show(key: str, row: int | None, packed: int | None, as_json: bool, **options: Any) -> None:
+def show(row: int | None, packed: int | None, as_json: bool, **options: Any) -> None:
     """Show one row of dataset KEY token by token: its text, its ids, and what is trained."""
     from tunix_rt.cli.views import data as tokens
 
     if row is not None and packed is not None:
         raise click.UsageError("give --row or --packed, not both")
-    look = _look(options, **{"data.dataset": key})
+    look = _look(options)
     shown = _packed(packed, look) if packed is not None else _record(row or 1, look)
     view = shown.view
     if as_json:
@@ -202,7 +228,9 @@ def _look(options: Mapping[str, Any], **settings: str) -> Look:
     from tunix_rt.train.context import find_tokenizer
 
     path = find_config(options["config"]) if options["config"] else None
-    flags = settings | {"model.model_name_or_path": options["model"]}
+    named = data_flags(options)
+    flags: dict[str, Any] = settings | {"model.model_name_or_path": options["model"]}
+    flags |= {FLAGS[name]: value for name, value in named.items()}
     config = load_config(path, overrides=options["overrides"], flags=flags)
     hint = ""
     if not config.model.model_name_or_path:
@@ -230,6 +258,7 @@ def _import_facts(imported: "Imported") -> validation.Facts:
         ("records", f"{imported.rows:,}"),
         ("not used", unused or "none: every column is read"),
         *(worded if imported.worded else []),
+        ("skipped", ", ".join(f"{rule} {count:,}" for rule, count in imported.skipped.items()) or None),
         ("path", str(imported.dataset)),
         ("sha256", imported.sha256),
     ]
@@ -254,6 +283,7 @@ def _after_import(seen: "Inspected", imported: "Imported", look: Look, given: Ma
     key = imported.key
     options = "".join(f" --set {shlex.quote(override)}" for override in given["overrides"])
     options = f" --model {shlex.quote(given['model'])}{options}" if given["model"] else options
+    options += " --skip-bad" * bool(seen.skipped)
     config = shlex.quote(given["config"]) if given["config"] else ""
     check = f"tunix-rt data check {key}" + (f" --config {config}" if config else "") + options
     refusing, warning = (

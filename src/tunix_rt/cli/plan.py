@@ -118,6 +118,7 @@ def plan_one(
     settings: "RunConfig", target: "PlanTarget", source: "ModelSource", shape: "ModelShape", *, as_json: bool
 ) -> None:
     """Print the plan; then raise the HardwareError or DoesNotFitError of a run that would be refused."""
+    from tunix_rt.cli.views import text
     from tunix_rt.cli.views.plan import disk_line, show_outlook
     from tunix_rt.plan.calibration import band
     from tunix_rt.plan.precision import recipe_of
@@ -146,6 +147,7 @@ def plan_one(
     else:
         shown = known.describe() if known else ""
         show_outlook(seen, run, exact=exact, disk=disk_line(disk, free), band=shown, measured=measured)
+        text.show_lines(filter(None, [settings.data.beyond_positions(shape.max_positions)]))
     refuse(seen, listed=not as_json)
 
 

@@ -147,7 +147,7 @@ def read_run(root: Path) -> RunDetail:
         **_known(result, "reason", "parameters", "seconds", "best_step", "best_heldout_loss"),
         **_known(memory, "predicted_bytes", "measured_bytes"),
         model=config.model.model_name_or_path if config else None,
-        dataset=config.data.dataset if config else None,
+        dataset=config.data.key if config else None,
         losses=losses,
         heldout=heldout,
         resumed_from=(result.resumed_from or None) if result else None,

@@ -1,6 +1,7 @@
 """`tunix-rt train`: the whole pipeline from one configuration. And the scripts in training/ and training_pt/."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ MOST_RECORDED = 50
 """Steps of a profile: more than a million events of a large model."""
 FLAGS = {
     "model": "model.model_name_or_path", "weights": "model.weights", "dataset": "data.dataset", "device": "training.device",
-    "backend": "training.backend", "max_steps": "training.max_steps",
+    "backend": "training.backend", "max_steps": "training.max_steps", "columns": "data.columns", "skip_bad": "data.skip_bad",
 }  # fmt: skip
 """Flag -> setting."""
+MAP = "OURS=THEIRS,..."
 RESUME = "training.resume_from_checkpoint"
 
 
@@ -20,7 +22,12 @@ RESUME = "training.resume_from_checkpoint"
 @click.argument("config", required=False)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
 @click.option("--model", help="Local folder, GGUF file, shipped model, hub id; or a preset, with --weights random.")
-@click.option("--data", "--dataset", "dataset", help="Dataset key, file, folder, or hub dataset in the local cache.")
+@click.option(
+    "--data", "--dataset", "dataset", multiple=True,
+    help="Dataset key, file, folder, or hub dataset in the local cache; may be repeated.",
+)  # fmt: skip
+@click.option("--map", "columns", multiple=True, metavar=MAP, help="Columns under other names; case never matters.")
+@click.option("--skip-bad", is_flag=True, help="Leave out records that validation refuses, and count them.")
 @click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
 @click.option("--backend", help="torch or jax.")
 @click.option("--weights", help="pretrained or random.")
@@ -41,6 +48,7 @@ def train(
     """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
     from tunix_rt.config.load import find_config, load_config
 
+    named |= data_flags(named)
     flags = {setting: named[flag] for flag, setting in FLAGS.items()} | {RESUME: "auto" if resume else None}
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags)
@@ -48,6 +56,15 @@ def train(
         settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=named["allow_oom_attempt"],
         stop_after=named["stop_after"],
     )  # fmt: skip
+
+
+def data_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`--data`, `--map` and `--skip-bad` as settings; None where they are not given."""
+    pairs = [pair.partition("=") for text in given["columns"] for pair in text.split(",")]
+    if wrong := [own for own, equals, theirs in pairs if not (own.strip() and equals and theirs.strip())]:
+        raise click.UsageError(f"--map {wrong[0]!r}: write --map question=Problem,answer=Solution")
+    columns = {own.strip(): theirs.strip() for own, _, theirs in pairs}
+    return {"dataset": given["dataset"] or None, "columns": columns or None, "skip_bad": given["skip_bad"] or None}
 
 
 def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, **how: Any) -> None:

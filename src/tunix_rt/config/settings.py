@@ -37,6 +37,11 @@ def _seconds(value: object) -> object:
     return parts[0] * 3600 + parts[1] * 60 + parts[2] if value.strip() else value
 
 
+def _only_one(value: object) -> object:
+    """A list of one name is that name."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
 def _refuse_0_and_1(value: object) -> object:
     """1 would be converted to true, which saves no activations, where 0.99 saves nearly all."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value in (0, 1):
@@ -81,9 +86,18 @@ class Model(Section):
 
 
 class Data(Section):
-    dataset: str | None = None
-    """Key of a dataset (`datasets/<key>`), a file or folder, or the id of a Hugging Face dataset in the local cache."""
-    format: Literal["auto", "trace", "prompt_completion", "messages", "sharegpt", "alpaca", "gsm8k"] = "auto"
+    dataset: Annotated[str | Annotated[tuple[str, ...], Field(min_length=2)] | None, BeforeValidator(_only_one)] = None
+    """Key of a dataset (`datasets/<key>`), a file or folder, or the id of a Hugging Face dataset in the local cache; or a list
+    of them, read in that order."""
+    validation: str | None = None
+    """A dataset, named like `dataset`, that is held out whole; then none of `dataset` is."""
+    columns: dict[str, str] | None = None
+    """Columns under other names: `{question: Problem, answer: Solution}`. Case never matters."""
+    max_examples: Count | None = None
+    """Read the first N records of `dataset` only."""
+    skip_bad: bool = False
+    """Leave out records that validation refuses one by one, and count them in the log; else they end the run."""
+    format: Literal["auto", "trace", "prompt_completion", "messages", "sharegpt", "alpaca", "gsm8k", "text"] = "auto"
     """Format of a record; `auto` infers it from the keys, and refuses a record that matches two."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 1024
     """Tokens in a row, prompt and completion together."""
@@ -102,7 +116,33 @@ class Data(Section):
     answer_tag: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")] = "answer"
     """Name of the tags around its final answer."""
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    """Share of the traces held out of training, for the held-out loss."""
+    """Share of the traces held out of training, for the held-out loss; not used with `validation`."""
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # a mapping has no hash, and plans are cached by their settings
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name in `dataset`."""
+        return self.dataset if isinstance(self.dataset, tuple) else (self.dataset,) if self.dataset else ()
+
+    @property
+    def key(self) -> str | None:
+        """The name of the whole dataset, as runs record it."""
+        return ", ".join(self.names) or None
+
+    @property
+    def holds_out(self) -> bool:
+        return bool(self.validation or self.validation_fraction)
+
+    def beyond_positions(self, positions: int) -> str | None:
+        """The sentence for a `max_length` that no example can have; None where the model has as many positions."""
+        if self.max_length <= positions:
+            return None
+        return (
+            f"data.max_length is {self.max_length:,}, and the model has {positions:,} positions: "
+            f"an example may have {positions:,} tokens; set data.max_length={positions}"
+        )
 
 
 class Training(Section):
@@ -260,11 +300,11 @@ def require_runnable(config: RunConfig) -> None:
             "training.patience counts evaluations, and training.eval_steps is not set",
             fix="set training.eval_steps, or leave training.patience out",
         )
-    if training.eval_steps and not config.data.validation_fraction and (training.patience or not sampled):
+    if training.eval_steps and not config.data.holds_out and (training.patience or not sampled):
         needs = "training.patience" if training.patience and sampled else "training.eval_steps"
         raise ConfigError(
             f"{needs} needs held-out traces, and data.validation_fraction is 0",
-            fix=f"set data.validation_fraction above 0, or leave {needs} out",
+            fix=f"set data.validation_fraction above 0 or data.validation, or leave {needs} out",
         )
     refuse_unsupported(training, implementation=config.model.implementation)
     for refused, problem, fix in _unfit(training):

@@ -70,6 +70,27 @@ def unpacked_bytes(path: Path, version: Version | None = None) -> Iterator[tuple
         refuse_changed(path, file, version)
 
 
+def read_whole(path: Path, version: Version, what: str, instead: str) -> bytes:
+    """All bytes of a file, decompressed. `what` and `instead` are for a file over the limit."""
+    try:
+        with unpacked_bytes(path, version) as (stream, _):
+            content = stream.read(MAX_DOCUMENT_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        refuse_bytes(path, error)
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise InputError(
+            f"{path}: {what} of over {MAX_DOCUMENT_BYTES:,} bytes, which would be held in memory", fix=instead
+        )
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A record that its reader could not read, for `parse` to refuse."""
+
+    problem: str
+
+
 # --- Parquet --------------------------------------------------------------------------------------------------------
 
 BATCH_ROWS = 8

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tunix_rt.data.formats import to_sample
-from tunix_rt.data.readers import Raw, parse
+from tunix_rt.data.readers import BadRecord, Raw
 from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.sources import Dataset, FileRef
 from tunix_rt.data.text import OVERLAP_WORDS, SHORT_WORDS, Hashes, fold, runs_of, words
@@ -156,7 +156,7 @@ def _among(runs: Hashes, known: Hashes) -> list[int]:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Version of the comparison; cached matches of another version are not used."""
 Found = list[tuple[str, list[int], str]]
 """(rule, [file, line], item and shared words)"""
@@ -177,7 +177,7 @@ def find_leaks(
 def _read_cache(path: Path) -> list[dict[str, Any]] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        return [{name: match[name] for name in ("rule", "count", "places", "seen")} for match in known]
+        return [{name: match[name] for name in ("rule", "count", "places", "seen", "each")} for match in known]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not searched yet, or corrupt
 
@@ -206,8 +206,10 @@ def _matches_in(state: tuple[Dataset, str, Questions], batch: Iterable[Raw]) -> 
     dataset, format, questions = state
     found: Found = []
     for raw in batch:
-        where = dataset.place(raw.file, raw.line)
-        match = find_overlap(to_sample(parse(raw, where), format, where), questions)
-        if match is not None:
+        try:
+            sample = to_sample(dataset.record(raw), format, dataset.place(raw.file, raw.line))
+        except BadRecord:
+            continue  # tokenization reports it
+        if (match := find_overlap(sample, questions)) is not None:
             found.append((match.rule, [raw.file, raw.line], f"{match.item + 1} shares {match.shared!r}"))
     return found

@@ -176,7 +176,7 @@ def check_text(sample: Sample, tokenizer: Tokenizer, style: Style) -> Iterator[t
         if match := next(filter(None, map(characters.search, sample.texts)), None):
             yield name, wrong.format(ord(match.group()))
     token = spelled_control_token(sample, tokenizer)
-    if token is not None and style.template.name == PLAIN:
+    if token is not None and (style.template.name == PLAIN or sample.is_text):
         yield "control_text", f"{token} is spelled out"
     elif token is not None and (token != tokenizer.bos_token or _serves_twice(tokenizer, style)):
         # otherwise the beginning-of-sequence token has a rule of its own

@@ -1,20 +1,24 @@
 """The formats of training records, and how each becomes a Sample. No column is dropped silently.
 
-The keys of the first record decide; a record that fits two formats, or none, is refused with the ways out. Control
-characters and lone surrogates in a text are left to validation.
+The keys of the first record that can be read decide; one that fits two formats, or none, is refused with the ways out.
+Control characters and lone surrogates in a text are left to validation.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
 from tunix_rt.data.containers import printable
-from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.other_methods import refuse_other_methods
+from tunix_rt.data.readers import BadRecord, read_raw
 from tunix_rt.data.records import (
+    KINDS,
     ROLES,
     SHAREGPT_ROLES,
     Fields,
@@ -49,18 +53,20 @@ class Format:
     """Names of the columns that are read."""
 
 
+FIRST_RECORDS = 100
+"""Records of a file in which one that can be read is looked for."""
+
+
 def detect_format(dataset: Dataset, wanted: str = "auto") -> str:
-    """Name of the format of the dataset: `wanted`, or the only one that fits the first record of every file."""
+    """Name of the format of the dataset: `wanted`, or the only one that fits the first readable record of every file."""
     if wanted in FORMATS:
         return wanted
     if wanted != "auto":
         raise InputError(f"no format is named {wanted!r}", fix=f"use one of: auto, {', '.join(FORMATS)}")
     formats: dict[str, str] = {}
     for number, file in enumerate(dataset.files):
-        with closing(read_raw(replace(dataset, files=(file,)))) as records:
-            raw = next(records)
-        where = dataset.place(number, raw.line)
-        formats.setdefault(_only_reading(parse(raw, where), where), where)
+        format, line = _format_of_file(replace(dataset, files=(file,)))
+        formats.setdefault(format, dataset.place(number, line))
     if len(formats) > 1:
         (first, here), (second, there), *_ = formats.items()
         raise InputError(
@@ -70,19 +76,37 @@ def detect_format(dataset: Dataset, wanted: str = "auto") -> str:
     return next(iter(formats))
 
 
+def _format_of_file(dataset: Dataset) -> tuple[str, int]:
+    """The format and the line of the first record that has one; without any, the error of the first record."""
+    problem: BadRecord | None = None
+    with closing(read_raw(dataset)) as records:
+        for raw in islice(records, FIRST_RECORDS):
+            where = dataset.place(0, raw.line)
+            try:
+                record = dataset.record(raw)
+                refuse_other_methods(record, where)
+                return _only_reading(record, where, dataset.columns), raw.line
+            except BadRecord as error:
+                problem = problem or error
+    assert problem is not None, "a dataset has records"
+    raise problem
+
+
 def to_sample(record: dict[str, Any], format: str, where: str) -> Sample:
-    """The record in its normal form; an InputError names `where` and the wrong field."""
+    """The record in its normal form; a BadRecord names `where` and the wrong field."""
     shape = FORMATS[format]
+    if not KINDS.isdisjoint(record) and format != "text":
+        refuse_other_methods(record, where)
     try:
         return shape.read(record)
     except Wrong as wrong:
         others = [] if shape.fits(record) else readings(record)
         instead = f"; by its keys it is {' or '.join(others)}, not {format}" if others else ""
         alone = "; records of another format need a dataset of their own" if others else ""
-        raise InputError(
-            f"{where}: {printable(wrong.field)}: {wrong.problem}{instead}",
+        raise BadRecord(
+            where, f"{printable(wrong.field)}: {wrong.problem}{instead}", rule=wrong.rule,
             fix=f"correct it: {format} needs {shape.needs}{alone}",
-        ) from wrong
+        ) from wrong  # fmt: skip
 
 
 def readings(record: Fields) -> list[str]:
@@ -96,7 +120,11 @@ def unused_columns(record: Fields, format: str) -> list[str]:
     return [name for name, value in record.items() if name not in used and value is not None]
 
 
-def _only_reading(record: dict[str, Any], where: str) -> str:
+_LIKE_QUESTION = ("problem", "query", "instruction", "question", "prompt", "input", "user", "human", "title")
+_LIKE_ANSWER = ("solution", "reply", "response", "answer", "completion", "output", "assistant", "target", "body")
+
+
+def _only_reading(record: dict[str, Any], where: str, columns: Mapping[str, str]) -> str:
     fitting = readings(record)
     if len(fitting) == 1:
         return fitting[0]
@@ -104,15 +132,29 @@ def _only_reading(record: dict[str, Any], where: str) -> str:
     keys = ", ".join(names[:30]) + (" ..." if len(names) > 30 else "")
     if not fitting:
         needs = "\n".join(f"    {name}: {shape.needs}" for name, shape in FORMATS.items())
-        raise InputError(
-            f"{where}: no format fits the keys of the record: {keys or 'it has none'}",
-            fix=f"rename the columns to those of a format\n{needs}",
-        )
+        missing = [theirs for own, theirs in columns.items() if own not in record]
+        mapped = f"there is no column {missing[0]!r}; " if missing else ""
+        meant = _mapping({columns.get(name, name): value for name, value in record.items()})
+        raise BadRecord(
+            where, f"{mapped}no format fits the keys of the record: {keys or 'it has none'}", rule="wrong_field",
+            fix=f"say which columns to train on: {meant}; or rename them to those of a format\n{needs}",
+        )  # fmt: skip
     ways = ", or ".join(f"--format {name} ({FORMATS[name].needs})" for name in fitting)
     raise InputError(
         f"{where}: the keys of the record can be read as {' and as '.join(fitting)}: {keys}",
         fix=f"choose one: {ways}; outside of an import that is --set data.format=NAME",
     )
+
+
+def _mapping(record: Fields) -> str:
+    """The `--map` that is likely meant: columns with usual names, else the first two texts."""
+    texts = [name for name, value in record.items() if type(value) is str and not set(name) & set(",=")]
+    if len(texts) == 1:
+        return f"--map {shlex.quote(f'text={texts[0]}')}"
+    both = (_LIKE_QUESTION, _LIKE_ANSWER)
+    found = {name: "" for of in both for name in [n for like in of for n in texts if like in n.casefold()][:1]}
+    first, second = found if len(found) == 2 else [*texts, "COLUMN", "COLUMN"][:2]
+    return f"--map {shlex.quote(f'question={first},answer={second}')}"
 
 
 def _has(record: Fields, *names: str) -> bool:
@@ -203,6 +245,14 @@ def _read_alpaca(record: Fields) -> Sample:
     reply = Turn(role="assistant", text=text_of(record.get("output"), "output"))
     first = () if system is None else (Turn(role="system", text=system),)
     return Sample(turns=(*first, *history_of(record.get("history")), Turn(role="user", text=prompt), reply))
+
+
+# --- plain text ------------------------------------------------------------------------------------------------------
+
+
+def _fits_text(record: Fields) -> bool:
+    """Only a text: beside the columns of another format it is their rendering."""
+    return _has(record, "text") and not any(shape.fits(record) for name, shape in FORMATS.items() if name != "text")
 
 
 # --- GSM8K -----------------------------------------------------------------------------------------------------------
@@ -298,7 +348,7 @@ FORMATS: Mapping[str, Format] = {
         uses=lambda record: frozenset(name for pair in _pairs(record) for name in pair),
     ),
     "messages": Format(
-        needs="messages, each with role (system, user, assistant) and content; also system",
+        needs="messages, each with role (system or developer, user, assistant) and content; also system",
         fits=lambda record: _has(record, "messages"),
         read=lambda record: _read_chat(record, "messages"),
         uses=_always("messages", "system"),
@@ -320,5 +370,11 @@ FORMATS: Mapping[str, Format] = {
         fits=_fits_gsm8k,
         read=_read_gsm8k,
         uses=_always("question", "answer"),
+    ),
+    "text": Format(
+        needs="text, trained whole",
+        fits=_fits_text,
+        read=lambda record: Sample(turns=(Turn(role="text", text=text_of(record.get("text"), "text")),)),
+        uses=_always("text"),
     ),
 }

@@ -12,13 +12,15 @@ from typing import Any
 from tunix_rt import __version__
 from tunix_rt.data.containers import printable
 from tunix_rt.data.formats import detect_format, gsm8k_trace, to_sample, unused_columns, words_behind_number
-from tunix_rt.data.readers import MAX_LINE_BYTES, parse, read_raw
+from tunix_rt.data.readers import MAX_LINE_BYTES, BadRecord, read_raw
 from tunix_rt.data.records import Sample
-from tunix_rt.data.sources import KEY, Dataset, find_dataset
+from tunix_rt.data.sources import KEY, Dataset
+from tunix_rt.data.validation import Tally, findings_of, refuse
 from tunix_rt.errors import InputError
 from tunix_rt.storage import staged_folder, storage, write_json
 
 SHOWN = 3
+WRITTEN_AS = {"trace": "trace", "gsm8k": "trace", "text": "text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +43,18 @@ class Imported:
     sha256: str
     samples: tuple[Sample, ...]
     """The first three."""
+    skipped: Mapping[str, int]
+    """Records that were left out, by the rule they break."""
 
     @property
     def container(self) -> str:
-        """The containers of the source files, for people."""
-        kinds = {f"{file.container} in gzip" if file.gzip else file.container for file in self.source.files}
-        return ", ".join(sorted(kinds))
+        """How the source files were read, for people."""
+        return "; ".join(sorted({file.describe() for file in self.source.files}))
 
 
-def import_dataset(name: str, *, key: str, format: str = "auto", replace: bool = False, folder: Path) -> Imported:
-    """Read all of the dataset `name` and write it as `folder/key`, which appears when it is complete."""
+def import_dataset(source: Dataset, *, key: str, format: str = "auto", replace: bool = False, skip_bad: bool = False,
+                   folder: Path) -> Imported:  # fmt: skip
+    """Read all of the dataset `source` and write it as `folder/key`, which appears when it is complete."""
     if not KEY.fullmatch(key):
         raise InputError(
             f"{key[:80]!r} is no key for a dataset",
@@ -58,15 +62,14 @@ def import_dataset(name: str, *, key: str, format: str = "auto", replace: bool =
         )
     final = folder / key
     _refuse_existing(final, replace)
-    source = find_dataset(name)
     chosen = detect_format(source, format)
     with staged_folder(final, replace=replace, concurrent=True) as staged:
-        imported = _write_records(source, chosen, final, staged)
-        write_json(staged / "manifest.json", _manifest(name, imported, (staged / "dataset.jsonl").stat().st_size))
+        imported = _write_records(source, chosen, final, staged, skip_bad=skip_bad)
+        write_json(staged / "manifest.json", _manifest(imported, (staged / "dataset.jsonl").stat().st_size))
     return imported
 
 
-def _manifest(name: str, imported: Imported, size: int) -> dict[str, Any]:
+def _manifest(imported: Imported, size: int) -> dict[str, Any]:
     source = imported.source
     files = [
         {"name": printable(file.path.name), "sha256": file.sha256, "bytes": file.bytes, "container": file.container}
@@ -80,7 +83,7 @@ def _manifest(name: str, imported: Imported, size: int) -> dict[str, Any]:
         "bytes": size,
         "format": imported.written_as,
         "source": {
-            "name": printable(name),
+            "name": printable(source.key),
             "sha256": source.sha256,
             "bytes": sum(file.bytes for file in source.files),
             "format": imported.format,
@@ -88,6 +91,7 @@ def _manifest(name: str, imported: Imported, size: int) -> dict[str, Any]:
         },
         "unused_columns": imported.unused,
         **({"answers_with_words": imported.worded} if imported.worded else {}),
+        **({"skipped": imported.skipped} if imported.skipped else {}),
         "written_by": f"tunix-rt {__version__}",
     }
 
@@ -95,15 +99,19 @@ def _manifest(name: str, imported: Imported, size: int) -> dict[str, Any]:
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-def _write_records(source: Dataset, format: str, final: Path, staged: Path) -> Imported:
+def _write_records(source: Dataset, format: str, final: Path, staged: Path, *, skip_bad: bool) -> Imported:
     digest, unused = hashlib.sha256(), Counter[str]()
     samples: list[Sample] = []
-    rows = worded = 0
+    rows, worded, bad = 0, 0, Tally()
     with (staged / "dataset.jsonl").open("wb") as file:
         for raw in read_raw(source):
             where = source.place(raw.file, raw.line)
-            record = parse(raw, where)
-            sample = to_sample(record, format, where)
+            try:
+                record = source.record(raw)
+                sample = to_sample(record, format, where)
+            except BadRecord as error:
+                bad.add(error.rule, (raw.file, raw.line), error.seen)
+                continue
             line = _line(_to_write(record, sample, format), where)
             file.write(line)
             digest.update(line)
@@ -112,11 +120,13 @@ def _write_records(source: Dataset, format: str, final: Path, staged: Path) -> I
             worded += words_behind_number(record, format) is not None
             if rows <= SHOWN:
                 samples.append(sample)
+    if not (skip_bad and rows):
+        refuse(findings_of(bad.by_rule.values(), source))
     return Imported(
         key=final.name,
         source=source,
         format=format,
-        written_as="trace" if format in ("trace", "gsm8k") else "messages",
+        written_as=WRITTEN_AS.get(format, "messages"),
         rows=rows,
         unused=dict(sorted(unused.items())),
         worded=worded,
@@ -124,6 +134,7 @@ def _write_records(source: Dataset, format: str, final: Path, staged: Path) -> I
         manifest=final / "manifest.json",
         sha256=digest.hexdigest(),
         samples=tuple(samples),
+        skipped={rule: one["count"] for rule, one in bad.by_rule.items()},
     )
 
 
@@ -131,6 +142,8 @@ def _to_write(record: dict[str, Any], sample: Sample, format: str) -> Mapping[st
     """A record that is read back as the same sample."""
     if format == "trace":
         return record
+    if sample.is_text:
+        return {"text": sample.turns[0].text}
     if format == "gsm8k":
         return gsm8k_trace(record)
     messages: list[dict[str, str]] = [{"role": turn.role, "content": turn.text} for turn in sample.turns]

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.contamination import find_leaks
-from tunix_rt.data.example_checks import check_text, open_tag
+from tunix_rt.data.dataset_checks import about_length, about_validation, about_vocabulary
+from tunix_rt.data.example_checks import check_text
 from tunix_rt.data.formats import detect_format, to_sample
 from tunix_rt.data.packing import (
     MOST_HELDOUT,
@@ -25,19 +27,20 @@ from tunix_rt.data.packing import (
     items_of,
     pack,
 )
-from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.readers import read_raw
 from tunix_rt.data.records import EvalItem, Sample, Turn
 from tunix_rt.data.render import Style, prompt_ids, style_of
-from tunix_rt.data.sources import Dataset, FileRef, find_dataset, find_evalset, read_items
+from tunix_rt.data.sources import Dataset, FileRef, find_datasets, find_evalset, read_items
 from tunix_rt.data.token_cache import Progress, Store, open_store
 from tunix_rt.data.tokenize import Recipe
 from tunix_rt.data.tokenizer import Tokenizer, needs_bos
-from tunix_rt.data.validation import PLACES, RULES, Finding, refuse
+from tunix_rt.data.validation import OF_RECORD, RULES, Finding, refuse
 from tunix_rt.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.int64]
+TEXTS = "plain texts: no template, every token is a target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +64,17 @@ class Validated:
     truncated: int
     format: str = "trace"
     findings: tuple[Finding, ...] = ()
+    skipped: int = 0
+    """Records that `data.skip_bad` leaves out."""
+    heldout_from: "Validated | None" = None
+    """`data.validation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspected(Validated):
     """Nothing is refused yet."""
 
+    heldout_from: "Inspected | None" = None
     store: Store
     items: tuple[EvalItem, ...]
     """Of the configured eval set; empty when the held-out traces are evaluated."""
@@ -74,6 +82,8 @@ class Inspected(Validated):
     """Indices of the examples that are used, in file order."""
     lengths: Numbers
     """Of these examples, after truncation."""
+    bad: tuple[Finding, ...] = ()
+    """About the skipped records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +116,14 @@ class Prepared(Validated):
     def describe(self) -> str:
         """One line for the log."""
         lost = [f"{self.dropped} dropped"] * bool(self.dropped) + [f"{self.truncated} truncated"] * bool(self.truncated)
+        source = f" ({self.heldout_from.dataset.key})" if self.heldout_from else ""
         return (
-            f"{self.dataset.key}: {self.traces:,} training traces, {self.heldout_traces:,} held out; "
+            f"{self.dataset.key}: {self.traces:,} training traces, {self.heldout_traces:,} held out{source}; "
             f"{len(self.rows):,} rows, {self.tokens:,} tokens, {self.trained_tokens / self.tokens:.0%} of them trained; "
-            f"template {self.style.template.name}"
+            + (TEXTS if self.format == "text" else f"template {self.style.template.name}")
             + ("" if self.style.completion_only_loss else "; loss on the prompts too")
             + (f"; too long: {', '.join(lost)}" if lost else "")
+            + (f"; {self.skipped:,} bad records skipped" if self.skipped else "")
         )
 
 
@@ -123,18 +135,18 @@ def prepare(
     `today` is the day on which a resumed run began: some templates write the date into every conversation.
     """
     seen = inspect(config, tokenizer, model, progress, today=today)
-    for finding in seen.findings:
-        if not finding.refuses:
-            logger.warning("Data: %s. %s", finding.describe(), RULES[finding.rule].fix)
+    _log_findings(seen, config, model)
     refuse(seen.findings)
     heldout = _hold_out(seen, config)
-    items = _eval_items(config, seen, heldout)
+    out, chosen = (seen, heldout) if seen.heldout_from is None else (seen.heldout_from, seen.heldout_from.lengths > 0)
+    items = _eval_items(config, seen, out, chosen)
     _refuse_prompts(items, tokenizer, seen.style, model)
     max_length, index = config.data.max_length, seen.store.examples.entries
     packing = pack_rows(seen.lengths, ~heldout, max_length, packing=config.data.packing)
-    alone = pack_rows(seen.lengths, heldout, max_length, packing=False)
+    alone = pack_rows(out.lengths, chosen, max_length, packing=False)
     rows, heldout_rows = (
-        Rows(seen.store.examples, Packing(seen.kept[part.order], part.starts), max_length) for part in (packing, alone)
+        Rows(one.store.examples, Packing(one.kept[part.order], part.starts), max_length)
+        for one, part in ((seen, packing), (out, alone))
     )
     of_row = row_lengths(seen.lengths, packing)
     return Prepared(
@@ -143,19 +155,39 @@ def prepare(
         rows=rows,
         heldout_rows=heldout_rows,
         traces=int((~heldout).sum()),
-        heldout_traces=int(heldout.sum()),
+        heldout_traces=int(chosen.sum()),
         tokens=int(of_row.sum()),
         trained_tokens=int(_trained(seen, index)[~heldout].sum()),
-        longest_row=int(max(of_row.max(), seen.lengths[heldout].max(initial=0))),
+        longest_row=int(max(of_row.max(), out.lengths[chosen].max(initial=0))),
         fill=fill_of(of_row, max_length),
         row_facts=facts_of_rows(rows),
         store=seen.store,
     )
 
 
+def _log_findings(seen: Inspected, config: RunConfig, model: ModelFacts) -> None:
+    """How tables and texts are read, warnings, and the records that are skipped."""
+    for one in filter(None, (seen, seen.heldout_from)):
+        for file in one.dataset.files:
+            if file.container in ("csv", "text"):
+                logger.info("Data: %s: %s", file.path, file.describe())
+        if one.skipped:
+            counts = ", ".join(f"{finding.rule} {finding.count:,}" for finding in one.bad)
+            total = f"{len(one.store.examples):,}"
+            logger.warning(
+                "Data: %s of %s records skipped: %s; first %s", f"{one.skipped:,}", total, counts, one.bad[0].first
+            )
+    if sentence := config.data.beyond_positions(model.positions):
+        logger.info("Data: %s", sentence)
+    for finding in seen.findings:
+        if not finding.refuses:
+            logger.warning("Data: %s. %s", finding.describe(), finding.way_out)
+
+
 def recipe_of(config: RunConfig, tokenizer: Tokenizer, model: ModelFacts, *, today: date | None = None) -> Recipe:
     """The dataset of a configuration, and everything that determines its tokens."""
-    dataset = find_dataset(config.data.dataset or "")
+    data = config.data
+    dataset = find_datasets(data.names or ("",), columns=data.columns, limit=data.max_examples)
     return Recipe(
         dataset=dataset,
         format=detect_format(dataset, config.data.format),
@@ -170,25 +202,31 @@ def inspect(
 ) -> Inspected:
     """Validate the dataset of `config`. Raises only for what cannot be read at all."""
     data, recipe = config.data, recipe_of(config, tokenizer, model, today=today)
-    dataset = recipe.dataset
     store = open_store(recipe, progress)
     index = store.examples.entries
+    bad = tuple(finding for finding in store.findings if finding.rule in OF_RECORD) if data.skip_bad else ()
+    used = ~index["bad"] if bad else np.ones(len(index), dtype=np.bool_)
+    if not used.any():
+        refuse(bad)
     lengths = index["length"].astype(np.int64)
-    over = lengths > data.max_length
-    kept = np.flatnonzero(~over) if data.on_overflow == "drop" else np.arange(len(index))
+    over = used & (lengths > data.max_length)
+    kept = np.flatnonzero(used & ~over) if data.on_overflow == "drop" else np.flatnonzero(used)
     cut = np.minimum(lengths[kept], data.max_length) if data.on_overflow == "truncate" else lengths[kept]
     evalset = find_evalset(config.evaluation.evalset) if config.evaluation.evalset else None
     items = tuple(read_items(evalset)) if evalset else ()
     _refuse_odd_questions(items, evalset, tokenizer, recipe.style)
-    findings = [*store.findings, *about_length(config, recipe, store, model, kept, cut)]
-    findings += about_vocabulary(recipe, store, model)
+    findings = [finding for finding in store.findings if finding not in bad]
+    findings += [*about_length(config, recipe, store, model, kept, cut), *about_vocabulary(recipe, store, model)]
     if evalset is not None:
         findings += find_leaks(recipe, store.folder, items, evalset, progress)
     if not len(kept):
         raise InputError(f"no trace is left at max_length {data.max_length}", fix="raise data.max_length")
+    validation = _inspect_validation(config, tokenizer, model, progress, today=today) if data.validation else None
+    if validation is not None:
+        findings += [*validation.findings, *about_validation(recipe.dataset, index[kept], validation)]
     order = list(RULES)
     return Inspected(
-        dataset=dataset,
+        dataset=recipe.dataset,
         format=recipe.format,
         style=recipe.style,
         store=store,
@@ -198,8 +236,20 @@ def inspect(
         lengths=cut,
         dropped=int(over.sum()) if data.on_overflow == "drop" else 0,
         truncated=int(over.sum()) if data.on_overflow == "truncate" else 0,
+        skipped=int((~used).sum()),
+        bad=bad,
+        heldout_from=validation,
         findings=tuple(sorted(findings, key=lambda finding: order.index(finding.rule))),
     )
+
+
+def _inspect_validation(
+    config: RunConfig, tokenizer: Tokenizer, model: ModelFacts, progress: Progress, *, today: date | None
+) -> Inspected:
+    """`data.validation` by itself, whole: evaluation questions may be in it."""
+    changes = {"data.dataset": config.data.validation, "data.validation": None, "data.max_examples": None}
+    alone = with_settings(config, changes | {"evaluation.evalset": None})
+    return inspect(alone, tokenizer, model, progress, today=today)
 
 
 def pack_rows(lengths: Numbers, chosen: npt.NDArray[np.bool_], max_length: int, *, packing: bool) -> Packing:
@@ -233,19 +283,23 @@ def _trained(seen: Inspected, index: npt.NDArray[Any]) -> Numbers:
 
 
 def _hold_out(seen: Inspected, config: RunConfig) -> npt.NDArray[np.bool_]:
-    """Which of the used examples are held out, by the data seed."""
+    """Which of the used examples are held out, by the data seed; none where `data.validation` is."""
+    if seen.heldout_from is not None:
+        return np.zeros(len(seen.kept), dtype=np.bool_)
     questions = seen.store.examples.entries["question"][seen.kept]
     if config.data.validation_fraction and len(np.unique(questions)) < 2:
         logger.warning("No example is held out: all records have the same question")
     return hold_out(questions, fraction=config.data.validation_fraction, seed=config.training.resolved_data_seed)
 
 
-def _eval_items(config: RunConfig, seen: Inspected, heldout: npt.NDArray[np.bool_]) -> tuple[EvalItem, ...]:
-    """The evaluation questions: the configured eval set, or the held-out traces that have an answer."""
+def _eval_items(
+    config: RunConfig, seen: Inspected, out: Inspected, chosen: npt.NDArray[np.bool_]
+) -> tuple[EvalItem, ...]:
+    """The evaluation questions: the configured eval set, or the traces held `out` that have an answer."""
     if not config.evaluation.enabled or seen.evalset is not None:
         return seen.items
-    wanted = seen.kept[heldout]
-    pairs = [pair for sample in _samples_at(seen, wanted) if (pair := as_question(sample, config.data.answer_tag))]
+    wanted = out.kept[chosen]
+    pairs = [pair for sample in _samples_at(out, wanted) if (pair := as_question(sample, config.data.answer_tag))]
     if not pairs:
         raise InputError(
             f"nothing to evaluate: no eval set is configured, and none of the {len(wanted):,} held-out records is one "
@@ -265,8 +319,7 @@ def _samples_at(seen: Inspected, wanted: Numbers) -> Iterator[Sample]:
     numbers = set(wanted.tolist())
     for number, raw in enumerate(read_raw(seen.dataset) if numbers else ()):
         if number in numbers:
-            where = seen.dataset.place(raw.file, raw.line)
-            yield to_sample(parse(raw, where), seen.format, where)
+            yield to_sample(seen.dataset.record(raw), seen.format, seen.dataset.place(raw.file, raw.line))
 
 
 def _refuse_odd_questions(
@@ -288,76 +341,3 @@ def _refuse_prompts(items: Sequence[EvalItem], tokenizer: Tokenizer, style: Styl
             f"model has {model.vocabulary:,} rows",
             fix=RULES["outside_vocabulary"].fix,
         )
-
-
-# --- rules about lengths and ids -------------------------------------------------------------------------------------
-
-
-def about_length(
-    config: RunConfig, recipe: Recipe, store: Store, model: ModelFacts, kept: Numbers, cut: Numbers
-) -> Iterator[Finding]:
-    index, limit, dataset = store.examples.entries, config.data.max_length, recipe.dataset
-
-    def finding(rule: str, which: Numbers, seen: str) -> Finding:
-        return Finding.at(_places(dataset, index[which[:PLACES]]), rule=rule, count=len(which), seen=seen)
-
-    over = np.flatnonzero(index["length"] > limit)
-    if len(over) and config.data.on_overflow == "error":
-        longest = over[np.argmax(index["length"][over])]
-        yield finding(
-            "too_long", over,
-            f"{index['length'][over[0]]} tokens, max_length is {limit}; the longest is {_places(dataset, index[[longest]])[0]} "
-            f"with {index['length'][longest]}",
-        )  # fmt: skip
-    if len(over) and config.data.on_overflow == "truncate":
-        left = np.array([store.examples[i].trained[1:limit].any() for i in over.tolist()])
-        if len(empty := over[~left]):
-            yield finding("no_target", empty, f"no target is left after truncation to {limit}")
-        inside = left & ((index["answer_end"][over] > limit) | _cut_open(recipe, store, over, limit))
-        if len(elsewhere := over[left & ~inside]):
-            yield finding("truncated", elsewhere, f"{index['length'][elsewhere[0]]} tokens, truncated to {limit}")
-        if len(halved := over[inside]):
-            reasoning = int((index["reasoning_end"][halved] > limit).sum())
-            answer = int((index["answer_end"][halved] > limit).sum()) - reasoning
-            other = f", {len(halved) - reasoning - answer} inside a tag of their own" * (
-                len(halved) > reasoning + answer
-            )
-            yield finding(
-                "cut_inside", halved, f"{reasoning} truncated inside the reasoning, {answer} inside the answer{other}"
-            )
-    beyond = kept[cut > model.positions]
-    if len(beyond):
-        yield finding(
-            "beyond_positions", beyond, f"{index['length'][beyond[0]]} tokens, the model has {model.positions}"
-        )
-
-
-def _cut_open(recipe: Recipe, store: Store, over: Numbers, limit: int) -> npt.NDArray[np.bool_]:
-    """Which of the truncated examples end with an open tag; a completion may contain tags of its own."""
-    examples = (store.examples[number] for number in over.tolist())
-    completions = (recipe.tokenizer.decode(one.ids[:limit][one.trained[:limit]].tolist()) for one in examples)
-    return np.array([open_tag(text, recipe.style) is not None for text in completions], dtype=np.bool_)
-
-
-def about_vocabulary(recipe: Recipe, store: Store, model: ModelFacts) -> Iterator[Finding]:
-    """Every id must have a row in the embedding: also those of padding and of end tokens."""
-    tokenizer, style, dataset = recipe.tokenizer, recipe.style, recipe.dataset
-    others = {"padding": tokenizer.pad_id, "end of text": tokenizer.eos_id, "end of turn": style.template.end_id}
-    rows = f"the embedding of the model has {model.vocabulary:,} rows"
-    if store.highest_id >= model.vocabulary:
-        beyond = [i for i in range(len(store.examples)) if store.examples[i].ids.max(initial=0) >= model.vocabulary]
-        first = store.examples[beyond[0]].ids
-        seen = f"id {int(first[first >= model.vocabulary][0])}; {rows}"
-        places = _places(dataset, store.examples.entries[beyond[:PLACES]])
-        yield Finding.at(places, rule="outside_vocabulary", count=len(beyond), seen=seen)
-        return
-    for role, number in others.items():
-        if number >= model.vocabulary:
-            yield Finding(
-                rule="outside_vocabulary", count=1, first=str(tokenizer.folder), seen=f"the {role} token is id {number}; {rows}"
-            )  # fmt: skip
-            return
-
-
-def _places(dataset: Dataset, entries: npt.NDArray[Any]) -> list[str]:
-    return dataset.places(entries[["file", "line"]].tolist())

@@ -1,12 +1,12 @@
-"""Raw records of data files: JSONL, JSON and Parquet, plain or gzip, recognized by content and not by name.
+"""Raw records of data files, plain or gzip, recognized by content; only plain text and a table of one column by name.
 
-JSONL, gzip and Parquet are streamed; a JSON document is held as text, so its size is limited.
+JSONL, gzip and Parquet are streamed; a JSON document, a table and a text are held in memory, so their size is limited.
 """
 
 import contextlib
-import gzip
 import json
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, Opaque, Version, read_parquet, refuse_bytes, unpacked_bytes
+from tunix_rt.data.containers import (
+    Opaque,
+    Unreadable,
+    Version,
+    read_parquet,
+    read_whole,
+    refuse_bytes,
+    refuse_changed,
+    unpacked_bytes,
+)
+from tunix_rt.data.tables import read_table, read_text
 from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,14 +35,6 @@ MAX_LINE_BYTES = 1_000_000
 MAX_BLANK_LINES = 1_000
 """Limit at the end of a file: a few kilobytes of gzip can contain gigabytes of them."""
 BOM = b"\xef\xbb\xbf"
-
-NOT_READ = {
-    b"PK\x03\x04": "a zip archive",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"BZh": "compressed with bzip2",
-    b"\xfd7zXZ\x00": "compressed with xz",
-    b"ARROW1": "an Arrow file",
-}
 
 Records = Iterator[tuple[int, Any]]
 """Line (in Parquet: row), counted from 1, and its record. In JSON: line and record number, packed by `pack_line`."""
@@ -49,7 +51,8 @@ class Raw:
 
     file: int
     line: int
-    data: bytes | dict[str, Any]
+    data: Any
+    """Bytes of a line, a mapping, `Unreadable`, or another JSON value, which is no record."""
 
 
 def pack_line(line: int, record: int) -> int:
@@ -68,37 +71,13 @@ def describe_line(packed: int) -> str:
     return f"{line} (record {record})" if record else f"{line}"
 
 
-def recognise(path: Path) -> tuple[str, bool]:
-    """Container of the file (jsonl, json or parquet), and whether it is gzip. Unknown content is JSONL."""
-    head, packed = _head(path)
-    for magic, kind in NOT_READ.items():
-        if head.startswith(magic):
-            raise InputError(
-                f"{path} is {kind}", fix="unpack or convert it: JSONL, JSON and Parquet are read, also in gzip"
-            )
-    if head.startswith(b"PAR1"):
-        return "parquet", packed
-    text = head.removeprefix(BOM).lstrip(b" \t\r\n")
-    _refuse_csv(path, text)
-    return "json" if text.startswith(b"[") or (text.startswith(b"{") and is_document(text)) else "jsonl", packed
+class BadRecord(InputError):
+    """One record that breaks the rule of that name in `validation`: others of its file can be read."""
 
-
-_COLUMN = re.compile(r"[^\W\d][\w .:/#()-]{0,60}")
-
-
-def _refuse_csv(path: Path, head: bytes) -> None:
-    """Refuse a file whose first line is a CSV header."""
-    line = re.split(rb"[\r\n]", head[:10_000], maxsplit=1)[0].decode("utf-8", "replace")
-    for name, mark, option in (("TSV", "\t", ", delimiter='\\t'"), ("CSV", ",", ""), ("CSV", ";", ", delimiter=';'")):
-        columns = [column.strip().strip('"') for column in line.split(mark)]
-        if len(columns) > 1 and all(map(_COLUMN.fullmatch, columns)):
-            source = f"open(0, newline='', encoding='utf-8-sig'){option}"
-            code = f"import csv, json; [print(json.dumps(row)) for row in csv.DictReader({source})]"
-            raise InputError(
-                f"{path}:1: not JSON: this looks like {name}, which is not a supported format",
-                fix="convert it to JSONL with the keys of a format in docs/reference/data-formats.md: "
-                f'python -c "{code}" < FILE > FILE.jsonl',
-            )
+    def __init__(self, where: str, problem: str, *, fix: str, rule: str = "unreadable") -> None:
+        super().__init__(f"{where}: {problem}", fix=fix)
+        self.seen = problem
+        self.rule = rule
 
 
 def read_raw(dataset: "Dataset") -> Generator[Raw]:
@@ -106,11 +85,17 @@ def read_raw(dataset: "Dataset") -> Generator[Raw]:
 
     The last record of a file is yielded after the file was read to its end and is still the one that was hashed.
     """
+    counted = 0
     for number, file in enumerate(dataset.files):
         held = None
         for line, data in _READERS[file.container](file.path, file.version):
             if held is not None:
                 yield held
+                counted += 1
+            if counted == dataset.limit:
+                with file.path.open("rb") as opened:
+                    refuse_changed(file.path, opened, file.version)
+                return
             if not isinstance(data, bytes) and _text_bytes(data) > MAX_LINE_BYTES:
                 raise InputError(
                     f"{dataset.place(number, line)}: the record is longer than {MAX_LINE_BYTES:,} bytes",
@@ -120,9 +105,12 @@ def read_raw(dataset: "Dataset") -> Generator[Raw]:
         if held is None:
             raise InputError(f"{file.path} has no rows", fix="give a file with at least one record")
         yield held
+        counted += 1
+        if counted == dataset.limit:
+            return
 
 
-def _text_bytes(record: dict[str, Any]) -> int:
+def _text_bytes(record: Any) -> int:
     """UTF-8 bytes of all strings of a record: never more than its line of JSONL has."""
     total = 0
     left: list[Any] = [record]
@@ -156,22 +144,31 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_n
 
 def parse(raw: Raw, where: str) -> dict[str, Any]:
     """The record as a mapping; `where` names it in an error."""
-    return raw.data if isinstance(raw.data, dict) else parse_line(raw.data, where)
+    if isinstance(raw.data, bytes):
+        return parse_line(raw.data, where)
+    if isinstance(raw.data, Unreadable):
+        raise BadRecord(where, raw.data.problem, fix="correct the row: every row has as many cells as the header")
+    if not isinstance(raw.data, dict):
+        raise BadRecord(where, f"{kind_of(raw.data)}, not an object", fix="every item is one record")
+    return raw.data
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
     """One line of JSONL as a mapping."""
     fix = "correct the line: every line is one JSON object"
+    if not line.strip():
+        raise BadRecord(where, "a blank line", fix="remove it; every line is one record")
     try:
         value = DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 text", fix="save the file as UTF-8") from error
+        raise BadRecord(where, "not UTF-8 text", fix="save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg}, at character {error.pos + 1})", fix=fix) from error
+        python = "; keys in single quotes are Python, not JSON" if line.lstrip().startswith(b"{'") else ""
+        raise BadRecord(where, f"not JSON ({error.msg}, at character {error.pos + 1}{python})", fix=fix) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error})", fix=fix) from error
+        raise BadRecord(where, f"not JSON ({error})", fix=fix) from error
     if not isinstance(value, dict):
-        raise InputError(f"{where}: {kind_of(value)}, not an object", fix=fix)
+        raise BadRecord(where, f"{kind_of(value)}, not an object", fix=fix)
     return value
 
 
@@ -183,44 +180,34 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
-def _head(path: Path) -> tuple[bytes, bool]:
-    """The first decompressed bytes, enough for a line, and whether they were gzip. Corrupt data is left to the reader."""
-    head = bytearray()
-    packed = True
-    try:
-        with unpacked_bytes(path) as (stream, packed):
-            while len(head) <= MAX_LINE_BYTES and (piece := stream.read1(MAX_LINE_BYTES)):
-                head += piece
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        return bytes(head), packed
-    except OSError as error:
-        refuse_bytes(path, error)
-    return bytes(head), packed
-
-
 # --- JSONL -----------------------------------------------------------------------------------------------------------
 
 
 def read_lines(path: Path, version: Version | None = None) -> Iterator[tuple[int, bytes]]:
-    """Every line with its number. Blank lines are allowed at the end only; a line over the limit is not read whole."""
-    blank_at = number = 0
+    """Every line with its number, without blank lines at the end; a line over the limit is not read whole."""
+    blank = number = 0
     try:
         with unpacked_bytes(path, version) as (stream, _):
             while line := stream.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
-                    raise InputError(f"{path}:{number}: over {MAX_LINE_BYTES:,} bytes in one line", fix="is it JSONL?")
+                    raise InputError(
+                        f"{path}:{number}: a line of over {MAX_LINE_BYTES:,} bytes",
+                        fix="if it is one record, split it or leave it out; if it is many, write one per line, "
+                        "or all of them as one JSON list",
+                    )
                 if number == 1:
                     line = line.removeprefix(BOM)
-                blank = not line.strip()
-                blank_at = blank_at or (number if blank else 0)
-                if blank and number - blank_at < MAX_BLANK_LINES:
+                if not line.strip():
+                    blank += 1
+                    if blank > MAX_BLANK_LINES:
+                        raise InputError(
+                            f"{path}:{number - blank + 1}: over {MAX_BLANK_LINES:,} blank lines",
+                            fix="remove them; every line is one record",
+                        )
                     continue
-                if blank_at:
-                    raise InputError(f"{path}:{blank_at}: a blank line", fix="remove it; every line is one record")
+                yield from ((number - back, b"") for back in range(blank, 0, -1))
+                blank = 0
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:
         refuse_bytes(path, error, number + 1)
@@ -234,6 +221,10 @@ RECORD_KEYS = frozenset(
 """Keys whose list of objects is part of one record. A list of objects under any other key is a list of records."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _LIST_OF_OBJECTS = re.compile(r"\[[ \t\n\r]*\{")
+
+
+class _SeveralLists(Exception):
+    """A JSON document has records under each of these two keys."""
 
 
 class _Cursor:
@@ -330,10 +321,12 @@ def _listed_in_object(cursor: _Cursor) -> Iterator[tuple[int, Any]]:
             records_in = key
             yield from cursor.items()
             continue
+        start = cursor.at
         value = cursor.value()
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            reason = f"the records are under {records_in[:60]!r}" if records_in else "it begins with no object"
-            raise cursor.error(f"an object in the list under {key[:60]!r}, but {reason}")
+            if records_in is not None:
+                raise _SeveralLists(records_in, key, cursor.text.count("\n", 0, start) + 1)
+            raise cursor.error(f"an object in the list under {key[:60]!r}, but it begins with no object")
 
 
 def _read_document(path: Path, version: Version) -> Records:
@@ -342,11 +335,15 @@ def _read_document(path: Path, version: Version) -> Records:
     try:
         for record, (start, value) in enumerate(_listed(_Cursor(text)), start=1):
             line, counted = line + text.count("\n", counted, start), start
-            place = pack_line(line, record)
-            if not isinstance(value, dict):
-                where = f"{path}:{describe_line(place)}"
-                raise InputError(f"{where}: {kind_of(value)}, not an object", fix="every item is one record")
-            yield place, value
+            yield pack_line(line, record), value
+    except _SeveralLists as several:
+        first, second, line = several.args
+        code = "import json, sys; a = sys.argv; json.dump(json.load(open(a[1], encoding='utf-8-sig'))[a[2]], open(a[3], 'w'))"
+        names = [shlex.quote(str(name)) for name in (path, first, f"{path}.{first[:60]}.json")]
+        raise InputError(
+            f"{path}:{line}: a JSON document with records under {first[:60]!r} and under {second[:60]!r}",
+            fix=f'write the list to train on into a file of its own: python -c "{code}" {" ".join(names)}',
+        ) from several
     except json.JSONDecodeError as error:
         raise InputError(
             f"{path}:{error.lineno}: not JSON ({error.msg}, at character {error.colno} of the line)",
@@ -355,16 +352,7 @@ def _read_document(path: Path, version: Version) -> Records:
 
 
 def _document(path: Path, version: Version) -> str:
-    try:
-        with unpacked_bytes(path, version) as (stream, _):
-            content = stream.read(MAX_DOCUMENT_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        refuse_bytes(path, error)
-    if len(content) > MAX_DOCUMENT_BYTES:
-        raise InputError(
-            f"{path}: a JSON document of over {MAX_DOCUMENT_BYTES:,} bytes, which would be held in memory",
-            fix="write it as JSONL, one record per line, which is streamed",
-        )
+    content = read_whole(path, version, "a JSON document", "write it as JSONL, one record per line, which is streamed")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -376,4 +364,6 @@ _READERS: dict[str, Callable[[Path, Version], Records]] = {
     "jsonl": read_lines,
     "json": _read_document,
     "parquet": read_parquet,
+    "csv": read_table,
+    "text": read_text,
 }

@@ -14,7 +14,8 @@ from tunix_rt.data.containers import Version, printable
 from tunix_rt.data.readers import kind_of, parse_line, read_lines
 from tunix_rt.errors import InputError
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "text"]
+"""`text` is the only turn of a plain text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,13 @@ class Sample:
 
     @property
     def question(self) -> str:
-        """All user turns; samples with the same one are the same question."""
-        return "\n".join(turn.text for turn in self.turns if turn.role == "user")
+        """All user turns, or a plain text; samples with the same one are the same question."""
+        return "\n".join(turn.text for turn in self.turns if turn.role in ("user", "text"))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a plain text: no template is applied, and every token is a target."""
+        return self.turns[0].role == "text"
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -151,10 +157,47 @@ Fields = Mapping[str, Any]
 class Wrong(Exception):
     """An invalid field and what is wrong with it; `to_sample` adds the file and line."""
 
+    rule = "wrong_field"
+
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(field, problem)
         self.field = field
         self.problem = problem
+
+
+class Unsupported(Wrong):
+    """A record of a kind that is known and not trained."""
+
+    rule = "unsupported"
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+COLUMNS = frozenset((
+    "prompt", "completion", "response", "input", "output", "question", "answer", "instruction", "system", "history",
+    "messages", "conversations", "text", "steps", "final_answer", "id", "meta",
+))  # fmt: skip
+"""Columns that some format reads."""
+KINDS = frozenset(("chosen", "rejected", "label", "tools", "functions", "image", "images", "audio", "video"))
+"""Columns that make a record one of another kind."""
+
+
+def known_columns(record: dict[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """The record with the `chosen` columns (ours -> theirs) under our names, and those known in another case in lower case."""
+    if not chosen and record.keys() <= COLUMNS:
+        return record
+    ours = {theirs.strip().casefold(): own for own, theirs in chosen.items()}
+    renamed: dict[str, Any] = {}
+    for name, value in record.items():
+        folded = name.strip().casefold()
+        if folded in ours:
+            renamed[ours[folded]] = value
+        elif name in chosen:
+            renamed[f"{name} (not mapped)"] = value
+        else:
+            known = folded in COLUMNS | KINDS and folded not in record and folded not in chosen
+            renamed[folded if known else name] = value
+    return renamed
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
@@ -177,9 +220,20 @@ def optional_text(value: Any, field: str) -> str | None:
 
 # --- conversations ---------------------------------------------------------------------------------------------------
 
-ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 SHAREGPT_ROLES: Mapping[str, Role] = {**ROLES, "human": "user", "gpt": "assistant", "model": "assistant"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
+TOOL_ROLES = frozenset(("tool", "function", "function_call", "observation", "ipython"))
+NO_TOOLS = "tool calls are not trained: leave the conversation out, or remove every message and key about tools"
+_NAMED_KEYS = {
+    "tool_calls": Unsupported("", NO_TOOLS),
+    "tool_call_id": Unsupported("", NO_TOOLS),
+    "function_call": Unsupported("", NO_TOOLS),
+    "weight": Unsupported("", "a weight of 0: this message is not to be trained, and every assistant turn is trained; leave the "
+                              "conversation out, or remove the key"),
+    "name": Wrong("", "the name of a speaker, which no chat template writes: remove the key"),
+}  # fmt: skip
+"""Keys of OpenAI's messages that a Sample has no place for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +254,17 @@ def _message(value: Any, field: str, roles: Mapping[str, Role]) -> Message:
     who, what = ("from", "value") if "from" in value and roles is SHAREGPT_ROLES else ("role", "content")
     role = roles.get(name) if type(name := value.get(who)) is str else None
     if role is None:
+        if type(name) is str and name in TOOL_ROLES:
+            raise Unsupported(f"{field}.{who}", f"{name!r}: {NO_TOOLS}")
         shown = "missing" if name is None else repr(name)[:60]
         raise Wrong(f"{field}.{who}", f"{shown}; the roles are {', '.join(roles)}")
     reasoning = None
     if len(value) > 2:
-        for name in value.keys() - {who, what, *REASONING}:
-            if not _is_empty(value[name]):
-                raise Wrong(f"{field}.{name[:60]}", "an unknown key, which would be lost")
+        for name in sorted(value.keys() - {who, what, *REASONING}):
+            harmless = name == "weight" and value[name] in ((1,) if role == "assistant" else (0, 1))
+            if not _is_empty(value[name]) and not harmless:
+                known = _NAMED_KEYS.get(name, Wrong("", "an unknown key, which would be lost: remove it"))
+                raise type(known)(f"{field}.{name[:60]}", known.problem)
         reasoning = _reasoning(value, field)
     return Message(
         turn=Turn(role=role, text=_content(value.get(what), f"{field}.{what}")), reasoning=reasoning, field=field
@@ -232,7 +290,7 @@ def _content(value: Any, field: str) -> str:
         if type(part) is not dict:
             raise Wrong(place, f"{kind_of(part)}, not an object")
         if part.get("type") != "text":
-            raise Wrong(f"{place}.type", f"{str(part.get('type'))[:60]!r}: only parts of type text can be trained on")
+            raise Unsupported(f"{place}.type", f"{str(part.get('type'))[:60]!r}: only parts of type text are trained")
         for name in part.keys() - {"type", "text"}:
             if not _is_empty(part[name]):
                 raise Wrong(f"{place}.{name[:60]}", "an unknown key, which would be lost")

@@ -146,8 +146,18 @@ def _refused(refusal: TemplateRefusal, style: Style) -> InputError:
 
 def render_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) -> list[Rendered | TemplateRefusal]:
     """Every sample as tokens, or the reason why the template rejects it. No single sample raises."""
+    if samples and samples[0].is_text:
+        return [*_text_batch(samples, tokenizer, style)]
     render_all = _plain_batch if style.template.name == PLAIN else _template_batch
     return render_all(samples, tokenizer, style)
+
+
+def _text_batch(samples: Sequence[Sample], tokenizer: Tokenizer, style: Style) -> Iterator[Rendered]:
+    """Plain texts, as TRL reads a `text` column: no template, the end-of-sequence token behind, every token a target."""
+    for encoding in tokenizer.encode_batch([sample.turns[0].text for sample in samples], conversations=False):
+        ids = [*tokenizer.prefix, *encoding.ids, tokenizer.eos_id]
+        whole = _rendered(ids, [_Span(first=0, last=len(ids), end=-1)], style, prompt_tokens=0, closed=(0, 0))
+        yield replace(whole, ends=())
 
 
 def _turns(sample: Sample, style: Style) -> tuple[Turn, ...]:

@@ -9,20 +9,23 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tunix_rt import assets
 from tunix_rt.data.containers import Version, printable, refuse_changed, version_of
-from tunix_rt.data.readers import describe_line, recognise
-from tunix_rt.data.records import EvalItem, read_records
+from tunix_rt.data.file_kinds import recognise
+from tunix_rt.data.readers import Raw, describe_line, parse
+from tunix_rt.data.records import COLUMNS, EvalItem, known_columns, read_records
+from tunix_rt.data.tables import describe_container
 from tunix_rt.errors import InputError
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<inside>.+))?", re.ASCII)
-ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
-NOT_READ_ENDINGS = (".csv", ".tsv", ".arrow", ".zst", ".xz", ".zip", ".bz2")
+ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+NOT_READ_ENDINGS = (".xlsx", ".xls", ".arrow", ".zst", ".xz", ".zip", ".bz2")
 NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json"}
 """Metadata files with the extension of a data file."""
 SPLITS = {
@@ -45,7 +48,7 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file of a dataset. `container` is its decompressed content: jsonl, json or parquet."""
+    """One file of a dataset. `container` is its decompressed content: jsonl, json, parquet, csv or text."""
 
     path: Path
     sha256: str
@@ -55,17 +58,26 @@ class DataFile:
     """Of the file that was hashed; not part of any hash."""
     gzip: bool = False
 
+    def describe(self) -> str:
+        return describe_container(self.container, self.path, self.version) + " in gzip" * self.gzip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The files of a dataset, in order, and the name it was given by.
-
-    `sha256` is that of the file; of several, over their `sha256  name` lines, with names relative to their common folder.
-    """
+    """The files of a dataset, in order, and its name. `sha256` is that of the file; of several, over their `sha256  name` lines,
+    with names relative to their common folder; of several datasets, over the lines of their hashes."""
 
     key: str
     files: tuple[DataFile, ...]
     sha256: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our columns -> those of the files."""
+    limit: int | None = None
+    """Only so many of the first records are read."""
+
+    def record(self, raw: Raw) -> dict[str, Any]:
+        """One record, with its columns under our names; a BadRecord names its place."""
+        return known_columns(parse(raw, self.place(raw.file, raw.line)), self.columns)
 
     def place(self, file: int, line: int) -> str:
         """The place of a record, for errors. `line` is that of a `Raw`."""
@@ -75,6 +87,20 @@ class Dataset:
     def places(self, records: Iterable[Sequence[int]]) -> list[str]:
         """`place` of records given as (file, line)."""
         return [self.place(int(file), int(line)) for file, line in records]
+
+
+def find_datasets(
+    names: Sequence[str], *, columns: Mapping[str, str] | None = None, limit: int | None = None
+) -> Dataset:
+    """The datasets of these names, one after the other, read with these columns and up to that many records."""
+    if unknown := sorted(set(columns or {}) - COLUMNS):
+        raise InputError(f"{unknown[0]!r} is no column of a format", fix=f"map one of: {', '.join(sorted(COLUMNS))}")
+    found = [find_dataset(name) for name in names]
+    one = found[0]
+    if len(found) > 1:
+        sha256 = hashlib.sha256("".join(f"{dataset.sha256}\n" for dataset in found).encode()).hexdigest()
+        one = Dataset(key=", ".join(names), files=tuple(f for dataset in found for f in dataset.files), sha256=sha256)
+    return replace(one, columns=dict(columns or {}), limit=limit)
 
 
 def find_dataset(key: str) -> Dataset:
@@ -91,7 +117,7 @@ def find_dataset(key: str) -> Dataset:
         return _dataset(key, files)
     if hub := HUB_ID.fullmatch(key):
         return _from_hub(key, hub["id"], hub["inside"])
-    raise _unknown(key, "datasets", "{key}/dataset.jsonl", "the path of a file or folder")
+    raise _unknown(key, "datasets", "the path of a file or folder")
 
 
 def find_evalset(key: str) -> FileRef:
@@ -102,7 +128,7 @@ def find_evalset(key: str) -> FileRef:
         ref = _file_ref(key, found)
         _compare_with_manifest(found, ref.sha256, found.parent / f"{key}.manifest.json")
         return ref
-    raise _unknown(key, "evalsets", "{key}.jsonl", "the path of a JSONL file")
+    raise _unknown(key, "evalsets", "the path of a JSONL file")
 
 
 def read_items(ref: FileRef) -> list[EvalItem]:
@@ -115,10 +141,18 @@ def read_items(ref: FileRef) -> list[EvalItem]:
     return items
 
 
-def _unknown(key: str, kind: str, pattern: str, otherwise: str) -> InputError:
-    found = (path for root in assets.search_path(kind) for path in root.glob(pattern.format(key="*")))
-    keys = {path.parent.name if path.name == "dataset.jsonl" else path.stem for path in found}
-    known = sorted(filter(KEY.fullmatch, keys))  # leftovers of an interrupted import begin with a dot
+def named(kind: str) -> dict[str, Path]:
+    """Every dataset or eval set on the search path. Of two with one name, the first is used."""
+    pattern = {"datasets": "*/dataset.jsonl", "evalsets": "*.jsonl"}[kind]
+    paths = [path for root in assets.search_path(kind) for path in root.glob(pattern)][::-1]
+    names = {(path.parent.name if kind == "datasets" else path.stem): path for path in paths}
+    return {
+        name: names[name] for name in sorted(filter(KEY.fullmatch, names))
+    }  # an interrupted import begins with a dot
+
+
+def _unknown(key: str, kind: str, otherwise: str) -> InputError:
+    known = named(kind)
     ways = f"use one of: {', '.join(known)}; or {otherwise}" if known else f"give {otherwise}"
     return InputError(f"no {kind[:-1]} named {key!r}", fix=ways)
 
@@ -196,6 +230,7 @@ def _from_folder(key: str, folder: Path, given: Given) -> Dataset:
         return _dataset_folder(key, folder)
     try:
         inside = sorted(path.relative_to(folder).as_posix() for path in _data_files_in(folder))
+        inside = inside or sorted(path.name for path in folder.glob("*.txt"))  # beside data, a text is a description
         _refuse_left_out(folder)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror or error}", fix="check the path and its permissions") from error
@@ -341,7 +376,7 @@ def _from_hub(key: str, name: str, inside: str | None) -> Dataset:
     try:
         snapshot = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
     except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
-        unknown = _unknown(key, "datasets", "{key}/dataset.jsonl", "the path of a file or folder")
+        unknown = _unknown(key, "datasets", "the path of a file or folder")
         raise InputError(
             f"{unknown.problem}: no such file or folder, and {name} is not in the local cache of the hub",
             fix=f"{unknown.fix}; or fetch it first: {fetch}",

@@ -194,7 +194,8 @@ class _Counts(Tally):
     def add_part(self, part: Part) -> None:
         for at, rule, wrong in part.broken:
             self.add_finding(rule, part.index[at], wrong)
-        self.sketches.add(np.arange(self.examples, self.examples + len(part.index)), part.sketches)
+        if len(part.read):
+            self.sketches.add(self.examples + part.read, part.sketches)
         self.examples += len(part.index)
         self.tokens += len(part.tokens)
         self.trained_tokens += int((part.tokens & TRAINED).astype(np.bool_).sum())
@@ -248,7 +249,7 @@ def _find_duplicates(tally: _Counts, folder: Path) -> None:
     """Exact duplicates by their hash; others that are similar by their sketch."""
     index = np.fromfile(folder / "index.bin", dtype=INDEX)
     _, first = np.unique(index["content"], return_index=True)
-    again = np.ones(len(index), dtype=np.bool_)
+    again = index["content"] != 0  # 0: it could not be read
     again[first] = False
     copies = np.flatnonzero(again)
     if len(copies):

@@ -24,13 +24,14 @@ import numpy.typing as npt
 from tunix_rt.data.example_checks import Seen, check_example, check_text
 from tunix_rt.data.formats import to_sample, unused_columns, words_behind_number
 from tunix_rt.data.packing import hash8, question_hash
-from tunix_rt.data.readers import Raw, parse
+from tunix_rt.data.readers import BadRecord, Raw
 from tunix_rt.data.records import Sample
 from tunix_rt.data.render import Rendered, Style, render_batch
 from tunix_rt.data.sources import Dataset
 from tunix_rt.data.template import TemplateRefusal
 from tunix_rt.data.text import sketch
 from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.data.validation import RULES
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.storage import row_leaf
 
@@ -48,9 +49,11 @@ INDEX = np.dtype(
         ("line", "<i8"),
         ("question", "<u8"),
         ("content", "<u8"),
+        ("bad", "?"),
     ]
 )
-"""One entry per example: where its tokens are, where it came from, and hashes of its question and of its text."""
+"""One entry per example: where its tokens are, where it came from, and hashes of its question and of its text, and
+whether it breaks a refusing rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class Recipe:
             "schema": SCHEMA,
             "dataset": self.dataset.sha256,
             "files": [file.sha256 for file in self.dataset.files],
+            "columns": dict(self.dataset.columns),
+            "limit": self.dataset.limit,
             "format": self.format,
             "tokenizer": self.tokenizer.sha256,
             "style": self.style.sha256,
@@ -95,26 +100,32 @@ class Part:
     leaves: list[bytes]
     broken: list[tuple[int, str, str]]
     """(index in the batch, rule, what is wrong)"""
+    read: npt.NDArray[np.int64]
+    """Indices of the records that could be read."""
     sketches: npt.NDArray[np.uint32]
+    """Of these."""
 
 
 def tokenize(recipe: Recipe, batch: list[Raw]) -> Part:
-    """Records to tokens, with every rule that each of them breaks. A record that cannot be read is an InputError."""
+    """Records to tokens, with every rule that each of them breaks."""
     dataset, tokenizer, style = recipe.dataset, recipe.tokenizer, recipe.style
     broken: list[tuple[int, str, str]] = []
-    samples: list[Sample] = []
+    samples: dict[int, Sample] = {}
     for at, raw in enumerate(batch):
-        where = dataset.place(raw.file, raw.line)
-        record = parse(raw, where)
-        samples.append(to_sample(record, recipe.format, where))
+        try:
+            record = dataset.record(raw)
+            samples[at] = to_sample(record, recipe.format, dataset.place(raw.file, raw.line))
+        except BadRecord as error:
+            broken.append((at, error.rule, error.seen))
+            continue
         if unused := unused_columns(record, recipe.format):
             broken.append((at, "unused_column", ", ".join(repr(name)[1:-1][:60] for name in unused[:20])))
         if words := words_behind_number(record, recipe.format):
             broken.append((at, "answer_with_words", repr(words)[1:-1][:60]))
-    for at, sample in enumerate(samples):
+    for at, sample in samples.items():
         broken += [(at, *wrong) for wrong in check_text(sample, tokenizer, style)]
     unreadable = {at for at, rule, _ in broken if rule == "lone_surrogate"}
-    readable = [at for at in range(len(samples)) if at not in unreadable]
+    readable = [at for at in samples if at not in unreadable]
     shown = dict(zip(readable, render_batch([samples[at] for at in readable], tokenizer, style), strict=True))
     rendered = {at: one for at, one in shown.items() if isinstance(one, Rendered)}
     broken += [(at, "template_refused", one.reason) for at, one in shown.items() if isinstance(one, TemplateRefusal)]
@@ -144,17 +155,19 @@ def _turns(one: Rendered) -> Iterator[list[int]]:
 
 
 def _part(
-    batch: Sequence[Raw], samples: Sequence[Sample], rendered: dict[int, Rendered], broken: list[tuple[int, str, str]]
+    batch: Sequence[Raw], samples: dict[int, Sample], rendered: dict[int, Rendered], broken: list[tuple[int, str, str]]
 ) -> Part:
     index = np.zeros(len(batch), dtype=INDEX)
     stored: list[npt.NDArray[np.uint32]] = []
     leaves: list[bytes] = []
+    bad = {at for at, rule, _ in broken if RULES[rule].refuses}
     start = 0
-    for at, (raw, sample) in enumerate(zip(batch, samples, strict=True)):
-        one = rendered.get(at)
+    for at, raw in enumerate(batch):
+        one, sample = rendered.get(at), samples.get(at)
         length = 0 if one is None else len(one.ids)
         counts = (0, 0, 0) if one is None else (int(one.trained.sum()), one.reasoning_end, one.answer_end)
-        index[at] = (start, length, *counts, raw.file, raw.line, question_hash(sample), _content(sample))
+        hashes = (0, 0) if sample is None else (question_hash(sample), _content(sample))
+        index[at] = (start, length, *counts, raw.file, raw.line, *hashes, at in bad)
         if one is not None:
             stored.append(one.ids.astype(np.uint32) | np.where(one.trained, TRAINED, np.uint32(0)))
             leaves.append(row_leaf(one.ids, one.trained, np.arange(length, dtype=np.int32)))
@@ -164,7 +177,8 @@ def _part(
         index=index,
         leaves=leaves,
         broken=broken,
-        sketches=np.stack([sketch(" ".join(sample.texts)) for sample in samples]),
+        read=np.array(list(samples), dtype=np.int64),
+        sketches=np.array([sketch(" ".join(sample.texts)) for sample in samples.values()], dtype=np.uint32),
     )
 
 

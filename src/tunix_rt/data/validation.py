@@ -26,6 +26,18 @@ class Rule:
 _OTHER_EVALSET = "remove them, from the eval set or from the dataset, or name another eval set: evaluation.evalset"
 # Name -> what it finds, and the way out.
 _REFUSING = {
+    "unreadable": (
+        "a line or row that is not one record: blank, truncated, not JSON, not UTF-8",
+        "correct it, or write the file again from its source",
+    ),
+    "wrong_field": (
+        "a record that does not fit the format: a field is missing, blank, or of another type",
+        "correct it; docs/reference/data-formats.md has the fields of every format",
+    ),
+    "unsupported": (
+        "a record for another method than supervised training on text: preference pairs, KTO labels, tool calls, images",
+        "remove it; docs/reference/data-formats.md has what is trained",
+    ),
     "lone_surrogate": ("a lone surrogate in a text", "write the file again as UTF-8 from its source"),
     "control_character": ("a control character (other than tab and line ends) in a text", "remove it from the text"),
     "control_token": (
@@ -80,6 +92,10 @@ _REFUSING = {
         "a token id outside the embedding of the model",
         "set model.tokenizer_name_or_path to the tokenizer of this model",
     ),
+    "in_validation": (
+        "a training record with a question of data.validation, up to case, spaces and punctuation",
+        "remove it from one of them, or leave data.validation out to hold out questions of the dataset",
+    ),
     "overlap_exact": ("a training prompt that is an evaluation question, verbatim", _OTHER_EVALSET),
     "overlap_normalised": (
         "a training prompt that is an evaluation question up to case, spaces and punctuation",
@@ -125,8 +141,11 @@ RULES = {
     for name, (finds, fix) in rules.items()
 }
 
-PLACES = 100
-"""Places of a broken rule that are recorded."""
+OF_RECORD = frozenset(list(_REFUSING)[: list(_REFUSING).index("too_long")])
+"""Refusing rules about one record alone: `data.skip_bad` leaves out the records that break them."""
+SKIP_BAD = "or leave out every such record: --skip-bad (data.skip_bad: true)"
+PLACES, LISTED = 100, 20
+"""Places of a broken rule that are recorded; those of all rules that an error lists, with what is wrong at each."""
 
 
 # --- findings --------------------------------------------------------------------------------------------------------
@@ -143,10 +162,18 @@ class Finding:
     seen: str
     places: tuple[str, ...] = ()
     """The first PLACES of them."""
+    each: tuple[str, ...] = ()
+    """What is wrong at the first LISTED places; empty where `seen` is about all of them."""
+    fix: str = ""
+    """The way out in this case; empty for that of the rule."""
 
     @classmethod
-    def at(cls, places: Sequence[str], *, rule: str, count: int, seen: str) -> Self:
-        return cls(rule=rule, count=count, first=places[0], seen=seen, places=tuple(places[:PLACES]))
+    def at(cls, places: Sequence[str], *, rule: str, count: int, seen: str, **more: Any) -> Self:
+        return cls(rule=rule, count=count, first=places[0], seen=seen, places=tuple(places[:PLACES]), **more)
+
+    @property
+    def way_out(self) -> str:
+        return self.fix or RULES[self.rule].fix
 
     @property
     def refuses(self) -> bool:
@@ -163,27 +190,50 @@ class Tally:
         self.by_rule: dict[str, dict[str, Any]] = {}
 
     def add(self, rule: str, place: Any, seen: str) -> None:
-        known = self.by_rule.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": []})
+        known = self.by_rule.setdefault(rule, {"rule": rule, "count": 0, "seen": seen, "places": [], "each": []})
         known["count"] += 1
         if len(known["places"]) < PLACES:
             known["places"].append(place)
+        if len(known["each"]) < LISTED:
+            known["each"].append(seen)
 
 
 def findings_of(recorded: Iterable[Mapping[str, Any]], dataset: Dataset, beside: str = "") -> tuple[Finding, ...]:
     """The findings of a `Tally` whose places are (file, line) of `dataset`. `beside` precedes what is wrong."""
     return tuple(
-        Finding.at(dataset.places(one["places"]), rule=one["rule"], count=one["count"], seen=f"{beside}{one['seen']}")
+        Finding.at(
+            dataset.places(one["places"]),
+            rule=one["rule"],
+            count=one["count"],
+            seen=f"{beside}{one['seen']}",
+            each=tuple(f"{beside}{seen}" for seen in one["each"]),
+        )
         for one in recorded
     )
 
 
 def refuse(findings: Sequence[Finding]) -> None:
-    """Raise InputError when a refusing rule is broken: every such rule with its count and first place."""
+    """Raise InputError when a refusing rule is broken: every such rule with its count, and the first records that break it."""
     wrong = [finding for finding in findings if finding.refuses]
     if not wrong:
         return
-    fixes = list(dict.fromkeys(RULES[finding.rule].fix for finding in wrong))
-    if len(wrong) == 1:
-        raise InputError(wrong[0].describe(), fix=fixes[0])
-    listed = "\n".join(f"  {finding.describe()}" for finding in wrong)
-    raise InputError(f"the data breaks {len(wrong)} rules\n{listed}", fix="; ".join(fixes[:3]))
+    fixes = list(dict.fromkeys(finding.way_out for finding in wrong))[:3]
+    if all(finding.rule in OF_RECORD for finding in wrong):
+        fixes.append(SKIP_BAD)
+    problem = wrong[0].describe()
+    if len(wrong) > 1:
+        problem = f"the data breaks {len(wrong)} rules\n" + "\n".join(f"  {finding.describe()}" for finding in wrong)
+    raise InputError("\n".join([problem, *listed(wrong)]), fix="; ".join(fixes))
+
+
+def listed(findings: Sequence[Finding]) -> list[str]:
+    """A line for each of the first LISTED records with findings; nothing where the findings name all of them."""
+    if all(finding.count == 1 for finding in findings):
+        return []
+    of_each = [
+        f"  {place}: {finding.rule}: {seen}"
+        for finding in findings
+        for place, seen in zip(finding.places, finding.each, strict=False)
+    ]
+    more = sum(finding.count for finding in findings if finding.each) - min(len(of_each), LISTED)
+    return [*of_each[:LISTED], *([f"  and {more:,} more"] if more and of_each else [])]

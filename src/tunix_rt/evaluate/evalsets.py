@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from tunix_rt import assets
 from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import detect_format, readings, to_sample
-from tunix_rt.data.readers import Raw, parse, read_raw
+from tunix_rt.data.readers import BadRecord, Raw, read_raw
 from tunix_rt.data.records import EvalItem, Sample, first_problem
 from tunix_rt.data.sources import KEY, Dataset, find_dataset, find_evalset
 from tunix_rt.data.text import fold
@@ -121,7 +121,7 @@ def _holds_items(dataset: Dataset) -> bool:
     """By its first record: a prompt that no dataset format reads. So a missing answer is reported as such."""
     with closing(read_raw(dataset)) as records:
         raw = next(records)
-    record = parse(raw, dataset.place(raw.file, raw.line))
+    record = dataset.record(raw)
     return "prompt" in record and not readings(record)
 
 
@@ -143,7 +143,7 @@ def _rows(source: _Source) -> Iterator[tuple[str, EvalItem | InputError]]:
 
 
 def _item(raw: Raw, number: int, source: _Source, where: str) -> EvalItem:
-    record = parse(raw, where)
+    record = source.dataset.record(raw)
     field = _ANSWER_FIELD.get(source.format)
     if field is not None and _blank(_stated(record.get(field), source.format)):
         raise InputError(f"{where}: {field}: {NO_ANSWER}", fix="give it its answer, or remove it")
@@ -251,6 +251,14 @@ class Validation:
         """No error; there may be warnings."""
         return not any(finding.refuses for finding in self.findings)
 
+    def verdict(self, dataset: str | None) -> str:
+        """One line: whether it can be used, and what was compared."""
+        errors = sum(finding.refuses for finding in self.findings)
+        warnings = len(self.findings) - errors
+        beside = f", compared with {dataset}" if dataset else "; --data NAME compares it with training data"
+        state = f"refused: {errors} kind(s) of error" if errors else "ready to evaluate with"
+        return f"{state}, {warnings} warning(s){beside}"
+
 
 def validate_evalset(name: str, *, dataset: str | None = None) -> Validation:
     """Every finding about the eval set `name`, and about its overlap with the training dataset `dataset`, if one is named.
@@ -327,7 +335,10 @@ def _overlaps(read: Sequence[tuple[str, EvalItem]], name: str) -> Iterator[tuple
     questions = questions_of(item for _, item in read)
     for raw in read_raw(dataset):
         where = dataset.place(raw.file, raw.line)
-        match = find_overlap(to_sample(parse(raw, where), format, where), questions)
+        try:
+            match = find_overlap(to_sample(dataset.record(raw), format, where), questions)
+        except BadRecord:
+            continue  # `data check` reports it
         if match is not None:
             yield match.rule, where, f"{read[match.item][0]} shares {match.shared!r}"
 

@@ -46,7 +46,9 @@ def commitment(run: Run) -> Iterator[str]:
     training = config.training
     seeds = {"seed": training.seed, "data_seed": training.resolved_data_seed}
     yield from differs(file, "seeds", committed.seeds.model_dump(), seeds)
-    yield from differs(file, "dataset.key", committed.dataset.key, config.data.dataset)
+    yield from differs(file, "dataset.key", committed.dataset.key, config.data.key)
+    validation = committed.dataset.validation.key if committed.dataset.validation else None
+    yield from differs(file, "dataset.validation", validation, config.data.validation)
     yield from differs(file, "base_model.name", committed.base_model.name, config.model.model_name_or_path)
     yield from differs(file, "base_model.weights", committed.base_model.weights, config.model.weights)
     evalset = committed.evalset.key if committed.evalset else None

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import to_sample
 from tunix_rt.data.packing import as_question, hold_out, items_of, question_hash
-from tunix_rt.data.readers import parse, read_raw
+from tunix_rt.data.readers import BadRecord, read_raw
 from tunix_rt.data.records import EvalItem, Sample
-from tunix_rt.data.sources import find_dataset, find_evalset, read_items
+from tunix_rt.data.sources import find_datasets, find_evalset, read_items
 from tunix_rt.evaluate.comparison import Side, compare, compare_runs
 from tunix_rt.evaluate.report import comparison_facts
 from tunix_rt.evidence.facts import Inputs, Run
@@ -179,10 +179,12 @@ MOST_CHECKED = 200_000
 def data_problems(run: Run, inputs: Inputs) -> Iterator[str]:
     """What can be checked of the data without a tokenizer."""
     committed = run.commitment
-    found = inputs.dataset(committed.dataset.sha256)
-    samples = _samples(found, committed.dataset.format) if found is not None else []
+    facts, limit = committed.dataset, run.config.data.max_examples
+    samples, unread = _samples(run, inputs.dataset(facts.sha256), facts.format, limit)
+    validation = facts.validation
+    heldout = _samples(run, inputs.dataset(validation.sha256), validation.format)[0] if validation else []
     if samples:
-        yield from _split_problems(run, samples)
+        yield from _split_problems(run, samples, unread, heldout)
     path = inputs.evalset(committed.evalset.sha256) if committed.evalset else None
     if committed.evalset is not None and path is not None and run.answered:
         items = read_items(find_evalset(path))
@@ -192,27 +194,49 @@ def data_problems(run: Run, inputs: Inputs) -> Iterator[str]:
         yield from few((f"{run.where}precommit.json: {problem}" for problem in _overlap(samples, items)), 5)
 
 
-def _samples(path: str, form: str) -> list[Sample]:
-    dataset = find_dataset(path)
-    places = ((raw, dataset.place(raw.file, raw.line)) for raw in islice(read_raw(dataset), MOST_CHECKED + 1))
-    samples = [to_sample(parse(raw, where), form, where) for raw, where in places]
-    return samples if len(samples) <= MOST_CHECKED else []
+def _samples(run: Run, paths: Sequence[str] | None, form: str, limit: int | None = None) -> tuple[list[Sample], int]:
+    """The samples of a dataset and how many records cannot be read; none where the verifier lacks it, or it is too large."""
+    if paths is None:
+        return [], 0
+    dataset = find_datasets(paths, columns=run.config.data.columns, limit=limit)
+    samples: list[Sample] = []
+    unread = 0
+    for raw in islice(read_raw(dataset), MOST_CHECKED + 1):
+        try:
+            samples.append(to_sample(dataset.record(raw), form, dataset.place(raw.file, raw.line)))
+        except BadRecord:
+            unread += 1
+    return (samples, unread) if len(samples) + unread <= MOST_CHECKED else ([], 0)
 
 
-def _split_problems(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
-    """How many traces are held out, and which of them were prompted. Where some were dropped as too long, only a tokenizer
-    knows which."""
-    facts, data = run.commitment.dataset, run.config.data
-    if facts.traces + facts.heldout_traces != len(samples):
-        if data.on_overflow != "drop" or facts.traces + facts.heldout_traces > len(samples):
-            yield f"{run.where}precommit.json: {facts.traces} + {facts.heldout_traces} traces, the dataset has {len(samples)}"
+def _split_problems(run: Run, samples: Sequence[Sample], unread: int, validation: Sequence[Sample]) -> Iterator[str]:
+    """How many traces are held out and skipped, and which of them were prompted. Where some were dropped as too long, or
+    skipped for their tokens, only a tokenizer knows which."""
+    facts, data, file = run.commitment.dataset, run.config.data, f"{run.where}precommit.json"
+    skipped, apart = facts.skipped or 0, facts.validation is not None
+    if skipped < unread or (skipped and not data.skip_bad):
+        yield f"{file}: {skipped} records skipped, {unread} of the dataset cannot be read"
         return
-    questions = np.array([question_hash(sample) for sample in samples], dtype=np.uint64)
-    heldout = hold_out(questions, fraction=data.validation_fraction, seed=run.commitment.seeds.data_seed)
+    counted = facts.traces + (0 if apart else facts.heldout_traces) + skipped
+    if counted != len(samples) + unread:
+        if data.on_overflow != "drop" or counted > len(samples) + unread:
+            held = "" if apart else f" + {facts.heldout_traces}"
+            yield f"{file}: {facts.traces}{held} traces, the dataset has {len(samples)}"
+        return
+    if skipped > unread or (apart and not validation):
+        return
+    if apart:
+        heldout, pool = np.ones(len(validation), dtype=np.bool_), validation
+    else:
+        questions = np.array([question_hash(sample) for sample in samples], dtype=np.uint64)
+        heldout = hold_out(questions, fraction=data.validation_fraction, seed=run.commitment.seeds.data_seed)
+        pool = samples
     if int(heldout.sum()) != facts.heldout_traces:
-        yield f"{run.where}precommit.json: {facts.heldout_traces} traces held out, seed and fraction give {int(heldout.sum())}"
+        given = "data.validation has" if apart else "seed and fraction give"
+        if not (apart and (data.on_overflow == "drop" or data.skip_bad)):
+            yield f"{file}: {facts.heldout_traces} traces held out, {given} {int(heldout.sum())}"
     elif run.commitment.evalset is None and run.answered:
-        prompts = (as_question(sample, data.answer_tag) for sample, out in zip(samples, heldout, strict=True) if out)
+        prompts = (as_question(sample, data.answer_tag) for sample, out in zip(pool, heldout, strict=True) if out)
         pairs = [pair for pair in prompts if pair]
         prompted = [(one.id, one.prompt, one.expected) for one in run.record.predictions("after")]
         if prompted != [(item.id, item.prompt, item.answer) for item in items_of(pairs)]:

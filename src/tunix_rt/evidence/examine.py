@@ -160,7 +160,7 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
         ("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
         ("accuracy", accuracy_of(after) if after else "not evaluated", *answers),
         ("steps", str(run.total), "consistent", "from settings, seed and rows; batches and learning rates of every step"),
-        ("dataset", *_looked_up(committed.dataset.key, inputs.dataset(committed.dataset.sha256))),
+        ("dataset", *_looked_up(committed.dataset.key, ", ".join(inputs.dataset(committed.dataset.sha256) or ()) or None)),
         ("base model", *_looked_up(model.name, inputs.base_model(model.files, model.weights), f" ({model.weights} weights)")),
         ("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named"),
         ("device", f"{machine.device} ({machine.gpu.name if machine.gpu else machine.cpu})", "self-reported", ""),
@@ -176,5 +176,6 @@ def _looked_up(recorded: str, found: str | None, more: str = "") -> tuple[str, L
     """A recorded name is self-reported; a file with the hash has the name that it has here."""
     if found is None:
         return recorded + more, "self-reported", "no file with its hash was given"
-    name = found.rstrip("/").removesuffix("/dataset.jsonl").rpartition("/")[2]
+    each = (path.rstrip("/").removesuffix("/dataset.jsonl").rpartition("/")[2] for path in found.split(", "))
+    name = ", ".join(each)
     return name + more, "consistent", f"by its hash; recorded as {recorded}"

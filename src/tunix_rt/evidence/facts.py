@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, Literal
 
 from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.packing import total_steps
-from tunix_rt.data.sources import find_dataset
+from tunix_rt.data.sources import find_datasets
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.models.resolve import preset_names, resolve_model
@@ -25,6 +26,9 @@ from tunix_rt.storage import sha256_file
 from tunix_rt.train.commitment import model_hashes
 
 logger = logging.getLogger(__name__)
+
+MOST_JOINED = 8
+"""Named datasets of which every selection is tried as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +53,13 @@ class Inputs:
         folders = [folder for folder in (self.model, self.tokenizer) if folder is not None]
         return [*self.data, *(os.path.join(folder, "tokenizer.json") for folder in folders)]
 
-    def dataset(self, sha256: str) -> str | None:
-        """The path of the dataset with this hash."""
-        paths = (*_shipped("datasets", "*/dataset.jsonl"), *self.data)
-        return next((path for path in paths if _hash_of_dataset(path) == sha256), None)
+    def dataset(self, sha256: str) -> tuple[str, ...] | None:
+        """The path of the dataset with this hash, or the paths of several that have it together, in the order given."""
+        single = [(path,) for path in (*_shipped("datasets", "*/dataset.jsonl"), *self.data)]
+        several = (
+            some for count in range(2, len(self.data) + 1) for some in combinations(self.data[:MOST_JOINED], count)
+        )
+        return next((paths for paths in chain(single, several) if _hash_of_dataset(paths) == sha256), None)
 
     def evalset(self, sha256: str) -> str | None:
         files = (*_shipped("evalsets", "*.jsonl"), *(path for path in self.data if os.path.isfile(path)))
@@ -90,12 +97,12 @@ def _hash_of_file(path: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _hash_of_dataset(path: str) -> str:
-    """Of a file, or over all files that a folder or pattern means; empty where it means no dataset."""
+def _hash_of_dataset(paths: tuple[str, ...]) -> str:
+    """Of a file, or over all files that a folder, a pattern or several names mean; empty where they mean no dataset."""
     try:
-        return find_dataset(path).sha256
+        return find_datasets(paths).sha256
     except TunixError as error:
-        logger.warning("%s: %s", path, error.problem)
+        logger.warning("%s: %s", ", ".join(paths), error.problem)
         return ""
 
 
@@ -124,6 +131,8 @@ def needed(committed: Commitment) -> Iterator[tuple[str, str, str]]:
     named = "of the base model or model.tokenizer_name_or_path"
     yield "tokenizer", named, f"hash by tunix-rt {committed.tokenizer_sha256}"
     yield "dataset", committed.dataset.key, f"sha256 {committed.dataset.sha256}"
+    if committed.dataset.validation is not None:
+        yield "validation", committed.dataset.validation.key, f"sha256 {committed.dataset.validation.sha256}"
     if committed.evalset is not None:
         yield "eval set", committed.evalset.key, f"sha256 {committed.evalset.sha256}"
 

@@ -15,7 +15,7 @@ SHORTEST_SECRET, SHORTEST_OF_OTHERS = 6, 12
 
 NAMES = {
     "model": ("model_name_or_path", "tokenizer_name_or_path"),
-    "data": ("dataset",),
+    "data": ("dataset", "validation"),
     "evaluation": ("evalset",),
 }
 """Settings, by section, that are names of models, datasets and eval sets."""
@@ -71,7 +71,8 @@ def refuse_secrets(settings: Mapping[str, Mapping[str, Any]]) -> None:
     Call it before a run folder is opened: settings are written there. The error does not repeat the value."""
     for section, values in settings.items():
         for name, value in values.items():
-            if isinstance(value, str) and _without(value, _PATTERNS) != value:
+            text = str(value) if isinstance(value, str | tuple | dict) else ""
+            if _without(text, _PATTERNS) != text:
                 raise ConfigError(
                     f"{section}.{name} contains what looks like a token or a password, and settings are written into the run",
                     fix="remove it; a token of the hub goes into HF_TOKEN, or `hf auth login`",
@@ -89,7 +90,9 @@ def refuse_addresses(settings: Mapping[str, Mapping[str, Any]]) -> None:
     Call it before a run folder is opened: a URL may contain a password, and settings are written there."""
     for section, names in NAMES.items():
         for name in names:
-            refuse_address(f"{section}.{name}", settings.get(section, {}).get(name))
+            given = settings.get(section, {}).get(name)
+            for one in given if isinstance(given, tuple) else (given,):
+                refuse_address(f"{section}.{name}", one)
 
 
 def refuse_address(what: str, name: str | None) -> None:

@@ -233,7 +233,7 @@ def _evaluating(
 ) -> Iterator[footprint.Phase]:
     """The phases of an evaluation with the rows of `batch`."""
     new_tokens = config.evaluation.max_new_tokens
-    if config.data.validation_fraction:
+    if config.data.holds_out:
         yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.

@@ -132,7 +132,7 @@ def _without_bfloat16(shape: ModelShape, config: RunConfig, target: Target) -> t
 def most_rows(config: RunConfig) -> int | None:
     """The most rows that the dataset can have: one per trace that is not held out, fewer if packed. None without a
     manifest."""
-    key = config.data.dataset
+    data, key = config.data, config.data.key
     found = assets.find("datasets", f"{key}/manifest.json") if key and "/" not in key else None
     if found is None:
         return None
@@ -140,7 +140,10 @@ def most_rows(config: RunConfig) -> int | None:
         traces = json.loads(found.read_text(encoding="utf-8"))["rows"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # the data stage reports what is wrong with it
-    return max(1, math.ceil(traces * (1 - config.data.validation_fraction))) if isinstance(traces, int) else None
+    if not isinstance(traces, int):
+        return None
+    traces = min(traces, data.max_examples or traces)
+    return max(1, math.ceil(traces * (1 if data.validation else 1 - data.validation_fraction)))
 
 
 def steps_known(config: RunConfig, target: Target) -> int | None:

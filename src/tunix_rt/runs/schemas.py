@@ -26,6 +26,12 @@ problems_of = f.problems_of
 # --- precommit.json ---------------------------------------------------------------------------------------------------
 
 
+class ValidationFacts(f.Facts):
+    key: f.Name
+    sha256: f.Digest
+    format: f.Name
+
+
 class DatasetFacts(f.Facts):
     key: f.Name
     sha256: f.Digest
@@ -38,6 +44,10 @@ class DatasetFacts(f.Facts):
     merkle_root: f.Digest
     today: f.Maybe[f.Day] = None
     """The day that the chat template writes, where it writes one."""
+    skipped: f.Maybe[f.Positive] = None
+    """Records that `data.skip_bad` left out."""
+    validation: f.Maybe[ValidationFacts] = None
+    """The dataset of `data.validation`: its traces are the held-out ones."""
 
 
 class ModelInput(f.Facts):

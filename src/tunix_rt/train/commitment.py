@@ -94,6 +94,14 @@ def build_precommit(
         committed["base_model"]["converted_from"] = model.converted_from
     if data.style.template.today is not None:
         committed["dataset"]["today"] = data.style.template.today.isoformat()
+    if data.skipped:
+        committed["dataset"]["skipped"] = data.skipped
+    if (out := data.heldout_from) is not None:
+        committed["dataset"]["validation"] = {
+            "key": out.dataset.key,
+            "sha256": out.dataset.sha256,
+            "format": out.format,
+        }
     if data.evalset is not None:
         committed["evalset"] = {"key": data.evalset.key, "sha256": data.evalset.sha256, "items": len(data.items)}
     _require_readable(committed)

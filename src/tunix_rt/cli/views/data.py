@@ -252,8 +252,7 @@ def findings(seen: "Inspected") -> list[dict[str, Any]]:
 
     names = ("rule", "refuses", "count", "first", "seen", "places")
     return [
-        {name: getattr(finding, name) for name in names}
-        | {"finds": RULES[finding.rule].finds, "fix": RULES[finding.rule].fix}
+        {name: getattr(finding, name) for name in names} | {"finds": RULES[finding.rule].finds, "fix": finding.way_out}
         for finding in seen.findings
     ]
 
@@ -264,6 +263,7 @@ def check_json(seen: "Inspected", config: "RunConfig", tokenizer: "Tokenizer", f
 
     return to_plain({
         "schema": "tunix-rt/data-check/1",
+        "skipped": seen.skipped,
         "dataset": {"key": seen.dataset.key, "sha256": seen.dataset.sha256, "format": seen.format, "files": seen.dataset.files},
         "model": config.model.model_name_or_path,
         "tokenizer": {"folder": tokenizer.folder, "sha256": tokenizer.sha256},
@@ -285,9 +285,9 @@ Facts = list[tuple[str, str | None]]
 
 
 def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dict[str, Any]) -> Facts:
-    files = [f"{near(str(file.path))} ({file.bytes:,} bytes{', gzip' * file.gzip})" for file in seen.dataset.files[:5]]
+    files = [f"{near(str(file.path))}: {file.describe()} ({file.bytes:,} bytes)" for file in seen.dataset.files[:5]]
     more = len(seen.dataset.files) - len(files)
-    store = seen.store
+    store, out = seen.store, seen.heldout_from
     speed = "from the cache"
     if store.seconds:
         speed = f"{store.tokens / store.seconds:,.0f} tokens/s, {duration(store.seconds)}"
@@ -295,6 +295,11 @@ def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dic
         ("dataset", f"{seen.dataset.key}, sha256 {seen.dataset.sha256[:12]}"),
         ("files", "\n".join(files + [f"and {more:,} more"] * (more > 0))),
         ("format", seen.format),
+        (
+            "held out",
+            f"{out.dataset.key}: {len(out.kept):,} examples" if out else None,
+        ),
+        ("skipped", ", ".join(f"{one.rule} {one.count:,}" for one in seen.bad) or None),
         *token_facts(seen, whose),
         ("length", describe_lengths(figures)),
         ("packing", _describe_rows(figures, packing=config.data.packing)),
@@ -304,10 +309,15 @@ def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dic
 
 
 def token_facts(seen: "Inspected", whose: str) -> Facts:
+    from tunix_rt.data.prepare import TEXTS
+
     store = seen.store
     share = text.percent(store.trained_tokens / store.tokens) if store.tokens else "none"
     return [
-        ("rendered", f"with {describe_template(seen.style.template.name)}, {whose}"),
+        (
+            "rendered",
+            f"{TEXTS if seen.format == 'text' else 'with ' + describe_template(seen.style.template.name)}, {whose}",
+        ),
         ("examples", f"{len(store.examples):,}"),
         ("tokens", f"{store.tokens:,}, of which {store.trained_tokens:,} are trained ({share})"),
     ]
@@ -333,7 +343,7 @@ def _describe_rows(figures: dict[str, Any], *, packing: bool) -> str | None:
 
 def show_findings(seen: "Inspected") -> None:
     """The finding of each broken rule, the number of others, and the verdict."""
-    from tunix_rt.data.validation import RULES
+    from tunix_rt.data.validation import RULES, listed
 
     rows = [
         (
@@ -346,6 +356,7 @@ def show_findings(seen: "Inspected") -> None:
     ]
     if rows:
         text.show_table(("rule", "count", "first", "finding"), rows, numbers=("count",))
+    text.show_lines(near(line) for line in listed([finding for finding in seen.findings if finding.refuses]))
     refusing = [finding.rule for finding in seen.findings if finding.refuses]
     warnings = len(seen.findings) - len(refusing)
     verdict = f"refused: {', '.join(refusing)}" if refusing else "ready to train on"

@@ -83,12 +83,17 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
     shape, model_type = shape_of(described), str(described.get("model_type"))
     folder = inputs.tokenizer_folder(committed.tokenizer_sha256, model_type)
     dataset = inputs.dataset(committed.dataset.sha256)
-    found = {"tokenizer": folder, "base model": base, "dataset": dataset}
+    found: dict[str, Any] = {"tokenizer": folder, "base model": base, "dataset": dataset}
+    if (heldout := committed.dataset.validation) is not None:
+        found["validation"] = inputs.dataset(heldout.sha256)
     lacking = [name for name, place in found.items() if place is None]
     if folder is None or (to_train and lacking):
         raise missing_inputs(run, lacking if to_train else ["tokenizer"])
     changes: dict[str, Any] = {"model.tokenizer_name_or_path": folder, "model.revision": "main"}
     changes |= {"model.model_name_or_path": base} if base else {}
+    if heldout is not None:
+        changes["data.validation"] = (found["validation"] or (None,))[0]
+        dataset = dataset if found["validation"] else None  # the rows need both
     changes |= {"data.dataset": dataset} if dataset else {}
     if committed.evalset is not None:
         evalset = inputs.evalset(committed.evalset.sha256)
@@ -123,8 +128,8 @@ def missing_inputs(run: Run, lacking: list[str]) -> InputError:
 
 def _require_committed(run: Run, data: Prepared) -> None:
     facts = run.commitment.dataset
-    here = (data.merkle_root, data.traces, data.heldout_traces)
-    if here != (facts.merkle_root, facts.traces, facts.heldout_traces):
+    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped)
+    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0):
         problem = "the dataset gives other rows, or other numbers of traces, than the run committed to"
         raise EvidenceError(problem, fix="")
     if not has_rows(RunDir(run.record.root).rows, data.row_facts):
