@@ -33,7 +33,7 @@ def in_process(*arguments: object, **extra: str) -> subprocess.CompletedProcess[
     from tunix_rt.cli.main import cli
 
     words = list(map(str, arguments))
-    done = CliRunner(env={"HF_HUB_OFFLINE": "1", **extra}).invoke(cli, words)
+    done = CliRunner(env={"HF_HUB_OFFLINE": "1", **extra}).invoke(cli, words, prog_name="tunix-rt")
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
     return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)

@@ -26,7 +26,7 @@ from tunix_rt.plan.memory import rows_that_fit
 from tunix_rt.plan.shape import ModelShape, shape_of
 from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.checksums import write_sums
-from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.folder import RunDir, model_of_run
 from tunix_rt.scoring.score import Prediction, Scores
 from tunix_rt.storage import storage, write_json, write_text
 from tunix_rt.train.device import find_device
@@ -60,20 +60,15 @@ def model_spec(name: str, changes: Sequence[str] = ()) -> ModelSpec:
                 fix="set data.chat_template, data.system_instruction, data.reasoning_tag, data.answer_tag or "
                 "model.tokenizer_name_or_path",
             )
-    run = RunDir(Path(name).expanduser())
-    if not run.config.is_file():
+    run, model = RunDir(Path(name).expanduser()), model_of_run(name)
+    if model == name:
         config = load_config(None, overrides=changes)
         return ModelSpec(name=name, model=name, data=config.data, tokenizer=config.model.tokenizer_name_or_path)
-    if not (run.final_model / "config.json").is_file():
-        raise InputError(
-            f"the run in {name} has no final model",
-            fix="finish it with --resume, or name one of its checkpoints' models",
-        )
     config = load_config(run.config, overrides=changes)
     # The final model has its tokenizer beside it; only one that is named here replaces it.
     renamed = any(change.startswith("model.tokenizer") for change in changes)
     tokenizer = config.model.tokenizer_name_or_path if renamed else None
-    return ModelSpec(name=name, model=str(run.final_model), data=config.data, tokenizer=tokenizer)
+    return ModelSpec(name=name, model=model, data=config.data, tokenizer=tokenizer)
 
 
 def inference_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:
@@ -130,7 +125,7 @@ class LoadedModel(ResolvedModel):
             raise InputError("the question is not valid UTF-8", fix="write it in UTF-8") from error
         ids = conversation_ids(turns, self.tokenizer, self.style)
         if len(ids) >= self.shape.max_positions:
-            what, anew = ("question", "") if len(turns) == 1 else ("conversation", ", or begin anew with /new")
+            what, anew = ("question", "") if len(turns) == 1 else ("conversation", ", or begin anew with /reset")
             raise InputError(
                 f"{self.name}: the {what} takes {len(ids):,} tokens, and the model has {self.shape.max_positions:,} positions",
                 fix=f"shorten it{anew}",

@@ -370,6 +370,17 @@ def test_no_page_names_a_machine_a_registry_or_sells():
         assert [letter for letter in text if ord(letter) > 0x2BFF] == [], f"an emoji in {page}"
 
 
+def test_the_ways_to_name_a_model_are_counted_once_and_its_architectures_listed():
+    from tunix_rt.models.families import FAMILIES
+
+    guide, index = text_of(ROOT / "docs" / "guides" / "models.md"), text_of(ROOT / "docs" / "index.md")
+    ways = guide.partition("| name | example |")[2].partition("\n\n")[0].count("\n|") - 1
+    word = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")[ways]
+    assert f"takes {word} kinds of names" in guide and f"the {word} ways to name a model" in index
+    listed = guide.partition("## Architectures")[2].partition("Any other")[0].rpartition(":\n\n")[2]
+    assert re.findall(r"`(\w+)`", listed) == list(FAMILIES)
+
+
 def test_a_decision_is_one_page_with_context_choice_and_consequence():
     index = text_of(ROOT / "docs" / "index.md")
     for page in DECISIONS:

@@ -101,7 +101,8 @@ def sitting(talker) -> Iterator[Terminal]:
 
 
 def test_a_person_can_talk_interrupt_and_leave(sitting):
-    assert "Using device: cpu" in sitting.until("An empty line ends it. /new begins a new conversation.")
+    banner = "An empty line ends it. /reset begins a new conversation. /help lists the commands."
+    assert "Using device: cpu" in sitting.until(banner)
     sitting.until("> ")
 
     sitting.type("How many?\n")
@@ -120,7 +121,7 @@ def test_a_person_can_talk_interrupt_and_leave(sitting):
     sitting.type("Go!\n")
     assert "cut off: the context is full" in sitting.until("> "), "the conversation is remembered"
 
-    sitting.type("/new\n")
+    sitting.type("/reset\n")
     sitting.until("> ")
     sitting.type("And now?\n")
     assert "\x1b[1m8\x1b" in sitting.until("> ")
@@ -148,6 +149,21 @@ def test_the_end_of_a_file_ends_it_too(talker):
     assert done.exit_code == 0 and done.stdout.endswith("80\n> \n")
 
 
+@pytest.mark.parametrize("leave", ["/quit", "exit", "Quit"])
+def test_commands_are_not_sent_to_the_model(talker, leave):
+    done = talk(talker, f"/help\n/nosuch 3\nHow many?\n{leave}\nNever asked?\n")
+    assert done.exit_code == 0 and done.stdout.count("80\n") == 1
+    assert done.stdout.count("/reset  begin a new conversation") == 2 and "no command /nosuch\n" in done.stdout
+
+
+def test_a_question_is_read_from_standard_input(talker):
+    words = ["generate", str(talker), "-", "--device", "cpu"]
+    piped = CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(cli, words, input="How many?\n")
+    assert piped.exit_code == 0 and piped.stdout == "3 < 4\n80\n"
+    empty = CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(cli, words, input="\n")
+    assert empty.exit_code == 3 and "the question is empty" in empty.stderr
+
+
 @pytest.fixture(scope="module")
 def forgetful(tmp_path_factory) -> Path:
     """The same with few positions."""
@@ -161,7 +177,7 @@ def test_what_was_said_is_remembered_until_it_is_begun_anew(forgetful):
     assert done.exit_code == 0, done.output
     refusals = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(refusals) == 1 and "the conversation takes" in refusals[0] and "160 positions" in refusals[0]
-    assert "begin anew with /new" in done.stderr
+    assert "begin anew with /reset" in done.stderr
     assert done.stdout.count("80\n") == 4, "what does not fit ends neither the talk nor what was said before"
 
 

@@ -281,6 +281,22 @@ def test_a_run_without_a_final_model_is_refused(tmp_path, questions):
     assert "has no final model" in refused(ask(tmp_path, "--evalset", questions), 3)
 
 
+def test_a_run_is_evaluated_with_its_own_questions_unless_others_are_named(tmp_path, eighty, questions):
+    """Those of its eval set, or the held-out ones whose predictions it has."""
+    run = tmp_path / "run"
+    succeeded(ask(eighty, "--evalset", questions, "--output", run))
+    shutil.copytree(eighty, run / "final_model")
+    (run / "config.yaml").write_text("model:\n  model_name_or_path: tiny-gemma3\n")
+    assert "has no questions of its own" in refused(ask(run), 3)
+    (run / "eval" / "predictions-answers.jsonl").rename(run / "eval" / "predictions-before.jsonl")
+    assert f"held out of {run}: all 3 questions" in succeeded(ask(run))
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"evaluation:\n  evalset: {questions}\n")
+    assert f"{questions}: all 3 questions" in succeeded(ask(run, "--output", tmp_path / "again"))
+    summary = json.loads((tmp_path / "again" / "eval_summary.json").read_text())
+    assert summary["evalset"] == str(questions)
+
+
 def test_a_run_is_asked_with_the_tokenizer_beside_its_model_unless_another_is_named(tmp_path, eighty):
     (tmp_path / "config.yaml").write_text("model:\n  model_name_or_path: tiny-gemma3\n")
     shutil.copytree(eighty, tmp_path / "final_model")
@@ -391,7 +407,7 @@ def test_an_option_that_is_out_of_range_is_refused(questions, eighty):
         assert done.exit_code == 2 and "is not a finite number" in done.stderr
     for verb, argument in (("evaluate", ["--evalset", questions, "--limit", 8]), ("generate", ["How many?"])):
         done = ask(eighty, *argument, "--seed", -3, verb=verb)
-        assert done.exit_code == 2 and "'--seed': -3 is not in the range" in done.stderr
+        assert done.exit_code == 2 and "--seed: -3 is not in the range" in done.stderr
 
 
 def test_verdicts_that_do_not_follow_from_the_outputs_are_not_compared(tmp_path, evaluated):

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -32,17 +33,31 @@ def test_help_imports_nothing_heavy_and_takes_under_100_ms_of_cpu():
     assert min(seconds) < 0.1, seconds
 
 
+def git(*arguments: str) -> list[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+
 def test_the_wheel_contains_the_package_and_what_a_run_needs():
-    """As the build backend lists it; the slow series builds, installs and uses the wheel."""
+    """As the build backend lists it, and nothing that was imported into the clone; the slow series builds and uses the wheel."""
     from hatchling.builders.wheel import WheelBuilder
 
     packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     homes = {"training/configs": "configs"} | {name: name for name in ("datasets", "evalsets", "models", "presets")}
-    wanted = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "tunix_rt").rglob("*.py")}
-    for home, name in homes.items():
-        for path in (path for path in (ROOT / home).rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-            wanted.add(f"tunix_rt/packaged/{name}/{path.relative_to(ROOT / home)}")
-    assert wanted <= packed and "tunix_rt/py.typed" in packed
+    wanted = {
+        f"tunix_rt/packaged/{name}/{path.removeprefix(f'{home}/')}"
+        for home, name in homes.items()
+        for path in git("ls-files", home)
+    }
+    assert {path for path in packed if path.startswith("tunix_rt/packaged/")} == wanted
+    assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "tunix_rt").rglob("*.py")} <= packed
+    assert "tunix_rt/py.typed" in packed
+
+
+def test_what_is_imported_into_a_clone_is_neither_packed_nor_seen_by_git():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert not {"datasets", "evalsets", "models"} & set(build["force-include"]), "whole folders would be packed"
+    new = ["datasets/mine/dataset.jsonl", "evalsets/mine.jsonl", "models/mine/config.json"]
+    assert git("check-ignore", *new) == new
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tunix_rt.cli.main import Dtype, Group
 from tunix_rt.cli.views import text
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ DEVICES = click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"])
 @click.argument("config", required=False)
 @click.option("--device", type=DEVICES, help="Device that the run would request.")
 @click.option("--backend", type=click.Choice(["torch", "jax"]), help="Engine of the run.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype of the run.")
+@click.option("--dtype", type=Dtype(), help="Compute dtype of the run.")
 @click.option("--output", type=FILE, help="Output folder of the run, whose disk is checked.")
 @click.option(
     "--prove", is_flag=True, help="Run the kernel self-test: compare kernels with float64, in a child process."
@@ -42,9 +43,10 @@ def doctor(
     """Check whether a run works on this computer; exit 4 with the cause if not.
 
     CONFIG (a YAML file or the name of a shipped one) sets device, engine, dtype and model; options override it. Settings
-    that exclude each other are refused with exit 2. --facts checks the facts of another computer (--facts-only).
+    that exclude each other are refused with exit 2, a model that is not available with exit 3; no weights are downloaded.
+    --facts checks the facts of another computer (--facts-only).
     """
-    from tunix_rt.errors import ConfigError, HardwareError, TunixError
+    from tunix_rt.errors import ConfigError, HardwareError, InputError, TunixError
 
     ask, settings = _requested(config, named)
     if facts_file is not None and (prove or facts_only):
@@ -71,7 +73,9 @@ def doctor(
         if prove:
             with watching():
                 proof = _prove(ask, choice, settings)
-    except (ConfigError, HardwareError) as error:
+        if settings is not None and facts_file is None:
+            _refuse_missing_model(settings)
+    except (ConfigError, HardwareError, InputError) as error:
         refusal = error
     _show(facts, ask, choice, proof, refusal, as_json=as_json)
 
@@ -88,6 +92,22 @@ def _requested(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConf
     settings = load_config(find_config(config), overrides=(), flags={})
     training = settings.training
     return Ask(**{"device": training.device, "backend": training.backend, "dtype": training.dtype} | given), settings
+
+
+def _refuse_missing_model(settings: "RunConfig") -> None:
+    from tunix_rt.errors import InputError
+    from tunix_rt.models.resolve import refuse_unavailable
+    from tunix_rt.runs.folder import model_of_run
+
+    model = settings.model
+    if not model.model_name_or_path:
+        return
+    try:
+        refuse_unavailable(model_of_run(model.model_name_or_path), revision=model.revision, weights=model.weights)
+    except InputError as error:
+        raise InputError(
+            f"the device is ready, the model is not: {error.problem}", fix=f"for the run: {error.fix}"
+        ) from None
 
 
 def _facts(facts_file: Path | None, output: Path | None, **requested: Any) -> "Facts":
@@ -135,7 +155,7 @@ def _show(
 
     checks = judge(facts, ask)
     wrong = selftest_problem(proof) if proof else None
-    ready = choice is not None and wrong is None
+    ready = choice is not None and wrong is None and refusal is None
     code = 0 if ready else refusal.exit_code if refusal else 4
     cause = str(getattr(refusal, "cause", ""))
     if as_json:
@@ -231,7 +251,7 @@ _device = click.option(
 _json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
-@click.group()
+@click.group(cls=Group)
 def env() -> None:
     """Create an environment with a torch that fits this computer, or verify one."""
 

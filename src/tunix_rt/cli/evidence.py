@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from tunix_rt.cli.main import Group
 from tunix_rt.cli.views import text
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 FOLDER = click.Path(path_type=Path)
 
 
-@click.group()
+@click.group(cls=Group)
 def evidence() -> None:
     """Collect a run into a bundle, sign it, verify it, pack it."""
 
@@ -141,10 +142,16 @@ def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder", fix="name the folder of a run or of a bundle")
     if not any((folder / name).exists() for name in ("run_manifest.json", "SHA256SUMS", "precommit.json")):
-        inside = sorted(place for place in folder.iterdir() if (place / "run_manifest.json").is_file())
-        if inside:
+        from tunix_rt.cli.runs import run_folders
+
+        bundles = sorted(place.parent for place in folder.glob("*/run_manifest.json"))
+        runs = sorted(
+            run_folders(folder), key=lambda run: (not (run / "final_model").is_dir(), run)
+        )  # complete ones first
+        if inside := list(dict.fromkeys([*bundles, *runs])):
+            named = ", ".join(map(str, inside[:10])) + (" ..." if len(inside) > 10 else "")
             fix = f"tunix-rt evidence verify {inside[0]}"
-            raise InputError(f"{folder}: {len(inside)} bundle(s), name one", fix=fix)
+            raise InputError(f"{folder} contains {len(inside)} run(s) or bundle(s), name one: {named}", fix=fix)
 
 
 def _refuse_unused(required: str, given: dict[str, Any]) -> None:

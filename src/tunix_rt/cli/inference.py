@@ -1,12 +1,15 @@
 """`tunix-rt evaluate` and `tunix-rt compare`: scores of a model, and paired comparisons."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tunix_rt.cli.main import Dtype
 
 if TYPE_CHECKING:
     from tunix_rt.data.records import Turn
@@ -22,10 +25,9 @@ class Finite(click.FloatRange):
         return number if math.isfinite(number) else self.fail(f"{number} is not a finite number.", param, ctx)
 
 
-DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 GENERATION = (
     click.option("--device", default="auto", help="auto, cpu, cuda (gpu) or tpu."),
-    click.option("--dtype", type=DTYPE, help="Unset: the best for the device."),
+    click.option("--dtype", type=Dtype(), help="Unset: the best for the device."),
     click.option("--weights", type=click.Choice(["pretrained", "random"]), default="pretrained", help="Of MODEL."),
     click.option("--max-new-tokens", type=click.IntRange(1, 65_536), default=256, show_default=True, help="Longest generation."),
     click.option("--temperature", type=Finite(0, 100), default=0.0, help="0, the default: greedy."),
@@ -45,7 +47,7 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.argument("model")
-@click.option("--evalset", required=True, help="Key, JSONL file, dataset key, or GSM8K as published.")
+@click.option("--evalset", help="Key, JSONL file, dataset key, or GSM8K as published [the questions of the run].")
 @click.option("--against", help="Another model, with the same prompts: the paired comparison of both.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for predictions and scores.")
 @click.option("--limit", type=click.IntRange(1), help="A random but fixed subset of this many questions.")
@@ -53,13 +55,19 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print eval_summary.json to standard output.")
 @generation_options
 def evaluate(
-    model: str, evalset: str, against: str | None, output: Path | None, limit: int | None, as_json: bool, **how: Any
+    model: str,
+    evalset: str | None,
+    against: str | None,
+    output: Path | None,
+    limit: int | None,
+    as_json: bool,
+    **how: Any,
 ) -> None:
     """Generate with MODEL (a run folder, model folder, GGUF file, shipped model or hub id) for every question, and score it."""
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.errors import ConfigError
-    from tunix_rt.evaluate.evalsets import load_evalset
+    from tunix_rt.evaluate.evalsets import evalset_of_run, load_evalset
     from tunix_rt.evaluate.report import paragraph, remarks, table
     from tunix_rt.inference import evaluate_models, model_spec
 
@@ -67,7 +75,8 @@ def evaluate(
         raise ConfigError(f"{output} is not empty", fix="choose another --output")
     overrides = how.pop("overrides")
     spec, other = model_spec(model, overrides), None if against is None else model_spec(against, overrides)
-    questions = load_evalset(evalset, limit=limit, seed=how["seed"])
+    part = {"limit": limit, "seed": how["seed"]}
+    questions = load_evalset(evalset, **part) if evalset else evalset_of_run(model, **part)
     with watching() as progress:
         result = evaluate_models(spec, other, questions, output=output, progress=progress, **how)
     if as_json:
@@ -134,11 +143,16 @@ def _listed(ids: tuple[str, ...]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print prompt, text, reasoning and answer as JSON.")
 @generation_options
 def generate(model: str, question: str, against: str | None, as_json: bool, **how: Any) -> None:
-    """Generate with MODEL for one QUESTION. The text streams: reasoning dim, answer bright."""
+    """Generate with MODEL for one QUESTION (`-`: read from standard input). The text streams: reasoning dim, answer bright."""
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.data.records import Turn
+    from tunix_rt.errors import InputError
 
+    if question == "-":
+        question = sys.stdin.buffer.read().decode(errors="surrogateescape").strip()
+    if not question:
+        raise InputError("the question is empty", fix="give a question, or pipe one into `tunix-rt generate MODEL -`")
     turns = (Turn(role="user", text=question),)
     with watching():
         models, decoding = _load([model] if against is None else [against, model], how)
@@ -157,7 +171,7 @@ def generate(model: str, question: str, against: str | None, as_json: bool, **ho
 @click.option("--against", help="Another model with the same prompt, side by side.")
 @generation_options
 def chat(model: str, against: str | None, **how: Any) -> None:
-    """Chat with MODEL. An empty line or Ctrl-D ends it, Ctrl-C ends a generation, /new begins anew."""
+    """Chat with MODEL. Ctrl-C ends a generation; an empty line, Ctrl-D or /quit ends the chat; /help lists the commands."""
     from tunix_rt.cli.main import report
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
@@ -168,12 +182,16 @@ def chat(model: str, against: str | None, **how: Any) -> None:
     with watching():
         models, decoding = _load([model] if against is None else [against, model], how)
     alone = against is not None or models[0].style.template.name == PLAIN
-    memory = "Each question is a conversation of its own." if alone else "/new begins a new conversation."
-    text.show_lines([f"An empty line ends it. {memory}"])
+    memory = "Each question is a conversation of its own." if alone else "/reset begins a new conversation."
+    text.show_lines([f"An empty line ends it. {memory} /help lists the commands."])
     turns: tuple[Turn, ...] = ()
-    while question := _next_question():
-        if question == "/new":
+    while (question := _next_question()) and question.lower() not in LEAVE:
+        if question in ("/reset", "/new"):
             turns = ()
+            continue
+        if question.startswith("/"):
+            wrong = [] if question == "/help" else [f"no command {question.split()[0]}"]
+            text.show_lines([*wrong, *COMMANDS])
             continue
         conversation = (*(() if alone else turns), Turn(role="user", text=question))
         try:
@@ -184,6 +202,14 @@ def chat(model: str, against: str | None, **how: Any) -> None:
                 turns = (*conversation, Turn(role="assistant", text=answer))
         except InputError as error:
             report(error)
+
+
+LEAVE = ("/quit", "/exit", "quit", "exit")
+COMMANDS = (
+    "/reset  begin a new conversation",
+    "/quit   end the chat, as an empty line and Ctrl-D do",
+    "/help   this list; a system prompt is given at the start: --set data.system_instruction=TEXT",
+)
 
 
 def _next_question() -> str:
@@ -281,7 +307,7 @@ def _output(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding
     show_default=True,
     help="Device to load it on.",
 )
-@click.option("--dtype", type=DTYPE, help="Type of the weights. Unset: unchanged.")
+@click.option("--dtype", type=Dtype(), help="Type of the weights. Unset: unchanged.")
 @click.option(
     "--step", type=click.IntRange(min=1), help="Of a run: the checkpoint of this step instead of the final model."
 )

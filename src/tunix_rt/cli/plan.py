@@ -20,7 +20,7 @@ ALL = "all"
 
 @click.command()
 @click.argument("config", required=False)
-@click.option("--model", help="Local folder, GGUF file, shipped model, hub id, or a preset.")
+@click.option("--model", help="Local folder, run, GGUF file, shipped model, hub id, or a preset.")
 @click.option("--weights", help="pretrained or random.")
 @click.option("--device", help="auto, cpu, cuda (gpu) or tpu.")
 @click.option("--backend", help="torch or jax.")
@@ -103,9 +103,11 @@ def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
     from tunix_rt.engines.base import refuse_unsupported_model
     from tunix_rt.models.resolve import resolve_architecture
     from tunix_rt.plan.shape import shape_of
+    from tunix_rt.runs.folder import model_of_run
 
+    name = model_of_run(settings.model.model_name_or_path or "")
     with watching():
-        source = resolve_architecture(settings.model.model_name_or_path or "", revision=settings.model.revision)
+        source = resolve_architecture(name, revision=settings.model.revision)
     shape = shape_of(source.config)
     refuse_unsupported_model(source, settings.training.backend)
     return source, shape

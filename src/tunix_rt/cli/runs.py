@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tunix_rt.cli.main import Group
 from tunix_rt.cli.views import text
 from tunix_rt.errors import InputError
 
@@ -69,7 +70,7 @@ class RunDetail:
     notes: tuple[str, ...] = ()
 
 
-class _ListByDefault(click.Group):
+class _ListByDefault(Group):
     """`runs`, `runs DIR` and `runs --json` are short for `runs list ...`; write a folder named `show` as `./show`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -118,7 +119,7 @@ def list_runs(folder: Path | None) -> list[RunSummary]:
         if folder is None:
             return []
         raise InputError(f"{below}: no such folder", fix="give the parent of the run folders")
-    found = [_summary(RunRecord(root)) for root in _run_folders(below)]
+    found = [_summary(RunRecord(root)) for root in run_folders(below)]
     return sorted(found, key=lambda run: (run.when or "", run.folder), reverse=True)
 
 
@@ -129,7 +130,7 @@ def find_run(name: Path) -> Path:
     for candidate in (name, Path(DEFAULT_FOLDER) / name):
         if candidate.is_dir() and RunDir(candidate).holds_a_run():
             return candidate
-    known = [str(path) for path in _run_folders(Path(DEFAULT_FOLDER))][:10]
+    known = [str(path) for path in run_folders(Path(DEFAULT_FOLDER))][:10]
     fix = f"one of: {', '.join(known)}" if known else "give the --output folder of a run"
     raise InputError(f"no run in {str(name)!r}", fix=fix)
 
@@ -196,7 +197,7 @@ def _last_write(root: Path) -> str | None:
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None
 
 
-def _run_folders(below: Path) -> Iterator[Path]:
+def run_folders(below: Path) -> Iterator[Path]:
     """Folders that contain a run, without descending into one. Links are not followed."""
     from tunix_rt.runs.folder import RunDir
 

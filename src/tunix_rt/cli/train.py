@@ -21,7 +21,9 @@ RESUME = "training.resume_from_checkpoint"
 @click.command()
 @click.argument("config", required=False)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
-@click.option("--model", help="Local folder, GGUF file, shipped model, hub id; or a preset, with --weights random.")
+@click.option(
+    "--model", help="Local folder, run, GGUF file, shipped model, hub id; or a preset, with --weights random."
+)
 @click.option(
     "--data", "--dataset", "dataset", multiple=True,
     help="Dataset key, file, folder, or hub dataset in the local cache; may be repeated.",
@@ -73,11 +75,13 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
     from tunix_rt.progress import phase
-    from tunix_rt.runs.folder import RunDir
+    from tunix_rt.runs.folder import RunDir, model_of_run
     from tunix_rt.storage import read_json
 
     refuse_addresses(config.model_dump())  # before anything is written
     refuse_secrets(config.model_dump())
+    model = model_of_run(config.model.model_name_or_path or "") or None
+    config = config.model_copy(update={"model": config.model.model_copy(update={"model_name_or_path": model})})
     with watching() as progress:
         with phase("start"):
             from tunix_rt.evaluate.report import remarks, table

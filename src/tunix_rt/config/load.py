@@ -60,6 +60,18 @@ INSTEAD = {
     "save_strategy": "training.save_steps: N",
     "use_peft": "training.lora_rank: N",
     "lora_r": "training.lora_rank: N",
+    "lora_alpha": "tunix-rt scales adapters by an alpha of twice training.lora_rank; leave the key out",
+    "lora_dropout": "adapters have no dropout; leave the key out",
+    "lora_target_modules": "adapters are put on every projection; leave the key out",
+    "target_modules": "adapters are put on every projection; leave the key out",
+    "base_model": "model.model_name_or_path: NAME",
+    "sequence_len": "data.max_length: N",
+    "cutoff_len": "data.max_length: N",
+    "micro_batch_size": "training.per_device_train_batch_size: N",
+    "val_set_size": "data.validation_fraction: a fraction below 1",
+    "datasets": "data.dataset: NAME",
+    "template": "data.chat_template: NAME",
+    "stage": "tunix-rt does supervised fine-tuning (sft); leave the key out",
     "optimizer_in_bwd": "training.optim_in_backward: true",
 }
 
@@ -119,6 +131,13 @@ def _nearest(key: str) -> str:
         return "see docs/reference/config.md for every setting"
     name = names[close[0]] or f"{_HOME[close[0]]}.{close[0]}"
     return f"did you mean `{name}`?"
+
+
+def setting_named(leaf: str) -> str | None:
+    """The setting that `leaf` alone names, in any known spelling."""
+    if leaf in _HOME:
+        return f"{_HOME[leaf]}.{leaf}"
+    return next((new for old, new in OLD_NAMES.items() if old.rsplit(".", 1)[-1] == leaf), None)
 
 
 MAX_CONFIG_BYTES = 32_000
@@ -239,15 +258,29 @@ def build_config(raw: Mapping[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         mistakes = [_mistake(item) for item in error.errors(include_url=False)]
         problem = f"{source}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes)
-        raise ConfigError(problem, fix="see docs/reference/config.md") from error
+        raise ConfigError(problem, fix=_correction(error.errors(include_url=False))) from error
+
+
+def _correction(errors: Sequence[Any]) -> str:
+    """What to write instead: the accepted values of one wrong choice."""
+    accepted = errors[0].get("ctx", {}).get("expected") if len(errors) == 1 else None
+    return f"use {accepted}" if accepted else "correct what is listed; docs/reference/config.md describes every setting"
 
 
 def _mistake(item: Any) -> str:
-    """The setting, what it takes, and what it got: a short number itself, of any other value only its type. A text may be a
-    password in the wrong place."""
+    """The setting, what it takes, and what it got."""
     name = ".".join(str(part) for part in item["loc"] if isinstance(part, str) and not part.startswith("function-"))
     message = item["msg"].removeprefix("Value error, ")
     return f"  {name}: {message} (got {_kind_of(item['input'])})"
+
+
+LONGEST_SHOWN = 24
+
+
+def shown(text: str) -> str:
+    """A text that was given, for an error. A long one may be a password in the wrong place: only its length. What is known as a
+    secret is redacted where the error is printed."""
+    return repr(text) if len(text) <= LONGEST_SHOWN else f"a text of {len(text):,} characters"
 
 
 def _kind_of(value: object) -> str:
@@ -258,7 +291,7 @@ def _kind_of(value: object) -> str:
         short = abs(value) < 10**MOST_DIGITS  # of a longer one Python may refuse to write out the digits
         return repr(value) if short or endless else f"a number of more than {MOST_DIGITS} digits"
     if isinstance(value, str):
-        return f"a text of {len(value):,} characters"
+        return shown(value)
     return "a section" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 

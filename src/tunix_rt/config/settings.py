@@ -17,6 +17,7 @@ else:
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _none_for(*spellings: object) -> BeforeValidator:
@@ -152,7 +153,7 @@ class Training(Section):
     """A device that is missing is an error, never a fallback. `gpu` is an alias of `cuda`."""
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16", "float16"],
-        _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+        _same_as(DTYPE_ALIASES),
     ] = "float32"
     """Compute dtype. With a 16-bit one the weights are kept in `master_dtype`."""
     master_dtype: Annotated[
@@ -226,7 +227,7 @@ class Training(Section):
     """Checkpoints kept besides the one with the lowest held-out loss; at least two, because the newest may be corrupt."""
     save_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        _same_as({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+        _same_as(DTYPE_ALIASES),
     ] = None
     """dtype of the weights in `final_model`. Default: as trained. They are rounded before the evaluation after training."""
     time_budget: Annotated[Annotated[float, Field(gt=0, le=10**9)] | None, BeforeValidator(_seconds)] = None

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tunix_rt import assets
+from tunix_rt.config.load import load_config
 from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import detect_format, readings, to_sample
 from tunix_rt.data.readers import BadRecord, Raw, read_raw
@@ -26,8 +27,11 @@ from tunix_rt.data.text import fold
 from tunix_rt.data.validation import RULES as DATA_RULES
 from tunix_rt.data.validation import Finding, Tally
 from tunix_rt.errors import InputError
+from tunix_rt.evaluate.generate import read_predictions
+from tunix_rt.runs.folder import RunDir
 from tunix_rt.scoring.answers import is_number_as_words
 from tunix_rt.scoring.score import TAGS, matches_lenient, matches_strict, read_answer
+from tunix_rt.storage import sha256_file
 
 NO_ANSWER = "missing or blank: a question without an answer cannot be scored"
 ITEMS = "items"
@@ -73,7 +77,33 @@ def load_evalset(name: str, *, limit: int | None = None, seed: int = 0) -> EvalS
                 f"{where}: id {item.id!r} is used twice, first at {first}", fix="give every question an id of its own"
             )
         items.append(item)
-    known: dict[str, Any] = {"key": name, "format": source.format, "sha256": source.dataset.sha256, "rows": len(items)}
+    return _drawn(items, limit, seed, key=name, format=source.format, sha256=source.dataset.sha256)
+
+
+def evalset_of_run(name: str, *, limit: int | None = None, seed: int = 0) -> EvalSet:
+    """The questions of the run in the folder `name`: its eval set, or the held-out traces that it was evaluated with."""
+    run = RunDir(Path(os.path.expanduser(name)))
+    if run.config.is_file() and (named := load_config(run.config).evaluation.evalset):
+        return load_evalset(named, limit=limit, seed=seed)
+    path = run.predictions("before")
+    if not path.is_file():
+        raise InputError(f"{name} has no questions of its own", fix="name some, as --evalset eval_v2")
+    items = [
+        EvalItem(
+            id=one.id,
+            prompt=one.prompt,
+            answer=one.expected,
+            section=one.section,
+            category=one.category,
+            difficulty=one.difficulty,
+        )
+        for one in read_predictions(path)
+    ]
+    return _drawn(items, limit, seed, key=f"held out of {name}", format=ITEMS, sha256=sha256_file(path))
+
+
+def _drawn(items: Sequence[EvalItem], limit: int | None, seed: int, **known: Any) -> EvalSet:
+    known["rows"] = len(items)
     if limit is None or limit >= len(items):
         return EvalSet(items=tuple(items), **known)
     generator = np.random.Generator(np.random.PCG64([seed, len(items)]))

@@ -24,6 +24,7 @@ from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenize
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.progress import phase
+from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.folder import RunDir, checkpoint_name, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.storage import read_json, require_space, sha256_file, staged_folder, storage, to_plain, write_json
 from tunix_rt.train.checkpointer import best_checkpoint
@@ -195,7 +196,7 @@ def _find(name: str, *, step: int | None, best: bool) -> Iterator[_Origin]:
 
 
 def _of_model(name: str) -> _Origin:
-    source = resolve_model(name)
+    source = resolve_model(name, or_random=False)
     return _Origin(
         source=source,
         tokenizer=source.folder,
@@ -225,11 +226,7 @@ def _eos_ids(folder: Path) -> tuple[int, ...]:
 
 def _of_final_model(run: RunDir) -> _Origin:
     if not run.final_model.is_dir():
-        steps = _steps(run)
-        raise InputError(
-            f"{run.root} has no final_model: the run is not complete",
-            fix=f"export a checkpoint: --step with one of {steps}" if steps else "continue it with train --resume",
-        )
+        raise run_folder.no_final_model(run)
     data, today = load_config(run.config).data, began_on(read_precommit(run))
     return replace(_of_model(str(run.final_model)), data=data, today=today, more_stops=())
 
@@ -241,8 +238,12 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
         if step is None:
             raise InputError(f"{run.root}: no checkpoint has a held-out loss", fix="name one with --step")
     checkpoint = run.checkpoints / checkpoint_name(step)
+    if not (steps := _steps(run)):
+        raise InputError(
+            f"{run.root} has no checkpoint", fix="finish it: run the same `tunix-rt train` command with --resume"
+        )
     if not checkpoint.is_dir():
-        raise InputError(f"{run.root} has no checkpoint of step {step}", fix=f"there are: {_steps(run) or 'none'}")
+        raise InputError(f"{run.root} has no checkpoint of step {step}", fix=f"give --step one of: {steps}")
     if problems := checkpoint_problems(checkpoint):
         raise EvidenceError(f"{checkpoint} is corrupt: {'; '.join(problems[:3])}", fix="export another step")
     return checkpoint

@@ -5,6 +5,7 @@ import fnmatch
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,19 @@ class Request:
     ways_on: str
 
 
-def from_hub(name: str, revision: str, *, with_weights: bool, ways_on: str) -> tuple[Path, str]:
-    """Folder and commit of a hub model: the local cache first, then the hub.
+def from_hub(
+    name: str, revision: str, *, with_weights: bool, ways_on: Callable[[Path | None], str], download: bool = True
+) -> tuple[Path, str]:
+    """Folder and commit of a hub model: the local cache first, then the hub. `ways_on` are those of an error, given what the
+    cache has. Without `download` the hub is only asked whether it has the model.
 
     A cached branch is used as it was when it was downloaded; the commit identifies it."""
     patterns = [WEIGHTS, *SMALL_FILES] if with_weights else list(SMALL_FILES)
     folder, lacking = _from_cache(name, revision, patterns, with_weights)
     if folder is None or lacking:
-        request = Request(name=name, revision=revision, ways_on=ways_on, cached=lacking or "not in the local cache")
-        folder = _fetch(request, patterns, with_weights=with_weights)
+        cached = lacking or "not in the local cache"
+        request = Request(name=name, revision=revision, ways_on=ways_on(folder), cached=cached)
+        folder = _fetch(request, patterns, with_weights=with_weights, download=download)
     return folder, folder.name
 
 
@@ -71,7 +76,7 @@ def _from_cache(name: str, revision: str, patterns: list[str], with_weights: boo
     return folder, f"only partly in the local cache (without {lacks[0]})" if lacks else ""
 
 
-def _fetch(request: Request, patterns: list[str], *, with_weights: bool) -> Path:
+def _fetch(request: Request, patterns: list[str], *, with_weights: bool, download: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -86,6 +91,8 @@ def _fetch(request: Request, patterns: list[str], *, with_weights: bool) -> Path
             where = f"on the hub at revision {request.revision}"
             raise no_safetensors(f"model {request.name!r}", where, sizes, fix=request.ways_on)
         _refuse_full_disk(request.name, sum(sizes[file] for file in wanted))
+        if not download:
+            return Path(str(about.sha))
         # By the name of the revision, not by its commit: the cache then records the commit of that name.
         return Path(huggingface_hub.snapshot_download(request.name, revision=request.revision, allow_patterns=wanted))
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError, OSError, RuntimeError) as error:
@@ -160,7 +167,7 @@ def _refusal(error: BaseException, request: Request) -> TunixError:
         return StorageError(f"model {name!r} cannot be written to the hub's cache: {one_line(error)}", fix=OTHER_CACHE)
     return InputError(
         f"model {name!r} is {request.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
-        fix=ways_on,
+        fix=f"check the network; or {ways_on}",
     )
 
 

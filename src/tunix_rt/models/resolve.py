@@ -22,10 +22,11 @@ from tunix_rt.storage import read_json
 
 logger = logging.getLogger(__name__)
 
-TWO_WAYS_ON = (
-    "give the path of a local model folder, or keep the name and add --weights random "
-    "(real architecture and size; needs its config.json and tokenizer.json)"
-)
+LOCAL_FOLDER = "give the path of a local model folder"
+RANDOM = "or keep the name and add --weights random"
+TOY_TOKENIZER = "--set model.tokenizer_name_or_path=tiny-gemma3"
+TWO_WAYS_ON = f"{LOCAL_FOLDER}, {RANDOM} (real architecture and size)"
+PRESET_WAYS_ON = f"{LOCAL_FOLDER}, {RANDOM} {TOY_TOKENIZER} (real architecture and size, with the shipped tokenizer)"
 A_TOKENIZER = (
     "set model.tokenizer_name_or_path: a folder with tokenizer.json, a hub id, or tiny-gemma3 (it comes with tunix-rt)"
 )
@@ -72,12 +73,15 @@ def preset_names() -> list[str]:
     return sorted(path.name for path in _presets().iterdir() if (path / "config.json").is_file())
 
 
-def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrained") -> ModelSource:
-    """The folder of model `name`. Raises InputError when it is not available or not supported.
+def resolve_model(
+    name: str, *, revision: str = "main", weights: str = "pretrained", or_random: bool = True
+) -> ModelSource:
+    """The folder of model `name`. Raises InputError when it is not available or not supported; its fix offers random weights
+    only where a verb has them (`or_random`).
 
     A revision of a model without revisions is a ConfigError: it would be ignored."""
     with _redacted_errors():
-        found, commit, origin = _find(name, revision, with_weights=weights == "pretrained")
+        found, commit, origin = _find(name, revision, with_weights=weights == "pretrained", or_random=or_random)
         _refuse_revision(name, commit, revision)
         config = _read_config(found, name)
         source = ModelSource(
@@ -86,9 +90,21 @@ def resolve_model(name: str, *, revision: str = "main", weights: str = "pretrain
         if weights == "pretrained":
             if not source.weight_files():
                 files = [path.name for path in found.iterdir()]
-                raise no_safetensors(name, f"in {found}", files, fix=TWO_WAYS_ON)
+                raise no_safetensors(name, f"in {found}", files, fix=_ways_on(name, found, or_random))
             refuse_incomplete(name, found)
         return source
+
+
+def refuse_unavailable(name: str, *, revision: str = "main", weights: str = "pretrained") -> None:
+    """Raise what `resolve_model` would raise. No weights are downloaded, no GGUF file is converted."""
+    here = os.path.expanduser(name)
+    if os.path.isfile(here) or (os.path.isdir(here) and only_gguf(Path(here)) is not None):
+        return
+    if os.path.exists(here) or assets.find("models", name) is not None:
+        resolve_model(name, revision=revision, weights=weights)
+        return
+    with _redacted_errors():
+        _find(name, revision, with_weights=weights == "pretrained", download=False)
 
 
 def resolve_architecture(name: str, *, revision: str = "main") -> ModelSource:
@@ -125,7 +141,9 @@ def _redacted_errors() -> Iterator[None]:
         raise
 
 
-def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, str | None]:
+def _find(
+    name: str, revision: str, *, with_weights: bool, or_random: bool = True, download: bool = True
+) -> tuple[Path, str, str | None]:
     """Folder, revision, and the GGUF file it was converted from. The branches are in the order of the lookup."""
     here = os.path.expanduser(name)  # unlike pathlib, os.path does not raise for an invalid name
     if os.path.exists(here):
@@ -140,20 +158,33 @@ def _find(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, s
         _refuse_path(name)
     if name in preset_names() and name not in PRESET_OF:
         if with_weights:
+            hub_ids = ", ".join(sorted(hub_id for hub_id, preset in PRESET_OF.items() if preset == name))
             raise InputError(
-                f"{name} is a preset: an architecture and its size, without weights",
-                fix="add --weights random, or give a model with weights: a local model folder, or its hub id "
-                f"({', '.join(sorted(hub_id for hub_id, preset in PRESET_OF.items() if preset == name))})",
+                f"{name} is a preset: an architecture and its size, without weights and tokenizer",
+                fix=f"give a model with weights: a local model folder, or its hub id ({hub_ids})"
+                + (f"; or add --weights random {TOY_TOKENIZER}" if or_random else ""),
             )
         return _presets() / name, "preset", None
-    return _of_hub(name, revision, with_weights=with_weights)
+    return _of_hub(name, revision, with_weights=with_weights, or_random=or_random, download=download)
 
 
-def _of_hub(name: str, revision: str, *, with_weights: bool) -> tuple[Path, str, None]:
+def _ways_on(name: str, folder: Path | None, or_random: bool) -> str:
+    """The ways on that work: random weights need the config.json and a tokenizer, in `folder` or with the flag."""
+    if or_random and folder is not None and (folder / "config.json").is_file():
+        return TWO_WAYS_ON if (folder / "tokenizer.json").is_file() else PRESET_WAYS_ON
+    return PRESET_WAYS_ON if or_random and name in PRESET_OF else LOCAL_FOLDER
+
+
+def _of_hub(name: str, revision: str, *, with_weights: bool, or_random: bool, download: bool) -> tuple[Path, str, None]:
     """A hub model; without weights, the architecture of its preset where the hub is not available."""
-    ways_on = TWO_WAYS_ON if with_weights else "give the path of a local folder with config.json and tokenizer.json"
+
+    def ways_on(cached: Path | None) -> str:
+        if with_weights:
+            return _ways_on(name if revision == "main" else "", cached, or_random)
+        return "give the path of a local folder with config.json and tokenizer.json"
+
     try:
-        folder, commit = from_hub(name, revision, with_weights=with_weights, ways_on=ways_on)
+        folder, commit = from_hub(name, revision, with_weights=with_weights, ways_on=ways_on, download=download)
         return folder, commit, None
     except InputError as error:
         if with_weights or name not in PRESET_OF or revision != "main":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from tunix_rt.errors import StorageError
+from tunix_rt.errors import InputError, StorageError
 from tunix_rt.storage import (
     discard,
     fresh_folder,
@@ -250,6 +250,27 @@ def _has(path: Path, sha256: str) -> bool:
     """Whether `path` is a file of that content."""
     with storage(path):
         return path.is_file() and sha256_file(path) == sha256
+
+
+def model_of_run(name: str) -> str:
+    """The final model, if `name` is the folder of a run; any other name as it is. InputError for a run without one."""
+    run = RunDir(Path(os.path.expanduser(name)))
+    if not run.config.is_file() or os.path.exists(run.root / "config.json"):
+        return name
+    if not (run.final_model / "config.json").is_file():
+        raise no_final_model(run)
+    return str(run.final_model)
+
+
+def no_final_model(run: RunDir) -> InputError:
+    """Of an unfinished run, with the command that makes a model of its newest checkpoint."""
+    fix = "finish it: run the same `tunix-rt train` command with --resume"
+    if steps := [checkpoint_step(one) for one in list_checkpoints(run.checkpoints)]:
+        to = f"{run.root}-step-{steps[0]}"
+        fix += (
+            f"; or write its newest checkpoint as a model: tunix-rt export {run.root} --step {steps[0]} --output {to}"
+        )
+    return InputError(f"the run in {run.root} is not complete: it has no final model", fix=fix)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

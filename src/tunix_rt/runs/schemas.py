@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from tunix_rt.doctor.nvidia import GpuMemory
 from tunix_rt.runs import fields as f
-from tunix_rt.runs import schemas_host as host
+from tunix_rt.runs import schemas_host
 from tunix_rt.runs.schemas_host import Doctor, Footprint, Machine, MemoryReport, Plan, Process, Processes, Profile
 from tunix_rt.scoring.score import Prediction as PredictionLine
 from tunix_rt.scoring.score import Scores as ScoresFile
@@ -262,25 +262,6 @@ class Inputs(f.Facts):
     tokenizer_sha256: f.Digest
 
 
-class HostFacts(f.Facts):
-    cpu: f.Name
-    cpu_cores: f.Count
-    memory_bytes: f.Count
-
-
-class Hardware(f.Facts):
-    """The device. One that is no GPU has no capability, driver or uuid; a CPU is not counted."""
-
-    name: f.Name
-    memory_bytes: f.Count
-    capability: f.Maybe[f.Version] = None
-    driver: f.Maybe[f.Version] = None
-    driver_cuda: f.Maybe[f.Version] = None
-    count: f.Maybe[f.Positive] = None
-    uuid: f.Maybe[f.Text] = None
-    host: HostFacts
-
-
 class PeakSample(f.Facts):
     """The largest of the `samples` of GPU memory."""
 
@@ -318,7 +299,7 @@ class CpuRun(f.Facts):
 
     precommit_sha256: f.Digest
     versions: f.Versions
-    host: HostFacts
+    host: schemas_host.HostFacts
     sums_sha256: f.Digest
 
 
@@ -342,7 +323,7 @@ class Manifest(f.Facts):
     heldout_loss: f.Maybe[dict[Literal["first", "last"], dict[Literal["step", "loss"], f.Amount]]] = None
     scores: f.Maybe[dict[Literal["before", "after"], Outcome]] = None
     versions: f.Versions
-    hardware: Hardware
+    hardware: schemas_host.Hardware
     gpu_memory: f.Maybe[PeakSample] = None
     configuration: f.Figures
     configuration_left_open: f.Maybe[Annotated[f.Many[f.Name], Field(max_length=1_000)]] = None
@@ -388,7 +369,7 @@ SCHEMAS = (
     _file(r"memory\.json", MemoryReport),
     _file(r"processes\.json", Processes, 2),
     _file(r"checkpoints\.json", Checkpoints, 16),
-    _file(r"extensions\.json", host.Extensions),
+    _file(r"extensions\.json", schemas_host.Extensions),
     _file(r"result\.json", Result),
     _file(r"run_manifest\.json", Manifest, 2),
     _file(r"eval_summary\.json", EvalSummary, 2),

@@ -165,3 +165,25 @@ class Profile(f.Facts):
     dense_product: f.Maybe[DenseMatmul] = None
     share_of_dense_product: f.Maybe[f.Amount] = None
     unrecorded_step_milliseconds: f.Maybe[f.Amount] = None
+
+
+# --- the device in run_manifest.json --------------------------------------------------------------------------------------
+
+
+class HostFacts(f.Facts):
+    cpu: f.Name
+    cpu_cores: f.Count
+    memory_bytes: f.Count
+
+
+class Hardware(f.Facts):
+    """The device. One that is no GPU has no capability, driver or uuid; a CPU is not counted."""
+
+    name: f.Name
+    memory_bytes: f.Count
+    capability: f.Maybe[f.Version] = None
+    driver: f.Maybe[f.Version] = None
+    driver_cuda: f.Maybe[f.Version] = None
+    count: f.Maybe[f.Positive] = None
+    uuid: f.Maybe[f.Text] = None
+    host: HostFacts

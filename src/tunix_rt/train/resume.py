@@ -50,7 +50,11 @@ def refuse_occupied(run: RunDir, config: RunConfig) -> tuple[RunConfig, bool, tu
                 path.unlink(missing_ok=True)
         return config, False, ()
     if config.training.resume_from_checkpoint is None:
-        fix = "add --resume to continue it, or choose another --output"
+        fix = (
+            "choose another --output"
+            if status == "completed"
+            else "add --resume to continue it, or choose another --output"
+        )
         raise ConfigError(f"{run.root} already contains a run ({status})", fix=fix)
     if not run.precommit.exists():
         raise ConfigError(f"{run.root} contains a run without its precommit.json", fix="choose another --output")

@@ -73,16 +73,9 @@ def make_optimizer(engine: Engine, training: Training) -> Optimizer:
 
 
 def optimizer_steps(
-    engine: Engine,
-    optimizer: Optimizer,
-    batch_of: Callable[[int], StepBatch],
-    training: Training,
-    *,
-    first: int,
-    total: int,
-    before_update: Callable[[], None] = lambda: None,
-    ends: Sequence[int] = (),
-) -> Generator[Step, None, None]:
+    engine: Engine, optimizer: Optimizer, batch_of: Callable[[int], StepBatch], training: Training, *, first: int, total: int,
+    before_update: Callable[[], None] = lambda: None, ends: Sequence[int] = (),
+) -> Generator[Step, None, None]:  # fmt: skip
     """Train steps `first` to `total`, yielding after each. Everything random is a function of (seed, step). `before_update` is
     called once in each step, before it changes any weight."""
     engine.before_update = before_update
