@@ -8,7 +8,6 @@ kept in .cache/mutations: an interrupted run resumes there, unless code or bundl
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -19,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,22 @@ def _mutated(job: Job) -> tuple[Job, list[Row]]:
 
 def remember_answers() -> None:
     for module, function in REMEMBERED:
-        if not hasattr(getattr(module, function), "cache_info"):
-            setattr(module, function, functools.lru_cache(maxsize=4096)(getattr(module, function)))
+        if not hasattr(getattr(module, function), "answers"):
+            setattr(module, function, _remembering(getattr(module, function)))
+
+
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Settings with a mapping in them cannot be hashed; of a run, these functions read the settings of its data alone."""
+    answers: dict[str, Any] = {}
+
+    def answer(*given: Any, **named: Any) -> Any:
+        key = repr(([one.config.data if hasattr(one, "config") else one for one in given], named))
+        if key not in answers:
+            answers[key] = function(*given, **named)
+        return answers[key]
+
+    vars(answer)["answers"] = answers
+    return answer
 
 
 def outcome(mutation: Mutation, folder: Path, original: Examination) -> Row:

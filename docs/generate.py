@@ -156,7 +156,8 @@ def allowed(setting: Any) -> str:
     elif kind is bool:
         words = "`true`, `false`"
     elif kind is str:
-        words = "text"
+        several = any(get_origin(getattr(one, "__origin__", one)) is tuple for one in get_args(setting.annotation))
+        words = "text, or a list of texts" if several else "text"
     elif get_origin(kind) is dict:
         words = "a mapping of texts"
     else:
@@ -314,7 +315,8 @@ def exit_codes_page() -> str:
                         ("`refused`", "codes 2, 3, 4 and 5 before training began"),
                         (
                             "`preempted`",
-                            "code 7: SIGTERM, SIGINT or the time budget; the step under way was finished and saved first",
+                            "code 7: SIGTERM, SIGINT or the time budget; "
+                            "no finished step is lost ([checkpoints](../concepts/checkpoints.md))",
                         ),
                         ("`failed`", "everything else, also codes 2 to 5 once training has begun"),
                     ],

@@ -42,12 +42,12 @@ def run_pipeline(
     profile: int = 0,
     oom_attempt: bool = False,
     stop_after: int | None = None,
-    verify: Callable[[Path], list[str]] = lambda folder: [],
+    verify: Callable[[Path], None] = lambda folder: None,
 ) -> Evaluation:
     """Run everything into the folder `output`. Errors after the folder is opened are written to `result.json`, then raised.
 
     `profile` steps are profiled; no result depends on it. An `oom_attempt` trains even if the plan predicts that the run does
-    not fit. After step `stop_after` the run stops as on SIGTERM. A completed run in which `verify` finds a problem is failed."""
+    not fit. After step `stop_after` the run stops as on SIGTERM. A completed run in which `verify` raises is failed."""
     require_runnable(config)
     refuse_unsupported(config.training, profile_steps=profile, implementation=config.model.implementation)
     refuse_addresses(config.model_dump())

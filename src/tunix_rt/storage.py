@@ -98,14 +98,11 @@ def read_json(path: Path, kind: type[TunixError] = TunixError, fix: str = "the f
     """The value in `path`; a missing or torn file is an error of `kind` that names it, one that the disk does not give a
     StorageError: it may be as good as ever."""
     try:
-        with storage(path, fix=CHECK_VOLUME):
-            text = path.read_bytes()
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise kind(f"{path} is missing", fix="is this the folder of a run?") from error
-        raise
-    try:
-        return json.loads(text.decode("utf-8"))
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError as error:
+        raise kind(f"{path} is missing", fix="is this the folder of a run?") from error
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}", fix=CHECK_VOLUME) from error
     except (ValueError, RecursionError) as error:
         raise kind(f"{path} cannot be read: {error}", fix=fix) from error
 

@@ -239,7 +239,7 @@ def test_every_file_of_a_run_is_in_the_table_and_no_other():
 SHAPES = {
     "doctor.json": schemas.Doctor, "plan.json": schemas.Plan, "precommit.json": schemas.Commitment,
     "rows.jsonl": schemas.RowLine, "checkpoints.json": schemas.CheckpointEntry, "processes.json": schemas.Process,
-    "extensions.json": schemas.host.Extension,
+    "extensions.json": schemas.schemas_host.Extension,
     "metrics.jsonl": schemas.StepLine, "eval/before.json and eval/after.json": schemas.ScoresFile,
     "eval/predictions-before.jsonl and eval/predictions-after.jsonl": schemas.PredictionLine,
     "eval/heldout.jsonl": schemas.HeldoutLine, "eval_summary.json": schemas.EvalSummary,

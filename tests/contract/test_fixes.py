@@ -38,6 +38,16 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "half"
 
 
+@pytest.fixture(scope="module")
+def done(half: Path) -> Path:
+    """The same run, complete."""
+    folder = half.with_name("done")
+    shutil.copytree(half, folder)
+    finished = in_process("train", half.with_name("tiny.yaml"), "--output", folder, "--resume")
+    assert finished.returncode == 0, finished.stderr
+    return folder
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a row, with a configuration."""
@@ -46,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepare(row: dict[str, Any], place: Path, half: Path) -> None:
+def prepare(row: dict[str, Any], place: Path, half: Path, request: pytest.FixtureRequest) -> None:
     for name in row.get("runs", []):
         shutil.copytree(half, place / "runs" / name)
     for name, content in row.get("files", {}).items():
@@ -58,8 +68,7 @@ def prepare(row: dict[str, Any], place: Path, half: Path) -> None:
         for kept in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "models" / "tiny-gemma3" / kept, folder)
     if complete := row.get("complete"):
-        shutil.copytree(half, place / complete)
-        (place / complete / "result.json").write_text('{"status": "completed"}')
+        shutil.copytree(request.getfixturevalue("done"), place / complete)
     for name in row.get("without", []):
         (place / name).unlink()
 
@@ -87,8 +96,10 @@ MARKED = [pytest.param(row, id=row["command"], marks=[pytest.mark.slow] if row.g
 
 
 @pytest.mark.parametrize("row", MARKED)
-def test_the_printed_fix_works_in_its_situation(row: dict[str, Any], place: Path, half: Path) -> None:
-    prepare(row, place, half)
+def test_the_printed_fix_works_in_its_situation(
+    row: dict[str, Any], place: Path, half: Path, request: pytest.FixtureRequest
+) -> None:
+    prepare(row, place, half, request)
     printed = refused(run(row["command"]), row["exit"])
     assert printed.count("Usage:") == 0
     fix = printed.partition("\n  fix: ")[2]

@@ -13,9 +13,10 @@ from tests.forging import sealing
 from tests.forging.bases import copy_of
 from tests.forging.edits import Json, configure, each_line, edited, in_json, lines_of, put, put_lines
 from tests.forging.sealing import reseal, reseal_sums
+from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence import examine as examining
 from tunix_rt.evidence.checks import CHECKS
-from tunix_rt.evidence.examine import examine
+from tunix_rt.evidence.examine import examine, require_verified
 
 pytestmark = pytest.mark.usefixtures("judged_once")
 
@@ -164,6 +165,27 @@ def test_a_forgery_is_found_by_the_check_for_it(name: str, bases: dict[str, Path
     assert {one.check for one in examined.findings} == {forgery.check}, examined.findings
     assert all(one.problem.isprintable() for one in examined.findings)
     assert "L1" not in examined.passed
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("a GPU without memory in use", "train where `tunix-rt doctor --prove` passes and NVML reports GPU memory"),
+        ("ten times the tokens", "the files above changed while the run went on"),
+    ],
+)
+def test_a_run_that_does_not_verify_at_its_end_has_the_way_out_of_its_check(
+    name: str, fix: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Facts that the machine did not give are no change of files; `evidence verify` accepts neither."""
+    forgery = FORGERIES[name]
+    folder = copy_of(bases[forgery.base], tmp_path / "folder")
+    require_verified(folder)
+    forgery.change(folder)
+    forgery.seal(folder)
+    with pytest.raises(EvidenceError, match=f"does not verify\n  L1 {forgery.check}: ") as refused:
+        require_verified(folder)
+    assert fix in refused.value.fix and "final_model is complete" in refused.value.fix
 
 
 @pytest.mark.parametrize(

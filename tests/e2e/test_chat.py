@@ -101,7 +101,7 @@ def sitting(talker) -> Iterator[Terminal]:
 
 
 def test_a_person_can_talk_interrupt_and_leave(sitting):
-    banner = "An empty line ends it. /reset begins a new conversation. /help lists the commands."
+    banner = "An empty line ends it. /reset begins a new conversation. /help lists more."
     assert "Using device: cpu" in sitting.until(banner)
     sitting.until("> ")
 

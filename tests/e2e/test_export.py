@@ -258,7 +258,7 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
         second, final
     )
     missing = CliRunner().invoke(cli, ["export", str(whole), "--step", "3", "--output", str(tmp_path / "x")])
-    assert missing.exit_code == 3 and "has no checkpoint of step 3\n  fix: there are: 2, 4" in missing.output
+    assert missing.exit_code == 3 and "has no checkpoint of step 3\n  fix: give --step one of: 2, 4" in missing.output
 
     adapted = run_of(tmp_path / "adapted", base=base, lora_rank=2)
     merged = exported(adapted, tmp_path / "merged", "--best")

@@ -5,13 +5,16 @@ import shutil
 
 import pytest
 
+from tests.bundles import collect, make_repository
 from tests.integrity import list_problems
+from tests.program import ROOT
 from tunix_rt.cli.runs import read_run
 from tunix_rt.config.load import find_config, load_config
 from tunix_rt.config.optimizers import learning_rate, total_at
 from tunix_rt.errors import ConfigError, TunixError
 from tunix_rt.evidence.checks import CHECKS
 from tunix_rt.evidence.facts import completed_run
+from tunix_rt.evidence.verify import verify
 from tunix_rt.pipeline import run_pipeline
 from tunix_rt.runs.folder import RunDir, list_checkpoints
 from tunix_rt.runs.record import RunRecord
@@ -24,6 +27,7 @@ from tunix_rt.train.resume import refuse_occupied
 def configured(steps, *overrides, resume=True):
     fast = ["training.device=cpu", "training.save_steps=100", "training.eval_steps=2", "data.max_length=128"]
     fast += ["training.per_device_train_batch_size=1", "evaluation.enabled=false", "data.on_overflow=drop"]
+    fast += ["training.save_total_limit=3"]
     flags = {"training.max_steps": steps, "training.resume_from_checkpoint": "auto" if resume else None}
     return load_config(find_config("smoke_tiny"), overrides=[*fast, *overrides], flags=flags)
 
@@ -91,6 +95,24 @@ def test_a_run_stops_after_as_many_evaluations_in_a_row_without_a_lower_loss(los
     assert early_stop(losses, patience) == stops_after
 
 
+def test_patience_without_a_held_out_loss_is_refused(tmp_path):
+    one = (ROOT / "datasets/dev-reasoning-v2/dataset.jsonl").read_text().splitlines()[0]
+    (tmp_path / "one.jsonl").write_text("".join(f"{one.replace('dr2-0001', name)}\n" for name in ("a", "b")))
+    for settings, problem in {
+        ("training.eval_steps=null",): "training.eval_steps is not set",
+        ("data.validation_fraction=0",): "needs held-out traces",
+        (
+            "data.validation_fraction=0",
+            "evaluation.enabled=along",
+            "evaluation.evalset=eval_v2",
+        ): "patience needs held-out",
+        (f"data.dataset={tmp_path / 'one.jsonl'}", "data.validation_fraction=0.5"): "no example is held out",
+    }.items():
+        with pytest.raises(ConfigError, match=problem) as refused:
+            train(RunDir(tmp_path / "run"), 2, "training.patience=1", *settings, resume=False)
+        assert "patience out" in refused.value.fix or "eval_steps out" in refused.value.fix
+
+
 STALLED = ("training.learning_rate=1e-30", "training.eval_steps=1", "training.patience=2")
 
 
@@ -118,7 +140,9 @@ def test_a_run_that_stopped_early_is_complete_and_verifies_wherever_it_was_kille
     training = configured(5, *STALLED).training
     assert [line["lr"] for line in lines(run)] == [learning_rate(step, total=5, training=training) for step in (1, 2)]
     assert run.final_model.is_dir() and list_problems(run.root) == []
-    with pytest.raises(ConfigError, match="2 evaluations without a lower held-out loss") as refused:
+    with pytest.raises(
+        ConfigError, match=r"without a lower held-out loss for training\.patience=2: it cannot"
+    ) as refused:
         train(run, 9, *STALLED)
     assert f"--model {run.final_model} and another --output" in refused.value.fix
 
@@ -205,3 +229,28 @@ def test_other_extensions_than_those_that_were_made_are_found(extended, copied, 
 def test_a_step_belongs_to_the_total_that_was_planned_when_it_was_taken():
     assert [total_at(step, (3, 5, 9), 9) for step in (1, 3, 4, 5, 6, 9)] == [3, 3, 5, 5, 9, 9]
     assert total_at(2, (), 7) == 7
+
+
+# --- a replay ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_bundle_of_an_extended_run_is_reproduced(tmp_path):
+    run, bundle = RunDir(tmp_path / "run"), tmp_path / "bundle"
+    train(run, 3, "evaluation.enabled=true", resume=False)
+    before, after = (run.predictions(when).read_bytes() for when in ("before", "after"))
+    train(run, 5, "evaluation.enabled=true")
+    assert run.predictions("before").read_bytes() == before and run.predictions("after").read_bytes() != after
+    made = collect(run.root, bundle, make_repository(tmp_path / "repository"))
+    assert made.returncode == 0, made.stderr
+    for folder, level in ((bundle, "L1"), (bundle, "L4"), (run.root, "L3")):
+        verdict = verify(folder, level)
+        assert verdict.ok and verdict.level == level, (verdict.findings, verdict.notes)
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_early_is_reproduced(tmp_path):
+    run = RunDir(tmp_path / "run")
+    train(run, 5, *STALLED, resume=False)
+    verdict = verify(run.root, "L4")
+    assert verdict.ok and verdict.level == "L4", (verdict.findings, verdict.notes)

@@ -30,7 +30,7 @@ from tunix_rt.pipeline import run_pipeline
 from tunix_rt.runs import journal
 from tunix_rt.runs.folder import RunDir, list_checkpoints
 from tunix_rt.storage import read_json
-from tunix_rt.train import evaluation
+from tunix_rt.train import checkpointer, evaluation
 from tunix_rt.train import loop as train
 from tunix_rt.train import preemption as stopping
 
@@ -113,11 +113,14 @@ def test_a_run_that_saves_by_time_has_a_checkpoint_of_any_step_and_verifies(tmp_
     caplog.set_level("INFO", logger="tunix_rt")
     run = RunDir(tmp_path / "run")
     by_time = ("training.save_steps=null", "training.save_minutes=0.00001", "training.save_total_limit=9")
+    by_time += ("training.grace_seconds=1",)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "MOST_SAVING_SHARE", 1e9)  # saving takes longer than such a step
+        patch.setattr(checkpointer, "SLOW_DISK_BYTES_PER_SECOND", 1e6)
         run_pipeline(configured(*by_time), run.root, progress=quiet)
     assert [entry["step"] for entry in read_json(run.checkpoint_list)["checkpoints"]] == [*range(1, STEPS + 1)]
     assert "Checkpoints: every 1e-05 min of training, at each evaluation (every 3 steps), and at the end" in caplog.text
+    assert "SIGTERM may cost the steps since the last checkpoint (every 1e-05 min of training)" in caplog.text
     assert losses(run) == losses(uninterrupted[0]) and list_problems(run.root) == []
     assert verify(run.root).level == "L1"
 
@@ -294,6 +297,7 @@ def test_a_continuation_refused_for_its_kernels_touches_nothing(crashed, monkeyp
 
 
 def test_to_continue_where_there_is_no_run_starts_one_without_an_alarm(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="tunix_rt")
     run_pipeline(configured("training.max_steps=1", resume=True), tmp_path / "run", progress=quiet)
     (line,) = [one for one in caplog.records if one.getMessage().startswith(f"No run in {tmp_path / 'run'} yet")]
     assert line.levelname == "INFO"

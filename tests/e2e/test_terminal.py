@@ -145,7 +145,7 @@ FILES = {
     "sharegpt.jsonl": '{"conversations": [{"from": "human", "value": "1 + %d?"}, {"from": "gpt", "value": "%d"}]}',
     "gsm8k.jsonl": '{"question": "1 + %d?", "answer": "One more is %d.\\n#### 5"}',
 }
-HOW = ("", "--set training.save_steps=1", "--set training.lora_rank=4", "--profile 1")
+HOW = ("", "--set training.save_steps=1", "--set training.lora_rank=4 --set training.save_dtype=null", "--profile 1")
 
 
 def ordinary_runs(folder: Path):

@@ -150,6 +150,10 @@ def test_what_is_no_folder_of_a_run_is_a_slip_and_no_verdict(cpu_bundle: Path, t
     assert done.exit_code == 3 and "no such folder" in done.stderr
     shutil.copytree(cpu_bundle, tmp_path / "above" / "v1")
     done = invoke(tmp_path / "above")
-    assert done.exit_code == 3 and "above: 1 bundle(s), name one" in done.stderr and "above/v1" in done.stderr
+    assert (
+        done.exit_code == 3
+        and "above contains 1 run(s) or bundle(s), name one" in done.stderr
+        and "above/v1" in done.stderr
+    )
     done = invoke(cpu_bundle, "--repository", tmp_path)
     assert done.exit_code == 2 and "not a git repository" in done.stderr

@@ -132,7 +132,7 @@ def changed_field(draw: random.Random) -> Case:
 def not_understood(draw: random.Random) -> Case:
     """Something in a record that would be lost."""
     name = draw.choice(["trace", "messages", "sharegpt"])
-    records = good(draw, name)
+    records, fine = good(draw, name), False
     number = draw.randrange(len(records))
     record = records[number]
     if name == "trace":
@@ -151,8 +151,14 @@ def not_understood(draw: random.Random) -> Case:
             message["role" if name == "messages" else "from"] = draw.choice(
                 ["tool", "function", "User", "developer", ""]
             )
+        # Only assistant turns are trained: a weight of 0 changes no other.
+        fine = message.get("weight") == 0 and (message.get("role") or message.get("from")) in (
+            "user",
+            "human",
+            "developer",
+        )
     content, line = laid_out(draw, name, records, number)
-    return Case(what=f"{name} not understood", content=content, line=line)
+    return Case(what=f"{name} not understood", content=content, line=line, must_fail=not fine)
 
 
 def odd_text(draw: random.Random) -> Case:

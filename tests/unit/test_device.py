@@ -95,6 +95,17 @@ def test_the_memory_of_the_gpu_is_read_after_the_first_and_the_last_step(
         device.sample_gpu(report, frozenset({"GPU-aa"}), step)
     assert [sample["step"] for sample in report.result.gpu_memory] == [1, 3]
     assert (tmp_path / "nvidia_smi.txt").read_text().startswith("after step 1; our process id ")
+    assert report.warnings == []
+
+
+def test_a_gpu_whose_memory_is_unknown_is_a_warning_from_the_first_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "gpu_memory", lambda step, _: None)
+    report = RunJournal(run=RunDir(tmp_path), continued=False)
+    device.sample_gpu(report, frozenset({"GPU-aa"}), 1)
+    assert report.result.gpu_memory == [] and len(report.warnings) == 1
+    assert "NVML reports none" in report.warnings[0] and "exit code 6" in report.warnings[0]
 
 
 def stand_in_nvml(processes: list[tuple[int, int]]) -> types.ModuleType:

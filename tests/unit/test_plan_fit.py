@@ -233,8 +233,8 @@ def test_disk_holds_the_kept_checkpoints_the_best_one_more_and_the_final_model()
     large = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5, "eval_steps": 10}))
     assert small > 4 * 3 * weights + weights
     assert large - small == 3 * 3 * weights
-    only_the_last = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5}))
-    assert small - only_the_last == 2 * 3 * weights  # an interruption's and the end's
+    by_time = disk_needed_bytes(shape, settings_of(training={"save_total_limit": 5}))
+    assert large - by_time == 3 * weights  # no best one is kept beside the newest
     halved = disk_needed_bytes(shape, settings_of(training={**SMALLEST, "save_total_limit": 2, "save_steps": 10}))
     assert halved < 5.1 * weights / 2 + 2**27
     adapters = disk_needed_bytes(shape, settings_of(training={"lora_rank": 16, "save_total_limit": 2}))

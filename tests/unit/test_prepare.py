@@ -339,8 +339,9 @@ def test_bad_records_are_left_out_when_asked_and_the_rest_trains_as_if_they_were
     assert (data.skipped, data.merkle_root, data.items) == (2, clean.merkle_root, clean.items)
     assert "2 of 12 records skipped: wrong_field 1, orphan_tag 1" in caplog.text
     assert data.describe().endswith("2 bad records skipped")
-    with pytest.raises(InputError, match="wrong_field: 1 x"):
+    with pytest.raises(InputError, match="wrong_field: 1 x") as caught:
         ready(settings(write_lines(path, {"prompt": "?"}), skip_bad=True, format="trace"), tokenizer)
+    assert "skip" not in caught.value.fix  # it is what was done
 
 
 def test_every_token_of_a_plain_text_is_a_target_but_the_first(tmp_path, tokenizer):

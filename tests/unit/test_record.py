@@ -2,13 +2,18 @@
 
 import json
 import logging
+import signal
+import threading
 import warnings
 
 import pytest
 
+from tunix_rt.errors import EvidenceError
+from tunix_rt.runs.checksums import list_folder, parse_sums, sums_problems
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import LONGEST_WARNING, MOST_WARNINGS, RunJournal, WithoutSecrets, without_home
 from tunix_rt.storage import write_json
+from tunix_rt.train.preemption import Preemption
 
 
 def test_a_log_does_not_name_the_folder_of_whoever_ran_it(monkeypatch):
@@ -68,3 +73,53 @@ def test_a_resumed_run_keeps_the_warnings_of_the_process_before(tmp_path, before
     write_json(tmp_path / "result.json", {"warnings": before})
     kept = ["first"] if isinstance(before, list) else []
     assert warned(tmp_path, "second", continued=True) == [*kept, "UserWarning: second"]
+
+
+# --- the ending ------------------------------------------------------------------------------------------------------
+
+
+class Awaited(logging.Handler):
+    """Added last: `came` is set when all other handlers have the line of the signal."""
+
+    def __init__(self):
+        super().__init__()
+        self.came = threading.Event()
+
+    def emit(self, record):
+        if "SIGINT" in record.getMessage():
+            self.came.set()
+
+
+@pytest.fixture
+def signals():
+    """The handlers of this process, which a signalled run ignores at its end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_the_answer_to_a_signal_after_the_log_was_hashed_is_no_line_of_it(tmp_path, caplog, signals, verifies):
+    caplog.set_level("INFO", logger="tunix_rt")
+    stop, awaited, package = Preemption(), Awaited(), logging.getLogger("tunix_rt")
+
+    def verify(folder):
+        signal.raise_signal(signal.SIGINT)
+        assert awaited.came.wait(60)
+        if not verifies:
+            raise EvidenceError("a file changed", fix="train again")
+
+    journal = RunJournal(run=RunDir(tmp_path), continued=False, ending=stop.ending, verify=verify)
+    try:
+        with journal.logged(), stop.listening(), journal.ended():
+            package.addHandler(awaited)
+    except EvidenceError:
+        assert not verifies
+    finally:
+        package.removeHandler(awaited)
+    sums, _ = parse_sums(journal.run.hashes.read_bytes())
+    assert sums_problems(tmp_path, list_folder(tmp_path).files, sums, may_lack=()) == []
+    log = journal.run.log.read_text()
+    assert "SIGINT" in caplog.text and "SIGINT" not in log and ("failed: a file changed" in log) != verifies
+    assert json.loads(journal.run.result.read_text())["status"] == ("completed" if verifies else "failed")

@@ -11,9 +11,10 @@ from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.packing import total_steps
 from tunix_rt.plan.fit import predict_run, verdict
+from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.run import RowFacts, plan_run
 from tunix_rt.plan.shape import shape_of
-from tunix_rt.plan.timing import estimate_time, seconds_beside
+from tunix_rt.plan.timing import WRITTEN_BYTES_PER_SECOND, estimate_time, seconds_beside
 
 GIB = 2**30
 SHAPE = shape_of(SMOLLM2_135M)
@@ -61,10 +62,17 @@ def test_the_time_on_a_cpu_follows_its_rate_and_is_unknown_without():
         flops_per_second=1e11,
         target_share=0.4,
     )  # fmt: skip
-    low, high = seconds_beside(SHAPE, config)
+    low, high = seconds_beside(SHAPE, config, 10)
     assert plan.seconds == (time.seconds_low + low, time.seconds_high + high) and 0 < low < high
     heldout = plan_run(config, SHAPE, CPU, replace(ROWS, heldout_tokens=4000), cpu_flops=1e11)
     assert plan.seconds < heldout.seconds < tuple(2 * seconds for seconds in plan.seconds), "two forward passes more"
+
+
+def test_the_time_on_a_cpu_has_the_saves_before_evaluations():
+    rarely, often = (config_of("training.max_steps=10", f"training.eval_steps={every}") for every in (10, 2))
+    written = footprint_of(SHAPE, rarely.training, "cpu").checkpoint
+    more = [b - a for a, b in zip(seconds_beside(SHAPE, rarely, 10), seconds_beside(SHAPE, often, 10), strict=True)]
+    assert more == pytest.approx([4 * written / rate for rate in WRITTEN_BYTES_PER_SECOND])
 
 
 def test_a_resumed_run_keeps_the_rows_of_its_micro_batches_on_other_devices():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tunix_rt.cli.views.progress import ANSWER, OTHER, REASONING, Parts, StreamPrinter, shown
+from tunix_rt.cli.views.progress import ANSWER, OTHER, REASONING, Parts, StreamPrinter, printable
 
 ANSWERED = "well <reasoning>3 < 4\n</reasoning>\n<answer>7</answer> bye"
 
@@ -95,13 +95,13 @@ def test_tags_have_the_names_a_run_gives_them():
 
 @given(text=st.text())
 def test_nothing_that_steers_a_terminal_is_shown(text):
-    seen = shown(text)
+    seen = printable(text)
     assert len(seen) == len(text)
     assert all(letter.isprintable() or letter in "\n\t" for letter in seen)
 
 
 def test_an_escape_sequence_is_shown_as_a_question_mark():
-    assert shown("a\x1b[2Jb\r\x07\u202e\x9b") == "a?[2Jb????"
+    assert printable("a\x1b[2Jb\r\x07\u202e\x9b") == "a?[2Jb????"
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_full_disk_at_resume_does_not_cost_the_lines_that_are_kept(five_steps)
     """Without its metrics a run cannot be continued: cutting the file must not pass through an empty one."""
     whole = lines(five_steps)
     imports = "from tunix_rt.runs.folder import RunDir; from tunix_rt.runs.ledger import MetricsLog"
-    cut = f"{imports}; MetricsLog.open(run_folder.RunDir(Path(sys.argv[1])), keep_steps=4)"
+    cut = f"{imports}; MetricsLog.open(RunDir(Path(sys.argv[1])), keep_steps=4)"
     ended = run_limited(cut, five_steps.root, file_bytes=0)
     assert ended.returncode in (0, 8), ended.stderr
     assert lines(five_steps)[:4] == whole[:4]

@@ -1,11 +1,20 @@
 """Without a terminal, long work still says where it is: at its beginning, a few times, and at least twice a minute."""
 
+import contextlib
+import io
+import logging
+import os
+import pty
+import sys
+import threading
 import time
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from tunix_rt.cli.views import progress as views
-from tunix_rt.cli.views.progress import watching
+from tunix_rt.cli.views.progress import _Bars, _Lines, watching
 from tunix_rt.progress import close_displays, phase
 
 
@@ -70,3 +79,68 @@ def test_without_a_display_phases_are_free_and_after_it_is_closed_nothing_is_sho
         close_displays()
         assert progress._over.is_set()
     assert capsys.readouterr().err == ""
+
+
+# --- threads and closed terminals ---------------------------------------------------------------------------------------
+
+
+def test_the_thread_that_draws_and_a_phase_that_begins_never_wait_for_each_other(monkeypatch):
+    """Both hold the lock of the terminal and that of the tasks, always in that order."""
+    held, drawing, draw = threading.Event(), threading.Event(), Live.refresh
+
+    def refresh(live):
+        if threading.current_thread().name == "tunix-rt-progress":
+            held.wait()
+            drawing.set()
+        draw(live)
+
+    monkeypatch.setattr(Live, "refresh", refresh)
+    bars = _Bars(Console(file=io.StringIO(), force_terminal=True))
+
+    def begin():
+        with bars._live._lock:
+            held.set()
+            drawing.wait()  # the thread now waits for the terminal
+            bars.begin("load the weights", None, 0)
+
+    beginning = threading.Thread(target=begin, daemon=True)
+    beginning.start()
+    beginning.join(60)
+    assert not beginning.is_alive()
+    bars.close()
+
+
+def test_a_phase_leaves_the_tasks_and_the_pending_ones_at_once():
+    """Else the thread looks a pending one up in vain, and ends."""
+    taken = []
+
+    class Pending(list):
+        def __iter__(self):
+            other = threading.Thread(target=lambda: taken.append(lines._guard.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return super().__iter__()
+
+    lines = _Lines()
+    lines._announced.add("save")
+    lines.begin("save", None, 0)
+    lines._pending = Pending(lines._pending)
+    lines.end("save")
+    lines.close()
+    assert taken == [False] and lines._pending == []
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_pipe_or_terminal_that_is_closed_ends_no_run(terminal, monkeypatch, caplog):
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    stderr = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    with watching() as progress:
+        os.close(reader)
+        with phase("load the weights"):
+            logging.getLogger("tunix_rt").warning("a line")
+            progress.refresh()
+    assert isinstance(progress, _Bars if terminal else _Lines) and "a line" in caplog.text
+    with contextlib.suppress(OSError):
+        stderr.close()

@@ -204,7 +204,7 @@ def _watching() -> Iterator[Any]:
     from tunix_rt.progress import phase
     from tunix_rt.train.preemption import Preemption, stoppable
 
-    with Preemption().listening() as stop, watching() as progress, phase("read the data"):
+    with Preemption(fix="run it again").listening() as stop, watching() as progress, phase("read the data"):
         yield stoppable(progress, stop)
 
 

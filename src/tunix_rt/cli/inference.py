@@ -183,7 +183,7 @@ def chat(model: str, against: str | None, **how: Any) -> None:
         models, decoding = _load([model] if against is None else [against, model], how)
     alone = against is not None or models[0].style.template.name == PLAIN
     memory = "Each question is a conversation of its own." if alone else "/reset begins a new conversation."
-    text.show_lines([f"An empty line ends it. {memory} /help lists the commands."])
+    text.show_lines([f"An empty line ends it. {memory} /help lists more."])
     turns: tuple[Turn, ...] = ()
     while (question := _next_question()) and question.lower() not in LEAVE:
         if question in ("/reset", "/new"):

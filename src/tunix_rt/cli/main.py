@@ -130,14 +130,14 @@ def print_defect(kind: type[BaseException], error: BaseException, trace: Traceba
 
 def usage_error(error: click.UsageError) -> ConfigError:
     """An error of click. Long values are not repeated: one may be a password in the wrong place."""
-    from tunix_rt.config.load import shown
+    from tunix_rt.config.load import quoted
 
     ctx = error.ctx or click.Context(click.Command("tunix-rt"), info_name="tunix-rt")
     if unknown := re.fullmatch(r"No such command '(.*)'\.", error.message, flags=re.DOTALL):
-        return ConfigError(f"{ctx.command_path} has no command {shown(unknown[1])}", fix=_command(unknown[1], ctx))
+        return ConfigError(f"{ctx.command_path} has no command {quoted(unknown[1])}", fix=_command(unknown[1], ctx))
     if isinstance(error, click.NoSuchOption):
         name = error.option_name
-        return ConfigError(f"{ctx.command_path} has no option {shown(name)}", fix=_option(name, ctx))
+        return ConfigError(f"{ctx.command_path} has no option {quoted(name)}", fix=_option(name, ctx))
     if isinstance(error, click.BadOptionUsage):
         name, is_flag = error.option_name, "not take a value" in error.message
         value = "without a value" if is_flag else EXAMPLES.get(name, "VALUE")
@@ -149,12 +149,12 @@ def usage_error(error: click.UsageError) -> ConfigError:
         fix = f"add it, as {name} {_example(error.param, name)}" if is_option else usage
         return ConfigError(f"{ctx.command_path}: {missing} is missing", fix=fix)
     if isinstance(error, click.BadParameter) and error.param is not None:
-        value = re.sub(r"^'(.*?)'(?= is )", lambda one: shown(one[1]), error.message, flags=re.DOTALL)
+        value = re.sub(r"^'(.*?)'(?= is )", lambda one: quoted(one[1]), error.message, flags=re.DOTALL)
         choices = getattr(error.param.type, "choices", ())
         fix = f"use one of: {', '.join(choices)}" if choices else f"`{ctx.command_path} -h` describes it"
         return ConfigError(f"{error.param.get_error_hint(ctx).strip(chr(39))}: {value.rstrip('.')}", fix=fix)
     if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message, flags=re.DOTALL):
-        problem = f"{ctx.command_path}: unexpected extra argument {shown(extra[1])}"
+        problem = f"{ctx.command_path}: unexpected extra argument {quoted(extra[1])}"
         return ConfigError(problem, fix=f"{usage}; put quotes around a text with spaces")
     return ConfigError(f"{ctx.command_path}: {error.message.rstrip('.')}", fix=usage)
 

@@ -85,9 +85,9 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     with watching() as progress:
         with phase("start"):
             from tunix_rt.evaluate.report import remarks, table
-            from tunix_rt.evidence.examine import run_problems
+            from tunix_rt.evidence.examine import require_verified
             from tunix_rt.pipeline import run_pipeline
-        report = run_pipeline(config, output, progress=progress, profile=profile, verify=run_problems, **how)
+        report = run_pipeline(config, output, progress=progress, profile=profile, verify=require_verified, **how)
     run = RunDir(output)
     if as_json:
         text.show_json(read_json(run.result))
@@ -113,8 +113,8 @@ def _show_next(run: Any) -> None:
     text.show_lines([
         f"Run folder: {run.root}", *answers,
         f"  {'every score':14}{tool} runs show {run.root}",
-        f"  {'ask it':14}{tool} generate {run.root} \"What is 17 + 25?\"",
-        f"  {'talk to it':14}{tool} chat {run.root}",
+        f"  {'one prompt':14}{tool} generate {run.root} \"What is 17 + 25?\"",
+        f"  {'chat':14}{tool} chat {run.root}",
     ])  # fmt: skip
 
 

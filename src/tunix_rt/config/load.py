@@ -277,7 +277,7 @@ def _mistake(item: Any) -> str:
 LONGEST_SHOWN = 24
 
 
-def shown(text: str) -> str:
+def quoted(text: str) -> str:
     """A text that was given, for an error. A long one may be a password in the wrong place: only its length. What is known as a
     secret is redacted where the error is printed."""
     return repr(text) if len(text) <= LONGEST_SHOWN else f"a text of {len(text):,} characters"
@@ -291,7 +291,7 @@ def _kind_of(value: object) -> str:
         short = abs(value) < 10**MOST_DIGITS  # of a longer one Python may refuse to write out the digits
         return repr(value) if short or endless else f"a number of more than {MOST_DIGITS} digits"
     if isinstance(value, str):
-        return shown(value)
+        return quoted(value)
     return "a section" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 

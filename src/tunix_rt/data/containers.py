@@ -1,4 +1,4 @@
-"""What a data file is packed in: gzip, read as a stream of bytes, and Parquet, read a few rows at a time."""
+"""What a data file is packed in: gzip, read as a stream of bytes; Parquet, read a few rows at a time."""
 
 import contextlib
 import gzip
@@ -82,13 +82,6 @@ def read_whole(path: Path, version: Version, what: str, instead: str) -> bytes:
             f"{path}: {what} of over {MAX_DOCUMENT_BYTES:,} bytes, which would be held in memory", fix=instead
         )
     return content
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """A record that its reader could not read, for `parse` to refuse."""
-
-    problem: str
 
 
 # --- Parquet --------------------------------------------------------------------------------------------------------

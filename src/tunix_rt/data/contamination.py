@@ -20,9 +20,10 @@ from tunix_rt.data.readers import BadRecord, Raw
 from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.sources import Dataset, FileRef
 from tunix_rt.data.text import OVERLAP_WORDS, SHORT_WORDS, Hashes, fold, runs_of, words
-from tunix_rt.data.token_cache import Progress, Reading, processes_for
+from tunix_rt.data.token_cache import Reading, processes_for
 from tunix_rt.data.tokenize import Recipe, in_order
 from tunix_rt.data.validation import Finding, Tally, findings_of
+from tunix_rt.progress import Progress
 
 ZERO_WIDTH_SPACE = "\u200b"
 """Occurs inside a word or between two words."""

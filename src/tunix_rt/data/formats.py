@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from tunix_rt.data.containers import printable
-from tunix_rt.data.other_methods import refuse_other_methods
 from tunix_rt.data.readers import BadRecord, read_raw
 from tunix_rt.data.records import (
     KINDS,
+    NOT_MAPPED,
     ROLES,
     SHAREGPT_ROLES,
     Fields,
@@ -33,6 +33,8 @@ from tunix_rt.data.records import (
     history_of,
     messages_of,
     optional_text,
+    refuse_feedback,
+    refuse_other_methods,
     text_of,
     whole,
     with_system,
@@ -84,8 +86,8 @@ def _format_of_file(dataset: Dataset) -> tuple[str, int]:
             where = dataset.place(0, raw.line)
             try:
                 record = dataset.record(raw)
-                refuse_other_methods(record, where)
-                return _only_reading(record, where, dataset.columns), raw.line
+                _refuse_other_kinds(record, "auto", where)
+                return _only_reading(record, where, dataset), raw.line
             except BadRecord as error:
                 problem = problem or error
     assert problem is not None, "a dataset has records"
@@ -95,8 +97,7 @@ def _format_of_file(dataset: Dataset) -> tuple[str, int]:
 def to_sample(record: dict[str, Any], format: str, where: str) -> Sample:
     """The record in its normal form; a BadRecord names `where` and the wrong field."""
     shape = FORMATS[format]
-    if not KINDS.isdisjoint(record) and format != "text":
-        refuse_other_methods(record, where)
+    _refuse_other_kinds(record, format, where)
     try:
         return shape.read(record)
     except Wrong as wrong:
@@ -107,6 +108,16 @@ def to_sample(record: dict[str, Any], format: str, where: str) -> Sample:
             where, f"{printable(wrong.field)}: {wrong.problem}{instead}", rule=wrong.rule,
             fix=f"correct it: {format} needs {shape.needs}{alone}",
         ) from wrong  # fmt: skip
+
+
+def _refuse_other_kinds(record: Fields, format: str, where: str) -> None:
+    """A text may be chosen beside other columns; its label is a class only where it can be read as nothing else."""
+    if KINDS.isdisjoint(record):
+        return
+    if format != "text":
+        refuse_other_methods(record, where)
+    if readings(record) != ["text"]:
+        refuse_feedback(record, where)
 
 
 def readings(record: Fields) -> list[str]:
@@ -124,8 +135,8 @@ _LIKE_QUESTION = ("problem", "query", "instruction", "question", "prompt", "inpu
 _LIKE_ANSWER = ("solution", "reply", "response", "answer", "completion", "output", "assistant", "target", "body")
 
 
-def _only_reading(record: dict[str, Any], where: str, columns: Mapping[str, str]) -> str:
-    fitting = readings(record)
+def _only_reading(record: dict[str, Any], where: str, dataset: Dataset) -> str:
+    fitting, columns = readings(record), dataset.columns
     if len(fitting) == 1:
         return fitting[0]
     names = [printable(name[:60]) for name in record]
@@ -134,7 +145,9 @@ def _only_reading(record: dict[str, Any], where: str, columns: Mapping[str, str]
         needs = "\n".join(f"    {name}: {shape.needs}" for name, shape in FORMATS.items())
         missing = [theirs for own, theirs in columns.items() if own not in record]
         mapped = f"there is no column {missing[0]!r}; " if missing else ""
-        meant = _mapping({columns.get(name, name): value for name, value in record.items()})
+        meant = _mapping({columns.get(name, name.removesuffix(NOT_MAPPED)): value for name, value in record.items()})
+        if dataset.files[0].container == "csv":
+            meant += "; if the first line is a record, add one above it with the names of the columns"
         raise BadRecord(
             where, f"{mapped}no format fits the keys of the record: {keys or 'it has none'}", rule="wrong_field",
             fix=f"say which columns to train on: {meant}; or rename them to those of a format\n{needs}",

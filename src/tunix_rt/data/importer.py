@@ -121,7 +121,7 @@ def _write_records(source: Dataset, format: str, final: Path, staged: Path, *, s
             if rows <= SHOWN:
                 samples.append(sample)
     if not (skip_bad and rows):
-        refuse(findings_of(bad.by_rule.values(), source))
+        refuse(findings_of(bad.by_rule.values(), source), skip_bad=skip_bad)
     return Imported(
         key=final.name,
         source=source,

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.contamination import find_leaks
-from tunix_rt.data.dataset_checks import about_length, about_validation, about_vocabulary
-from tunix_rt.data.example_checks import check_text
+from tunix_rt.data.example_checks import about_length, about_validation, about_vocabulary, check_text
 from tunix_rt.data.formats import detect_format, to_sample
 from tunix_rt.data.packing import (
     MOST_HELDOUT,
@@ -31,11 +30,12 @@ from tunix_rt.data.readers import read_raw
 from tunix_rt.data.records import EvalItem, Sample, Turn
 from tunix_rt.data.render import Style, prompt_ids, style_of
 from tunix_rt.data.sources import Dataset, FileRef, find_datasets, find_evalset, read_items
-from tunix_rt.data.token_cache import Progress, Store, open_store
+from tunix_rt.data.token_cache import Store, open_store
 from tunix_rt.data.tokenize import Recipe
 from tunix_rt.data.tokenizer import Tokenizer, needs_bos
 from tunix_rt.data.validation import OF_RECORD, RULES, Finding, refuse
 from tunix_rt.errors import InputError
+from tunix_rt.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def inspect(
     bad = tuple(finding for finding in store.findings if finding.rule in OF_RECORD) if data.skip_bad else ()
     used = ~index["bad"] if bad else np.ones(len(index), dtype=np.bool_)
     if not used.any():
-        refuse(bad)
+        refuse(bad, skip_bad=True)
     lengths = index["length"].astype(np.int64)
     over = used & (lengths > data.max_length)
     kept = np.flatnonzero(used & ~over) if data.on_overflow == "drop" else np.flatnonzero(used)

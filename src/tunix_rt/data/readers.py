@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tunix_rt.data.containers import (
     Opaque,
-    Unreadable,
     Version,
     read_parquet,
     read_whole,
@@ -24,7 +23,7 @@ from tunix_rt.data.containers import (
     refuse_changed,
     unpacked_bytes,
 )
-from tunix_rt.data.tables import read_table, read_text
+from tunix_rt.data.tables import Unreadable, read_table, read_text
 from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator
 
 from tunix_rt.data.containers import Version, printable
-from tunix_rt.data.readers import kind_of, parse_line, read_lines
+from tunix_rt.data.readers import BadRecord, kind_of, parse_line, read_lines
 from tunix_rt.errors import InputError
 
 Role = Literal["system", "user", "assistant", "text"]
@@ -180,6 +180,8 @@ COLUMNS = frozenset((
 """Columns that some format reads."""
 KINDS = frozenset(("chosen", "rejected", "label", "tools", "functions", "image", "images", "audio", "video"))
 """Columns that make a record one of another kind."""
+NOT_MAPPED = " (not mapped)"
+"""Behind the name of a column that is ours, where another one was chosen for it."""
 
 
 def known_columns(record: dict[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def known_columns(record: dict[str, Any], chosen: Mapping[str, str]) -> dict[str
         if folded in ours:
             renamed[ours[folded]] = value
         elif name in chosen:
-            renamed[f"{name} (not mapped)"] = value
+            renamed[f"{name}{NOT_MAPPED}"] = value
         else:
             known = folded in COLUMNS | KINDS and folded not in record and folded not in chosen
             renamed[folded if known else name] = value
@@ -356,3 +358,43 @@ def history_of(value: Any) -> list[Turn]:
         turns.append(Turn(role="user", text=text_of(pair[0], f"{field}.0")))
         turns.append(Turn(role="assistant", text=text_of(pair[1], f"{field}.1")))
     return turns
+
+
+# --- records for other methods than supervised training on text ------------------------------------------------------
+
+_VERDICTS = frozenset((
+    "true", "false", "1", "0", "-1", "+1", "1.0", "0.0", "-1.0", "yes", "no", "good", "bad", "positive", "negative",
+))  # fmt: skip
+_KEEP_TRUE = (
+    "python -c \"import json, sys; [print(json.dumps({k: v for k, v in row.items() if k != 'label'})) "
+    "for row in map(json.loads, open(0, encoding='utf-8-sig')) if str(row['label']).strip().lower() "
+    "in ('true', '1', '+1', '1.0', 'yes', 'good', 'positive')]\" < FILE > GOOD.jsonl"
+)
+
+
+def refuse_other_methods(record: Fields, where: str) -> None:
+    """Refuse records for other methods than supervised training on text, by name."""
+    has = {name for name in KINDS if record.get(name) not in (None, "", [], {})}
+    if {"chosen", "rejected"} <= has:
+        own = "completion" if record.get("prompt") else "messages" if type(record["chosen"]) is list else "text"
+        raise BadRecord(
+            where, "chosen and rejected: a preference pair (DPO), which supervised training cannot use", rule="unsupported",
+            fix=f"to train on the chosen answers alone: --map {own}=chosen",
+        )  # fmt: skip
+    if tools := sorted(has & {"tools", "functions"}):
+        raise BadRecord(where, f"{tools[0]}: {NO_TOOLS}", rule="unsupported", fix=f"remove the column {tools[0]}")
+    if media := sorted(has & {"image", "images", "audio", "video"}):
+        problem = f"{media[0]}: only text is trained"
+        raise BadRecord(
+            where, problem, rule="unsupported", fix=f"remove the column {media[0]} to train on the text alone"
+        )
+
+
+def refuse_feedback(record: Fields, where: str) -> None:
+    """Refuse an answer with a label that judges it; other labels are columns that are not read."""
+    label = record.get("label")
+    if str(label).strip().lower() in _VERDICTS:
+        raise BadRecord(
+            where, f"label: {label!r}: feedback on an answer (KTO); those that are false must not be trained as good",
+            rule="unsupported", fix=f"keep the records whose label is true, without the column; of JSONL: {_KEEP_TRUE}",
+        )  # fmt: skip

@@ -95,12 +95,14 @@ def find_datasets(
     """The datasets of these names, one after the other, read with these columns and up to that many records."""
     if unknown := sorted(set(columns or {}) - COLUMNS):
         raise InputError(f"{unknown[0]!r} is no column of a format", fix=f"map one of: {', '.join(sorted(COLUMNS))}")
-    found = [find_dataset(name) for name in names]
-    one = found[0]
-    if len(found) > 1:
-        sha256 = hashlib.sha256("".join(f"{dataset.sha256}\n" for dataset in found).encode()).hexdigest()
-        one = Dataset(key=", ".join(names), files=tuple(f for dataset in found for f in dataset.files), sha256=sha256)
-    return replace(one, columns=dict(columns or {}), limit=limit)
+    return replace(join_datasets([find_dataset(name) for name in names]), columns=dict(columns or {}), limit=limit)
+
+
+def join_datasets(found: Sequence[Dataset]) -> Dataset:
+    """Datasets as one, in order."""
+    sha256 = hashlib.sha256("".join(f"{one.sha256}\n" for one in found).encode()).hexdigest()
+    key, files = ", ".join(one.key for one in found), tuple(file for one in found for file in one.files)
+    return found[0] if len(found) == 1 else Dataset(key=key, files=files, sha256=sha256)
 
 
 def find_dataset(key: str) -> Dataset:
@@ -146,9 +148,8 @@ def named(kind: str) -> dict[str, Path]:
     pattern = {"datasets": "*/dataset.jsonl", "evalsets": "*.jsonl"}[kind]
     paths = [path for root in assets.search_path(kind) for path in root.glob(pattern)][::-1]
     names = {(path.parent.name if kind == "datasets" else path.stem): path for path in paths}
-    return {
-        name: names[name] for name in sorted(filter(KEY.fullmatch, names))
-    }  # an interrupted import begins with a dot
+    # The name of an interrupted import begins with a dot.
+    return {name: names[name] for name in sorted(filter(KEY.fullmatch, names))}
 
 
 def _unknown(key: str, kind: str, otherwise: str) -> InputError:

@@ -1,7 +1,4 @@
-"""CSV, TSV and plain text: encoding, delimiter and header are detected from the content.
-
-Each is held in memory, so its size is limited. Line numbers are those of the file: a cell may have line breaks.
-"""
+"""CSV, TSV and plain text, held in memory: their encoding, delimiter and header are detected."""
 
 import contextlib
 import csv
@@ -12,15 +9,19 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, Unreadable, Version, printable, read_whole
+from tunix_rt.data.containers import MAX_DOCUMENT_BYTES, Version, printable, read_whole
 from tunix_rt.errors import InputError
 
 DELIMITERS = {",": "','", ";": "';'", "\t": "tab", "|": "'|'"}
-ENDINGS = (".csv", ".tsv")
+TABLE_ENDINGS = (".csv", ".tsv")
 TEXT_ENDING = ".txt"
 SNIFFED_ROWS, SNIFFED_CHARACTERS = 50, 200_000
+MAX_COLUMN_CHARACTERS = 100
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d[\d.,]*%?")
 _COLUMN = re.compile(r"[^\W\d][\w .:/#()&'*%-]{0,60}")
 _BINARY = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f]")
+_JSON_LIST = re.compile(r'\[\s*[{"]|\[\W*\w+["\']\s*:|\[[\[\]{}\s\d,.]*\Z')
+"""A list, whole or torn. `[1] Introduction` and `[draft] ...` are prose."""
 _JSON_LINE = re.compile(r'^\s*(\{\s*["\']|\[\s*\{)', re.MULTILINE)
 
 
@@ -47,9 +48,9 @@ def recognise_text(path: Path, head: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     text = text.lstrip(" \t\r\n\ufeff")
-    if not text or _BINARY.search(text[:SNIFFED_CHARACTERS]) or text.startswith(("<", "{", "[")):
+    if not text or _BINARY.search(text[:SNIFFED_CHARACTERS]) or text.startswith("{") or _JSON_LIST.match(text):
         return None
-    if name.endswith(ENDINGS):
+    if name.endswith(TABLE_ENDINGS):
         return "csv"
     delimiter, columns, same = _sniff(text)
     is_header = len(columns) > 1 and all(map(_COLUMN.fullmatch, columns))
@@ -78,6 +79,13 @@ def _sniff(text: str) -> tuple[str, list[str], float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A record that its reader could not read, for `parse` to refuse."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """A CSV file in memory."""
 
@@ -98,15 +106,24 @@ def open_table(path: Path, version: Version) -> Table:
     text = text.lstrip("\ufeff")
     delimiter, first, _ = _sniff(text.lstrip("\r\n"))
     columns = [name or f"column {number}" for number, name in enumerate(first, start=1)]  # pandas names no index
-    if not all(map(_COLUMN.fullmatch, columns)):
+    if not _is_header(first):
         shown = printable(delimiter.join(first))[:80]
+        names = f"of up to {MAX_COLUMN_CHARACTERS} characters, each of its own, none a number"
         raise InputError(
             f"{path}:1: the first line is not a header: {shown}",
-            fix=f"add a first line with the names of the columns, such as question{delimiter}answer",
+            fix=f"add a first line with the names of the columns ({names}), such as question{delimiter}answer",
         )
-    if twice := next((name for at, name in enumerate(columns) if name in columns[:at]), None):
-        raise InputError(f"{path}:1: the column {twice!r} is given twice", fix="give every column its own name")
     return Table(text=text, encoding=encoding, delimiter=delimiter, columns=tuple(columns))
+
+
+def _is_header(cells: list[str]) -> bool:
+    """Whether every cell may be a name. pandas leaves the first one empty, a spreadsheet the last ones."""
+    last = max((at for at, cell in enumerate(cells) if cell), default=len(cells))
+    return all(
+        cell.isprintable() and len(cell) <= MAX_COLUMN_CHARACTERS and not _NUMBER.fullmatch(cell)
+        and (cell not in cells[:at] if cell else at in (0, *range(last, len(cells))))
+        for at, cell in enumerate(cells)
+    )  # fmt: skip
 
 
 def read_table(path: Path, version: Version) -> Iterator[tuple[int, dict[str, str] | Unreadable]]:
@@ -122,6 +139,13 @@ def read_table(path: Path, version: Version) -> Iterator[tuple[int, dict[str, st
         except StopIteration:
             return
         except csv.Error as error:
+            # What follows a quote that is not closed belongs to its cell, up to the next quote: how many records is unknown.
+            if rows.line_num > line or "unexpected end" in str(error):
+                opened = _open_quote(table, line, rows.line_num)
+                raise InputError(
+                    f"{path}:{opened}: a quote opens here and is not closed ({error}, in line {rows.line_num:,})",
+                    fix='close it, or write a quote inside a quoted cell twice: ""',
+                ) from error
             yield line, Unreadable(problem=f"not a row of CSV ({error})")
             continue
         if not any(cell.strip() for cell in cells):
@@ -132,6 +156,15 @@ def read_table(path: Path, version: Version) -> Iterator[tuple[int, dict[str, st
             yield line, Unreadable(problem=f"{len(cells)} cells, and the header has {len(table.columns)} columns")
         else:
             yield line, dict(zip(table.columns, cells, strict=True))
+
+
+def _open_quote(table: Table, first: int, last: int) -> int:
+    """The line where the quoted cell begins that ends the record of these lines."""
+    mark = re.escape(table.delimiter)
+    record = "".join(islice(io.StringIO(table.text, newline=""), first - 1, last))
+    whole = re.match(rf'(?:(?:"[^"]*+(?:""[^"]*+)*+"|[^"{mark}][^{mark}]*+)?{mark})*+', record)
+    assert whole is not None, "it matches nothing too"
+    return first + sum(1 for _ in io.StringIO(record[: whole.end() + 1], newline="")) - 1
 
 
 def read_text(path: Path, version: Version) -> Iterator[tuple[int, dict[str, str]]]:
@@ -156,8 +189,19 @@ def describe_container(container: str, path: Path, version: Version) -> str:
 def _decoded(path: Path, version: Version) -> tuple[str, str]:
     content = read_whole(path, version, "a table or text", "split it into several files")
     try:
-        return decode(content)
+        text, encoding = decode(content)
+        if encoding in ("cp1252", "latin-1") and _is_damaged_utf8(content):
+            content.decode("utf-8")
+        return text, encoding
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: not {error.encoding} text, at byte {error.start:,}", fix="save it as UTF-8"
-        ) from error
+        line, byte = content.count(b"\n", 0, error.start) + 1, f"0x{content[error.start]:02x}"
+        problem = f"{path}:{line}: not {error.encoding} text ({byte}, at byte {error.start:,} of the file)"
+        raise InputError(problem, fix="correct it, or save the file as UTF-8 from its source") from error
+
+
+def _is_damaged_utf8(content: bytes) -> bool:
+    """Whether bytes that are not UTF-8 are most likely damage: read as Windows text, every other letter would be wrong.
+
+    In Windows text, two letters that happen to be one of UTF-8 are rarer than 1 in 20."""
+    kept = content.decode("utf-8", "ignore")
+    return (len(kept) - len(kept.encode("ascii", "ignore"))) * 20 > len(content) - len(kept.encode())

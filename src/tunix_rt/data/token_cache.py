@@ -10,7 +10,7 @@ import logging
 import mmap
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from tunix_rt.data.text import Sketches
 from tunix_rt.data.tokenize import INDEX, SCHEMA, TRAINED, Part, Recipe, cores, in_order, tokenize
 from tunix_rt.data.validation import RULES, Finding, Tally, findings_of
 from tunix_rt.errors import InputError
+from tunix_rt.progress import Progress
 from tunix_rt.storage import merkle_root, removed_on_error, staged_folder, storage, write_json
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int, str], None]
 
 BATCH_BYTES = 1 << 18
 BATCH_RECORDS = 1_000

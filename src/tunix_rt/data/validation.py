@@ -212,13 +212,14 @@ def findings_of(recorded: Iterable[Mapping[str, Any]], dataset: Dataset, beside:
     )
 
 
-def refuse(findings: Sequence[Finding]) -> None:
-    """Raise InputError when a refusing rule is broken: every such rule with its count, and the first records that break it."""
+def refuse(findings: Sequence[Finding], *, skip_bad: bool = False) -> None:
+    """Raise InputError when a refusing rule is broken: every such rule with its count, and the first records that break it.
+    With `skip_bad`, every record breaks one, and leaving them out is no way out."""
     wrong = [finding for finding in findings if finding.refuses]
     if not wrong:
         return
     fixes = list(dict.fromkeys(finding.way_out for finding in wrong))[:3]
-    if all(finding.rule in OF_RECORD for finding in wrong):
+    if not skip_bad and all(finding.rule in OF_RECORD for finding in wrong):
         fixes.append(SKIP_BAD)
     problem = wrong[0].describe()
     if len(wrong) > 1:

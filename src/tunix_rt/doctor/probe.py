@@ -47,7 +47,7 @@ CONTAINER_GROUPS = {
 }
 
 
-@phase("look at this computer")
+@phase("detect hardware and packages")
 def gather_facts(
     output: Path | None = None, *, backend: str = "torch", device: str = "auto", deep: bool = False
 ) -> Facts:

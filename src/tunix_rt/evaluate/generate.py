@@ -74,7 +74,8 @@ def generate_predictions(
     with phase(what, len(items)) as report:
 
         def decode(ids: list[int]) -> str:
-            """Called for every new token, to find the closing tag: reports those of a batch of which nothing has ended."""
+            """Called for every new token, to find the closing tag, which all `Questions` have: reports the tokens of a batch of
+            which nothing has ended."""
             nonlocal tokens
             tokens += 1
             if tokens % TOKENS_BETWEEN_REPORTS == 0:

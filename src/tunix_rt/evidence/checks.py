@@ -15,7 +15,7 @@ from tunix_rt.evidence.facts import Run
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.runs.checksums import is_weights, parse_object, shown
 from tunix_rt.runs.folder import checkpoint_name
-from tunix_rt.runs.ledger import state_hash
+from tunix_rt.runs.ledger import CHECKPOINT_FILES, state_hash
 from tunix_rt.runs.schemas import CheckpointEntry
 from tunix_rt.runs.source import combined_hash
 from tunix_rt.storage import merkle_root
@@ -198,7 +198,7 @@ def _entry_problems(run: Run, entry: CheckpointEntry) -> Iterator[str]:
     folder = f"checkpoints/{checkpoint_name(entry.step)}"
     if entry.metrics_head != run.heads[entry.step]:
         yield "metrics_head is not the hash of its line in metrics.jsonl"
-    if {"model.safetensors", "optimizer.safetensors", "state.json"} != entry.files.keys():
+    if set(CHECKPOINT_FILES) != entry.files.keys():
         yield "other files than a checkpoint has"
         return
     hashes = {f"{folder}/{name}": file.sha256 for name, file in entry.files.items()}

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from tunix_rt.config.settings import Data
 from tunix_rt.data.contamination import find_overlap, questions_of
-from tunix_rt.data.formats import to_sample
+from tunix_rt.data.formats import detect_format, to_sample
 from tunix_rt.data.packing import as_question, hold_out, items_of, question_hash
 from tunix_rt.data.readers import BadRecord, read_raw
 from tunix_rt.data.records import EvalItem, Sample
@@ -182,9 +183,9 @@ def data_problems(run: Run, inputs: Inputs) -> Iterator[str]:
     facts, limit = committed.dataset, run.config.data.max_examples
     samples, unread = _samples(run, inputs.dataset(facts.sha256), facts.format, limit)
     validation = facts.validation
-    heldout = _samples(run, inputs.dataset(validation.sha256), validation.format)[0] if validation else []
+    apart = _samples(run, inputs.dataset(validation.sha256), run.config.data.format) if validation else None
     if samples:
-        yield from _split_problems(run, samples, unread, heldout)
+        yield from _split_problems(run, (samples, unread), apart)
     path = inputs.evalset(committed.evalset.sha256) if committed.evalset else None
     if committed.evalset is not None and path is not None and run.answered:
         items = read_items(find_evalset(path))
@@ -194,13 +195,17 @@ def data_problems(run: Run, inputs: Inputs) -> Iterator[str]:
         yield from few((f"{run.where}precommit.json: {problem}" for problem in _overlap(samples, items)), 5)
 
 
-def _samples(run: Run, paths: Sequence[str] | None, form: str, limit: int | None = None) -> tuple[list[Sample], int]:
+Read = tuple[list[Sample], int]
+"""The samples of a dataset, and how many of its records cannot be read."""
+
+
+def _samples(run: Run, paths: Sequence[str] | None, form: str, limit: int | None = None) -> Read:
     """The samples of a dataset and how many records cannot be read; none where the verifier lacks it, or it is too large."""
     if paths is None:
         return [], 0
     dataset = find_datasets(paths, columns=run.config.data.columns, limit=limit)
     samples: list[Sample] = []
-    unread = 0
+    form, unread = detect_format(dataset, form), 0
     for raw in islice(read_raw(dataset), MOST_CHECKED + 1):
         try:
             samples.append(to_sample(dataset.record(raw), form, dataset.place(raw.file, raw.line)))
@@ -209,32 +214,38 @@ def _samples(run: Run, paths: Sequence[str] | None, form: str, limit: int | None
     return (samples, unread) if len(samples) + unread <= MOST_CHECKED else ([], 0)
 
 
-def _split_problems(run: Run, samples: Sequence[Sample], unread: int, validation: Sequence[Sample]) -> Iterator[str]:
-    """How many traces are held out and skipped, and which of them were prompted. Where some were dropped as too long, or
-    skipped for their tokens, only a tokenizer knows which."""
-    facts, data, file = run.commitment.dataset, run.config.data, f"{run.where}precommit.json"
-    skipped, apart = facts.skipped or 0, facts.validation is not None
+def _count_problem(of: str, traces: Sequence[int], skipped: int, read: Read, data: Data) -> str | None:
+    samples, unread = read
     if skipped < unread or (skipped and not data.skip_bad):
-        yield f"{file}: {skipped} records skipped, {unread} of the dataset cannot be read"
+        return f"{skipped} records skipped, {unread} of {of} cannot be read"
+    dropped = len(samples) + unread - skipped - sum(traces)
+    if dropped < 0 or (dropped and data.on_overflow != "drop"):
+        return f"{' + '.join(map(str, traces))} traces, {of} has {len(samples)}"
+    return None
+
+
+def _split_problems(run: Run, own: Read, apart: Read | None) -> Iterator[str]:
+    """How many traces are held out and skipped, and which of them were prompted. Where some were dropped as too long, or
+    skipped for their tokens, only a tokenizer knows which. `apart` is `data.validation`."""
+    facts, data, file = run.commitment.dataset, run.config.data, f"{run.where}precommit.json"
+    held, validation = facts.heldout_traces, facts.validation
+    counts = [("the dataset", (facts.traces,) if validation else (facts.traces, held), facts.skipped or 0, own)]
+    if apart and validation and apart[0]:
+        counts.append(("data.validation", (held,), validation.skipped or 0, apart))
+    problems = [problem for count in counts if (problem := _count_problem(*count, data))]
+    yield from (f"{file}: {problem}" for problem in problems)
+    exact = all(skipped == read[1] and sum(traces) == len(read[0]) for _, traces, skipped, read in counts)
+    if not exact or (apart and not apart[0]):
         return
-    counted = facts.traces + (0 if apart else facts.heldout_traces) + skipped
-    if counted != len(samples) + unread:
-        if data.on_overflow != "drop" or counted > len(samples) + unread:
-            held = "" if apart else f" + {facts.heldout_traces}"
-            yield f"{file}: {facts.traces}{held} traces, the dataset has {len(samples)}"
-        return
-    if skipped > unread or (apart and not validation):
-        return
+    pool = apart[0] if apart else own[0]
     if apart:
-        heldout, pool = np.ones(len(validation), dtype=np.bool_), validation
+        heldout = np.ones(len(pool), dtype=np.bool_)
     else:
-        questions = np.array([question_hash(sample) for sample in samples], dtype=np.uint64)
+        questions = np.array([question_hash(sample) for sample in pool], dtype=np.uint64)
         heldout = hold_out(questions, fraction=data.validation_fraction, seed=run.commitment.seeds.data_seed)
-        pool = samples
-    if int(heldout.sum()) != facts.heldout_traces:
-        given = "data.validation has" if apart else "seed and fraction give"
-        if not (apart and (data.on_overflow == "drop" or data.skip_bad)):
-            yield f"{file}: {facts.heldout_traces} traces held out, {given} {int(heldout.sum())}"
+    if int(heldout.sum()) != held:
+        if not apart:
+            yield f"{file}: {held} traces held out, seed and fraction give {int(heldout.sum())}"
     elif run.commitment.evalset is None and run.answered:
         prompts = (as_question(sample, data.answer_tag) for sample, out in zip(pool, heldout, strict=True) if out)
         pairs = [pair for pair in prompts if pair]

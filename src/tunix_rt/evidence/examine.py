@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tunix_rt.errors import TunixError
+from tunix_rt.errors import EvidenceError, TunixError
 from tunix_rt.evidence.checks import CHECKS, may_stay_out
 from tunix_rt.evidence.data_checks import accuracy_of, answer_problems, answered_in, data_problems
 from tunix_rt.evidence.facts import Claim, Finding, Inputs, Label, Level, Run, completed_run, level_of, missing_files
@@ -74,10 +74,25 @@ def examine(
     return done
 
 
-def run_problems(folder: Path) -> list[str]:
-    """What L0 and L1 find in a run that has just ended; its weights, which it hashed itself, are not read again."""
-    done = examine(folder, weights=folder / "nowhere", may_lack_weights=True)
-    return [f"{one.level} {one.check}: {one.problem}" for one in done.findings]
+CHANGED = "the files above changed while the run went on; final_model is complete, train again for evidence"
+GPU_FACTS = (
+    "final_model is complete; for evidence, train where `tunix-rt doctor --prove` passes and NVML reports GPU memory"
+)
+
+
+def require_verified(folder: Path) -> None:
+    """Raise EvidenceError if L0 or L1, which `evidence verify` requires too, finds a problem in a run that has just ended. Its
+    weights, which it hashed itself, are not read again."""
+    try:
+        found = examine(folder, weights=folder / "nowhere", may_lack_weights=True).findings
+    except TunixError as error:  # another format: precommit.json is no longer the one that the run wrote
+        found = [Finding(level="L0", check="schema", problem=error.problem)]
+    if found:
+        listed = "\n".join(f"  {one.level} {one.check}: {one.problem}" for one in found[:9])
+        fix = (
+            GPU_FACTS if {one.check for one in found} == {"gpu"} else CHANGED
+        )  # the facts of this machine, or the files
+        raise EvidenceError(f"{folder} does not verify\n{listed}", fix=fix)
 
 
 def _check_files(done: Examination, record: RunRecord, weights: Path, *, may_lack_weights: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.packing import total_steps
-from tunix_rt.data.sources import find_datasets
+from tunix_rt.data.sources import Dataset, find_dataset, join_datasets
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.models.resolve import preset_names, resolve_model
@@ -97,13 +97,19 @@ def _hash_of_file(path: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _hash_of_dataset(paths: tuple[str, ...]) -> str:
-    """Of a file, or over all files that a folder, a pattern or several names mean; empty where they mean no dataset."""
+def _dataset_at(path: str) -> Dataset | None:
+    """What a file, a folder or a pattern means, hashed once; None where it means no dataset."""
     try:
-        return find_datasets(paths).sha256
+        return find_dataset(path)
     except TunixError as error:
-        logger.warning("%s: %s", ", ".join(paths), error.problem)
-        return ""
+        logger.warning("%s: %s", path, error.problem)
+        return None
+
+
+def _hash_of_dataset(paths: tuple[str, ...]) -> str:
+    """Of one dataset, or of several together; empty where one of them is none."""
+    found = [dataset for dataset in map(_dataset_at, paths) if dataset is not None]
+    return join_datasets(found).sha256 if len(found) == len(paths) else ""
 
 
 @lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ def _compute(request: Mapping[str, Any], file: IO[str]) -> dict[str, Any]:
             run=run, prepared=prepared, weights=Path(request["weights"]) if request["weights"] else None,
             weights_root=Path(request["weights_root"]), scratch=Path(request["scratch"]), segments=request["segments"],
             whole=request["whole"], root=request["root"], nonce=request["nonce"],
-            progress=lambda what, done, total: _write(file, "progress", what=what, done=done, total=total),
+            progress=lambda what, done, total, _: _write(file, "progress", what=what, done=done, total=total),
         ))  # fmt: skip
     except EvidenceError as error:
         made = Results(findings=[Finding(level="L3" if to_train else "L2", check="inputs", problem=error.problem)])

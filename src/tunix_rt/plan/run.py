@@ -120,7 +120,7 @@ def _seconds(
             shape, config, tokens_per_step=tokens, steps=steps, eval_items=rows.eval_items, eval_rows=memory.eval_rows,
             flops_per_second=cpu_flops, target_share=rows.target_tokens / rows.tokens, heldout_tokens=rows.heldout_tokens,
         )  # fmt: skip
-        low, high = seconds_beside(shape, config)
+        low, high = seconds_beside(shape, config, steps)
         return time.seconds_low + low, time.seconds_high + high
     step = time_of_plan(memory, shape, config, rates_for(device), device)
     whole = run_time(step, config, rows=rows.rows, rows_per_step=rows_per_step)

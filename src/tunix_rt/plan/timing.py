@@ -179,11 +179,13 @@ WRITTEN_BYTES_PER_SECOND = (6e8, 1e8)
 """Weights that are hashed, loaded, written or compared. A choice."""
 
 
-def seconds_beside(shape: ModelShape, config: RunConfig) -> tuple[float, float]:
-    """How long a run loads, saves its last checkpoint and the final model, and checks that a fresh process loads it. Other
-    checkpoints are written while it trains."""
+def seconds_beside(shape: ModelShape, config: RunConfig, steps: int) -> tuple[float, float]:
+    """How long a run of `steps` loads, saves its last checkpoint, those before evaluations and the final model, and checks that
+    a fresh process loads it. Checkpoints by `save_steps` are written while it trains. Those by time, for which training waits
+    on a CPU, take at most 2 % of its time and are not included."""
     run = footprint_of(shape, config.training, "cpu")
-    size = run.checkpoint + 4 * run.final_model
+    saves = max(1, math.ceil(steps / (config.training.eval_steps or steps or 1)))
+    size = saves * run.checkpoint + 4 * run.final_model
     low, high = (fixed + size / rate for fixed, rate in zip(LOADING_SECONDS, WRITTEN_BYTES_PER_SECOND, strict=True))
     return low, high
 

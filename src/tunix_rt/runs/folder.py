@@ -35,7 +35,7 @@ NOT_OURS = re.compile(
     r"(?:tensorboard|wandb|mlruns|aim|\.aim)(?:/.*)?|(?:.*/)?(?:\.DS_Store|Thumbs\.db|desktop\.ini|\._[^/]*)"
 )
 """Folders of experiment trackers, and what file managers leave behind."""
-STRANGER = "not in the manifest"
+EXTRA_FILE = "not in the manifest"
 
 
 class _File:
@@ -238,7 +238,7 @@ def checkpoint_problems(checkpoint: Path) -> list[str]:
         return [f"MANIFEST.json cannot be read: {error!r}"]
     problems = [] if checkpoint.name == checkpoint_name(step) else [f"the manifest is of step {step}"]
     problems += [f"missing: {name}" for name in sorted(files.keys() - present)]
-    problems += [f"{STRANGER}: {name}" for name in sorted(present - files.keys())]
+    problems += [f"{EXTRA_FILE}: {name}" for name in sorted(present - files.keys())]
     there = sorted(files.keys() & present)
     problems += [f"changed: {name}" for name in there if not _has(checkpoint / name, files[name])]
     if not problems and text != _manifest_text(checkpoint, step, files).encode():

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.errors import EvidenceError, Preempted, StorageError, TunixError
+from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.models.secrets import redacted
 from tunix_rt.progress import phase
 from tunix_rt.runs.checksums import write_sums
@@ -33,7 +33,7 @@ MOST_WARNINGS, LONGEST_WARNING = 50, 500
 
 
 class LogFile(logging.Handler):
-    """`training_log.txt`, unbuffered: no line may reach the disk after the file was hashed.
+    """`training_log.txt`, unbuffered: no line may reach the disk after the file was hashed. A sealed one takes no lines.
 
     The first line that cannot be written ends the run with a StorageError, once; `failure` keeps the error where it must not
     be raised, in another thread or while the run ends.
@@ -43,12 +43,12 @@ class LogFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self.failure, self.raises = path, None, True
+        self._path, self.failure, self.raises, self._sealed = path, None, True, False
         with storage(path):
             self._file = path.open("ab", buffering=0)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.failure is not None:
+        if self.failure is not None or self._sealed:
             return
         left = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
         try:
@@ -59,6 +59,12 @@ class LogFile(logging.Handler):
             self.failure = error
             if self.raises and threading.current_thread() is threading.main_thread():
                 raise
+
+    def seal(self, sealed: bool) -> None:
+        """Returns after the line that another thread is writing."""
+        self.acquire()
+        self._sealed = sealed
+        self.release()
 
     def close(self) -> None:
         super().close()
@@ -146,8 +152,8 @@ class RunJournal:
     """Checkpoints that this process verified or committed; the files of others are hashed when the run ends."""
     ending: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds the writing of the ending, so that no signal halves it."""
-    verify: Callable[[Path], list[str]] = lambda folder: []
-    """The problems of a run that has just completed. One with any is a failed run."""
+    verify: Callable[[Path], None] = lambda folder: None
+    """Raises if the run that has just completed does not verify: it is a failed run."""
     before_end: list[Callable[[str], None]] = field(default_factory=list)
     """Called with the status before `result.json` is written."""
     warnings: list[str] = field(default_factory=list)
@@ -231,11 +237,7 @@ class RunJournal:
                 raise self.log.failure
             with self.ending(), phase("checksums"):
                 self._end("completed", 0, self.reason)
-                if problems := self.verify(self.run.root):
-                    raise EvidenceError(
-                        f"{self.run.root} does not verify\n" + "\n".join(f"  {problem}" for problem in problems[:9]),
-                        fix="the files above changed while the run went on; final_model is complete, train again for evidence",
-                    )
+                self.verify(self.run.root)
         except TunixError as error:
             with self.ending():
                 refused = error.exit_code in (2, 3, 4, 5) and not self.training_began
@@ -255,6 +257,7 @@ class RunJournal:
         """Write the ending after `error`, which is raised whatever happens to the disk meanwhile."""
         if self.log is not None:
             self.log.raises = False
+            self.log.seal(False)
         if isinstance(error, TunixError):
             logger.error("%s: %s", status, error.problem)
         else:
@@ -284,6 +287,8 @@ class RunJournal:
         # The checksums first, with that of the result to come: a crash in between leaves a run without a result, which is
         # unfinished and can be resumed. The other way round it would be complete and never verify.
         text = json_text(result)
+        if self.log is not None:
+            self.log.seal(True)
         try:
             sync_files(self.run.metrics, self.run.heldout, self.run.samples_along, self.run.log)
             write_sums(self.run, pending={self.run.result: text}, verified=self.verified)

@@ -186,6 +186,8 @@ def _entry_of(checkpoint: Path) -> dict[str, Any]:
 
 def _entry_or_none(checkpoint: Path) -> dict[str, Any] | None:
     """None where the checkpoint is too corrupt to have an entry."""
+    if not all(os.path.isfile(checkpoint / name) for name in ("MANIFEST.json", "state.json")):
+        return None
     try:
         return _entry_of(checkpoint)
     except StorageError:

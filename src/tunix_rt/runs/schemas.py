@@ -26,10 +26,14 @@ problems_of = f.problems_of
 # --- precommit.json ---------------------------------------------------------------------------------------------------
 
 
-class ValidationFacts(f.Facts):
+class EvalsetFacts(f.Facts):
     key: f.Name
     sha256: f.Digest
-    format: f.Name
+    items: f.Count
+
+
+class ValidationFacts(EvalsetFacts):
+    skipped: f.Maybe[f.Positive] = None
 
 
 class DatasetFacts(f.Facts):
@@ -47,7 +51,7 @@ class DatasetFacts(f.Facts):
     skipped: f.Maybe[f.Positive] = None
     """Records that `data.skip_bad` left out."""
     validation: f.Maybe[ValidationFacts] = None
-    """The dataset of `data.validation`: its traces are the held-out ones."""
+    """`data.validation`, whose traces are held out."""
 
 
 class ModelInput(f.Facts):
@@ -59,12 +63,6 @@ class ModelInput(f.Facts):
 
 class BaseModelFacts(ModelInput):
     weights: f.Weights
-
-
-class EvalsetFacts(f.Facts):
-    key: f.Name
-    sha256: f.Digest
-    items: f.Count
 
 
 class Seeds(f.Facts):

@@ -17,7 +17,7 @@ from typing import Any
 
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import Backend, Engine
-from tunix_rt.errors import Preempted, StorageError, TunixError
+from tunix_rt.errors import Preempted, StorageError
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.folder import (
     RunDir,
@@ -70,6 +70,8 @@ class Checkpointer:
         self._published = published
         self._steps = [start] if start else []
         self._longest = self._guess = 0.0
+        self.blocked_seconds = 0.0
+        """How long the last save held training up."""
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()  # Thread.join takes a running thread for ended once a signal has interrupted it
         self._idle.set()
@@ -100,14 +102,22 @@ class Checkpointer:
             self._guess = self._backend.snapshot_bytes(self._engine, self._optimizer) / SLOW_DISK_BYTES_PER_SECOND
         return self._longest or self._guess
 
+    @property
+    def stop_seconds(self) -> float:
+        """To have another step on disk; the save in progress ends first."""
+        return self.longest_seconds * (1 if self._idle.is_set() else 2)
+
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: dict[str, Any], *, direct: bool = False) -> None:
         """Save the engine after `step`, with `state`. Returns before it is on disk, unless it is written `direct`ly, without a
         snapshot in host memory. A step that is saved already, or by another thread, is not saved again."""
         with self._saving:
-            if self.requested != step:
+            failed = self._idle.is_set() and self.committed != step
+            if self.requested != step or failed:
+                began = time.monotonic()
                 self._save(step, state, direct=direct)
+                self.blocked_seconds = time.monotonic() - began
 
     def _save(self, step: int, state: dict[str, Any], *, direct: bool) -> None:
         self.wait()
@@ -236,24 +246,26 @@ class FinishedStep:
     def __init__(self, saver: Checkpointer, *, direct: bool) -> None:
         self._saver, self.direct, self._lock = saver, direct, threading.Lock()
         self._state: dict[str, Any] | None = None
-        self._slowest = 0.0
+        self._locked_at = self._longest = 0.0
 
     def before_update(self) -> None:
         """The weights change from here on, until `finished`."""
         self._lock.acquire()
+        self._locked_at = time.monotonic()
 
-    def finished(self, state: dict[str, Any], seconds: float) -> None:
+    def finished(self, state: dict[str, Any]) -> None:
         """The weights are those of the step with `state`."""
-        self._state, self._slowest = state, max(self._slowest, seconds)
+        self._state, self._longest = state, max(self._longest, time.monotonic() - self._locked_at)
         self._lock.release()
 
     def stop_seconds(self) -> float:
-        return self._slowest * self._lock.locked() + self._saver.longest_seconds
+        return self._longest + self._saver.stop_seconds
 
     def stop_plan(self) -> str:
         save = f"takes about {duration(self._saver.longest_seconds)} to save"
         if self._lock.locked():
-            return f"stopping after the current step (up to {duration(self._slowest)}), which {save}"
+            most = f" (up to {duration(self._longest)})" if self._longest else ""
+            return f"stopping after the current step{most}, which {save}"
         if self._state is None or self._saver.committed == self._state["step"]:
             return f"stopping; {self._saver.saved_state()}"
         return f"stopping after step {self._state['step']}, which {save}"
@@ -269,8 +281,8 @@ class FinishedStep:
         self._lock.acquire()
         try:
             self.save()
-        except TunixError as error:
-            logger.error("The last finished step could not be saved: %s", error.problem)
+        except Exception as error:  # noqa: BLE001  the lock must be released, whatever it is
+            logger.error("The last finished step could not be saved: %s", error)
             self._lock.release()  # the main thread finishes the next step and tries to save that
             return False
         return True

@@ -66,17 +66,7 @@ def build_precommit(
         "config_sha256": config_hash(config),
         "source_sha256": source_sha256,
         "source_files": source_files,
-        "dataset": {
-            "key": data.dataset.key,
-            "sha256": data.dataset.sha256,
-            "traces": data.traces,
-            "heldout_traces": data.heldout_traces,
-            "rows": len(data.rows),
-            "format": data.format,
-            "template": data.style.template.name,
-            "style_sha256": data.style.sha256,
-            "merkle_root": data.merkle_root,
-        },
+        "dataset": _dataset_facts(data),
         "base_model": {
             "name": model.name,
             "revision": model.revision,
@@ -92,20 +82,33 @@ def build_precommit(
         committed["fitting"] = fitting
     if model.converted_from is not None:
         committed["base_model"]["converted_from"] = model.converted_from
-    if data.style.template.today is not None:
-        committed["dataset"]["today"] = data.style.template.today.isoformat()
-    if data.skipped:
-        committed["dataset"]["skipped"] = data.skipped
-    if (out := data.heldout_from) is not None:
-        committed["dataset"]["validation"] = {
-            "key": out.dataset.key,
-            "sha256": out.dataset.sha256,
-            "format": out.format,
-        }
     if data.evalset is not None:
         committed["evalset"] = {"key": data.evalset.key, "sha256": data.evalset.sha256, "items": len(data.items)}
     _require_readable(committed)
     return committed
+
+
+def _dataset_facts(data: Prepared) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "key": data.dataset.key,
+        "sha256": data.dataset.sha256,
+        "traces": data.traces,
+        "heldout_traces": data.heldout_traces,
+        "rows": len(data.rows),
+        "format": data.format,
+        "template": data.style.template.name,
+        "style_sha256": data.style.sha256,
+        "merkle_root": data.merkle_root,
+    }
+    if data.style.template.today is not None:
+        facts["today"] = data.style.template.today.isoformat()
+    if data.skipped:
+        facts["skipped"] = data.skipped
+    if (out := data.heldout_from) is not None:
+        facts["validation"] = {"key": out.dataset.key, "sha256": out.dataset.sha256, "items": data.heldout_traces}
+        if out.skipped:
+            facts["validation"]["skipped"] = out.skipped
+    return facts
 
 
 def write_commitment(journal: RunJournal, committed: dict[str, Any], data: Prepared, config: RunConfig) -> None:

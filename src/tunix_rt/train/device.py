@@ -148,3 +148,7 @@ def sample_gpu(journal: RunJournal, gpus: frozenset[str], step: int) -> None:
         whose = "under our process id" if sample.by == "nvml" else "in use on the device; NVML hides process ids here:"
         size = sample.used_bytes / GIB
         logger.info("GPU memory: %.3f GiB %s %d (NVML, after step %d)", size, whose, sample.pid, step)
+    elif not result.gpu_memory:
+        journal.warn(
+            "GPU memory: NVML reports none; without a sample by the end, the run does not verify (exit code 6)"
+        )

@@ -18,7 +18,7 @@ from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.engines.base import Engine, Step
 from tunix_rt.errors import ConfigError, Preempted, TunixError
-from tunix_rt.progress import phase
+from tunix_rt.progress import duration, phase
 from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
 from tunix_rt.storage import append_jsonl
 from tunix_rt.train.checkpointer import Checkpointer, FinishedStep, best_checkpoint, early_stop, heldout_losses
@@ -84,24 +84,23 @@ def train_run(
     # The plan has no room for a snapshot beside a step that `save_steps` does not announce.
     finished = FinishedStep(saver, direct=engine.device_type == "cpu" and training.save_steps is None)
     steps, code = _open_steps(context, engine, optimizer, finished.before_update)
-    _log_saving(context, schedule, saver)
-    training_bar = phase("train", total, done=start.step)
-    with training_bar, contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
+    _log_saving(context, schedule, saver.longest_seconds)
+    bar = phase("train", total, done=start.step)
+    with bar, contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
         early = _stops_early(context, start.step)
         for step in steps if not early else ():
             evaluated = _evaluated(context, step.step)
-            saved = schedule.due(step, total, saver.longest_seconds, anyway=evaluated)
+            saved = schedule.due(step, total, saver.blocked_seconds, anyway=evaluated)
             if saved:  # the line of this step carries the state hash of the save in progress
                 saver.wait()
             with stop.deferring_signals():  # result and metrics must have the same last step
                 metrics.append(step, saved=saved)
                 _record_step(context, step, metrics.head)
             chart(step)
-            pace.took(step)
-            _show_step(context, step, pace)
+            _show_step(context, step, pace.took(step))
             saver.raise_if_failed()
             state = _state(context, engine, step, metrics.head, code)
-            finished.finished(state, step.seconds)
+            finished.finished(state)
             if saved or step.step == start.step + 1:
                 context.phases.end(engine, "steps" if step.step > start.step + 1 else "first_step")
             if saved:  # before an evaluation too: an error there costs no step
@@ -134,10 +133,11 @@ class Pace:
     slowest: float = 0.0
     evaluation: float = 0.0
 
-    def took(self, step: Step) -> None:
+    def took(self, step: Step) -> "Pace":
         self.tokens += step.tokens
         self.seconds += step.seconds
         self.slowest = max(self.slowest, step.seconds)
+        return self
 
     def evaluated(self, seconds: float) -> None:
         self.evaluation = max(self.evaluation, seconds)
@@ -165,7 +165,7 @@ class SaveSchedule:
         return cls(steps=training.save_steps, seconds=None if minutes is None else 60 * minutes)
 
     def due(self, step: Step, total: int, save_seconds: float, *, anyway: bool) -> bool:
-        """Whether the step is saved; a save takes about `save_seconds`. By time, saves take at most 2 % of it."""
+        """Whether the step is saved. The last save held training up for `save_seconds`; by time, saves take at most 2 %."""
         self.trained += step.seconds
         by_time = self.seconds is not None and self.trained >= self.interval(save_seconds)
         if not (anyway or by_time or _due(step.step, self.steps, total)):
@@ -180,28 +180,26 @@ class SaveSchedule:
         if not self.stretched:
             share = f"{MOST_SAVING_SHARE:.0%}"
             logger.info(
-                "A checkpoint takes %.0f s: saving every %.0f min, so that it stays below %s",
-                save_seconds,
-                least / 60,
-                share,
-            )
+                "A checkpoint holds training up for %s: saving every %s, so that it stays below %s",
+                duration(save_seconds), duration(least), share,
+            )  # fmt: skip
         self.stretched = True
         return least
 
 
-def _log_saving(context: RunContext, schedule: SaveSchedule, saver: Checkpointer) -> None:
+def _log_saving(context: RunContext, schedule: SaveSchedule, save_seconds: float) -> None:
     """When checkpoints are saved, and what a short grace period puts at risk."""
     training, often = context.config.training, []
     often += [f"every {training.save_steps} steps"] if training.save_steps else []
     often += [f"every {schedule.seconds / 60:g} min of training"] if schedule.seconds else []
     often += [f"at each evaluation (every {training.eval_steps} steps)"] if training.eval_steps else []
     logger.info("Checkpoints: %s, and at the end", ", ".join(often))
-    needed, grace = saver.longest_seconds, training.grace_seconds
-    if grace is not None and needed > grace * LEAVE_SHARE:
+    grace = training.grace_seconds
+    if grace is not None and save_seconds > grace * LEAVE_SHARE:
         logger.warning(
-            "SIGTERM may cost the steps since the last checkpoint (%s): writing one takes about %.0f s, and "
+            "SIGTERM may cost the steps since the last checkpoint (%s): writing one takes about %s, and "
             "training.grace_seconds=%g leaves %.1f s for it. Set it to %.0f or more, or save more often",
-            often[0], needed, grace, grace * LEAVE_SHARE, needed / LEAVE_SHARE + 1,
+            often[0], duration(save_seconds), grace, grace * LEAVE_SHARE, save_seconds / LEAVE_SHARE + 1,
         )  # fmt: skip
 
 
@@ -343,11 +341,14 @@ def _stops_early(context: RunContext, step: int) -> bool:
     if step == context.total or early_stop(losses.values(), patience) is None:
         return False
     best, root = min(losses, key=lambda at: losses[at]), context.run.root
-    why = f"held-out loss has not fallen for {patience} evaluations (best {losses[best]:.4f} at step {best})"
+    count = f"{patience} evaluation{'s' * (patience != 1)}"
+    why = f"held-out loss has not fallen for {count} (best {losses[best]:.4f} at step {best})"
     context.journal.reason = f"stopped early at step {step} of {context.total}: {why}"
     logger.info("Stopped early at step %d of %d: %s", step, context.total, why)
-    saved = best_checkpoint(context.run)["best_step"]  # the checkpoint of this step at least
-    logger.info("final_model is of step %d; for step %d: tunix-rt export %s --best --output FOLDER", step, saved, root)
+    if (saved := best_checkpoint(context.run).get("best_step", step)) != step:
+        logger.info(
+            "final_model is of step %d; for step %d: tunix-rt export %s --best --output FOLDER", step, saved, root
+        )
     return True
 
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import psutil
 
-from tunix_rt.errors import ConfigError, Preempted
+from tunix_rt.errors import ConfigError, Preempted, TunixError
 from tunix_rt.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,10 @@ class Preemption:
     """Set by SIGTERM or SIGINT, by a time budget that runs out, or by the step after which to stop."""
 
     def __init__(
-        self, *, grace_seconds: float | None = None, time_budget: float | None = None, after_step: int | None = None
-    ) -> None:
+        self, *, grace_seconds: float | None = None, time_budget: float | None = None, after_step: int | None = None,
+        fix: str = RESUME,
+    ) -> None:  # fmt: skip
+        """`fix` is the way out that an interrupted call names."""
         self.signal_name = ""
         self.after_step = after_step
         self.step = 0
@@ -75,7 +77,7 @@ class Preemption:
         self.training: Training | None = None
         """Set while steps are taken."""
         self._given_grace = grace_seconds
-        self._why = ""
+        self._fix, self._why = fix, ""
         """Why the main thread must leave what it does."""
         self._delivered = 0
         self._budget = time_budget
@@ -95,7 +97,7 @@ class Preemption:
         """Seconds from SIGTERM to the exit: as configured, or as long as saving every finished step was measured to take."""
         if self._given_grace is not None:
             return self._given_grace
-        needed = 0.0 if self.training is None else self.training.stop_seconds()
+        needed = 0.0 if (training := self.training) is None else training.stop_seconds()
         return max(LEAST_GRACE_SECONDS, 1.5 * needed + ENDING_SECONDS)
 
     # --- checked between pieces of work--------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class Preemption:
 
     def _interrupt(self, why: str) -> None:
         self.now = True
-        error = Preempted(f"{why}; {self.saved_state()}", fix=RESUME)
+        error = Preempted(f"{why}; {self.saved_state()}", fix=self._fix)
         if not self._holding:
             raise error
         self._held = error
@@ -260,7 +262,7 @@ class Preemption:
             self._leave(reader, why, began + EXIT_SHARE * grace)
 
     def _answer(self, name: str) -> None:
-        plan = f"stopping; {self.saved_state()}" if self.training is None else self.training.stop_plan()
+        plan = f"stopping; {self.saved_state()}" if (training := self.training) is None else training.stop_plan()
         again = "Ctrl-C again" if name == "SIGINT" else "A second signal"
         logger.info("%s: %s. %s exits at once (%s)", name, plan, again, self.saved_state())
 
@@ -281,7 +283,7 @@ class Preemption:
             threading.Thread(target=self._save_finished, name="tunix-rt-stop", daemon=True).start()
 
     def _save_finished(self) -> None:
-        if self.training is None or self.training.save_finished():
+        if (training := self.training) is None or training.save_finished():
             self._tell_thread(_SAVED)
 
     def _tell_thread(self, event: int) -> None:
@@ -306,18 +308,23 @@ class Preemption:
             self._forced = not self._ending
         if self._forced:
             threading.Thread(target=self._end_by_force, args=(why,), daemon=True).start()
-        while (event := _next_event(reader, exit_at)) == _SAVED:  # too late
-            pass
-        if event == _ENDED:  # the main thread wrote the ending
-            return
+        patient_until = time.monotonic() + ENDING_SECONDS
+        while (event := _next_event(reader, exit_at)) not in (_TIME, _WRITTEN):
+            if event == _ENDED:  # the main thread wrote the ending
+                return
+            if event != _SAVED and time.monotonic() > patient_until:  # another signal: the ending hangs
+                break
         os._exit(Preempted.exit_code)  # no other way out of a call that does not return
 
     def _end_by_force(self, why: str) -> None:
         """In a thread of its own: the main one may hold a lock that this needs."""
-        error = Preempted(f"{why}, in a call that does not return; {self.saved_state()}", fix=RESUME)
+        error = Preempted(f"{why}, in a call that does not return; {self.saved_state()}", fix=self._fix)
         logger.warning("%s", error.problem)
         for act in reversed(self.on_forced_exit):
-            act(error)
+            try:
+                act(error)
+            except TunixError as failure:  # the next act and the exit do not depend on it
+                logger.warning("%s", failure.problem)
         self._tell_thread(_WRITTEN)
 
 

@@ -141,7 +141,7 @@ def commit_run(
     commitment.write_commitment(journal, committed, data, draft.committed)
     start = find_start(journal.run, resume=journal.continued)
     every = draft.committed.training.eval_steps or total
-    refuse_lost_records(journal.run, start, evaluated=every if data.heldout_rows else None)
+    refuse_lost_records(journal.run, start, evaluated=every if data.heldout_rows else None, ends=ends)
     stop.refuse_if_never(done=start.step, total=total)
     if options.profile:
         refuse_too_many(options.profile, done=start.step, total=total)

@@ -4,7 +4,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tunix_rt.engines.base import Engine
 from tunix_rt.errors import ConfigError, StorageError, TunixError
 from tunix_rt.progress import phase
 from tunix_rt.runs.checksums import UNLISTED, UNREAD
-from tunix_rt.runs.folder import STRANGER, RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
+from tunix_rt.runs.folder import EXTRA_FILE, RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import (
     CHECKPOINT_FILES,
@@ -71,15 +71,17 @@ def _extended(run: RunDir, config: RunConfig, *, complete: bool) -> tuple[RunCon
     record, wanted = RunRecord(run.root), config.training.max_steps
     extensions, began = _read_extensions(record), record.config
     if complete:
-        done = int(read_json(run.result)["steps_completed"])
+        done = record.result.steps_completed if record.result else None
+        if done is None:
+            raise TunixError(f"{run.result} is corrupt", fix="restore it from a copy, or choose another --output")
         if wanted is None or wanted <= done:
             fix = f"extend it: --resume --max-steps N with N above {done}, or choose another --output"
             raise ConfigError(f"the run in {run.root} is complete", fix=fix)
         patience = began.training.patience if began else None
         if early_stop(heldout_losses(run).values(), patience):
             raise ConfigError(
-                f"the run in {run.root} ended at step {done} after {patience} evaluations without a lower held-out loss "
-                "(training.patience): it cannot be extended",
+                f"the run in {run.root} ended at step {done} without a lower held-out loss for training.patience="
+                f"{patience}: it cannot be extended",
                 fix=f"train its final model further: --model {run.final_model} and another --output",
             )
         extensions = (*extensions, Extension(after_step=done, max_steps=wanted))
@@ -107,8 +109,6 @@ def _status(run: RunDir) -> str:
         result, extensions = read_json(run.result), _read_extensions(RunRecord(run.root))
         newer = extensions and result["steps_planned"] != extensions[-1].max_steps
         return "unfinished" if newer else str(result["status"])
-    except StorageError:
-        raise
     except (TunixError, KeyError, TypeError):
         return "broken"
 
@@ -214,7 +214,7 @@ def _chained(lines: list[bytes]) -> dict[str, str]:
 def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) -> tuple[Path | None, int]:
     """The newest checkpoint that verifies. Corrupt ones are logged, and listed in `skipped` with their problems.
 
-    A valid one is never skipped because of another file: where its metrics are missing, or a stranger's file lies beside its
+    A valid one is never skipped because of another file: where its metrics are missing, or an unlisted file lies beside its
     own, the run is refused. So is one that saved steps before and has no valid checkpoint left, which would start at 0."""
     lines = _metrics_lines(run)
     heads = chain_heads(sha256_file(run.precommit), lines)
@@ -224,7 +224,7 @@ def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) 
         if not problems:
             _refuse_lost_metrics(run, checkpoint, heads)
             return checkpoint, checkpoint_step(checkpoint)
-        if all(problem.startswith(STRANGER) and not problem.endswith(CHECKPOINT_FILES) for problem in problems):
+        if all(problem.startswith(EXTRA_FILE) and not problem.endswith(CHECKPOINT_FILES) for problem in problems):
             fix = f"move it out of {checkpoint}, then resume"
             raise TunixError(f"{checkpoint.name} is valid, but has a file {problems[0]}", fix=fix)
         logger.warning("Checkpoint %s is corrupt, skipped: %s", checkpoint.name, "; ".join(problems))
@@ -265,16 +265,17 @@ def _lost(problem: str, checkpoint: Path) -> TunixError:
     return TunixError(problem, fix=f"restore the file from a copy; or {another}; or choose another --output")
 
 
-def refuse_lost_records(run: RunDir, start: Start, *, evaluated: int | None) -> None:
+def refuse_lost_records(run: RunDir, start: Start, *, evaluated: int | None, ends: Sequence[int]) -> None:
     """Refuse to continue a run whose records of earlier steps are not whole and cannot be made again: trained to its end, it
-    would not verify. The held-out loss was due every `evaluated` steps; None: it is not measured."""
+    would not verify. The held-out loss was due every `evaluated` steps and at the `ends` before extensions; None: it is not
+    measured."""
     record, step, checkpoint = RunRecord(run.root), start.step, start.checkpoint
     if checkpoint is None:
         return
     held = {line.step for line in record.heldout or () if line.loss.hex() == line.loss_hex}
     processes = record.processes
     _refuse_unreadable(record)
-    due = set() if evaluated is None else {0, *range(evaluated, step, evaluated)}
+    due = set() if evaluated is None else {0, *range(evaluated, step, evaluated), *(end for end in ends if end < step)}
     if lacking := sorted(due - held):
         raise _lost(f"{run.heldout}: the held-out loss of step {lacking[0]} is missing or corrupt", checkpoint)
     if not processes or processes[0].first_step != 1:

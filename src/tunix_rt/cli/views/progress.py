@@ -1,5 +1,6 @@
 """Phases on stderr: bars on a terminal, plain lines elsewhere. Generations on stdout as they stream."""
 
+import contextlib
 import logging
 import os
 import re
@@ -7,8 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tunix_rt.models.secrets import redacted
@@ -28,9 +28,11 @@ CLOSING_SECONDS = 1.0
 STEP_LINE = re.compile(r"step \d+/\d+  loss ")
 """The bar shows it; it is in training_log.txt."""
 SHOW_CURSOR = b"\x1b[?25h"
+GONE = (OSError, ValueError, SystemExit)
+"""Raised by writing to a terminal or pipe that was closed; the last by rich. No run ends because nobody watches it."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def watching() -> Iterator[Display]:
     """Show phases and log lines of tunix-rt until the block ends. The display also reports progress by itself."""
     from rich.console import Console
@@ -71,6 +73,10 @@ class _Task:
             return duration(now)
         return f"{duration(now / taken * (self.total - self.done))} left" if self.done < self.total else duration(now)
 
+    def describe(self, what: str) -> str:
+        count = f"{self.done:,} of {self.total:,}" if self.total else ""
+        return f"{what}: {', '.join(part for part in (count, self.note, self.left()) if part)}"
+
 
 class _Watched(logging.Handler):
     """The tasks of a display, the innermost last, and a thread that shows them while the main one computes."""
@@ -85,11 +91,10 @@ class _Watched(logging.Handler):
 
     def _tick(self, every: float) -> None:
         while not self._over.wait(every):
-            with self._guard:
-                if not self._over.is_set():
-                    self.refresh()
+            self.refresh()
 
     def refresh(self) -> None:
+        """Called without the guard: writing takes the locks of handlers and of the terminal, whose owner may wait for it."""
         raise NotImplementedError
 
     def begin(self, what: str, total: int | None, done: int) -> None:
@@ -127,42 +132,44 @@ class _Lines(_Watched):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._written = time.monotonic()
-        print(redacted(record.getMessage()), file=sys.stderr, flush=True)
+        line = redacted(record.getMessage())
+        with contextlib.suppress(*GONE):
+            print(line, file=sys.stderr, flush=True)
 
     def begin(self, what: str, total: int | None, done: int) -> None:
-        super().begin(what, total, done)
-        if what in self._announced:
-            self._pending.append(what)
-            return
-        self._announced.add(what)
-        self._say(f"{what}: {done:,} of {total:,}" if total else f"{what} ...")
+        with self._guard:
+            super().begin(what, total, done)
+            if what in self._announced:
+                self._pending.append(what)
+                return
+            self._announced.add(what)
+        _log(f"{what}: {done:,} of {total:,}" if total else f"{what} ...")
 
     def end(self, what: str) -> None:
-        super().end(what)
-        self._pending = [name for name in self._pending if name in self._tasks]
+        with self._guard:
+            super().end(what)
+            self._pending = [name for name in self._pending if name in self._tasks]
 
     def __call__(self, what: str, done: int, total: int, note: str, /) -> None:
         super().__call__(what, done, total, note)
         task, quarter = self._tasks[what], PLAIN_EVERY * done // max(1, total)
         if what != "train" and quarter > task.quarter:  # training has its own log lines
-            self._say(_words(what, task))
+            _log(task.describe(what))
         task.quarter = quarter
 
     def refresh(self) -> None:
         silent = time.monotonic() - self._written > SILENT_SECONDS - REPEATED_SECONDS
-        names = list(self._tasks)[-1:] if silent else [one for one in self._pending if self._tasks[one].seconds() > 1]
-        for name in names:
-            self._say(_words(name, self._tasks[name]))
-        self._pending = [name for name in self._pending if name not in names]
+        with self._guard:
+            late = [name for name in self._pending if self._tasks[name].seconds() > 1]
+            names = list(self._tasks)[-1:] if silent else late
+            lines = [self._tasks[name].describe(name) for name in names]
+            self._pending = [name for name in self._pending if name not in names]
+        for line in lines:
+            _log(line)
 
-    @staticmethod
-    def _say(line: str) -> None:
-        logging.getLogger("tunix_rt.cli").info("%s", line)
 
-
-def _words(what: str, task: _Task) -> str:
-    count = f"{task.done:,} of {task.total:,}" if task.total else ""
-    return f"{what}: {', '.join(part for part in (count, task.note, task.left()) if part)}"
+def _log(line: str) -> None:
+    logging.getLogger("tunix_rt.cli").info("%s", line)
 
 
 class _Bars(_Watched):
@@ -182,15 +189,17 @@ class _Bars(_Watched):
     def emit(self, record: logging.LogRecord) -> None:
         line = redacted(record.getMessage())
         if record.levelno > logging.INFO or not STEP_LINE.match(line):
-            self._console.print(line, style="yellow" if record.levelno > logging.INFO else None, markup=False)
+            with contextlib.suppress(*GONE):
+                self._console.print(line, style="yellow" if record.levelno > logging.INFO else None, markup=False)
 
     def begin(self, what: str, total: int | None, done: int) -> None:
         super().begin(what, total, done)
         self.refresh()
 
     def refresh(self) -> None:
-        if self._live.is_started:
-            self._live.refresh()
+        if self._live.is_started and not self._over.is_set():
+            with contextlib.suppress(*GONE):
+                self._live.refresh()
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.progress_bar import ProgressBar
@@ -199,20 +208,25 @@ class _Bars(_Watched):
         columns = [Column(no_wrap=True, overflow="ellipsis", ratio=ratio) for ratio in (None, None, None, None, 1)]
         table = Table.grid(*columns, padding=(0, 1), expand=True)
         with self._guard:
-            for name, task in self._tasks.items():
-                width = max(10, options.max_width // 6)
-                bar = ProgressBar(task.total or 1, task.done, width, complete_style="cyan", finished_style="cyan")
-                spinner = "-\\|/"[int(task.seconds() / REFRESH_SECONDS) % 4]
-                count = f"{task.done:,}/{task.total:,}" if task.total else ""
-                table.add_row(name, bar if task.total else spinner, count, task.left(), task.note)
+            tasks = {name: replace(task) for name, task in self._tasks.items()}
+        for name, task in tasks.items():
+            width = max(10, options.max_width // 6)
+            bar = ProgressBar(task.total or 1, task.done, width, complete_style="cyan", finished_style="cyan")
+            spinner = "-\\|/"[int(task.seconds() / REFRESH_SECONDS) % 4]
+            count = f"{task.done:,}/{task.total:,}" if task.total else ""
+            table.add_row(name, bar if task.total else spinner, count, task.left(), task.note)
         if table.row_count:
             yield table
+
+    def _stop(self) -> None:
+        with contextlib.suppress(*GONE):
+            self._live.stop()
 
     def close(self) -> None:
         """Also while the main thread is in a call that does not return, or holds a lock: the cursor is shown at least."""
         super().close()
         if self._live.is_started:
-            stopping = threading.Thread(target=self._live.stop, daemon=True)
+            stopping = threading.Thread(target=self._stop, daemon=True)
             stopping.start()
             stopping.join(CLOSING_SECONDS)
             if stopping.is_alive():
@@ -280,7 +294,7 @@ class StreamPrinter:
                 self._console.print("")
             self._last = kind
             # As a segment: in a Text, rich would turn tabs into spaces and :names: into emoji.
-            self._console.print(Segments([Segment(shown(piece))]), style=STYLES[kind] or None, end="")
+            self._console.print(Segments([Segment(printable(piece))]), style=STYLES[kind] or None, end="")
 
     def end(self, reason: str) -> None:
         """Close the line. `reason`, why the generation is incomplete, is no part of it: it goes to stderr."""
@@ -289,6 +303,6 @@ class StreamPrinter:
             self._errors.print(f"({reason})", style="yellow", markup=False)
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """`text` with line breaks, and no other control characters."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)

@@ -123,12 +123,12 @@ def show_side_by_side(generations: "Sequence[tuple[str, str]]", parts: "Parts") 
     """Generations of several models in columns, in the styles of a stream."""
     from rich.text import Text
 
-    from tunix_rt.cli.views.progress import STYLES, shown
+    from tunix_rt.cli.views.progress import STYLES, printable
 
     cells = []
     for _, output in generations:
         pieces = [(kind, piece) for kind, piece in replace(parts).more(output, whole=True) if piece.strip()]
-        cells.append(Text.assemble(*((f"{shown(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces)))
+        cells.append(Text.assemble(*((f"{printable(piece).strip()}\n", STYLES[kind]) for kind, piece in pieces)))
     drawn = _table([name for name, _ in generations], [])
     drawn.add_row(*cells)
     show(drawn)

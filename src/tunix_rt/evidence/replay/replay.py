@@ -11,7 +11,8 @@ from tunix_rt.evidence.data_checks import question_problems
 from tunix_rt.evidence.facts import Finding, Level, Run
 from tunix_rt.evidence.replay import steps
 from tunix_rt.evidence.replay.judge import Outcome, judge_pass, judge_weights, match_of, mostly_bit_equal
-from tunix_rt.evidence.replay.session import PreparedRun, Progress, open_session, regenerate
+from tunix_rt.evidence.replay.session import PreparedRun, open_session, regenerate
+from tunix_rt.progress import Progress
 from tunix_rt.runs.checksums import is_weights, sha256_below
 from tunix_rt.runs.folder import checkpoint_name
 from tunix_rt.runs.ledger import STATE_FILES

@@ -3,7 +3,7 @@ the given weights, generate."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -188,9 +188,6 @@ def open_session(prepared: PreparedRun) -> Session:
     return Session(
         prepared=prepared, data=data, backend=backend, engine=engine, total=prepared.run.total, ends=ends, rows=batch.rows,
     )  # fmt: skip
-
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import EvidenceError
-from tunix_rt.evidence.replay.session import Progress, Session, generate
+from tunix_rt.evidence.replay.session import Session, generate
 from tunix_rt.export.export import save_final
 from tunix_rt.models.safetensors import read_header
+from tunix_rt.progress import Progress
 from tunix_rt.storage import sha256_file
 from tunix_rt.train.loop import batches_of
 from tunix_rt.train.resume import code_of
@@ -217,7 +218,7 @@ def take_steps(
     with contextlib.closing(steps):
         for step in steps:
             found.steps.append(step)
-            progress("replay", step.step, session.total)
+            progress("replay", step.step, session.total, "")
             if step.step in measured.checkpoints:
                 _measure_state(session, optimizer, step.step, measured, first, scratch, found)
             if step.step in measured.heldout:
