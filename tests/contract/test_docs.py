@@ -308,6 +308,7 @@ def test_the_examples_have_the_keys_of_their_tables():
 # --- bring your own data ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.reference
 def test_the_figures_in_the_guide_to_data_are_those_of_the_program(tmp_path):
     """Of every command of `tunix-rt data` that has output below it."""

@@ -52,6 +52,7 @@ def test_gsm8k_is_imported_passes_the_gate_and_fills_97_percent_of_its_rows(mode
     assert (again["merkle_root"], again["from_cache"]) == (said["merkle_root"], True)
 
 
+@pytest.mark.slow
 def test_gpt2_has_no_template_and_too_few_positions_for_nothing_in_gsm8k(model, tmp_path):
     if not GSM8K.is_file():
         pytest.skip("GSM8K is not beside this clone (../shared/data/gsm8k)")

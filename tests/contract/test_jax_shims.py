@@ -53,6 +53,7 @@ def typed(command: str, clone: Path, **extra: str) -> subprocess.CompletedProces
 # --- on the CPU -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_trains_on_the_cpu_a_model_that_lies_in_the_hub_cache_under_its_id(clone):
     """The command of the document for a GPU, its device and its length apart: bfloat16, Adafactor, recomputation."""
     commit = put_into_hub_cache("gemma", "google/gemma-2b", clone.parent / "hub")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.conftest import write_small_model
-from tests.program import tunix_rt
+from tests.program import in_process
 from tests.supervision_checks import write_chat_tokenizer
 
 QUESTION, ANSWER = "What is 3 + 4?", "It is 7."
@@ -25,7 +25,7 @@ def final_model(tmp_path_factory):
         "training.max_steps": 30, "training.save_steps": 30, "training.eval_steps": 30, "training.learning_rate": 0.01,
     }  # fmt: skip
     chosen = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    done = tunix_rt("train", "smoke_tiny", "--output", folder / "run", "--device", "cpu", *chosen)
+    done = in_process("train", "smoke_tiny", "--output", folder / "run", "--device", "cpu", *chosen)
     assert done.returncode == 0, done.stderr
     return folder / "run" / "final_model"
 

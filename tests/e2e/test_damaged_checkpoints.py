@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import write_small_model
-from tests.program import tunix_rt
+from tests.program import in_process, tunix_rt
 from tunix_rt.runs.folder import RunDir, checkpoint_name
 from tunix_rt.storage import json_text, read_json
 from tunix_rt.train.resume import newest_checkpoint
@@ -34,7 +34,7 @@ def arguments(tmp_path_factory):
 def finished(arguments):
     """A whole run with checkpoints of its steps 4 and 6."""
     run = RunDir(arguments[arguments.index("--model") + 1].parent / "run")
-    done = tunix_rt("train", *arguments, "--output", run.root)
+    done = in_process("train", *arguments, "--output", run.root)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [checkpoint_name(BEFORE), checkpoint_name(NEWEST)]
     assert sorted(path.name for path in (run.checkpoints / checkpoint_name(NEWEST)).iterdir()) == sorted(FILES)

@@ -169,6 +169,7 @@ def test_a_signal_ends_the_child_and_removes_what_was_half_made(place, number):
     assert (report["status"], report["kind"]) == ("failed", "stopped")
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_there_is_verified_by_what_it_computes(tmp_path):
     good = tunix_rt("env", "verify", "--python", sys.executable, "--device", "cpu")
     assert good.returncode == 0, good.stderr

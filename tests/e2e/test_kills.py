@@ -21,6 +21,7 @@ def killed(folder, *arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_ends_as_the_uninterrupted_one(tmp_path):
     """Inside a save and at a step. No fresh process loads the final models of the forks: that takes seconds of each."""
     seen = killed(tmp_path / "kills", "--kills", 2, "--seed", 1, "--unproven")

@@ -308,6 +308,7 @@ def test_each_defect_fails_its_own_proof_and_no_other(tmp_path, monkeypatch):
     assert "failed the self-test check `device`" in problem and "tunix-rt doctor --device cpu" in fix
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_right_cpu_is_proven_with_jax(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")  # a list falls to the CPU in silence; the proof asks for one

@@ -93,6 +93,7 @@ def test_a_small_step_is_accepted_with_its_memory_by_kind_whatever_the_user_has_
     assert plain.memory.arguments < plain.memory.peak <= plain.memory.total < 2**25
 
 
+@pytest.mark.slow
 def test_what_steers_gpus_does_not_change_a_run_on_the_cpu():
     def heard(extra):
         environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
