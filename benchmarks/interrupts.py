@@ -91,6 +91,12 @@ def stop_once(arguments: list[str], run: Path, after: int, delay: float, number:
     }  # fmt: skip
 
 
+def step_seconds(run: Path) -> float:
+    """Of the longest step."""
+    with (run / "metrics.jsonl").open() as lines:
+        return max(json.loads(line)["seconds"] for line in lines)
+
+
 def losses(run: Path) -> list[str]:
     return [json.loads(line)["loss_hex"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -118,17 +124,17 @@ def main() -> int:
     rng, number = random.Random(options.seed), signal.Signals[options.signal]
     steps, stops = 2 + options.stops * STEPS_EACH, []
     complete(train(options, folder / "whole", steps), folder / "whole")
-    step_seconds = max(json.loads(line)["seconds"] for line in (folder / "whole/metrics.jsonl").open())
     run = folder / "stopped"
     for _ in range(options.stops):
         after = max(2, finished_steps(run) + 1)
         more = ["--resume"] if (run / "precommit.json").exists() else []
-        stops.append(stop_once(train(options, run, steps, *more), run, after, rng.uniform(0, step_seconds), number))
+        longest = step_seconds(run if more else folder / "whole")
+        stops.append(stop_once(train(options, run, steps, *more), run, after, rng.uniform(0, longest), number))
         print(json.dumps(stops[-1]), flush=True)
     complete(train(options, run, steps, "--resume"), run)
     result = {
         "model": Path(options.model).name, "cores": os.cpu_count(), "seed": options.seed, "signal": options.signal,
-        "grace_seconds": options.grace, "longest_step_seconds": round(step_seconds, 2), "steps": steps, "stops": stops,
+        "grace_seconds": options.grace, "longest_step_seconds": round(step_seconds(run), 2), "steps": steps, "stops": stops,
         "steps_lost": sum(max(0, stop["finished_before"] - stop["saved"]) for stop in stops),
         "same_losses": losses(run) == losses(folder / "whole"), "same_weights": weights(run) == weights(folder / "whole"),
     }  # fmt: skip
