@@ -84,7 +84,8 @@ def stop_once(arguments: list[str], run: Path, after: int, delay: float, number:
         listening.join()
     result = json.loads((run / "result.json").read_text())
     return {
-        "delay": round(delay, 2), "finished_before": finished, "saved": result.get("steps_completed", 0),
+        "delay": round(delay, 2), "finished_before": finished,
+        "saved": max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0),
         "answer_seconds": round(answered[0] - began, 3) if answered else None, "exit_seconds": round(seconds, 2),
         "exit_code": program.returncode, "answer": next((line.strip() for line in lines if number.name in line), ""),
         "reason": result["reason"], "warned": [line.strip() for line in lines if "grace_seconds=" in line],

@@ -259,7 +259,7 @@ class Preemption:
         self._answer(name)
         why = self._saved_or_late(reader, began, grace, name)
         if why:
-            self._leave(reader, why, began + EXIT_SHARE * grace)
+            self._leave(reader, why, _courtesy(grace), began + EXIT_SHARE * grace)
 
     def _answer(self, name: str) -> None:
         plan = f"stopping; {self.saved_state()}" if (training := self.training) is None else training.stop_plan()
@@ -268,7 +268,7 @@ class Preemption:
 
     def _saved_or_late(self, reader: socket.socket, began: float, grace: float, name: str) -> str:
         """Wait until the main thread has ended the run: returns nothing. Or until it must leave what it does: returns why."""
-        save_at, leave_at = began + min(COURTESY_SECONDS, 0.1 * grace), began + LEAVE_SHARE * grace
+        save_at, leave_at = began + _courtesy(grace), began + LEAVE_SHARE * grace
         while True:
             event = _next_event(reader, min(save_at, leave_at))
             if event == _ENDED:
@@ -290,7 +290,7 @@ class Preemption:
         with contextlib.suppress(OSError):  # the run has ended meanwhile
             self._writer.send(bytes([event]))
 
-    def _leave(self, reader: socket.socket, why: str, exit_at: float) -> None:
+    def _leave(self, reader: socket.socket, why: str, courtesy: float, exit_at: float) -> None:
         """End the main thread's work: by the alarm if it is in Python, else with the process."""
         with self._gate:
             if self._ended.is_set():
@@ -298,7 +298,7 @@ class Preemption:
             self.now, self._why = True, why
         if _ALARM is not None and not self._ending:
             signal.pthread_kill(threading.main_thread().ident or 0, _ALARM)
-        leave_at = time.monotonic() + COURTESY_SECONDS
+        leave_at = time.monotonic() + courtesy
         while not self._ending and time.monotonic() < leave_at:
             if self._ended.wait(0.01):
                 return
@@ -346,6 +346,11 @@ def _next_event(reader: socket.socket, until: float) -> int:
             return _ENDED
         if received[0] in (signal.SIGTERM, signal.SIGINT, _SAVED, _WRITTEN):
             return received[0]
+
+
+def _courtesy(grace: float) -> float:
+    """Seconds for the main thread to leave by itself; of a short grace period, less."""
+    return min(COURTESY_SECONDS, 0.1 * grace)
 
 
 def _at_once(name: str) -> str:
