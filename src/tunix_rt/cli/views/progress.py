@@ -94,7 +94,8 @@ class _Watched(logging.Handler):
             self.refresh()
 
     def refresh(self) -> None:
-        """Called without the guard: writing takes the locks of handlers and of the terminal, whose owner may wait for it."""
+        """By the bars and by the lines, each in its way. Called without the guard: writing takes the locks of handlers and of the
+        terminal, whose owner may wait for it."""
         raise NotImplementedError
 
     def begin(self, what: str, total: int | None, done: int) -> None:

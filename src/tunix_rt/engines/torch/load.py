@@ -184,8 +184,8 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
         yield
     except TunixError:
         raise
-    except Exception as error:
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+    except Exception as error:  # transformers builds a model from a stranger's config.json, which may raise anything
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_out_of_memory(error)):
             taken = f" beside the {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB taken" if device == "cuda" else ""
             raise DoesNotFitError(
                 f"{source.name}: out of memory while it is loaded on {device}{taken}",
