@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.program import command, environment, refused, tunix_rt
+from tests.program import command, environment, in_process, refused, tunix_rt
 from tests.tables import tables
 
 GOOD = tables(__file__)["good"]
@@ -69,7 +69,7 @@ def test_an_import_says_what_it_recognised_shows_samples_and_what_to_type_next(h
 
 def test_the_manifest_says_what_the_dataset_came_to(home):
     manifest = json.loads((home / "datasets" / "mine" / "manifest.json").read_text(encoding="utf-8"))
-    checked = json.loads(tunix_rt("data", "check", "mine", "--json", cwd=home).stdout)
+    checked = json.loads(in_process("data", "check", "mine", "--json", cwd=home).stdout)
     tokenised = manifest["tokenised"]
     assert manifest["rows"] == tokenised["examples"] == 4 and tokenised["model"] == "tiny-gemma3"
     same = ("template", "style_sha256", "examples", "tokens", "trained_tokens", "merkle_root")
@@ -81,35 +81,35 @@ def test_the_manifest_says_what_the_dataset_came_to(home):
 def test_an_existing_dataset_is_replaced_only_when_told(tmp_path):
     write(tmp_path / "one.jsonl", GOOD[:1])
     importing = ("data", "import", "one.jsonl", "--as", "one", "--json")
-    assert json.loads(tunix_rt(*importing, cwd=tmp_path).stdout)["manifest"]["rows"] == 1
+    assert json.loads(in_process(*importing, cwd=tmp_path).stdout)["manifest"]["rows"] == 1
     write(tmp_path / "one.jsonl", GOOD[:2])
-    refused(tunix_rt(*importing, cwd=tmp_path), 3)
-    assert json.loads(tunix_rt(*importing, "--replace", cwd=tmp_path).stdout)["manifest"]["rows"] == 2
+    refused(in_process(*importing, cwd=tmp_path), 3)
+    assert json.loads(in_process(*importing, "--replace", cwd=tmp_path).stdout)["manifest"]["rows"] == 2
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
     write(tmp_path / "one.jsonl", GOOD[:1])
-    done = tunix_rt("data", "import", "one.jsonl", "--as", "one", "--model", "./no-model", cwd=tmp_path)
+    done = in_process("data", "import", "one.jsonl", "--as", "one", "--model", "./no-model", cwd=tmp_path)
     assert "no-model" in refused(done, 3)
     assert not (tmp_path / "datasets").exists()
 
 
 def test_findings_do_not_stop_an_import_and_are_printed(tmp_path):
     write(tmp_path / "bad.jsonl", BAD)
-    done = tunix_rt("data", "import", "bad.jsonl", "--as", "bad", cwd=tmp_path)
+    done = in_process("data", "import", "bad.jsonl", "--as", "bad", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "validation: would refuse it: orphan_tag (1); warnings: duplicate (1)" in done.stdout
     assert done.stdout.rstrip().endswith("next: tunix-rt data check bad")
 
 
 def test_check_counts_packs_and_lets_good_data_through(home):
-    done = tunix_rt("data", "check", "mine", "--set", "data.max_length=100", cwd=home)
+    done = in_process("data", "check", "mine", "--set", "data.max_length=100", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "rules have no findings" in done.stdout and done.stdout.rstrip().endswith("ready to train on")
     assert "rows of 100 tokens" in done.stdout and "from the cache" in done.stdout
-    checked = json.loads(tunix_rt("data", "check", "mine", "--set", "data.max_length=100", "--json", cwd=home).stdout)
+    checked = json.loads(in_process("data", "check", "mine", "--set", "data.max_length=100", "--json", cwd=home).stdout)
     rows = [
-        json.loads(tunix_rt("data", "show", "mine", "--row", number, "--json", cwd=home).stdout)
+        json.loads(in_process("data", "show", "mine", "--row", number, "--json", cwd=home).stdout)
         for number in range(1, 5)
     ]
     lengths = sorted(len(row["tokens"]) for row in rows)
@@ -121,12 +121,12 @@ def test_check_counts_packs_and_lets_good_data_through(home):
 
 def test_check_refuses_with_3_after_saying_everything(tmp_path):
     write(tmp_path / "bad.jsonl", BAD)
-    done = tunix_rt("data", "check", "bad.jsonl", cwd=tmp_path)
+    done = in_process("data", "check", "bad.jsonl", cwd=tmp_path)
     assert "orphan_tag" in refused(done, 3)
     for words in ("orphan_tag", "bad.jsonl:1", "fix: close the tag", "duplicate", "bad.jsonl:3", "warns"):
         assert words in done.stdout, words
     assert done.stdout.rstrip().endswith("refused: orphan_tag; 1 warning")
-    result = tunix_rt("data", "check", "bad.jsonl", "--json", cwd=tmp_path)
+    result = in_process("data", "check", "bad.jsonl", "--json", cwd=tmp_path)
     refused(result, 3)
     findings = {finding["rule"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert findings["orphan_tag"]["refuses"] and findings["orphan_tag"]["count"] == 1
@@ -134,7 +134,7 @@ def test_check_refuses_with_3_after_saying_everything(tmp_path):
 
 
 def test_show_tells_every_token_with_its_text_and_whether_it_is_trained(home):
-    row = json.loads(tunix_rt("data", "show", "mine", "--row", "3", "--json", cwd=home).stdout)
+    row = json.loads(in_process("data", "show", "mine", "--row", "3", "--json", cwd=home).stdout)
     assert row["row"] == 3 and row["place"].endswith("dataset.jsonl:3") and row["template"] == "plain"
     assert [token["position"] for token in row["tokens"]] == list(range(len(row["tokens"])))
     trained = "".join(token["text"] for token in row["tokens"] if token["trained"])
@@ -144,7 +144,7 @@ def test_show_tells_every_token_with_its_text_and_whether_it_is_trained(home):
 
 
 def test_show_on_a_terminal_has_colours_and_says_the_same_as_in_a_pipe(home):
-    plain = tunix_rt("data", "show", "mine", "--row", "3", cwd=home, COLUMNS="110").stdout
+    plain = in_process("data", "show", "mine", "--row", "3", cwd=home, COLUMNS="110").stdout
     coloured = on_a_terminal("data", "show", "mine", "--row", "3", cwd=home)
     colourless = on_a_terminal("data", "show", "mine", "--row", "3", cwd=home, NO_COLOR="1")
     assert "\x1b[1;32m" in coloured and ";32m" not in colourless and "\x1b" not in plain
@@ -157,46 +157,46 @@ def test_show_on_a_terminal_has_colours_and_says_the_same_as_in_a_pipe(home):
 
 def test_a_packed_row_is_its_records_side_by_side_each_named_where_it_begins(home):
     settings = ("--set", "data.max_length=300", "--set", "data.validation_fraction=0")
-    packed = json.loads(tunix_rt("data", "show", "mine", "--packed", "1", "--json", *settings, cwd=home).stdout)
+    packed = json.loads(in_process("data", "show", "mine", "--packed", "1", "--json", *settings, cwd=home).stdout)
     lines = [int(place.rpartition(":")[2]) for place in packed["places"]]
     assert packed["packed"] == packed["rows"] == 1 and sorted(lines) == [1, 2, 3, 4]
     alone = [
-        json.loads(tunix_rt("data", "show", "mine", "--row", n, "--json", cwd=home).stdout)["tokens"] for n in lines
+        json.loads(in_process("data", "show", "mine", "--row", n, "--json", cwd=home).stdout)["tokens"] for n in lines
     ]
     assert [(token["id"], token["trained"]) for token in packed["tokens"]] == [
         (token["id"], token["trained"]) for tokens in alone for token in tokens
     ]
     assert [token["example"] for token in packed["tokens"]] == [n for n in range(1, 5) for _ in alone[n - 1]]
-    shown = tunix_rt("data", "show", "mine", "--packed", "1", *settings, cwd=home).stdout
+    shown = in_process("data", "show", "mine", "--packed", "1", *settings, cwd=home).stdout
     for number, line in enumerate(lines, start=1):
         assert f"── example {number}: datasets/mine/dataset.jsonl:{line}, {len(alone[number - 1])} tokens ──" in shown
 
 
 def test_a_row_that_is_not_there_is_refused_and_a_question_asked_twice_is_a_mistake_in_the_command(home):
-    assert "mine has 4" in refused(tunix_rt("data", "show", "mine", "--row", "5", cwd=home), 3)
-    assert "mine has 1" in refused(tunix_rt("data", "show", "mine", "--packed", "2", cwd=home), 3)
-    assert "no dataset named" in refused(tunix_rt("data", "show", "not-there", cwd=home), 3)
-    assert tunix_rt("data", "show", "mine", "--row", "1", "--packed", "1", cwd=home).returncode == 2
-    assert tunix_rt("data", "show", "mine", "--row", "0", cwd=home).returncode == 2
+    assert "mine has 4" in refused(in_process("data", "show", "mine", "--row", "5", cwd=home), 3)
+    assert "mine has 1" in refused(in_process("data", "show", "mine", "--packed", "2", cwd=home), 3)
+    assert "no dataset named" in refused(in_process("data", "show", "not-there", cwd=home), 3)
+    assert in_process("data", "show", "mine", "--row", "1", "--packed", "1", cwd=home).returncode == 2
+    assert in_process("data", "show", "mine", "--row", "0", cwd=home).returncode == 2
 
 
 def test_a_row_that_is_cut_is_shown_cut(home):
     settings = ("--set", "data.max_length=20", "--set", "data.on_overflow=truncate")
-    row = json.loads(tunix_rt("data", "show", "mine", *settings, "--json", cwd=home).stdout)
+    row = json.loads(in_process("data", "show", "mine", *settings, "--json", cwd=home).stdout)
     assert len(row["tokens"]) == 20 < row["record_tokens"]
-    assert "truncated here as in a run" in tunix_rt("data", "show", "mine", *settings, cwd=home).stdout
+    assert "truncated here as in a run" in in_process("data", "show", "mine", *settings, cwd=home).stdout
 
 
 def test_nothing_in_the_data_steers_the_terminal(tmp_path):
     hostile = "\x1b[2J\u202e\x07\x9b31m\r"
     write(tmp_path / "h.jsonl", [{"prompt": f"a{hostile}b", "completion": f"c{hostile}d"}])
     for arguments in (("show", "h.jsonl"), ("check", "h.jsonl"), ("import", "h.jsonl", "--as", "h")):
-        done = tunix_rt("data", *arguments, cwd=tmp_path)
+        done = in_process("data", *arguments, cwd=tmp_path)
         for written in (done.stdout, done.stderr):
             assert all(letter.isprintable() for line in written.split("\n") for letter in line), arguments
 
 
 def test_the_shipped_dataset_with_the_configuration_of_the_demo_passes():
-    done = tunix_rt("data", "check", "dev-reasoning-v2", "--config", "demo", cwd=ROOT)
+    done = in_process("data", "check", "dev-reasoning-v2", "--config", "demo", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "550" in done.stdout and done.stdout.rstrip().endswith("ready to train on")

@@ -84,7 +84,7 @@ def check_preempted(folder: Path, how: signal.Signals, *, steps: int, before: in
 
 def check_resumed(folder: Path, whole: Path, arguments: list[object], *, before: int) -> None:
     """Resume the run in `folder`: it ends with the bits of `whole`."""
-    done = tunix_rt("train", *arguments, "--output", folder, "--resume")
+    done = in_process("train", *arguments, "--output", folder, "--resume")
     assert done.returncode == 0, done.stderr
     assert weights(folder) == weights(whole)
     assert losses(folder) == losses(whole)

@@ -14,7 +14,7 @@ SMOKE = ["smoke_tiny", "--device", "cpu", "--set", "evaluation.enabled=false"]
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "profiled"
-    done = tunix_rt("train", *SMOKE, "--output", folder, "--profile", 2, OMP_NUM_THREADS="1")
+    done = in_process("train", *SMOKE, "--output", folder, "--profile", 2)
     assert done.returncode == 0, done.stderr
     return done, folder
 

@@ -83,6 +83,7 @@ def test_fifty_steps_of_other_families_have_the_losses_of_one_device(family):
     assert off(ask_jax(family, "float64", 50, "one", "eight"), "one", "eight") < 1e-8
 
 
+@pytest.mark.slow  # fifty steps in float64 agree by default
 @pytest.mark.parametrize("family", ["gemma3", *OTHERS])
 def test_in_float32_ten_steps_agree_to_five_digits(family):
     found = ask_jax(family, "float32", 10, "one", "eight")

@@ -250,6 +250,7 @@ def test_both_engines_prove_the_same_eight_things():
 # --- jax, in a process of its own: once it has run, a process may not fork any more, and other tests do ---------------
 
 
+@pytest.mark.slow  # the same defects are found in torch by default, by the same checks
 @needs_jax
 def test_finite_defects_in_jax_are_found_and_nothing_without_them():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/invariant/jax_defects.py"]
@@ -266,6 +267,7 @@ def proven(dtype: str, backend: str = "torch") -> SelfTest:
     )
 
 
+@pytest.mark.slow  # a wall clock
 def test_a_right_cpu_is_proven_within_20_seconds(tmp_path):
     """With what a configuration asks for: its step, and the attention of its model."""
     config = tmp_path / "run.yaml"
@@ -317,6 +319,7 @@ def test_a_right_cpu_is_proven_with_jax(monkeypatch):
     assert tuple(result.name for result in proof.results) == CHECK_NAMES and proof.about["platform"] == "cpu"
 
 
+@pytest.mark.slow
 @needs_jax
 def test_jax_without_the_device_asked_for_is_not_proven_on_the_cpu():
     proof = run_selftest(backend="jax", device="tpu", dtype="float32")

@@ -18,7 +18,13 @@ ROTARY = {
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
 
-@pytest.mark.parametrize("config", [ROTARY, GPT2], ids=["gated", "with biases"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(ROTARY, id="gated"),
+        pytest.param(GPT2, id="with biases", marks=pytest.mark.slow),
+    ],
+)
 def test_an_mlp_in_pieces_gives_the_same_loss_and_the_same_gradients(config):
     from tunix_rt.engines.jax.weights import parameter_shapes
 
