@@ -244,6 +244,7 @@ def unfinished(request, finished, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(finished, unfinished):
     run = unfinished
     done = tunix_rt(*asked(), "--output", run, "--resume", **flags())

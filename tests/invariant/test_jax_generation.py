@@ -22,7 +22,10 @@ from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.engines.torch import loop as torch_backend
 from tunix_rt.models.resolve import resolve_model
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax"),
+    pytest.mark.slow,  # by default, tests/e2e/test_jax_train.py has answers before and after training
+]
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 DRAWN_FROM = ("gemma3", "gpt2")

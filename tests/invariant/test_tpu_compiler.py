@@ -77,6 +77,7 @@ def test_the_setting_of_m38_is_refused_in_numbers(compiler):
     assert "RESOURCE_EXHAUSTED" in found.refusal.message
 
 
+@pytest.mark.slow  # the refusal asks the same compiler by default
 def test_a_small_step_is_accepted_with_its_memory_by_kind_whatever_the_user_has_set(compiler, monkeypatch):
     case = Case(
         config=TINY, training=Training(per_device_train_batch_size=1, dtype="bfloat16"), tokens=128, topology="v5e:2x2"
