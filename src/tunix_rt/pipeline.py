@@ -14,7 +14,7 @@ from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.progress import Progress, close_displays, duration
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
-from tunix_rt.storage import write_text
+from tunix_rt.storage import storage, write_text
 from tunix_rt.train.commitment import settled_config
 from tunix_rt.train.context import Options
 from tunix_rt.train.device import check_kernels, settle_device
@@ -68,7 +68,8 @@ def open_run(
     with run.locked():
         run.refuse_links()
         stop = Preemption(grace_seconds=training.grace_seconds, time_budget=training.time_budget, after_step=stop_after)
-        began, continued, extensions = refuse_occupied(run, config)
+        with storage(run.root):
+            began, continued, extensions = refuse_occupied(run, config)
         journal = RunJournal(run=run, continued=continued, extensions=extensions, ending=stop.ending)
         stop.on_forced_exit += [lambda error: close_displays(), journal.end_now]  # called last first
         with journal.logged(), stop.listening(), journal.ended():
