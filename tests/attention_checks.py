@@ -30,9 +30,16 @@ FAMILIES = {
     "llama": {},
     "qwen3": {"use_sliding_window": True, **_SLIDES},
     "smollm3": {"use_sliding_window": True, "no_rope_layers": [0, 1], **_SLIDES},
+    "mistral": {},
+    "ministral": _SLIDES,
+    "ministral3": {},
+    "phi3": {},
+    "olmo2": {},
+    "olmo3": _SLIDES,
+    "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3")
+SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3", "mistral", "ministral", "phi3", "olmo3")
 
 
 def choose_attention(**facts):

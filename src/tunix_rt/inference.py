@@ -23,7 +23,7 @@ from tunix_rt.evaluate.report import comparison_markdown, samples_markdown, summ
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.memory import rows_that_fit
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import ModelShape, Outline, outline_of
 from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir, model_of_run
@@ -84,7 +84,7 @@ class ResolvedModel:
 
     name: str
     source: ModelSource
-    shape: ModelShape
+    shape: ModelShape | Outline
     choice: DeviceChoice
     dtype: str
     tokenizer: Tokenizer
@@ -110,6 +110,8 @@ class LoadedModel(ResolvedModel):
         """The batch size for prompts of a length: `requested`, or as much as fits into free memory."""
         if requested is not None:
             return lambda length: requested
+        if isinstance(self.shape, Outline):
+            return lambda length: 1
         free = self.backend.free_bytes(self.engine)
         fitting = partial(
             rows_that_fit, self.shape, dtype=self.dtype, device=self.choice.device, max_new_tokens=max_new_tokens,
@@ -162,7 +164,7 @@ def resolve_spec(
     """Everything about the model but its weights. With `like` it gets the prompts of that model, token for token; it is in
     memory `beside` it, or after it."""
     source = resolve_model(spec.model, weights=weights)
-    shape = shape_of(source.config)
+    shape = outline_of(source.config, source.weight_files() if weights == "pretrained" else ())
     _refuse_too_big(spec, shape.parameters + (like.shape.parameters if like and beside else 0), choice, dtype)
     tokenizer = _tokenizer_of(spec, source, like)
     style = style_of(spec.data, tokenizer) if like is None else like.style

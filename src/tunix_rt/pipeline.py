@@ -28,7 +28,7 @@ from tunix_rt.train.evaluation import (
 from tunix_rt.train.loop import load_run, require_charts, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
-from tunix_rt.train.preflight import commit_run, plan_at_max_length, prepare_data, require_peft
+from tunix_rt.train.preflight import commit_run, load_to_try, plan_at_max_length, prepare_data, require_peft
 from tunix_rt.train.resume import earlier_answering_seconds, refuse_occupied
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,12 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
     draft = plan_at_max_length(journal, config, device, attempt=options.oom_attempt)
     gpus = check_kernels(journal, draft.committed, draft.model, draft.shape, facts, device)
     stop.check(stop.saved_state(), starting=True)
-    # data
+    # data; a model of an unknown family is loaded before, to see whether its rows may be packed
+    loaded, draft = load_to_try(journal, draft, device, stop, options)
     tokenizer, data = prepare_data(journal, draft, stop, options)
     context = commit_run(journal, draft, device, gpus, tokenizer, data, stop, options)
     # train and evaluate
-    engine, metrics = load_run(context)
+    engine, metrics = load_run(context, loaded)
     evaluation = open_evaluation(context)
     with explaining_oom(context, engine):
         evaluate_before(context, engine, evaluation)

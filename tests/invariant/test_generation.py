@@ -287,7 +287,7 @@ def test_masks_of_new_tokens_are_those_that_transformers_makes(name, tmp_path):
 
 
 def test_masks_of_a_model_that_is_not_known_are_left_to_transformers(tmp_path):
-    engine = random_engine(tmp_path, {"model_type": "olmo2"})
+    engine = random_engine(tmp_path, {"model_type": "stablelm"})
     batch, decoding = begun(engine, [3, 5])
     torch_generate._more_tokens(engine, batch, decoding, 0, 2)
     assert batch.ready is None and batch.masks().tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]

@@ -17,6 +17,7 @@ from tunix_rt.engines.torch import load as torch_load
 from tunix_rt.engines.torch import model as torch_model
 from tunix_rt.engines.torch import varlen as torch_borders
 from tunix_rt.engines.torch.attention import FLEX, Attention
+from tunix_rt.engines.torch.model import Support
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import resolve_model
 
@@ -119,11 +120,12 @@ def test_a_head_that_leaves_out_a_target_is_found(model_folder, precision, monke
 
 
 @each_precision
-def test_a_head_with_a_bias_is_refused(written, precision):
+def test_a_head_with_a_bias_is_the_models_own(written, precision):
+    """It is trained through the model's own logits, also where it is zero at first."""
     settings = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     phi = transformers.AutoConfig.for_model("phi", num_attention_heads=4, pad_token_id=0, **settings)
-    error = refusal(written(transformers.AutoModelForCausalLM.from_config(phi)), precision)
-    assert "its lm_head is a Linear with a bias" in error.problem and "linear layer" in error.fix
+    engine = loaded(written(transformers.AutoModelForCausalLM.from_config(phi)), precision)
+    assert engine.support == Support(chunked_head=False)
 
 
 @pytest.mark.parametrize("head", [None, torch.nn.Identity()], ids=["none", "of another kind"])
@@ -206,18 +208,18 @@ def test_one_damaged_weight_is_enough_to_refuse_a_model(model_folder, where, val
 
 
 ARCHITECTURES = {
-    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, "its lm_head is a Linear with a bias"),
-    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, "bloom takes no positions"),
-    "mamba": ({"hidden_size": 32, "num_hidden_layers": 2}, "mamba carries a state along the row"),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, {"chunked_head": False}),  # a head with a bias
+    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, {"packing": False}),  # it takes no positions
+    "mamba": ({"hidden_size": 32, "num_hidden_layers": 2}, {"packing": False}),  # it carries a state along the row
 }
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_an_architecture_is_refused_for_what_it_lacks_not_for_the_attention_transformers_has_for_it(written, kind):
-    settings, words = ARCHITECTURES[kind]
+def test_an_architecture_without_a_row_does_without_what_it_lacks(written, kind):
+    settings, lacks = ARCHITECTURES[kind]
     config = transformers.AutoConfig.for_model(kind, vocab_size=64, **settings)
     folder = written(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-    assert words in refusal(folder, "float32").problem
+    assert loaded(folder, "float32").support == Support(**lacks)
 
 
 def test_a_model_with_eager_attention_alone_is_trained_with_it(written):

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from tests.tables import tables
-from tunix_rt.models.families import FAMILIES, SLIDING, families_of
+from tunix_rt.models.families import FAMILIES, FULL, SLIDING, families_of
 from tunix_rt.plan.shape import shape_of
 
 NO_FIELDS = {"sliding_window_pattern", "head_dim"}
@@ -47,7 +47,8 @@ def test_layer_types_and_windows_are_those_of_transformers(family, settings):
     config = transformers.AutoConfig.for_model(family.model_type, **settings)
     written = {"model_type": family.model_type, **settings}
     shape = shape_of(written)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * shape.layers
+    only = SLIDING if family.one_mask and config.sliding_window else FULL
+    types = (None if family.one_mask else getattr(config, "layer_types", None)) or [only] * shape.layers
     assert family.layer_types(written, shape.layers) == types
     assert shape.window == (config.sliding_window if SLIDING in types else None)
 

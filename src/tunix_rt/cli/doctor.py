@@ -126,7 +126,7 @@ def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> 
     from tunix_rt.doctor.selection import set_environment
     from tunix_rt.doctor.selftest import run_selftest
     from tunix_rt.models.resolve import resolve_model
-    from tunix_rt.plan.shape import shape_of
+    from tunix_rt.plan.trace import shape_of_any
     from tunix_rt.train.device import kernels_of, step_of
 
     backend = ask.backend or "torch"
@@ -140,7 +140,7 @@ def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> 
     if not settings.model.model_name_or_path:
         return run_selftest(**options)
     model = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
-    return run_selftest(**options, **kernels_of(model.config, shape_of(model.config)))
+    return run_selftest(**options, **kernels_of(model.config, shape_of_any(model, settings.training)))
 
 
 def _show(

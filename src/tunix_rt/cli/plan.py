@@ -102,15 +102,14 @@ def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.engines.base import refuse_unsupported_model
     from tunix_rt.models.resolve import resolve_architecture
-    from tunix_rt.plan.shape import shape_of
+    from tunix_rt.plan.trace import shape_of_any
     from tunix_rt.runs.folder import model_of_run
 
     name = model_of_run(settings.model.model_name_or_path or "")
     with watching():
         source = resolve_architecture(name, revision=settings.model.revision)
-    shape = shape_of(source.config)
-    refuse_unsupported_model(source, settings.training.backend)
-    return source, shape
+        refuse_unsupported_model(source, settings.training.backend)
+        return source, shape_of_any(source, settings.training)
 
 
 # --- one device -------------------------------------------------------------------------------------------------------

@@ -106,6 +106,8 @@ class Data(Section):
     """What to do with a trace longer than `max_length`; dropped and truncated traces are counted in the log."""
     packing: bool = True
     """Pack several traces into a row; none attends to its neighbours."""
+    group_by_length: bool = False
+    """Without packing: rows of similar length share a step, and need little padding."""
     completion_only_loss: bool = True
     """Train on reasoning, answer and end-of-sequence; the question is masked."""
     system_instruction: str | None = None

@@ -150,10 +150,21 @@ def total_steps(row_count: int, rows_per_step: int, *, epochs: float, max_steps:
     return max_steps or max(1, math.ceil(epochs * steps_per_epoch(row_count, rows_per_step)))
 
 
-def rows_of_step(step: int, *, row_count: int, rows_per_step: int, seed: int) -> list[int]:
-    """Indices of the rows that step `step` (counted from 1) trains on. Every row once per epoch; no state, no walking."""
+GROUPED_STEPS = 64
+"""Steps among which rows are sorted by length."""
+
+
+def rows_of_step(
+    step: int, *, row_count: int, rows_per_step: int, seed: int, lengths: Sequence[int] | None = None
+) -> list[int]:
+    """Indices of the rows that step `step` (counted from 1) trains on. Every row once per epoch; no state, no walking.
+
+    With the `lengths` of the rows, those of a step are of similar length, and need little padding."""
     epoch, place = divmod(step - 1, steps_per_epoch(row_count, rows_per_step))
-    order = _order_of_epoch(seed, epoch, row_count)
+    if lengths is None:
+        order = _order_of_epoch(seed, epoch, row_count)
+    else:
+        order = _grouped_order(seed, epoch, rows_per_step, np.asarray(lengths, dtype=np.int32).tobytes())
     return [int(i) for i in order[place * rows_per_step : (place + 1) * rows_per_step]]
 
 
@@ -161,6 +172,20 @@ def rows_of_step(step: int, *, row_count: int, rows_per_step: int, seed: int) ->
 def _order_of_epoch(seed: int, epoch: int, row_count: int) -> npt.NDArray[np.int64]:
     """The rows of an epoch, shuffled. Kept for its next step: drawing it takes as long as the dataset is large."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(row_count)
+
+
+@lru_cache(maxsize=2)
+def _grouped_order(seed: int, epoch: int, rows_per_step: int, lengths: bytes) -> npt.NDArray[np.int64]:
+    """The same, sorted by length within `GROUPED_STEPS`, whose steps are then shuffled. The last, smaller step stays last."""
+    sizes = np.frombuffer(lengths, dtype=np.int32)
+    order = _order_of_epoch(seed, epoch, len(sizes)).copy()
+    whole = len(order) // rows_per_step * rows_per_step
+    for start in range(0, whole, GROUPED_STEPS * rows_per_step):
+        part = order[start : min(whole, start + GROUPED_STEPS * rows_per_step)]
+        part[:] = part[np.argsort(-sizes[part], kind="stable")]
+    steps = order[:whole].reshape(-1, rows_per_step)
+    shuffled = np.random.Generator(np.random.PCG64([seed, epoch, 1])).permutation(len(steps))
+    return np.concatenate([steps[shuffled].ravel(), order[whole:]])
 
 
 def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
@@ -209,10 +234,13 @@ def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
 
 
 def batch_of_step(
-    rows: Sequence[Row], step: int, *, micro_batch_size: int, accumulation: int, seed: int, pad_id: int
-) -> StepBatch:
+    rows: Sequence[Row], step: int, *, micro_batch_size: int, accumulation: int, seed: int, pad_id: int,
+    lengths: Sequence[int] | None = None,
+) -> StepBatch:  # fmt: skip
     """The micro-batches of one optimizer step: a pure function of (rows, seed, step)."""
-    chosen = rows_of_step(step, row_count=len(rows), rows_per_step=micro_batch_size * accumulation, seed=seed)
+    chosen = rows_of_step(
+        step, row_count=len(rows), rows_per_step=micro_batch_size * accumulation, seed=seed, lengths=lengths
+    )
     picked = [rows[i] for i in chosen]
     micro = tuple(
         collate(picked[start : start + micro_batch_size], pad_id=pad_id)

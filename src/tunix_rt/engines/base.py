@@ -115,10 +115,7 @@ class Engine(Protocol):
     @property
     def attention(self) -> AttentionChoice: ...
     @property
-    def device_type(self) -> str:
-        """cpu, cuda or tpu."""
-        ...
-
+    def device_type(self) -> str: ...  # cpu, cuda or tpu
     @property
     def devices(self) -> Sequence[object]: ...
     @property
@@ -133,6 +130,8 @@ class Engine(Protocol):
 
     @property
     def vocabulary(self) -> int: ...
+    @property
+    def packs(self) -> bool: ...  # a row may have several examples
     @property
     def saved_dtype(self) -> str | None:
         """Type in which `save` writes the weights, which `round_weights` rounded to it; None: as they are in memory."""

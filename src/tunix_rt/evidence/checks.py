@@ -12,7 +12,8 @@ from tunix_rt.data.packing import rows_of_step
 from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.facts import Run
-from tunix_rt.plan.shape import shape_of
+from tunix_rt.models.multimodal import text_config
+from tunix_rt.plan.shape import Outline, outline_of
 from tunix_rt.runs.checksums import is_weights, parse_object, shown
 from tunix_rt.runs.folder import checkpoint_name
 from tunix_rt.runs.ledger import CHECKPOINT_FILES, state_hash
@@ -73,17 +74,22 @@ def result(run: Run) -> Iterator[str]:
     expected = {
         "run_id": run.run_id, "device": run.commitment.device, "steps_completed": run.total, "steps_planned": run.ends[-1],
         "final_loss": last.loss, "final_loss_hex": last.loss_hex, "metrics_head": run.heads[-1], "exit_code": 0,
-        "parameters": _parameters(run),
     }  # fmt: skip
+    if (parameters := _parameters(run)) is not None:
+        expected["parameters"] = parameters
     for name, value in expected.items():
         yield from differs(f"{run.where}result.json", name, getattr(run.result, name), value)
 
 
-def _parameters(run: Run) -> int | str:
+def _parameters(run: Run) -> int | str | None:
+    """By the row of the model's family; None where it has none."""
     data = run.record.data("final_model/config.json", MOST_CONFIG)
     config = parse_object(data or b"")
     try:
-        return shape_of(config).parameters if isinstance(config, dict) else config
+        if not isinstance(config, dict):
+            return config
+        found = outline_of(text_config(config))
+        return None if isinstance(found, Outline) else found.parameters
     except (TunixError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         return f"final_model/config.json describes no model: {shown(str(error))}"
 
@@ -135,8 +141,9 @@ def batches(run: Run) -> Iterator[str]:
     if len(rows) * (1 + run.total * per_step // max(len(rows), 1)) > MOST_DRAWN:
         yield f"{run.where}metrics.jsonl: {run.total:,} steps over {len(rows):,} rows are too many to draw again"
         return
+    lengths = [row.tokens for row in rows] if run.config.data.group_by_length else None
     for number, line in enumerate(run.metrics, start=1):
-        chosen = rows_of_step(number, row_count=len(rows), rows_per_step=per_step, seed=seed)
+        chosen = rows_of_step(number, row_count=len(rows), rows_per_step=per_step, seed=seed, lengths=lengths)
         batch = hashlib.sha256(b"".join(identities[index] for index in chosen)).hexdigest()
         tokens, targets = (sum(getattr(rows[index], name) for index in chosen) for name in ("tokens", "targets"))
         if (line.batch, line.tokens, line.target_tokens) != (batch, tokens, targets):

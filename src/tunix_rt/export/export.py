@@ -207,8 +207,9 @@ def _of_model(name: str) -> _Origin:
 
 
 def _kept_in(source: ModelSource) -> str:
-    inner = source.config.get("text_config")
-    for config in (source.config, inner if isinstance(inner, dict) else {}):
+    """The dtype of the stored weights; of a multimodal model, config.json has it beside the text model's."""
+    outer = read_json(source.folder / "config.json")
+    for config in (outer if isinstance(outer, dict) else {}, source.config):
         for key in ("dtype", "torch_dtype"):
             if config.get(key) in ITEM_BYTES:
                 return str(config[key])

@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 Config = Mapping[str, Any]
 Layout = Literal["llama", "gpt2"]
-Norm = Literal["rms", "rms_plus_one", "layer"]
+Norm = Literal["rms", "rms_float32", "rms_plus_one", "layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,11 +32,16 @@ class Family:
     layout: Layout = "llama"
     """Names and shapes of the tensors. `gpt2`: fused query, key and value, matrices stored [in, out], learned positions."""
     norm: Norm = "rms"
-    """`rms`: x * w. `rms_plus_one`: x * (1 + w), multiplied in float32. `layer`: LayerNorm with a bias."""
+    """`rms`: x * w. `rms_float32`: x * w, multiplied in float32. `rms_plus_one`: x * (1 + w), multiplied in float32. `layer`:
+    LayerNorm with a bias."""
+    pre_norms: bool = True
+    """The inputs of attention and MLP are normalized."""
     post_norms: bool = False
     """The outputs of attention and MLP are normalized before they are added to the residual."""
-    qk_norm: bool = False
-    """Queries and keys are normalized per head."""
+    qk_norm: Literal["head", "all"] | None = None
+    """Queries and keys are normalized: each head, or all heads together."""
+    fused_matrices: bool = False
+    """Query, key and value are one matrix, and so are gate and up."""
     qkv_bias: bool | None = None
     """Query, key and value have a bias and the output projection has none. None: `attention_bias` applies to all four."""
     scaled_embedding: bool = False
@@ -48,6 +53,8 @@ class Family:
     """Base of the rotation in sliding-window layers, where they have their own."""
     slides: "Callable[[Family, Config, int], bool] | None" = None
     """Whether the layer of an index has a sliding window, where `layer_types` is absent. None: no layer has one."""
+    one_mask: bool = False
+    """All layers have the window or none has: config.json has no `layer_types`, and the model takes one mask."""
     needs_bos: bool = False
     """Sequences must begin with the BOS token even if the tokenizer does not add it."""
     engines: tuple[str, ...] = ("torch",)
@@ -60,7 +67,7 @@ class Family:
     @property
     def masks_by_layer_type(self) -> bool:
         """The model takes prepared attention masks as a dict by layer type, not as one tensor."""
-        return self.slides is not None
+        return self.slides is not None and not self.one_mask
 
     def value(self, config: Config, key: str) -> Any:
         """`key` of `config`, or its default; None if the family has no such key. An explicit null overrides the default."""
@@ -80,7 +87,7 @@ class Family:
         switched_off = "use_sliding_window" in self.defaults and not self.value(config, "use_sliding_window")
         if self.slides is None or switched_off:
             return [FULL] * layers
-        if named is not None:
+        if named is not None and not self.one_mask:
             return named if isinstance(named, list) else [named]
         return [SLIDING if self.slides(self, config, layer) else FULL for layer in range(layers)]
 
@@ -122,6 +129,21 @@ _GEMMA_3 = {
     **_GEMMA_2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window_pattern": 6,
 }  # fmt: skip
 _QWEN = {**_SILU, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_HAS_WINDOW: Mapping[str, Any] = {
+    "slides": lambda family, config, layer: family.value(config, "sliding_window") is not None
+}  # fmt: skip
+_OLMO: Mapping[str, Any] = {"norm": "rms_float32", "pre_norms": False, "post_norms": True, "qk_norm": "all"}
+_MISTRAL = {**_SILU, "sliding_window": 4096}
+_MINISTRAL3 = {**_SILU, "sliding_window": None, "rms_norm_eps": 1e-5, "pad_token_id": 11}
+_PHI3 = {
+    **_SILU, "pad_token_id": 32_000, "sliding_window": None, "resid_pdrop": 0.0, "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_OLMO2 = {**_SILU, "pad_token_id": 1, "attention_bias": False, "rms_norm_eps": 1e-5}
+_GRANITE = {
+    **_SILU, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+    "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
 _SMOLLM3 = {
     **_SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": None,
     "no_rope_layer_interval": 4, "pad_token_id": 128_004,
@@ -159,7 +181,7 @@ _ROWS = (
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
         defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 128, 32_768, tied=False, **_QWEN, attention_bias=False),
-        qk_norm=True,
+        qk_norm="head",
         slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
         gguf="qwen3",
     ),
@@ -170,6 +192,57 @@ _ROWS = (
         rope_theta=2_000_000.0,
         # Windows, where they are switched on, belong to the layers without rotary positions (NoPE).
         slides=lambda family, config, layer: (layer + 1) % family.size(config, "no_rope_layer_interval") == 0,
+    ),
+    Family(
+        model_type="mistral",
+        class_name="MistralForCausalLM",
+        defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, None, 131_072, tied=False, **_MISTRAL),
+        one_mask=True,
+        **_HAS_WINDOW,
+        gguf="mistral",
+    ),
+    Family(
+        model_type="ministral",
+        class_name="MinistralForCausalLM",
+        defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, None, 131_072, tied=False, **_MISTRAL),
+        **_HAS_WINDOW,
+    ),
+    Family(
+        model_type="ministral3",
+        class_name="Ministral3ForCausalLM",
+        defaults=_sizes(131_072, 4096, 14_336, 34, 32, 8, 128, 262_144, tied=False, **_MINISTRAL3),
+        rope_theta=1_000_000.0,
+        one_mask=True,
+        **_HAS_WINDOW,
+    ),
+    Family(
+        model_type="phi3",
+        class_name="Phi3ForCausalLM",
+        defaults=_sizes(32_064, 3072, 8192, 32, 32, None, None, 4096, tied=False, **_PHI3),
+        fused_matrices=True,
+        one_mask=True,
+        **_HAS_WINDOW,
+        gguf="phi3",
+    ),
+    Family(
+        model_type="olmo2",
+        class_name="Olmo2ForCausalLM",
+        defaults=_sizes(50_304, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_OLMO2),
+        **_OLMO,
+    ),
+    Family(
+        model_type="olmo3",
+        class_name="Olmo3ForCausalLM",
+        defaults=_sizes(50_304, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_OLMO2, sliding_window=4096),
+        rope_theta=500_000.0,
+        local_rope_theta=500_000.0,
+        slides=lambda family, config, layer: (layer + 1) % 4 != 0,
+        **_OLMO,
+    ),
+    Family(
+        model_type="granite",
+        class_name="GraniteForCausalLM",
+        defaults=_sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_GRANITE),
     ),
     Family(
         model_type="gemma",
@@ -195,7 +268,7 @@ _ROWS = (
         class_name="Gemma3ForCausalLM",
         defaults=_sizes(262_208, 2304, 9216, 26, 8, 4, 256, 131_072, tied=True, **_GEMMA_3),
         post_norms=True,
-        qk_norm=True,
+        qk_norm="head",
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         slides=lambda family, config, layer: (layer + 1) % family.size(config, "sliding_window_pattern") != 0,

@@ -16,6 +16,7 @@ from tunix_rt import assets
 from tunix_rt.errors import ConfigError, InputError, TunixError
 from tunix_rt.models.gguf import converted, only_gguf
 from tunix_rt.models.hub import from_hub
+from tunix_rt.models.multimodal import has_towers, text_config
 from tunix_rt.models.safetensors import no_safetensors, refuse_incomplete
 from tunix_rt.models.secrets import redacted, refuse_address
 from tunix_rt.storage import read_json
@@ -47,6 +48,18 @@ PRESET_OF = {
         "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
         "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"),
         "qwen-3-0.6b": ("Qwen/Qwen3-0.6B",),
+        "gemma-3-4b": ("google/gemma-3-4b-pt", "google/gemma-3-4b-it"),
+        "gemma-3-12b": ("google/gemma-3-12b-pt", "google/gemma-3-12b-it"),
+        "mistral-7b": ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
+        "ministral-3-3b": ("mistralai/Ministral-3-3B-Base-2512", "mistralai/Ministral-3-3B-Instruct-2512"),
+        "phi-4": ("microsoft/phi-4",),
+        "phi-4-mini": ("microsoft/Phi-4-mini-instruct",),
+        "olmo-2-1b": ("allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-Instruct"),
+        "olmo-3-7b": ("allenai/Olmo-3-1025-7B",),
+        "granite-3.3-2b": ("ibm-granite/granite-3.3-2b-base", "ibm-granite/granite-3.3-2b-instruct"),
+        "qwen-3-4b": ("Qwen/Qwen3-4B",),
+        "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.2-3B-Instruct"),
+        "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
     }.items()
     for hub_id in hub_ids
 }
@@ -62,11 +75,17 @@ class ModelSource:
     """Commit of a hub model; `local` for a folder, `shipped` for a model that comes with tunix-rt, `preset` for a preset."""
     weights: str
     config: Mapping[str, Any]
+    """Of the text model, where the checkpoint is multimodal."""
     converted_from: str | None = None
     """Name and hash of the GGUF file that the folder was converted from, with dequantized weights."""
 
     def weight_files(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"))
+
+    @property
+    def multimodal(self) -> bool:
+        """The file has other parts than the text model, which are neither loaded nor trained."""
+        return self.weights == "pretrained" and has_towers(self.folder)
 
 
 def preset_names() -> list[str]:
@@ -224,4 +243,4 @@ def _read_config(folder: Path, name: str) -> Mapping[str, Any]:
     config = read_json(path, InputError, fix="fetch the model again")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise InputError(f"{path}: model_type is missing", fix="point at a Hugging Face model folder")
-    return config
+    return text_config(config)

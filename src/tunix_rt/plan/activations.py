@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from tunix_rt.plan.attention_kernels import OLDEST_CAPABILITY, Capability, torch_generation_kernel, torch_kernel
 from tunix_rt.plan.precision import Recipe
-from tunix_rt.plan.shape import ModelShape
-
-Dimensions = tuple[int, ...]
+from tunix_rt.plan.shape import Cost, Dimensions, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +20,8 @@ class Tensors:
     """Of one layer: norms and biases."""
     others: list[Dimensions]
     """Learned positions and the last norm."""
+    stack: list[Dimensions] | None = None
+    """Of all layers, where they differ; `matrices` and `vectors` are then those of the largest."""
 
     @property
     def layer(self) -> list[Dimensions]:
@@ -30,10 +30,21 @@ class Tensors:
 
 def tensors_of(shape: ModelShape) -> Tensors:
     """Every parameter of a model of this shape."""
+    if (trace := shape.trace) is not None:
+        return Tensors(
+            embeddings=[(shape.vocab, shape.hidden)] * (1 if shape.tied_head else 2),
+            matrices=[one for one in trace.largest if len(one) > 1] or [(1, 1)],
+            vectors=[one for one in trace.largest if len(one) < 2],
+            others=list(trace.others),
+            stack=[one for layer in trace.layers for one in layer],
+        )
     hidden, query, kv = shape.hidden, shape.query_size, shape.kv_size
     norm: list[Dimensions] = [(hidden,)] * (2 if shape.norm_has_bias else 1)
     biases: list[Dimensions] = [(hidden,)] * shape.output_bias
-    if shape.gated_mlp:
+    if shape.fused_matrices:
+        attention = [(query + 2 * kv, hidden), (hidden, query)]
+        mlp = [(2 * shape.ffn, hidden), (hidden, shape.ffn)]
+    elif shape.gated_mlp:
         attention = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
         mlp = [(shape.ffn, hidden), (shape.ffn, hidden), (hidden, shape.ffn)]
         biases += [(query,), (kv,), (kv,)] * shape.query_bias
@@ -46,9 +57,17 @@ def tensors_of(shape: ModelShape) -> Tensors:
     return Tensors(
         embeddings=[(shape.vocab, hidden)] * (1 if shape.tied_head else 2),
         matrices=[*attention, *mlp],
-        vectors=norm * shape.norms_per_layer + [(shape.head_dim,)] * (2 * shape.head_norms) + biases,
+        vectors=norm * shape.norms_per_layer + _head_norms(shape) + biases,
         others=positions + norm,
     )
+
+
+def _head_norms(shape: ModelShape) -> list[Dimensions]:
+    """Weights of the norms of queries and keys."""
+    each: list[Dimensions] = [(shape.head_dim,), (shape.head_dim,)]
+    if shape.head_norms_span_heads:
+        each = [(shape.query_size,), (shape.kv_size,)]
+    return each * shape.head_norms
 
 
 def adapters_of(tensors: Tensors, rank: int) -> list[Dimensions]:
@@ -131,23 +150,27 @@ class SavedTensors:
 
 def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTensors:
     """What autograd saves in one layer, without weights and their casts."""
+    if shape.trace is not None:
+        return SavedTensors(attention=[_traced(shape.trace.saved, batch)], mlp=[], post_norm=[])
     if batch.compiled:
         return _saved_compiled(shape, widths, batch)
     tokens, compute = batch.tokens, widths.compute
     stream = tokens * shape.hidden
     before, after = _norms(shape, widths, tokens)
-    first = 3 if shape.gated_mlp else 1  # matmuls of the normalized input of attention
+    separate = shape.gated_mlp and not shape.fused_matrices
+    first = 3 if separate else 1  # matmuls of the input of attention
     attention = [*before, *_inputs(widths, stream, first), *_saved_by_attention(shape, widths, batch)]
-    mlp = [*before, *_inputs(widths, stream, 2 if shape.gated_mlp else 1), *_saved_by_mlp(shape, widths, batch)]
+    mlp = [*before, *_inputs(widths, stream, 2 if separate else 1), *_saved_by_mlp(shape, widths, batch)]
     if shape.head_norms:
-        attention += _rms(shape, widths, tokens * shape.query_size, tokens * shape.heads, compute)
-        attention += _rms(shape, widths, tokens * shape.kv_size, tokens * shape.kv_heads, compute)
+        for size, heads in ((shape.query_size, shape.heads), (shape.kv_size, shape.kv_heads)):
+            roots = tokens * (1 if shape.head_norms_span_heads else heads)
+            attention += _rms(shape, widths, tokens * size, roots, compute)
     if widths.adapters is not None:  # the inputs of the other two matmuls, in float32 for the adapters
         attention += [4 * tokens * shape.query_size] * (compute != 4)
         mlp.append(4 * tokens * shape.ffn)
         low = 4 * tokens * widths.adapters
         attention += [low] * (first + 1)
-        mlp += [low] * (3 if shape.gated_mlp else 2)
+        mlp += [low] * (3 if separate else 2)
     if shape.hidden_dropout:  # the mask: a factor per element on a CPU, a boolean on a GPU
         attention.append(stream * (compute if batch.device == "cpu" else 1))
         mlp.append(stream * (compute if batch.device == "cpu" else 1))
@@ -160,20 +183,22 @@ def _saved_compiled(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTen
     tokens = batch.tokens
     stream, inner = tokens * shape.hidden * widths.compute, tokens * shape.ffn * widths.compute
     roots = [4 * tokens] * (2 if shape.norm_has_bias else 1)  # a LayerNorm also its mean
+    before = roots if shape.pre_norms else []
     attention = [
         tokens * shape.hidden * widths.stream,
-        *roots,
+        *before,
         stream,
         *_saved_by_attention(shape, widths, batch),
         stream,
     ]
-    mlp = [*roots, stream] + [inner] * (3 if shape.gated_mlp else 2)
-    if shape.norms_per_layer == 4:
+    mlp = [*before, stream] + [inner] * (3 if shape.gated_mlp else 2)
+    if shape.post_norms:
         attention += roots
         mlp += [stream, *roots]
     if shape.head_norms:
         attention += [tokens * size * widths.compute for size in (shape.query_size, shape.kv_size)]
-        attention += [4 * tokens * heads for heads in (shape.heads, shape.kv_heads)]
+        spans = (1, 1) if shape.head_norms_span_heads else (shape.heads, shape.kv_heads)
+        attention += [4 * tokens * each for each in spans]
     if shape.hidden_dropout:
         attention.append(tokens * shape.hidden)
         mlp.append(tokens * shape.hidden)
@@ -181,12 +206,18 @@ def _saved_compiled(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTen
 
 
 def saved_by_last_norm(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
-    """What the last norm saves."""
-    return _norms(shape, widths, batch.tokens)[0]
+    """What the last norm saves, which every model has."""
+    if shape.trace is not None:
+        return [_traced(shape.trace.behind, batch)]
+    if shape.norm_has_bias:
+        return _norms(shape, widths, batch.tokens)[0]
+    return _rms(shape, widths, batch.tokens * shape.hidden, batch.tokens, widths.stream)
 
 
 def saved_once(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
     """Saved once for all layers: sine and cosine of the positions, and the mask; each per kind of layer."""
+    if shape.trace is not None:
+        return [_traced(shape.trace.once, batch)]
     rotation = [] if shape.learned_positions else [batch.tokens * shape.head_dim * widths.stream] * 2
     kernel = kernel or attention_kernel(shape, widths, batch)
     width = widths.stream if kernel == "eager" else 1 if kernel == "masked" else 0
@@ -194,12 +225,12 @@ def saved_once(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | No
 
 
 def _norms(shape: ModelShape, widths: Widths, tokens: int) -> tuple[list[int], list[int]]:
-    """What the norm before a block saves, and the norm behind it if there is one."""
+    """What the norm before a block saves and the norm behind it, if they are there."""
     stream = tokens * shape.hidden
     if shape.norm_has_bias:  # LayerNorm: its input, mean and deviation
         return [stream * widths.stream, 4 * tokens, 4 * tokens], []
-    before = _rms(shape, widths, stream, tokens, widths.stream)
-    return before, _rms(shape, widths, stream, tokens, widths.compute) if shape.norms_per_layer == 4 else []
+    before = _rms(shape, widths, stream, tokens, widths.stream) if shape.pre_norms else []
+    return before, _rms(shape, widths, stream, tokens, widths.compute) if shape.post_norms else []
 
 
 def _rms(shape: ModelShape, widths: Widths, size: int, roots: int, width: int) -> list[int]:
@@ -231,10 +262,13 @@ def _saved_by_attention(shape: ModelShape, widths: Widths, batch: Batch) -> list
     if kernel == "math":  # in float32 at least
         dropped = 2 if shape.attention_dropout else 0  # the softmax after dropout, and the mask of dropout
         return [query // width * widths.norm] * 3 + result + [scores * widths.norm] * (1 + dropped)
+    # Phi-3 computes queries in another layout, and so is the output, of which the output projection saves a copy.
+    copied = result if shape.fused_matrices and batch.device == "cpu" else []
     if kernel == "masked":  # the mask is saved as numbers, once per layer
         repeated = kv if shape.kv_heads == 1 else query  # shared key-value heads are repeated; a single one is expanded
-        return [query] * 2 + [repeated] * 2 + [log_sums, tokens * batch.length * width]
-    return [query, query, kv, kv, log_sums]
+        return [query] * 2 + [repeated] * 2 + [log_sums, tokens * batch.length * width] + copied
+    value = query + 2 * kv if shape.fused_matrices else kv  # a view of the whole fused result
+    return [query, query, kv, value, log_sums, *copied]
 
 
 def attention_kernel(shape: ModelShape, widths: Widths, batch: Batch) -> str:
@@ -285,15 +319,24 @@ class Moment:
     """The last matrix is being updated and its gradient not yet freed (`optim_in_backward`)."""
 
 
+def _traced(cost: Cost, batch: Batch) -> int:
+    return max(0, round(batch.tokens * (cost[0] + cost[1] * batch.length)))
+
+
 def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Moment]:
     """The moments at which the backward pass of a layer can be largest, from its end to its beginning."""
+    if (trace := shape.trace) is not None:
+        gradient = max(map(math.prod, tensors_of(shape).matrices)) * widths.stream
+        saved, in_flight = _traced(trace.saved, batch), _traced(trace.backward, batch) + gradient
+        return [Moment(saved=saved, in_flight=in_flight, done=0, casts=0, updating=now) for now in (False, True)]
     layer = saved_by_layer(shape, widths, batch)
     tokens, width = batch.tokens, widths.compute
     stream, inner = tokens * shape.hidden, tokens * shape.ffn * width
     matrices = tensors_of(shape).matrices
-    last, attention = elements(matrices[-1:]), elements(matrices[: 4 if shape.gated_mlp else 2])
+    last = elements(matrices[-1:])
+    attention = elements(matrices[: 4 if shape.gated_mlp and not shape.fused_matrices else 2])
     everything = elements(matrices)
-    upstream = stream * widths.stream + stream * width * (widths.casts or shape.norms_per_layer == 4)
+    upstream = stream * widths.stream + stream * width * (widths.casts or shape.post_norms)
     if widths.adapters is None:
         down, weight = inner, last * (width + widths.stream * widths.casts)
     else:  # the adapter saves the input of the down projection in float32, and so is its gradient
@@ -339,6 +382,8 @@ def _through_attention(shape: ModelShape, widths: Widths, batch: Batch) -> int:
 
 def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
     """Bytes of the tensors alive at once without autograd, at the widest point of a layer; besides `saved_once`."""
+    if shape.trace is not None:
+        return [_traced(shape.trace.forward, batch)]
     tokens, width = batch.tokens, widths.compute
     stream = [tokens * shape.hidden * widths.stream] * 3  # the residual, its norm and the block's result
     kernel = kernel or attention_kernel(shape, widths, batch)

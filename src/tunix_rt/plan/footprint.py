@@ -11,7 +11,7 @@ from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
 from tunix_rt.plan import activations
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.shape import Dimensions, ModelShape
 
 MIB = 2**20
 HEAP_BLOCK_BYTES = 32 * MIB
@@ -36,7 +36,7 @@ class Footprint:
     widths: activations.Widths
     device: str
     tensors: activations.Tensors
-    adapters: list[activations.Dimensions] = field(default_factory=list)
+    adapters: list[Dimensions] = field(default_factory=list)
     """Of one layer; empty if every parameter is trained."""
     optimizer: int = 0
     """Optimizer states of all trained parameters."""
@@ -50,11 +50,11 @@ class Footprint:
         return activations.DTYPE_BYTES[self.recipe.weights]
 
     @property
-    def trained_of_layer(self) -> list[activations.Dimensions]:
+    def trained_of_layer(self) -> list[Dimensions]:
         return self.adapters or self.tensors.layer
 
     @property
-    def trained_kinds(self) -> list[activations.Dimensions]:
+    def trained_kinds(self) -> list[Dimensions]:
         """Every trained tensor, those of one layer standing for all."""
         return self.adapters or [*self.tensors.embeddings, *self.tensors.layer, *self.tensors.others]
 
@@ -90,7 +90,9 @@ class Footprint:
 
     @property
     def casts_of_layer(self) -> int:
-        """Its matrices in the compute dtype."""
+        """Its matrices in the compute dtype; a traced layer has them among what it saves."""
+        if self.shape.trace is not None:
+            return 0
         return activations.elements(self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
 
     @property
@@ -126,7 +128,7 @@ class Footprint:
             return 0  # a Triton kernel, in place
         return spec.workspace[self.width == 2] * max(4, self.width)
 
-    def update_of(self, tensors: list[activations.Dimensions]) -> int:
+    def update_of(self, tensors: list[Dimensions]) -> int:
         """Temporaries of an update of the largest of `tensors`."""
         return int(self._copies_updating * min(max(math.prod(one) for one in tensors), UPDATE_ELEMENTS))
 
@@ -178,9 +180,10 @@ def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: 
     adapters = activations.adapters_of(tensors, training.lora_rank) if training.lora_rank is not None else []
     layer, besides = (adapters, []) if adapters else (tensors.layer, [*tensors.embeddings, *tensors.others])
 
-    def states(of: list[activations.Dimensions]) -> int:
+    def states(of: list[Dimensions]) -> int:
         return sum(state_bytes(one, recipe.optimizer, recipe.weights) for one in of)
 
+    stack = layer * shape.layers if adapters or tensors.stack is None else tensors.stack
     return Footprint(
         shape=shape,
         recipe=recipe,
@@ -188,8 +191,8 @@ def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: 
         device=device,
         tensors=tensors,
         adapters=adapters,
-        optimizer=states(besides) + shape.layers * states(layer),
-        trained_elements=activations.elements(besides) + shape.layers * activations.elements(layer),
+        optimizer=states([*besides, *stack]),
+        trained_elements=activations.elements([*besides, *stack]),
         modern=modern,
     )
 

@@ -4,13 +4,49 @@ Sizes come from the row of the family (`models/families.py`), whose defaults rep
 with tensors of its own has a layout function here. Other model types are refused by name.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tunix_rt.errors import InputError
-from tunix_rt.models.families import Config, Family, family_of
+from tunix_rt.models.families import FAMILIES, Config, Family, family_of
+from tunix_rt.models.safetensors import read_header
 
 MOST_LAYERS = 10_000
+UNLIMITED = 2**31 - 1
+"""Positions of a model without a limit."""
+Dimensions = tuple[int, ...]
+Cost = tuple[float, float]
+"""Bytes per token, and per token and length of its row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A model of any family, as `engines/torch/tracer.py` saw it: its tensors, and the memory of a step in one precision."""
+
+    layers: tuple[tuple[Dimensions, ...], ...]
+    """Parameters of each layer."""
+    others: tuple[Dimensions, ...]
+    """Parameters beside layers, token embedding and lm_head."""
+    expert_parameters: int
+    active_experts: float
+    """Fraction of the experts that a token uses; 1 without experts."""
+    saved: Cost
+    """By autograd, in a layer on average, with the casts of its weights."""
+    forward: Cost
+    """Alive at the peak of a layer's forward pass."""
+    backward: Cost
+    """Alive at the peak of a layer's backward pass, beside what was saved."""
+    once: Cost
+    """Saved before the first layer."""
+    behind: Cost
+    """Saved behind the last layer."""
+
+    @property
+    def largest(self) -> tuple[Dimensions, ...]:
+        """The parameters of the largest layer."""
+        return max(self.layers, key=lambda layer: sum(map(math.prod, layer)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +68,20 @@ class ModelShape:
     composite_activation: bool = False
     """The activation consists of single operations (`gelu_new`), each of which saves its input."""
     tied_head: bool
-    norms_per_layer: int
-    """Norms over the hidden size in one layer; those over single heads are `head_norms`."""
+    pre_norms: bool = True
+    """Norms before attention and MLP."""
+    post_norms: bool = False
+    """Norms behind them."""
     norm_has_bias: bool = False
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
     norm_in_float32: bool = False
-    """RMSNorm multiplies by its weight before it rounds to the compute dtype (Gemma)."""
+    """RMSNorm multiplies by its weight before it rounds to the compute dtype (Gemma, OLMo)."""
     head_norms: bool = False
+    """Queries and keys are normalized."""
+    head_norms_span_heads: bool = False
+    """The norm of queries is over all heads together, and so is that of keys (OLMo)."""
+    fused_matrices: bool = False
+    """Query, key and value are one matmul, and so are gate and up (Phi-3)."""
     query_bias: bool
     """Query, key and value projections have a bias."""
     output_bias: bool
@@ -53,6 +96,13 @@ class ModelShape:
     capped_scores: bool = False
     """Soft-capped attention scores (Gemma 2): transformers' attention materializes them."""
     capped_logits: bool = False
+    trace: Trace | None = None
+    """Of a model whose family has no row: sizes of its blocks are then not known, and what is planned is traced."""
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms over the hidden size in one layer."""
+        return 2 * (self.pre_norms + self.post_norms)
 
     @property
     def query_size(self) -> int:
@@ -64,7 +114,11 @@ class ModelShape:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters in the matmuls of one layer."""
+        """Parameters in the matmuls of one layer; of experts, those that a token uses."""
+        if self.trace is not None:
+            matrices = sum(math.prod(one) for layer in self.trace.layers for one in layer if len(one) > 1)
+            idle = round(self.trace.expert_parameters * (1 - self.trace.active_experts))
+            return (matrices - idle) // self.layers
         attention = self.hidden * (2 * self.query_size + 2 * self.kv_size)
         return attention + self.hidden * self.ffn * (3 if self.gated_mlp else 2)
 
@@ -75,14 +129,45 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
+        if self.trace is not None:
+            counted = sum(math.prod(one) for layer in self.trace.layers for one in layer)
+            counted += sum(map(math.prod, self.trace.others))
+            return counted + self.embedding_parameters * (1 if self.tied_head else 2)
         norm = self.hidden * (2 if self.norm_has_bias else 1)
         layer = self.layer_matrix_parameters + self.norms_per_layer * norm
-        layer += 2 * self.head_dim * self.head_norms
+        spanned = self.query_size + self.kv_size if self.head_norms_span_heads else 2 * self.head_dim
+        layer += spanned * self.head_norms
         layer += (self.query_size + 2 * self.kv_size) * self.query_bias + self.hidden * self.output_bias
         layer += (self.ffn * (2 if self.gated_mlp else 1) + self.hidden) * self.mlp_bias
         embeddings = self.embedding_parameters * (1 if self.tied_head else 2)
         embeddings += self.max_positions * self.hidden * self.learned_positions
         return embeddings + self.layers * layer + norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What config.json and the headers of the weights say about a model of any family."""
+
+    model_type: str
+    vocab: int
+    max_positions: int
+    parameters: int
+    """Of the stored tensors; 0 without weights."""
+
+
+def outline_of(config: Config, files: Iterable[Path] = ()) -> "ModelShape | Outline":
+    """The shape of a model by the row of its family, or its outline: enough to tokenize and to generate. Parameters are
+    counted in the weight `files`."""
+    kind, vocab = str(config.get("model_type")), config.get("vocab_size")
+    if kind in FAMILIES:
+        return shape_of(config)
+    if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
+        problem = f"config.json has no vocab_size (model_type {kind!r})"
+        raise InputError(problem, fix="use a causal language model")
+    limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    limit = next((value for value in limits if isinstance(value, int) and value > 0), UNLIMITED)
+    stored = sum(math.prod(tensor.shape) for file in files for tensor in read_header(file)[0].values())
+    return Outline(model_type=kind, vocab=vocab, max_positions=limit, parameters=stored)
 
 
 def shape_of(config: Config) -> ModelShape:
@@ -117,15 +202,19 @@ def _llama(family: Family, config: Config) -> ModelShape:
         max_positions=family.size(config, "max_position_embeddings"),
         gated_mlp=True,
         tied_head=bool(family.value(config, "tie_word_embeddings")),
-        norms_per_layer=4 if family.post_norms else 2,
-        norm_in_float32=family.norm == "rms_plus_one",
-        head_norms=family.qk_norm,
+        pre_norms=family.pre_norms,
+        post_norms=family.post_norms,
+        norm_in_float32=family.norm != "rms",
+        head_norms=family.qk_norm is not None,
+        head_norms_span_heads=family.qk_norm == "all",
+        fused_matrices=family.fused_matrices,
         query_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(family.value(config, "mlp_bias")),
         layer_kinds=1 if family.local_rope_theta is None else 2,
         window=family.window(config, layers),
         attention_dropout=_probability(family, config, "attention_dropout"),
+        hidden_dropout=_probability(family, config, "resid_pdrop") if "resid_pdrop" in family.defaults else 0.0,
         capped_scores=family.value(config, "attn_logit_softcapping") is not None,
         capped_logits=family.value(config, "final_logit_softcapping") is not None,
     )
@@ -151,7 +240,6 @@ def _gpt2(family: Family, config: Config) -> ModelShape:
         gated_mlp=False,
         composite_activation=family.value(config, "activation_function") == "gelu_new",
         tied_head=bool(family.value(config, "tie_word_embeddings")),
-        norms_per_layer=2,
         norm_has_bias=family.norm == "layer",
         query_bias=True,
         output_bias=True,

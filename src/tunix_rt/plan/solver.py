@@ -74,7 +74,9 @@ def solve(
     differs from it.
     """
     problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=written)
-    tried = (rungs for rungs in knobs.rungs_of(config, choice) if _has_room(problem, rungs))
+    # A trace holds for one precision.
+    ways = (rungs for rungs in knobs.rungs_of(config, choice) if shape.trace is None or "training.dtype" not in rungs)
+    tried = (rungs for rungs in ways if _has_room(problem, rungs))
     found = [one for rungs in tried for one in _fitting(problem, rungs)]
     return sorted(found, key=lambda one: one.rank)
 

@@ -50,7 +50,7 @@ def step_flops(shape: ModelShape, recipe: Recipe, *, lengths: Sequence[int], pos
     again = shape.layers - recipe.kept_layers(shape.layers)
     # Recomputation ends with the last value that the backward pass needs: without a norm after it, the last matmul of the layer
     # is skipped.
-    last = 0 if shape.norms_per_layer > 2 else shape.hidden * shape.ffn
+    last = 0 if shape.post_norms else shape.hidden * shape.ffn
     return StepFlops(
         layers=each * matrices * sum(lengths),
         head=each * shape.embedding_parameters * targets,

@@ -188,16 +188,19 @@ def fitting_of_run(committed: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def as_it_began(committed: dict[str, Any], config: RunConfig) -> RunConfig:
-    """`config` with what `memory: auto` chose when the run began. Where a setting is neither what was written then nor what
-    was chosen, somebody has changed it: it stays, for `refuse_another_config` to name."""
-    fitting = fitting_of_run(committed) if config.training.memory == "auto" else None
-    if fitting is None:
+    """`config` with what `memory: auto` and self-tests of the model chose when the run began. Where a setting is neither what
+    was written then nor what was chosen, somebody has changed it: it stays, for `refuse_another_config` to name."""
+    if (fitting := fitting_of_run(committed)) is None:
+        return config
+    auto = config.training.memory == "auto"
+    chosen = {name: value for name, value in fitting["chosen"].items() if auto or name.startswith("data.")}
+    if not chosen:
         return config
     now = {
         f"{section}.{name}": value for section, inner in config.model_dump().items() for name, value in inner.items()
     }
-    written, chosen = fitting["written"], fitting["chosen"].items()
-    return with_settings(config, {name: value for name, value in chosen if now[name] in (written[name], value)})
+    written = fitting["written"]
+    return with_settings(config, {name: value for name, value in chosen.items() if now[name] in (written[name], value)})
 
 
 def config_hash(config: RunConfig) -> str:

@@ -11,7 +11,8 @@ from tunix_rt.engines.base import Backend, Engine, StepShape, load_backend, refu
 from tunix_rt.errors import HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import ModelShape, Outline, outline_of
+from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
@@ -85,18 +86,17 @@ def step_shape(config: RunConfig, data: Prepared, batch: Batch) -> StepShape:
 def find_model(config: RunConfig) -> tuple[ModelSource, ModelShape]:
     named = config.model
     model = resolve_model(named.model_name_or_path or "", revision=named.revision, weights=named.weights)
-    shape = shape_of(model.config)
     refuse_unsupported_model(model, config.training.backend)
-    return model, shape
+    return model, shape_of_any(model, config.training)
 
 
 def find_tokenizer(config: RunConfig) -> tuple[Tokenizer, ModelFacts]:
     """The tokenizer of a configuration, and the facts about its model that the data stage needs. Loads no weights."""
     model = resolve_model(config.model.model_name_or_path or "", revision=config.model.revision, weights="random")
-    return tokenizer_of(config, model, shape_of(model.config))
+    return tokenizer_of(config, model, outline_of(model.config))
 
 
-def tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape) -> tuple[Tokenizer, ModelFacts]:
+def tokenizer_of(config: RunConfig, model: ModelSource, shape: ModelShape | Outline) -> tuple[Tokenizer, ModelFacts]:
     named = config.model.tokenizer_name_or_path
     folder = resolve_tokenizer(named) if named else model.folder
     model_type = str(model.config["model_type"])

@@ -109,13 +109,12 @@ def check_kernels(
 
 def kernels_of(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """The facts about a model that decide its kernels, as keywords of the self-test."""
-    inner = config.get("text_config", config)
-    scalar = inner.get("query_pre_attn_scalar")
+    scalar = config.get("query_pre_attn_scalar")
     return {
         "head_size": shape.head_dim,
         "query_heads": shape.heads,
         "kv_heads": shape.kv_heads,
-        "softcap": inner.get("final_logit_softcapping", 30.0) if shape.capped_logits else None,
+        "softcap": config.get("final_logit_softcapping", 30.0) if shape.capped_logits else None,
         "capped_scores": shape.capped_scores,
         "scaling": scalar**-0.5 if isinstance(scalar, int | float) and scalar > 0 else None,
         "window": shape.window,

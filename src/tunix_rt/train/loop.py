@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,15 +37,15 @@ MOST_SAVING_SHARE = 0.02
 """Of the time, for checkpoints that are saved by time."""
 
 
-def load_run(context: RunContext) -> tuple[Engine, MetricsLog]:
-    """Load the weights. Nothing can refuse the run afterwards: a resumed one is accepted here."""
+def load_run(context: RunContext, loaded: Engine | None = None) -> tuple[Engine, MetricsLog]:
+    """Load the weights, unless they are `loaded`. Nothing can refuse the run afterwards: a resumed one is accepted here."""
     stop, start, journal = context.stop, context.start, context.journal
     try:
         stop.check(start.saved_state, starting=True)
         backend = context.backend  # imports torch or jax
         stop.check(start.saved_state, starting=True)
         with explaining_load(context.plan, context.device):
-            engine = load_engine(
+            engine = loaded or load_engine(
                 backend, context.model, context.shape, context.config, context.device, context.step_shape(),
                 attempt=context.options.oom_attempt,
             )  # fmt: skip
@@ -220,7 +220,7 @@ def _open_steps(
 ) -> tuple[Generator[Step, None, None], dict[str, str]]:
     """The generator of steps, and the code that computes them, which a resumed run must have had."""
     training, data, done, total = context.config.training, context.data, context.start.step, context.total
-    batch_of = batches_of(training, data, context.tokenizer.pad_id, context.batch.rows)
+    batch_of = batches_of(context.config, data, context.tokenizer.pad_id, context.batch.rows)
     code: dict[str, str] = {}
     if done < total:
         then = code_of(context.start.checkpoint)
@@ -236,7 +236,8 @@ def _open_steps(
     if count := context.options.profile:
         recording = Recording(
             run=context.run, engine=engine, training=training, rows=data.rows, seed=training.resolved_data_seed,
-            batch_of=batch_of, count=count, done=done, first=_first_recorded(count, training, done, total),
+            batch_of=batch_of, lengths=_grouped_lengths(context.config, data), count=count, done=done,
+            first=_first_recorded(count, training, done, total),
         )  # fmt: skip
         steps = recording.over(steps)
     return steps, code
@@ -281,10 +282,17 @@ def _evaluate(context: RunContext, engine: Engine, sample: Callable[[int], None]
     return time.monotonic() - began
 
 
-def batches_of(training: Training, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
+def batches_of(config: RunConfig, data: Prepared, pad_id: int, rows: int) -> Callable[[int], StepBatch]:
     """The batch of a step, a function of the seed and the step."""
-    seed, accumulation = training.resolved_data_seed, training.gradient_accumulation_steps
-    return partial(batch_of_step, data.rows, micro_batch_size=rows, accumulation=accumulation, seed=seed, pad_id=pad_id)
+    seed, accumulation = config.training.resolved_data_seed, config.training.gradient_accumulation_steps
+    return partial(
+        batch_of_step, data.rows, micro_batch_size=rows, accumulation=accumulation, seed=seed, pad_id=pad_id,
+        lengths=_grouped_lengths(config, data),
+    )  # fmt: skip
+
+
+def _grouped_lengths(config: RunConfig, data: Prepared) -> Sequence[int] | None:
+    return data.row_facts.tokens if config.data.group_by_length else None
 
 
 def _first_recorded(count: int, training: Training, done: int, total: int) -> int:

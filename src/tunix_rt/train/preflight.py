@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,10 @@ from tunix_rt.data.packing import total_steps
 from tunix_rt.data.prepare import Prepared, prepare
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
+from tunix_rt.engines.base import Engine, StepShape, load_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError
 from tunix_rt.models.resolve import ModelSource
+from tunix_rt.plan.knobs import value_of
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import refuse_if_too_big
@@ -28,8 +30,8 @@ from tunix_rt.runs.journal import Footprint, RunJournal, without_none
 from tunix_rt.runs.schemas import Batch
 from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, write_text
 from tunix_rt.train import commitment
-from tunix_rt.train.context import Options, RunContext, find_model, tokenizer_of
-from tunix_rt.train.memory_report import record_ending
+from tunix_rt.train.context import Options, RunContext, find_model, load_engine, tokenizer_of
+from tunix_rt.train.memory_report import explaining_load, record_ending
 from tunix_rt.train.preemption import Preemption, stoppable
 from tunix_rt.train.profiling import refuse_too_many
 from tunix_rt.train.resume import find_start, refuse_lost_records
@@ -70,6 +72,38 @@ def plan_at_max_length(journal: RunJournal, config: RunConfig, device: DeviceCho
     plan = plan_run(local, shape, device, micro_batch=batch.rows, settle=False).memory
     _refuse_at_max_length(journal, local, shape, device, plan, attempt=attempt)
     return Draft(model=model, shape=shape, committed=settled, config=local, fitting=fitting, batch=batch, memory=plan)
+
+
+def load_to_try(
+    journal: RunJournal, draft: Draft, device: DeviceChoice, stop: Preemption, options: Options
+) -> tuple[Engine | None, Draft]:
+    """The model, if its family has no row and self-tests on the loaded model decide how it trains; and the draft with the
+    settings that they leave. A resumed run keeps those it began with."""
+    if draft.shape.trace is None:
+        return None, draft
+    training = draft.config.training
+    backend = load_backend(training.backend)
+    stop.check(stop.saved_state(), starting=True)
+    with explaining_load(draft.memory, device):
+        step = StepShape(
+            rows=draft.batch.rows,
+            accumulation=training.gradient_accumulation_steps,
+            tokens=draft.config.data.max_length,
+        )
+        engine = load_engine(
+            backend, draft.model, draft.shape, draft.config, device, step, attempt=options.oom_attempt
+        )  # fmt: skip
+    if engine.packs or not draft.committed.data.packing:
+        return engine, draft
+    alone = {"data.packing": False, "data.group_by_length": True}
+    committed, config = (with_settings(one, alone) for one in (draft.committed, draft.config))
+    if not journal.continued:
+        write_text(journal.run.config, dump_yaml(commitment.settled_config(committed)))
+    before = draft.fitting or {"chosen": {}, "written": {}, "why": ""}
+    written = {name: value_of(draft.committed, name) for name in alone}
+    why = "; ".join(filter(None, [before["why"], "the loaded model cannot separate packed examples"]))
+    fitting = before | {"chosen": before["chosen"] | alone, "written": before["written"] | written, "why": why}
+    return engine, replace(draft, committed=committed, config=config, fitting=fitting)
 
 
 def settle_settings(
@@ -163,6 +197,14 @@ def _log_preflight(config: RunConfig, model: ModelSource, shape: ModelShape, dev
         model.name, model.revision, f"{shape.parameters:,}", device.device, config.training.dtype, model.weights,
     )  # fmt: skip
     logger.info("Precision: %s", recipe_of(config.training).describe())
+    if model.multimodal:
+        logger.info(
+            "Multimodal checkpoint: the text model trains; vision and audio towers are not loaded, and saved unchanged"
+        )
+    if shape.trace is not None:
+        active = shape.parameters - round(shape.trace.expert_parameters * (1 - shape.trace.active_experts))
+        experts = f"; {active:,} parameters are active for a token" if active < shape.parameters else ""
+        logger.info("Plan: model_type %s has no exact plan; a step was traced by PyTorch%s", shape.model_type, experts)
     if model.converted_from is not None:
         logger.info("Weights are dequantized from %s; they are not the original's", model.converted_from)
     if model.weights == "random":

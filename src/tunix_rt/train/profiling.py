@@ -18,8 +18,9 @@ from tunix_rt.engines.base import Engine, Step
 from tunix_rt.engines.step_time import ATTENTION, HEAD_MATMULS, LAYER_MATMULS, Breakdown, DenseMatmul, Part, breakdown
 from tunix_rt.engines.trace import read_trace
 from tunix_rt.errors import ConfigError
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import ModelShape
 from tunix_rt.plan.timing import StepFlops, step_flops
+from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.storage import to_plain, write_json, write_text
 
@@ -253,6 +254,8 @@ class Recording:
     seed: int
     """Seed of the order of the rows."""
     batch_of: Callable[[int], StepBatch]
+    lengths: Sequence[int] | None
+    """Of the rows, where they are grouped by length."""
     count: int
     first: int
     done: int
@@ -284,7 +287,7 @@ class Recording:
         trace = self.run.profile_trace
         logger.info("Profile: reading the trace, %.1f MiB", trace.stat().st_size / 2**20)
         steps = range(self.first, self.first + self.count)
-        shape = shape_of(self.engine.source.config)
+        shape = shape_of_any(self.engine.source, self.training)
         self.profile = Profile(
             first=self.first,
             warmed=self.first - self.done - 1,
@@ -306,6 +309,7 @@ class Recording:
             row_count=len(self.rows),
             rows_per_step=self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps,
             seed=self.seed,
+            lengths=self.lengths,
         )
         lengths = [length for row in taken for length in example_lengths(self.rows[row].positions)]
         return step_flops(

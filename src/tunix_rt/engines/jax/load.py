@@ -77,6 +77,7 @@ class Engine:
     implementation: str = "auto"
     """`auto` for the models of this package, `tunix` for those of google-tunix."""
     runs_transformers: ClassVar[bool] = False
+    packs: ClassVar[bool] = True
 
     @property
     def device_type(self) -> str:

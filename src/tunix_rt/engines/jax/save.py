@@ -25,6 +25,7 @@ from tunix_rt.engines.jax.load import Engine
 from tunix_rt.engines.jax.weights import TYPES, Entry, entries
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.models.families import FAMILIES
+from tunix_rt.models.multimodal import restore_towers
 from tunix_rt.models.safetensors import header_of
 from tunix_rt.storage import storage
 
@@ -275,6 +276,8 @@ def save(
         write_leaves(staged / MODEL, list(saved_leaves(engine)), {"format": "pt"})
         _write(staged / "config.json", _config(engine))
         _write(staged / "generation_config.json", _generation(engine, stop_ids))
+        if engine.source.multimodal:
+            restore_towers(staged, engine.source.folder)
 
 
 def _config(engine: Engine) -> dict[str, Any]:

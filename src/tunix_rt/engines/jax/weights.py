@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from tunix_rt.engines.jax.architecture import Architecture
 from tunix_rt.errors import InputError
+from tunix_rt.models.multimodal import text_names
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.safetensors import INDEX, read_header, refuse_incomplete
 from tunix_rt.models.secrets import one_line
@@ -199,6 +200,8 @@ def _open(source: ModelSource, architecture: Architecture, stack: contextlib.Exi
                 file=file, file_name=file_name, name=name, shape=tuple(view.get_shape()), type=view.get_dtype()
             )
     _refuse_other_index(source, stored)
+    if ours := text_names(stored):
+        return {ours[name]: one for name, one in stored.items() if name in ours}
     if any(name.startswith(prefix) for name in stored):
         return stored
     # A file of the model without its head, as GPT-2 was published.

@@ -271,17 +271,14 @@ def kernel_failure(attention: Attention, *, head_dim: int = 64, dtype: str = "bf
 # tokens go through the loaded model, with an attention function that computes nothing and records what the layers pass to it.
 
 
-def refuse_unpackable(model: Any, name: str) -> None:
-    """Refuse an architecture for which no attention separates packed examples."""
+def unpackable(model: Any) -> str | None:
+    """Why no attention separates packed examples of an architecture; None if one may."""
     kind = model.config.model_type
     if getattr(model, "_is_stateful", False):
-        problem = f"{name}: {kind} carries a state along the row, from one packed example into the next"
-    elif "position_ids" not in _arguments(model):
-        problem = f"{name}: {kind} takes no positions, so it cannot separate the packed examples of a row"
-    else:
-        return
-    fix = "use a model whose layers are all attention and which takes positions, as Gemma, Llama, Qwen and GPT-2 do"
-    raise InputError(problem, fix=fix)
+        return f"{kind} carries a state along the row, from one packed example into the next"
+    if "position_ids" not in _arguments(model):
+        return f"{kind} takes no positions, so it cannot separate the packed examples of a row"
+    return None
 
 
 def supported_attention(model: Any, attention: Attention) -> Attention:
@@ -292,7 +289,9 @@ def supported_attention(model: Any, attention: Attention) -> Attention:
     if attention.name not in OURS:
         return attention
     calls: list[tuple[str | None, bool]] = []
-    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in _arguments(model).values()):
+    arguments = _arguments(model)
+    passes_on = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
+    if passes_on and "position_ids" in arguments:
         _record_calls(model, calls)
     reasons = [reason for reason, _ in calls if reason is not None]
     if not calls:

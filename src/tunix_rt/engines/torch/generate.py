@@ -102,15 +102,16 @@ def generate(
 ) -> Iterator[tuple[int, Answer]]:
     """See `base.EngineModule.generate`."""
     engine.model.eval()
+    known = engine.model.config.model_type in FAMILIES
     yield from generate_in_batches(
         prompts,
-        lambda rows: _generate(engine, rows, decoding, pad_id, on_tokens),
+        partial(_generate if known else _generate_alone, engine, decoding=decoding, pad_id=pad_id, on_tokens=on_tokens),
         positions=engine.positions,
         decoding=decoding,
         stop_ids=stop_ids,
         decode=decode,
         batch_size_at=batch_size_at,
-        most=1 if _ropes(engine) & MOVING_ROPES else len(prompts),
+        most=1 if not known or _ropes(engine) & MOVING_ROPES else len(prompts),
         free_memory=partial(free_memory, engine),
     )
 
@@ -162,6 +163,52 @@ def _generate(
             with memory_errors_named("generation"):
                 batch.keep(kept)
         alive = [alive[place] for place in kept]
+
+
+def _generate_alone(
+    engine: Engine,
+    rows: Sequence[Prompt],
+    decoding: Decoding,
+    pad_id: int,
+    on_tokens: Callable[[int, list[int]], None] | None,
+) -> Iterator[tuple[Prompt, Answer]]:
+    """One prompt at a time by transformers' own `generate`, for families whose cache and masks are not known here."""
+    for row in rows:
+        row.restart()
+        ids = torch.tensor([row.prompt], device=engine.device)
+        settings = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=row.max_new, max_time=decoding.max_seconds, pad_token_id=pad_id,
+            eos_token_id=sorted(row.ending.stop_ids),
+        )  # fmt: skip
+        chooser = _Chooser(decoding, row, len(row.prompt))
+        attending = engine.attending(engine.attention.generating)
+        with torch.no_grad(), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
+            found = engine.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings,
+                logits_processor=transformers.LogitsProcessorList([chooser]),
+            )  # fmt: skip
+        tokens = found[0, ids.shape[1] :].tolist()
+        answer = row.append(tokens + [NOT_A_TOKEN] * chooser.invalid, late=True, model=engine.source.name)
+        if on_tokens is not None and answer is not None:
+            on_tokens(row.index, answer.ids)
+        if answer is not None:
+            yield row, answer
+
+
+class _Chooser(transformers.LogitsProcessor):
+    """Leaves the next token of `_choose` alone as a choice of transformers' greedy search."""
+
+    def __init__(self, decoding: Decoding, row: Prompt, prompt: int) -> None:
+        self.decoding, self.prompt, self.invalid = decoding, prompt, False
+        self.keys = random_keys(decoding.seed, row.index, row.max_new) if decoding.temperature else None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.invalid = self.invalid or bool(scores.isnan().any())
+        if self.keys is None:
+            return scores
+        key = torch.tensor([self.keys[input_ids.shape[1] - self.prompt]], device=scores.device)
+        chosen = _choose(scores, self.decoding, key)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
 
 def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: int) -> _Batch:

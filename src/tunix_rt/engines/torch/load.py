@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,13 +21,16 @@ from tunix_rt.engines.torch.attention import (
     Attention,
     attention_of,
     kernel_failure,
-    refuse_unpackable,
     register,
     supported_attention,
+    unpackable,
 )
 from tunix_rt.engines.torch.chunked_loss import lean_lookup
 from tunix_rt.engines.torch.model import Engine, LossScale, hidden_states, summed_loss
+from tunix_rt.engines.torch.support import check_support
 from tunix_rt.errors import DoesNotFitError, InputError, TunixError
+from tunix_rt.models.families import FAMILIES
+from tunix_rt.models.multimodal import PREFIXES
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import one_line
 from tunix_rt.plan.attention_kernels import torch_attention
@@ -141,14 +145,20 @@ def load(
         loss_scale=LossScale() if recipe.loss_scaled else None,
         limit_bytes=limit,
     )
-    _refuse_unknown_head(engine)
+    known = model.config.model_type in FAMILIES
+    if known:
+        _refuse_unknown_head(engine)
+        if reason := unpackable(model):
+            raise InputError(f"{source.name}: {reason}", fix="correct config.json: it is not a model of this family")
     lean_lookup(model.get_input_embeddings())
-    refuse_unpackable(model, source.name)
     engine.attention = supported_attention(model, attention)
     model.config._attn_implementation = engine.attention.training
     logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
     with _loading(source, device), memory_errors_named("the check of the loaded model"):
-        _refuse_wrong_loss(engine)
+        if known:
+            _refuse_wrong_loss(engine)
+        else:
+            check_support(engine, training)
     return engine
 
 
@@ -234,8 +244,11 @@ def _limit_memory(limit_gib: float | None) -> int | None:
 def attention_for(config: Any, device: str, training: Training) -> Attention:
     register()
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    heads = getattr(config, "num_attention_heads", None) or 1  # a model without attention is refused after the load
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+        name = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+        return attention_of(name, "its configuration has no number of heads: the model's own attention")
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     choice = torch_attention(
         device=device,
@@ -259,10 +272,13 @@ def attention_for(config: Any, device: str, training: Training) -> Attention:
 
 def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype: torch.dtype, device: str) -> Any:
     """The model with pretrained weights, or with random ones that are drawn on the device."""
-    options = {"dtype": dtype, "attn_implementation": attention.training}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.training}
     if source.weights == "random":
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, **options)
+    if source.multimodal:
+        prefixes = {f"^{re.escape(prefix)}": "model." for prefix in PREFIXES}
+        options["key_mapping"] = prefixes | {"^language_model.lm_head": "lm_head"}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         source.folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
         output_loading_info=True, **options,
@@ -274,7 +290,8 @@ def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype
 def _config_of(source: ModelSource) -> Any:
     """The model's configuration. Importing its class here excludes the code from the measured memory."""
     try:
-        config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+        whole = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+        config = whole.get_text_config(decoder=True)
         _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except Exception as error:  # it validates a stranger's file, with errors of its own
         raise InputError(

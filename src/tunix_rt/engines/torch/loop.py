@@ -43,6 +43,7 @@ from tunix_rt.engines.torch.save import (
 )
 from tunix_rt.engines.trace import BACKWARD, BATCH, OPTIMIZER
 from tunix_rt.errors import HardwareError
+from tunix_rt.models.families import FAMILIES
 from tunix_rt.plan.compile_policy import Compiling, choose_compiling, to_be_recorded
 
 __all__ = [
@@ -126,7 +127,8 @@ def prepare_steps(
     rows as long as the longest. A resumed run computes its layers `as_before`, another one as `planned`."""
     if not engine.prepared:
         engine.prepared = True
-        checkpoint_layers(engine)
+        if engine.support.checkpointing:
+            checkpoint_layers(engine)
         batch = batch_of(1)
         sample = batch.micro_batches[0]
         choice = _compiling(engine, training, batch, total=total, as_before=as_before, planned=planned)
@@ -165,6 +167,8 @@ def _compiling(
         adapters=engine.recipe.frozen is not None,
         capability=torch.cuda.get_device_capability(engine.device) if on_gpu else None,
     )
+    if setting == "auto" and engine.model.config.model_type not in FAMILIES:
+        return Compiling(wanted=False, required=False, why="for this family only with training.compile: true")
     if setting == "auto" and planned is not None and choice.wanted != (planned != "plain"):
         return Compiling(wanted=not choice.wanted, required=False, why="the memory plan of the run has it so")
     return choice

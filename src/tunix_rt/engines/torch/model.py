@@ -2,6 +2,8 @@
 prefetched while a step runs."""
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -122,6 +124,15 @@ class LossScale:
         self.value, self.steps = value, int(steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """What a loaded model is known to support: a family with a row everything, another one what `support.py` has tried."""
+
+    packing: bool = True
+    chunked_head: bool = True
+    checkpointing: bool = True
+
+
 @dataclass(slots=True, kw_only=True)
 class Engine:
     """A loaded model on its device. `meter` was started before the load."""
@@ -134,6 +145,7 @@ class Engine:
     meter: RiseMeter
     recipe: Recipe
     attention: Attention
+    support: Support = Support()
     deterministic: bool = False
     loss_scale: LossScale | None = None
     before_update: Callable[[], None] = lambda: None
@@ -168,9 +180,19 @@ class Engine:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) else None
 
+    def arguments(self, placed: "Placed", model: Any) -> dict[str, Any]:
+        """Arguments of the forward pass of `model`, this one or its base model. Rows of one example need no positions, and
+        some models take none."""
+        positions = {"position_ids": placed.positions} if self.support.packing else {}
+        return {"input_ids": placed.ids, **positions, **without_cache(type(model).forward), **placed.boundaries}
+
     @property
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def packs(self) -> bool:
+        return self.support.packing
 
     def step_parts(self) -> Mapping[str, int]:
         """Empty: kernels allocate as they run."""
@@ -257,10 +279,15 @@ def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
     if engine.cuda_graph is not None and torch.is_grad_enabled() and engine.cuda_graph.fits(placed):
         with region(FORWARD):
             return engine.cuda_graph(placed)
+    inner = engine.model.base_model
     with region(FORWARD), engine.computing(once=True):
-        return engine.model.base_model(
-            input_ids=placed.ids, position_ids=placed.positions, use_cache=False, **placed.boundaries
-        ).last_hidden_state
+        return inner(**engine.arguments(placed, inner)).last_hidden_state
+
+
+@functools.cache
+def without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
+    """Arguments that keep this forward pass from making a KV cache."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
 
 
 def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.0) -> torch.Tensor:
@@ -269,13 +296,26 @@ def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.
     Logits are computed only for hidden states that predict a target.
     """
     placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
-    hidden = hidden_states(engine, placed)
+    if not engine.support.chunked_head:
+        return _loss_of_logits(engine, placed, scale)
+    hidden = hidden_states(engine, placed).flatten(0, 1).index_select(0, placed.places)
+    divisor = getattr(engine.model.config, "logits_scaling", None)  # of Granite
     with region(HEAD):
         return head_loss(
-            hidden.flatten(0, 1).index_select(0, placed.places),
+            hidden if divisor in (None, 1) else hidden / divisor,
             engine.model.get_output_embeddings().weight,
             placed.targets,
             scale=scale,
             softcap=getattr(engine.model.config, "final_logit_softcapping", None),
             compute=engine.compute,
         )
+
+
+def _loss_of_logits(engine: Engine, placed: Placed, scale: float) -> torch.Tensor:
+    """`summed_loss` from the logits of the whole model, all of them materialized."""
+    with region(FORWARD), engine.computing(once=True):
+        logits = engine.model(**engine.arguments(placed, engine.model)).logits
+    with region(HEAD):
+        chosen = logits.flatten(0, 1).index_select(0, placed.places)
+        chosen = chosen.to(torch.float64 if chosen.dtype == torch.float64 else torch.float32)
+        return scale * torch.nn.functional.cross_entropy(chosen, placed.targets, reduction="sum").double()

@@ -95,7 +95,7 @@ def _outputs_of(request: dict[str, Any], folder: str, logits: Path) -> dict[str,
     own = model.generation_config
     result: dict[str, Any] = {
         "loading": {kind: sorted(map(str, names)) for kind, names in info.items() if names},
-        "tensors": tensor_hashes(model.state_dict()),
+        "tensors": tensor_hashes(_text_tensors(model.state_dict())),
         "eos_token_id": own.eos_token_id,
     }
     if request["weights"]:  # loaded again: `to` would cast buffers that were computed in the narrow dtype
@@ -120,6 +120,13 @@ def _outputs_of(request: dict[str, Any], folder: str, logits: Path) -> dict[str,
             greedy.append(_greedy(model, ids))
     np.save(logits, torch.stack(last).numpy())
     return result | {"greedy": greedy, "logits": logits.name}
+
+
+def _text_tensors(tensors: Any) -> Any:
+    """The tensors of the text model, by their names there; of a multimodal model the others are left out."""
+    prefix = "model.language_model."
+    found = {f"model.{name.removeprefix(prefix)}": one for name, one in tensors.items() if name.startswith(prefix)}
+    return found | {"lm_head.weight": tensors["lm_head.weight"]} if found else tensors
 
 
 def _load(request: dict[str, Any], folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:

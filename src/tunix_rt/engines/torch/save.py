@@ -22,6 +22,7 @@ from tunix_rt.engines.failures import out_of_range
 from tunix_rt.engines.torch.load import merged_weights
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer, described
+from tunix_rt.models.multimodal import restore_towers
 from tunix_rt.models.safetensors import header_of
 from tunix_rt.models.secrets import one_line
 from tunix_rt.storage import storage
@@ -264,6 +265,8 @@ def save(
             config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
             (staged / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
         settings.save_pretrained(staged)
+        if engine.source.multimodal:
+            restore_towers(staged, engine.source.folder)
 
 
 def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:

@@ -24,10 +24,12 @@ from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError, Input
 from tunix_rt.evaluate.generate import Questions, decoding_of, generate_predictions, stop_ids
 from tunix_rt.evidence.facts import Inputs, Run, needed
 from tunix_rt.evidence.replay.compare import other_answers
+from tunix_rt.models.multimodal import text_config
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import refuse_if_too_big
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import ModelShape, Outline, outline_of
+from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.checksums import parse_object
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.ledger import has_rows
@@ -48,7 +50,7 @@ class PreparedRun:
     config: RunConfig
     choice: DeviceChoice
     model: ModelSource | None
-    shape: ModelShape
+    shape: ModelShape | Outline
     tokenizer: Tokenizer
     style: Style
     data: Prepared | None
@@ -80,7 +82,9 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
     described = model.config if model else parse_object(run.record.data("final_model/config.json") or b"")
     if not isinstance(described, Mapping):
         raise EvidenceError(f"final_model/config.json: {described}", fix="")
-    shape, model_type = shape_of(described), str(described.get("model_type"))
+    described = text_config(described)
+    shape = shape_of_any(model, run.config.training) if model else outline_of(described)
+    model_type = str(described.get("model_type"))
     folder = inputs.tokenizer_folder(committed.tokenizer_sha256, model_type)
     dataset = inputs.dataset(committed.dataset.sha256)
     found: dict[str, Any] = {"tokenizer": folder, "base model": base, "dataset": dataset}
@@ -172,7 +176,7 @@ class Session:
 def open_session(prepared: PreparedRun) -> Session:
     """Load the base model. Refuses what does not fit here: the verifier's machine is not the one that ran."""
     config, data, recorded = prepared.config, prepared.data, prepared.run.commitment.batch
-    if data is None or prepared.model is None:
+    if data is None or prepared.model is None or isinstance(prepared.shape, Outline):
         raise missing_inputs(prepared.run, ["base model", "dataset"])
     batch = recorded or Batch(rows=config.training.per_device_train_batch_size, devices=1)
     choice = prepared.choice
@@ -208,7 +212,7 @@ def regenerate(prepared: PreparedRun, weights: Path, *, with_answers: bool) -> R
     alone = {"model.model_name_or_path": str(weights), "model.weights": "pretrained", "training.lora_rank": None}
     config = with_settings(prepared.config, alone)
     source = resolve_model(str(weights))
-    shape = shape_of(source.config)
+    shape = outline_of(source.config, source.weight_files())
     if (size := 4 * shape.parameters) > prepared.choice.free_bytes:
         raise DoesNotFitError(
             f"{shape.parameters:,} weights take {size / 2**30:.2f} GiB, {prepared.choice.device} has "

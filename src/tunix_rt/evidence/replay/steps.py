@@ -207,7 +207,7 @@ def take_steps(
     if not segment.start and 0 in measured.heldout:
         found.heldout[0] = _heldout_loss(session)
     first = _first_weights(session, optimizer, segment, measured, scratch)
-    batch_of = batches_of(training, session.data, prepared.tokenizer.pad_id, session.rows)
+    batch_of = batches_of(prepared.config, session.data, prepared.tokenizer.pad_id, session.rows)
     backend.prepare_steps(
         engine, batch_of, training, total=session.ends[0], longest_row=session.data.longest_row,
         as_before=code_of(start).get("layers") if prepared.layers else None, planned=prepared.layers,

@@ -1,0 +1,198 @@
+"""What a loaded model supports, tried on a few tokens: for models whose family has no row in `models/families.py`.
+
+Each self-test compares with the plain forward pass of the model, one example at a time. Where one fails, training does without:
+rows of one example each, the model's own logits, no activation checkpointing, eager layers.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import IGNORED, MicroBatch
+from tunix_rt.engines.torch.attention import unpackable
+from tunix_rt.engines.torch.compile import checkpoint_layers, layers_of
+from tunix_rt.engines.torch.model import Engine, summed_loss, without_cache
+from tunix_rt.errors import InputError
+from tunix_rt.models.secrets import one_line
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 8
+"""Of an example in a self-test."""
+
+
+def check_support(engine: Engine, training: Training) -> None:
+    """Try what training would use, and set `engine.support` to what equals the model's own forward pass. One line each."""
+    _refuse_auxiliary_loss(engine)
+    examples = _examples(engine)
+    engine.model.eval()
+    with torch.no_grad(), engine.kernels():
+        alone = sum((_own_loss(engine, example) for example in examples), torch.zeros((), dtype=torch.float64))
+        if not torch.isfinite(alone):
+            raise InputError(f"{engine.source.name}: its loss is {alone.item()}", fix="the weights are corrupt")
+        _refuse_padding(engine, examples, alone)
+        chunked = _other_head(engine.model) or _reason(
+            engine, alone, lambda: sum(map(_row_loss(engine, chunked_head=True), examples))
+        )
+        engine.support = replace(engine.support, chunked_head=chunked is None)
+        packed = unpackable(engine.model) or _reason(engine, alone, lambda: _packed_loss(engine, examples))
+    engine.support = replace(engine.support, packing=packed is None)
+    _log("Packing", packed, "packed rows equal single examples", "one example per row, grouped by length")
+    _log("Loss head", chunked, "the chunked loss equals the model's own", "the model's own logits")
+    if training.gradient_checkpointing is not False:
+        _check_checkpointing(engine, examples)
+
+
+def _refuse_auxiliary_loss(engine: Engine) -> None:
+    config = engine.model.config
+    if getattr(config, "output_router_logits", False):
+        factor = getattr(config, "router_aux_loss_coef", None)
+        raise InputError(
+            f"{engine.source.name}: config.json asks for the auxiliary loss of the router (output_router_logits, "
+            f"router_aux_loss_coef {factor}), which is not added to the token mean",
+            fix="set output_router_logits: false in a copy of the model's config.json",
+        )
+
+
+def _other_head(model: Any) -> str | None:
+    """Why the weight of the lm_head is not all that turns hidden states into logits; None if it is."""
+    head = model.get_output_embeddings()
+    inner = {id(parameter) for parameter in model.base_model.parameters()}
+    more = [
+        name
+        for name, one in model.named_parameters()
+        if id(one) not in inner and one is not getattr(head, "weight", None)
+    ]
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+        return f"its lm_head is a {type(head).__name__}"
+    return f"its lm_head has {more[0]} beside its weight" if more else None
+
+
+def _examples(engine: Engine) -> list[torch.Tensor]:
+    """Two examples of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(engine.vocabulary, (1, size), generator=generator) for size in (TOKENS, TOKENS - 3)]
+
+
+def _own_loss(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of one example, through the model's own head."""
+    with engine.attending(engine.attention.generating), engine.computing(once=True):
+        logits = (
+            engine.model(input_ids=ids.to(engine.device), **without_cache(type(engine.model).forward))
+            .logits[:, :-1]
+            .double()
+        )
+    targets = ids[:, 1:].to(engine.device).flatten()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").cpu()
+
+
+def _row_loss(engine: Engine, *, chunked_head: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        with _supporting(engine, packing=False, chunked_head=chunked_head):
+            return summed_loss(engine, _micro([ids])).cpu()
+
+    return loss
+
+
+def _packed_loss(engine: Engine, examples: list[torch.Tensor]) -> torch.Tensor:
+    """Both examples in one row, and again in the other order: neither may notice its neighbour."""
+    with _supporting(engine, packing=True):
+        losses = [
+            summed_loss(engine, _micro([torch.cat(order, dim=1)], order)).cpu() for order in (examples, examples[::-1])
+        ]
+    return losses[0] if torch.allclose(losses[0], losses[1], rtol=_tolerance(engine)) else losses[0] * torch.nan
+
+
+def _refuse_padding(engine: Engine, examples: list[torch.Tensor], alone: torch.Tensor) -> None:
+    """A batch of rows of different lengths must give the losses of its rows."""
+    with _supporting(engine, packing=False, chunked_head=False):
+        reason = _reason(engine, alone, lambda: summed_loss(engine, _micro(examples)).cpu())
+    if reason is not None:
+        raise InputError(
+            f"{engine.source.name}: a row changes with the padding behind it, so rows cannot share a batch ({reason})",
+            fix="use a causal language model: one whose tokens depend on earlier tokens alone",
+        )
+
+
+def _check_checkpointing(engine: Engine, examples: list[torch.Tensor]) -> None:
+    """Gradients of the looked-up embeddings with and without recomputation."""
+    if not layers_of(engine.model):
+        reason: str | None = "the model has no layers that can be recomputed"
+    else:
+        plain = _input_gradient(engine, examples[0])
+        checkpoint_layers(engine)
+        try:
+            recomputed = _input_gradient(engine, examples[0])
+            same = torch.allclose(recomputed, plain, rtol=1e-4, atol=1e-5 * float(plain.abs().max()))
+            reason = None if same else "its gradients differ with recomputed layers"
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+        engine.model.gradient_checkpointing_disable()
+    engine.support = replace(engine.support, checkpointing=reason is None)
+    _log("Activation checkpointing", reason, "gradients equal those without it", "off: every activation is saved")
+
+
+def _input_gradient(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
+    looked_up: list[torch.Tensor] = []
+    handle = engine.model.get_input_embeddings().register_forward_hook(lambda *given: looked_up.append(given[2]))
+    engine.model.train()
+    try:
+        with torch.random.fork_rng(devices=[engine.device] if engine.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            loss = summed_loss(engine, _micro([ids]))
+        return torch.autograd.grad(loss, looked_up[:1])[0].float()
+    finally:
+        handle.remove()
+        engine.model.zero_grad(set_to_none=True)
+        engine.model.eval()
+
+
+@contextmanager
+def _supporting(engine: Engine, **what: bool) -> Any:
+    before = engine.support
+    engine.support = replace(before, **what)
+    try:
+        yield
+    finally:
+        engine.support = before
+
+
+def _reason(engine: Engine, expected: torch.Tensor, compute: Callable[[], Any]) -> str | None:
+    """Why `compute` does not give the `expected` loss; None if it does."""
+    try:
+        actual = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  code of any model: whatever it raises, the model does not support it
+        return f"{type(error).__name__}: {one_line(error)[:120]}"
+    if torch.allclose(actual, expected, rtol=_tolerance(engine)):
+        return None
+    return f"loss {actual.item():.6f} instead of {expected.item():.6f}"
+
+
+def _tolerance(engine: Engine) -> float:
+    return 1e-4 if engine.compute.itemsize >= 4 else 1e-2
+
+
+def _micro(rows: list[torch.Tensor], examples: list[torch.Tensor] | None = None) -> MicroBatch:
+    """Rows padded on the right; the positions restart with each of `examples`, which a single row consists of."""
+    width = max(row.shape[1] for row in rows)
+    ids = torch.zeros((len(rows), width), dtype=torch.long)
+    labels = torch.full_like(ids, IGNORED)
+    positions = torch.arange(width).repeat(len(rows), 1)
+    for place, row in enumerate(rows):
+        ids[place, : row.shape[1]] = row[0]
+        labels[place, 1 : row.shape[1]] = row[0, 1:]
+    if examples is not None:
+        positions = torch.cat([torch.arange(one.shape[1]) for one in examples])[None]
+        labels[positions == 0] = IGNORED
+    return MicroBatch(ids=ids.numpy(), labels=labels.numpy(), positions=positions.numpy())
+
+
+def _log(what: str, reason: str | None, holds: str, instead: str) -> None:
+    logger.info("%s: %s", what, holds if reason is None else f"{instead} ({reason})")

@@ -1,0 +1,184 @@
+"""The memory of one step of any causal language model: `python -P -m tunix_rt.engines.torch.tracer REQUEST RESULT`.
+
+The model is built of fake tensors, which have shapes and no memory. A forward and a backward pass of two lengths give what
+autograd saves, and what is alive at the peak of a layer, in bytes per token and per token and length.
+"""
+
+import inspect
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.integrations import moe
+
+LENGTHS = (64, 128)
+
+
+def main(request_file: Path, result_file: Path) -> None:
+    request = json.loads(request_file.read_text(encoding="utf-8"))
+    transformers.utils.logging.set_verbosity_error()
+    config = transformers.AutoConfig.from_pretrained(request["folder"], trust_remote_code=False, local_files_only=True)
+    config = config.get_text_config(decoder=True)
+    kinds = {name: getattr(torch, request[name]) for name in ("weights", "compute")}
+    with FakeTensorMode(allow_non_fake_inputs=True), _kernels():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=kinds["weights"]).train()
+        found = described(model)
+        casting = torch.autocast("cpu", dtype=kinds["compute"], enabled=kinds["compute"] != kinds["weights"])
+        with casting:
+            measured = [measure(model, length, found["takes_positions"]) for length in LENGTHS]
+    result = found | {"costs": {name: _affine(*(one[name] for one in measured)) for name in measured[0]}}
+    result_file.write_text(json.dumps(result), encoding="utf-8")
+
+
+def described(model: Any) -> dict[str, Any]:
+    """Parameters by layer, vocabulary, positions and head of a model."""
+    config, layers = model.config, layers_of(model)
+    place = {id(parameter): number for number, layer in enumerate(layers) for parameter in layer.parameters()}
+    experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    there = getattr(config, "num_local_experts", None)
+    there = there or getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    return {
+        "model_type": config.model_type,
+        "parameters": [[list(one.shape), place.get(id(one), -1)] for one in model.parameters()],
+        "expert_parameters": sum(parameter.numel() for parameter in experts),
+        "active_experts": chosen / there if chosen and there else 1.0,
+        "layers": max(1, len(layers)),
+        "hidden": int(table.weight.shape[1]),
+        "vocab": int(table.weight.shape[0]),
+        "tied": head is not None and head.weight is table.weight,
+        "positions": next(
+            (value for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+             if isinstance(value := getattr(config, name, None), int)), None,
+        ),
+        "heads": int(getattr(config, "num_attention_heads", None) or 1),
+        "takes_positions": "position_ids" in inspect.signature(model.base_model.forward).parameters,
+        "auxiliary_loss": bool(getattr(config, "output_router_logits", False)),
+    }  # fmt: skip
+
+
+def layers_of(model: Any) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
+
+
+def measure(model: Any, length: int, positions: bool) -> dict[str, int]:
+    """Bytes of one row of `length` tokens: saved by a layer on average, once for all, and behind the last layer; alive at the
+    peak of the forward and of the backward pass of a layer beside them."""
+    live, layers = _Live([*model.parameters(), *model.buffers()]), layers_of(model)
+    starts, saved, forward, backward = [], [], [0], [0]
+
+    def enter(*_: Any) -> None:
+        starts.append(live.now)
+        live.peak = live.now
+
+    def leave(*_: Any) -> None:
+        saved.append(live.now - starts[-1])
+        forward.append(live.peak - starts[-1])
+
+    handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+    handles += [layer.register_forward_hook(leave) for layer in layers]
+    looked_up: list[torch.Tensor] = []
+    handles.append(model.get_input_embeddings().register_forward_hook(lambda *given: looked_up.append(given[2])))
+    ids = torch.zeros((1, length), dtype=torch.long)
+    more = {"position_ids": torch.arange(length)[None]} if positions else {}
+    more |= {"use_cache": False} if "use_cache" in inspect.signature(model.base_model.forward).parameters else {}
+    with live:
+        output = model.base_model(input_ids=ids, **more)
+        hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+        end = live.now
+        live.peak = end
+        torch.autograd.grad(hidden, looked_up[:1], torch.ones_like(hidden))
+        backward.append(live.peak - end)
+    for handle in handles:
+        handle.remove()
+    once = starts[0] if starts else 0
+    behind = end - (starts[-1] + saved[-1] if starts else 0)
+    layer = sum(saved) // max(1, len(saved))
+    return {"saved": layer, "forward": max(forward), "backward": max(backward), "once": once, "behind": behind}
+
+
+def _affine(short: int, long: int) -> list[float]:
+    """Bytes per token, and per token and length, of a cost at the two lengths."""
+    first, second = short / LENGTHS[0], long / LENGTHS[1]
+    slope = (second - first) / (LENGTHS[1] - LENGTHS[0])
+    return [first - slope * LENGTHS[0], slope]
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages made within it that are alive; views of what was `there` before are none."""
+
+    def __init__(self, there: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in there}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if (key := storage._cdata) not in self.sizes:
+                    self.sizes[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._freed, key)
+        return results
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+
+@contextmanager
+def _kernels() -> Iterator[None]:
+    """Fake tensors have no fused attention: torch would compute the scores. Count what a fused kernel saves instead."""
+    plain = functional.scaled_dot_product_attention
+
+    def fused(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **more: Any) -> Any:
+        if dropout_p > 0 or query.shape[-1] != value.shape[-1]:
+            return plain(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **more)
+        if query.shape[1] != key.shape[1]:
+            key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        kernel: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        causal = bool(more.get("is_causal")) and attn_mask is None
+        return kernel(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
+
+    functional.scaled_dot_product_attention = fused  # type: ignore[assignment]
+    moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", _experts)
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
+def _experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Tensors of the sizes that a grouped matmul over experts has: a fake one takes bfloat16 alone, and a loop over experts
+    depends on the data."""
+    order = torch.sort(chosen.reshape(-1))[1]
+    up = (module.gate_up_proj if module.has_gate else module.up_proj)[0]
+    down = module.down_proj[0]
+    if not module.is_transposed:
+        up, down = up.t(), down.t()
+    inner = hidden[order // chosen.shape[-1]] @ up
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    weighted = (inner @ down) * weights.reshape(-1)[order][:, None]
+    return weighted[torch.argsort(order)].view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except Exception as error:  # noqa: BLE001  code of any model, and the parent shows one line
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
