@@ -78,11 +78,13 @@ def make(name: str, folder: Path, root: Path) -> int:
     import torch
     import transformers
 
+    from tunix_rt.engines.torch.model import without_cache
+
     for changes in VARIANTS:
         torch.manual_seed(0)
         try:
             model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, changes)).float()
-            model(input_ids=torch.arange(3, 12)[None])
+            model(input_ids=torch.arange(3, 12)[None], **without_cache(type(model).forward))
             break
         except Exception:  # sizes that do not fit each other
             if changes is VARIANTS[-1]:
@@ -131,6 +133,7 @@ def plain_losses(folder: Path, out: Path) -> list[float]:
     from tunix_rt.config.load import load_config
     from tunix_rt.data.packing import IGNORED
     from tunix_rt.data.prepare import prepare
+    from tunix_rt.engines.torch.model import without_cache
     from tunix_rt.train.context import find_tokenizer
     from tunix_rt.train.loop import batches_of
 
@@ -150,7 +153,8 @@ def plain_losses(folder: Path, out: Path) -> list[float]:
                     targets = torch.from_numpy(labels[start + 1 : end])
                     if bool((targets == IGNORED).all()):
                         continue
-                    logits = model(input_ids=torch.from_numpy(ids[start:end])[None]).logits[0, :-1].float()
+                    inputs = {"input_ids": torch.from_numpy(ids[start:end])[None], **without_cache(type(model).forward)}
+                    logits = model(**inputs).logits[0, :-1].float()
                     loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
                     (loss / batch.target_tokens).backward()
                     total += float(loss.detach().double()) / batch.target_tokens

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_keys
 from tunix_rt.engines.failures import memory_errors_named
+from tunix_rt.engines.torch import reload as torch_reload
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.models.families import FAMILIES, FULL, SLIDING
 
@@ -183,8 +184,8 @@ def _generate_alone(
         chooser = _Chooser(decoding, row, len(row.prompt))
         attending = engine.attending(engine.attention.generating)
         with torch.no_grad(), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
-            found = engine.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings,
+            found = torch_reload.generate(
+                engine.model, ids, generation_config=settings,
                 logits_processor=transformers.LogitsProcessorList([chooser]),
             )  # fmt: skip
         tokens = found[0, ids.shape[1] :].tolist()

@@ -137,11 +137,18 @@ def _load(request: dict[str, Any], folder: str, dtype: str) -> tuple[Any, dict[s
     )  # fmt: skip
 
 
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    """`model.generate`; without a cache where the cache of the model does not work with it."""
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
+    try:
+        return model.generate(**given)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
+        return model.generate(**given, use_cache=False)
+
+
 def _greedy(model: Any, ids: torch.Tensor) -> dict[str, list[Any]]:
     """New tokens, and for each the margin of the largest logit over the second."""
-    output = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True
-    )
+    output = generate(model, ids, return_dict_in_generate=True, output_logits=True)
     best = [step[0].float().topk(2).values for step in output.logits]
     return {
         "ids": output.sequences[0, ids.shape[1] :].tolist(),
