@@ -37,6 +37,8 @@ GIB = 2**30
 OTHER_TOKENIZER = "name the tokenizer that belongs to it: --set model.tokenizer_name_or_path=..."
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SETTABLE = ("data.", "model.tokenizer")
+MAX_NEW_TOKENS = 256
+"""Of a generation, where neither an option nor a run says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class ModelSpec:
     data: Data
     """How prompts are rendered: the settings of the run, the defaults for any other model."""
     tokenizer: str | None = None
+    max_new_tokens: int = MAX_NEW_TOKENS
+    """Of an evaluation: those of the run."""
 
 
 def model_spec(name: str, changes: Sequence[str] = ()) -> ModelSpec:
@@ -68,7 +72,9 @@ def model_spec(name: str, changes: Sequence[str] = ()) -> ModelSpec:
     # The final model has its tokenizer beside it; only one that is named here replaces it.
     renamed = any(change.startswith("model.tokenizer") for change in changes)
     tokenizer = config.model.tokenizer_name_or_path if renamed else None
-    return ModelSpec(name=name, model=model, data=config.data, tokenizer=tokenizer)
+    return ModelSpec(
+        name=name, model=model, data=config.data, tokenizer=tokenizer, max_new_tokens=config.evaluation.max_new_tokens
+    )
 
 
 def inference_device(device: str, dtype: str | None) -> tuple[DeviceChoice, str]:

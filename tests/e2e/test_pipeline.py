@@ -190,6 +190,13 @@ def test_random_weights_are_said_everywhere(without_yaml):
     assert json.loads((folder / "precommit.json").read_text())["base_model"]["weights"] == "random"
 
 
+def test_a_folder_with_a_file_of_somebody_is_refused_before_anything_is_trained(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    words = refused(in_process("train", "smoke_tiny", "--output", tmp_path, "--device", "cpu"), 2)
+    assert "already contains notes.txt, which no run writes" in words and "move it out" in words
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock") == ["notes.txt"]
+
+
 def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
     questions = (ROOT / "evalsets" / "eval_v2.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "forty.jsonl").write_text("".join(questions))

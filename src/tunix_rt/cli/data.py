@@ -63,7 +63,8 @@ def _settings(command: Command) -> Command:
 def import_(key: str, reading: str, replace: bool, as_json: bool, **options: Any) -> None:
     """Import FILE (JSONL, JSON, CSV, TSV, text or Parquet, also in gzip; a folder; a cached hub dataset) as datasets/KEY.
 
-    Prints how it was read, tokenizes it, and shows a few examples. Findings of validation are printed; none is refused here.
+    Prints how it was read, tokenizes it, and shows a few examples. A record that cannot be read is refused; findings of
+    validation are printed.
     """
     from tunix_rt.data.importer import import_dataset
     from tunix_rt.data.prepare import inspect

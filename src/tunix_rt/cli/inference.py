@@ -29,7 +29,7 @@ GENERATION = (
     click.option("--device", default="auto", help="auto, cpu, cuda (gpu) or tpu."),
     click.option("--dtype", type=Dtype(), help="Unset: the best for the device."),
     click.option("--weights", type=click.Choice(["pretrained", "random"]), default="pretrained", help="Of MODEL."),
-    click.option("--max-new-tokens", type=click.IntRange(1, 65_536), default=256, show_default=True, help="Longest generation."),
+    click.option("--max-new-tokens", type=click.IntRange(1, 65_536), help="Longest generation [256; of a run, its own]."),
     click.option("--temperature", type=Finite(0, 100), default=0.0, help="0, the default: greedy."),
     click.option("--top-p", type=Finite(0, 1, min_open=True), default=1.0, help="Nucleus sampling: its probability mass."),
     click.option("--seed", type=click.IntRange(0), default=0, help="Of sampling, and of --limit."),
@@ -75,6 +75,7 @@ def evaluate(
         raise ConfigError(f"{output} is not empty", fix="choose another --output")
     overrides = how.pop("overrides")
     spec, other = model_spec(model, overrides), None if against is None else model_spec(against, overrides)
+    how["max_new_tokens"] = how["max_new_tokens"] or spec.max_new_tokens
     part = {"limit": limit, "seed": how["seed"]}
     questions = load_evalset(evalset, **part) if evalset else evalset_of_run(model, **part)
     with watching() as progress:
@@ -227,12 +228,13 @@ def _next_question() -> str:
 def _load(names: list[str], how: dict[str, Any]) -> "tuple[list[LoadedModel], Decoding]":
     """The models; the last one decides how prompts are rendered for all."""
     from tunix_rt.evaluate.generate import decoding_of
-    from tunix_rt.inference import inference_device, load_resolved, model_spec, resolve_spec
+    from tunix_rt.inference import MAX_NEW_TOKENS, inference_device, load_resolved, model_spec, resolve_spec
 
     choice, dtype = inference_device(how["device"], how["dtype"])
     first = resolve_spec(model_spec(names[-1], how["overrides"]), choice, dtype, weights=how["weights"])
     specs = [model_spec(name, how["overrides"]) for name in names[:-1]]
     others = [resolve_spec(spec, choice, dtype, like=first, beside=True) for spec in specs]
+    how["max_new_tokens"] = how["max_new_tokens"] or MAX_NEW_TOKENS
     settings = {key: how[key] for key in ("max_new_tokens", "temperature", "top_p", "seed", "max_seconds")}
     return [load_resolved(model) for model in (*others, first)], decoding_of(first.style, **settings)
 

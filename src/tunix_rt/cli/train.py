@@ -109,13 +109,24 @@ def _show_next(run: Any) -> None:
     from tunix_rt.cli.views import text
 
     tool = text.program()
-    answers = [f"  {'all answers':14}{run.samples}"] if run.samples.exists() else []
+    answers = [f"  {'answers':14}{run.samples}"] if run.samples.exists() else []
     text.show_lines([
         f"Run folder: {run.root}", *answers,
         f"  {'every score':14}{tool} runs show {run.root}",
-        f"  {'one prompt':14}{tool} generate {run.root} \"What is 17 + 25?\"",
+        f"  {'one prompt':14}{tool} generate {run.root} {_prompt(run)}",
         f"  {'chat':14}{tool} chat {run.root}",
     ])  # fmt: skip
+
+
+def _prompt(run: Any) -> str:
+    """A question of the run for the shell: a short one of those it answered."""
+    from tunix_rt.runs.record import RunRecord
+
+    asked = (
+        [one.prompt for one in RunRecord(run.root).predictions("after")] if run.predictions("after").exists() else []
+    )
+    simple = [one for one in asked if one.isprintable() and not set(one) & set('"$`\\!')]
+    return f'"{min(simple, key=len)}"' if simple else '"What is 17 + 25?"'
 
 
 SAMPLES_SHOWN = 2

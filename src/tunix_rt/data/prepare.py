@@ -303,8 +303,10 @@ def _eval_items(
     if not pairs:
         raise InputError(
             f"nothing to evaluate: no eval set is configured, and none of the {len(wanted):,} held-out records is one "
-            "question with one answer (a chat, a system turn or an open text cannot be scored)",
-            fix="set evaluation.evalset, or data.validation_fraction above 0, or evaluation.enabled=false",
+            "question with one answer that can be scored: a chat, a system turn, or a completion without "
+            f"<{config.data.answer_tag}> cannot",
+            fix=f"write answers as <{config.data.answer_tag}>42</{config.data.answer_tag}> or `#### 42`, set "
+            f"evaluation.evalset, or evaluation.enabled=false{_or_hold_out(config)}",
         )
     if len(pairs) > MOST_HELDOUT:
         logger.warning(
@@ -312,6 +314,10 @@ def _eval_items(
             MOST_HELDOUT, f"{len(pairs):,}",
         )  # fmt: skip
     return items_of(pairs, MOST_HELDOUT)
+
+
+def _or_hold_out(config: RunConfig) -> str:
+    return "" if config.data.holds_out else ", or hold some out: data.validation_fraction above 0"
 
 
 def _samples_at(seen: Inspected, wanted: Numbers) -> Iterator[Sample]:

@@ -5,6 +5,7 @@ a preset. It is never replaced by another one.
 """
 
 import contextlib
+import difflib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -207,12 +208,22 @@ def _of_hub(name: str, revision: str, *, with_weights: bool, or_random: bool, do
         return folder, commit, None
     except InputError as error:
         if with_weights or name not in PRESET_OF or revision != "main":
+            error.fix = _similar(name) + error.fix
             raise
         logger.warning(
             "%s; using the architecture of the preset %s, which has no tokenizer",
             redacted(error.problem), PRESET_OF[name],
         )  # fmt: skip
         return _presets() / PRESET_OF[name], "preset", None
+
+
+def _similar(name: str) -> str:
+    """A question for the fix: folders beside a path that does not exist, or the nearest model names; empty without any."""
+    beside = Path(name).parent
+    folders = sorted(path.name for path in beside.iterdir() if path.is_dir()) if "/" in name and beside.is_dir() else []
+    known = [str(beside / folder) for folder in folders] or [*PRESET_OF, *preset_names()]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.7) or [str(beside / folder) for folder in folders[:5]]
+    return f"did you mean {' or '.join(close)}? Else: " if close else ""
 
 
 def _presets() -> Path:

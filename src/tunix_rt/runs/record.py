@@ -197,11 +197,15 @@ class RunRecord:
 
     # --- everything at once -------------------------------------------------------------------------------------------
 
+    def is_foreign(self, name: str) -> bool:
+        """Whether no run writes a file of this name."""
+        return schema_of(name) is None and not self._is_declared(name)
+
     def schema_problems(self) -> Iterator[str]:
         """Every file against its declared shape, and every name that no run writes."""
         for name in self.listing.files:
             self.read(name)
-            if schema_of(name) is None and not self._is_declared(name):
+            if self.is_foreign(name):
                 self._problem(name, f"{checksums.plain(name)}: no run writes such a file")
             elif PROSE.fullmatch(name) and self.listing.files[name] > MOST_PROSE:
                 self._problem(name, f"{checksums.plain(name)}: {self.listing.files[name]:,} bytes of text")

@@ -13,7 +13,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.engines.base import Engine
 from tunix_rt.errors import ConfigError, StorageError, TunixError
 from tunix_rt.progress import phase
-from tunix_rt.runs.checksums import UNLISTED, UNREAD
+from tunix_rt.runs.checksums import UNLISTED, UNREAD, plain
 from tunix_rt.runs.folder import EXTRA_FILE, RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import (
@@ -41,6 +41,7 @@ def refuse_occupied(run: RunDir, config: RunConfig) -> tuple[RunConfig, bool, tu
     A folder whose run was refused before it began contains none, so that the same command can be repeated.
     """
     if not run.holds_a_run():
+        _refuse_foreign(run)
         return config, False, ()
     status = _status(run)
     if not run.holds_work() and (status == "refused" or not run.precommit.exists()):
@@ -63,6 +64,15 @@ def refuse_occupied(run: RunDir, config: RunConfig) -> tuple[RunConfig, bool, tu
     began, extensions = _extended(run, config, complete=status == "completed")
     refuse_another_config(committed, began, run.root)
     return began, True, extensions
+
+
+def _refuse_foreign(run: RunDir) -> None:
+    """A finished run verifies every file of its folder: what was there before would make it fail."""
+    record = RunRecord(run.root)
+    if foreign := [name for name in record.listing.files if record.is_foreign(name)]:
+        more = f" and {len(foreign) - 1} more files" if len(foreign) > 1 else ""
+        problem = f"{run.root} already contains {plain(foreign[0])}{more}, which no run writes"
+        raise ConfigError(problem, fix="choose another --output, or move it out of the folder")
 
 
 def _extended(run: RunDir, config: RunConfig, *, complete: bool) -> tuple[RunConfig, tuple[Extension, ...]]:

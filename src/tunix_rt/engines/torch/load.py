@@ -33,7 +33,7 @@ from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.multimodal import PREFIXES
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import one_line
-from tunix_rt.plan.attention_kernels import torch_attention
+from tunix_rt.plan.attention_kernels import MASKED, torch_attention
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 from tunix_rt.plan.precision import recipe_for_inference, recipe_of
 
@@ -244,11 +244,17 @@ def _limit_memory(limit_gib: float | None) -> int | None:
 def attention_for(config: Any, device: str, training: Training) -> Attention:
     register()
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+    try:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ):  # it has none, or one for each layer (Gemma 4)
         name = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
-        return attention_of(name, "its configuration has no number of heads: the model's own attention")
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
+        return attention_of(name, f"its configuration has no single head size: {MASKED}")
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     choice = torch_attention(
         device=device,

@@ -44,6 +44,7 @@ def check_support(engine: Engine, training: Training) -> None:
     engine.support = replace(engine.support, packing=packed is None)
     _log("Packing", packed, "packed rows equal single examples", "one example per row, grouped by length")
     _log("Loss head", chunked, "the chunked loss equals the model's own", "the model's own logits")
+    _freeze_unused(engine, examples[0])
     if training.gradient_checkpointing is not False:
         _check_checkpointing(engine, examples)
 
@@ -117,6 +118,32 @@ def _refuse_padding(engine: Engine, examples: list[torch.Tensor], alone: torch.T
             f"{engine.source.name}: a row changes with the padding behind it, so rows cannot share a batch ({reason})",
             fix="use a causal language model: one whose tokens depend on earlier tokens alone",
         )
+
+
+def _freeze_unused(engine: Engine, ids: torch.Tensor) -> None:
+    """Freeze the parameters that a step gives no gradient (of an index of tokens, for example), which no loop would update."""
+    used = {id(parameter) for parameter in engine.embeddings}
+
+    def seen(parameter: torch.nn.Parameter) -> None:
+        used.add(id(parameter))
+        parameter.grad = None  # all of them together may not fit
+
+    trained = {name: one for name, one in engine.model.named_parameters() if one.requires_grad}
+    hooks = [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained.values()]
+    try:
+        with engine.kernels():
+            summed_loss(engine, _micro([ids])).backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        engine.model.zero_grad(set_to_none=True)
+    # An expert that these few tokens do not choose is trained by others.
+    unused = {name: one for name, one in trained.items() if id(one) not in used and "expert" not in name}
+    for parameter in unused.values():
+        parameter.requires_grad_(False)
+    if unused:
+        count = sum(parameter.numel() for parameter in unused.values())
+        logger.info("Frozen: %s parameters get no gradient, first %s", f"{count:,}", next(iter(unused)))
 
 
 def _check_checkpointing(engine: Engine, examples: list[torch.Tensor]) -> None:
