@@ -155,10 +155,7 @@ def load(
     model.config._attn_implementation = engine.attention.training
     logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
     with _loading(source, device), memory_errors_named("the check of the loaded model"):
-        if known:
-            _refuse_wrong_loss(engine)
-        else:
-            check_support(engine, training)
+        _refuse_wrong_loss(engine) if known else check_support(engine, training)
     return engine
 
 

@@ -184,7 +184,7 @@ class Engine:
         """Arguments of the forward pass of `model`, this one or its base model. Rows of one example need no positions, and
         some models take none."""
         positions = {"position_ids": placed.positions} if self.support.packing else {}
-        return {"input_ids": placed.ids, **positions, **without_cache(type(model).forward), **placed.boundaries}
+        return {"input_ids": placed.ids, **positions, **without_cache(model), **placed.boundaries}
 
     @property
     def vocabulary(self) -> int:
@@ -284,10 +284,15 @@ def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
         return inner(**engine.arguments(placed, inner)).last_hidden_state
 
 
+def without_cache(model: Any) -> dict[str, bool]:
+    """Arguments that keep a model from making a KV cache."""
+    forward = getattr(type(model), "forward", None)
+    return {"use_cache": False} if forward is None or _has_cache(forward) else {}
+
+
 @functools.cache
-def without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
-    """Arguments that keep this forward pass from making a KV cache."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
+def _has_cache(forward: Callable[..., Any]) -> bool:
+    return "use_cache" in inspect.signature(forward).parameters
 
 
 def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.0) -> torch.Tensor:

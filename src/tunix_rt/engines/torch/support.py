@@ -83,11 +83,7 @@ def _examples(engine: Engine) -> list[torch.Tensor]:
 def _own_loss(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     """Cross entropy of one example, through the model's own head."""
     with engine.attending(engine.attention.generating), engine.computing(once=True):
-        logits = (
-            engine.model(input_ids=ids.to(engine.device), **without_cache(type(engine.model).forward))
-            .logits[:, :-1]
-            .double()
-        )
+        logits = engine.model(input_ids=ids.to(engine.device), **without_cache(engine.model)).logits[:, :-1].double()
     targets = ids[:, 1:].to(engine.device).flatten()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").cpu()
 
