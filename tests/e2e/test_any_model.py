@@ -57,7 +57,7 @@ def test_what_a_model_cannot_do_is_refused_with_its_cause(tmp_path):
     assert "olmoe" in words
 
 
-def test_recomputed_layers_and_compiled_ones_are_tried_before_they_are_used(tmp_path):
+def test_recomputed_layers_are_tried_before_they_are_used(tmp_path):
     make("stablelm", tmp_path / "model", ROOT)
     curves = []
     for more in ((), ("--set", "training.gradient_checkpointing=true")):

@@ -142,3 +142,20 @@ def test_the_hash_of_a_row_changes_with_each_of_its_parts(part):
     changed[-1] = not changed[-1] if part == "trained" else changed[-1] + 1
     assert replace(row, **{part: changed}).sha256 != row.sha256
     assert facts_of_rows([replace(row, **{part: changed})]).merkle_root != facts_of_rows([row]).merkle_root
+
+
+def test_rows_grouped_by_length_are_all_there_and_need_less_padding():
+    lengths = np.random.default_rng(0).integers(5, 200, 103).tolist()
+
+    def epoch(**more):
+        return [rows_of_step(step, row_count=103, rows_per_step=4, seed=3, **more) for step in range(1, 27)]
+
+    def padding(steps):
+        return sum(max(lengths[row] for row in rows) - lengths[row] for rows in steps for row in rows)
+
+    grouped = epoch(lengths=lengths)
+    assert sorted(row for rows in grouped for row in rows) == list(range(103)) and len(grouped[-1]) == 3
+    assert grouped == epoch(lengths=lengths) and padding(grouped) < padding(epoch()) / 4
+    assert [max(lengths[row] for row in rows) for rows in grouped] != sorted(
+        (max(lengths[row] for row in rows) for rows in grouped), reverse=True
+    )

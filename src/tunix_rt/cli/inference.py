@@ -29,7 +29,7 @@ GENERATION = (
     click.option("--device", default="auto", help="auto, cpu, cuda (gpu) or tpu."),
     click.option("--dtype", type=Dtype(), help="Unset: the best for the device."),
     click.option("--weights", type=click.Choice(["pretrained", "random"]), default="pretrained", help="Of MODEL."),
-    click.option("--max-new-tokens", type=click.IntRange(1, 65_536), help="Longest generation [256; of a run, its own]."),
+    click.option("--max-new-tokens", type=click.IntRange(1, 65_536), help="Longest generation [256; evaluate RUN: its own]."),
     click.option("--temperature", type=Finite(0, 100), default=0.0, help="0, the default: greedy."),
     click.option("--top-p", type=Finite(0, 1, min_open=True), default=1.0, help="Nucleus sampling: its probability mass."),
     click.option("--seed", type=click.IntRange(0), default=0, help="Of sampling, and of --limit."),

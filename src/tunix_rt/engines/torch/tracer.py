@@ -64,7 +64,6 @@ def described(model: Any) -> dict[str, Any]:
         ),
         "heads": int(getattr(config, "num_attention_heads", None) or 1),
         "takes_positions": "position_ids" in inspect.signature(model.base_model.forward).parameters,
-        "auxiliary_loss": bool(getattr(config, "output_router_logits", False)),
     }  # fmt: skip
 
 
