@@ -101,7 +101,8 @@ def _containers() -> list[str]:
         ),
         (
             "CSV, TSV",
-            "a header and rows; delimiter (comma, semicolon, tab, pipe) and encoding (UTF-8, UTF-16, Windows-1252) are detected",
+            "a header and rows; delimiter (comma, semicolon, tab, pipe) and encoding (UTF-8, UTF-16, Windows-1252, Latin-1) "
+            "are detected",
             f"up to {document}; rows without a text are left out",
         ),
         ("text", "a file that ends in `.txt`: one text per block of lines", f"up to {document}"),

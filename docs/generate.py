@@ -147,6 +147,7 @@ def config_page() -> str:
 def allowed(setting: Any) -> str:
     """What a setting takes, in words, with the other words for its values."""
     kind, bounds, optional = _unwrapped(setting.annotation, setting.metadata)
+    several = any(get_origin(getattr(one, "__origin__", one)) is tuple for one in get_args(setting.annotation))
     if bool in (either := get_args(kind)) and len(either) == 2:  # yes, no, or how much
         other, limits, _ = _unwrapped(either[1] | None, setting.metadata)
         named = [f"`{value}`" for value in get_args(other)] if get_origin(other) is Literal else []
@@ -155,8 +156,7 @@ def allowed(setting: Any) -> str:
         words = ", ".join(f"`{value}`" for value in get_args(kind))
     elif kind is bool:
         words = "`true`, `false`"
-    elif kind is str:
-        several = any(get_origin(getattr(one, "__origin__", one)) is tuple for one in get_args(setting.annotation))
+    elif kind is str or several:
         words = "text, or a list of texts" if several else "text"
     elif get_origin(kind) is dict:
         words = "a mapping of texts"

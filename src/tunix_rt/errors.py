@@ -3,7 +3,8 @@
     TunixError            1   anything that fits nowhere else
     ├── ConfigError       2   a setting is wrong, unknown, or not honoured by this engine
     ├── InputError        3   data, model or tokenizer is wrong or not to be had
-    │   └── BadRecord     3   one record of a data file; the others can be read
+    │   ├── BadRecord     3   one record of a data file; the others can be read
+    │   └── NotFound      3   a run or a page that is not there
     ├── HardwareError     4   the requested device is not available, or another one would be used
     ├── DoesNotFitError   5   the predicted memory is above what the device has
     ├── EvidenceError     6   a run folder or bundle does not verify
@@ -12,6 +13,15 @@
 
 An error has two parts: what is wrong, with names and numbers, and the way out. They are printed in one place, `cli/main.py`.
 """
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str], *, otherwise: str, before: str = "") -> str:
+    """A fix for a misspelt word: the nearest of the `known` ones, with `before` in front of it, or what to do `otherwise`."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean `{before}{close[0]}`?" if close else otherwise
 
 
 class TunixError(Exception):
@@ -34,6 +44,10 @@ class ConfigError(TunixError):
 
 class InputError(TunixError):
     exit_code = 3
+
+
+class NotFound(InputError):
+    """A run or a page that is not there."""
 
 
 class HardwareError(TunixError):

@@ -28,7 +28,7 @@ def test_no_module_is_named_by_a_participle_or_holds_whatever_is_left_over() -> 
 
 def test_modules_functions_and_the_pipeline_stay_within_their_budgets() -> None:
     paths = sorted((ROOT / "src" / "tunix_rt").rglob("*.py"))
-    assert len(paths) <= 208
+    assert len(paths) <= 245
     long = []
     for path in paths:
         text = path.read_text(encoding="utf-8")

@@ -19,27 +19,33 @@ def no_reload(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "packing", "head"),
     [
-        ("cohere", "packed rows equal single examples", "the model's own logits"),  # it scales its logits
-        ("mamba", "one example per row, grouped by length", "the chunked loss equals the model's own"),
+        pytest.param(  # it scales its logits
+            "cohere", "packed rows equal single examples", "the model's own logits", marks=pytest.mark.slow
+        ),
         ("olmoe", "packed rows equal single examples", "the chunked loss equals the model's own"),
     ],
 )
 def test_an_unknown_family_has_the_losses_of_a_plain_loop(tmp_path, name, packing, head):
     make(name, tmp_path / "model", ROOT)
-    done = in_process(*settings(tmp_path / "model", tmp_path / "run"))
+    check_trained(tmp_path / "model", tmp_path / "run", packing, head, experts=name == "olmoe")
+
+
+def check_trained(model, run, packing, head, *, experts=False):
+    done = in_process(*settings(model, run))
     assert done.returncode == 0, done.stderr
-    log = (tmp_path / "run" / "training_log.txt").read_text()
+    log = (run / "training_log.txt").read_text()
     assert f"Packing: {packing}" in log and f"Loss head: {head}" in log and "a step was traced by PyTorch" in log
-    assert ("parameters are active for a token" in log) == (name == "olmoe")
-    ours = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert ours == pytest.approx(plain_losses(tmp_path / "model", tmp_path / "run"), rel=TOLERANCE)
-    assert in_process("evidence", "verify", tmp_path / "run").returncode == 0
+    assert ("parameters are active for a token" in log) == experts
+    ours = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert ours == pytest.approx(plain_losses(model, run), rel=TOLERANCE)
+    assert in_process("evidence", "verify", run).returncode == 0
 
 
-def test_a_run_without_packing_resumes_exactly_by_the_same_command(tmp_path):
+def test_a_model_that_cannot_be_packed_has_the_losses_of_a_plain_loop_and_resumes_exactly_by_the_same_command(tmp_path):
     make("mamba", tmp_path / "model", ROOT)
-    whole, stopped = ([*settings(tmp_path / "model", tmp_path / name)] for name in ("whole", "stopped"))
-    assert in_process(*whole).returncode == 0
+    packing, head = "one example per row, grouped by length", "the chunked loss equals the model's own"
+    check_trained(tmp_path / "model", tmp_path / "whole", packing, head)
+    stopped = settings(tmp_path / "model", tmp_path / "stopped")
     assert in_process(*stopped, "--stop-after", "2").returncode == 7
     done = in_process(*stopped, "--resume")
     assert done.returncode == 0, done.stderr
@@ -57,6 +63,7 @@ def test_what_a_model_cannot_do_is_refused_with_its_cause(tmp_path):
     assert "olmoe" in words
 
 
+@pytest.mark.slow
 def test_recomputed_layers_are_tried_before_they_are_used(tmp_path):
     make("stablelm", tmp_path / "model", ROOT)
     curves = []

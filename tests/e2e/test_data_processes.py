@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import psutil
@@ -113,3 +114,30 @@ def test_results_come_in_order_and_only_a_few_batches_are_read_ahead():
 def test_a_process_that_dies_is_an_error_with_a_way_out():
     with pytest.raises(TunixError, match="a worker process of the tokenization died"):
         list(in_order(die, None, range(3), processes=2))
+
+
+CLOSED_BY_THE_POOL = """
+    import time
+    from tunix_rt.data.tokenize import in_order
+
+    class Batch:
+        def __reduce__(self):  # in the thread that sends batches to the workers, as garbage may be collected there
+            results.close()
+            return int, (1,)
+
+    def work(state, batch):
+        return batch
+
+    if __name__ == "__main__":
+        results = in_order(work, None, iter([1, 2, 3, 4, Batch()]), processes=2)
+        assert [next(results), next(results)] == [1, 2]
+        time.sleep(1)
+        print("left")
+    """
+
+
+def test_a_tokenization_that_is_left_and_closed_in_a_thread_of_its_pool_does_not_wait_for_itself(tmp_path):
+    script = tmp_path / "left.py"
+    script.write_text(textwrap.dedent(CLOSED_BY_THE_POOL))
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "left" in done.stdout, done.stderr

@@ -243,13 +243,27 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapters(tmp_path):
-    model = write_small_model("llama", tmp_path / "model")
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A small model with weights."""
+    folder = tmp_path_factory.mktemp("base")
+    model = write_small_model("llama", folder / "model")
     config = json.loads((model / "config.json").read_text())
     source = ModelSource(name="small", folder=model, revision="local", weights="random", config=config)
-    backend, base = load_backend("torch"), tmp_path / "base"
+    backend = load_backend("torch")
     engine = backend.load_for_inference(source, device="cpu", dtype="float32")
-    backend.save(engine, base, tokenizer_folder=model, stop_ids=[1])
+    backend.save(engine, folder / "base", tokenizer_folder=model, stop_ids=[1])
+    return folder / "base"
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory) -> Path:
+    """A run with adapters at two modules of each layer."""
+    how = {"lora_rank": 2, "lora_alpha": 6, "lora_dropout": 0.1, "lora_target_modules": "[q_proj,down_proj]"}
+    return run_of(tmp_path_factory.mktemp("adapted") / "run", base=base, learning_rate=0.05, **how)
+
+
+def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapters(base, adapted, tmp_path):
     whole = run_of(tmp_path / "whole", base=base)
     final = load_file(whole / "final_model" / "model.safetensors")
     assert same(exported(whole, tmp_path / "final"), final)
@@ -260,7 +274,6 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
     missing = CliRunner().invoke(cli, ["export", str(whole), "--step", "3", "--output", str(tmp_path / "x")])
     assert missing.exit_code == 3 and "has no checkpoint of step 3\n  fix: give --step one of: 2, 4" in missing.output
 
-    adapted = run_of(tmp_path / "adapted", base=base, lora_rank=2)
     merged = exported(adapted, tmp_path / "merged", "--best")
     assert same(merged, load_file(adapted / "final_model" / "model.safetensors")) and not same(
         merged, load_file(base / "model.safetensors")
@@ -268,6 +281,40 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
     rounded = ["export", str(adapted), "--step", "4", "--dtype", "bfloat16", "--output", str(tmp_path / "x")]
     refusal = CliRunner().invoke(cli, rounded)
     assert refusal.exit_code == 2 and "adapters are merged in float32" in refusal.output
+    refusal = CliRunner().invoke(cli, ["export", str(whole), "--adapter", "--output", str(tmp_path / "x")])
+    assert refusal.exit_code == 2 and "trained every parameter, training.lora_rank is not set" in refusal.output
+
+
+def test_the_adapter_of_a_run_is_a_folder_that_plain_peft_loads(base, adapted, tmp_path):
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    out = tmp_path / "adapter"
+    done = CliRunner().invoke(cli, ["export", str(adapted), "--adapter", "--output", str(out), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert {"adapter_config.json", "adapter_model.safetensors", "export_proof.json"} <= {
+        one.name for one in out.iterdir()
+    }
+    proof = json.loads((out / "export_proof.json").read_text())["proof"]
+    assert proof["tensors"] == len(load_file(out / "adapter_model.safetensors")) == 8 and proof["greedy_tokens"] > 0
+    ids, load = torch.arange(3, 40).unsqueeze(0), transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        bare, final = (load(folder)(ids).logits for folder in (base, adapted / "final_model"))
+        beside = peft.PeftModel.from_pretrained(load(base), out)(ids).logits
+    assert (final - bare).abs().max() > 1e-2, "the adapters have learnt something"
+    torch.testing.assert_close(beside, final, rtol=1e-4, atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"], "nothing lies beside it"
+
+
+@pytest.mark.slow
+def test_an_adapter_that_computes_something_else_is_refused_and_nothing_of_it_stays(adapted, tmp_path, monkeypatch):
+    from tunix_rt.export import adapter
+
+    written = adapter._config
+    monkeypatch.setattr(adapter, "_config", lambda *given: written(*given) | {"lora_alpha": 12})
+    done = CliRunner().invoke(cli, ["export", str(adapted), "--adapter", "--output", str(tmp_path / "out")])
+    assert done.exit_code == EvidenceError.exit_code and "logits differ by up to" in done.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, monkeypatch):
@@ -315,6 +362,6 @@ def test_a_check_without_memory_is_skipped_with_a_warning(tmp_path, monkeypatch,
 
 
 def test_only_runs_have_checkpoints(tmp_path):
-    for flags, words in ((["--step", "3"], "tiny-gemma3 is not a run"), (["--best"], "tiny-gemma3 is not a run")):
+    for flags in (["--step", "3"], ["--best"], ["--adapter"]):
         done = CliRunner().invoke(cli, ["export", "tiny-gemma3", "--output", str(tmp_path / "out"), *flags])
-        assert done.exit_code == 2 and words in done.output
+        assert done.exit_code == 2 and "tiny-gemma3 is not a run" in done.output

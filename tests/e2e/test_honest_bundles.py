@@ -51,6 +51,13 @@ RUNS = (
     Honest(name="torch-adafactor", settings=("training.optim=adafactor",), level="L3"),
     Honest(name="torch-adamw-8bit", settings=("training.optim=adamw_8bit",), collect=("--with-model",), level="L2"),
     Honest(name="torch-lora", settings=("training.lora_rank=4",), level="L3"),
+    Honest(
+        name="torch-lora-continued", ends=(("--stop-after", 3),), level="L4",
+        settings=(
+            "training.lora_rank=4", "training.lora_alpha=6", "training.lora_target_modules=[q_proj,v_proj]",
+            "training.lora_dropout=0.1",
+        ),
+    ),
     Honest(name="torch-accumulation", settings=("training.gradient_accumulation_steps=2",)),
     Honest(name="torch-one-example-per-row", settings=("data.packing=false",)),
     Honest(name="torch-without-answers", settings=("evaluation.enabled=false",)),

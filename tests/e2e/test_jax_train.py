@@ -262,7 +262,7 @@ def test_a_run_goes_on_with_its_rows_on_another_number_of_devices(finished, tmp_
     run_killed(run, asked(rows=rows), step=SAVED, devices=first)
     done = tunix_rt(*asked(rows=rows), "--output", run, "--resume", **flags(then))
     assert done.returncode == 0, done.stderr
-    assert f"as the run began with on {first} device(s); it goes on with them on {then}" in done.stderr
+    assert f"as on the {first} device(s) the run began on; now on {then}" in done.stderr
     for one, other in zip(metrics(run), metrics(finished), strict=True):
         assert one["batch"] == other["batch"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)

@@ -23,6 +23,7 @@ def losses(folder):
     return [json.loads(line)["loss_hex"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow  # that parts sum to the time of recorded steps is held in tests/invariant too
 def test_a_profile_is_a_trace_and_a_table_that_sums_to_the_step(profiled):
     done, folder = profiled
     with gzip.open(folder / "profile" / "trace.json.gz", "rt") as file:

@@ -176,7 +176,7 @@ def test_a_continued_run_accounts_for_all_its_processes(tmp_path, uninterrupted,
     assert "Completed" in said and "tokens/s" not in said, "no step was taken, so there is no speed to tell"
 
 
-def test_a_run_that_is_stopped_after_a_step_goes_on_to_the_same_lists(tmp_path, uninterrupted):
+def test_a_run_that_is_stopped_after_a_step_goes_on_to_the_same_lists(tmp_path, uninterrupted, caplog):
     run = RunDir(tmp_path / "run")
     with pytest.raises(Preempted, match=r"stopped after step 3 \(--stop-after\); step 3 is saved"):
         run_pipeline(configured(), run.root, progress=quiet, stop_after=3)
@@ -187,7 +187,9 @@ def test_a_run_that_is_stopped_after_a_step_goes_on_to_the_same_lists(tmp_path, 
     assert list_problems(run.root) == []
     rows = run.rows.read_bytes()
     run.rows.write_bytes(rows[:-1])
+    caplog.set_level(logging.INFO, logger="tunix_rt")
     run_pipeline(configured(resume=True), run.root, progress=quiet)
+    assert "Resuming from step-000003: 2 of 5 steps left, about" in caplog.text and "Steps: " not in caplog.text
     assert run.rows.read_bytes() == rows == uninterrupted[0].rows.read_bytes()
     assert [entry["first_step"] for entry in read_json(run.processes)["processes"]] == [1, 4]
     listed, whole = (read_json(one.checkpoint_list)["checkpoints"] for one in (run, uninterrupted[0]))

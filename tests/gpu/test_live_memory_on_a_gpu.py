@@ -62,7 +62,7 @@ def test_a_wider_gradient_of_the_table_is_computed_one_slice_at_a_time():
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_are_added_to_the_weights_on_the_host(load, dtype):
-    from tunix_rt.engines.torch.load import merged_weights
+    from tunix_rt.engines.torch.adapters import merged_weights
 
     engine = load(lora_rank=8, dtype=dtype)
     merged_weights(engine.model)

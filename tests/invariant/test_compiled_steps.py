@@ -27,6 +27,7 @@ def compiled(folder):
     return run, run.walk(last=3)
 
 
+@pytest.mark.slow  # Inductor takes 15 s for it; tests/gpu has compiled steps too
 def test_compiled_steps_give_the_losses_of_plain_ones(folder, compiled):
     run, steps = compiled
     plain = Run(folder, at_once=3, compile=False, gradient_checkpointing=0.5)
@@ -37,6 +38,7 @@ def test_compiled_steps_give_the_losses_of_plain_ones(folder, compiled):
     assert [s.batch for s in steps] == [s.batch for s in expected]
 
 
+@pytest.mark.slow  # Inductor takes 15 s for it; tests/gpu has compiled steps too
 def test_nothing_is_compiled_after_the_first_step_not_even_at_the_end_of_an_epoch(compiled):
     """Ten rows, three at a time: the fourth step has one row, then the next epoch begins."""
     run, _ = compiled
@@ -46,6 +48,7 @@ def test_nothing_is_compiled_after_the_first_step_not_even_at_the_end_of_an_epoc
     assert again[0].tokens < again[1].tokens / 2
 
 
+@pytest.mark.slow  # Inductor takes 15 s for it; tests/gpu has compiled steps too
 def test_heldout_losses_are_those_of_layers_that_are_not_compiled_to_the_bit(folder, compiled):
     run, _ = compiled
     rows = drawn_rows()[:3]

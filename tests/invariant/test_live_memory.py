@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.unit.test_plan import BFLOAT16, SMALLEST
+from tests.unit.test_plan import BFLOAT16, MLP, QUERY_VALUE, SMALLEST
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.packing import Row, StepBatch, collate
 from tunix_rt.engines.decoding import Decoding
@@ -51,6 +51,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "smallest": SMALLEST,
     "LoRA": {"lora_rank": 8},
     "LoRA in bfloat16": {"lora_rank": 8, "dtype": "bfloat16"},
+    "LoRA of query and value": {"lora_rank": 8, "lora_target_modules": QUERY_VALUE, "dtype": "bfloat16"},
+    "LoRA of the MLP, dropout": {"lora_rank": 8, "lora_target_modules": MLP, "lora_dropout": 0.1},
 }
 
 

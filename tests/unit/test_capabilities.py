@@ -97,3 +97,20 @@ def test_nothing_that_the_engine_refuses_is_advised():
     setting = {"training.optim": "adamw_8bit"}
     assert not can_run(with_copied(jax, setting)) and can_run(with_copied(torch, setting))
     assert can_run(with_copied(jax, {"training.optim": "adafactor"}))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"lora_alpha": 16}, {"lora_target_modules": ["q_proj"]}, {"lora_dropout": 0.1}],
+    ids=lambda one: next(iter(one)),
+)
+def test_each_setting_of_adapters_is_refused_by_name_without_adapters(setting):
+    (name,) = setting
+    with pytest.raises(
+        ConfigError, match=f"^training.{name}: the JAX engine trains every parameter and has no adapters"
+    ):
+        require_runnable(build_config({**NAMED, "backend": "jax", **setting}, "x"))
+    with pytest.raises(ConfigError, match=f"^training.{name}: every parameter is trained") as caught:
+        require_runnable(build_config({**NAMED, **setting}, "x"))
+    assert "set training.lora_rank" in caught.value.fix
+    require_runnable(build_config({**NAMED, "lora_rank": 4, **setting}, "x"))

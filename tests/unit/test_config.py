@@ -280,6 +280,10 @@ def test_a_configuration_that_is_not_there_is_refused_with_those_that_are(name):
     assert "demo" in said and "submission_local" in said
 
 
+def test_a_misspelt_configuration_is_refused_with_the_nearest_one():
+    assert "did you mean `submission_tpu`?" in refusal(configuration.find_config, "submision_tpu")
+
+
 @pytest.mark.parametrize("name", ["/no/such/folder/demo.yaml", "./mine/demo.yaml", "../demo.yaml"])
 def test_a_missing_file_is_not_replaced_by_a_shipped_one_of_the_same_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -14,9 +14,10 @@ from tests.attention_checks import choose_attention
 from tests.conftest import ROOT
 from tests.tables import parametrize, tables
 from tunix_rt.config.settings import RunConfig, Training
-from tunix_rt.errors import InputError
+from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.plan import activations
+from tunix_rt.plan.adapters import adapters_of, chosen_modules, modules_of
 from tunix_rt.plan.fit import SAFETY_SHARE
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
@@ -68,6 +69,10 @@ def test_the_tensors_of_a_model_are_those_of_transformers(config: dict[str, Any]
     all_of_them = [*found.embeddings, *found.layer * shape.layers, *found.others]
     assert sorted(all_of_them) == sorted(tuple(parameter.shape) for parameter in model.parameters())
     assert activations.elements(all_of_them) == shape.parameters
+    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    inner = {name: tuple(one.weight.shape) for name, one in model.named_modules() if isinstance(one, kinds)}
+    modules = [(name, one) for layer in modules_of(shape) for name, one in zip(layer, found.matrices, strict=True)]
+    assert dict(modules) == {name: of for name, of in inner.items() if name != "lm_head"}
 
 
 # --- what a step keeps -----------------------------------------------------------------------------------------------
@@ -82,9 +87,9 @@ def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batc
     kept_in = getattr(torch, recipe.frozen or recipe.weights)
     model = transformers.AutoModelForCausalLM.from_config(full, attn_implementation=attention, dtype=kept_in).train()
     if training.lora_rank is not None:
-        from tunix_rt.engines.torch.load import add_adapters
+        from tunix_rt.engines.torch.adapters import add_adapters
 
-        model = add_adapters(model, rank=training.lora_rank, source=None)  # type: ignore[arg-type]
+        model = add_adapters(model, training, name="small")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes = {tuple(sorted(parameter.shape)) for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # holding the tensor keeps its address from being used again
@@ -119,10 +124,12 @@ each_small_model = pytest.mark.parametrize(
 
 def assert_kept_is_counted(config: dict[str, Any], training: Training, *, packed: bool) -> None:
     batch = activations.Batch(rows=2, length=40, packed=packed, device="cpu")
-    one, three = (saved_bytes(config, training, layers=layers, batch=batch) for layers in (1, 3))
-    widths = activations.widths_of(recipe_of(training), training.lora_rank)
-    counted = sum(activations.saved_by_layer(shape_of(config), widths, batch).all)
-    assert counted == pytest.approx((three - one) / 2, rel=0.01)
+    two, three = (saved_bytes(config, training, layers=layers, batch=batch) for layers in (2, 3))
+    shape = shape_of(config)
+    adapters = adapters_of(activations.tensors_of(shape).matrices, shape, training)
+    widths = activations.widths_of(recipe_of(training), adapters)
+    counted = sum(activations.saved_by_layer(shape, widths, batch).all)
+    assert counted == pytest.approx(three - two, rel=0.01)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -131,18 +138,60 @@ def test_what_a_layer_keeps_is_counted_as_autograd_counts_it(config: dict[str, A
     assert_kept_is_counted(config, Training(), packed=packed)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16 weights", "bfloat16 products", "LoRA", "LoRA in bfloat16"])
+QUERY_VALUE = r".*\.(q_proj|v_proj|qkv_proj|c_attn)"
+MLP = r".*\.mlp\.\w+_(proj|fc)"
+RECIPES = {
+    "bfloat16 weights": Training(dtype="bfloat16", master_dtype="bfloat16"),
+    "bfloat16 products": Training(dtype="bfloat16"),
+    "LoRA": Training(lora_rank=8),
+    "LoRA in bfloat16": Training(dtype="bfloat16", lora_rank=8),
+    "LoRA of query and value": Training(lora_rank=8, lora_target_modules=QUERY_VALUE),
+    "LoRA of query and value in bfloat16, dropout": Training(
+        dtype="bfloat16", lora_rank=8, lora_target_modules=QUERY_VALUE, lora_dropout=0.1
+    ),
+    "LoRA of the MLP in bfloat16": Training(dtype="bfloat16", lora_rank=8, lora_target_modules=MLP),
+    "LoRA of the MLP, dropout": Training(lora_rank=8, lora_target_modules=MLP, lora_dropout=0.1),
+    "LoRA, dropout": Training(lora_rank=8, lora_dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
 @each_small_model
 def test_what_a_layer_keeps_is_counted_in_the_types_of_the_recipe(config: dict[str, Any], kind: str) -> None:
     if "LoRA" in kind:
         pytest.importorskip("peft")
-    training = {
-        "bfloat16 weights": Training(dtype="bfloat16", master_dtype="bfloat16"),
-        "bfloat16 products": Training(dtype="bfloat16"),
-        "LoRA": Training(lora_rank=8),
-        "LoRA in bfloat16": Training(dtype="bfloat16", lora_rank=8),
-    }[kind]
-    assert_kept_is_counted(config, training, packed=True)
+    assert_kept_is_counted(config, RECIPES[kind], packed=True)
+
+
+ONE_LAYER = r".*\.1\.\w+\.(q_proj|qkv_proj|c_attn)"
+TARGETS = ["all-linear", QUERY_VALUE, MLP, ONE_LAYER, ("o_proj", "down_proj"), ("attn.c_proj", "c_fc")]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2"])
+def test_adapters_are_counted_module_by_module_as_the_engine_adds_them(
+    kind: str, targets: str | tuple[str, ...]
+) -> None:
+    pytest.importorskip("peft")
+    from tunix_rt.engines.torch.adapters import add_adapters
+
+    config = {**GPT2_SMALL, "n_layer": 3} if kind == "gpt2" else {"model_type": kind, **SMALL, "num_hidden_layers": 3}
+    training = Training(lora_rank=4, lora_target_modules=targets)
+    model = transformers.AutoModelForCausalLM.from_config(transformers_config(config))
+    if isinstance(targets, tuple) and (kind == "gpt2") != ("c_fc" in targets):
+        for count in (
+            lambda: footprint_of(shape_of(config), training, "cpu"),
+            lambda: add_adapters(model, training, name="x"),
+        ):
+            with pytest.raises(ConfigError, match=rf"lora_target_modules: '{targets[0]}' matches no projection of"):
+                count()
+        return
+    trained = {n: p for n, p in add_adapters(model, training, name="x").named_parameters() if p.requires_grad}
+    run = footprint_of(shape_of(config), training, "cpu")
+    assert sorted(map(sorted, run.adapters)) == sorted(sorted(p.shape) for p in trained.values())
+    assert run.trained_elements == sum(p.numel() for p in trained.values()) < shape_of(config).parameters
+    names = [name for layer in modules_of(shape_of(config)) for name in layer]
+    assert set(chosen_modules(names, targets, "x")) == {name.split(".lora_")[0] for name in trained}
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
@@ -188,6 +237,8 @@ recipes = st.sampled_from(
         SMALLEST,
         {"lora_rank": 16},
         {"dtype": "bfloat16", "lora_rank": 16},
+        {"lora_rank": 16, "lora_target_modules": QUERY_VALUE, "lora_dropout": 0.1},
+        {"dtype": "bfloat16", "lora_rank": 16, "lora_target_modules": MLP},
     ]
 )
 
@@ -323,8 +374,8 @@ def test_a_budget_for_activations_lies_between_all_and_none(shape: ModelShape, c
 @settings(deadline=None)
 @given(shape=shapes, config=run_settings(), device=devices)
 def test_adapters_never_need_more_than_every_parameter(shape: ModelShape, config: RunConfig, device: str) -> None:
-    plain = changed(config, "training", lora_rank=None, master_dtype=None, optim_in_backward=False)
-    assume(plain.training.optim == "adamw" and shape.parameters > 10**8)
+    plain = changed(config, "training", lora_rank=None, master_dtype=None, optim_in_backward=False, optim="adamw")
+    assume(shape.parameters > 10**8)
     adapted = changed(plain, "training", lora_rank=16)
     held = [
         sum(part_of(predict(shape, one, device=device), "update", name) for name in STATE) for one in (adapted, plain)

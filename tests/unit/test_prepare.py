@@ -321,6 +321,13 @@ def test_several_datasets_are_read_in_order_and_the_validation_file_is_held_out_
         ready(settings(first, dataset=names, validation=str(held), columns=COLUMNS), tokenizer)
 
 
+def test_a_misspelt_column_is_refused_with_the_nearest_one(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", *map(pair, range(6)))
+    with pytest.raises(InputError, match="'quesion' is no column of a format") as caught:
+        ready(settings(path, columns={"quesion": "problem"}), tokenizer)
+    assert caught.value.fix == "did you mean `question`?"
+
+
 def test_the_first_records_are_taken_and_those_behind_them_are_not_even_checked(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", *map(pair, range(8)), {"Problem": 5})
     data = ready(settings(path, max_examples=8, columns=COLUMNS), tokenizer)

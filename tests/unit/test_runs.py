@@ -3,17 +3,20 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.conftest import ROOT
 from tests.tables import parametrize
-from tunix_rt.cli.runs import list_runs, read_run, runs
+from tunix_rt.cli.runs import read_run, runs
 from tunix_rt.cli.views import text
 from tunix_rt.errors import InputError
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.progress import duration
 from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.index import list_runs
 from tunix_rt.scoring.score import judge, score_predictions
 from tunix_rt.storage import to_plain, write_json, write_jsonl, write_text
 
@@ -57,7 +60,7 @@ def heldout_line(step, loss):
 def make_unfinished(root, losses=(3.0, 2.0, 1.0)):
     run = RunDir(root)
     write_text(run.config, "model:\n  model_name_or_path: tiny-gemma3\ndata:\n  dataset: dev-reasoning-v2\n")
-    write_json(run.precommit, {"seed": 0})
+    run.precommit.write_bytes((ROOT / "submission_runs" / "m39_cpu_v1" / "precommit.json").read_bytes())
     write_jsonl(run.metrics, [step_line(step, loss) for step, loss in enumerate(losses, start=1)])
     write_json(run.scores("before"), scores("before", right=1))
     return run
@@ -98,6 +101,10 @@ def test_runs_lists_every_run_below_a_folder_newest_first(tmp_path):
     assert listed[1] == {
         "folder": str(tmp_path / "old"),
         "status": "completed",
+        "model": "gpt2",
+        "weights": "random",
+        "evalset": "eval_v2",
+        "questions": 100,
         "steps_completed": 3,
         "steps_planned": 3,
         "final_loss": 1.0,
@@ -105,8 +112,13 @@ def test_runs_lists_every_run_below_a_folder_newest_first(tmp_path):
         "accuracy_after": 0.75,
         "lenient_before": 0.25,
         "lenient_after": 0.75,
+        "tokens_per_second": 32.0,
+        "predicted_bytes": 3 * 2**30,
+        "measured_bytes": 2 * 2**30,
         "device": "cpu",
         "when": "2026-01-01T00:00:00+00:00",
+        "is_bundle": False,
+        "losses": [3.0, 2.0, 1.0],
         "damaged": [],
     }
 
@@ -319,3 +331,14 @@ def test_the_commands_can_be_listed_without_loading_anything_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="no list of locks on this system")
+def test_a_run_whose_folder_a_process_holds_is_running_and_looking_takes_no_lock(tmp_path):
+    run = make_unfinished(tmp_path / "a")
+    with run.locked():
+        assert [one.status for one in list_runs(tmp_path)] == ["running"]
+    assert [one.status for one in list_runs(tmp_path)] == ["running or interrupted"]
+    with run.locked():  # nothing that looked still holds it
+        make_finished(tmp_path / "b")
+        assert {one.status for one in list_runs(tmp_path)} == {"running", "completed"}

@@ -402,9 +402,10 @@ def test_the_time_to_stop_counts_the_update_and_the_save_in_progress(backend, ma
         saver.wait()
         alone = saver.stop_seconds
         finished.before_update()
-        assert finished.stop_plan().startswith("stopping after the current step, which takes about")
+        assert finished.stop_plan().startswith("stopping after the current step; saving it takes about")
         time.sleep(0.05)
         finished.finished({"step": 2})
+        assert "saving step 2, or 3 if it ends within 1 s," in finished.stop_plan()
         assert finished.stop_seconds() >= alone + 0.05
         backend.go_on.clear()
         saver.save(2, {"step": 2})

@@ -280,7 +280,10 @@ def test_the_largest_integers_are_read() -> None:
 
 def test_a_record_holds_the_valid_lines_before_a_wrong_one(tmp_path: Path) -> None:
     line = json.dumps(LINE).encode() + b"\n"
-    for wrong, problem in ((b'{"step": 2}', "loss: missing"), (b" " * (LONGEST_LINE + 1), "a line of 4,194,305 bytes")):
+    for wrong, problem in (
+        (b'{"step": 2}', "loss: missing"),
+        (b" " * (LONGEST_LINE + 1), "a line of more than 4,194,304 bytes"),
+    ):
         (tmp_path / "metrics.jsonl").write_bytes(line + wrong + b"\n" + line)
         record = RunRecord(tmp_path, where="cpu/")
         assert [one.step for one in record.metrics] == [1]

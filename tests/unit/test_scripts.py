@@ -1,5 +1,6 @@
 """scripts/setup and scripts/demo: what they were told is honoured or refused, and no wheel is chosen by accident."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -146,21 +147,37 @@ def test_gpus_that_no_wheel_serves_together_are_told_with_the_way_to_use_one(clo
     assert "CUDA_VISIBLE_DEVICES" in ended.stderr.partition("fix:")[2]
 
 
-def test_a_wheel_with_cuda_libraries_asks_for_more_disk_than_the_cpu_wheel(clone):
+def python_whose_pip(clone: Path, *, dry_run: str, index: int = 1) -> None:
+    """A Python whose pip reports `dry_run`; `index` 0: PyTorch's CPU index is reached."""
+    cases = f"*dry-run*) {dry_run};; *venv*) exit 1;; *whl*) exit {index};;"
+    program(clone / "bin" / "python3.11", f'case "$*" in {cases} *) exec {sys.executable} "$@";; esac')
+
+
+def report(*names: str) -> str:
+    return f"echo '{json.dumps({'install': [{'metadata': {'name': name}} for name in names]})}'"
+
+
+def test_a_wheel_with_cuda_libraries_needs_more_disk_than_one_without(clone):
     disk(clone, free_gib=11)
-    assert "needs about 12 GiB" in setup(clone).stderr, "the registry's wheel for Linux"
-    gpu(clone, **H100)
-    ended = setup(clone)
-    assert (ended.returncode, "needs about 12 GiB" in ended.stderr) == (8, True)
+    for answer in (report("torch", "nvidia-cublas"), report("torch", "cuda-toolkit"), "exit 1", "echo no report"):
+        python_whose_pip(clone, dry_run=answer)
+        ended = setup(clone)
+        assert (ended.returncode, "needs about 12 GiB" in ended.stderr) == (8, True), answer
     disk(clone, free_gib=12)
     assert "Setting up" in setup(clone).stderr
-    (clone / "bin" / "nvidia-smi").unlink()
-    python = f'case "$*" in *venv*) exit 1;; *whl*) exit 0;; *) exec {sys.executable} "$@";; esac'
-    program(clone / "bin" / "python3.11", python)  # PyTorch's CPU index is reached
+    python_whose_pip(clone, dry_run=report("torch", "sympy"))
+    disk(clone, free_gib=4)
+    assert "Setting up" in setup(clone).stderr, "the registry's wheel brings no CUDA libraries"
     disk(clone, free_gib=3)
+    assert "needs about 4 GiB" in setup(clone).stderr
+    python_whose_pip(clone, dry_run="exit 1", index=0)
     assert "needs about 4 GiB" in setup(clone).stderr
     disk(clone, free_gib=4)
     assert "Setting up" in setup(clone).stderr
+    gpu(clone, **H100)
+    disk(clone, free_gib=11)
+    python_whose_pip(clone, dry_run=report("torch", "nvidia-cublas"))
+    assert "needs about 12 GiB" in setup(clone).stderr
 
 
 def test_what_is_not_known_of_the_gpu_is_not_said():

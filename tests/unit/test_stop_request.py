@@ -1,5 +1,6 @@
 """A stop lets the step finish; a second signal, or the end of the grace, ends the run at once, in words and with exit 7."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -190,7 +191,8 @@ def test_whatever_goes_on_is_answered_and_cannot_hold_the_exit(tmp_path, how, nu
             assert time.monotonic() - began < 0.5
             hangs = how == "hangs at the end" and number == signal.SIGINT  # no deadline: a person sends more
             while hangs and program.poll() is None and time.monotonic() - began < 20:
-                time.sleep(0.5)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.wait(timeout=0.5)
                 program.send_signal(number if said.exists() else 0)
             assert program.wait(timeout=20) == 7
             assert time.monotonic() - began < 3 + hangs * ENDING_SECONDS

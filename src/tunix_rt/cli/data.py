@@ -323,28 +323,23 @@ class Shown:
 
 def _record(number: int, look: Look) -> Shown:
     """A record as a run tokenizes it; only this one is tokenized."""
-    from tunix_rt.data.packing import Row
     from tunix_rt.data.prepare import recipe_of
-    from tunix_rt.data.preview import read_record, view_of
+    from tunix_rt.data.preview import as_in_a_run, read_record, view_of
     from tunix_rt.data.validation import RULES
 
-    settings, recipe = look.config.data, recipe_of(look.config, look.tokenizer, look.model)
+    recipe = recipe_of(look.config, look.tokenizer, look.model)
     dataset = recipe.dataset
     found = read_record(recipe, number)
-    row, limit, length = found.row, settings.max_length, len(found.row.ids)
+    row, too_long = as_in_a_run(found, look.config.data)
     header = [f"{dataset.key}, record {number:,} ({recipe.format}): {validation.near(found.place)}"]
-    if length > limit:
-        becomes = {"error": "a run refuses it", "drop": "a run drops it", "truncate": "truncated here as in a run"}
-        header.append(f"too long: {length:,} tokens, data.max_length is {limit:,}; {becomes[settings.on_overflow]}")
-        if settings.on_overflow == "truncate":
-            row = Row(ids=row.ids[:limit], trained=row.trained[:limit], positions=row.positions[:limit])
+    header += [too_long] * bool(too_long)
     header += [f"{'refused' if RULES[rule].refuses else 'warning'}: {rule}: {seen}" for rule, seen in found.broken]
     view = view_of(row, look.tokenizer)
     facts = {
         **_row_facts(look, dataset, recipe.format, recipe.style, view),
         "row": number,
         "place": found.place,
-        "record_tokens": length,
+        "record_tokens": len(found.row.ids),
         "breaks": [{"rule": rule, "seen": seen} for rule, seen in found.broken],
     }
     return Shown(view=view, header=header, places=[found.place], facts=facts)

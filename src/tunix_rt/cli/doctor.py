@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tunix_rt.doctor.selftest import SelfTest
     from tunix_rt.doctor.wheels import Wheel
 
-PAGES = "docs/doctor"
 FILE = click.Path(path_type=Path)
 DEVICES = click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"])
 
@@ -63,9 +62,9 @@ def doctor(
     proof: SelfTest | None = None
     refusal: TunixError | None = None
     try:
-        from tunix_rt.cli.plan import refuse_unrunnable
         from tunix_rt.cli.views.progress import watching
         from tunix_rt.doctor.selection import choose_device
+        from tunix_rt.plan.answer import refuse_unrunnable
 
         if settings is not None:
             refuse_unrunnable(settings)
@@ -149,6 +148,7 @@ def _show(
     """The verdict first. A refusal exits here, because its message is part of the output."""
     from tunix_rt.accelerators import find_accelerator, peaks
     from tunix_rt.doctor.checks import KIND_OF, judge
+    from tunix_rt.doctor.selection import summary_rows
     from tunix_rt.doctor.selftest import selftest_lines, selftest_problem
     from tunix_rt.models.secrets import redacted
     from tunix_rt.storage import to_plain
@@ -185,7 +185,7 @@ def _show(
         if wrong:
             lines = [f"{_not_ready(ask.device)}: {wrong[0]}", f"  fix:  {wrong[1]}", *lines]
         text.show_lines([*lines, ""])
-        text.show_facts(_summary(facts))
+        text.show_facts(summary_rows(facts))
     if code:
         raise click.exceptions.Exit(code)
 
@@ -194,13 +194,9 @@ def verdict_lines(
     checks: "Iterable[Check]", choice: "DeviceChoice | None", requested: str, *, self_test: Iterable[str] = ()
 ) -> list[str]:
     """The verdict, the cause with its fix, the self-test, the warnings."""
-    from tunix_rt.doctor.selection import GIB
+    from tunix_rt.doctor.selection import describe_choice
 
-    lines: list[str] = []
-    if choice is not None:
-        memory = f"{choice.free_bytes / GIB:.1f} of {choice.memory_bytes / GIB:.1f} GiB free"
-        count = f"{choice.count} x " if choice.count > 1 else ""
-        lines.append(f"ready: {choice.device}, {count}{choice.kind}, {memory} ({choice.reason})")
+    lines = [] if choice is None else [f"ready: {describe_choice(choice)}"]
     failures = [check for check in checks if check.verdict == "fail"]
     for check in failures[:1]:
         lines += [f"{_not_ready(requested)}: {check.why}", *_detail(check)]
@@ -218,30 +214,9 @@ def _not_ready(requested: str) -> str:
 
 
 def _detail(check: "Check") -> list[str]:
-    return [f"  saw:  {check.saw}", f"  fix:  {check.fix}", f"  more: {PAGES}/{check.cause}.md"]
+    from tunix_rt.doctor.checks import page_of
 
-
-def _summary(facts: "Facts") -> Iterable[tuple[str, str]]:
-    """The facts that the verdict rests on; --json has all of them."""
-    from tunix_rt.doctor.selection import GIB, describe_platform
-
-    host, driver = facts.host, facts.nvidia.driver_version
-    alike: dict[str, list[int]] = {}
-    ram = f"{host.ram_available_bytes / GIB:.1f} of {host.ram_total_bytes / GIB:.1f} GiB RAM available"
-    yield "platform", describe_platform(facts)
-    yield "cpu", f"{host.cpu}, {host.cpu_cores} cores, {ram}"
-    for gpu in facts.nvidia.gpus:
-        size = "memory shared with the CPU" if gpu.total_bytes is None else f"{gpu.total_bytes / GIB:.1f} GiB"
-        code = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
-        alike.setdefault(f"{gpu.name}, {size}{code}, driver {driver}", []).append(gpu.index)
-    for shown, numbers in alike.items():
-        yield f"gpu {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else ""), shown
-    if count := len(facts.tpu.pci) or len(facts.tpu.nodes):
-        yield "tpu", f"{count} device(s), libtpu {facts.tpu.libtpu or 'none'}"
-    if facts.torch:
-        build = facts.torch.cuda_build
-        yield "torch", f"{facts.torch.version}, " + (f"CUDA {build}" if build else "built without CUDA")
-    yield "disk", f"{host.disk_free_bytes / GIB:.1f} GiB free at {host.disk_path}"
+    return [f"  saw:  {check.saw}", f"  fix:  {check.fix}", f"  more: {page_of(check.cause)}"]
 
 
 FOLDERS = {"cuda": Path(".venv-gpu"), "cpu": Path(".venv-cpu")}

@@ -142,7 +142,7 @@ def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder", fix="name the folder of a run or of a bundle")
     if not any((folder / name).exists() for name in ("run_manifest.json", "SHA256SUMS", "precommit.json")):
-        from tunix_rt.cli.runs import run_folders
+        from tunix_rt.runs.index import run_folders
 
         bundles = sorted(place.parent for place in folder.glob("*/run_manifest.json"))
         runs = sorted(

@@ -314,12 +314,13 @@ def _output(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding
     "--step", type=click.IntRange(min=1), help="Of a run: the checkpoint of this step instead of the final model."
 )
 @click.option("--best", is_flag=True, help="Of a run: the checkpoint with the lowest held-out loss.")
+@click.option("--adapter", is_flag=True, help="Of a LoRA run: the adapters alone, as a folder that peft loads.")
 @click.option("--json", "as_json", is_flag=True, help="Print the round-trip check as JSON.")
 def export(model: str, output: Path, layout: str, as_json: bool, **how: Any) -> None:
     """Write MODEL (a run folder, model folder, GGUF file, shipped model or hub id) for transformers, with a round-trip check.
 
-    A fresh process reloads the folder with plain transformers and compares weights, logits, greedy generations, tokens and chat
-    template with the model in memory. A difference is exit 6, and the folder is removed.
+    A fresh process reloads the folder with plain transformers, or an adapter with plain peft, and compares weights, logits,
+    greedy generations, tokens and chat template with the model in memory. A difference is exit 6, and the folder is removed.
     """
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from tunix_rt import __version__
-from tunix_rt.errors import ConfigError, TunixError
+from tunix_rt.errors import ConfigError, TunixError, did_you_mean
 
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
@@ -30,6 +30,7 @@ VERBS = {
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
     "chat": ("inference", "Chat with a model."),
     "runs": ("runs", "List the runs in a folder, or show one."),
+    "dashboard": ("dashboard", "Look at runs, plans and data in a browser on this computer."),
     "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
 }
 
@@ -162,8 +163,7 @@ def usage_error(error: click.UsageError) -> ConfigError:
 
 def _command(name: str, ctx: click.Context) -> str:
     known = ctx.command.list_commands(ctx) if isinstance(ctx.command, click.Group) else []
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean `{ctx.command_path} {close[0]}`?" if close else f"use one of: {', '.join(known)}"
+    return did_you_mean(name, known, before=f"{ctx.command_path} ", otherwise=f"use one of: {', '.join(known)}")
 
 
 def _option(name: str, ctx: click.Context) -> str:

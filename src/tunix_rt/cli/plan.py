@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tunix_rt.cli.plan_targets import PlanTarget
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.models.resolve import ModelSource
+    from tunix_rt.plan.answer import PlanTarget
     from tunix_rt.plan.report import Outlook
     from tunix_rt.plan.shape import ModelShape
-    from tunix_rt.plan.solver import Proposal
 
 ALL = "all"
 
@@ -44,6 +41,7 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     from tunix_rt.cli.plan_targets import device_flag, exact_topology, refuse_exact, resolve_target, run_topology
     from tunix_rt.config.load import find_config, load_config
     from tunix_rt.errors import ConfigError
+    from tunix_rt.plan.answer import refuse_unrunnable
 
     started = time.perf_counter()
     flags = {
@@ -86,30 +84,13 @@ def refuse_options_together(on: str | None, topology: str | None, *, exact: bool
         raise ConfigError("--exact compiles for one device, which takes minutes", fix="name it: --exact --on tpu-v5e-8")
 
 
-def refuse_unrunnable(settings: "RunConfig") -> None:
-    """Refuse settings that `train` refuses in combination, or as addresses. Dataset, model and engine need not exist yet."""
-    from tunix_rt.config.settings import require_runnable
-    from tunix_rt.models.secrets import refuse_addresses
-
-    refuse_addresses(settings.model_dump())
-    model = settings.model.model_copy(update={"model_name_or_path": settings.model.model_name_or_path or "any"})
-    data = settings.data.model_copy(update={"dataset": settings.data.dataset or "any"})
-    require_runnable(settings.model_copy(update={"model": model, "data": data}))
-
-
 def _model(settings: "RunConfig") -> "tuple[ModelSource, ModelShape]":
-    """Only config.json is read, so a model without its weights can be planned."""
+    """With its progress on the terminal."""
     from tunix_rt.cli.views.progress import watching
-    from tunix_rt.engines.base import refuse_unsupported_model
-    from tunix_rt.models.resolve import resolve_architecture
-    from tunix_rt.plan.trace import shape_of_any
-    from tunix_rt.runs.folder import model_of_run
+    from tunix_rt.train.plan_inputs import find_architecture
 
-    name = model_of_run(settings.model.model_name_or_path or "")
     with watching():
-        source = resolve_architecture(name, revision=settings.model.revision)
-        refuse_unsupported_model(source, settings.training.backend)
-        return source, shape_of_any(source, settings.training)
+        return find_architecture(settings)
 
 
 # --- one device -------------------------------------------------------------------------------------------------------
@@ -121,33 +102,15 @@ def plan_one(
     """Print the plan; then raise the HardwareError or DoesNotFitError of a run that would be refused."""
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.plan import disk_line, show_outlook
-    from tunix_rt.plan.calibration import band
-    from tunix_rt.plan.precision import recipe_of
-    from tunix_rt.plan.report import look, measured_here, whole_run
-    from tunix_rt.plan.timing import disk_needed_bytes
+    from tunix_rt.plan.answer import answer, json_of
 
-    seen = look(shape, settings, target.target)
-    measured = target.here and seen.target.device == "cpu"
-    if measured:
-        seen = measured_here(seen, shape, settings)
-    run = whole_run(settings, seen)
-    exact = settings.training.max_steps is not None or not settings.data.packing
-    disk, free = disk_needed_bytes(shape, settings), target.disk_free_bytes
-    training, plan = settings.training, seen.plan
-    alike: dict[str, Any] = {
-        "layers": plan.layers,
-        "recipe": recipe_of(training).describe(),
-        "parameters": plan.parameters,
-    }
-    known = band(target.kind, training.backend, **alike) if target.kind else None
+    found = answer(settings, target, model=source.name, shape=shape)
+    seen, known = found.outlook, found.band
     if as_json:
-        value = {"schema": "tunix-rt/plan-answer/1", "model": source.name, "shape": shape, **outlook_json(seen)}
-        value |= {"run": run, "steps_exact": exact if run else None, "disk_bytes": disk, "disk_free_bytes": free}
-        value |= {"seen_errors": known, "disk_fits": None if free is None else disk <= free}
-        show_whole_json(value)
+        print(json_of(found.value()))
     else:
-        shown = known.describe() if known else ""
-        show_outlook(seen, run, exact=exact, disk=disk_line(disk, free), band=shown, measured=measured)
+        disk, shown = disk_line(found.disk_bytes, found.disk_free_bytes), known.describe() if known else ""
+        show_outlook(seen, found.run, exact=found.steps_exact, disk=disk, band=shown, measured=found.measured)
         text.show_lines(filter(None, [settings.data.beyond_positions(shape.max_positions)]))
     refuse(seen, listed=not as_json)
 
@@ -168,40 +131,6 @@ def refuse(seen: "Outlook", *, listed: bool) -> None:
         raise DoesNotFitError(f"does not fit on {seen.target.name}: {too_much} too much", fix=fix)
 
 
-def show_whole_json(value: dict[str, Any]) -> None:
-    """`value` on stdout with all of its keys; unknown values are null."""
-    import json
-
-    from tunix_rt.storage import to_plain
-
-    print(json.dumps(to_plain(value), indent=2, allow_nan=False, ensure_ascii=True))
-
-
-def outlook_json(seen: "Outlook") -> dict[str, Any]:
-    """One device as JSON. Proposals and last resorts contain the advice of the verdict."""
-    from dataclasses import asdict
-
-    def listed(proposals: "Sequence[Proposal]") -> list[dict[str, Any]]:
-        return [
-            {name: getattr(one, name) for name in ("line", "settings", "costs", "level")}
-            | {"predicted_bytes": one.plan.least_bytes, "tokens_per_second": one.time.tokens_per_second}
-            for one in proposals
-        ]
-
-    return {
-        "device": seen.target,
-        "runs": seen.runs,
-        "unable": seen.unable or None,
-        "compiler_decides": bool(seen.doubt),
-        "memory": seen.plan,
-        "fit": {name: figure for name, figure in asdict(seen.fit).items() if name != "advice"},
-        "time": seen.time,
-        "proposals": listed(seen.proposals),
-        "faster": listed(seen.faster),
-        "last_resorts": seen.resorts,
-    }
-
-
 # --- the catalogue ----------------------------------------------------------------------------------------------------
 
 
@@ -218,20 +147,16 @@ def plan_all(
     from tunix_rt.cli.plan_targets import check_device
     from tunix_rt.cli.views.plan import show_all
     from tunix_rt.cli.views.progress import watching
-    from tunix_rt.config.capabilities import capabilities_of
-    from tunix_rt.plan.report import look
-    from tunix_rt.plan.target import all_targets
+    from tunix_rt.plan.answer import catalogue, catalogue_kinds, catalogue_value, json_of
     from tunix_rt.progress import phase
 
-    kinds = tuple(device for device in capabilities_of(settings.training).devices if device != "cpu")
+    kinds = catalogue_kinds(settings)
     check_device(ALL, kinds, settings, flag=flag)
-    targets = [target for target in all_targets() if target.device in ((flag,) if flag else kinds)]
     with watching(), phase("plan"):
-        seen = [look(shape, settings, target) for target in targets]
+        seen = catalogue(settings, shape, (flag,) if flag else kinds)
     seconds = time.perf_counter() - started
     if as_json:
-        value = {"schema": "tunix-rt/plan-all/1", "model": source.name, "shape": shape, "seconds": seconds}
-        show_whole_json(value | {"devices": [outlook_json(one) for one in seen]})
+        print(json_of(catalogue_value(seen, model=source.name, shape=shape, seconds=seconds)))
         return
     left_out = [] if "tpu" in kinds else ["TPUs are for the JAX engine: --backend jax --on all"]
     show_all(seen, seconds=seconds, left_out=left_out)

@@ -1,6 +1,5 @@
 """The device that `tunix-rt plan` plans for: the one at hand, one that `--on` names, or one of a facts file; and `--exact`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,28 +7,19 @@ if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.doctor.facts import Facts
     from tunix_rt.engines.jax.aot import Verdict
+    from tunix_rt.plan.answer import PlanTarget
     from tunix_rt.plan.target import Target
 
 DOCTOR_SCHEMA = "tunix-rt/doctor/1"
 """The schema of `tunix-rt doctor --json`, in which the facts are one key."""
-HERE = "here"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanTarget:
-    """A device. `kind` is the name under which runs on it are recorded; it and the disk are None for a catalogue entry."""
-
-    target: "Target"
-    kind: str | None = None
-    disk_free_bytes: int | None = None
-    here: bool = False
-    """A device of this computer."""
-
-
-def resolve_target(name: str | None, settings: "RunConfig", *, flag: str | None = None) -> PlanTarget:
+def resolve_target(name: str | None, settings: "RunConfig", *, flag: str | None = None) -> "PlanTarget":
     """The device of `--on NAME`, of the facts file NAME, or without a name the one that the settings choose on this computer.
     `flag` is the value of `--device`."""
+    from tunix_rt.plan.answer import PlanTarget, refuse_engine
     from tunix_rt.plan.target import target_named
+    from tunix_rt.train.plan_inputs import target_of_facts
 
     if name is None:
         from tunix_rt.cli.views.progress import watching
@@ -37,9 +27,9 @@ def resolve_target(name: str | None, settings: "RunConfig", *, flag: str | None 
 
         with watching():
             facts = gather_facts()
-        return _of_facts(facts, settings, where=HERE)
+        return target_of_facts(facts, settings)
     if is_file(name):
-        return _of_facts(read_facts_file(Path(name)), settings, where=Path(name).name)
+        return target_of_facts(read_facts_file(Path(name)), settings, where=Path(name).name)
     target = target_named(name)
     refuse_engine(target, settings)
     check_device(target.name, (target.device,), settings, flag=flag)
@@ -84,37 +74,6 @@ def read_facts_file(path: Path) -> "Facts":
         fix = "make the file again with `tunix-rt doctor --json > facts.json`"
         raise InputError(f"{path}: facts: missing", fix=fix)
     return facts_from_json(raw["facts"], source=f"{path}: facts")
-
-
-def refuse_engine(target: "Target", settings: "RunConfig") -> None:
-    """Refuse an engine that does not train on such a device."""
-    from tunix_rt.config.capabilities import CAPABILITIES, capabilities_of
-    from tunix_rt.errors import ConfigError
-
-    engine = capabilities_of(settings.training)
-    if target.device not in engine.devices:
-        able = [name for name, other in CAPABILITIES.items() if target.device in other.devices]
-        raise ConfigError(
-            f"--on {target.name}: the {engine.title} engine does not train on {target.device.upper()}s",
-            fix=f"add --backend {' or '.join(able)}",
-        )
-
-
-def _of_facts(facts: "Facts", settings: "RunConfig", *, where: str) -> PlanTarget:
-    from tunix_rt.doctor.facts import Ask
-    from tunix_rt.doctor.selection import choose_device, with_virtual_devices
-    from tunix_rt.errors import HardwareError
-    from tunix_rt.plan.target import target_here
-
-    try:
-        choice = choose_device(Ask(device=settings.training.device, backend=None), facts)  # planning needs no engine
-    except HardwareError as error:
-        other = "or name the device to plan for: --on rtx5090, --on all"
-        raise HardwareError(error.problem, fix=f"{error.fix}; {other}", cause=error.cause) from error
-    if where == HERE:
-        choice = with_virtual_devices(choice, settings.training.backend)
-    target, free = target_here(choice, where=where), facts.host.disk_free_bytes
-    return PlanTarget(target=target, kind=choice.kind, disk_free_bytes=free, here=where == HERE)
 
 
 EXACT = "--exact compiles the step of the JAX engine with the TPU's own compiler"

@@ -3,51 +3,26 @@
 A run may be live, so a missing file is an unknown fact and a torn last line is skipped; a corrupt file is named.
 """
 
-import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from tunix_rt.cli.main import Group
 from tunix_rt.cli.views import text
-from tunix_rt.errors import InputError
 
 if TYPE_CHECKING:
     from tunix_rt.evaluate.report import Row
+    from tunix_rt.runs.index import RunSummary
     from tunix_rt.runs.record import RunRecord
-
-UNFINISHED = "running or interrupted"
-DEFAULT_FOLDER = "runs"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """One line of `tunix-rt runs`. Unknown values are None."""
-
-    folder: str
-    status: str
-    steps_completed: int | None = None
-    steps_planned: int | None = None
-    final_loss: float | None = None
-    accuracy_before: float | None = None
-    accuracy_after: float | None = None
-    lenient_before: float | None = None
-    lenient_after: float | None = None
-    device: str | None = None
-    when: str | None = None
-    """When the run finished; of an unfinished run, its last write."""
-    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDetail:
     """What `tunix-rt runs show` prints. Curves are (step, loss)."""
 
-    summary: RunSummary
+    summary: "RunSummary"
     reason: str | None
     model: str | None
     dataset: str | None
@@ -89,6 +64,8 @@ def runs() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
 def list_(folder: Path | None, as_json: bool) -> None:
     """List the runs below DIR (default: runs), newest first."""
+    from tunix_rt.runs.index import DEFAULT_FOLDER, list_runs
+
     found = list_runs(folder)
     if as_json:
         text.show_json([asdict(run) for run in found])
@@ -103,6 +80,8 @@ def list_(folder: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the run as JSON.")
 def show(run: Path, as_json: bool) -> None:
     """Show one RUN: loss curve, scores before and after, memory, files."""
+    from tunix_rt.runs.index import find_run
+
     detail = read_run(find_run(run))
     if as_json:
         text.show_json(asdict(detail))
@@ -110,33 +89,9 @@ def show(run: Path, as_json: bool) -> None:
         text.show_run(detail)
 
 
-def list_runs(folder: Path | None) -> list[RunSummary]:
-    """The runs below `folder`, newest first. InputError if a named folder does not exist."""
-    from tunix_rt.runs.record import RunRecord
-
-    below = folder if folder is not None else Path(DEFAULT_FOLDER)
-    if not below.is_dir():
-        if folder is None:
-            return []
-        raise InputError(f"{below}: no such folder", fix="give the parent of the run folders")
-    found = [_summary(RunRecord(root)) for root in run_folders(below)]
-    return sorted(found, key=lambda run: (run.when or "", run.folder), reverse=True)
-
-
-def find_run(name: Path) -> Path:
-    """The run folder `name`, or the one of that name below `runs`."""
-    from tunix_rt.runs.folder import RunDir
-
-    for candidate in (name, Path(DEFAULT_FOLDER) / name):
-        if candidate.is_dir() and RunDir(candidate).holds_a_run():
-            return candidate
-    known = [str(path) for path in run_folders(Path(DEFAULT_FOLDER))][:10]
-    fix = f"one of: {', '.join(known)}" if known else "give the --output folder of a run"
-    raise InputError(f"no run in {str(name)!r}", fix=fix)
-
-
 def read_run(root: Path) -> RunDetail:
     """Everything that `show` prints about the run in `root`."""
+    from tunix_rt.runs.index import known, summary_of
     from tunix_rt.runs.record import RunRecord
 
     record = RunRecord(root)
@@ -144,9 +99,9 @@ def read_run(root: Path) -> RunDetail:
     losses, heldout = ([(line.step, line.loss) for line in lines] for lines in (record.metrics, record.heldout))
     skipped = (result.skipped_checkpoints or ()) if result else ()
     detail = RunDetail(
-        summary=_summary(record),
-        **_known(result, "reason", "parameters", "seconds", "best_step", "best_heldout_loss"),
-        **_known(memory, "predicted_bytes", "measured_bytes"),
+        summary=summary_of(record),
+        **known(result, "reason", "parameters", "seconds", "best_step", "best_heldout_loss"),
+        **known(memory, "predicted_bytes", "measured_bytes"),
         model=config.model.model_name_or_path if config else None,
         dataset=config.data.key if config else None,
         losses=losses,
@@ -161,51 +116,11 @@ def read_run(root: Path) -> RunDetail:
     return replace(detail, notes=(*record.listing.problems, *(one[0] for one in record.problems.values()), *half))
 
 
-def _summary(record: "RunRecord") -> RunSummary:
-    result, before, after = record.result, record.scores("before"), record.scores("after")
-    finished = "result.json" in record
-    metrics = () if finished else record.metrics
-    return RunSummary(
-        folder=str(record.root),
-        status=result.status if result else "unknown" if finished else UNFINISHED,
-        steps_completed=metrics[-1].step if metrics else result.steps_completed if result else None,
-        **_known(result, "steps_planned", "final_loss", "device"),
-        accuracy_before=before.accuracy if before else None,
-        accuracy_after=after.accuracy if after else None,
-        lenient_before=before.accuracy_lenient if before else None,
-        lenient_after=after.accuracy_lenient if after else None,
-        when=result.finished if result else _last_write(record.root),
-        damaged=tuple(sorted(record.problems)),
-    )
-
-
-def _known(facts: Any, *names: str) -> dict[str, Any]:
-    """The fields of these names; None where there is no such file."""
-    return {name: getattr(facts, name, None) for name in names}
-
-
 def _table(record: "RunRecord") -> "list[Row]":
     from tunix_rt.evaluate.report import table
 
     before = record.scores("before")
     return table(before, record.scores("after")) if before else []
-
-
-def _last_write(root: Path) -> str | None:
-    paths = [root / name for name in ("metrics.jsonl", "precommit.json")]
-    times = [os.lstat(path).st_mtime for path in paths if os.path.lexists(path)]
-    return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None
-
-
-def run_folders(below: Path) -> Iterator[Path]:
-    """Folders that contain a run, without descending into one. Links are not followed."""
-    from tunix_rt.runs.folder import RunDir
-
-    for folder, inner, _ in os.walk(below):
-        if RunDir(Path(folder)).holds_a_run():
-            inner.clear()
-            yield Path(folder)
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
 
 
 def _paths(root: Path) -> dict[str, str]:

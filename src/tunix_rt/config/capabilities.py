@@ -33,7 +33,7 @@ class Capabilities:
     checkpointing: tuple[bool | float, ...]
     """Values of `training.gradient_checkpointing` that differ in memory and speed, the most memory first."""
     lora: bool = False
-    """Trains adapters: `training.lora_rank`."""
+    """Trains adapters: `training.lora_rank` and the settings beside it."""
     optim_in_backward: bool = False
     """Updates a tensor as soon as its gradient is complete."""
     eager: bool = False
@@ -54,6 +54,8 @@ class Capabilities:
     """The evidence of a GPU run includes the same run on the CPU. Models that JAX is for are too large for most CPUs."""
 
 
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_dropout")
+"""Settings of `training`; all but the first need the first."""
 CAPABILITIES: dict[str, Capabilities] = {
     "torch": Capabilities(
         title="PyTorch",
@@ -125,10 +127,11 @@ def _requests(
         f"training.data_replicas: {training.data_replicas}", training.data_replicas == 1 or engine.multi_device,
         "trains on one device", "leave it out",
     )  # fmt: skip
-    yield (
-        "training.lora_rank", training.lora_rank is None or engine.lora,
-        "trains every parameter and has no adapters", "leave it out: the state is sharded over all devices",
-    )  # fmt: skip
+    for name in LORA_SETTINGS:
+        yield (
+            f"training.{name}", engine.lora or getattr(training, name) == type(training).model_fields[name].default,
+            "trains every parameter and has no adapters", "leave it out: the state is sharded over all devices",
+        )  # fmt: skip
     yield (
         f"training.dtype: {training.dtype}", training.dtype in engine.dtypes,
         "has no loss scaling, which float16 needs", "set training.dtype: bfloat16",

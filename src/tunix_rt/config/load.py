@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.errors import ConfigError
+from tunix_rt.errors import ConfigError, did_you_mean
 
 # Canonical name -> its old and foreign spellings. A bare key belongs to the top level.
 _SPELLINGS = {
@@ -38,6 +38,8 @@ _SPELLINGS = {
     "training.logging_steps": ("training.log_every_steps",),
     "training.max_grad_norm": ("training.gradient_clip",),
     "training.compile": ("training.torch_compile",),
+    "training.lora_rank": ("training.lora_r", "lora_r"),
+    "training.lora_target_modules": ("training.target_modules", "target_modules"),
     "data.system_instruction": ("training.system_instruction",),
     "evaluation.per_device_eval_batch_size": ("training.per_device_eval_batch_size",),
     "evaluation.evalset": ("evaluation.eval_set", "eval_set"),
@@ -59,11 +61,9 @@ INSTEAD = {
     "eval_strategy": "training.eval_steps: N",
     "save_strategy": "training.save_steps: N",
     "use_peft": "training.lora_rank: N",
-    "lora_r": "training.lora_rank: N",
-    "lora_alpha": "tunix-rt scales adapters by an alpha of twice training.lora_rank; leave the key out",
-    "lora_dropout": "adapters have no dropout; leave the key out",
-    "lora_target_modules": "adapters are put on every projection; leave the key out",
-    "target_modules": "adapters are put on every projection; leave the key out",
+    "lora_target_linear": "training.lora_target_modules: all-linear, which is the default; leave the key out",
+    "adapter": "training.lora_rank: N",
+    "lora_target": "training.lora_target_modules: [NAMES], or all-linear",
     "base_model": "model.model_name_or_path: NAME",
     "sequence_len": "data.max_length: N",
     "cutoff_len": "data.max_length: N",
@@ -125,6 +125,9 @@ def _nearest(key: str) -> str:
             return INSTEAD[name]
     if leaf in _HOME:
         return f"`{leaf}` belongs in `{_HOME[leaf]}`"
+    section, sections = key.split(".")[0], RunConfig.model_fields
+    if section not in sections and (close := difflib.get_close_matches(section, sections, n=1, cutoff=0.8)):
+        return f"did you mean the section `{close[0]}`?"
     names = {**dict.fromkeys(_HOME), **{old.rsplit(".", 1)[-1]: new for old, new in OLD_NAMES.items()}}
     close = difflib.get_close_matches(leaf, names, n=1)
     if not close:
@@ -238,7 +241,8 @@ def find_config(name: str) -> Path:
     if shipped is not None:
         return shipped
     known = sorted({p.stem for folder in assets.search_path("configs") for p in folder.glob("*.yaml")})
-    raise ConfigError(f"no configuration {name!r}", fix=f"give a file, or one of: {', '.join(known)}")
+    fix = did_you_mean(stem, known, otherwise=f"give a file, or one of: {', '.join(known)}")
+    raise ConfigError(f"no configuration {name!r}", fix=fix)
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ and in float64, is the module of the same name in `engines/optimizers/`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def state_tensors(shape: Shape, name: str, dtype: str) -> States:
     return OPTIMIZERS[optimizer_of(name, shape)].states(shape, full)
 
 
+@lru_cache(maxsize=4096)  # a plan asks for every tensor of every layer, hundreds of times
 def state_bytes(shape: Shape, name: str, dtype: str) -> int:
     """Bytes of `state_tensors`."""
     return sum(math.prod(of) * _BYTES[stored] for of, stored in state_tensors(shape, name, dtype).values())

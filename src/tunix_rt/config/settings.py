@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from tunix_rt.config.capabilities import refuse_unsupported
+from tunix_rt.config.capabilities import LORA_SETTINGS, refuse_unsupported
 from tunix_rt.config.optimizers import OPTIMIZERS
 from tunix_rt.errors import ConfigError
 
@@ -142,6 +142,11 @@ class Data(Section):
         """The sentence for a `max_length` that no example can have; None where the model has as many positions."""
         if self.max_length <= positions:
             return None
+        if self.packing:
+            return (
+                f"rows are packed to {self.max_length:,} tokens (data.max_length); "
+                f"each example in them may have {positions:,}, the positions of the model"
+            )
         return (
             f"data.max_length is {self.max_length:,}, and the model has {positions:,} positions: "
             f"an example may have {positions:,} tokens; set data.max_length={positions}"
@@ -203,6 +208,15 @@ class Training(Section):
     """Activation checkpointing: `true` for every layer, a number for the fraction of activations saved."""
     lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Train LoRA adapters of this rank instead of every parameter. Never chosen automatically."""
+    lora_alpha: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    """Adapters are scaled by `lora_alpha / lora_rank`. Default: twice `lora_rank`."""
+    lora_target_modules: Annotated[str, Field(max_length=1000)] | Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "all-linear"
+    )
+    """Modules with an adapter: a list of names (`[q_proj, v_proj]`), one regular expression that matches whole module names, or
+    `all-linear`, every projection of every layer."""
+    lora_dropout: Fraction = 0.0
+    """Dropout of the inputs of adapters during training; a pure function of seed, step and micro-batch."""
     memory: Literal["as_written", "auto"] = "as_written"
     """`auto`: if the run does not fit, or others are faster, use the best settings that the planner finds. Rows per step,
     lengths and trained parameters do not change."""
@@ -352,6 +366,11 @@ def _unfit(training: Training) -> Iterator[tuple[bool, str, str]]:
         "training.lora_rank: adapters are trained in float32, not in float64",
         "set training.dtype: float32, or leave training.lora_rank out",
     )
+    alone = ", ".join(f"training.{n}" for n in LORA_SETTINGS[1:] if getattr(training, n) != _default_of(n))
+    yield (
+        bool(alone) and training.lora_rank is None, f"{alone}: every parameter is trained",
+        "set training.lora_rank, or leave it out",
+    )  # fmt: skip
     yield (
         master != "bfloat16" and not training.stochastic_rounding,
         "training.stochastic_rounding applies to bfloat16 weights only",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix_rt.config.settings import Data
 from tunix_rt.data.packing import Row
 from tunix_rt.data.readers import read_raw
 from tunix_rt.data.tokenize import TRAINED, Recipe, tokenize
@@ -170,6 +171,17 @@ class RecordRow:
     place: str
     row: Row
     broken: tuple[tuple[str, str], ...]
+
+
+def as_in_a_run(found: RecordRow, data: Data) -> tuple[Row, str]:
+    """The row that a run makes of a record, and a line about one that is longer than `data.max_length`."""
+    row, limit, length = found.row, data.max_length, len(found.row.ids)
+    if length <= limit:
+        return row, ""
+    becomes = {"error": "a run refuses it", "drop": "a run drops it", "truncate": "truncated here as in a run"}
+    if data.on_overflow == "truncate":
+        row = Row(ids=row.ids[:limit], trained=row.trained[:limit], positions=row.positions[:limit])
+    return row, f"too long: {length:,} tokens, data.max_length is {limit:,}; {becomes[data.on_overflow]}"
 
 
 def read_record(recipe: Recipe, number: int) -> RecordRow:

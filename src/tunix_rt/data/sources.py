@@ -20,7 +20,7 @@ from tunix_rt.data.file_kinds import recognise
 from tunix_rt.data.readers import Raw, describe_line, parse
 from tunix_rt.data.records import COLUMNS, EvalItem, known_columns, read_records
 from tunix_rt.data.tables import describe_container
-from tunix_rt.errors import InputError
+from tunix_rt.errors import InputError, did_you_mean
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<inside>.+))?", re.ASCII)
@@ -94,7 +94,8 @@ def find_datasets(
 ) -> Dataset:
     """The datasets of these names, one after the other, read with these columns and up to that many records."""
     if unknown := sorted(set(columns or {}) - COLUMNS):
-        raise InputError(f"{unknown[0]!r} is no column of a format", fix=f"map one of: {', '.join(sorted(COLUMNS))}")
+        fix = did_you_mean(unknown[0], COLUMNS, otherwise=f"map one of: {', '.join(sorted(COLUMNS))}")
+        raise InputError(f"{unknown[0]!r} is no column of a format", fix=fix)
     return replace(join_datasets([find_dataset(name) for name in names]), columns=dict(columns or {}), limit=limit)
 
 
@@ -209,9 +210,8 @@ def _compare_with_manifest(path: Path, sha256: str, manifest: Path) -> None:
         claimed = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
         shown = claimed[:12]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(
-            f"{manifest} cannot be read: {error!r}", fix="import it again: tunix-rt data import"
-        ) from error
+        problem = f"{manifest} cannot be read: {error!r}"
+        raise InputError(problem, fix="import it again: tunix-rt data import") from error
     if claimed != sha256:
         raise InputError(
             f"{path} does not match its manifest (sha256 {sha256[:12]}, manifest {shown})",

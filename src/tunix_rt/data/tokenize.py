@@ -230,7 +230,9 @@ def in_order(
             fix="free some memory and run it again; no partial result was kept",
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # After an interruption the garbage collector may close this generator in any thread, even in one of the pool's own, which
+        # would wait for itself.
+        pool.shutdown(wait=threading.current_thread() is threading.main_thread(), cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "storage": ("low-disk",),
 }  # fmt: skip
 """Kind -> its causes: what has to change. docs/doctor has a page for each cause."""
+PAGES = "docs/doctor"
 KIND_OF = {cause: kind for kind, causes in CAUSES.items() for cause in causes}
 
 LOW_DISK_BYTES = 2 * GIB
@@ -130,6 +131,11 @@ def judge(facts: Facts, ask: Ask) -> list[Check]:
         if hidden_by and group in (GPU_CHECKS, TPU_CHECKS) and not facts.nvidia.gpus:
             ask = replace(ask, device="cpu")
     return checks + [rule(facts, ask) for rule in CONDITION_CHECKS]
+
+
+def page_of(cause: str) -> str:
+    """The documentation of a cause."""
+    return f"{PAGES}/{cause}.md"
 
 
 def first_failure(checks: list[Check]) -> Check | None:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tunix_rt.accelerators import accelerators
@@ -161,11 +161,39 @@ def device_lines(choice: DeviceChoice, facts: Facts) -> list[str]:
     ]
 
 
+def describe_choice(choice: DeviceChoice) -> str:
+    """`cuda, 2 x NVIDIA H200, 139.0 of 140.0 GiB free (requested)`."""
+    memory = f"{choice.free_bytes / GIB:.1f} of {choice.memory_bytes / GIB:.1f} GiB free"
+    count = f"{choice.count} x " if choice.count > 1 else ""
+    return f"{choice.device}, {count}{choice.kind}, {memory} ({choice.reason})"
+
+
 def describe_platform(facts: Facts) -> str:
     host = facts.host
     where = f" in {host.container}" if host.container else " (WSL)" if host.wsl else ""
     engines = [f"{name} {it.version}" for name, it in (("torch", facts.torch), ("jax", facts.jax)) if it]
     return ", ".join([f"{host.system} {host.release} {host.machine}{where}", f"Python {host.python}", *engines])
+
+
+def summary_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    """The facts that the verdict rests on."""
+    host, driver = facts.host, facts.nvidia.driver_version
+    alike: dict[str, list[int]] = {}
+    ram = f"{host.ram_available_bytes / GIB:.1f} of {host.ram_total_bytes / GIB:.1f} GiB RAM available"
+    yield "platform", describe_platform(facts)
+    yield "cpu", f"{host.cpu}, {host.cpu_cores} cores, {ram}"
+    for gpu in facts.nvidia.gpus:
+        size = "memory shared with the CPU" if gpu.total_bytes is None else f"{gpu.total_bytes / GIB:.1f} GiB"
+        code = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
+        alike.setdefault(f"{gpu.name}, {size}{code}, driver {driver}", []).append(gpu.index)
+    for shown, numbers in alike.items():
+        yield f"gpu {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else ""), shown
+    if count := len(facts.tpu.pci) or len(facts.tpu.nodes):
+        yield "tpu", f"{count} device(s), libtpu {facts.tpu.libtpu or 'none'}"
+    if facts.torch:
+        build = facts.torch.cuda_build
+        yield "torch", f"{facts.torch.version}, " + (f"CUDA {build}" if build else "built without CUDA")
+    yield "disk", f"{host.disk_free_bytes / GIB:.1f} GiB free at {host.disk_path}"
 
 
 def env_info_text(facts: Facts) -> str:

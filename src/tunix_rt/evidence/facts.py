@@ -148,7 +148,23 @@ LEVELS: tuple[Level, ...] = ("none", "L0", "L1", "L2", "L3", "L4")
 MEANINGS: dict[Level, str] = dict(
     zip(LEVELS, ("not readable", "readable", "consistent", "regenerated", "replayed", "reproduced"), strict=True)
 )
+NOT_SHOWN: dict[Level, str] = {
+    "none": "anything about the run",
+    "L0": "anything about the run",
+    "L1": "that any step was taken: a careful forger can rewrite all files",
+    "L2": "that training made the weights; the answers before training",
+    "L3": "segments that were not drawn",
+    "L4": "how long it took, on what hardware, and how many other runs there were",
+}
+"""What does not follow from a level."""
 Label = Literal["recomputed", "consistent", "self-reported", "not checked"]
+LABELS: dict[Label, str] = {
+    "recomputed": "the verifier computed the value itself",
+    "consistent": "it follows from settings, seed and rows, or was looked up outside the bundle: a dataset or base model by "
+    "hash, a commit in your clone",
+    "self-reported": "only the run states it",
+    "not checked": "the check needs something that was not given",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +178,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement of the run and how far it was checked.
-
-    recomputed: the verifier computed the value itself. consistent: it follows from facts that were looked up outside of the
-    bundle or from settings, seed and rows. self-reported: only the run states it. not checked: an input of the check is missing.
-    """
+    """A statement of the run and how far it was checked."""
 
     name: str
     value: str

@@ -19,7 +19,7 @@ _RANDOM = """**RANDOM WEIGHTS: this run is no evidence of learning.** Architectu
 the device computes, what that costs and how fast it is. Its loss and its answers are no measure of the pretrained model."""
 _BY_HAND = r"""cd src/tunix_rt && find . -type f ! -path '*/.*' ! -path '*/__pycache__/*' ! -path './packaged/*' -printf '%P\n' \
     | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum"""
-_LEVELS = {
+LEVEL_FLAGS = {
     "": "L1: everything that follows from the recorded facts, computed again",
     " --require L2": "L2: all answers, generated again from the final model",
     " --require L3": "L3: segments of the run and its end, trained again",
@@ -212,7 +212,7 @@ def _install(manifest: Stated) -> Iterator[str]:
 def _verify(manifest: Stated, external: Collection[str]) -> Iterator[str]:
     given = [flag for key, flag in _FLAGS.items() if key in external]
     verify, seconds = " ".join(["tunix-rt evidence verify . --repository CLONE", *given]), manifest["seconds"]
-    yield _block(*(f"# {shows}\n{verify}{level}" for level, shows in _LEVELS.items()))
+    yield _block(*(f"# {shows}\n{verify}{level}" for level, shows in LEVEL_FLAGS.items()))
     yield (
         "`CLONE` is a clone of the repository, in which the commit is looked up. L2 needs the final model: `--weights DIR` if it "
         f"is not in this folder. The run took {seconds['run']:,.0f} s, its training steps {seconds['steps']:,.0f} s of them. On "

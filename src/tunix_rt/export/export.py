@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -19,6 +19,7 @@ from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError
 from tunix_rt.evaluate.generate import stop_ids
+from tunix_rt.export.adapter import adapter_step, write_adapter
 from tunix_rt.export.roundtrip import RoundTrip, check_folder, check_round_trip, reference_of
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
@@ -48,11 +49,15 @@ def save_final(
     if dtype is not None:
         backend.round_weights(engine, dtype)
         logger.info("Final model: weights rounded to %s", dtype)
-    template = style.template
     backend.save(
         engine, folder, tokenizer_folder=tokenizer.folder, stop_ids=ends or stop_ids(tokenizer, style),
-        chat_template=template.jinja if template.name in BUILT_IN else None,  # it was trained with it
+        chat_template=built_in_template(style),
     )  # fmt: skip
+
+
+def built_in_template(style: Style) -> str | None:
+    """The template that replaces that of the tokenizer: the model was trained with it."""
+    return style.template.jinja if style.template.name in BUILT_IN else None
 
 
 def export_final(context: RunContext, engine: Engine) -> None:
@@ -108,9 +113,10 @@ class Export:
     model: str
     dtype: str
     proof: RoundTrip
+    loader: str = "transformers"
 
     def describe(self) -> str:
-        return f"{self.model} is in {self.folder} ({self.dtype}), {self.proof.describe()}"
+        return f"{self.model} is in {self.folder} ({self.dtype}), {self.proof.describe(self.loader)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,8 @@ class _Origin:
     adapted: Training | None = None
     """Settings of a LoRA run, whose checkpoints contain the adapters alone."""
     checkpoint: Path | None = None
+    adapter: bool = False
+    """The adapters alone are exported."""
     more_stops: tuple[int, ...] = ()
     """Tokens that end a generation beside those of tokenizer and template."""
 
@@ -138,18 +146,22 @@ def export_model(
     dtype: str | None = None,
     step: int | None = None,
     best: bool = False,
+    adapter: bool = False,
 ) -> Export:
-    """Write the model `name` into the folder `output`, in Hugging Face layout, with `export_proof.json` beside it.
+    """Write the model `name`, or of a LoRA run the `adapter` alone, into the folder `output`, in Hugging Face layout, with
+    `export_proof.json` beside it.
 
     The folder gets its name after the round-trip check: a difference is an EvidenceError, and nothing is left behind."""
     refuse_address("the model", name)
     _refuse_occupied(output)
-    with _find(name, step=step, best=best) as origin:
+    with _find(name, step=step, best=best, adapter=adapter) as origin:
         kind = _dtype_of(origin, dtype)
         size = sum(path.stat().st_size for path in origin.source.weight_files())
-        needed = size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype] + BESIDE_BYTES
-        require_space(output, needed, what="the exported model")
-        chosen = _device(device, kind, size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype])
+        loaded = written = size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype]
+        if adapter and origin.checkpoint is not None:
+            written = (origin.checkpoint / WEIGHTS).stat().st_size
+        require_space(output, written + BESIDE_BYTES, what="the exported model")
+        chosen = _device(device, kind, loaded)
         place = Path(os.path.abspath(output))
         with staged_folder(place) as staged:
             return _write_and_check(origin, staged, output, device=chosen, dtype=kind)
@@ -178,21 +190,22 @@ def _device(requested: str, dtype: str, weights: int) -> str:
 
 
 @contextlib.contextmanager
-def _find(name: str, *, step: int | None, best: bool) -> Iterator[_Origin]:
+def _find(name: str, *, step: int | None, best: bool, adapter: bool) -> Iterator[_Origin]:
     """The model of that name. A checkpoint gets a temporary model folder."""
     run = RunDir(Path(os.path.expanduser(name)))
     is_run = os.path.isdir(run.root) and run.holds_a_run()
-    if (step is not None or best) and not is_run:
-        raise ConfigError(f"{name} is not a run: it has no checkpoints", fix="remove --step and --best")
+    if (step is not None or best or adapter) and not is_run:
+        raise ConfigError(f"{name} is not a run: it has no checkpoints", fix="remove --step, --best and --adapter")
     if step is not None and best:
         raise ConfigError("--step and --best name two checkpoints", fix="remove one of them")
     if not is_run:
         yield _of_model(name)
-    elif step is None and not best:
+    elif step is None and not best and not adapter:
         yield _of_final_model(run)
     else:
+        step = adapter_step(run, step, best=best) if adapter else step
         with tempfile.TemporaryDirectory(prefix="tunix-rt-export-") as scratch:
-            yield _of_checkpoint(run, _checkpoint(run, step), Path(scratch))
+            yield replace(_of_checkpoint(run, _checkpoint(run, step), Path(scratch)), adapter=adapter)
 
 
 def _of_model(name: str) -> _Origin:
@@ -279,7 +292,7 @@ def _refuse_another_base(run: RunDir, base: ModelSource) -> None:
     if changed:
         raise EvidenceError(
             f"{base.name}: {', '.join(changed)} differs from the base model of the run in {run.root}",
-            fix="restore the base model, or export the final model of the run: remove --step and --best",
+            fix="restore the base model, or export the final model of the run: remove --step, --best and --adapter",
         )
 
 
@@ -291,7 +304,7 @@ def _base_model(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[Model
     if adapted and named.weights == "random":
         raise InputError(
             f"{run.root}: the checkpoints contain adapters alone, and the base weights are random",
-            fix="export its final model: remove --step and --best",
+            fix="export its final model: remove --step, --best and --adapter",
         )
     weights = named.weights if adapted else "random"
     base = resolve_model(named.model_name_or_path or "", revision=named.revision, weights=weights)
@@ -301,9 +314,10 @@ def _base_model(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[Model
 def _dtype_of(origin: _Origin, requested: str | None) -> str:
     kind = requested or ("float32" if origin.adapted is not None or origin.dtype == "float64" else origin.dtype)
     if origin.adapted is not None and kind != "float32":
+        merge = "export in float32 first, then export that folder with --dtype"
         raise ConfigError(
-            f"--dtype {kind}: adapters are merged in float32",
-            fix="export in float32 first, then export that folder with --dtype",
+            f"--dtype {kind}: adapters are {'saved' if origin.adapter else 'merged'} in float32",
+            fix="remove --dtype" if origin.adapter else merge,
         )
     return kind
 
@@ -317,8 +331,15 @@ def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str
     style = style_of(origin.data, tokenizer, today=origin.today)
     ends = sorted({*stop_ids(tokenizer, style), *origin.more_stops})
     engine = _load(backend, origin, device=device, dtype=dtype)
-    save_final(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
-    checked = _check(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
+    written = None
+    if origin.adapter and origin.adapted is not None and origin.checkpoint is not None:
+        written = write_adapter(
+            folder, checkpoint=origin.checkpoint, base=origin.source, training=origin.adapted,
+            tokenizer_folder=tokenizer.folder, chat_template=built_in_template(style),
+        )  # fmt: skip
+    else:
+        save_final(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends)
+    checked = _check(backend, engine, folder, tokenizer=tokenizer, style=style, ends=ends, adapter=written)
     with storage(folder):
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
     source = origin.source
@@ -327,7 +348,9 @@ def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str
     if source.converted_from is not None:
         facts["converted_from"] = source.converted_from
     write_json(folder / PROOF, {"schema": SCHEMA, **facts, "proof": asdict(checked)})
-    return Export(folder=output, model=model, dtype=dtype, proof=checked)
+    return Export(
+        folder=output, model=model, dtype=dtype, proof=checked, loader="peft" if origin.adapter else "transformers"
+    )
 
 
 @phase("load the weights")
@@ -342,11 +365,12 @@ def _load(backend: Backend, origin: _Origin, *, device: str, dtype: str) -> Engi
 
 @phase("reload check")
 def _check(
-    backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, ends: list[int]
-) -> RoundTrip:
+    backend: Backend, engine: Engine, folder: Path, *, tokenizer: Tokenizer, style: Style, ends: list[int],
+    adapter: Mapping[str, list[Any]] | None,
+) -> RoundTrip:  # fmt: skip
     """Compute the reference, release the model, then compare: only one model is in memory."""
     try:
-        reference = reference_of(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends)
+        reference = reference_of(backend, engine, tokenizer=tokenizer, style=style, stop_ids=ends, adapter=adapter)
     except InputError as error:
         if engine.recipe.compute != "float16":
             raise

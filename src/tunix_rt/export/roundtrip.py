@@ -71,10 +71,10 @@ class RoundTrip:
     """Compute dtype of the fresh process."""
     seconds: float
 
-    def describe(self) -> str:
+    def describe(self, loader: str = "transformers") -> str:
         template = f"chat template {(self.chat_template_sha256 or 'none')[:12]}"
         return (
-            f"reloaded by transformers in a fresh process on {self.device} ({self.dtype}): {self.tensors} tensors bitwise "
+            f"reloaded by {loader} in a fresh process on {self.device} ({self.dtype}): {self.tensors} tensors bitwise "
             f"equal, logits of {self.prompts} prompts within {self.largest_logit_difference:.2g} (tolerance "
             f"{self.tolerance:.2g}), {self.greedy_tokens} greedy tokens equal, {self.tokens_known:,} token ids equal, {template}"
         )
@@ -107,6 +107,8 @@ class Reference:
     """Type of the weights in memory, where the folder has another."""
     other_engine: bool = False
     """Computed by other kernels than those of transformers."""
+    base: str | None = None
+    """The folder of the model that an adapter folder is loaded with."""
 
     @property
     def largest_logit(self) -> float:
@@ -144,9 +146,10 @@ def check_round_trip(
 
 
 def reference_of(
-    backend: Backend, engine: Engine, *, tokenizer: Tokenizer, style: Style, stop_ids: Sequence[int]
-) -> Reference:
-    """Everything about the model in memory; it is not needed afterwards."""
+    backend: Backend, engine: Engine, *, tokenizer: Tokenizer, style: Style, stop_ids: Sequence[int],
+    adapter: Mapping[str, list[Any]] | None = None,
+) -> Reference:  # fmt: skip
+    """Everything about the model in memory; it is not needed afterwards. `adapter` has the tensors of an adapter folder."""
     most = engine.positions - NEW_TOKENS if engine.positions and engine.positions > NEW_TOKENS else None
     prompts = [prompt_ids(question, tokenizer, style)[:most] for question in QUESTIONS]
     highest = max(map(max, prompts))
@@ -167,7 +170,7 @@ def reference_of(
         prompts=prompts,
         logits=backend.last_logits(engine, prompts),
         greedy=[greedy[index].ids for index in range(len(prompts))],
-        tensors=backend.tensor_hashes(engine),
+        tensors=adapter or backend.tensor_hashes(engine),
         text_ids=[tokenizer.encode(text) for text in TEXTS],
         prefix=tokenizer.prefix if template.name == PLAIN else None,
         vocabulary=tokenizer.inner.get_vocab(with_added_tokens=True),
@@ -178,10 +181,11 @@ def reference_of(
         device=engine.device_type,
         compute=recipe.compute,
         autocast=recipe.compute if recipe.casts and recipe.frozen is None else None,
-        merged=recipe.frozen is not None,
+        merged=recipe.frozen is not None and adapter is None,
         attention=engine.attention.generating,
-        weights=None if engine.saved_dtype is None else recipe.weights,
+        weights=recipe.frozen if adapter else None if engine.saved_dtype is None else recipe.weights,
         other_engine=not engine.runs_transformers,
+        base=str(engine.source.folder) if adapter else None,
     )
 
 
@@ -191,9 +195,10 @@ def reference_of(
 def check_folder(reference: Reference, folder: Path, *, device_room: int | None = None) -> RoundTrip | None:
     """`check_round_trip` against a reference. `device_room` is the free memory of the GPU; None: it is tried."""
     began, obstacles = time.monotonic(), []
-    logger.info("Round-trip check: a fresh process loads %s with plain transformers", folder.name)
+    loader = "transformers" if reference.base is None else "peft"
+    logger.info("Round-trip check: a fresh process loads %s with plain %s", folder.name, loader)
     for target in _targets(reference):
-        if short := _too_small(target, folder, device_room):
+        if short := _too_small(target, Path(reference.base or folder), device_room):
             obstacles.append(short)
             continue
         with scratch_folder("tunix-rt-reload-") as scratch:
@@ -258,21 +263,16 @@ def reload_in_child(
     """What plain transformers loads from each of `folders`, in their order; `logits` as an array. Files go to `scratch`."""
     request, answer = scratch / "request.json", scratch / "answer.json"
     content = {
-        "parent": os.getpid(),
-        "folders": [str(folder.absolute()) for folder in folders],
-        "prompts": reference.prompts,
-        "texts": TEXTS,
-        "conversation": [{"role": "user", "content": QUESTIONS[0]}],
-        "new_tokens": NEW_TOKENS,
-        "pad_id": reference.pad_id,
-        "attention": reference.attention,
-        **asdict(target),
-    }
+        "parent": os.getpid(), "folders": [str(folder.absolute()) for folder in folders], "texts": TEXTS,
+        "conversation": [{"role": "user", "content": QUESTIONS[0]}], "new_tokens": NEW_TOKENS, **asdict(target),
+        **{name: getattr(reference, name) for name in ("prompts", "pad_id", "attention", "base", "stop_ids")},
+    }  # fmt: skip
     request.write_text(json.dumps(content), encoding="utf-8")
     masked = {"CUDA_VISIBLE_DEVICES": ""} if target.device == "cpu" else {}  # no GPU is woken for it
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **masked}
     command = [sys.executable, "-P", "-m", CHILD, str(request), str(answer)]
-    gib = sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors")) / 2**30
+    read = [Path(reference.base)] if reference.base else folders
+    gib = sum(path.stat().st_size for folder in read for path in folder.glob("*.safetensors")) / 2**30
     ended = run_child(command, seconds=SECONDS + SECONDS_PER_GIB * gib, environment=environment)
     if ended.code is None or ended.code < 0:  # nothing was compared: that is no difference
         why = ", probably out of memory" if ended.code == -signal.SIGKILL else ""

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
+from tunix_rt.plan.adapters import Adapters
 from tunix_rt.plan.attention_kernels import OLDEST_CAPABILITY, Capability, torch_generation_kernel, torch_kernel
 from tunix_rt.plan.precision import Recipe
 from tunix_rt.plan.shape import Cost, Dimensions, ModelShape
@@ -70,11 +72,6 @@ def _head_norms(shape: ModelShape) -> list[Dimensions]:
     return each * shape.head_norms
 
 
-def adapters_of(tensors: Tensors, rank: int) -> list[Dimensions]:
-    """The two factors of LoRA beside each matrix of one layer."""
-    return [factor for one in tensors.matrices for factor in ((one[0], rank), (rank, one[1]))]
-
-
 def elements(shapes: list[Dimensions]) -> int:
     return sum(math.prod(one) for one in shapes)
 
@@ -117,20 +114,20 @@ class Widths:
     """Of the residual stream, which has the dtype of the weights."""
     norm: int
     """Inside a norm."""
-    adapters: int | None
-    """Rank of LoRA, whose factors compute in float32; None without LoRA."""
+    adapters: Adapters | None = None
+    """None without LoRA."""
 
     @property
     def casts(self) -> bool:
         return self.compute != self.stream
 
 
-def widths_of(recipe: Recipe, lora_rank: int | None) -> Widths:
+def widths_of(recipe: Recipe, adapters: Adapters | None = None) -> Widths:
     return Widths(
         compute=DTYPE_BYTES[recipe.compute],
         stream=DTYPE_BYTES[recipe.frozen or recipe.weights],
         norm=max(4, DTYPE_BYTES[recipe.compute]),
-        adapters=lora_rank,
+        adapters=adapters,
     )
 
 
@@ -158,19 +155,21 @@ def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTens
     stream = tokens * shape.hidden
     before, after = _norms(shape, widths, tokens)
     separate = shape.gated_mlp and not shape.fused_matrices
-    first = 3 if separate else 1  # matmuls of the input of attention
-    attention = [*before, *_inputs(widths, stream, first), *_saved_by_attention(shape, widths, batch)]
-    mlp = [*before, *_inputs(widths, stream, 2 if separate else 1), *_saved_by_mlp(shape, widths, batch)]
+    attention = [*before, *_saved_by_attention(shape, widths, batch)]
+    mlp = [*before, *_saved_by_mlp(shape, widths, batch)]
     if shape.head_norms:
         for size, heads in ((shape.query_size, shape.heads), (shape.kv_size, shape.kv_heads)):
             roots = tokens * (1 if shape.head_norms_span_heads else heads)
             attention += _rms(shape, widths, tokens * size, roots, compute)
-    if widths.adapters is not None:  # the inputs of the other two matmuls, in float32 for the adapters
-        attention += [4 * tokens * shape.query_size] * (compute != 4)
-        mlp.append(4 * tokens * shape.ffn)
-        low = 4 * tokens * widths.adapters
-        attention += [low] * (first + 1)
-        mlp += [low] * (3 if separate else 2)
+    if (adapters := widths.adapters) is None:
+        attention += _inputs(widths, stream, 3 if separate else 1)
+        mlp += _inputs(widths, stream, 2 if separate else 1)
+    else:  # frozen matmuls save no input, their adapters do; and the result of their first factor
+        saved = partial(adapters.saved_inputs, compute=compute, device=batch.device)
+        attention += saved(stream, adapters.inputs) + saved(tokens * shape.query_size, adapters.output, there=True)
+        mlp += saved(stream, adapters.mlp_inputs) + saved(tokens * shape.ffn, adapters.down)
+        attention += [4 * tokens * adapters.rank] * (adapters.inputs + adapters.output)
+        mlp += [4 * tokens * adapters.rank] * (adapters.mlp_inputs + adapters.down)
     if shape.hidden_dropout:  # the mask: a factor per element on a CPU, a boolean on a GPU
         attention.append(stream * (compute if batch.device == "cpu" else 1))
         mlp.append(stream * (compute if batch.device == "cpu" else 1))
@@ -244,8 +243,6 @@ def _rms(shape: ModelShape, widths: Widths, size: int, roots: int, width: int) -
 
 def _inputs(widths: Widths, size: int, matmuls: int) -> list[int]:
     """The normalized input of a block's first matmuls: one for all, or a cast for each."""
-    if widths.adapters is not None:  # frozen matmuls save no input, their adapters save it in float32
-        return [4 * size] * matmuls if widths.compute != 4 else [4 * size]
     return [widths.compute * size] * (matmuls if widths.casts else 1)
 
 
@@ -256,7 +253,8 @@ def _saved_by_attention(shape: ModelShape, widths: Widths, batch: Batch) -> list
     log_sums = tokens * shape.heads * max(4, width)
     scores = tokens * shape.heads * batch.length
     kernel = attention_kernel(shape, widths, batch)
-    result = [query] * (widths.adapters is None or width == 4)  # an adapter saves it in float32 instead
+    adapters = widths.adapters  # the result is the input of a frozen matmul, whose adapter may save another one instead
+    result = [query] * (adapters is None or (adapters.output > 0 and width == 4 and not adapters.dropout))
     if kernel == "eager":  # the capped scores, and their softmax in float32 and in the compute dtype
         return [query] * 3 + result + [scores * width, scores * 4] + [scores * width] * (width != 4)
     if kernel == "math":  # in float32 at least
@@ -337,10 +335,10 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
     attention = elements(matrices[: 4 if shape.gated_mlp and not shape.fused_matrices else 2])
     everything = elements(matrices)
     upstream = stream * widths.stream + stream * width * (widths.casts or shape.post_norms)
-    if widths.adapters is None:
-        down, weight = inner, last * (width + widths.stream * widths.casts)
-    else:  # the adapter saves the input of the down projection in float32, and so is its gradient
-        down, weight = 4 * tokens * shape.ffn, 4 * tokens * shape.ffn
+    down, weight = inner, last * (width + widths.stream * widths.casts)
+    if (adapters := widths.adapters) is not None:  # its adapter saves its input, whose gradient is in float32
+        down = sum(adapters.saved_inputs(tokens * shape.ffn, adapters.down, compute=width, device=batch.device))
+        weight = 4 * tokens * shape.ffn * adapters.down
     whole = sum(layer.all)
     in_mlp = whole - sum(layer.post_norm)
     return [
@@ -389,7 +387,7 @@ def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel
     kernel = kernel or attention_kernel(shape, widths, batch)
     mask = [tokens * batch.length * width] if kernel == "masked" else []  # as numbers
     mlp = [tokens * shape.ffn * width] * (3 if shape.gated_mlp else 4)
-    if widths.adapters is not None:  # the output of an adapter is computed in float32, scaled, and then added
+    if widths.adapters is not None and widths.adapters.mlp_inputs:  # computed in float32, scaled, and then added
         mlp = [tokens * shape.ffn * width] * 2 + [tokens * shape.ffn * 4] * 2 + [tokens * shape.hidden * 4, stream[0]]
     # Scores and their softmax; in eager attention also those with the mask.
     of_scores = {"math": 3 if width == 2 else 2, "eager": 3}.get(kernel, 0)

@@ -6,6 +6,7 @@ The record is in the user's cache, not in a run folder; a run continues without 
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -137,16 +138,26 @@ def _parsed(line: bytes) -> SeenError | None:
     return seen if valid else None
 
 
-def band(device: str, backend: str, *, layers: str, recipe: str, parameters: int) -> Band | None:
-    """The errors of runs of `backend` on devices of this name, with such `layers` (`MemoryPlan.layers`), the same `recipe`, and
-    about as many `parameters`. None with fewer than two: one run says nothing about the next."""
+def similar(device: str, backend: str, *, layers: str, recipe: str, parameters: int) -> list[SeenError]:
+    """Recorded runs of `backend` on devices of this name, with such `layers` (`MemoryPlan.layers`), the same `recipe`, and about
+    as many `parameters`, oldest first."""
     kind = (device, backend, layers, recipe)
-    errors = [
-        seen.error
+    return [
+        seen
         for seen in seen_errors()
         if (seen.device, seen.backend, seen.layers, seen.recipe) == kind
         and parameters / SIMILAR_SIZE <= seen.parameters <= parameters * SIMILAR_SIZE
     ]
+
+
+def band_of(seen: Sequence[SeenError]) -> Band | None:
+    """The range of their errors. None with fewer than two: one run says nothing about the next."""
+    errors = [one.error for one in seen]
     if len(errors) < FEWEST_RUNS:
         return None
     return Band(runs=len(errors), lowest=min(errors), median=median(errors), highest=max(errors))
+
+
+def band(device: str, backend: str, *, layers: str, recipe: str, parameters: int) -> Band | None:
+    """The errors of `similar` runs."""
+    return band_of(similar(device, backend, layers=layers, recipe=recipe, parameters=parameters))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
 from tunix_rt.plan import activations
+from tunix_rt.plan.adapters import adapters_of
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
 from tunix_rt.plan.shape import Dimensions, ModelShape
 
@@ -37,7 +38,7 @@ class Footprint:
     device: str
     tensors: activations.Tensors
     adapters: list[Dimensions] = field(default_factory=list)
-    """Of one layer; empty if every parameter is trained."""
+    """Factors of LoRA adapters, of all layers; empty if every parameter is trained."""
     optimizer: int = 0
     """Optimizer states of all trained parameters."""
     trained_elements: int = 0
@@ -50,8 +51,11 @@ class Footprint:
         return activations.DTYPE_BYTES[self.recipe.weights]
 
     @property
-    def trained_of_layer(self) -> list[Dimensions]:
-        return self.adapters or self.tensors.layer
+    def trained_of_layer(self) -> int:
+        """Elements; of adapters, in a layer on average."""
+        if self.adapters:
+            return activations.elements(self.adapters) // self.shape.layers
+        return activations.elements(self.tensors.layer)
 
     @property
     def trained_kinds(self) -> list[Dimensions]:
@@ -60,9 +64,7 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        return self.shape.parameters * self.widths.stream + self.width * self.shape.layers * activations.elements(
-            self.adapters
-        )
+        return self.shape.parameters * self.widths.stream + self.width * activations.elements(self.adapters)
 
     @property
     def final_model(self) -> int:
@@ -177,22 +179,19 @@ class Footprint:
 
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
     tensors, recipe = activations.tensors_of(shape), recipe_of(training)
-    adapters = activations.adapters_of(tensors, training.lora_rank) if training.lora_rank is not None else []
-    layer, besides = (adapters, []) if adapters else (tensors.layer, [*tensors.embeddings, *tensors.others])
-
-    def states(of: list[Dimensions]) -> int:
-        return sum(state_bytes(one, recipe.optimizer, recipe.weights) for one in of)
-
-    stack = layer * shape.layers if adapters or tensors.stack is None else tensors.stack
+    adapters = adapters_of(tensors.matrices, shape, training)
+    stack = tensors.layer * shape.layers if tensors.stack is None else tensors.stack
+    every = [*tensors.embeddings, *tensors.others, *stack]
+    trained = every if adapters is None else adapters.factors
     return Footprint(
         shape=shape,
         recipe=recipe,
-        widths=activations.widths_of(recipe, training.lora_rank),
+        widths=activations.widths_of(recipe, adapters),
         device=device,
         tensors=tensors,
-        adapters=adapters,
-        optimizer=states([*besides, *stack]),
-        trained_elements=activations.elements([*besides, *stack]),
+        adapters=[] if adapters is None else trained,
+        optimizer=sum(state_bytes(one, recipe.optimizer, recipe.weights) for one in trained),
+        trained_elements=activations.elements(trained),
         modern=modern,
     )
 
@@ -203,7 +202,7 @@ def footprint_for_inference(shape: ModelShape, dtype: str, device: str) -> Footp
     return Footprint(
         shape=shape,
         recipe=recipe,
-        widths=activations.widths_of(recipe, None),
+        widths=activations.widths_of(recipe),
         device=device,
         tensors=activations.tensors_of(shape),
     )
@@ -239,7 +238,7 @@ def step_phases(
     layer = sum(activations.saved_by_layer(run.shape, run.widths, batch).all)
     # A checkpointed layer saves its input.
     kept = (run.shape.layers - kept_layers) * passed_on + kept_layers * layer
-    kept += sum(activations.saved_once(run.shape, run.widths, batch))
+    kept += sum(activations.saved_once(run.shape, run.widths, batch)) - _without_gradient(run, batch)
     behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
     # A compiled layer returns all that it would save, and only then is it freed.
     one_layer = layer if batch.compiled else sum(activations.forward_of_one_layer(run.shape, run.widths, batch))
@@ -292,6 +291,15 @@ def recorded_phases(run: Footprint, batch: activations.Batch, phases: Iterable[P
     return (recording, phase_of("loss", **loss), backward, update), pool
 
 
+def _without_gradient(run: Footprint, batch: activations.Batch) -> int:
+    """What attention of the first layer would save, if adapters begin behind it: no gradient flows through it."""
+    adapters = run.widths.adapters
+    if adapters is None or adapters.inputs or adapters.output or batch.compiled or run.recipe.kept_share < 1:
+        return 0
+    saved = activations.saved_by_layer(run.shape, run.widths, batch)
+    return sum(saved.attention + saved.post_norm)
+
+
 def _lost(run: Footprint, batch: activations.Batch, phases: Iterable[Phase], accumulating: bool) -> int:
     """On a CPU: heap blocks that one phase of the step freed and no other can reuse, after a few steps.
 
@@ -319,13 +327,14 @@ def _backward(run: Footprint, batch: activations.Batch, accumulating: bool, stat
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     layer = sum(activations.saved_by_layer(run.shape, run.widths, batch).all)
     once = sum(activations.saved_once(run.shape, run.widths, batch))
-    trained = run.width * activations.elements(run.trained_of_layer)
+    unsaved = _without_gradient(run, batch)
+    trained = run.width * run.trained_of_layer
     matrices = activations.elements(run.tensors.matrices)
 
     def at(below: int, moment: activations.Moment) -> Phase:
         """In the layer with `below` layers before it."""
         kept_below = max(0, below - recomputed)
-        held = min(below, recomputed) * passed_on + kept_below * layer + once
+        held = min(below, recomputed) * passed_on + kept_below * layer + once - (unsaved if kept_below else 0)
         # The input of the layer is saved once if its norm computes in the same dtype.
         own = passed_on if below < recomputed and run.widths.stream != run.widths.norm and not batch.compiled else 0
         done = 0 if run.recipe.in_backward else int((layers - 1 - below + moment.done / matrices) * trained)

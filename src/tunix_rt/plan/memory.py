@@ -303,9 +303,9 @@ def _save(run: footprint.Footprint, copied: int) -> footprint.Phase:
     are not copied.
     """
     merged = 0
-    if run.adapters:
-        largest = 4 * max(elements([one]) for one in run.tensors.matrices)
-        summed = run.shape.layers * elements(run.tensors.matrices)
+    if (adapters := run.widths.adapters) is not None:
+        largest = 4 * max(elements([one]) for one in adapters.matrices)
+        summed = elements(list(adapters.matrices))
         on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
         merged = on_host + largest if run.device == "cpu" else 2 * largest
     return footprint.phase_of("save", **_between_steps(run), snapshot=copied, merged=merged)

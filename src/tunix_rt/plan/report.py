@@ -228,8 +228,10 @@ def refuse_if_too_big(
     predicted = f"{'at least ' if plan.lower_bound else ''}{fit.predicted_bytes / GIB:.2f} GiB predicted"
     margin = f" + {fit.safety_bytes / GIB:.2f} GiB margin" if fit.safety_bytes else ""
     context = f" + {plan.context_bytes / GIB:.2f} GiB for the CUDA context" if plan.context_bytes else ""
+    limit = config.training.memory_limit_gib
+    free = f"free on {choice.device}" if limit is None else f"allowed (training.memory_limit_gib={limit:g})"
     raise DoesNotFitError(
-        f"does not fit: {predicted}{margin}{context}, {fit.available_bytes / GIB:.2f} GiB free on {choice.device}\n"
+        f"does not fit: {predicted}{margin}{context}, {fit.available_bytes / GIB:.2f} GiB {free}\n"
         f"  {_parts(plan.least)}",
         fix=_lines(fit.advice),
     )

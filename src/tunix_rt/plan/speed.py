@@ -268,7 +268,7 @@ def _kernel(run: _Run, device: str, capability: tuple[int, int] | None) -> str:
             run.shape, platform=device, compute=run.recipe.compute, tokens=run.batch.length, capability=capability
         )
         return "math" if name == "exact" else "fused"
-    return attention_kernel(run.shape, widths_of(run.recipe, run.config.training.lora_rank), run.batch)
+    return attention_kernel(run.shape, widths_of(run.recipe), run.batch)
 
 
 def _parts(run: _Run, layers: str, targets: int, example: int, kernel: str) -> dict[str, float]:

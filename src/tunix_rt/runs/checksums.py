@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,24 @@ def read_file(root: Path, name: str, most_bytes: int) -> tuple[bytes | None, str
     except OSError as error:
         return None, f"{plain(name)}: {UNREAD}: {error.strerror or error}"
     return (data, "") if len(data) <= size else (None, f"{plain(name)}: grows while it is read")
+
+
+def read_lines(root: Path, name: str, most_bytes: int, problem: Callable[[str], None]) -> Iterator[bytes]:
+    """The lines of `name` with their newlines, up to one that is too long, of which only the beginning; `problem` is called with
+    why they cannot be read."""
+    try:
+        with open(open_regular(root, name), "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > most_bytes:
+                problem(f"{plain(name)}: {size:,} bytes, at most {most_bytes:,} are read")
+                return
+            while file.tell() < size and (line := file.readline(min(LONGEST_LINE + 1, size - file.tell()))):
+                yield line
+                if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                    return
+    except FileNotFoundError:
+        problem(f"{plain(name)}: missing")
+    except OSError as error:
+        problem(f"{plain(name)}: {UNREAD}: {error.strerror or error}")
 
 
 def parse_object(data: bytes) -> dict[str, Any] | str:

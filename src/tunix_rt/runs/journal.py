@@ -259,7 +259,7 @@ class RunJournal:
             self.log.raises = False
             self.log.seal(False)
         if isinstance(error, TunixError):
-            logger.error("%s: %s", status, error.problem)
+            logger.error("%s: %s\n  fix: %s", status, error.problem, error.fix)
         else:
             logger.exception("failed")
         try:

@@ -4,9 +4,10 @@ The folder may be live, torn or hostile. Nothing is written, no link is followed
 what is wrong is in `problems` by file name, and the valid part is there. Only `evidence` requires completeness.
 """
 
+import os
 import re
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -51,16 +52,20 @@ class _File(Generic[M]):
 class RunRecord:
     """One run folder, or a bundle, or the output of `tunix-rt evaluate`."""
 
-    def __init__(self, root: Path, where: str = "") -> None:
-        """`where` stands before file names in problems: `cpu/` for the second run of a bundle."""
-        self.root, self.where = root, where
-        self.listing = checksums.list_folder(root)
+    def __init__(self, root: Path, where: str = "", *, quick: bool = False) -> None:
+        """`where` stands before file names in problems: `cpu/` for the second run of a bundle. A `quick` record is for a list of
+        many: the folder is not walked, and a key that an object has twice is not noticed."""
+        self.root, self.where, self._quick = root, where, quick
         self.problems: dict[str, list[str]] = {}
         self.torn: list[str] = []
         self._known: dict[str, Any] = {}
 
+    @cached_property
+    def listing(self) -> checksums.Listing:
+        return checksums.list_folder(self.root)
+
     def __contains__(self, name: str) -> bool:
-        return name in self.listing.files
+        return os.path.lexists(self.root / name) if self._quick else name in self.listing.files
 
     # --- any file -----------------------------------------------------------------------------------------------------
 
@@ -87,14 +92,24 @@ class RunRecord:
         return self._known.get(name)
 
     def raw_lines(self, name: str) -> list[bytes]:
-        """The whole lines of `name` without their newlines."""
-        *lines, rest = (self.data(name) or b"").split(b"\n")
-        if rest and name not in self.torn:
-            self.torn.append(name)
-        return lines
+        """The whole lines of `name` without their newlines, up to one that is longer than any run writes."""
+        lines = list(self._lines(name))
+        return lines[:-1] if lines and len(lines[-1]) > checksums.LONGEST_LINE else lines
+
+    def _lines(self, name: str) -> Iterator[bytes]:
+        """Line by line: of a file that is one endless line no more is in memory than is looked at. That one ends it."""
+        schema = schema_of(name)
+        most = schema.most_bytes if schema else MOST_SUMS
+        for line in checksums.read_lines(self.root, name, most, partial(self._problem, name)) if name in self else ():
+            if line.endswith(b"\n"):
+                yield line[:-1]
+            elif len(line) > checksums.LONGEST_LINE:
+                yield line
+            elif name not in self.torn:
+                self.torn.append(name)
 
     def _each_line(self, schema: Schema, name: str) -> Iterator[Any]:
-        for number, line in enumerate(self.raw_lines(name), start=1):
+        for number, line in enumerate(self._lines(name), start=1):
             one = self._validated(schema, name, f"{name}:{number}", line)
             if one is None:
                 return
@@ -102,7 +117,13 @@ class RunRecord:
 
     def _validated(self, schema: Schema, name: str, place: str, data: bytes) -> Any:
         too_long = schema.lines and len(data) > checksums.LONGEST_LINE
-        value = f"a line of {len(data):,} bytes" if too_long else checksums.parse_object(data)
+        value = (
+            f"a line of more than {checksums.LONGEST_LINE:,} bytes"
+            if too_long
+            else None
+            if self._quick
+            else checksums.parse_object(data)
+        )
         if isinstance(value, str):
             self._problem(name, f"{place}: {value}")
             return None

@@ -57,6 +57,13 @@ class ArithmeticCheck:
     wrong: tuple[str, ...]
 
 
+class Equation(NamedTuple):
+    """A stated equation, verbatim but for its spaces."""
+
+    text: str
+    right: bool
+
+
 class _Token(NamedTuple):
     kind: str
     text: str
@@ -82,6 +89,13 @@ class _Side:
 
 
 def check_arithmetic(text: str) -> ArithmeticCheck:
+    """How many of the stated equations are right."""
+    found = list(equations_in(text))
+    wrong = tuple(one.text for one in found if not one.right)
+    return ArithmeticCheck(stated=len(found), right=len(found) - len(wrong), wrong=wrong)
+
+
+def equations_in(text: str) -> Iterator[Equation]:
     """Every stated equation, checked. A division may be rounded: 10/3 = 3.33 is right, 3.34 and 3 are not, `≈ 3` is.
 
     An equation has an operation on one side at least: `x = 5` and `1 hour = 60 minutes` state none. In a chain,
@@ -90,14 +104,10 @@ def check_arithmetic(text: str) -> ArithmeticCheck:
     text = _LIST_MARK.sub("", tidy(text[:LONGEST_TEXT]).replace("**", " "))
     text = _MIXED.sub(" t ", _CLOCK.sub(" t ", _OVER_LINES.sub(" = ", _CENT_SIGN.sub(" cents", text))))
     inside = "\n".join(_ANNOTATION.findall(text))
-    stated, wrong = 0, []
     for part in (_ANNOTATION.sub("", text), inside):
         for segment in _segments(f"{part}\n"):  # words at the very end belong to the number before them, too
-            for ok, start, end in _links(segment, part):
-                stated += 1
-                if not ok:
-                    wrong.append(" ".join(part[start:end].split()))
-    return ArithmeticCheck(stated=stated, right=stated - len(wrong), wrong=tuple(wrong))
+            for right, start, end in _links(segment, part):
+                yield Equation(" ".join(part[start:end].split()), right)
 
 
 def _segments(text: str) -> Iterator[list[_Token]]:

@@ -29,7 +29,7 @@ from tunix_rt.runs.folder import (
     stage_checkpoint,
 )
 from tunix_rt.storage import require_space, storage, write_json
-from tunix_rt.train.preemption import Preemption
+from tunix_rt.train.preemption import COURTESY_SECONDS, Preemption
 
 logger = logging.getLogger(__name__)
 
@@ -262,13 +262,14 @@ class FinishedStep:
         return self._longest + self._saver.stop_seconds
 
     def stop_plan(self) -> str:
-        save = f"takes about {duration(self._saver.longest_seconds)} to save"
+        save = f"takes about {duration(self._saver.longest_seconds)}"
         if self._lock.locked():
             most = f" (up to {duration(self._longest)})" if self._longest else ""
-            return f"stopping after the current step{most}, which {save}"
+            return f"stopping after the current step{most}; saving it {save}"
         if self._state is None or self._saver.committed == self._state["step"]:
             return f"stopping; {self._saver.saved_state()}"
-        return f"stopping after step {self._state['step']}, which {save}"
+        step = self._state["step"]
+        return f"stopping; saving step {step}, or {step + 1} if it ends within {COURTESY_SECONDS:g} s, {save}"
 
     def save(self) -> None:
         """Save the step, unless it is saved, and wait for it."""

@@ -165,10 +165,6 @@ def commit_run(
     plan, total = planned.memory, ends[-1]
     journal.result.set(memory=Footprint(predicted_bytes=plan.peak_bytes), steps_planned=total)
     _refuse_without_heldout(draft.config, data)
-    if len(ends) > 1:
-        logger.info("Extended from %d to %d steps; later learning rates are those of %d steps", ends[-2], total, total)
-    else:
-        _log_steps(draft, data, planned, device)
     committed = commitment.build_precommit(
         draft.committed, draft.model, tokenizer, data, device=device.device, batch=draft.batch, fitting=draft.fitting
     )
@@ -177,6 +173,14 @@ def commit_run(
     every = draft.committed.training.eval_steps or total
     refuse_lost_records(journal.run, start, evaluated=every if data.heldout_rows else None, ends=ends)
     stop.refuse_if_never(done=start.step, total=total)
+    if len(ends) > 1:
+        logger.info("Extended from %d to %d steps; later learning rates are those of %d steps", ends[-2], total, total)
+    if start.checkpoint is not None:
+        left = total - start.step
+        took = f", about {duration(left * start.seconds / start.step)} at the speed so far" if left else ""
+        logger.info("Resuming from %s: %d of %d steps left%s", start.checkpoint.name, left, total, took)
+    elif len(ends) == 1:
+        _log_steps(draft, data, planned, device)
     if options.profile:
         refuse_too_many(options.profile, done=start.step, total=total)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler; read at its import

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tunix_rt.cli.views import text
+from tunix_rt.plan.answer import rate_range, rounded
 from tunix_rt.progress import duration
 
 if TYPE_CHECKING:
@@ -166,15 +167,6 @@ def time_lines(time: "StepTime", run: "RunTime | None", *, exact: bool) -> Itera
     yield f"      {'' if exact else 'at most '}{run.steps:,} steps, {run.tokens:,} tokens: {low} to {high} of training"
 
 
-def rate_range(time: "StepTime") -> str:
-    return f"{rounded(time.tokens / time.seconds_high)} to {rounded(time.tokens / time.seconds_low)}"
-
-
-def rounded(rate: float) -> str:
-    """Two digits: a prediction of speed has no more."""
-    return f"{float(f'{rate:.2g}'):,.0f}" if rate >= 9.95 else f"{rate:.1f}" if rate > 0 else "0"
-
-
 def disk_line(needed: int, free: int | None) -> str:
     if free is None:
         return f"disk: up to {text.gib(needed)} needed"
@@ -249,8 +241,8 @@ def show_all(seen: "Sequence[Outlook]", *, seconds: float, left_out: Iterable[st
 def _remarks(seen: "Sequence[Outlook]") -> Iterator[str]:
     if seen[0].plan.lower_bound:
         yield "maybe: the least memory fits, and the compiler decides (see --exact)"
-    if waiting := sum(one.runs and one.time.waits_for_host for one in seen):
-        yield f"{waiting} devices have the same tokens/s:"
+    if any(one.runs and one.time.waits_for_host for one in seen):
+        yield "where tokens/s are equal:"
         yield f"  {HOST_BOUND}"
     if emulated := ", ".join(one.target.name for one in seen if one.unable):
         yield f"bfloat16 only by emulation, which no run takes: {emulated}"

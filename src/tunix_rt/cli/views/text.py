@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from tunix_rt.cli.runs import RunDetail, RunSummary
+    from tunix_rt.cli.runs import RunDetail
     from tunix_rt.cli.views.progress import Parts
     from tunix_rt.evaluate.report import Row
+    from tunix_rt.runs.index import RunSummary
 
 CURVE_COLUMNS = 60
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -90,15 +90,18 @@ def _formatted(tokenizer: Any, conversation: list[dict[str, str]]) -> str:
 
 
 def _outputs_of(request: dict[str, Any], folder: str, logits: Path) -> dict[str, Any]:
-    """Tensors, logits and greedy generations of the model of the folder, in the dtype of its config.json."""
-    model, info = _load(request, folder, "auto")
+    """Tensors, logits and greedy generations of the model of the folder, in the dtype of its config.json; or of its base model
+    with the adapter of the folder, which has no eos_token_id."""
+    base = request["base"]
+    model, info = _load(request, base or folder, (base and request["weights"]) or "auto")
     own = model.generation_config
+    ends = request["stop_ids"] if base else own.eos_token_id
     result: dict[str, Any] = {
         "loading": {kind: sorted(map(str, names)) for kind, names in info.items() if names},
-        "tensors": tensor_hashes(_text_tensors(model.state_dict())),
-        "eos_token_id": own.eos_token_id,
+        "tensors": tensor_hashes(_adapted(model, folder) if base else _text_tensors(model.state_dict())),
+        "eos_token_id": ends,
     }
-    if request["weights"]:  # loaded again: `to` would cast buffers that were computed in the narrow dtype
+    if request["weights"] and not base:  # loaded again: `to` would cast buffers that were computed in the narrow dtype
         del model
         model, _ = _load(request, folder, request["weights"])
     if request["compute"]:
@@ -107,7 +110,7 @@ def _outputs_of(request: dict[str, Any], folder: str, logits: Path) -> dict[str,
     # Greedy, whatever sampling the folder configures; it ends at the eos_token_id of the folder.
     pad = own.pad_token_id if own.pad_token_id is not None else request["pad_id"]
     model.generation_config = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=request["new_tokens"], eos_token_id=own.eos_token_id, pad_token_id=pad
+        do_sample=False, max_new_tokens=request["new_tokens"], eos_token_id=ends, pad_token_id=pad
     )
     cast = contextlib.nullcontext()
     if request["autocast"]:
@@ -120,6 +123,13 @@ def _outputs_of(request: dict[str, Any], folder: str, logits: Path) -> dict[str,
             greedy.append(_greedy(model, ids))
     np.save(logits, torch.stack(last).numpy())
     return result | {"greedy": greedy, "logits": logits.name}
+
+
+def _adapted(model: Any, folder: str) -> Any:
+    """The tensors of the adapter of `folder`, which `peft` adds to `model` in place."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    return get_peft_model_state_dict(PeftModel.from_pretrained(model, folder))
 
 
 def _text_tensors(tensors: Any) -> Any:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tunix_rt.engines import checkpoint
 from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import out_of_range
-from tunix_rt.engines.torch.load import merged_weights
+from tunix_rt.engines.torch.adapters import merged_weights
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer, described
 from tunix_rt.models.multimodal import restore_towers

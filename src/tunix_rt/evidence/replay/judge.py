@@ -73,16 +73,21 @@ def judge_weights(run: Run, made: Regeneration, recorded: Sequence[PredictionLin
     if made.heldout is not None and run.record.heldout:
         line, tolerance = run.record.heldout[-1], _heldout_tolerance(run, match)
         outcome.add("held-out", compare.heldout_problem(line, *made.heldout, tolerance))
-        outcome.notes.append(f"held-out loss of the weights: {made.heldout[0]:.6f}, recorded {line.loss:.6f}")
+        why = f" before the weights were saved as {run.config.training.save_dtype}" if _is_rounded(run) else ""
+        outcome.notes.append(f"held-out loss of the weights: {made.heldout[0]:.6f}, recorded {line.loss:.6f}{why}")
     return outcome
 
 
 def _heldout_tolerance(run: Run, match: Match) -> float:
+    tolerance = compare.tolerance_of(match.name, run.config.training.dtype).loss
+    return max(tolerance, compare.ROUNDED_HELDOUT) if _is_rounded(run) else tolerance
+
+
+def _is_rounded(run: Run) -> bool:
+    """Whether the final model is saved in another dtype than it was trained in."""
     training = run.config.training
-    tolerance = compare.tolerance_of(match.name, training.dtype).loss
     kept = training.master_dtype or ("float64" if training.dtype == "float64" else "float32")
-    rounded = training.save_dtype not in (None, kept)
-    return max(tolerance, compare.ROUNDED_HELDOUT) if rounded else tolerance
+    return training.save_dtype not in (None, kept)
 
 
 def scores_here(run: Run, recorded: Sequence[PredictionLine], answers: Sequence[Mapping[str, Any]]) -> Scores:

@@ -9,8 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from tunix_rt.config.capabilities import LORA_SETTINGS
 from tunix_rt.config.load import with_settings
-from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
 from tunix_rt.data.records import EvalItem
 from tunix_rt.data.render import Style, prompt_ids, style_of
@@ -209,7 +210,8 @@ class Regeneration:
 
 def regenerate(prepared: PreparedRun, weights: Path, *, with_answers: bool) -> Regeneration:
     """Load the model in `weights` and answer all questions; those that come out differently are followed token by token."""
-    alone = {"model.model_name_or_path": str(weights), "model.weights": "pretrained", "training.lora_rank": None}
+    alone: dict[str, Any] = {"model.model_name_or_path": str(weights), "model.weights": "pretrained"}
+    alone |= {f"training.{name}": Training.model_fields[name].default for name in LORA_SETTINGS}
     config = with_settings(prepared.config, alone)
     source = resolve_model(str(weights))
     shape = outline_of(source.config, source.weight_files())

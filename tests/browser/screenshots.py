@@ -1,0 +1,59 @@
+"""Pictures of the pages, for README and for people who review them.
+
+python -m tests.browser.screenshots FOLDER      every page, light and dark, whole
+python -m tests.browser.screenshots --readme    docs/dashboard.png, the top of one run's page
+"""
+
+import shutil
+import sys
+import urllib.parse
+from pathlib import Path
+
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.browser.conftest import RUNS, dashboard
+from tests.program import ROOT
+from tunix_rt.runs.index import run_id
+
+DEMO, ONE, OTHER = map(run_id, ("demo_v1", "m39_v1", "m40_v1"))
+PAGES = {
+    "runs": "/",
+    "run": f"/runs/{DEMO}",
+    "answers": f"/runs/{DEMO}/answers?show=lost",
+    "evidence": f"/runs/{DEMO}/evidence",
+    "compare": f"/compare?run={ONE}&run={OTHER}",
+    "plan": "/plan?model=gemma-2b&on=rtx4090",
+    "data": "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=0",
+    "doctor": "/doctor",
+}
+SHOWN = run_id("gemma3_270m_gsm8k_v1")
+
+
+def take(browser: Browser, address: str, path: str, to: Path, *, scheme: str = "light", whole: bool = True) -> None:
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 860})  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(address)
+    page.goto(urllib.parse.urljoin(address, path))
+    page.wait_for_timeout(1500)
+    page.screenshot(path=to, full_page=whole)
+    context.close()
+
+
+def main(words: list[str]) -> None:
+    program = shutil.which("chromium")
+    if program is None or len(words) != 1:
+        raise SystemExit(__doc__)
+    with dashboard(RUNS) as (address, _), sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program)
+        if words == ["--readme"]:
+            take(browser, address, f"/runs/{SHOWN}", ROOT / "docs" / "dashboard.png", whole=False)
+            return
+        folder = Path(words[0])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, path in PAGES.items():
+            for scheme in ("light", "dark"):
+                take(browser, address, path, folder / f"{name}-{scheme}.png", scheme=scheme)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,184 @@
+"""Run folders made by somebody who means harm: every page and `tunix-rt runs` survive them, quickly and in bounded memory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+MOST_MIB, MOST_SECONDS = 300, 20
+HTML = "<img src=x onerror=alert(1)><script>alert(1)</script>{{7*7}}\u202e\x1b[31m"
+LINES = (
+    "metrics.jsonl",
+    "rows.jsonl",
+    "eval/heldout.jsonl",
+    "eval/predictions-before.jsonl",
+    "eval/predictions-after.jsonl",
+)
+OBJECTS = (
+    "result.json",
+    "precommit.json",
+    "memory.json",
+    "plan.json",
+    "doctor.json",
+    "eval/before.json",
+    "eval_summary.json",
+)
+TEXTS = ("training_log.txt", "config.yaml", "SHA256SUMS")
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    with path.open("ab") as file:
+        file.truncate(3 * 10**9)
+
+
+def long_line(path: Path) -> None:
+    with path.open("ab") as file:
+        for _ in range(200):
+            file.write(b"x" * 10**6)
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+def html(path: Path) -> None:
+    """In every text of every object, behind an honest beginning."""
+
+    def spoilt(value):
+        if isinstance(value, dict):
+            return {key: spoilt(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [spoilt(inner) for inner in value]
+        return value + HTML if isinstance(value, str) else value
+
+    if path.suffix == ".jsonl":
+        text = "".join(json.dumps(spoilt(json.loads(line))) + "\n" for line in path.read_text().splitlines())
+    elif path.suffix == ".json":
+        text = json.dumps(spoilt(json.loads(path.read_text())))
+    else:
+        text = HTML + "\n" + path.read_text() + HTML
+    path.write_text(text)
+
+
+def deep(path: Path) -> None:
+    path.write_bytes(b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n")
+
+
+def numbers(path: Path) -> None:
+    line = (
+        '{"step": NaN, "loss": 1e999, "lr": -Infinity, "tokens": '
+        + "9" * 4000
+        + ', "seconds": null, "peak_bytes": "x"}\n'
+    )
+    path.write_text(line * 20)
+
+
+def noise(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 4000)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def unreadable(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+HARMS = (fifo, sparse, long_line, link, html, deep, numbers, noise, folder, unreadable)
+
+CHILD = """
+import signal, sys
+from pathlib import Path
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+from tunix_rt.cli.main import cli
+from tunix_rt.dashboard.app import make_app
+from tunix_rt.dashboard.guard import LOOPBACK, Guard
+from tunix_rt.dashboard.site import Site
+
+below, seconds = Path(sys.argv[1]), int(sys.argv[2])
+site = Site.of(below)
+app = make_app(site, Guard(hosts=LOOPBACK, key=None, port=80))
+client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+for one in [None, *site.index.runs()]:
+    for end in ("", "/answers", "/answers?show=along", "/evidence") if one else ("",):
+        address = f"/runs/{one.id}{end}" if one else "/"
+        signal.alarm(seconds)
+        answer = client.get(address)
+        signal.alarm(0)
+        text = answer.text
+        bad = [word for word in ("<img src=x", "<script>alert", ">49<", "root:x:0", chr(0x202e), chr(27)) if word in text]
+        if answer.status_code >= 500 or bad:
+            print("PAGE", one and one.name, address, answer.status_code, bad, flush=True)
+    if one:
+        signal.alarm(seconds)
+        for words in (["runs", "show", str(one.root)], ["runs", str(one.root.parent)]):
+            done = CliRunner().invoke(cli, words)
+            if done.exit_code not in (0, 3) or "root:x:0" in done.output:
+                print("RUNS", one.name, words, done.exit_code, repr(done.exception), flush=True)
+        signal.alarm(0)
+status = Path("/proc/self/status").read_text()
+print("peak", int(status.split("VmHWM:")[1].split()[0]) // 1024)
+"""
+
+
+def looked_at(below: Path) -> list[str]:
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(below), str(MOST_SECONDS)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=3600,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr[-3000:]
+    return child.stdout.splitlines()
+
+
+def make_harmed(below: Path, harms, names) -> None:
+    for harm in harms:
+        for name in names:
+            run = below / f"{harm.__name__}-{name.replace('/', '_')}"
+            shutil.copytree(ROOT / "submission_runs" / "m39_cpu_v1", run)
+            harm(run / name)
+
+
+def check(lines: list[str]) -> None:
+    assert lines[:-1] == []
+    assert int(lines[-1].removeprefix("peak ")) <= MOST_MIB
+
+
+def test_hostile_files_in_a_run_folder_are_shown_as_what_they_are(tmp_path):
+    make_harmed(
+        tmp_path, (fifo, sparse, link, html, numbers), ("metrics.jsonl", "eval/predictions-after.jsonl", "result.json")
+    )
+    check(looked_at(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_every_harm_in_every_file_is_survived(tmp_path, harm):
+    make_harmed(
+        tmp_path, (harm,), [name for name in (*LINES, *OBJECTS, *TEXTS) if harm not in (html,) or name != "SHA256SUMS"]
+    )
+    check(looked_at(tmp_path))
+
+
+def test_names_of_folders_cannot_be_more_than_text(tmp_path):
+    for name in ("<b>x", "a\nb", "\u202egnp", "a'b\"c", "%2e%2e", "{{7*7}}", "x" * 200):
+        shutil.copytree(ROOT / "submission_runs" / "m39_cpu_v1", tmp_path / name)
+    (tmp_path / "out").symlink_to("/etc")
+    check(looked_at(tmp_path))

@@ -1,0 +1,212 @@
+"""The pages of one run and of several: every figure is one of the run's files, and any address is answered."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.conftest import ROOT
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.dashboard import app, formats
+from tunix_rt.dashboard.pages import compare, run
+from tunix_rt.dashboard.query import Query
+from tunix_rt.dashboard.site import Site
+from tunix_rt.errors import InputError
+from tunix_rt.evaluate.comparison import compare_runs
+from tunix_rt.evaluate.generate import read_side
+from tunix_rt.evaluate.report import paragraph
+from tunix_rt.runs.record import RunRecord
+
+RUNS = ROOT / "submission_runs"
+NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
+VOID = {"meta", "link", "input", "br", "hr", "img"}
+
+
+class Checked(HTMLParser):
+    """Elements are closed in order, and ids are unique."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.text = [], set(), [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        assert given.get("id") not in self.ids
+        self.ids |= {given["id"]} if "id" in given else set()
+        self.links += [given["href"]] if tag == "a" else []
+        self.open += [tag] if tag not in VOID else []
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def render(page, query=None, part=""):
+    return app.render(page, "/runs/x", query or Query(), part)
+
+
+@pytest.fixture(scope="module")
+def site():
+    return Site.of(RUNS)
+
+
+def id_of(site, name):
+    return next(one.id for one in site.index.runs() if one.name == name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_figures_of_a_run_page_are_those_of_its_files(site, name):
+    record = RunRecord(RUNS / name)
+    page = run.page(site, Query(), id_of(site, name))
+    html, view = render(page), page.values
+    text = " ".join(" ".join(Checked(html).text).split())
+    charts = {one.name: one for one in view.curves.charts}
+    assert {"loss", "lr", "grad_norm", "tokens_per_second", "peak_bytes"} <= charts.keys() and not page.live
+    for column in ("loss", "lr", "grad_norm", "peak_bytes", "seconds", "tokens"):
+        values, buckets = [getattr(line, column) for line in record.metrics], charts[column].series[0].buckets
+        assert int(buckets.points.sum()) == len(values) and buckets.ends == (values[0], values[-1])
+        assert (buckets.lowest.min(), buckets.highest.max()) == (min(values), max(values))
+    heldout = charts["loss"].series[1].buckets
+    assert heldout.mean.tolist() == [line.loss for line in record.heldout]
+    assert heldout.first.tolist() == [line.step for line in record.heldout]
+    result, memory = record.result, record.memory
+    assert f"{result.status} : {result.reason}" in text and record.commitment.base_model.name in text
+    for shown in (
+        f"{result.steps_completed:,} of {result.steps_planned:,}", formats.figure(result.final_loss), f"{result.parameters:,}",
+        formats.seconds(result.seconds), formats.moment(result.finished), f"step {result.best_step:,}",
+    ):  # fmt: skip
+        assert shown in text, shown
+    assert charts["peak_bytes"].level == ("predicted", memory.predicted_bytes)
+    for phase, found in memory.phases.items():
+        figures = [formats.gib(found.get(key)) for key in ("predicted_bytes", "measured_bytes")]
+        assert f"{phase} {' '.join(figures)}" in text
+    for one in record.checkpoints:
+        assert f"{one.step:,} {formats.gib(sum(file.bytes for file in one.files.values()))}" in text
+    assert formats.percent(record.scores("after").accuracy) in text
+    assert (RUNS / name / "training_log.txt").read_text().splitlines()[-1] in " ".join(view.log.split("\n"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_that_differ_from_the_defaults_are_marked(site, name):
+    config = RunRecord(RUNS / name).config
+    html = render(run.page(site, Query(), id_of(site, name)))
+    marked = set(re.findall(r'<tr class="differs"><th scope="row">([^<]+)<', html))
+    expected = {
+        f"{section}.{key}"
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+        if value != getattr(getattr(RunConfig(), section), key)
+    }
+    assert marked == expected and "data.dataset" in marked
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "x=tokens&log=1&smooth=0.9", "x=time&from=10&to=20", "from=50&to=60", "from=nan&to=inf", "from=9&to=3", "x=%00&smooth=2",
+        "from=-1e400&to=1e999", "from=0.1&to=0.2", "from=" + "9" * 500,
+    ],
+)  # fmt: skip
+def test_any_address_is_answered_and_its_links_lead_on(site, address):
+    query = Query.parse(address)
+    page = run.page(site, query, id_of(site, "m39_v1"))
+    links = [link for link in Checked(render(page, query)).links if "from=" in link]
+    assert len(links) in (1, 4)
+    for link in links:
+        again = run.page(site, Query.parse(link.removeprefix("?")), id_of(site, "m39_v1")).values.curves
+        assert again.controls == page.values.curves.controls
+        assert again.charts[0].low < again.charts[0].high
+
+
+def test_a_run_that_goes_on_is_looked_at_again_and_its_page_grows(tmp_path):
+    shutil.copytree(RUNS / "demo_v1", tmp_path / "live")
+    for gone in ("result.json", "memory.json", "run_manifest.json"):
+        (tmp_path / "live" / gone).unlink()
+    metrics = tmp_path / "live" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:50]))
+    site = Site.of(tmp_path)
+    before = run.page(site, Query(), id_of(site, "live"))
+    assert before.live and before.values.every == run.UNFINISHED_MS and 'data-every="5000"' in render(before)
+    assert "Predicted by part" in render(before)  # from plan.json
+    metrics.write_bytes(b"".join(lines[:90]))
+    after = run.page(site, Query(), id_of(site, "live")).values
+    assert after.curves.charts[0].series[0].buckets.last[-1] == 90 and after.details is before.values.details
+
+
+def test_corrupt_files_are_named_and_secrets_in_the_log_are_not_shown(tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(RUNS / "demo_v1", root)
+    (root / "result.json").write_text('{"status": "completed"}')
+    (root / "checkpoints.json").unlink()
+    (root / "checkpoints.json").symlink_to("/etc/passwd")
+    with (root / "metrics.jsonl").open("a") as metrics, (root / "training_log.txt").open("a") as log:
+        metrics.write('{"step": NaN}\n')
+        log.write("token hf_" + "a" * 30 + " \x1b[31m\n")
+    text = "".join(Checked(render(run.page(site := Site.of(tmp_path), Query(), id_of(site, "run")))).text)
+    for shown in (
+        "result.json: reason: missing",
+        "checkpoints.json: a symbolic link",
+        "metrics.jsonl:201: not an object",
+        "hf_***",
+    ):
+        assert shown in text, shown
+    assert "a" * 30 not in text and "\x1b" not in text
+
+
+EXTREME = ([1e308] * 3, [0.0] * 3, [5e-324, 1e308, 0.0], [1.0], [1e-300, 1e300], [2**62, 2**62 + 4096])
+
+
+@pytest.mark.parametrize("values", EXTREME)
+def test_any_finite_numbers_are_drawn_along_any_axis(tmp_path, values):
+    names = ("loss", "lr", "grad_norm", "target_tokens", "tokens", "seconds", "peak_bytes")
+    lines = [json.dumps({"step": step, **dict.fromkeys(names, one)}) + "\n" for step, one in enumerate(values, start=1)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    site = Site.of(tmp_path)
+    for address in ("", "x=tokens&log=1", "x=time&smooth=0.99&from=0&to=1"):
+        html = render(run.page(site, Query.parse(address), id_of(site, "run")))
+        Checked(html)
+        assert not re.search(r'="[^"]*\b(nan|inf)\b', html)
+
+
+def test_two_runs_compared_have_the_verdict_of_the_command_line(site):
+    ids = [id_of(site, name) for name in ("m39_cpu_v1", "m40_v1")]
+    query = Query((("run", ids[0]), ("run", ids[1]), ("run", ids[0])))
+    page = compare.page(site, query)
+    text = " ".join(Checked(render(page, query)).text)
+    series = page.values.curves.charts[0].series
+    assert [one.name for one in series] == ["m39_cpu_v1", "m40_v1"]
+    assert [int(one.buckets.points.sum()) for one in series] == [
+        len(RunRecord(RUNS / one.name).metrics) for one in series
+    ]
+    verdict = page.values.verdicts[0]
+    expected = compare_runs(*(read_side(RUNS / one.name) for one in series))
+    assert (
+        verdict.text.startswith(paragraph(expected)) and "device is cpu in m39_cpu_v1, cuda in m40_v1" in verdict.text
+    )
+    assert formats.visible(verdict.text) in text
+    configs = [json.loads(RunRecord(RUNS / one.name).config.model_dump_json()) for one in series]
+    differing = {f"{s}.{k}" for s in configs[0] for k in configs[0][s] if configs[0][s][k] != configs[1][s][k]}
+    assert {name for name, _ in page.values.settings} == differing
+    refused = compare.page(site, Query((("run", ids[0]), ("run", id_of(site, "demo_v1"))))).values.verdicts[0]
+    assert "were decoded differently: max_new_tokens is 64" in refused.text and refused.fix
+    for column, title in page.values.curves.controls[0][3]:
+        chosen = compare.page(site, Query((*query.pairs, ("column", column)))).values.curves.charts[0]
+        assert chosen.title == title and len(chosen.series) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_too_few_or_too_many_runs_are_a_sentence_and_the_way_out(site, count):
+    with pytest.raises(InputError, match=rf"{count} run\(s\) to compare; 2 to 8") as refused:
+        compare.page(site, Query(tuple(("run", f"{number:012x}") for number in range(count))))
+    assert "list of runs" in refused.value.fix

@@ -1,0 +1,152 @@
+"""Every number on every page of the five recorded runs comes from the value of its page, and that from the files of the run."""
+
+import dataclasses
+import html
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from tests.conftest import ROOT
+from tunix_rt.dashboard import charts, formats
+from tunix_rt.dashboard.app import environment, find_page, render
+from tunix_rt.dashboard.query import Query
+from tunix_rt.dashboard.site import Site
+
+RUNS = ROOT / "submission_runs"
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
+TEMPLATES = ROOT / "src" / "tunix_rt" / "dashboard" / "templates"
+
+
+def leaves(value: object, depth: int = 0) -> Iterator[object]:
+    """Everything inside a value that a template could show: fields, items, and what its properties give."""
+    if depth > 12 or isinstance(value, Path | bytes):
+        yield str(value)
+    elif isinstance(value, bool) or value is None:
+        return
+    elif isinstance(value, int | float | str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(key, depth + 1)
+            yield from leaves(inner, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield len(value)
+        for inner in value:
+            yield from leaves(inner, depth + 1)
+    elif isinstance(value, np.ndarray):
+        yield from leaves(value.tolist(), depth + 1)
+    elif isinstance(value, BaseModel):
+        yield from leaves(dict(value), depth + 1)
+    elif dataclasses.is_dataclass(value):
+        if isinstance(value, charts.Series):  # the table behind a chart
+            yield from leaves(value.buckets.coarser(charts.TABLE_ROWS), depth + 1)
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name, one in vars(type(value)).items() if isinstance(one, property)]
+        for name in names:
+            yield from leaves(getattr(value, name), depth + 1)
+
+
+def shown_numbers(value: object) -> set[str]:
+    """The numbers in every form in which `formats` writes the leaves of a value."""
+    found: set[str] = set()
+    for leaf in leaves(value):
+        texts = [str(leaf), formats.visible(leaf)]
+        if not isinstance(leaf, str):
+            texts += [form(leaf) for name, form in formats.FILTERS.items() if name not in ("moment", "visible")]
+            texts += [charts.label(leaf, unit) for unit in charts.UNITS]
+        elif re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.+]+", leaf):
+            texts.append(formats.moment(leaf))
+        for text in texts:
+            found.update(NUMBER.findall(text))
+    return found
+
+
+@cache
+def template_numbers() -> set[str]:
+    """Numbers that stand in the templates themselves, as in `L1`."""
+    environment()
+    return {number for path in TEMPLATES.glob("*.html") for number in NUMBER.findall(path.read_text())}
+
+
+def text_of(page: str) -> str:
+    """What a reader sees, without axes: the values of a chart are in the table behind it."""
+    page = re.sub(r"<svg.*?</svg>|<footer>.*?</footer>|<head>.*?</head>", " ", page, flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", " ", page))
+
+
+def opened(site: Site, address: str) -> tuple[str, object]:
+    path, _, rest = address.partition("?")
+    handler, run_id = find_page(path)
+    query = Query.parse(rest)
+    page = handler(site, query, run_id)
+    return render(page, path, query), page.values
+
+
+def addresses(site: Site) -> list[str]:
+    ids = [one.id for one in site.index.runs()]
+    pages = [
+        f"/runs/{one}{end}" for one in ids for end in ("", "?x=tokens", "/answers", "/answers?show=lost", "/evidence")
+    ]
+    return ["/", *pages, f"/compare?run={ids[3]}&run={ids[4]}", "/plan?model=gemma-3-1b&on=rtx4090"]
+
+
+def test_every_number_on_a_page_is_in_its_value():
+    site = Site.of(RUNS)
+    for address in addresses(site):
+        page, value = opened(site, address)
+        known = shown_numbers(value) | template_numbers()
+        stray = [number for number in NUMBER.findall(text_of(page)) if number not in known]
+        assert stray == [], address
+
+
+def change(path: Path, edit) -> None:
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+CHANGES = {
+    "the final loss": ("result.json", lambda one: one.update(final_loss=3.25), ("/", "3.25")),
+    "the reason": ("result.json", lambda one: one.update(reason="another one"), ("/runs/ID", "another one")),
+    "the measured memory": (
+        "result.json",
+        lambda one: one["memory"].update(measured_bytes=78 * 2**30),
+        ("/", "78.00 GiB"),
+    ),
+    "the accuracy": ("result.json", lambda one: one["scores"]["after"].update(accuracy=0.125), ("/", "12.5 %")),
+}
+
+
+@pytest.mark.parametrize("change_of", CHANGES)
+def test_a_changed_file_changes_the_page(tmp_path, change_of):
+    name, edit, (address, shown) = CHANGES[change_of]
+    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "runs" / "one")
+    site = Site.of(tmp_path / "runs")
+    address = address.replace("ID", site.index.runs()[0].id)
+    before, _ = opened(site, address)
+    change(run / name, edit)
+    after, _ = opened(site, address)
+    assert shown not in text_of(before) and shown in text_of(after)
+
+
+def test_a_changed_answer_and_a_changed_step_change_the_page(tmp_path):
+    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "runs" / "one")
+    site = Site.of(tmp_path / "runs")
+    one = site.index.runs()[0].id
+    for name, key, value, address in (
+        ("eval/predictions-after.jsonl", "output", "an answer of another model", f"/runs/{one}/answers"),
+        ("metrics.jsonl", "loss", 123.456, f"/runs/{one}"),
+    ):
+        before, _ = opened(site, address)
+        lines = (run / name).read_text().splitlines()
+        lines[0] = json.dumps(json.loads(lines[0]) | {key: value})
+        (run / name).write_text("\n".join(lines) + "\n")
+        after, _ = opened(site, address)
+        assert str(value) not in before and str(value).removesuffix("56") in after, name

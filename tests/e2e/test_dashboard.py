@@ -1,0 +1,149 @@
+"""`tunix-rt dashboard` as a process: it starts, survives slow clients, contacts nobody, ends on Ctrl-C, and writes nothing."""
+
+import hashlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.browser.conftest import dashboard
+from tests.conftest import ROOT
+from tests.program import in_process, refused
+from tunix_rt.dashboard.chat import Chat
+from tunix_rt.errors import InputError
+from tunix_rt.runs.index import run_id
+
+RUNS = ROOT / "submission_runs"
+
+
+def fetched(address: str, cookie: str = "") -> tuple[int, str]:
+    request = urllib.request.Request(address, headers={"cookie": cookie} if cookie else {})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.status, answer.read().decode()
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word(tmp_path):
+    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "one")
+    before = hashes(run)
+    with dashboard(run) as (address, server):
+        assert urllib.parse.urlsplit(address).path == f"/runs/{run_id('one')}"
+        base = address.partition("/runs/")[0]
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            fetched(f"{base}/")
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        assert "gpt2" in opener.open(address, timeout=30).read().decode()
+        assert "one" in opener.open(f"{base}/", timeout=30).read().decode()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 0
+        assert server.stderr.read() == "Ctrl-C stops it.\n"
+    assert hashes(run) == before
+
+
+def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path):
+    assert "no such folder" in refused(in_process("dashboard", tmp_path / "nowhere", "--no-open"), 3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = refused(in_process("dashboard", RUNS, "--no-open", "--port", taken.getsockname()[1]), 2)
+        assert "cannot listen on 127.0.0.1" in words and "choose another --port" in words
+    assert "--no-key" in refused(in_process("dashboard", RUNS, "--no-open", "--no-key", "--host", "0.0.0.0"), 2)
+
+
+def test_the_pages_are_written_as_files_that_need_no_server(tmp_path):
+    done = in_process("dashboard", RUNS, "--export", tmp_path / "pages")
+    assert done.returncode == 0, done.stderr
+    files = {path.name: path.read_text() for path in (tmp_path / "pages").glob("*.html")}
+    assert f"{len(files)} pages in" in done.stdout and len(files) > 15
+    for name, text in files.items():
+        assert "<script" not in text and 'href="/' not in text and 'src="/' not in text, name
+        for link in re.findall(r'href="([^"#]+)"', text):
+            assert (tmp_path / "pages" / link).is_file(), (name, link)
+    assert "m39_v1" in files["index.html"] and (tmp_path / "pages" / "style.css").is_file()
+    assert "is not empty" in refused(in_process("dashboard", RUNS, "--export", tmp_path / "pages"), 3)
+
+
+def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_trains():
+    busy = False
+    chat = Chat(RUNS / "demo_v1", is_busy=lambda: busy)
+    try:
+        base, tuned = chat.ask("Rosa has 63 toys. Rosa buys 5 more toys. How many toys does Rosa have now?")["answers"]
+        assert (base["model"], base["answer"]) == ("tiny-gemma3", None)
+        assert tuned["answer"] == "68" and "63 + 5 = 68" in tuned["reasoning"]
+        for question in ("", " ", "x" * 9000):
+            with pytest.raises(InputError, match="no question"):
+                chat.ask(question)
+        busy = True
+        with pytest.raises(InputError, match="a run is training"):
+            chat.ask("What is 1 + 1?")
+    finally:
+        chat.close()
+
+
+UNFINISHED = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n",
+    b"G",
+    b"POST /doctor HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Tunix-Rt: 1\r\n"
+    b"Content-Length: 9999\r\n\r\n{",
+)
+
+
+def is_closed(one: socket.socket) -> bool:
+    """Whether the server has ended the connection, after an answer or without one."""
+    one.settimeout(1)
+    with one:
+        try:
+            while one.recv(4096):
+                pass
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False
+    return True
+
+
+@pytest.mark.slow  # waits for the deadline of ten seconds
+def test_250_clients_that_never_finish_a_request_hold_nobody_up():
+    with dashboard(RUNS, "--no-key") as (address, server):
+        port = urllib.parse.urlsplit(address).port
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(250)]
+        for number, one in enumerate(slow):
+            one.sendall(UNFINISHED[number % 3])
+        for _ in range(20):
+            assert fetched(address)[0] == 200
+        time.sleep(13)
+        assert sum(map(is_closed, slow)) == 250
+        assert psutil.Process(server.pid).memory_info().rss < 300 * 2**20
+
+
+@pytest.mark.slow
+def test_it_contacts_no_other_host_by_the_word_of_the_kernel(tmp_path):
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    with dashboard(RUNS, "--no-key") as (address, server):
+        log = tmp_path / "calls"
+        tracer = subprocess.Popen(["strace", "-f", "-e", "trace=connect,sendto", "-o", log, "-p", str(server.pid)])
+        try:
+            time.sleep(1)
+            for path in ("", "plan?model=gemma-3-1b&on=rtx4090", "data", "doctor"):
+                assert fetched(address + path)[0] == 200
+            time.sleep(8)  # the doctor looks in the background
+        finally:
+            tracer.terminate()
+            tracer.wait()
+        called = [line for line in log.read_text().splitlines() if "AF_INET" in line and "connect(" in line]
+        assert called == []
