@@ -91,7 +91,10 @@ def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_tra
         with pytest.raises(InputError, match="a run is training"):
             chat.ask("What is 1 + 1?")
     finally:
+        child = chat._child
         chat.close()
+    assert child is not None and child.returncode is not None
+    assert child.stdin.closed and child.stdout.closed
 
 
 UNFINISHED = (

@@ -48,6 +48,7 @@ class Chat:
     def _answered(self, question: str) -> dict[str, Any]:
         starting = self._child is None or self._child.poll() is not None
         if starting:
+            self.close()
             words = [sys.executable, "-m", "tunix_rt.dashboard.chat", str(self._run)]
             self._child = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -70,7 +71,7 @@ class Chat:
     def close(self) -> None:
         if self._child is not None:
             self._child.kill()
-            self._child.wait()
+            self._child.communicate()  # closes the pipes too
             self._child = None
 
 
