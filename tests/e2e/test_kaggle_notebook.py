@@ -153,8 +153,9 @@ def test_without_a_tpu_the_notebook_ends_at_the_doctor_and_no_run_is_begun(sessi
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_notebook_is_a_notebook_without_outputs():
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").iterdir()), ids=lambda path: path.stem)
+def test_the_notebook_is_a_notebook_without_outputs(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert set(notebook) == {"cells", "metadata", "nbformat", "nbformat_minor"}
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
