@@ -13,7 +13,7 @@ from tunix_rt.engines.decoding import Decoding
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.engines.torch.load import _keep_float64
 
-NEW = ["mistral", "ministral", "ministral3", "phi3", "olmo2", "olmo3", "granite", "smollm3"]
+NEW = ["mistral", "ministral", "ministral3", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma4", "gemma4-e", "gemma4-moe"]
 STEPS = 20
 each_family = pytest.mark.parametrize("family", NEW)
 

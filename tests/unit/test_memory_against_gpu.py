@@ -12,10 +12,11 @@ from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import activations
-from tunix_rt.plan.activations import Batch, SavedTensors, saved_by_layer, tensors_of, widths_of
+from tunix_rt.plan.activations import Batch, SavedTensors, saved_by_layer, widths_of
 from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, least_room
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.precision import recipe_of
+from tunix_rt.plan.tensors import tensors_of
 
 CASES = gpu_cases(ROOT)
 KINDS = sorted({kind_of(case) for case in CASES})

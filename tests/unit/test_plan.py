@@ -23,6 +23,7 @@ from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
 from tunix_rt.plan.precision import loss_rows, recipe_of
 from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.tensors import elements, tensors_of
 from tunix_rt.plan.timing import training_flops_per_token
 from tunix_rt.storage import to_plain
 
@@ -65,14 +66,14 @@ def test_the_tensors_of_a_model_are_those_of_transformers(config: dict[str, Any]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers_config(config))
     shape = shape_of(config)
-    found = activations.tensors_of(shape)
-    all_of_them = [*found.embeddings, *found.layer * shape.layers, *found.others]
+    found = tensors_of(shape)
+    all_of_them = [*found.embeddings, *(found.stack or found.layer * shape.layers), *found.others]
     assert sorted(all_of_them) == sorted(tuple(parameter.shape) for parameter in model.parameters())
-    assert activations.elements(all_of_them) == shape.parameters
+    assert elements(all_of_them) == shape.parameters
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
     inner = {name: tuple(one.weight.shape) for name, one in model.named_modules() if isinstance(one, kinds)}
-    modules = [(name, one) for layer in modules_of(shape) for name, one in zip(layer, found.matrices, strict=True)]
-    assert dict(modules) == {name: of for name, of in inner.items() if name != "lm_head"}
+    modules = {name: one for layer in modules_of(shape) for name, one in layer.items()}
+    assert modules == {name: of for name, of in inner.items() if name != "lm_head"}
 
 
 # --- what a step keeps -----------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def assert_kept_is_counted(config: dict[str, Any], training: Training, *, packed
     batch = activations.Batch(rows=2, length=40, packed=packed, device="cpu")
     two, three = (saved_bytes(config, training, layers=layers, batch=batch) for layers in (2, 3))
     shape = shape_of(config)
-    adapters = adapters_of(activations.tensors_of(shape).matrices, shape, training)
+    adapters = adapters_of(tensors_of(shape).matrices, shape, training)
     widths = activations.widths_of(recipe_of(training), adapters)
     counted = sum(activations.saved_by_layer(shape, widths, batch).all)
     assert counted == pytest.approx(three - two, rel=0.01)

@@ -15,7 +15,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers, as `layer_types` of a config.json spells them."""
 
 Config = Mapping[str, Any]
-Layout = Literal["llama", "gpt2"]
+Layout = Literal["llama", "gpt2", "gemma4"]
 Norm = Literal["rms", "rms_float32", "rms_plus_one", "layer"]
 
 
@@ -30,7 +30,8 @@ class Family:
     """Every key that affects shape or computation, with the value that transformers uses where config.json has none. Other
     keys have no effect in this family."""
     layout: Layout = "llama"
-    """Names and shapes of the tensors. `gpt2`: fused query, key and value, matrices stored [in, out], learned positions."""
+    """Names and shapes of the tensors. `gpt2`: fused query, key and value, matrices stored [in, out], learned positions. `gemma4`:
+    layers that differ."""
     norm: Norm = "rms"
     """`rms`: x * w. `rms_float32`: x * w, multiplied in float32. `rms_plus_one`: x * (1 + w), multiplied in float32. `layer`:
     LayerNorm with a bias."""
@@ -68,6 +69,11 @@ class Family:
     def masks_by_layer_type(self) -> bool:
         """The model takes prepared attention masks as a dict by layer type, not as one tensor."""
         return self.slides is not None and not self.one_mask
+
+    @property
+    def equal_layers(self) -> bool:
+        """All layers have one shape: they are compiled by default, with one graph for all."""
+        return self.layout in ("llama", "gpt2")
 
     def value(self, config: Config, key: str) -> Any:
         """`key` of `config`, or its default; None if the family has no such key. An explicit null overrides the default."""
@@ -127,6 +133,13 @@ _GEMMA_2 = {
 }  # fmt: skip
 _GEMMA_3 = {
     **_GEMMA_2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window_pattern": 6,
+}  # fmt: skip
+_GEMMA_4 = {
+    **_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "final_logit_softcapping": None,
+    "use_bidirectional_attention": None, "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False, "num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
+    "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "global_head_dim": 512,
+    "num_global_key_value_heads": None,
 }  # fmt: skip
 _QWEN = {**_SILU, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _HAS_WINDOW: Mapping[str, Any] = {
@@ -275,6 +288,21 @@ _ROWS = (
         **_GEMMA_FAMILY,
         gguf="gemma3",
         gguf_layers_without_scale=62,
+    ),
+    Family(
+        model_type="gemma4_text",
+        class_name="Gemma4ForCausalLM",
+        defaults=_sizes(262_144, 2304, 9216, 30, 8, 4, 256, 131_072, tied=True, **_GEMMA_4),
+        layout="gemma4",
+        norm="rms_float32",
+        post_norms=True,
+        qk_norm="head",
+        scaled_embedding=True,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        # The last layer has full attention whatever the pattern.
+        slides=lambda family, config, layer: (layer + 1) % 6 != 0 and layer + 1 != family.size(config, "num_hidden_layers"),
+        needs_bos=True,
     ),
 )
 

@@ -1,79 +1,14 @@
-"""Parameters tensor by tensor, and the activations that autograd saves, of a model on the PyTorch engine."""
+"""The activations that autograd saves, tensor by tensor, of a model on the PyTorch engine."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tunix_rt.plan.adapters import Adapters
 from tunix_rt.plan.attention_kernels import OLDEST_CAPABILITY, Capability, torch_generation_kernel, torch_kernel
 from tunix_rt.plan.precision import Recipe
-from tunix_rt.plan.shape import Cost, Dimensions, ModelShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensors:
-    """Shapes of the parameters."""
-
-    embeddings: list[Dimensions]
-    """The lm_head weight, then the token embedding if it is not tied."""
-    matrices: list[Dimensions]
-    """Of one layer, in the order of its matmuls; the last is the down projection."""
-    vectors: list[Dimensions]
-    """Of one layer: norms and biases."""
-    others: list[Dimensions]
-    """Learned positions and the last norm."""
-    stack: list[Dimensions] | None = None
-    """Of all layers, where they differ; `matrices` and `vectors` are then those of the largest."""
-
-    @property
-    def layer(self) -> list[Dimensions]:
-        return self.matrices + self.vectors
-
-
-def tensors_of(shape: ModelShape) -> Tensors:
-    """Every parameter of a model of this shape."""
-    if (trace := shape.trace) is not None:
-        return Tensors(
-            embeddings=[(shape.vocab, shape.hidden)] * (1 if shape.tied_head else 2),
-            matrices=[one for one in trace.largest if len(one) > 1] or [(1, 1)],
-            vectors=[one for one in trace.largest if len(one) < 2],
-            others=list(trace.others),
-            stack=[one for layer in trace.layers for one in layer],
-        )
-    hidden, query, kv = shape.hidden, shape.query_size, shape.kv_size
-    norm: list[Dimensions] = [(hidden,)] * (2 if shape.norm_has_bias else 1)
-    biases: list[Dimensions] = [(hidden,)] * shape.output_bias
-    if shape.fused_matrices:
-        attention = [(query + 2 * kv, hidden), (hidden, query)]
-        mlp = [(2 * shape.ffn, hidden), (hidden, shape.ffn)]
-    elif shape.gated_mlp:
-        attention = [(query, hidden), (kv, hidden), (kv, hidden), (hidden, query)]
-        mlp = [(shape.ffn, hidden), (shape.ffn, hidden), (hidden, shape.ffn)]
-        biases += [(query,), (kv,), (kv,)] * shape.query_bias
-        biases += [(shape.ffn,), (shape.ffn,), (hidden,)] * shape.mlp_bias
-    else:  # query, key and value are one matmul (GPT-2)
-        attention = [(hidden, query + 2 * kv), (query, hidden)]
-        mlp = [(hidden, shape.ffn), (shape.ffn, hidden)]
-        biases += [(query + 2 * kv,)] * shape.query_bias + [(shape.ffn,), (hidden,)] * shape.mlp_bias
-    positions: list[Dimensions] = [(shape.max_positions, hidden)] * shape.learned_positions
-    return Tensors(
-        embeddings=[(shape.vocab, hidden)] * (1 if shape.tied_head else 2),
-        matrices=[*attention, *mlp],
-        vectors=norm * shape.norms_per_layer + _head_norms(shape) + biases,
-        others=positions + norm,
-    )
-
-
-def _head_norms(shape: ModelShape) -> list[Dimensions]:
-    """Weights of the norms of queries and keys."""
-    each: list[Dimensions] = [(shape.head_dim,), (shape.head_dim,)]
-    if shape.head_norms_span_heads:
-        each = [(shape.query_size,), (shape.kv_size,)]
-    return each * shape.head_norms
-
-
-def elements(shapes: list[Dimensions]) -> int:
-    return sum(math.prod(one) for one in shapes)
+from tunix_rt.plan.shape import Cost, ModelShape
+from tunix_rt.plan.tensors import elements, tensors_of
 
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -121,6 +56,11 @@ class Widths:
     def casts(self) -> bool:
         return self.compute != self.stream
 
+    def of_kind(self, index: int) -> "Widths":
+        """With the adapters of one kind of layer, where layers differ."""
+        several = () if self.adapters is None else self.adapters.kinds
+        return replace(self, adapters=several[index]) if several else self
+
 
 def widths_of(recipe: Recipe, adapters: Adapters | None = None) -> Widths:
     return Widths(
@@ -139,14 +79,16 @@ class SavedTensors:
     mlp: list[int]
     post_norm: list[int]
     """Saved by the norm behind each of the two blocks, where there is one."""
+    behind: list[int] = field(default_factory=list)
+    """Behind the MLP: what the layer's own embedding adds."""
 
     @property
     def all(self) -> list[int]:
-        return self.attention + self.mlp + 2 * self.post_norm
+        return self.attention + self.mlp + 2 * self.post_norm + self.behind
 
 
 def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTensors:
-    """What autograd saves in one layer, without weights and their casts."""
+    """What autograd saves in a layer of this kind, without weights and their casts."""
     if shape.trace is not None:
         return SavedTensors(attention=[_traced(shape.trace.saved, batch)], mlp=[], post_norm=[])
     if batch.compiled:
@@ -158,11 +100,13 @@ def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTens
     attention = [*before, *_saved_by_attention(shape, widths, batch)]
     mlp = [*before, *_saved_by_mlp(shape, widths, batch)]
     if shape.head_norms:
-        for size, heads in ((shape.query_size, shape.heads), (shape.kv_size, shape.kv_heads)):
+        for size, heads in ((shape.query_size, shape.heads), (shape.kv_size, shape.kv_heads))[: 2 - shape.shares_kv]:
             roots = tokens * (1 if shape.head_norms_span_heads else heads)
             attention += _rms(shape, widths, tokens * size, roots, compute)
+    if shape.value_norm and not shape.shares_kv:
+        attention += _weightless_rms(shape, widths, tokens)
     if (adapters := widths.adapters) is None:
-        attention += _inputs(widths, stream, 3 if separate else 1)
+        attention += _inputs(widths, stream, 1 + shape.kv_matrices if separate else 1)
         mlp += _inputs(widths, stream, 2 if separate else 1)
     else:  # frozen matmuls save no input, their adapters do; and the result of their first factor
         saved = partial(adapters.saved_inputs, compute=compute, device=batch.device)
@@ -173,7 +117,29 @@ def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTens
     if shape.hidden_dropout:  # the mask: a factor per element on a CPU, a boolean on a GPU
         attention.append(stream * (compute if batch.device == "cpu" else 1))
         mlp.append(stream * (compute if batch.device == "cpu" else 1))
-    return SavedTensors(attention=attention, mlp=mlp, post_norm=after)
+    behind = _saved_by_layer_input(shape, widths, batch)
+    return SavedTensors(attention=attention, mlp=mlp, post_norm=after, behind=behind)
+
+
+def _saved_by_layer_input(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
+    """The gate of the layer's own embedding, activated and multiplied with it, its projection and the norm of the result."""
+    if not shape.layer_input:
+        return []
+    tokens, compute = batch.tokens, widths.compute
+    stream, own = tokens * shape.hidden, tokens * shape.layer_input
+    normed = _rms(shape, widths, stream, tokens, compute)
+    if (adapters := widths.adapters) is None:
+        return [stream * compute, *[own * compute] * 3, *normed]
+    saved = partial(adapters.saved_inputs, compute=compute, device=batch.device)
+    inputs = saved(stream, adapters.gate) + saved(own, adapters.projection)
+    activated = [own * compute] * adapters.once
+    return [
+        own * compute,
+        *activated,
+        *inputs,
+        *[4 * tokens * adapters.rank] * (adapters.gate + adapters.projection),
+        *normed,
+    ]
 
 
 def _saved_compiled(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTensors:
@@ -198,10 +164,14 @@ def _saved_compiled(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTen
         attention += [tokens * size * widths.compute for size in (shape.query_size, shape.kv_size)]
         spans = (1, 1) if shape.head_norms_span_heads else (shape.heads, shape.kv_heads)
         attention += [4 * tokens * each for each in spans]
+    if shape.value_norm and not shape.shares_kv:
+        attention += [tokens * shape.kv_size * widths.compute, 4 * tokens * shape.kv_heads]
     if shape.hidden_dropout:
         attention.append(tokens * shape.hidden)
         mlp.append(tokens * shape.hidden)
-    return SavedTensors(attention=attention, mlp=mlp, post_norm=[])
+    own = tokens * shape.layer_input * widths.compute
+    behind = [stream, own, own, stream, *roots] if shape.layer_input else []
+    return SavedTensors(attention=attention, mlp=mlp, post_norm=[], behind=behind)
 
 
 def saved_by_last_norm(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
@@ -214,13 +184,39 @@ def saved_by_last_norm(shape: ModelShape, widths: Widths, batch: Batch) -> list[
 
 
 def saved_once(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
-    """Saved once for all layers: sine and cosine of the positions, and the mask; each per kind of layer."""
+    """Saved once for all layers: sine and cosine of the positions, and the mask, each per kind of layer; and the layers' own
+    embeddings."""
     if shape.trace is not None:
         return [_traced(shape.trace.once, batch)]
+    if shape.kinds:
+        rotated = {kind.window: kind for kind in shape.kinds}.values()
+        each = (_rotation_and_mask(kind, widths, batch, kernel) for kind in rotated)
+        return [size for sizes in each for size in sizes] + _own_embeddings(shape, widths, batch)
+    return _rotation_and_mask(shape, widths, batch, kernel) * shape.layer_kinds
+
+
+def _rotation_and_mask(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None) -> list[int]:
     rotation = [] if shape.learned_positions else [batch.tokens * shape.head_dim * widths.stream] * 2
     kernel = kernel or attention_kernel(shape, widths, batch)
     width = widths.stream if kernel == "eager" else 1 if kernel == "masked" else 0
-    return (rotation + [batch.tokens * batch.length * width] * (width > 0)) * shape.layer_kinds
+    return rotation + [batch.tokens * batch.length * width] * (width > 0)
+
+
+def _own_embeddings(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
+    """The layers' own embeddings of all tokens, and what the norm of their projection and the projection itself save."""
+    if not shape.layer_input:
+        return []
+    own = batch.tokens * shape.layer_inputs
+    stream = batch.tokens * shape.hidden
+    normed = _rms(shape, widths, own, own // shape.layer_input, widths.compute)
+    if (adapters := widths.adapters) is None:
+        # The input is also that of the first norm, if both compute in one dtype.
+        inputs = [stream * widths.compute] * (widths.stream != widths.norm or widths.casts)
+        return [own * widths.stream, *normed, *inputs]
+    if not adapters.once:
+        return [own * widths.stream]
+    inputs = adapters.saved_inputs(stream, 1, compute=widths.compute, device=batch.device)
+    return [own * widths.stream, *normed, *inputs, 4 * batch.tokens * adapters.rank]
 
 
 def _norms(shape: ModelShape, widths: Widths, tokens: int) -> tuple[list[int], list[int]]:
@@ -235,10 +231,18 @@ def _norms(shape: ModelShape, widths: Widths, tokens: int) -> tuple[list[int], l
 def _rms(shape: ModelShape, widths: Widths, size: int, roots: int, width: int) -> list[int]:
     """RMSNorm in single operations over `size` elements of `width` bytes: its input, reciprocal roots, and for the gradient of
     its weight the normalized input."""
+    squares = [roots * widths.norm] * (2 if shape.norm_saves_squares else 1)
     if widths.adapters is not None:
-        return [size * widths.norm, roots * widths.norm]
+        return [size * widths.norm, *squares]
     normed = widths.norm if shape.norm_in_float32 else width  # others round before they multiply by the weight
-    return [size * widths.norm, size * normed, roots * widths.norm]
+    return [size * widths.norm, size * normed, *squares]
+
+
+def _weightless_rms(shape: ModelShape, widths: Widths, tokens: int) -> list[int]:
+    """The norm of values; the input is also that of the norm of keys, if they are the same and nothing is cast."""
+    shared = shape.value_is_key and widths.compute == widths.norm
+    inputs = [] if shared else [tokens * shape.kv_size * widths.norm]
+    return inputs + [tokens * shape.kv_heads * widths.norm] * 2
 
 
 def _inputs(widths: Widths, size: int, matmuls: int) -> list[int]:
@@ -264,16 +268,24 @@ def _saved_by_attention(shape: ModelShape, widths: Widths, batch: Batch) -> list
     copied = result if shape.fused_matrices and batch.device == "cpu" else []
     if kernel == "masked":  # the mask is saved as numbers, once per layer
         repeated = kv if shape.kv_heads == 1 else query  # shared key-value heads are repeated; a single one is expanded
-        return [query] * 2 + [repeated] * 2 + [log_sums, tokens * batch.length * width] + copied
+        own = [repeated] * 2
+        if shape.shares_kv and shape.kv_heads in (1, shape.heads):
+            own = []
+        elif shape.norm_saves_squares and widths.casts and shape.kv_heads == 1:
+            own = [repeated]
+        if shape.norm_saves_squares and widths.casts and shape.kv_heads == 1:
+            own.append(query)  # keys are rotated in the dtype of the residual stream; a cast makes the heads real
+        return [query] * 2 + own + [log_sums, tokens * batch.length * width] + copied
     value = query + 2 * kv if shape.fused_matrices else kv  # a view of the whole fused result
-    return [query, query, kv, value, log_sums, *copied]
+    return [query, query, *([] if shape.shares_kv else [kv, value]), log_sums, *copied]
 
 
 def attention_kernel(shape: ModelShape, widths: Widths, batch: Batch) -> str:
-    """`fused`, `masked`, `math` or `eager`: the kernel of a training step."""
+    """`fused`, `masked`, `math` or `eager`: the kernel of a training step. A window that a row exceeds needs a mask."""
+    exceeded = shape.layer_kinds == 1 and shape.window is not None and shape.window < batch.length
     return torch_kernel(
         shape, device=batch.device, compute_bytes=widths.compute, capability=batch.capability,
-        deterministic=batch.deterministic, packed=batch.packed,
+        deterministic=batch.deterministic, packed=batch.packed or exceeded,
     )  # fmt: skip
 
 
@@ -332,7 +344,7 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
     stream, inner = tokens * shape.hidden, tokens * shape.ffn * width
     matrices = tensors_of(shape).matrices
     last = elements(matrices[-1:])
-    attention = elements(matrices[: 4 if shape.gated_mlp and not shape.fused_matrices else 2])
+    attention = elements(matrices[: 2 + shape.kv_matrices if shape.gated_mlp and not shape.fused_matrices else 2])
     everything = elements(matrices)
     upstream = stream * widths.stream + stream * width * (widths.casts or shape.post_norms)
     down, weight = inner, last * (width + widths.stream * widths.casts)
@@ -340,7 +352,10 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
         down = sum(adapters.saved_inputs(tokens * shape.ffn, adapters.down, compute=width, device=batch.device))
         weight = 4 * tokens * shape.ffn * adapters.down
     whole = sum(layer.all)
-    in_mlp = whole - sum(layer.post_norm)
+    in_mlp = whole - sum(layer.post_norm) - sum(layer.behind)
+    if shape.layer_input:
+        # The gradient of the layers' own embeddings grows by a layer's part, which is as large as the whole.
+        upstream += 2 * tokens * shape.layer_inputs * widths.stream
     return [
         Moment(saved=whole, in_flight=upstream + 2 * stream * widths.norm, done=0, casts=everything),
         Moment(saved=in_mlp, in_flight=upstream + inner + weight, done=0, casts=everything),

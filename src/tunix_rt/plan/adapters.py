@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import compress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 from tunix_rt.config.load import quoted
 from tunix_rt.config.settings import Training
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.tensors import tensors_of
 
 ALL_LINEAR = "all-linear"
 SETTING = "training.lora_target_modules"
@@ -49,15 +49,26 @@ def chosen_modules(projections: Sequence[str], targets: Targets, model: str) -> 
     return chosen
 
 
-def modules_of(shape: ModelShape) -> list[list[str]]:
-    """Names of the modules with the matrices of each layer, in the order of `Tensors.matrices`; not of a traced model."""
-    layers, names = "model.layers", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    if shape.fused_matrices:
-        names = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
-    elif not shape.gated_mlp:
-        layers, names = "transformer.h", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
-    return [[f"{layers}.{layer}.{name}" for name in names] for layer in range(shape.layers)]
+def modules_of(shape: ModelShape) -> list[dict[str, Dimensions]]:
+    """Modules with a matrix, by name: those of each layer in the order of their matmuls, then those outside the layers; not of
+    a traced model."""
+    first = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    last = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    layers, kinds = "model.layers", []
+    for kind in shape.stack:
+        between = ["router.proj"] * (kind.experts is not None)
+        between += ["per_layer_input_gate", "per_layer_projection"] * (kind.layer_input > 0)
+        names = [*first[: 1 + kind.kv_matrices], "self_attn.o_proj", *between, *last]
+        if kind.fused_matrices:
+            names = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+        elif not kind.gated_mlp:
+            layers, names = "transformer.h", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+        matrices = [one for one in tensors_of(kind).matrices if len(one) == 2]  # experts have no modules
+        kinds.append(list(zip(names, matrices, strict=True)))
+    order = shape.order or (0,) * shape.layers
+    found = [{f"{layers}.{at}.{name}": one for name, one in kinds[kind]} for at, kind in enumerate(order)]
+    outside = {"model.per_layer_model_projection": (shape.layer_inputs, shape.hidden)} if shape.layer_input else {}
+    return [*found, *([outside] if outside else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,13 @@ class Adapters:
     output: int
     mlp_inputs: int
     down: int
+    gate: int = 0
+    """Of the layer's own embedding, and then of its projection."""
+    projection: int = 0
+    once: bool = False
+    """Of the projection to the layers' own embeddings."""
+    kinds: tuple["Adapters", ...] = ()
+    """Where layers differ: those of each kind of layer."""
 
     @property
     def factors(self) -> list[Dimensions]:
@@ -93,25 +111,45 @@ def adapters_of(matrices: list[Dimensions], shape: ModelShape, training: Trainin
     all of them are counted."""
     if training.lora_rank is None:
         return None
-    masks: Sequence[Sequence[bool]] = [[True] * len(matrices)] * shape.layers
-    if shape.trace is None:
-        masks = _masks(shape, training.lora_target_modules)
-    of_any = [any(layers) for layers in zip(*masks, strict=True)]
-    first = 3 if shape.gated_mlp and not shape.fused_matrices else 1
-    return Adapters(
-        rank=training.lora_rank,
-        dropout=training.lora_dropout > 0,
-        matrices=tuple(one for mask in masks for one in compress(matrices, mask)),
-        inputs=sum(of_any[:first]),
-        output=sum(of_any[first : first + 1]),
-        mlp_inputs=sum(of_any[first + 1 : -1]),
-        down=sum(of_any[-1:]),
-    )
+    kind = partial(Adapters, rank=training.lora_rank, dropout=training.lora_dropout > 0)
+    if shape.trace is not None:
+        everywhere = tuple(matrices) * shape.layers
+        return kind(matrices=everywhere, inputs=1, output=1, mlp_inputs=max(0, len(matrices) - 3), down=1)
+    chosen = _chosen(shape, training.lora_target_modules)
+    modules = modules_of(shape)
+    order = shape.order or (0,) * shape.layers
+    of_kinds = []
+    for index, layer in enumerate(shape.stack):
+        names = [[*modules[at]] for at, of in enumerate(order) if of == index]
+        of_any = [any(same) for same in zip(*([name in chosen for name in each] for each in names), strict=True)]
+        first = 1 + layer.kv_matrices if layer.gated_mlp and not layer.fused_matrices else 1
+        mlp = 3 if layer.gated_mlp and not layer.fused_matrices else 2
+        own = of_any[-mlp - 2 : -mlp] if layer.layer_input else [False, False]
+        of_kinds.append(
+            kind(
+                matrices=tuple(
+                    one
+                    for at, of in enumerate(order)
+                    if of == index
+                    for name, one in modules[at].items()
+                    if name in chosen
+                ),
+                inputs=sum(of_any[:first]),
+                output=sum(of_any[first : first + 1]),
+                mlp_inputs=sum(of_any[-mlp:-1]),
+                down=sum(of_any[-1:]),
+                gate=own[0],
+                projection=own[1],
+                once=any(name in chosen for name in modules[-1]) if layer.layer_input else False,
+            )
+        )
+    if not shape.kinds:
+        return of_kinds[0]
+    everything = tuple(one for of in modules for name, one in of.items() if name in chosen)
+    return replace(of_kinds[0], matrices=everything, kinds=tuple(of_kinds))
 
 
 @lru_cache(maxsize=64)
-def _masks(shape: ModelShape, targets: Targets) -> list[list[bool]]:
-    """For each layer, which of its matrices have an adapter."""
-    modules = modules_of(shape)
-    chosen = set(chosen_modules([name for layer in modules for name in layer], targets, shape.model_type))
-    return [[name in chosen for name in layer] for layer in modules]
+def _chosen(shape: ModelShape, targets: Targets) -> frozenset[str]:
+    """Names of the modules with an adapter."""
+    return frozenset(chosen_modules([name for of in modules_of(shape) for name in of], targets, shape.model_type))

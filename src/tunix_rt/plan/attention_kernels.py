@@ -102,7 +102,8 @@ def torch_kernel(
     A GPU of unknown capability is assumed to have one of 8.0."""
     name, _ = torch_attention(
         device=device, dtype=_DTYPES[compute_bytes], capability=capability or OLDEST_CAPABILITY,
-        softcap=shape.capped_scores, dropout=shape.attention_dropout > 0, head_dim=shape.head_dim,
+        softcap=shape.capped_scores, dropout=shape.attention_dropout > 0,
+        head_dim=shape.largest_head or shape.head_dim,
     )  # fmt: skip
     if name in ("varlen", "flex"):
         return "fused"

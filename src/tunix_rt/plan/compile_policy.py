@@ -92,7 +92,7 @@ def to_be_recorded(
     tokens: int,
 ) -> bool:  # fmt: skip
     """Whether compiled layers run as CUDA graphs (`engines/torch/compile.py`), because the GPU would wait for launches. Not with
-    `flex` attention, whose masks are made for every batch, nor with gradients that must be accumulated or freed early."""
+    `flex` attention, whose masks are made for every batch, or layers that differ, nor with gradients that must be accumulated or freed early."""
     if device != "cuda" or flex or recipe.in_backward or accumulation != 1 or recipe.kept_share != 1.0:
         return False
     return waits_for_the_host(device_name, parameters=parameters, layers=layers, tokens=tokens)
@@ -112,7 +112,7 @@ def layers_planned(
     """How the PyTorch engine runs the layers: `plain` (eager), `compiled` or `recorded` (CUDA graphs). `packed` rows have several
     examples. A run of unknown `steps` is assumed to be long enough for compiling to pay."""
     training = config.training
-    if shape.trace is not None and training.compile is not True:
+    if (shape.trace is not None or shape.kinds) and training.compile is not True:
         return "plain"
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     tokens = rows * (row_tokens or config.data.max_length)
@@ -124,7 +124,7 @@ def layers_planned(
     if not wanted:
         return "plain"
     recorded = to_be_recorded(
-        recipe_of(training), device=device, device_name=device_name, flex=shape.capped_scores,
+        recipe_of(training), device=device, device_name=device_name, flex=shape.capped_scores or bool(shape.kinds),
         accumulation=training.gradient_accumulation_steps, parameters=shape.parameters, layers=shape.layers, tokens=tokens,
     )  # fmt: skip
     return "recorded" if recorded else "compiled"

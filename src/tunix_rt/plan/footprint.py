@@ -6,6 +6,7 @@ Everything is counted, except for the fractions of the C heap that a CPU loses b
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
@@ -13,6 +14,7 @@ from tunix_rt.plan import activations
 from tunix_rt.plan.adapters import adapters_of
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
 from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.tensors import Tensors, elements, tensors_of
 
 MIB = 2**20
 HEAP_BLOCK_BYTES = 32 * MIB
@@ -36,7 +38,7 @@ class Footprint:
     recipe: Recipe
     widths: activations.Widths
     device: str
-    tensors: activations.Tensors
+    tensors: Tensors
     adapters: list[Dimensions] = field(default_factory=list)
     """Factors of LoRA adapters, of all layers; empty if every parameter is trained."""
     optimizer: int = 0
@@ -51,20 +53,13 @@ class Footprint:
         return activations.DTYPE_BYTES[self.recipe.weights]
 
     @property
-    def trained_of_layer(self) -> int:
-        """Elements; of adapters, in a layer on average."""
-        if self.adapters:
-            return activations.elements(self.adapters) // self.shape.layers
-        return activations.elements(self.tensors.layer)
-
-    @property
     def trained_kinds(self) -> list[Dimensions]:
         """Every trained tensor, those of one layer standing for all."""
         return self.adapters or [*self.tensors.embeddings, *self.tensors.layer, *self.tensors.others]
 
     @property
     def weights(self) -> int:
-        return self.shape.parameters * self.widths.stream + self.width * activations.elements(self.adapters)
+        return self.shape.parameters * self.widths.stream + self.width * elements(self.adapters)
 
     @property
     def final_model(self) -> int:
@@ -82,38 +77,31 @@ class Footprint:
 
     @property
     def table_gradients(self) -> int:
-        """Of embedding and lm_head, which live until the end of the backward pass."""
-        return 0 if self.adapters else self.width * activations.elements(self.tensors.embeddings)
+        """Of embeddings and lm_head, which live until the end of the backward pass."""
+        own = self.shape.layer_inputs * self.shape.layer_input_vocab
+        return 0 if self.adapters else self.width * (elements(self.tensors.embeddings) + own)
 
     @property
     def head_gradient(self) -> int:
         """Of the lm_head weight, which exists from the loss on."""
-        return 0 if self.adapters else self.width * activations.elements(self.tensors.embeddings[:1])
-
-    @property
-    def casts_of_layer(self) -> int:
-        """Its matrices in the compute dtype; a traced layer has them among what it saves."""
-        if self.shape.trace is not None:
-            return 0
-        return activations.elements(self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
+        return 0 if self.adapters else self.width * elements(self.tensors.embeddings[:1])
 
     @property
     def casts(self) -> int:
-        return self.shape.layers * self.casts_of_layer
+        """The matrices of all layers in the compute dtype; a traced layer has them among what it saves."""
+        if self.shape.trace is not None or not self.widths.casts:
+            return 0
+        return sum(kind.layers * elements(tensors_of(kind).matrices) for kind in self.shape.stack) * self.widths.compute
 
     @property
     def largest_cast(self) -> int:
         """Of its casts one at a time, if none outlives its matmul."""
-        return (
-            max(activations.elements([one]) for one in self.tensors.matrices) * self.widths.compute
-            if self.widths.casts
-            else 0
-        )
+        return max(elements([one]) for one in self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
 
     @property
     def head_cast(self) -> int:
         """The lm_head weight in the compute dtype, for the model's own head: a trial after loading, and generation."""
-        return activations.elements(self.tensors.embeddings[:1]) * self.widths.compute if self.widths.casts else 0
+        return elements(self.tensors.embeddings[:1]) * self.widths.compute if self.widths.casts else 0
 
     @property
     def updated_by_kernel(self) -> bool:
@@ -150,7 +138,7 @@ class Footprint:
     def operand(self) -> int:
         """The lm_head weight in the dtype of its matmuls, if stored in another; or padded to a multiple of 8 rows, without
         which 16-bit matmuls are slow on a GPU."""
-        table = activations.elements(self.tensors.embeddings[:1])
+        table = elements(self.tensors.embeddings[:1])
         padded = self.device != "cpu" and self.product_width == 2 and self.shape.vocab % 8 != 0
         return table * self.product_width if padded or self.product_width != self.widths.stream else 0
 
@@ -178,7 +166,7 @@ class Footprint:
 
 
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
-    tensors, recipe = activations.tensors_of(shape), recipe_of(training)
+    tensors, recipe = tensors_of(shape), recipe_of(training)
     adapters = adapters_of(tensors.matrices, shape, training)
     stack = tensors.layer * shape.layers if tensors.stack is None else tensors.stack
     every = [*tensors.embeddings, *tensors.others, *stack]
@@ -191,7 +179,7 @@ def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: 
         tensors=tensors,
         adapters=[] if adapters is None else trained,
         optimizer=sum(state_bytes(one, recipe.optimizer, recipe.weights) for one in trained),
-        trained_elements=activations.elements(trained),
+        trained_elements=elements(trained),
         modern=modern,
     )
 
@@ -204,7 +192,7 @@ def footprint_for_inference(shape: ModelShape, dtype: str, device: str) -> Footp
         recipe=recipe,
         widths=activations.widths_of(recipe),
         device=device,
-        tensors=activations.tensors_of(shape),
+        tensors=tensors_of(shape),
     )
 
 
@@ -229,26 +217,67 @@ def in_heap(blocks: Iterable[int]) -> int:
     return sum(min(block, HEAP_BLOCK_BYTES) for block in blocks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The memory of one layer in a step. Sizes are in bytes."""
+
+    saved: activations.SavedTensors
+    saved_bytes: int
+    forward: list[int]
+    """At the widest point of its forward pass."""
+    moments: list[activations.Moment]
+    casts: int
+    """Its matrices in the compute dtype."""
+    matrices: int
+    """Elements of its matrices."""
+    trained: int
+    """Its trained parameters; of adapters, in a layer on average."""
+
+
+def layers_of(run: Footprint, batch: activations.Batch) -> list[Layer]:
+    """The layers of a model, from the first to the last."""
+    kinds = []
+    for index, shape in enumerate(run.shape.stack):
+        widths, tensors = run.widths.of_kind(index), tensors_of(shape)
+        saved = activations.saved_by_layer(shape, widths, batch)
+        casts = 0 if shape.trace is not None or not widths.casts else elements(tensors.matrices) * widths.compute
+        trained = elements(run.adapters) // run.shape.layers if run.adapters else elements(tensors.layer)
+        kinds.append(
+            Layer(
+                saved=saved,
+                saved_bytes=sum(saved.all),
+                forward=activations.forward_of_one_layer(shape, widths, batch),
+                moments=activations.backward_moments(shape, widths, batch),
+                casts=casts,
+                matrices=elements(tensors.matrices),
+                trained=trained * run.width,
+            )
+        )
+    return [kinds[kind] for kind in run.shape.order or (0,) * run.shape.layers]
+
+
 def step_phases(
     run: Footprint, batch: activations.Batch, targets: int, accumulating: bool, state: dict[str, int]
 ) -> tuple[Phase, ...]:
     """The phases of a step. From the second micro-batch on, the gradients of the first exist."""
-    kept_layers = run.recipe.kept_layers(run.shape.layers)
+    layers = layers_of(run, batch)
+    kept_layers = run.recipe.kept_layers(len(layers))
+    keeping = layers[len(layers) - kept_layers :]
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    layer = sum(activations.saved_by_layer(run.shape, run.widths, batch).all)
     # A checkpointed layer saves its input.
-    kept = (run.shape.layers - kept_layers) * passed_on + kept_layers * layer
-    kept += sum(activations.saved_once(run.shape, run.widths, batch)) - _without_gradient(run, batch)
+    kept = (len(layers) - kept_layers) * passed_on + sum(layer.saved_bytes for layer in keeping)
+    kept += sum(activations.saved_once(run.shape, run.widths, batch)) - _without_gradient(run, layers, batch)
     behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
     # A compiled layer returns all that it would save, and only then is it freed.
-    one_layer = layer if batch.compiled else sum(activations.forward_of_one_layer(run.shape, run.widths, batch))
+    one_layer = max(layer.saved_bytes if batch.compiled else sum(layer.forward) for layer in layers)
     passing = 2 * passed_on if kept_layers else one_layer
     gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+    casts = sum(layer.casts for layer in keeping)
     forward = phase_of(
         "forward",
         **state,
         gradients=gradients if accumulating else 0,
-        casts=kept_layers * run.casts_of_layer or run.largest_cast,
+        casts=casts or run.largest_cast,
         activations=kept,
         in_flight=passing,
     )
@@ -256,14 +285,14 @@ def step_phases(
         "loss",
         **state,
         gradients=gradients if accumulating else run.head_gradient,
-        casts=kept_layers * run.casts_of_layer,
+        casts=casts,
         activations=kept + behind,
         loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
     )
-    backward = max(_backward(run, batch, accumulating, state), key=lambda phase: phase.total_bytes)
+    backward = max(_backward(run, layers, batch, accumulating, state), key=lambda phase: phase.total_bytes)
     update = phase_of("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
     phases = (forward, loss, backward, update)
-    slack = _lost(run, batch, phases, accumulating) if run.device == "cpu" else 0
+    slack = _lost(run, layers, phases, accumulating) if run.device == "cpu" else 0
     return tuple(phase_of(phase.name, **phase.parts, allocator_slack=slack) for phase in phases)
 
 
@@ -285,71 +314,74 @@ def recorded_phases(run: Footprint, batch: activations.Batch, phases: Iterable[P
     backward = phase_of("backward", **state, **held, in_flight=_lookup(run, batch))
     update = phase_of("update", **state, **held, in_flight=run.update_of(run.trained_kinds))
     kept = by_name["forward"].parts["activations"] + by_name["forward"].parts["casts"]
-    pool = kept + max(moment.in_flight for moment in activations.backward_moments(run.shape, run.widths, batch))
+    moments = (moment for layer in layers_of(run, batch) for moment in layer.moments)
+    pool = kept + max(moment.in_flight for moment in moments)
     both = (phase_of("recording", **parts) for parts in (compiling, making))
     recording = max(both, key=lambda phase: phase.total_bytes)
     return (recording, phase_of("loss", **loss), backward, update), pool
 
 
-def _without_gradient(run: Footprint, batch: activations.Batch) -> int:
+def _without_gradient(run: Footprint, layers: list[Layer], batch: activations.Batch) -> int:
     """What attention of the first layer would save, if adapters begin behind it: no gradient flows through it."""
-    adapters = run.widths.adapters
+    adapters = run.widths.of_kind(0).adapters
     if adapters is None or adapters.inputs or adapters.output or batch.compiled or run.recipe.kept_share < 1:
         return 0
-    saved = activations.saved_by_layer(run.shape, run.widths, batch)
-    return sum(saved.attention + saved.post_norm)
+    return sum(layers[0].saved.attention + layers[0].saved.post_norm)
 
 
-def _lost(run: Footprint, batch: activations.Batch, phases: Iterable[Phase], accumulating: bool) -> int:
+def _lost(run: Footprint, layers: list[Layer], phases: Iterable[Phase], accumulating: bool) -> int:
     """On a CPU: heap blocks that one phase of the step freed and no other can reuse, after a few steps.
 
     A part counts as in its largest phase. More is lost where short-lived blocks lie between others that stay: gradients during
     recomputation or the next micro-batch, temporaries of adapters and of updates in the backward pass.
     """
-    layers = run.shape.layers
-    kept_layers = run.recipe.kept_layers(layers)
+    kept_layers = run.recipe.kept_layers(len(layers))
     live = max(phase.total_bytes for phase in phases)
     largest = {name: max(phase.parts.get(name, 0) for phase in phases) for phase in phases for name in phase.parts}
-    layer = in_heap(activations.saved_by_layer(run.shape, run.widths, batch).all)
-    passing = in_heap(activations.forward_of_one_layer(run.shape, run.widths, batch))
-    kept = kept_layers * layer
+    heaps = {id(layer): in_heap(layer.saved.all) for layer in layers}
+    layer = max(heaps.values())
+    passing = max(in_heap(layer.forward) for layer in {id(layer): layer for layer in layers}.values())
+    kept = sum(heaps[id(layer)] for layer in layers[len(layers) - kept_layers :])
     cut = kept * (KEPT_SLACK + ACCUMULATED_SLACK * accumulating + ADAPTED_SLACK * bool(run.adapters))
-    cut += (1 - kept_layers / layers) * (RECOMPUTED_SLACK * layer + passing)
+    cut += (1 - kept_layers / len(layers)) * (RECOMPUTED_SLACK * layer + passing)
     if run.recipe.in_backward:
         cut += UPDATED_SLACK * min(run.updates, UPDATED_SLACK_BYTES)
     return max(0, sum(largest.values()) - live) + int(cut)
 
 
-def _backward(run: Footprint, batch: activations.Batch, accumulating: bool, state: dict[str, int]) -> Iterator[Phase]:
+def _backward(
+    run: Footprint, layers: list[Layer], batch: activations.Batch, accumulating: bool, state: dict[str, int]
+) -> Iterator[Phase]:
     """The backward pass at its moments, from the last layer to the embedding."""
-    layers = run.shape.layers
-    recomputed = layers - run.recipe.kept_layers(layers)
+    recomputed = len(layers) - run.recipe.kept_layers(len(layers))
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    layer = sum(activations.saved_by_layer(run.shape, run.widths, batch).all)
     once = sum(activations.saved_once(run.shape, run.widths, batch))
-    unsaved = _without_gradient(run, batch)
-    trained = run.width * run.trained_of_layer
-    matrices = activations.elements(run.tensors.matrices)
+    unsaved = _without_gradient(run, layers, batch)
+    kept = [0 if at < recomputed else layer.saved_bytes for at, layer in enumerate(layers)]
+    casts = [0 if at < recomputed else layer.casts for at, layer in enumerate(layers)]
+    kept_below, casts_below = ([0, *accumulate(sizes)] for sizes in (kept, casts))
+    trained_above = [*accumulate((layer.trained for layer in reversed(layers)), initial=0)]
 
     def at(below: int, moment: activations.Moment) -> Phase:
         """In the layer with `below` layers before it."""
-        kept_below = max(0, below - recomputed)
-        held = min(below, recomputed) * passed_on + kept_below * layer + once - (unsaved if kept_below else 0)
+        layer = layers[below]
+        held = min(below, recomputed) * passed_on + kept_below[below] + once - (unsaved if below > recomputed else 0)
         # The input of the layer is saved once if its norm computes in the same dtype.
         own = passed_on if below < recomputed and run.widths.stream != run.widths.norm and not batch.compiled else 0
-        done = 0 if run.recipe.in_backward else int((layers - 1 - below + moment.done / matrices) * trained)
+        done = trained_above[len(layers) - 1 - below] + moment.done / layer.matrices * layer.trained
         return phase_of(
             "backward",
             **state,
-            gradients=run.gradients if accumulating else run.head_gradient + done,
-            casts=kept_below * run.casts_of_layer + moment.casts * run.widths.compute * run.widths.casts,
+            gradients=run.gradients if accumulating else run.head_gradient + int(0 if run.recipe.in_backward else done),
+            casts=casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
             activations=held + own + moment.saved,
             in_flight=moment.in_flight + moment.updating * run.update_of(run.tensors.matrices[-1:]),
         )
 
-    # Memory rises or falls evenly between these.
-    for below in {0, recomputed - 1, recomputed, layers - 1} - {-1, layers}:
-        for moment in activations.backward_moments(run.shape, run.widths, batch):
+    # Memory rises or falls evenly between these, if all layers are alike.
+    ends = {0, recomputed - 1, recomputed, len(layers) - 1} - {-1, len(layers)}
+    for below in range(len(layers)) if run.shape.kinds else ends:
+        for moment in layers[below].moments:
             if run.recipe.in_backward or not moment.updating:
                 yield at(below, moment)
     if not run.adapters:
@@ -361,4 +393,4 @@ def _lookup(run: Footprint, batch: activations.Batch) -> int:
     """The gradient of the embedding: as it arrives, sorted, summed by token in at least float32, and rounded."""
     wide, narrow = max(4, run.width), run.widths.stream
     copies = 2 * narrow + wide + (wide + narrow if wide != run.width else 0)
-    return batch.tokens * run.shape.hidden * copies
+    return batch.tokens * max(run.shape.hidden, run.shape.layer_inputs) * copies

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from tunix_rt.config.optimizers import state_tensors
 from tunix_rt.config.settings import RunConfig, Training
-from tunix_rt.plan.activations import DTYPE_BYTES, tensors_of
+from tunix_rt.plan.activations import DTYPE_BYTES
 from tunix_rt.plan.attention_kernels import TPU_LANES
 from tunix_rt.plan.compile_policy import compiled_length
 from tunix_rt.plan.footprint import Phase, phase_of
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, MemoryPlan, longest_row, predict
 from tunix_rt.plan.precision import Recipe, recipe_of
 from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.tensors import tensors_of
 
 BATCH_BYTES = 20
 """Of a token in a batch: its id, target, position, example and loss weight."""

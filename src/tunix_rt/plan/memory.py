@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
-from tunix_rt.plan.activations import Batch, elements, forward_of_one_layer, generation_kernel, saved_once
+from tunix_rt.plan.activations import Batch, forward_of_one_layer, generation_kernel, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
 from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.tensors import elements
 
 MIB = 2**20
 CPU_OVERHEAD_BYTES = 27 * MIB
@@ -247,7 +248,7 @@ def _evaluating(
 
 def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> footprint.Phase:
     """Forward passes without gradients: one layer at a time, then the loss in chunks."""
-    layer = forward_of_one_layer(run.shape, run.widths, batch) + saved_once(run.shape, run.widths, batch)
+    layer = _widest(run, batch) + saved_once(run.shape, run.widths, batch)
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     slack = int(EVALUATION_SLACK * footprint.in_heap(layer + head)) if run.device == "cpu" else 0
@@ -264,11 +265,13 @@ def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int
     shape, width = run.shape, run.widths.compute
     tokens = batch.rows * min(batch.length + max_new_tokens, max(batch.length, shape.max_positions))
     kernel = generation_kernel(shape, run.widths, batch)
-    layer = forward_of_one_layer(shape, run.widths, batch, kernel) + saved_once(shape, run.widths, batch, kernel)
+    layer = _widest(run, batch, kernel) + saved_once(shape, run.widths, batch, kernel)
     logits = [batch.rows * shape.vocab * max(width, 4)] * 2
     # Keys are rotated in the dtype of the residual stream, and cached in it.
     keys = width if shape.learned_positions else max(width, run.widths.stream)
-    cache = [tokens * shape.kv_size * (width + keys)] * (shape.layers + 1)
+    own = [kind for kind in shape.stack if not kind.shares_kv]
+    cache = [tokens * kind.kv_size * (width + keys) for kind in own for _ in range(kind.layers)]
+    cache.append(max(cache))
     cut = EVALUATION_SLACK * footprint.in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
     repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
     return {
@@ -278,6 +281,13 @@ def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int
         "loss_head": sum(logits),
         "allocator_slack": int(cut),
     }
+
+
+def _widest(run: footprint.Footprint, batch: Batch, kernel: str | None = None) -> list[int]:
+    """The forward pass of the layer that needs most."""
+    kinds = enumerate(run.shape.stack)
+    each = [forward_of_one_layer(kind, run.widths.of_kind(index), batch, kernel) for index, kind in kinds]
+    return max(each, key=sum)
 
 
 def reloaded_bytes(saved: int, *, device: str, autocast: bool) -> int:

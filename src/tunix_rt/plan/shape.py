@@ -6,11 +6,11 @@ with tensors of its own has a layout function here. Other model types are refuse
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunix_rt.errors import InputError
-from tunix_rt.models.families import FAMILIES, Config, Family, family_of
+from tunix_rt.models.families import FAMILIES, FULL, Config, Family, family_of
 from tunix_rt.models.safetensors import read_header
 
 MOST_LAYERS = 10_000
@@ -50,6 +50,16 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer, stored as two tensors for all of them."""
+
+    count: int
+    active: int
+    """Experts that a token uses."""
+    ffn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder. `parameters` is exact; a tied head is counted once."""
 
@@ -59,6 +69,8 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    largest_head: int = 0
+    """Of the model, where layers differ: it decides the attention kernel of all of them."""
     ffn: int
     vocab: int
     max_positions: int
@@ -96,13 +108,33 @@ class ModelShape:
     capped_scores: bool = False
     """Soft-capped attention scores (Gemma 2): transformers' attention materializes them."""
     capped_logits: bool = False
+    norm_saves_squares: bool = False
+    """RMSNorm takes a power of the mean square, and saves both (Gemma 4)."""
+    value_norm: bool = False
+    """Values are normalized, without a weight (Gemma 4)."""
+    value_is_key: bool = False
+    """Values are the result of the key projection."""
+    shares_kv: bool = False
+    """Keys and values are those of an earlier layer."""
+    layer_input: int = 0
+    """Size of the embedding that each layer has of its own (Gemma 4), 0 without one."""
+    layer_inputs: int = 0
+    """Of all layers together: the width of their embedding."""
+    layer_input_vocab: int = 0
+    experts: Experts | None = None
+    """Beside the MLP."""
+    kinds: tuple["ModelShape", ...] = ()
+    """Where layers differ: the shape of each kind, with the number of such layers. Sizes of the model are then the largest."""
+    order: tuple[int, ...] = ()
+    """Where layers differ: for each layer the index of its kind."""
     trace: Trace | None = None
     """Of a model whose family has no row: sizes of its blocks are then not known, and what is planned is traced."""
 
     @property
     def norms_per_layer(self) -> int:
         """Norms over the hidden size in one layer."""
-        return 2 * (self.pre_norms + self.post_norms)
+        extra = (self.layer_input > 0) + 3 * (self.experts is not None)
+        return 2 * (self.pre_norms + self.post_norms) + extra
 
     @property
     def query_size(self) -> int:
@@ -113,14 +145,46 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def stack(self) -> tuple["ModelShape", ...]:
+        """The kinds of layers; a model of equal layers is one."""
+        return self.kinds or (self,)
+
+    @property
+    def kv_matrices(self) -> int:
+        """Projections of keys and values."""
+        return 0 if self.shares_kv else 1 if self.value_is_key else 2
+
+    @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters in the matmuls of one layer; of experts, those that a token uses."""
+        """Parameters in the matmuls of one layer, on average; of experts, those that a token uses."""
         if self.trace is not None:
             matrices = sum(math.prod(one) for layer in self.trace.layers for one in layer if len(one) > 1)
             idle = round(self.trace.expert_parameters * (1 - self.trace.active_experts))
             return (matrices - idle) // self.layers
-        attention = self.hidden * (2 * self.query_size + 2 * self.kv_size)
-        return attention + self.hidden * self.ffn * (3 if self.gated_mlp else 2)
+        if self.kinds:
+            inside = sum(kind.layers * kind.layer_matrix_parameters for kind in self.kinds)
+            return inside // self.layers + self.layer_input * self.hidden
+        attention = self.hidden * (2 * self.query_size + self.kv_matrices * self.kv_size)
+        dense = self.hidden * (self.ffn * (3 if self.gated_mlp else 2) + 2 * self.layer_input)
+        return attention + dense + self._expert_matrices(active=True)
+
+    def _expert_matrices(self, *, active: bool) -> int:
+        """With the projection of the router."""
+        if (experts := self.experts) is None:
+            return 0
+        used = experts.active if active else experts.count
+        return self.hidden * (3 * used * experts.ffn + experts.count)
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of experts that a token does not use."""
+        if self.trace is not None:
+            return round(self.trace.expert_parameters * (1 - self.trace.active_experts))
+        each = (
+            (kind.layers, kind._expert_matrices(active=False), kind._expert_matrices(active=True))
+            for kind in self.stack
+        )
+        return sum(layers * (whole - used) for layers, whole, used in each)
 
     @property
     def embedding_parameters(self) -> int:
@@ -134,14 +198,25 @@ class ModelShape:
             counted += sum(map(math.prod, self.trace.others))
             return counted + self.embedding_parameters * (1 if self.tied_head else 2)
         norm = self.hidden * (2 if self.norm_has_bias else 1)
-        layer = self.layer_matrix_parameters + self.norms_per_layer * norm
-        spanned = self.query_size + self.kv_size if self.head_norms_span_heads else 2 * self.head_dim
-        layer += spanned * self.head_norms
-        layer += (self.query_size + 2 * self.kv_size) * self.query_bias + self.hidden * self.output_bias
-        layer += (self.ffn * (2 if self.gated_mlp else 1) + self.hidden) * self.mlp_bias
         embeddings = self.embedding_parameters * (1 if self.tied_head else 2)
         embeddings += self.max_positions * self.hidden * self.learned_positions
-        return embeddings + self.layers * layer + norm
+        embeddings += self.layer_inputs * (self.layer_input_vocab + self.hidden) + self.layer_input
+        return embeddings + sum(kind.layers * kind._layer_parameters for kind in self.stack) + norm
+
+    @property
+    def _layer_parameters(self) -> int:
+        """Of one layer, where all are alike."""
+        norm = self.hidden * (2 if self.norm_has_bias else 1)
+        layer = self.layer_matrix_parameters + self.norms_per_layer * norm
+        layer += self._expert_matrices(active=False) - self._expert_matrices(active=True)
+        if self.experts is not None:  # the scales of the router
+            layer += self.hidden + self.experts.count
+        spanned = (
+            self.query_size + self.kv_size if self.head_norms_span_heads else self.head_dim * (1 + (not self.shares_kv))
+        )
+        layer += spanned * self.head_norms
+        layer += (self.query_size + self.kv_matrices * self.kv_size) * self.query_bias + self.hidden * self.output_bias
+        return layer + (self.ffn * (2 if self.gated_mlp else 1) + self.hidden) * self.mlp_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +295,100 @@ def _llama(family: Family, config: Config) -> ModelShape:
     )
 
 
+def _gemma4(family: Family, config: Config) -> ModelShape:
+    """Layers with full attention have larger heads; the last layers may take keys and values of an earlier one; each layer
+    may have an embedding of its own, or experts beside its MLP."""
+    plain = _llama(family, config)
+    layers, ahead = plain.layers, family.value(config, "use_bidirectional_attention")
+    if ahead == "all":
+        raise InputError(
+            "config.json: use_bidirectional_attention 'all' is no decoder", fix="use a causal language model"
+        )
+    types = [*family.layer_types(config, layers)[:-1], FULL]  # as the class forces the last one
+    key_is_value = bool(family.value(config, "attention_k_eq_v"))
+    first_shared = layers - family.size(config, "num_kv_shared_layers", least=0)
+    wide = bool(family.value(config, "use_double_wide_mlp"))
+    experts = None
+    if family.value(config, "enable_moe_block"):
+        experts = Experts(
+            count=family.size(config, "num_experts"),
+            active=family.size(config, "top_k_experts"),
+            ffn=family.size(config, "moe_intermediate_size"),
+        )
+    own = family.size(config, "hidden_size_per_layer_input", least=0)
+    if own and family.size(config, "vocab_size_per_layer_input") < plain.vocab:
+        raise InputError("config.json: vocab_size_per_layer_input is less than vocab_size", fix="correct config.json")
+    base = replace(
+        plain,
+        norm_saves_squares=True,
+        value_norm=True,
+        layer_input=own,
+        layer_inputs=layers * own,
+        layer_input_vocab=family.size(config, "vocab_size_per_layer_input"),
+        experts=experts,
+    )
+    each = []
+    for layer, kind in enumerate(types):
+        full, shared = kind == FULL, 0 <= first_shared <= layer
+        heads = _heads_of_layer(family, config, layer, full=full and key_is_value)
+        each.append(
+            replace(
+                base,
+                layers=1,
+                layer_kinds=1,
+                head_dim=_head_dim_of_layer(family, config, layer, full=full),
+                kv_heads=heads,
+                ffn=plain.ffn * (2 if wide and shared and first_shared > 0 else 1),
+                value_is_key=key_is_value and full,
+                shares_kv=shared,
+                window=None if full else plain.window,
+            )
+        )
+    return _of_layers(base, each)
+
+
+def _of_layers(base: ModelShape, each: list[ModelShape]) -> ModelShape:
+    """`base` with layers that differ, in their order."""
+    if base.heads % min(one.kv_heads for one in each) or any(base.heads % one.kv_heads for one in each):
+        raise InputError("config.json: the attention heads cannot share the key-value heads", fix="correct config.json")
+    largest = max(one.head_dim for one in each)
+    each = [replace(one, largest_head=largest) for one in each]
+    kinds = list(dict.fromkeys(each))
+    return replace(
+        base,
+        head_dim=largest,
+        kv_heads=max(one.kv_heads for one in kinds),
+        ffn=max(one.ffn for one in kinds),
+        kinds=tuple(replace(kind, layers=each.count(kind)) for kind in kinds),
+        order=tuple(kinds.index(one) for one in each),
+    )
+
+
+def _of_layer(config: Config, layer: int) -> Config:
+    """What transformers writes for one layer, in place of keys for all layers with full attention."""
+    written = config.get("per_layer_config")
+    if not isinstance(written, Mapping) or not all(str(key).isdecimal() for key in written):
+        raise InputError(
+            "config.json: per_layer_config does not name layers by their number",
+            fix="fetch the model's config.json again",
+        )
+    found = next((of for key, of in written.items() if int(key) == layer), {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def _head_dim_of_layer(family: Family, config: Config, layer: int, *, full: bool) -> int:
+    if "per_layer_config" in config:
+        return family.size({**config, **_of_layer(config, layer)}, "head_dim")
+    return family.size(config, "global_head_dim" if full else "head_dim")
+
+
+def _heads_of_layer(family: Family, config: Config, layer: int, *, full: bool) -> int:
+    if "per_layer_config" in config:
+        return family.size({**config, **_of_layer(config, layer)}, "num_key_value_heads")
+    keys = ("num_global_key_value_heads",) if full and config.get("num_global_key_value_heads") else ()
+    return family.size(config, *keys, "num_key_value_heads")
+
+
 def _gpt2(family: Family, config: Config) -> ModelShape:
     if config.get("add_cross_attention"):
         raise InputError("config.json: a GPT-2 with cross attention is no decoder", fix="use a causal language model")
@@ -249,7 +418,7 @@ def _gpt2(family: Family, config: Config) -> ModelShape:
     )
 
 
-LAYOUTS: Mapping[str, Callable[[Family, Config], ModelShape]] = {"llama": _llama, "gpt2": _gpt2}
+LAYOUTS: Mapping[str, Callable[[Family, Config], ModelShape]] = {"llama": _llama, "gpt2": _gpt2, "gemma4": _gemma4}
 
 
 def _layers(family: Family, config: Config, *keys: str) -> int:

@@ -27,7 +27,7 @@ from tunix_rt.engines.torch.attention import (
     unpackable,
 )
 from tunix_rt.engines.torch.chunked_loss import lean_lookup
-from tunix_rt.engines.torch.model import Engine, LossScale, hidden_states, summed_loss
+from tunix_rt.engines.torch.model import Engine, LossScale, embeddings_of, hidden_states, summed_loss
 from tunix_rt.engines.torch.support import check_support
 from tunix_rt.errors import DoesNotFitError, InputError, TunixError
 from tunix_rt.models.families import FAMILIES
@@ -90,7 +90,8 @@ def load(
         _refuse_unknown_head(engine)
         if reason := unpackable(model):
             raise InputError(f"{source.name}: {reason}", fix="correct config.json: it is not a model of this family")
-    lean_lookup(model.get_input_embeddings())
+    for table in embeddings_of(model):
+        lean_lookup(table)
     engine.attention = supported_attention(model, attention)
     model.config._attn_implementation = engine.attention.training
     logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
@@ -181,17 +182,9 @@ def _limit_memory(limit_gib: float | None) -> int | None:
 def attention_for(config: Any, device: str, training: Training) -> Attention:
     register()
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    try:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        RuntimeError,
-    ):  # it has none, or one for each layer (Gemma 4)
+    if (head_dim := _largest_head(config)) is None:
         name = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
-        return attention_of(name, f"its configuration has no single head size: {MASKED}")
+        return attention_of(name, f"its configuration has no head size: {MASKED}")
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     choice = torch_attention(
         device=device,
@@ -211,6 +204,17 @@ def attention_for(config: Any, device: str, training: Training) -> Attention:
         why = f"{attention.name} does not work here ({reason}); transformers builds a mask of tokens x tokens"
         return attention_of("eager" if softcap else "sdpa", why)
     return attention
+
+
+def _largest_head(config: Any) -> int | None:
+    """The head size of the layers, the largest one where they differ (Gemma 4); None if the configuration has none."""
+    each = getattr(config, "per_layer_config", None)
+    try:
+        if each is not None:
+            return max(int(each[layer].head_dim) for layer in range(config.num_hidden_layers))
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
+        return None
 
 
 def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype: torch.dtype, device: str) -> Any:

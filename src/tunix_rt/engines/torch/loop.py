@@ -167,11 +167,16 @@ def _compiling(
         adapters=engine.recipe.frozen is not None,
         capability=torch.cuda.get_device_capability(engine.device) if on_gpu else None,
     )
-    if setting == "auto" and engine.model.config.model_type not in FAMILIES:
+    if setting == "auto" and not _has_equal_layers(engine):
         return Compiling(wanted=False, required=False, why="for this family only with training.compile: true")
     if setting == "auto" and planned is not None and choice.wanted != (planned != "plain"):
         return Compiling(wanted=not choice.wanted, required=False, why="the memory plan of the run has it so")
     return choice
+
+
+def _has_equal_layers(engine: Engine) -> bool:
+    family = FAMILIES.get(engine.model.config.model_type)
+    return family is not None and family.equal_layers
 
 
 def _captures(engine: Engine, training: Training, tokens: int) -> bool:
@@ -180,7 +185,7 @@ def _captures(engine: Engine, training: Training, tokens: int) -> bool:
         engine.recipe,
         device=engine.device.type,
         device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
-        flex=engine.attention.name == "flex",
+        flex=engine.attention.name == "flex" or not _has_equal_layers(engine),
         accumulation=training.gradient_accumulation_steps,
         parameters=engine.parameters,
         layers=len(layers_of(engine.model)),

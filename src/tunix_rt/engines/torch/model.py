@@ -258,8 +258,14 @@ class Engine:
     @property
     def embeddings(self) -> list[torch.nn.Parameter]:
         """Trained embedding and lm_head weights, whose gradients are complete only at the end of the backward pass."""
-        ends = (self.model.get_output_embeddings(), self.model.get_input_embeddings())
+        ends = (self.model.get_output_embeddings(), *embeddings_of(self.model))
         return list({id(end.weight): end.weight for end in ends if end.weight.requires_grad}.values())
+
+
+def embeddings_of(model: Any) -> list[torch.nn.Embedding]:
+    """The token embedding, and where layers have embeddings of their own (Gemma 4), theirs."""
+    own = getattr(model.base_model, "embed_tokens_per_layer", None)
+    return [model.get_input_embeddings(), *([] if own is None else [own])]
 
 
 def free_bytes(engine: Engine) -> int:
