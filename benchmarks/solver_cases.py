@@ -25,7 +25,8 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.fit import predict_run, verdict
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import Rates, rates_for, rates_of, step_time
 

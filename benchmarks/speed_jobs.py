@@ -21,7 +21,8 @@ from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, batch_of_step,
 from tunix_rt.data.prepare import prepare
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.timing import step_flops
 from tunix_rt.train.context import find_tokenizer
 

@@ -24,7 +24,7 @@ from tunix_rt.plan import memory
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import loss_rows
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 
 PAGE = Path("docs/concepts/memory-model.md")
 ON_CPU = RESULTS / "memory_cpu.json"

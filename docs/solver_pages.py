@@ -19,7 +19,8 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.models.resolve import resolve_architecture
 from tunix_rt.plan import speed
 from tunix_rt.plan.fit import predict_run, verdict
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import faster, solve
 from tunix_rt.plan.speed import KNOWN_RANGE, step_time
 

@@ -37,9 +37,17 @@ FAMILIES = {
     "olmo2": {},
     "olmo3": _SLIDES,
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "gemma4_text": {
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 1,
+        "num_hidden_layers": 3,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3", "mistral", "ministral", "phi3", "olmo3")
+SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3", "mistral", "ministral", "phi3", "olmo3", "gemma4_text")
 
 
 def choose_attention(**facts):

@@ -23,7 +23,8 @@ from tunix_rt.evaluate.report import comparison_markdown, samples_markdown, summ
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.memory import rows_that_fit
-from tunix_rt.plan.shape import ModelShape, Outline, outline_of
+from tunix_rt.plan.shape import Outline, outline_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.checksums import write_sums
 from tunix_rt.runs.folder import RunDir, model_of_run

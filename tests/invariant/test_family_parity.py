@@ -13,8 +13,22 @@ from tunix_rt.engines.decoding import Decoding
 from tunix_rt.engines.torch import loop as engine_of
 from tunix_rt.engines.torch.load import _keep_float64
 
-NEW = ["mistral", "ministral", "ministral3", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma4", "gemma4-e", "gemma4-moe"]
+NEW = [
+    "mistral",
+    "ministral",
+    "ministral3",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "smollm3",
+    "gemma4",
+    "gemma4-e",
+    "gemma4-moe",
+]
 STEPS = 20
+RATES = {"gemma4-e": 1e-4}
+"""Of 1e-3, five layers with gradients up to 30 make float32 runs part after ten steps; in float64 they do not."""
 each_family = pytest.mark.parametrize("family", NEW)
 
 
@@ -62,7 +76,8 @@ def test_twenty_steps_have_the_losses_of_a_plain_loop(small_model, family):
     folder = small_model(family)
     engine, examples = load(folder, "float32"), examples_for(folder, 24)
     plain = plain_copy(engine).train()
-    training = Training(learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=1.0)
+    rate = RATES.get(family, 1e-3)
+    training = Training(learning_rate=rate, lr_scheduler_type="constant", max_grad_norm=1.0)
     rows = make_rows(examples, max_length=200, packing=True)
 
     def batch_of(step):
@@ -72,7 +87,7 @@ def test_twenty_steps_have_the_losses_of_a_plain_loop(small_model, family):
     ours = [
         step.loss for step in engine_of.optimizer_steps(engine, optimizer, batch_of, training, first=1, total=STEPS)
     ]
-    theirs, update = [], torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    theirs, update = [], torch.optim.AdamW(plain.parameters(), lr=rate, weight_decay=0.0)
     for step in range(1, STEPS + 1):
         batch, total = batch_of(step), 0.0
         for micro in batch.micro_batches:

@@ -13,7 +13,8 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import InputError
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.speed import CPU_RATES, StepTime, rates_of, step_time
 from tunix_rt.plan.timing import disk_needed_bytes, run_time
 

@@ -12,7 +12,8 @@ from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.compile_policy import layers_planned
 from tunix_rt.plan.fit import least_room, predict_run
 from tunix_rt.plan.run import RowFacts, plan_run
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 
 GIB = 2**30
 SMOLLM2 = shape_of(resolve_model("smollm2-135m", weights="random").config)

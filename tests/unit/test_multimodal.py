@@ -89,3 +89,29 @@ def test_random_weights_are_those_of_the_text_model_alone(checkpoint, tmp_path):
         (folder / name).write_bytes((SHIPPED / name).read_bytes())
     assert "--weights random" in refused(in_process(*TRAIN, "--model", folder, "--output", tmp_path / "no"), 3)
     assert not resolve_model(str(folder), weights="random").multimodal
+
+
+def test_the_towers_of_gemma_4_stay_as_they_were_to_the_byte(tmp_path):
+    text = {
+        **TEXT, "global_head_dim": 32, "num_kv_shared_layers": 1, "num_hidden_layers": 3, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 1024, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 16, "patch_size": 4, "position_embedding_size": 64,
+    }  # fmt: skip
+    del text["query_pre_attn_scalar"]
+    torch.manual_seed(0)
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    folder, run = tmp_path / "model", tmp_path / "run"
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((SHIPPED / name).read_bytes())
+    done = in_process(*TRAIN, "--model", folder, "--output", run)
+    assert done.returncode == 0, done.stderr
+    before, after = (load_file(one / "model.safetensors") for one in (folder, run / "final_model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    text_model = {name for name in text_names(before) if not name.endswith("layer_scalar")}
+    assert before.keys() == after.keys() and changed == text_model and len(changed) < len(before)
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(run / "final_model")
+    assert type(loaded).__name__ == "Gemma4ForConditionalGeneration"

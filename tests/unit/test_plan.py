@@ -19,10 +19,11 @@ from tunix_rt.models.families import FAMILIES
 from tunix_rt.plan import activations
 from tunix_rt.plan.adapters import adapters_of, chosen_modules, modules_of
 from tunix_rt.plan.fit import SAFETY_SHARE
-from tunix_rt.plan.footprint import footprint_of
+from tunix_rt.plan.footprint import footprint_of, layers_of
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
 from tunix_rt.plan.precision import loss_rows, recipe_of
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements, tensors_of
 from tunix_rt.plan.timing import training_flops_per_token
 from tunix_rt.storage import to_plain
@@ -32,8 +33,9 @@ SMALL, GEMMA_2B, GEMMA3_270M, SMOLLM2_135M = tables(__file__)["shapes"].values()
 CONFIGS: list[dict[str, Any]] = [
     *tables(__file__)["configurations"],
     *(GEMMA_2B, GEMMA3_270M, SMOLLM2_135M),
-    *({"model_type": kind, **SMALL} for kind in FAMILIES if kind != "gpt2"),
+    *({"model_type": kind, **SMALL} for kind, family in FAMILIES.items() if family.layout == "llama"),
     *(SMALL | changed for changed in tables(__file__)["variants of the small shape"]),
+    *(more for more, _ in tables(__file__)["one more layer of Gemma 4"].values()),
 ]
 
 
@@ -113,7 +115,7 @@ def saved_bytes(config: dict[str, Any], training: Training, *, layers: int, batc
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 GPT2_SMALL = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 99}
 SMALL_MODELS = [
-    *({"model_type": kind, **SMALL} for kind in FAMILIES if kind != "gpt2"),
+    *({"model_type": kind, **SMALL} for kind, family in FAMILIES.items() if family.layout == "llama"),
     GPT2_SMALL,
     {**GPT2_SMALL, **NO_DROPOUT},
     {**GPT2_SMALL, **NO_DROPOUT, "activation_function": "gelu_pytorch_tanh"},
@@ -162,6 +164,43 @@ def test_what_a_layer_keeps_is_counted_in_the_types_of_the_recipe(config: dict[s
     if "LoRA" in kind:
         pytest.importorskip("peft")
     assert_kept_is_counted(config, RECIPES[kind], packed=True)
+
+
+def counted_bytes(config: dict[str, Any], training: Training, batch: activations.Batch) -> int:
+    run = footprint_of(shape_of(config), training, batch.device)
+    once = sum(activations.saved_once(run.shape, run.widths, batch))
+    return once + sum(layer.saved_bytes for layer in layers_of(run, batch))
+
+
+FIRST = ("float32", "bfloat16 weights", "bfloat16 products", "LoRA")
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"),
+    [
+        *((kind, True) for kind in FIRST),
+        ("float32", False),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in RECIPES if kind not in FIRST),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in RECIPES),
+    ],
+)
+@pytest.mark.parametrize("layer", tables(__file__)["one more layer of Gemma 4"])
+def test_what_one_more_layer_of_a_kind_keeps_is_counted_where_layers_differ(
+    layer: str, kind: str, packed: bool
+) -> None:
+    if "LoRA" in kind:
+        pytest.importorskip("peft")
+    training = RECIPES.get(kind, Training())
+    batch = activations.Batch(rows=2, length=40, packed=packed, device="cpu")
+    pair = tables(__file__)["one more layer of Gemma 4"][layer]
+    more, fewer = (saved_bytes(one, training, layers=one["num_hidden_layers"], batch=batch) for one in pair)
+    expected = counted_bytes(pair[0], training, batch) - counted_bytes(pair[1], training, batch)
+    assert expected == pytest.approx(more - fewer, rel=0.002)
+
+
+def test_experts_are_counted_as_active_and_in_all() -> None:
+    shape = shape_of(json.loads((ROOT / "presets" / "gemma-4-26b-a4b" / "config.json").read_text()))
+    assert (shape.parameters, shape.parameters - shape.idle_parameters) == (25_233_141_760, 3_822_530_560)
 
 
 ONE_LAYER = r".*\.1\.\w+\.(q_proj|qkv_proj|c_attn)"

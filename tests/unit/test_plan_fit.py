@@ -35,7 +35,8 @@ from tunix_rt.errors import DoesNotFitError
 from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, limited
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.report import explain_out_of_memory, judge, refuse_if_too_big
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, measure_rate, training_flops_per_token
 
 

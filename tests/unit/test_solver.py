@@ -19,7 +19,8 @@ from tunix_rt.errors import ConfigError
 from tunix_rt.plan.fit import least_room, predict_as_run, predict_run, verdict
 from tunix_rt.plan.knobs import MANY_SPLITS, splits, with_copied
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal, faster, last_resorts, offered, solve
 from tunix_rt.plan.speed import Rates, StepTime, rates_for, rates_of, step_time
 from tunix_rt.plan.target import all_targets

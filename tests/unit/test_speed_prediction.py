@@ -17,7 +17,8 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.fit import predict_run
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.speed import KNOWN_RANGE, UNKNOWN_RANGE, Rates, StepTime, rates_for, rates_of, step_time
 from tunix_rt.plan.timing import run_time
 

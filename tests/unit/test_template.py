@@ -10,7 +10,7 @@ import tokenizers
 
 from tests.conftest import SHIPPED
 from tests.supervision_checks import chat, style, write_chat_tokenizer
-from tests.tables import parametrize
+from tests.tables import parametrize, tables
 from tunix_rt.data import render as rendering
 from tunix_rt.data.records import Sample, Turn
 from tunix_rt.data.render import prompt_ids, render, render_batch
@@ -407,3 +407,30 @@ def test_a_style_goes_to_another_process_and_every_part_of_it_changes_its_hash(t
         replace(first, completion_only_loss=False), replace(first, reasoning_tag="t"), replace(first, answer_tag="t"),
     ]  # fmt: skip
     assert len({one.sha256 for one in (first, *others)}) == 7
+
+
+# --- templates of families -------------------------------------------------------------------------------------------
+
+FAMILY_TEMPLATES = tables(__file__)["templates of families"]
+
+
+@pytest.mark.parametrize("family", FAMILY_TEMPLATES)
+def test_a_conversation_has_the_tokens_that_transformers_writes_and_ends_at_the_family_s_token(family, tmp_path):
+    """A template with the published control tokens of the family, on a small tokenizer that has them."""
+    transformers = pytest.importorskip("transformers")
+    facts = FAMILY_TEMPLATES[family]
+    inner = tokenizers.Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
+    inner.add_special_tokens(facts["tokens"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    known = json.loads((SHIPPED / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": facts["template"]}))
+    tokenizer, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chosen = style(tokenizer, "auto")
+    messages = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    prompt = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    whole = theirs.apply_chat_template(messages, return_dict=False)
+    assert list(prompt_ids("Hi?", tokenizer, chosen)) == prompt
+    end = tokenizer.inner.token_to_id(facts["end"])
+    example = render(ANSWERED, tokenizer, chosen)
+    assert example.ids.tolist() == whole and example.ids[example.trained][-1] == end
+    assert stop_ids(tokenizer, chosen) == sorted({tokenizer.eos_id, end}, key=[tokenizer.eos_id, end].index)

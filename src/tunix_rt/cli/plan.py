@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tunix_rt.models.resolve import ModelSource
     from tunix_rt.plan.answer import PlanTarget
     from tunix_rt.plan.report import Outlook
-    from tunix_rt.plan.shape import ModelShape
+    from tunix_rt.plan.sizes import ModelShape
 
 ALL = "all"
 

@@ -17,7 +17,8 @@ from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.multimodal import text_config
 from tunix_rt.models.resolve import ModelSource, preset_names, resolve_architecture
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.runs.checksums import parse_object, read_file
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.index import Indexed

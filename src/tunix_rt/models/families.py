@@ -30,8 +30,8 @@ class Family:
     """Every key that affects shape or computation, with the value that transformers uses where config.json has none. Other
     keys have no effect in this family."""
     layout: Layout = "llama"
-    """Names and shapes of the tensors. `gpt2`: fused query, key and value, matrices stored [in, out], learned positions. `gemma4`:
-    layers that differ."""
+    """Names and shapes of the tensors. `gpt2`: fused query, key and value, matrices stored [in, out], learned positions.
+    `gemma4`: layers that differ."""
     norm: Norm = "rms"
     """`rms`: x * w. `rms_float32`: x * w, multiplied in float32. `rms_plus_one`: x * (1 + w), multiplied in float32. `layer`:
     LayerNorm with a bias."""
@@ -301,7 +301,9 @@ _ROWS = (
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         # The last layer has full attention whatever the pattern.
-        slides=lambda family, config, layer: (layer + 1) % 6 != 0 and layer + 1 != family.size(config, "num_hidden_layers"),
+        slides=lambda family, config, layer: (
+            (layer + 1) % 6 != 0 and layer + 1 != family.size(config, "num_hidden_layers")
+        ),
         needs_bos=True,
     ),
 )

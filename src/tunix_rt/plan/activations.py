@@ -6,10 +6,10 @@ from functools import partial
 
 from tunix_rt.plan.adapters import Adapters
 from tunix_rt.plan.attention_kernels import OLDEST_CAPABILITY, Capability, torch_generation_kernel, torch_kernel
+from tunix_rt.plan.experts import cast_matrices, forward_of_experts, gradients_of_experts, saved_by_experts
 from tunix_rt.plan.precision import Recipe
-from tunix_rt.plan.shape import Cost, ModelShape
+from tunix_rt.plan.sizes import Cost, ModelShape
 from tunix_rt.plan.tensors import elements, tensors_of
-
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
@@ -99,6 +99,9 @@ def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTens
     separate = shape.gated_mlp and not shape.fused_matrices
     attention = [*before, *_saved_by_attention(shape, widths, batch)]
     mlp = [*before, *_saved_by_mlp(shape, widths, batch)]
+    if shape.experts is not None:  # and the norms behind the MLP and behind the experts
+        mlp += saved_by_experts(shape, widths, tokens, device=batch.device)
+        mlp += 2 * _rms(shape, widths, stream, tokens, compute)
     if shape.head_norms:
         for size, heads in ((shape.query_size, shape.heads), (shape.kv_size, shape.kv_heads))[: 2 - shape.shares_kv]:
             roots = tokens * (1 if shape.head_norms_span_heads else heads)
@@ -122,7 +125,7 @@ def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTens
 
 
 def _saved_by_layer_input(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
-    """The gate of the layer's own embedding, activated and multiplied with it, its projection and the norm of the result."""
+    """The layer's own embedding: input and output of its gate, the activation, input of its projection, the norm behind it."""
     if not shape.layer_input:
         return []
     tokens, compute = batch.tokens, widths.compute
@@ -346,6 +349,7 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
     last = elements(matrices[-1:])
     attention = elements(matrices[: 2 + shape.kv_matrices if shape.gated_mlp and not shape.fused_matrices else 2])
     everything = elements(matrices)
+    cast, experts = elements(cast_matrices(matrices)), gradients_of_experts(shape, widths, tokens)
     upstream = stream * widths.stream + stream * width * (widths.casts or shape.post_norms)
     down, weight = inner, last * (width + widths.stream * widths.casts)
     if (adapters := widths.adapters) is not None:  # its adapter saves its input, whose gradient is in float32
@@ -357,20 +361,20 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
         # The gradient of the layers' own embeddings grows by a layer's part, which is as large as the whole.
         upstream += 2 * tokens * shape.layer_inputs * widths.stream
     return [
-        Moment(saved=whole, in_flight=upstream + 2 * stream * widths.norm, done=0, casts=everything),
-        Moment(saved=in_mlp, in_flight=upstream + inner + weight, done=0, casts=everything),
+        Moment(saved=whole, in_flight=upstream + 2 * stream * widths.norm, done=0, casts=cast),
+        Moment(saved=in_mlp, in_flight=upstream + inner + weight, done=0, casts=cast),
         Moment(
             saved=in_mlp - down,
             in_flight=upstream + inner + last * widths.stream,
             done=0,
-            casts=everything,
+            casts=cast,
             updating=True,
         ),
         Moment(
             saved=in_mlp - down,
             in_flight=upstream + (2 if batch.compiled else 3) * inner,  # compiled code reuses one of them
             done=last,
-            casts=everything,
+            casts=cast,
         ),
         Moment(
             saved=sum(layer.attention),
@@ -378,6 +382,7 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
             done=everything - attention,
             casts=attention,
         ),
+        *[Moment(saved=in_mlp, in_flight=upstream + experts, done=0, casts=cast)] * (experts > 0),
         Moment(saved=0, in_flight=3 * stream * widths.norm + upstream, done=everything, casts=0),
     ]
 
@@ -410,4 +415,4 @@ def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel
     # Query, key, value, and the halves of their rotation, in the dtype of the residual stream.
     rotated = tokens * shape.query_size * (width if shape.learned_positions else max(width, widths.stream))
     attention = [rotated] * (12 if kernel == "math" else 6) + scores  # `math` also repeats and scales them
-    return stream + mask + max(mlp, attention, key=sum)
+    return stream + mask + max(mlp, attention, forward_of_experts(shape, widths, tokens), key=sum)

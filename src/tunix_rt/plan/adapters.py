@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from tunix_rt.config.load import quoted
 from tunix_rt.config.settings import Training
 from tunix_rt.errors import ConfigError
-from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.sizes import Dimensions, ModelShape
 from tunix_rt.plan.tensors import tensors_of
 
 ALL_LINEAR = "all-linear"
@@ -66,9 +66,12 @@ def modules_of(shape: ModelShape) -> list[dict[str, Dimensions]]:
         matrices = [one for one in tensors_of(kind).matrices if len(one) == 2]  # experts have no modules
         kinds.append(list(zip(names, matrices, strict=True)))
     order = shape.order or (0,) * shape.layers
-    found = [{f"{layers}.{at}.{name}": one for name, one in kinds[kind]} for at, kind in enumerate(order)]
-    outside = {"model.per_layer_model_projection": (shape.layer_inputs, shape.hidden)} if shape.layer_input else {}
-    return [*found, *([outside] if outside else [])]
+    found: list[dict[str, Dimensions]] = [
+        {f"{layers}.{at}.{name}": one for name, one in kinds[kind]} for at, kind in enumerate(order)
+    ]
+    if shape.layer_input:
+        found.append({"model.per_layer_model_projection": (shape.layer_inputs, shape.hidden)})
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class Adapters:
     gate: int = 0
     """Of the layer's own embedding, and then of its projection."""
     projection: int = 0
+    router: int = 0
     once: bool = False
     """Of the projection to the layers' own embeddings."""
     kinds: tuple["Adapters", ...] = ()
@@ -138,6 +142,7 @@ def adapters_of(matrices: list[Dimensions], shape: ModelShape, training: Trainin
                 output=sum(of_any[first : first + 1]),
                 mlp_inputs=sum(of_any[-mlp:-1]),
                 down=sum(of_any[-1:]),
+                router=sum(of_any[first + 1 : first + 2]) if layer.experts is not None else 0,
                 gate=own[0],
                 projection=own[1],
                 once=any(name in chosen for name in modules[-1]) if layer.layer_input else False,

@@ -12,7 +12,7 @@ from tunix_rt.models.secrets import refuse_addresses
 from tunix_rt.plan.calibration import Band, SeenError, band_of, similar
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import Outlook, look, measured_here, whole_run
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal
 from tunix_rt.plan.speed import StepTime
 from tunix_rt.plan.target import Target, all_targets

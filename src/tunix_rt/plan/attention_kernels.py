@@ -3,7 +3,7 @@
 Loads neither torch nor jax. A rule returns a name and the reason, as the log shows it.
 """
 
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 
 Capability = tuple[int, int]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tunix_rt.accelerators import accelerators_named
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.precision import Recipe, recipe_of
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.progress import duration
 
 COMPILE_SECONDS = 25.0
@@ -92,7 +92,8 @@ def to_be_recorded(
     tokens: int,
 ) -> bool:  # fmt: skip
     """Whether compiled layers run as CUDA graphs (`engines/torch/compile.py`), because the GPU would wait for launches. Not with
-    `flex` attention, whose masks are made for every batch, or layers that differ, nor with gradients that must be accumulated or freed early."""
+    `flex` attention, whose masks are made for every batch, or layers that differ, nor with gradients that must be accumulated
+    or freed early."""
     if device != "cuda" or flex or recipe.in_backward or accumulation != 1 or recipe.kept_share != 1.0:
         return False
     return waits_for_the_host(device_name, parameters=parameters, layers=layers, tokens=tokens)

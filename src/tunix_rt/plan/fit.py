@@ -11,7 +11,7 @@ from tunix_rt.plan.attention_kernels import capability_class
 from tunix_rt.plan.compile_policy import layers_planned
 from tunix_rt.plan.jax_floor import predict_jax
 from tunix_rt.plan.memory import MemoryPlan, longest_row, predict
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 
 GIB = 2**30
 SAFETY_SHARE = 0.20

@@ -12,8 +12,9 @@ from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
 from tunix_rt.plan import activations
 from tunix_rt.plan.adapters import adapters_of
+from tunix_rt.plan.experts import cast_matrices
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
-from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.sizes import Dimensions, ModelShape
 from tunix_rt.plan.tensors import Tensors, elements, tensors_of
 
 MIB = 2**20
@@ -91,12 +92,19 @@ class Footprint:
         """The matrices of all layers in the compute dtype; a traced layer has them among what it saves."""
         if self.shape.trace is not None or not self.widths.casts:
             return 0
-        return sum(kind.layers * elements(tensors_of(kind).matrices) for kind in self.shape.stack) * self.widths.compute
+        return (
+            sum(kind.layers * elements(cast_matrices(tensors_of(kind).matrices)) for kind in self.shape.stack)
+            * self.widths.compute
+        )
 
     @property
     def largest_cast(self) -> int:
         """Of its casts one at a time, if none outlives its matmul."""
-        return max(elements([one]) for one in self.tensors.matrices) * self.widths.compute if self.widths.casts else 0
+        return (
+            max(elements([one]) for one in cast_matrices(self.tensors.matrices)) * self.widths.compute
+            if self.widths.casts
+            else 0
+        )
 
     @property
     def head_cast(self) -> int:
@@ -240,7 +248,11 @@ def layers_of(run: Footprint, batch: activations.Batch) -> list[Layer]:
     for index, shape in enumerate(run.shape.stack):
         widths, tensors = run.widths.of_kind(index), tensors_of(shape)
         saved = activations.saved_by_layer(shape, widths, batch)
-        casts = 0 if shape.trace is not None or not widths.casts else elements(tensors.matrices) * widths.compute
+        casts = (
+            0
+            if shape.trace is not None or not widths.casts
+            else elements(cast_matrices(tensors.matrices)) * widths.compute
+        )
         trained = elements(run.adapters) // run.shape.layers if run.adapters else elements(tensors.layer)
         kinds.append(
             Layer(

@@ -17,7 +17,7 @@ from tunix_rt.plan.compile_policy import compiled_length
 from tunix_rt.plan.footprint import Phase, phase_of
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, MemoryPlan, longest_row, predict
 from tunix_rt.plan.precision import Recipe, recipe_of
-from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.sizes import Dimensions, ModelShape
 from tunix_rt.plan.tensors import tensors_of
 
 BATCH_BYTES = 20

@@ -13,7 +13,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, forward_of_one_layer, generation_kernel, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
 MIB = 2**20

@@ -15,7 +15,7 @@ from tunix_rt.plan.footprint import Phase
 from tunix_rt.plan.jax_floor import savings
 from tunix_rt.plan.knobs import BFLOAT16_CAPABILITY, differing, set_line
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import OFFERED, Proposal, faster, last_resorts, offered, solve, words_of
 from tunix_rt.plan.speed import Rates, StepTime, rates_for, time_of_plan
 from tunix_rt.plan.target import Target

@@ -14,7 +14,7 @@ from tunix_rt.config.settings import RunConfig, require_runnable
 from tunix_rt.plan.fit import GIB, Fit, predict_as_run, verdict
 from tunix_rt.plan.knobs import value_of
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import rates_for, time_of_plan
 from tunix_rt.plan.target import Chosen

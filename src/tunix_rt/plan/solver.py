@@ -17,7 +17,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import knobs
 from tunix_rt.plan.fit import Device, least_room, predict_as_run, verdict
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.speed import Rates, StepTime, time_of_plan
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.jax_floor import row_length
 from tunix_rt.plan.memory import MemoryPlan, longest_row
 from tunix_rt.plan.precision import FEWEST_LOSS_ROWS, MOST_LOSS_CHUNKS, Recipe, recipe_of
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 
 # --- fitted to the steps in benchmarks/results/speed_*.json and jax_speed*.json, unless another file is named
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tunix_rt.plan.shape import Dimensions, ModelShape
+from tunix_rt.plan.sizes import Dimensions, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def _matrices(shape: ModelShape) -> list[Dimensions]:
         return [(query + 2 * kv, hidden), (hidden, query), (2 * shape.ffn, hidden), (hidden, shape.ffn)]
     if not shape.gated_mlp:  # query, key and value are one matmul (GPT-2)
         return [(hidden, query + 2 * kv), (query, hidden), (hidden, shape.ffn), (shape.ffn, hidden)]
-    matrices = [(query, hidden), *[(kv, hidden)] * shape.kv_matrices, (hidden, query)]
+    matrices: list[Dimensions] = [(query, hidden), *[(kv, hidden)] * shape.kv_matrices, (hidden, query)]
     if (experts := shape.experts) is not None:
         matrices += [(experts.count, hidden)]
         matrices += [(experts.count, 2 * experts.ffn, hidden), (experts.count, hidden, experts.ffn)]

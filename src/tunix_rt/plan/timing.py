@@ -13,7 +13,7 @@ from tunix_rt.plan.activations import DTYPE_BYTES
 from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import longest_row
 from tunix_rt.plan.precision import Recipe, recipe_of
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.speed import StepTime
 
 

@@ -23,7 +23,8 @@ from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import redacted
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.shape import UNLIMITED, ModelShape, Trace, shape_of
+from tunix_rt.plan.shape import UNLIMITED, shape_of
+from tunix_rt.plan.sizes import ModelShape, Trace
 from tunix_rt.progress import phase
 from tunix_rt.storage import write_json
 

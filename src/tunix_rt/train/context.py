@@ -11,7 +11,8 @@ from tunix_rt.engines.base import Backend, Engine, StepShape, load_backend, refu
 from tunix_rt.errors import HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import ModelShape, Outline, outline_of
+from tunix_rt.plan.shape import Outline, outline_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.folder import RunDir

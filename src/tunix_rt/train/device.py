@@ -18,7 +18,7 @@ from tunix_rt.errors import HardwareError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.plan.fit import limited
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import to_plain, write_json, write_text
 

@@ -7,7 +7,7 @@ from tunix_rt.engines.base import refuse_unsupported_model
 from tunix_rt.errors import HardwareError
 from tunix_rt.models.resolve import ModelSource, resolve_architecture
 from tunix_rt.plan.answer import PlanTarget
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.target import target_here
 from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.folder import model_of_run

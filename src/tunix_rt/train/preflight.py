@@ -23,7 +23,7 @@ from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import refuse_if_too_big
 from tunix_rt.plan.run import RowFacts, RunPlan, plan_run, settle_memory
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.timing import rate_under_load
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none
@@ -206,9 +206,9 @@ def _log_preflight(config: RunConfig, model: ModelSource, shape: ModelShape, dev
             "Multimodal checkpoint: the text model trains; vision and audio towers are not loaded, and saved unchanged"
         )
     if shape.trace is not None:
-        active = shape.parameters - round(shape.trace.expert_parameters * (1 - shape.trace.active_experts))
-        experts = f"; {active:,} parameters are active for a token" if active < shape.parameters else ""
-        logger.info("Plan: model_type %s has no exact plan; a step was traced by PyTorch%s", shape.model_type, experts)
+        logger.info("Plan: model_type %s has no exact plan; a step was traced by PyTorch", shape.model_type)
+    if idle := shape.idle_parameters:
+        logger.info("Experts: %s of the parameters are active for a token", f"{shape.parameters - idle:,}")
     if model.converted_from is not None:
         logger.info("Weights are dequantized from %s; they are not the original's", model.converted_from)
     if model.weights == "random":

@@ -18,7 +18,7 @@ from tunix_rt.engines.base import Engine, Step
 from tunix_rt.engines.step_time import ATTENTION, HEAD_MATMULS, LAYER_MATMULS, Breakdown, DenseMatmul, Part, breakdown
 from tunix_rt.engines.trace import read_trace
 from tunix_rt.errors import ConfigError
-from tunix_rt.plan.shape import ModelShape
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.timing import StepFlops, step_flops
 from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.folder import RunDir

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES, FULL, SLIDING, Config, Family, families_of
-from tunix_rt.plan.shape import ModelShape, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import ModelShape
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",

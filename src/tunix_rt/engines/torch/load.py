@@ -220,6 +220,8 @@ def _largest_head(config: Any) -> int | None:
 def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype: torch.dtype, device: str) -> Any:
     """The model with pretrained weights, or with random ones that are drawn on the device."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.training}
+    if dtype == torch.float64:  # for which torch has no grouped matmul of experts
+        options["experts_implementation"] = "eager"
     if source.weights == "random":
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, **options)

@@ -29,7 +29,8 @@ from tunix_rt.models.multimodal import text_config
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import refuse_if_too_big
-from tunix_rt.plan.shape import ModelShape, Outline, outline_of
+from tunix_rt.plan.shape import Outline, outline_of
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.checksums import parse_object
 from tunix_rt.runs.folder import RunDir
