@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,59 +45,122 @@ SPECIAL = {
     "use_cache": True,
     "is_decoder": True,
     "tie_word_embeddings": True,
+    "forced_eos_token_id": None,
 }
 
 
-def names(known: set[str]) -> list[str]:
-    """Model types of causal language models in transformers, without those of `known` families."""
+def mapped() -> list[str]:
+    """Model types of causal language models in transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known)
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def text_type(name: str) -> str:
+    """The model type that is trained of `name`: of a multimodal model, that of its text model."""
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[name]
+    inner = kind.sub_configs.get("text_config")
+    if inner is None:
+        return name
+    found = (
+        inner.model_type if inner is not transformers.AutoConfig else kind().get_text_config(decoder=True).model_type
+    )
+    return str(found)
+
+
+def draw(seed: int, known: set[str], count: int) -> Iterator[tuple[str, str | None]]:
+    """Model types in the order of the seed, until `count` are to be tried: (name, why it is not tried). A row that is added later
+    moves no other type: it is not tried any more, and the next of the order is."""
+    order = mapped()
+    random.Random(seed).shuffle(order)
+    tried: set[str] = set()
+    for name in order:
+        text = text_type(name)
+        if name in known:
+            yield name, "it has an exact row"
+        elif text in known:
+            yield name, f"multimodal: its text model {text} has an exact row"
+        elif text in tried:
+            yield name, f"multimodal: its text model {text} is tried"
+        else:
+            tried.add(text)
+            yield (name, None) if text == name or text not in order else (text, None)
+        if len(tried) == count:
+            return
 
 
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None})
 """Sizes that do not fit every class together; the first with which a plain forward pass works is taken."""
+OWN: dict[str, dict[str, Any]] = {
+    "reformer": {"axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 64},
+    "xmod": {"default_language": "en_XX", "languages": ("en_XX",)},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""Sizes that one class alone has, or limits to one value."""
 
 
 def tiny_config(name: str, changes: dict[str, Any]) -> Any:
-    """A configuration of `name` with the sizes above; lists and flags of layers are left to the class."""
+    """A configuration of `name` with the sizes above; lists and flags of layers are left to the class. That of a multimodal model
+    has a text model of these sizes, which is all that is loaded of it."""
     import transformers
 
-    kind = type(transformers.AutoConfig.for_model(name))
-    fields = {field.name for field in dataclasses.fields(kind)}
-    sizes = {key: value for key, value in (SMALL | SPECIAL | changes).items() if value is not None}
-    chosen = {key: value for key, value in sizes.items() if key in fields}
-    chosen |= {key: 0.0 for key in fields if ("dropout" in key or "pdrop" in key or "drop" in key) and key not in chosen
-               and isinstance(getattr(kind(), key, None), float)}  # fmt: skip
-    config = kind(**chosen)
-    inner = config.get_text_config(decoder=True)
-    if inner is not config:
-        raise ValueError("a multimodal model: its text model is a type of its own")
-    return config
+    kind = transformers.CONFIG_MAPPING[name]
+    if inner := kind.sub_configs.get("text_config") or kind.sub_configs.get("decoder"):
+        return kind(**{"text_config" if "text_config" in kind.sub_configs else "decoder": _tiny(inner, name, changes)})
+    return _tiny(kind, name, changes)
+
+
+def _tiny(kind: Any, name: str, changes: dict[str, Any]) -> Any:
+    fields, plain = {field.name for field in dataclasses.fields(kind)}, kind()
+    sizes = SMALL | SPECIAL | changes | OWN.get(name, {})
+    chosen = {key: value for key, value in sizes.items() if key in fields and (value is not None or key in SPECIAL)}
+    chosen |= {
+        key: 0.0 for key in fields if "drop" in key and key not in chosen and isinstance(getattr(plain, key, 0), float)
+    }
+    return kind(**chosen)
 
 
 def make(name: str, folder: Path, root: Path) -> int:
+    """A tiny model with random weights and a tokenizer; its parameters."""
     import torch
     import transformers
 
-    from tunix_rt.engines.torch.model import without_cache
+    from tunix_rt.engines.torch.model import text_config, without_cache
 
+    model: Any = None
     for changes in VARIANTS:
         torch.manual_seed(0)
         try:
-            model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, changes)).float()
+            config = tiny_config(name, changes)
+            inner = text_config(config)
+            build = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            _refuse_large(build, inner)
+            model = build(inner).float()
             model(input_ids=torch.arange(3, 12)[None], **without_cache(model))
             break
-        except Exception:  # sizes that do not fit each other
-            if changes is VARIANTS[-1]:
+        except Exception as error:  # sizes that do not fit each other
+            if changes is VARIANTS[-1] and model is None:
                 raise
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if count > 200_000_000:
-        raise ValueError(f"{count:,} parameters: not tiny")
+            print(f"{name}: a plain forward pass fails with {changes}: {error}", file=sys.stderr)
+    assert model is not None
     model.save_pretrained(folder)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(root / "models" / "tiny-gemma3" / file, folder)
-    return count
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _refuse_large(build: Any, config: Any) -> None:
+    """Sizes that no name above covers would fill the memory."""
+    import torch
+
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build(config).parameters())
+    if count > 20_000_000:
+        raise ValueError(f"{count:,} parameters: not tiny")
 
 
 def settings(folder: Path, out: Path) -> list[str]:
@@ -103,7 +168,7 @@ def settings(folder: Path, out: Path) -> list[str]:
         "data.max_length": 128, "data.on_overflow": "drop", "training.learning_rate": LEARNING_RATE,
         "training.lr_scheduler_type": "constant",
         "training.per_device_train_batch_size": 3, "training.gradient_accumulation_steps": 2, "evaluation.enabled": "false",
-        "data.validation_fraction": 0, "training.max_grad_norm": 1.0,
+        "data.validation_fraction": 0, "training.max_grad_norm": 1.0, "training.gradient_checkpointing": 0.5,
     }  # fmt: skip
     words = [
         "train",
@@ -193,16 +258,17 @@ def trial(name: str, into: Path, root: Path) -> dict[str, Any]:
     shown = [
         line.split(" INFO ", 1)[1]
         for line in log.splitlines()
-        if " INFO Packing:" in line or " INFO Loss head:" in line
+        if any(f" INFO {what}:" in line for what in ("Packing", "Loss head", "Activation checkpointing", "Frozen"))
     ]
     try:
         plain = plain_losses(folder, out)
     except Exception as error:  # noqa: BLE001
         return found | {"outcome": "no plain loop", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     off = max(abs(one - other) / abs(other) for one, other in zip(ours, plain, strict=True))
-    memory = json.loads((out / "memory.json").read_text()) if (out / "memory.json").exists() else {}
+    memory = json.loads((out / "memory.json").read_text())
     return found | {"outcome": "trained" if off <= TOLERANCE else "differs", "largest_difference": off, "losses": ours,
-                    "support": shown, "memory_error": memory.get("error")}  # fmt: skip
+                    "support": shown, "predicted_bytes": memory["predicted_bytes"], "measured_bytes": memory["measured_bytes"],
+                    **{package: version(package) for package in ("torch", "transformers")}}  # fmt: skip
 
 
 def main() -> None:
@@ -217,12 +283,12 @@ def main() -> None:
     root, results = Path(__file__).resolve().parent.parent, args.into / "any_model.jsonl"
     args.into.mkdir(parents=True, exist_ok=True)
     done = {json.loads(line)["name"] for line in results.read_text().splitlines()} if results.exists() else set()
-    drawn = args.only or random.Random(args.seed).sample(names(set(FAMILIES)), args.count)
-    for name in drawn:
+    drawn = [(name, None) for name in args.only] if args.only else draw(args.seed, set(FAMILIES), args.count)
+    for name, why in drawn:
         if name in done:
             continue
         try:
-            found = trial(name, args.into, root)
+            found = {"name": name, "outcome": "not tried", "why": why} if why else trial(name, args.into, root)
         except Exception:  # noqa: BLE001
             found = {"name": name, "outcome": "failed", "why": traceback.format_exc()[-400:]}
         print(json.dumps({key: value for key, value in found.items() if key != "losses"}), flush=True)

@@ -54,7 +54,7 @@ class Capabilities:
     """The evidence of a GPU run includes the same run on the CPU. Models that JAX is for are too large for most CPUs."""
 
 
-LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_dropout")
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_dropout", "load_in_4bit")
 """Settings of `training`; all but the first need the first."""
 CAPABILITIES: dict[str, Capabilities] = {
     "torch": Capabilities(

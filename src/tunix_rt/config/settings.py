@@ -217,6 +217,8 @@ class Training(Section):
     `all-linear`, every projection of every layer."""
     lora_dropout: Fraction = 0.0
     """Dropout of the inputs of adapters during training; a pure function of seed, step and micro-batch."""
+    load_in_4bit: bool = False
+    """QLoRA: the projections of the layers are kept in 4 bits (NF4, double quantization), frozen beside their adapters."""
     memory: Literal["as_written", "auto"] = "as_written"
     """`auto`: if the run does not fit, or others are faster, use the best settings that the planner finds. Rows per step,
     lengths and trained parameters do not change."""
@@ -371,6 +373,11 @@ def _unfit(training: Training) -> Iterator[tuple[bool, str, str]]:
         bool(alone) and training.lora_rank is None, f"{alone}: every parameter is trained",
         "set training.lora_rank, or leave it out",
     )  # fmt: skip
+    yield (
+        training.load_in_4bit and training.compile is True,
+        "training.load_in_4bit: layers with 4-bit weights are not compiled",
+        "leave training.compile out",
+    )
     yield (
         master != "bfloat16" and not training.stochastic_rounding,
         "training.stochastic_rounding applies to bfloat16 weights only",

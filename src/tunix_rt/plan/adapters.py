@@ -1,5 +1,6 @@
 """LoRA adapters: which modules of a model have one. The planner and the engine read the same choice."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from tunix_rt.plan.tensors import tensors_of
 
 ALL_LINEAR = "all-linear"
 SETTING = "training.lora_target_modules"
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+"""Weights that share a scale, and scales that share one: those of bitsandbytes, and of the QLoRA paper (arXiv:2305.14314)."""
 Targets = str | tuple[str, ...]
 
 
@@ -72,6 +75,38 @@ def modules_of(shape: ModelShape) -> list[dict[str, Dimensions]]:
     if shape.layer_input:
         found.append({"model.per_layer_model_projection": (shape.layer_inputs, shape.hidden)})
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FourBit:
+    """Bytes of frozen matrices in NF4."""
+
+    packed: int
+    scales: int
+    """A byte for each block, a float32 for each 256 of them, and one float32 for a matrix."""
+    unpacked: int
+    """The largest matrix while it is unpacked, in the compute dtype, beside its scales in float32."""
+
+    @classmethod
+    def of(cls, matrices: Sequence[Dimensions], compute: int) -> "FourBit":
+        sizes = [math.prod(one) for one in matrices]
+        blocks = [-(-size // NF4_BLOCK) for size in sizes]
+        return cls(
+            packed=sum((size + 1) // 2 for size in sizes),
+            scales=sum(count + 4 * -(-count // NF4_SCALE_BLOCK) + 4 for count in blocks),
+            unpacked=max(size * compute + 4 * count for size, count in zip(sizes, blocks, strict=True)),
+        )
+
+
+def refuse_four_bit(shape: ModelShape, training: Training) -> None:
+    """Refuse 4-bit weights of a model whose projections have no exact plan, or are no linear layers."""
+    linear = (shape.gated_mlp or shape.fused_matrices) and all(kind.experts is None for kind in shape.stack)
+    if training.load_in_4bit and (shape.trace is not None or not linear):
+        why = "has a traced plan" if shape.trace is not None else "has projections that are no linear layers"
+        raise ConfigError(
+            f"training.load_in_4bit: {shape.model_type} {why}, and its memory in 4 bits is not known",
+            fix="leave training.load_in_4bit out; `tunix-rt models` lists the exact families",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ def layers_planned(
     """How the PyTorch engine runs the layers: `plain` (eager), `compiled` or `recorded` (CUDA graphs). `packed` rows have several
     examples. A run of unknown `steps` is assumed to be long enough for compiling to pay."""
     training = config.training
-    if (shape.trace is not None or shape.kinds) and training.compile is not True:
+    if training.load_in_4bit or ((shape.trace is not None or shape.kinds) and training.compile is not True):
         return "plain"
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     tokens = rows * (row_tokens or config.data.max_length)

@@ -11,11 +11,11 @@ from itertools import accumulate
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
 from tunix_rt.plan import activations
-from tunix_rt.plan.adapters import adapters_of
+from tunix_rt.plan.adapters import FourBit, adapters_of, refuse_four_bit
 from tunix_rt.plan.experts import cast_matrices
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
 from tunix_rt.plan.sizes import Dimensions, ModelShape
-from tunix_rt.plan.tensors import Tensors, elements, tensors_of
+from tunix_rt.plan.tensors import Tensors, elements, layer_matrices, tensors_of
 
 MIB = 2**20
 HEAP_BLOCK_BYTES = 32 * MIB
@@ -60,7 +60,27 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        return self.shape.parameters * self.widths.stream + self.width * elements(self.adapters)
+        """Adapters and what is not kept in 4 bits."""
+        four = elements(self.four_bit_matrices)
+        return (self.shape.parameters - four) * self.widths.stream + self.width * elements(self.adapters)
+
+    @property
+    def four_bit_matrices(self) -> list[Dimensions]:
+        return layer_matrices(self.shape) if self.recipe.four_bit else []
+
+    @property
+    def four_bit(self) -> dict[str, int]:
+        """Parts of the weights that are kept in 4 bits; none without them."""
+        if not (matrices := self.four_bit_matrices):
+            return {}
+        found = FourBit.of(matrices, self.widths.compute)
+        return {"packed_4bit": found.packed, "scales_4bit": found.scales}
+
+    @property
+    def unpacking(self) -> dict[str, int]:
+        """The part of a matmul with a matrix of 4 bits: the largest."""
+        matrices = self.four_bit_matrices
+        return {"unpacked": FourBit.of(matrices, self.widths.compute).unpacked} if matrices else {}
 
     @property
     def final_model(self) -> int:
@@ -174,6 +194,7 @@ class Footprint:
 
 
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
+    refuse_four_bit(shape, training)
     tensors, recipe = tensors_of(shape), recipe_of(training)
     adapters = adapters_of(tensors.matrices, shape, training)
     stack = tensors.layer * shape.layers if tensors.stack is None else tensors.stack
@@ -292,6 +313,7 @@ def step_phases(
         casts=casts or run.largest_cast,
         activations=kept,
         in_flight=passing,
+        **run.unpacking,
     )
     loss = phase_of(
         "loss",
@@ -388,6 +410,7 @@ def _backward(
             casts=casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
             activations=held + own + moment.saved,
             in_flight=moment.in_flight + moment.updating * run.update_of(run.tensors.matrices[-1:]),
+            **run.unpacking,
         )
 
     # Memory rises or falls evenly between these, if all layers are alike.

@@ -195,7 +195,7 @@ def _without_spare_bytes(phase: footprint.Phase) -> int:
 def _state(run: footprint.Footprint) -> dict[str, int]:
     """Allocated from the first step on."""
     overhead = CPU_OVERHEAD_BYTES if run.device == "cpu" else CUDA_OVERHEAD_BYTES
-    return {"weights": run.weights, "optimizer": run.optimizer, "overhead": overhead}
+    return {"weights": run.weights, **run.four_bit, "optimizer": run.optimizer, "overhead": overhead}
 
 
 def _between_steps(run: footprint.Footprint) -> dict[str, int]:
@@ -216,8 +216,16 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> footprint.Phase:
     other_type = pretrained and run.device == "cpu" and run.widths.stream != PUBLISHED_BYTES
     drawn = elements(run.tensors.embeddings[:1]) * run.widths.stream if run.shape.tied_head and not pretrained else 0
     base = run.shape.parameters * run.widths.stream
-    later = run.weights - base + max(run.largest_cast, run.head_cast, run.operand)  # adapters are added after the draw
-    parts = {"weights": base, "overhead": CPU_OVERHEAD_BYTES if run.device == "cpu" else 0}
+    later = max(run.largest_cast, run.head_cast, run.operand)
+    if not run.recipe.four_bit:
+        later += run.weights - base  # adapters are added after the draw
+    elif run.device != "cpu":  # the model is read or drawn on the host, its projections are packed one by one
+        base, drawn = run.weights, 0
+    parts = {
+        "weights": base,
+        **(run.four_bit | run.unpacking if run.device != "cpu" else {}),
+        "overhead": CPU_OVERHEAD_BYTES if run.device == "cpu" else 0,
+    }
     return footprint.phase_of(
         "load",
         **parts,
@@ -252,7 +260,7 @@ def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> f
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     slack = int(EVALUATION_SLACK * footprint.in_heap(layer + head)) if run.device == "cpu" else 0
-    in_layers = {"casts": run.largest_cast, "activations": sum(layer), "loss_head": 0}
+    in_layers = {"casts": run.largest_cast, "activations": sum(layer), "loss_head": 0, **run.unpacking}
     in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
     both = [
         footprint.phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)
@@ -280,6 +288,7 @@ def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int
         "activations": sum(layer),
         "loss_head": sum(logits),
         "allocator_slack": int(cut),
+        **run.unpacking,
     }
 
 
@@ -315,10 +324,10 @@ def _save(run: footprint.Footprint, copied: int) -> footprint.Phase:
     merged = 0
     if (adapters := run.widths.adapters) is not None:
         largest = 4 * max(elements([one]) for one in adapters.matrices)
-        summed = elements(list(adapters.matrices))
+        summed = elements(run.four_bit_matrices or list(adapters.matrices))
         on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
         merged = on_host + largest if run.device == "cpu" else 2 * largest
-    return footprint.phase_of("save", **_between_steps(run), snapshot=copied, merged=merged)
+    return footprint.phase_of("save", **_between_steps(run), snapshot=copied, merged=merged, **run.unpacking)
 
 
 MOST_ROWS = {"cpu": 64, "cuda": 512}

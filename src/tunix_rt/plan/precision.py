@@ -24,6 +24,8 @@ class Recipe:
     """dtype of the matmuls. If it differs from `weights`, they are cast for a forward and backward pass."""
     frozen: str | None
     """With LoRA, the dtype of the parameters that are not trained; None: every parameter is trained."""
+    four_bit: bool
+    """With LoRA, the frozen projections are kept in NF4 and unpacked in `frozen`."""
     optimizer: str
     in_backward: bool
     """A gradient is freed once its tensor is updated; only those of embedding and lm_head live through the backward pass."""
@@ -46,6 +48,8 @@ class Recipe:
             trained += f", {'stochastic rounding' if self.rounding == 'stochastic' else nearest}"
         if self.frozen is not None:
             trained = f"adapters in {self.weights}, all other weights frozen in {self.frozen}"
+        if self.four_bit:
+            trained = f"adapters in {self.weights}, projections frozen in NF4, all other weights in {self.frozen}"
         words = f"{trained}; {self.compute} matmuls; {self.optimizer}"
         if self.in_backward:
             words += " in backward: each tensor is clipped and updated as soon as its gradient is complete"
@@ -64,6 +68,7 @@ def recipe_of(training: Training) -> Recipe:
         weights=weights,
         compute=training.dtype,
         frozen=training.dtype if training.lora_rank is not None else None,
+        four_bit=training.load_in_4bit,
         optimizer=training.optim,
         in_backward=training.optim_in_backward,
         rounding="stochastic" if weights == "bfloat16" and training.stochastic_rounding else "nearest",
@@ -78,6 +83,7 @@ def recipe_for_inference(dtype: str) -> Recipe:
         weights=dtype,
         compute=dtype,
         frozen=None,
+        four_bit=False,
         optimizer="adamw",
         in_backward=False,
         rounding="nearest",

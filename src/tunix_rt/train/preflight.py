@@ -238,6 +238,9 @@ def require_peft(config: RunConfig) -> None:
     if config.training.lora_rank is not None and importlib.util.find_spec("peft") is None:
         fix = "pip install 'tunix-rt[lora]', or leave the setting out to train every parameter"
         raise ConfigError("training.lora_rank: peft is not installed", fix=fix)
+    if config.training.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        fix = "pip install 'tunix-rt[qlora]', or leave the setting out"
+        raise ConfigError("training.load_in_4bit: bitsandbytes is not installed", fix=fix)
 
 
 def adjust_data_replicas(config: RunConfig, devices: int, *, continued: bool) -> RunConfig:

@@ -1,11 +1,13 @@
 """LoRA through `peft`: trainable adapters beside projections of the layers, all other weights frozen."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tunix_rt.config.settings import Training
+from tunix_rt.engines.torch.quantization import QuantizedLinear
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.plan.adapters import ALL_LINEAR, SETTING, Targets, alpha_of, chosen_modules, is_target
 
@@ -50,7 +52,7 @@ def _projections(model: Any) -> dict[str, torch.nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not head and module in inside
+        if type(module).__name__ in ("Linear", "QuantizedLinear", "Conv1D") and module is not head and module in inside
     }
 
 
@@ -66,6 +68,14 @@ def _refuse_others(model: Any, projections: set[str], targets: Targets, name: st
             )
 
 
+def _named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight but those of adapters; one that is kept in 4 bits is unpacked when it is reached."""
+    yield from ((name, tensor) for name, tensor in model.state_dict().items() if "lora_" not in name)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield f"{name}.weight", module.weight
+
+
 def merged_weights(model: Any) -> dict[str, torch.Tensor]:
     """The weights of the model with each adapter merged into its projection, under the names without adapters.
 
@@ -76,14 +86,14 @@ def merged_weights(model: Any) -> dict[str, torch.Tensor]:
     merged: dict[str, torch.Tensor] = {}
     widened: dict[tuple[int, torch.Size], torch.Tensor] = {}
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    for name, tensor in model.state_dict().items():
-        if "lora_" in name:
-            continue
+    for name, tensor in _named_weights(model):
         if ".base_layer." in name and name.endswith(".weight"):
             with torch.no_grad():
                 delta = adapted[name.split(".base_layer.")[0]].get_delta_weight("default")
             whole = (tensor.cpu() + delta.cpu()).float()
             del delta  # before the next one is there
+        elif isinstance(model.get_submodule(name.rpartition(".")[0]), QuantizedLinear):  # memory of its own, soon freed
+            whole = tensor.cpu().float()
         elif (whole := widened.get((tensor.data_ptr(), tensor.shape))) is None:
             whole = widened[tensor.data_ptr(), tensor.shape] = tensor.cpu().float()
         merged[name.replace(".base_layer.", ".")] = whole

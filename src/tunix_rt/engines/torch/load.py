@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ from tunix_rt.engines.torch.attention import (
     unpackable,
 )
 from tunix_rt.engines.torch.chunked_loss import lean_lookup
-from tunix_rt.engines.torch.model import Engine, LossScale, embeddings_of, hidden_states, summed_loss
+from tunix_rt.engines.torch.model import Engine, LossScale, embeddings_of, hidden_states, summed_loss, text_config
+from tunix_rt.engines.torch.quantization import quantize
 from tunix_rt.engines.torch.support import check_support
 from tunix_rt.errors import DoesNotFitError, InputError, TunixError
 from tunix_rt.models.families import FAMILIES
@@ -64,10 +66,13 @@ def load(
     torch.manual_seed(training.seed)
     with _loading(source, device):
         attention = attention_for(config, device, training)
+        drawn_on = "cpu" if training.load_in_4bit else device  # a GPU need not have memory for whole weights
         model = _read_model(
-            source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=device
+            source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=drawn_on
         )
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        if training.load_in_4bit:
+            quantize(model, name=source.name, device=torch.device(device))
         if training.lora_rank is not None:
             model = add_adapters(model, training, name=source.name)
         model = model.to(torch.device(device))
@@ -127,7 +132,7 @@ def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: in
 
 @contextlib.contextmanager
 def _loading(source: ModelSource, device: str) -> Iterator[None]:
-    """Reports the errors of a load as errors of tunix-rt."""
+    """Reports errors of a model, and a lack of memory, as errors of tunix-rt. A defect of tunix-rt is not the model's."""
     try:
         yield
     except TunixError:
@@ -139,10 +144,18 @@ def _loading(source: ModelSource, device: str) -> Iterator[None]:
                 f"{source.name}: out of memory while it is loaded on {device}{taken}",
                 fix=f"free memory there; {SEE_PLAN}",
             ) from error
+        if not _raised_by_model(error):
+            raise
         raise InputError(
             f"{source.name}: cannot be loaded: {type(error).__name__}: {one_line(error)}",
             fix="fetch the model again, or correct its config.json",
         ) from error
+
+
+def _raised_by_model(error: Exception) -> bool:
+    """Whether `error` was raised below code of transformers: that of the model, or of its weights. Any other is ours."""
+    theirs = os.path.dirname(transformers.__file__)
+    return any(frame.f_code.co_filename.startswith(theirs) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def set_deterministic(device: str, enabled: bool) -> None:
@@ -240,7 +253,7 @@ def _config_of(source: ModelSource) -> Any:
     """The model's configuration. Importing its class here excludes the code from the measured memory."""
     try:
         whole = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
-        config = whole.get_text_config(decoder=True)
+        config = text_config(whole)
         _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except Exception as error:  # it validates a stranger's file, with errors of its own
         raise InputError(

@@ -167,6 +167,8 @@ def _compiling(
         adapters=engine.recipe.frozen is not None,
         capability=torch.cuda.get_device_capability(engine.device) if on_gpu else None,
     )
+    if engine.recipe.four_bit:
+        return Compiling(wanted=False, required=False, why="its weights are unpacked for each matmul")
     if setting == "auto" and not _has_equal_layers(engine):
         return Compiling(wanted=False, required=False, why="for this family only with training.compile: true")
     if setting == "auto" and planned is not None and choice.wanted != (planned != "plain"):

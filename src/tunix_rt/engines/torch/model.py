@@ -290,6 +290,13 @@ def hidden_states(engine: Engine, micro: MicroBatch | Placed) -> torch.Tensor:
         return inner(**engine.arguments(placed, inner)).last_hidden_state
 
 
+def text_config(config: Any) -> Any:
+    """The configuration that is trained: of a multimodal model, that of its text model. One of an encoder and a decoder stays
+    whole, its causal model reads the keys of the decoder."""
+    inner = config.get_text_config(decoder=True)
+    return config if type(inner) is type(config) else inner
+
+
 def without_cache(model: Any) -> dict[str, bool]:
     """Arguments that keep a model from making a KV cache."""
     forward = getattr(type(model), "forward", None)
@@ -298,7 +305,12 @@ def without_cache(model: Any) -> dict[str, bool]:
 
 @functools.cache
 def _has_cache(forward: Callable[..., Any]) -> bool:
-    return "use_cache" in inspect.signature(forward).parameters
+    parameters = inspect.signature(forward).parameters
+    return "use_cache" in parameters or list(parameters) == [
+        "self",
+        "args",
+        "kwargs",
+    ]  # a wrapper, as of BART's decoder
 
 
 def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.0) -> torch.Tensor:

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
+from tunix_rt.engines.torch.model import text_config, without_cache
+
 LENGTHS = (64, 128)
 
 
@@ -28,7 +30,7 @@ def main(request_file: Path, result_file: Path) -> None:
     request = json.loads(request_file.read_text(encoding="utf-8"))
     transformers.utils.logging.set_verbosity_error()
     config = transformers.AutoConfig.from_pretrained(request["folder"], trust_remote_code=False, local_files_only=True)
-    config = config.get_text_config(decoder=True)
+    config = text_config(config)
     kinds = {name: getattr(torch, request[name]) for name in ("weights", "compute")}
     with FakeTensorMode(allow_non_fake_inputs=True), _kernels():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=kinds["weights"]).train()
@@ -100,7 +102,7 @@ def measure(model: Any, length: int, positions: bool) -> dict[str, int]:
     handles.append(model.get_input_embeddings().register_forward_hook(lambda *given: looked_up.append(given[2])))
     ids = torch.zeros((1, length), dtype=torch.long)
     more = {"position_ids": torch.arange(length)[None]} if positions else {}
-    more |= {"use_cache": False} if "use_cache" in inspect.signature(model.base_model.forward).parameters else {}
+    more |= without_cache(model.base_model)
     with live:
         output = model.base_model(input_ids=ids, **more)
         hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
