@@ -95,6 +95,7 @@ VARIANTS: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 4}, {"num_ke
 """Sizes that do not fit every class together; the first with which a plain forward pass works is taken."""
 OWN: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 64},
+    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "xmod": {"default_language": "en_XX", "languages": ("en_XX",)},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

@@ -357,8 +357,11 @@ def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str
 def _load(backend: Backend, origin: _Origin, *, device: str, dtype: str) -> Engine:
     if origin.adapted is None or origin.checkpoint is None:
         return backend.load_for_inference(origin.source, device=device, dtype=dtype)
-    engine = backend.load(origin.source, device=device, training=origin.adapted)
-    optimizer = backend.make_optimizer(engine, origin.adapted)  # of the adapters alone: it is small
+    training = origin.adapted
+    if origin.adapter:  # plain `peft` adds it to whole weights, and is compared with that
+        training = training.model_copy(update={"load_in_4bit": False})
+    engine = backend.load(origin.source, device=device, training=training)
+    optimizer = backend.make_optimizer(engine, training)  # of the adapters alone: it is small
     backend.restore_state(engine, optimizer, origin.checkpoint, step=checkpoint_step(origin.checkpoint))
     return engine
 

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -274,7 +274,15 @@ def _gradients(engine: Engine, placed: PlacedStep, training: Training, step: int
         with region(BACKWARD):
             loss.backward()
         total += loss.detach()
+    for parameter in _without_gradient(engine.model.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
     return total
+
+
+def _without_gradient(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+    """Trained parameters without a gradient: of experts that no token of the step chose. Theirs is zero, as it is where all
+    experts are one tensor."""
+    return (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
 
 
 def _global_norm(engine: Engine) -> torch.Tensor:
@@ -307,8 +315,11 @@ def _step_in_backward(
     updated_flags: list[torch.Tensor] = []
     finite = torch.isfinite(loss.detach())
 
+    waiting = {p for p in engine.model.parameters() if p.requires_grad}
+
     def update(parameter: torch.nn.Parameter) -> None:
         nonlocal finite
+        waiting.discard(parameter)
         with region(OPTIMIZER):
             norm, finite = optimizer.update_clipped(parameter, limit=training.max_grad_norm or None, finite=finite)
         norms.append(norm)
@@ -326,6 +337,9 @@ def _step_in_backward(
             hook.remove()
     for embedding in embeddings:
         update(embedding)
+    for parameter in [p for p in others if p in waiting]:
+        parameter.grad = torch.zeros_like(parameter)
+        update(parameter)
     whole = torch.stack(norms).square().sum().sqrt()
     mean_loss, norm, updated = torch.stack([loss.detach(), whole, torch.stack(updated_flags).sum().double()]).tolist()
     done = f"; {updated:.0f} of {len(norms)} tensors are updated in this process, and none of them is saved"

@@ -21,7 +21,8 @@ class QuantizedLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)  # that of Linear would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        weight = linear.weight.data.to(device).contiguous()
+        # Flat: the CPU kernel of bitsandbytes 0.50 mixes up scales where a row is no multiple of a block.
+        weight = linear.weight.data.to(device).contiguous().view(-1)
         packed, self.state = quantize_4bit(weight, blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4")
         self.register_buffer("packed", packed, persistent=False)
 
@@ -30,7 +31,7 @@ class QuantizedLinear(torch.nn.Linear):
         """Unpacked, in the dtype that it was quantized from; a new tensor each time."""
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(self.packed, self.state)
+        return dequantize_4bit(self.packed, self.state).view(self.out_features, self.in_features)
 
     @property
     def stored(self) -> list[torch.Tensor]:
