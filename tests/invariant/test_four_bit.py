@@ -12,7 +12,8 @@ from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.engines.torch.quantization import QuantizedLinear
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.memory import predict
-from tunix_rt.plan.shape import Trace, shape_of
+from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.sizes import Trace
 from tunix_rt.train.preflight import require_peft
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

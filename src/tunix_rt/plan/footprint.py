@@ -11,11 +11,11 @@ from itertools import accumulate
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
 from tunix_rt.plan import activations
-from tunix_rt.plan.adapters import FourBit, adapters_of, refuse_four_bit
+from tunix_rt.plan.adapters import FourBit, adapters_of, modules_of, refuse_four_bit
 from tunix_rt.plan.experts import cast_matrices
 from tunix_rt.plan.precision import Recipe, loss_rows, recipe_for_inference, recipe_of
 from tunix_rt.plan.sizes import Dimensions, ModelShape
-from tunix_rt.plan.tensors import Tensors, elements, layer_matrices, tensors_of
+from tunix_rt.plan.tensors import Tensors, elements, tensors_of
 
 MIB = 2**20
 HEAP_BLOCK_BYTES = 32 * MIB
@@ -66,7 +66,7 @@ class Footprint:
 
     @property
     def four_bit_matrices(self) -> list[Dimensions]:
-        return layer_matrices(self.shape) if self.recipe.four_bit else []
+        return [one for layer in modules_of(self.shape) for one in layer.values()] if self.recipe.four_bit else []
 
     @property
     def four_bit(self) -> dict[str, int]:

@@ -52,11 +52,6 @@ def tensors_of(shape: ModelShape) -> Tensors:
     )
 
 
-def layer_matrices(shape: ModelShape) -> list[Dimensions]:
-    """Of all layers."""
-    return [one for kind in shape.stack for one in _matrices(kind) * kind.layers]
-
-
 def _matrices(shape: ModelShape) -> list[Dimensions]:
     """Of a layer of this kind, in the order of its matmuls."""
     hidden, query, kv = shape.hidden, shape.query_size, shape.kv_size
