@@ -2,13 +2,23 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import SHIPPED
 from tunix_rt.data.tokenizer import load_tokenizer
-from tunix_rt.engines.decoding import Answer, Decoding, Ending, batches, random_keys
+from tunix_rt.engines.decoding import (
+    Answer,
+    Decoding,
+    Ending,
+    batches,
+    prompt_of,
+    random_bits,
+    random_keys,
+    uniform,
+)
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG, TIME
 
 CLOSING = "</answer>"
@@ -67,12 +77,12 @@ def test_an_answer_is_over_with_its_closing_tag_though_the_model_writes_on(tag):
 
 @pytest.mark.parametrize("tag", [WHOLE, SPELLED])
 def test_a_model_that_stops_right_after_the_tag_stopped_by_itself(tag):
-    assert in_one([*WORDS, *tag, EOS, *WORDS]) == Answer(ids=[*WORDS, *tag], ended=STOP)
+    assert in_one([*WORDS, *tag, EOS, *WORDS]) == Answer(ids=[*WORDS, *tag], ended=STOP, end=EOS)
 
 
 def test_a_stop_token_ends_an_answer_and_is_no_part_of_it():
-    assert in_one([*WORDS, EOS, EOS]) == Answer(ids=WORDS, ended=STOP)
-    assert in_one([EOS]) == Answer(ids=[], ended=STOP)
+    assert in_one([*WORDS, EOS, EOS]) == Answer(ids=WORDS, ended=STOP, end=EOS)
+    assert in_one([EOS]) == Answer(ids=[], ended=STOP, end=EOS)
 
 
 @pytest.mark.parametrize("reason", [LENGTH, TIME, CONTEXT])
@@ -116,13 +126,66 @@ def test_prompts_of_one_length_keep_their_order():
     assert list(batches([5, 5, 9, 5], lambda length: 2)) == [[2, 0], [1, 3]]
 
 
-def test_a_random_key_depends_on_seed_prompt_and_place_alone():
+def test_a_random_key_depends_on_seed_step_prompt_sample_and_place_alone():
     keys = random_keys(7, 3, 5)
     assert keys == random_keys(7, 3, 9)[:5]
     assert keys[0] == -1_838_394_643_401_355_720, "drawn answers of earlier runs can be drawn again"
     others = [*random_keys(8, 3, 5), *random_keys(7, 4, 5), *random_keys(73, 0, 5), *keys]
+    for step, sample in ((0, 0), (0, 1), (1, 0), (None, 1), (None, 2), (10, 0), (1, 30)):
+        others += random_keys(7, 3, 5, step=step, sample=sample)
     assert len(set(others)) == len(others)
     assert all(-(2**63) <= key < 2**63 for key in others)
+
+
+def test_the_first_of_several_samples_is_the_only_one_of_an_evaluation():
+    one, eight = (Decoding(max_new_tokens=8, temperature=1.0, samples=samples) for samples in (1, 8))
+    assert one.keys(3, 5) == eight.keys(3 * 8, 5) == random_keys(0, 3, 5)
+    assert eight.keys(3 * 8 + 1, 5) == random_keys(0, 3, 5, sample=1)
+    assert "samples" not in one.settings() and eight.settings()["samples"] == 8
+
+
+def gumbel_noise(keys, tokens):
+    """[keys, tokens], by numpy."""
+    bits = random_bits(np.array(keys, np.int64)[:, None], np.arange(tokens, dtype=np.int64))
+    return -np.log(-np.log(uniform(bits.astype(np.float64))))
+
+
+def chi_square(counts, expected):
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("draws", [100_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_noise_draws_every_token_by_its_probability_whatever_the_prompt_sample_step_and_position(draws):
+    """Chi-square with 15 degrees of freedom for each of the four coordinates: 37.7 is exceeded once in a thousand."""
+    shares = np.arange(1, 17) / 136
+    for coordinate in ("prompt", "sample", "step", "position"):
+        counts, left = np.zeros(16), draws // 4
+        if coordinate == "position":
+            keys = random_keys(11, 0, left)
+        else:
+            of = {"prompt": 5, "sample": 2, "step": 3}
+            keys = [random_keys(11, **{**of, coordinate: place}, count=1)[0] for place in range(left)]
+        for start in range(0, left, 250_000):
+            noise = gumbel_noise(keys[start : start + 250_000], 16)
+            counts += np.bincount((np.log(shares) + noise).argmax(axis=1), minlength=16)
+        assert chi_square(counts, shares * left) < 37.7, coordinate
+
+
+def test_the_noise_of_neighbouring_tokens_and_of_neighbouring_keys_is_independent():
+    for noise in (gumbel_noise(random_keys(1, 0, 300), 300), gumbel_noise(range(300), 300)):
+        for one, other in ((noise[:, :-1], noise[:, 1:]), (noise[:-1], noise[1:])):
+            assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4 / 300
+
+
+def test_log_probabilities_are_kept_for_the_answer_and_its_stop_token_and_for_nothing_after_them():
+    for tokens, end in (([*WORDS, EOS, *WORDS], EOS), (WORDS, None)):
+        row = prompt_of(0, [3], None, Decoding(max_new_tokens=len(tokens)), [EOS], TOKENIZER.decode)
+        answer = row.append(
+            tokens, late=False, model="m", scores=[(-float(place), 0.5) for place in range(len(tokens))]
+        )
+        kept = len(WORDS) + (end is not None)
+        assert answer is not None and (answer.ids, answer.end) == (WORDS, end)
+        assert answer.logprobs == [-float(place) for place in range(kept)] and answer.gaps == [0.5] * kept
 
 
 def test_settings_say_what_is_set_and_nothing_of_what_is_not():

@@ -1,4 +1,7 @@
-"""Decoding settings, where a generation ends, and how prompts are batched. Pure Python, shared by both engines."""
+"""Decoding settings, random numbers, where a generation ends, and how prompts are batched. Shared by both engines.
+
+Tokens are sampled with noise that is a function of (seed, step, prompt, sample, position) alone: the same on every device, in
+every batch and in every order."""
 
 import hashlib
 import logging
@@ -10,6 +13,9 @@ from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG, TIME
 
 logger = logging.getLogger(__name__)
+
+Integers = Any
+"""An array of numpy, torch or jax."""
 
 NOT_A_TOKEN = -1
 """In place of a token whose logits are NaN."""
@@ -25,6 +31,10 @@ class Decoding:
     top_p: float = 1.0
     """Nucleus sampling: the most likely tokens with this total probability."""
     seed: int = 0
+    step: int | None = None
+    """Training step that the generations belong to: another step has other noise. None: of an evaluation."""
+    samples: int = 1
+    """Generations of each prompt, which is prefilled once. Generation `prompt * samples + sample` belongs to `prompt`."""
     closing: str | None = None
     """Text after which a generation ends, such as a closing tag."""
     max_seconds: float | None = None
@@ -32,8 +42,13 @@ class Decoding:
 
     def settings(self) -> dict[str, Any]:
         """As evaluations record them: without limits that are unset, and without sampling settings in greedy decoding."""
-        unused = () if self.temperature else ("top_p", "seed")
+        unused = {*(() if self.temperature else ("top_p", "seed")), *(("samples",) if self.samples == 1 else ())}
         return {name: value for name, value in asdict(self).items() if value is not None and name not in unused}
+
+    def keys(self, index: int, count: int) -> list[int]:
+        """Random bits for each of the first `count` tokens of generation `index`."""
+        prompt, sample = divmod(index, self.samples)
+        return random_keys(self.seed, prompt, count, step=self.step, sample=sample)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +57,13 @@ class Answer:
 
     ids: list[int]
     ended: str
+    end: int | None = None
+    """The stop token."""
+    logprobs: list[float] = field(default_factory=list, compare=False)
+    """Log-probability of each token, then of the stop token, at temperature 1; empty unless requested. Its last bits depend on
+    the batch, so equal generations may differ in it."""
+    gaps: list[float] = field(default_factory=list, compare=False)
+    """How far each token was ahead of the runner-up when it was chosen, in logits divided by the temperature."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +80,7 @@ class Ending:
         """The generation, once it has ended. A stop token right after the closing text takes precedence over it."""
         for place in range(self._seen, len(ids)):
             if ids[place] in self.stop_ids:
-                return Answer(ids=list(ids[:place]), ended=STOP)
+                return Answer(ids=list(ids[:place]), ended=STOP, end=ids[place])
             if self._closed_at is not None:
                 return Answer(ids=list(ids[:place]), ended=TAG)
             if self._closes(ids, place + 1):
@@ -90,13 +112,18 @@ class Prompt:
     limit: str
     """What limits them: the context of the model, or `max_new_tokens`."""
     ids: list[int] = field(default_factory=list)
+    scores: list[tuple[float, float]] = field(default_factory=list)
+    """Log-probability and gap of each token, where they are requested."""
 
     def restart(self) -> None:
         """Discard the tokens so far, as after memory ran out."""
-        self.ids, self.ending = [], replace(self.ending)  # with its state reset
+        self.ids, self.scores, self.ending = [], [], replace(self.ending)  # with its state reset
 
-    def append(self, tokens: Sequence[int], *, late: bool, model: str) -> Answer | None:
+    def append(
+        self, tokens: Sequence[int], *, late: bool, model: str, scores: Sequence[tuple[float, float]] = ()
+    ) -> Answer | None:
         """The generation, if it ends with the next `tokens` or because it is `late`. NaN logits are an error of `model`."""
+        self.scores += scores
         valid = tokens[: tokens.index(NOT_A_TOKEN)] if NOT_A_TOKEN in tokens else tokens
         self.ids = [*self.ids, *valid][: self.max_new]
         answer = self.ending.find(self.ids)
@@ -104,7 +131,10 @@ class Prompt:
             raise InputError(f"{model}: its logits are NaN", fix="the weights are corrupt")
         if answer is None and (late or len(self.ids) == self.max_new):
             answer = self.ending.cut(self.ids, self.limit if len(self.ids) == self.max_new else TIME)
-        return answer
+        if answer is None or not self.scores:
+            return answer
+        kept = self.scores[: len(answer.ids) + (answer.end is not None)]
+        return replace(answer, logprobs=[one for one, _ in kept], gaps=[gap for _, gap in kept])
 
 
 def prompt_of(
@@ -127,10 +157,11 @@ def generate_in_batches(
     positions: int | None, decoding: Decoding, stop_ids: Sequence[int], decode: Callable[[list[int]], str],
     batch_size_at: Callable[[int], int], most: int, free_memory: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
-    """(index of the prompt, its generation) as each ends. A batch has at most `most` prompts; the limit is halved where
-    `generate` runs out of memory."""
-    for chosen in batches([len(prompt) for prompt in prompts], batch_size_at):
-        together = [prompt_of(index, prompts[index], positions, decoding, stop_ids, decode) for index in chosen]
+    """(index, generation) as each ends. A batch has at most `most` generations; the limit is halved where `generate` runs out of
+    memory."""
+    of = [prompt for prompt in prompts for _ in range(decoding.samples)]
+    for chosen in batches([len(prompt) for prompt in of], batch_size_at):
+        together = [prompt_of(index, of[index], positions, decoding, stop_ids, decode) for index in chosen]
         yield from ((one.index, Answer(ids=[], ended=CONTEXT)) for one in together if one.max_new < 1)
         waiting = [one for one in together if one.max_new >= 1]
         while waiting:
@@ -159,9 +190,34 @@ def batches(lengths: Sequence[int], batch_size_at: Callable[[int], int]) -> Iter
         del order[:size]
 
 
-def random_keys(seed: int, index: int, count: int) -> list[int]:
-    """64 bits for each of the first `count` tokens of prompt `index`, in whatever batch it is."""
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+def random_keys(seed: int, prompt: int, count: int, *, step: int | None = None, sample: int = 0) -> list[int]:
+    """64 bits for each of the first `count` tokens of a sample of a prompt, in whatever batch it is.
+
+    The first sample without a step has the keys of evaluations that were recorded before there were either."""
+    of = (
+        f"{seed}/{prompt}"
+        if step is None and sample == 0
+        else f"{seed}/{'' if step is None else step}/{prompt}/{sample}"
+    )
     return [
-        int.from_bytes(hashlib.sha256(f"{seed}/{index}/{place}".encode()).digest()[:8], "big", signed=True)
+        int.from_bytes(hashlib.sha256(f"{of}/{place}".encode()).digest()[:8], "big", signed=True)
         for place in range(count)
     ]
+
+
+def random_bits(keys: Integers, tokens: Integers) -> Integers:
+    """52 random bits for each key and token, by the mixing function of splitmix64. Both are 64-bit integers of numpy, torch or
+    jax that broadcast against each other; overflow wraps, and shifts are made logical by masks."""
+    mixed = keys + (tokens + 1) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
+    mixed = mixed ^ ((mixed >> 31) & (2**33 - 1))
+    return (mixed >> 12) & (2**52 - 1)  # 52 bits: with 53 the last number below would be 1
+
+
+def uniform(bits: Integers) -> Integers:
+    """Floats of 64 bits between 0 and 1, neither included, from `random_bits` as such floats."""
+    return (bits + 0.5) * 2.0**-52

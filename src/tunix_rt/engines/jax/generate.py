@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_keys
+from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_bits, uniform
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.jax.architecture import Architecture
 from tunix_rt.engines.jax.chunked_loss import head_logits
@@ -187,7 +187,7 @@ def _begin(model: _Model, params: Mapping[str, Any], rows: Sequence[Prompt], lon
 
 def _keys(rows: Sequence[Prompt], decoding: Decoding, count: int) -> dict[int, list[int]]:
     """Random bits of each row for `count` tokens; empty in greedy decoding."""
-    return {row.index: random_keys(decoding.seed, row.index, count) for row in rows} if decoding.temperature else {}
+    return {row.index: decoding.keys(row.index, count) for row in rows} if decoding.temperature else {}
 
 
 def _sampling(
@@ -323,11 +323,6 @@ def _sample(logits: Array, keys: Array, sampling: _Sampling) -> Array:
 
 
 def _gumbel(keys: Array, count: int) -> Array:
-    """`count` numbers of the standard Gumbel distribution for each key, by the mixing function of splitmix64."""
-    places = jnp.arange(1, count + 1, dtype=jnp.uint64)
-    mixed = keys.astype(jnp.uint64)[:, None] + places * jnp.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> jnp.uint64(shift))) * jnp.uint64(factor)
-    mixed = mixed ^ (mixed >> jnp.uint64(31))
-    uniform = ((mixed >> jnp.uint64(12)).astype(jnp.float64) + 0.5) * 2.0**-52  # 52 bits: with 53 the last would be 1
-    return -jnp.log(-jnp.log(uniform))
+    """`count` numbers of the standard Gumbel distribution for each key."""
+    bits = random_bits(keys[:, None], jnp.arange(count, dtype=jnp.int64))
+    return -jnp.log(-jnp.log(uniform(bits.astype(jnp.float64))))

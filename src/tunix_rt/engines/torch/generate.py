@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_keys
+from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_bits, uniform
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch import reload as torch_reload
 from tunix_rt.engines.torch.model import Engine
@@ -201,7 +201,7 @@ class _Chooser(transformers.LogitsProcessor):
 
     def __init__(self, decoding: Decoding, row: Prompt, prompt: int) -> None:
         self.decoding, self.prompt, self.invalid = decoding, prompt, False
-        self.keys = random_keys(decoding.seed, row.index, row.max_new) if decoding.temperature else None
+        self.keys = decoding.keys(row.index, row.max_new) if decoding.temperature else None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.invalid = self.invalid or bool(scores.isnan().any())
@@ -226,7 +226,7 @@ def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: i
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0, max=(engine.positions or 2**31) - 1)
     keys = None
     if decoding.temperature:
-        keys = torch.tensor([random_keys(decoding.seed, row.index, longest) for row in rows])
+        keys = torch.tensor([decoding.keys(row.index, longest) for row in rows])
     return _Batch(
         ids=ids.to(engine.device),
         held=0,
@@ -337,10 +337,6 @@ def _sample(logits: torch.Tensor, keys: torch.Tensor, decoding: Decoding) -> tor
 
 
 def _gumbel(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` numbers of the standard Gumbel distribution for each key, by the mixing function of splitmix64."""
-    mixed = keys.unsqueeze(1) + torch.arange(1, count + 1, device=keys.device) * -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
-    mixed ^= (mixed >> 31) & (2**33 - 1)
-    uniform = ((mixed >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)  # 52 bits: with 53 the last would be 1
-    return uniform.log_().neg_().log_().neg_()
+    """`count` numbers of the standard Gumbel distribution for each key."""
+    bits = random_bits(keys.unsqueeze(1), torch.arange(count, device=keys.device))
+    return uniform(bits.double()).log_().neg_().log_().neg_()
