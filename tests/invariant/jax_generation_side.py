@@ -86,6 +86,7 @@ def answers_of(question):
                 pad_id=0,
                 decode=tagged,
                 batch_size_at=lambda length: question["rows"],
+                logprobs=question.get("logprobs", False),
                 on_tokens=(lambda index, ids: heard.setdefault(index, []).append(ids))
                 if question.get("heard")
                 else None,

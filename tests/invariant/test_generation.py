@@ -14,6 +14,8 @@ from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.engines.decoding import Answer, Decoding, prompt_of
 from tunix_rt.engines.torch import generate as torch_generate
 from tunix_rt.engines.torch import loop as torch_backend
+from tunix_rt.engines.torch import sampling as torch_sampling
+from tunix_rt.engines.torch import static_cache
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import resolve_model
 
@@ -144,11 +146,11 @@ def test_an_answer_is_over_at_the_closing_tag_and_says_whether_the_model_stopped
 def test_where_memory_runs_out_half_as_many_are_asked_and_it_is_said(small, monkeypatch, caplog, where, after):
     prompts, stops = drawn_prompts(512, count=21), range(1, 250)
     expected = generated(small, prompts, 1, stop_ids=stops)
-    owner = torch_generate._Batch if where == "keep" else torch_generate
+    owner = static_cache.StaticBatch if where == "keep" else torch_generate
     real, calls = getattr(owner, where), []
 
     def scarce(*args):
-        rows = len(args[1]) if where == "_begin" else len((args[0] if where == "keep" else args[1]).ids)
+        rows = len(args[1]) if where == "_begin" else (args[0] if where == "keep" else args[1]).cache.rows
         calls.append(rows)
         if rows > 3 and len(calls) > after:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -166,7 +168,7 @@ def test_where_memory_runs_out_half_as_many_are_asked_and_it_is_said(small, monk
 def test_tokens_drawn_a_few_rows_at_a_time_are_those_drawn_at_once(small, monkeypatch):
     how = {"temperature": 0.7, "top_p": 0.8, "seed": 1}
     at_once = generated(small, drawn_prompts(512, count=30), 30, **how)
-    monkeypatch.setattr(torch_generate, "DRAWN_AT_ONCE", 3 * 512)
+    monkeypatch.setattr(torch_sampling, "DRAWN_AT_ONCE", 3 * 512)
     assert generated(small, drawn_prompts(512, count=30), 30, **how) == at_once
 
 
@@ -174,11 +176,11 @@ def test_tokens_are_drawn_by_their_shares_and_none_beyond_top_p():
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).repeat(20_000, 1)
     keys = torch.arange(20_000) * 7919
     for top_p, shares in ((1.0, [0.5, 0.25, 0.15, 0.1]), (0.7, [2 / 3, 1 / 3, 0, 0])):
-        drawn = torch_generate._choose(logits, Decoding(max_new_tokens=1, temperature=1.0, top_p=top_p), keys)
+        drawn, _ = torch_sampling.choose(logits, Decoding(max_new_tokens=1, temperature=1.0, top_p=top_p), keys)
         found = torch.bincount(drawn, minlength=4) / len(drawn)
         assert found.tolist() == pytest.approx(shares, abs=0.015)
     cold = Decoding(max_new_tokens=1, temperature=1e-300)
-    assert torch_generate._choose(logits, cold, keys).unique().tolist() == [0]
+    assert torch_sampling.choose(logits, cold, keys)[0].unique().tolist() == [0]
 
 
 def test_a_rotation_that_moves_with_the_batch_is_asked_one_by_one(tmp_path):
@@ -237,7 +239,7 @@ def begun(engine, lengths, new_tokens=16):
     decoding = Decoding(max_new_tokens=new_tokens)
     prompts = drawn_prompts(512, count=len(lengths), lengths=lengths)
     rows = [prompt_of(place, prompt, engine.positions, decoding, [1], str) for place, prompt in enumerate(prompts)]
-    return torch_generate._begin(engine, rows, decoding, 0), decoding
+    return torch_generate._growing(engine, rows, None, 0), decoding
 
 
 def masks_of_transformers(engine, batch, seen):
@@ -283,7 +285,7 @@ def test_masks_of_new_tokens_are_those_that_transformers_makes(name, tmp_path):
                 past_key_values=copy.deepcopy(batch.cache),
             ).logits[:, -1]
         found = torch_generate._more_tokens(engine, batch, decoding, number, 1)
-        assert [token for (token,) in found] == left_to_it.argmax(dim=-1).tolist()
+        assert [token for (token,), _ in found] == left_to_it.argmax(dim=-1).tolist()
 
 
 def test_masks_of_a_model_that_is_not_known_are_left_to_transformers(tmp_path):

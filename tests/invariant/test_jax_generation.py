@@ -55,6 +55,8 @@ def questions(folder):
     asked["alone"] = question(folder, "gemma3", MANY, 1)
     asked["drawn alone"] = question(folder, "gemma3", FEW, 1, decoding=DRAWN)
     asked["hot"] = question(folder, "gemma3", FEW, 16, decoding=HOT)
+    rollouts = {"temperature": 1.0, "seed": 6, "step": 3, "samples": 4}
+    asked["scored"] = question(folder, "gemma3", FEW[:4], 16, stop_ids=STOPS, decoding=rollouts, logprobs=True)
     asked["stopped"] = question(folder, "gemma3", MANY, 64, stop_ids=STOPS)
     asked["heard"] = question(folder, "gemma3", FEW[:1], 1, stop_ids=STOPS, heard=True)
     asked["closed"] = question(folder, "gemma3", FEW, 16, decoding={"closing": CLOSING})
@@ -93,6 +95,7 @@ class Side:
             torch_backend.generate(
                 engine, one["prompts"], decoding=Decoding(**one["decoding"]), stop_ids=one["stop_ids"], pad_id=0,
                 decode=tagged, batch_size_at=lambda length: one["rows"],
+                logprobs=one.get("logprobs", False),
             )
         )  # fmt: skip
         return [found[index] for index in range(len(found))]
@@ -141,6 +144,15 @@ def test_drawn_answers_are_those_of_the_torch_engine(side, family):
 def test_answers_drawn_from_all_tokens_are_those_of_the_torch_engine(side):
     found = side.answers("hot")
     assert found == side.answers_of_torch("hot") and found != side.answers("gemma3 drawn")
+
+
+def test_samples_of_a_step_and_their_log_probabilities_are_those_of_the_torch_engine(side):
+    found, expected = side.answers("scored"), side.answers_of_torch("scored")
+    assert found == expected and len(found) == 16 and {answer.ended for answer in found} == {"stop", "length"}
+    for one, other in zip(found, expected, strict=True):
+        assert len(one.logprobs) == len(one.ids) + (one.end is not None)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.gaps == pytest.approx(other.gaps, abs=1e-4)
 
 
 # --- as if alone -----------------------------------------------------------------------------------------------------

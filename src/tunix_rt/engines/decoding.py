@@ -190,6 +190,23 @@ def batches(lengths: Sequence[int], batch_size_at: Callable[[int], int]) -> Iter
         del order[:size]
 
 
+def bucket(rows: int) -> int:
+    """The smallest batch size of 1, 2, 3, 4, 6, 8, 12, 16 ... for `rows`."""
+    size = 1 << max(0, rows - 1).bit_length()
+    return 3 * size // 4 if size >= 4 and rows <= 3 * size // 4 else size
+
+
+def rows_left(alive: Sequence[bool], *, every: bool) -> list[int]:
+    """Places of the rows that stay, in their new order, once enough have ended: with `every` as soon as one has, else for the
+    next `bucket`, with ended rows to fill it. Empty: all stay. Rows that need not move keep their place."""
+    places = [place for place, one in enumerate(alive) if one]
+    size = len(places) if every else bucket(len(places))
+    if not places or size >= len(alive):
+        return []
+    beyond = iter([place for place in places if place >= size])
+    return [place if alive[place] else next(beyond, place) for place in range(size)]
+
+
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 

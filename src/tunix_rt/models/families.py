@@ -56,6 +56,9 @@ class Family:
     """Whether the layer of an index has a sliding window, where `layer_types` is absent. None: no layer has one."""
     one_mask: bool = False
     """All layers have the window or none has: config.json has no `layer_types`, and the model takes one mask."""
+    static_cache: bool = True
+    """Generation has a preallocated KV cache: each layer has keys and values of its own, and its attention is causal, with a
+    window or a soft cap at most. Otherwise transformers' growing cache."""
     needs_bos: bool = False
     """Sequences must begin with the BOS token even if the tokenizer does not add it."""
     engines: tuple[str, ...] = ("torch",)

@@ -34,7 +34,10 @@ LEAST_COLUMNS = 2 * PIECE
 SHRINK_FACTOR, FEWEST_ROWS = 4, 8
 """The batch shrinks when at most one row in so many is alive, and not below so many rows, which take as long as fewer."""
 LOOK_EVERY = {"cpu": 4, "cuda": 16, "tpu": 16}
-"""Tokens between two reads, each of which synchronizes."""
+"""Tokens between two reads, each of which synchronizes, where only the host finds the end of a generation: by its text, or by
+the clock."""
+MOST_TOKENS = 64
+"""The same where stop tokens alone end generations: the loop on the device ends when enough rows have one."""
 DRAWN_AT_ONCE = 4 * 2**20
 """Logits that a device samples at once: noise and sort order of a logit take some 60 bytes."""
 
@@ -72,6 +75,19 @@ class _Sampling(NamedTuple):
     """None: all tokens."""
 
 
+class _Loop(NamedTuple):
+    """When the loop over new tokens ends."""
+
+    alive: Array
+    """[rows]: whether the generation has not ended."""
+    stops: Array
+    """The stop tokens."""
+    count: Array
+    """The most new tokens."""
+    fewest: Array
+    """The loop ends when at most so many rows are alive."""
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -82,19 +98,20 @@ def generate(
     decode: Callable[[list[int]], str],
     batch_size_at: Callable[[int], int],
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    logprobs: bool = False,
 ) -> Iterator[tuple[int, Answer]]:
     """See `base.EngineModule.generate`."""
     with memory_errors_named("generation"):
         params = _in_compute_dtype(engine.params, engine.compute)
     yield from generate_in_batches(
         prompts,
-        lambda rows: _generate(engine, params, rows, decoding, pad_id, on_tokens),
+        lambda rows: _generate(engine, params, rows, decoding, pad_id, on_tokens, logprobs),
         positions=engine.positions,
         decoding=decoding,
         stop_ids=stop_ids,
         decode=decode,
         batch_size_at=batch_size_at,
-        most=len(prompts),  # jax frees the memory of deleted arrays by itself
+        most=len(prompts) * decoding.samples,  # jax frees the memory of deleted arrays by itself
     )
 
 
@@ -123,11 +140,14 @@ def _generate(
     decoding: Decoding,
     pad_id: int,
     on_tokens: Callable[[int, list[int]], None] | None,
+    logprobs: bool,
 ) -> Iterator[tuple[Prompt, Answer]]:
     """Each prompt with its generation, as they end."""
     began = time.monotonic()
     model = _Model(architecture=engine.architecture, compute=engine.compute, mesh=engine.mesh)
-    most = LOOK_EVERY[engine.device] if on_tokens is None else 1
+    by_host = decoding.closing is not None or decoding.max_seconds is not None
+    most = 1 if on_tokens is not None else LOOK_EVERY[engine.device] if by_host else MOST_TOKENS
+    stops = np.array(sorted(rows[0].ending.stop_ids), np.int32)
     for row in rows:
         row.restart()
     longest = max(row.max_new for row in rows)
@@ -139,12 +159,15 @@ def _generate(
         count = min(most, max(row.max_new for row in slots if row) - taken)
         with memory_errors_named("generation"), _wide(decoding):
             sampling = _sampling(slots, keys, range(taken, taken + most), len(batch.begins), decoding)
-            batch, tokens = _more_tokens(model, most, params, batch, sampling, np.int32(count))
-            fresh = np.asarray(tokens)[:, :count].tolist()
-        taken += count
+            alive = np.array([place < len(slots) and slots[place] is not None for place in range(len(batch.begins))])
+            loop = _Loop(alive=alive, stops=stops, count=np.int32(count), fewest=np.int32(_fewest(model, len(alive))))
+            batch, *found = _more_tokens(model, most, params, batch, sampling, loop, logprobs)
+            done, fresh, scores = int(found[0]), np.asarray(found[1]).tolist(), np.asarray(found[2]).tolist()
+        taken += done
         late = decoding.max_seconds is not None and time.monotonic() - began >= decoding.max_seconds
         for place, row in [(place, row) for place, row in enumerate(slots) if row]:
-            answer = row.append(fresh[place], late=late, model=engine.source.name)
+            pairs = [(one, gap) for one, gap in scores[place][:done]] if logprobs else []
+            answer = row.append(fresh[place][:done], late=late, model=engine.source.name, scores=pairs)
             if on_tokens is not None:
                 on_tokens(row.index, row.ids if answer is None else answer.ids)
             if answer is not None:
@@ -158,6 +181,11 @@ def _generate(
 def _rows_for(model: _Model, rows: int) -> int:
     """The rows of the program for a batch of `rows`: a power of two, and a multiple of the devices."""
     return rows_for(model.mesh, _power_of_two(rows))
+
+
+def _fewest(model: _Model, rows: int) -> int:
+    """Rows that are alive at most when the batch of `rows` shrinks; 0 if it does not."""
+    return rows // SHRINK_FACTOR if SHRINK_FACTOR * _rows_for(model, FEWEST_ROWS) <= rows else 0
 
 
 def _power_of_two(number: int) -> int:
@@ -244,23 +272,42 @@ def _read(model: _Model, params: Mapping[str, Any], batch: _Batch, ids: Array) -
     return _split(model, _after(model, params, batch, ids))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@partial(jax.jit, static_argnums=(0, 1, 6), donate_argnums=3)
 def _more_tokens(
-    model: _Model, most: int, params: Mapping[str, Any], batch: _Batch, sampling: _Sampling | None, count: Array
-) -> tuple[_Batch, Array]:
-    """The next `count` tokens of every row, of [rows, `most`], also of rows that end among them."""
-    lm_head, softcap = lm_head_weight(params), model.architecture.logit_cap
+    model: _Model, most: int, params: Mapping[str, Any], batch: _Batch, sampling: _Sampling | None, loop: _Loop,
+    logprobs: bool,
+) -> tuple[_Batch, Array, Array, Array]:  # fmt: skip
+    """The number of new tokens, and so many of [rows, `most`], with their scores of [rows, `most`, 2] if `logprobs`; also of
+    rows that end among them."""
+    lm_head, softcap, rows = lm_head_weight(params), model.architecture.logit_cap, len(batch.begins)
 
-    def one_more(number: Array, carried: tuple[_Batch, Array]) -> tuple[_Batch, Array]:
-        batch, tokens = carried
+    def goes_on(carried: Any) -> Array:
+        number, alive, *_ = carried
+        return (number < loop.count) & (alive.sum(dtype=jnp.int32) > loop.fewest)
+
+    def one_more(carried: Any) -> Any:
+        number, alive, batch, tokens, scores = carried
         logits = head_logits(batch.states, lm_head, compute=model.compute, softcap=softcap)[:, 0]
-        chosen = _choose(model, logits, sampling, number)
+        chosen, found = _choose(model, logits, sampling, number, logprobs)
         valid = jnp.where(jnp.isnan(logits).any(axis=-1), NOT_A_TOKEN, chosen)
         tokens = jax.lax.dynamic_update_slice(tokens, valid[:, None], (jnp.int32(0), number))
-        return _split(model, _after(model, params, batch, chosen[:, None])), tokens
+        if logprobs:
+            scores = jax.lax.dynamic_update_slice(scores, found[:, None], (jnp.int32(0), number, jnp.int32(0)))
+        alive = alive & ~(valid[:, None] == loop.stops).any(axis=1) & (valid != NOT_A_TOKEN)
+        return (
+            number + jnp.int32(1),
+            alive,
+            _split(model, _after(model, params, batch, chosen[:, None])),
+            tokens,
+            scores,
+        )
 
-    tokens = jnp.zeros((len(batch.begins), most), jnp.int32)
-    return jax.lax.fori_loop(jnp.int32(0), count, one_more, (batch, tokens))
+    tokens = jnp.zeros((rows, most), jnp.int32)
+    scores = jnp.zeros((rows, most, 2) if logprobs else (0,), jnp.float32)
+    number, _, batch, tokens, scores = jax.lax.while_loop(
+        goes_on, one_more, (jnp.int32(0), loop.alive, batch, tokens, scores)
+    )
+    return batch, number, tokens, scores
 
 
 def _after(model: _Model, params: Mapping[str, Any], batch: _Batch, ids: Array) -> _Batch:
@@ -291,26 +338,41 @@ def _after(model: _Model, params: Mapping[str, Any], batch: _Batch, ids: Array) 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-def _choose(model: _Model, logits: Array, sampling: _Sampling | None, number: Array) -> Array:
-    """The most likely token of each row, or a sampled one, a few rows at a time."""
+def _choose(
+    model: _Model, logits: Array, sampling: _Sampling | None, number: Array, logprobs: bool
+) -> tuple[Array, Array]:
+    """The most likely token of each row, or a sampled one, a few rows at a time; with `logprobs` its log-probability and its
+    distance from the runner-up, [rows, 2]."""
     if sampling is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _largest(logits, logits, logprobs)
     keys = jax.lax.dynamic_index_in_dim(sampling.keys, number, axis=1, keepdims=False)
     rows, vocabulary = logits.shape
     parts = 1
     while rows // model.mesh.size % (2 * parts) == 0 and rows // model.mesh.size * vocabulary > parts * DRAWN_AT_ONCE:
         parts *= 2
     if parts == 1:
-        return _sample(logits, keys, sampling)
+        return _largest(_noisy(logits, keys, sampling), logits, logprobs)
     # Interleaved: each part has the same number of rows of each device, and nothing is moved.
     apart = [jnp.moveaxis(array.reshape(-1, parts, *array.shape[1:]), 1, 0) for array in (logits, keys)]
-    chosen = jax.lax.map(lambda some: _sample(some[0], some[1], sampling), tuple(apart))
-    return jnp.moveaxis(chosen, 0, 1).reshape(rows)
+    found = jax.lax.map(lambda some: _largest(_noisy(some[0], some[1], sampling), some[0], logprobs), tuple(apart))
+    chosen, scores = (jnp.moveaxis(part, 0, 1) for part in found)
+    return chosen.reshape(rows), scores.reshape(rows, -1)
 
 
-def _sample(logits: Array, keys: Array, sampling: _Sampling) -> Array:
-    """Gumbel-max sampling. Sampling by cumulative probabilities would change with the last bits of all of them, which depend on
-    the batch of a row."""
+def _largest(by: Array, logits: Array, logprobs: bool) -> tuple[Array, Array]:
+    """The token with the largest score of each row, and its scores."""
+    chosen = jnp.argmax(by, axis=-1).astype(jnp.int32)
+    if not logprobs:
+        return chosen, jnp.zeros((len(logits), 0), jnp.float32)
+    best, _ = jax.lax.top_k(by, 2)
+    every = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    logprob = jnp.take_along_axis(every, chosen[:, None], axis=-1)[:, 0]
+    return chosen, jnp.stack([logprob, (best[:, 0] - best[:, 1]).astype(jnp.float32)], axis=1)
+
+
+def _noisy(logits: Array, keys: Array, sampling: _Sampling) -> Array:
+    """Scores whose largest is that of the sampled token (Gumbel-max sampling). Sampling by cumulative probabilities would change
+    with the last bits of all of them, which depend on the batch of a row."""
     scores = logits.astype(jnp.float64)
     scores = (scores - scores.max(axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_p is not None:
@@ -319,7 +381,7 @@ def _sample(logits: Array, keys: Array, sampling: _Sampling) -> Array:
         probabilities = jax.nn.softmax(ordered, axis=-1)
         beyond = jnp.cumsum(probabilities, axis=-1) - probabilities >= sampling.top_p
         scores = jnp.put_along_axis(scores, order, jnp.where(beyond, -jnp.inf, ordered), axis=-1, inplace=False)
-    return jnp.argmax(scores + _gumbel(keys, scores.shape[-1]), axis=-1).astype(jnp.int32)
+    return scores + _gumbel(keys, scores.shape[-1])
 
 
 def _gumbel(keys: Array, count: int) -> Array:

@@ -208,6 +208,17 @@ def _missing(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, more: dict[str, Any]
 ) -> str | None:
     """What a layer needs and our kernels do not support; None if nothing."""
+    if reason := needs_more(module, dropout, more):
+        return reason
+    if query.shape[2] != key.shape[2]:
+        return f"it has {key.shape[2]} keys for {query.shape[2]} queries, so it has a cache"
+    if query.shape[-1] != value.shape[-1]:
+        return f"its keys have size {query.shape[-1]}, its values {value.shape[-1]}"
+    return None
+
+
+def needs_more(module: Any, dropout: float, more: dict[str, Any]) -> str | None:
+    """What a layer passes beside causal attention with a window and a soft cap; None if nothing."""
     causal = more.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return "it is not causal"
@@ -216,10 +227,6 @@ def _missing(
     for name in ("s_aux", "position_bias", "head_mask"):
         if more.get(name) is not None:
             return f"it has {name}"
-    if query.shape[2] != key.shape[2]:
-        return f"it has {key.shape[2]} keys for {query.shape[2]} queries, so it has a cache"
-    if query.shape[-1] != value.shape[-1]:
-        return f"its keys have size {query.shape[-1]}, its values {value.shape[-1]}"
     return None
 
 

@@ -1,4 +1,5 @@
-"""Generation of the PyTorch engine: prompts of mixed lengths in one batch, left-padded, with a KV cache.
+"""Generation of the PyTorch engine: prompts of mixed lengths in one batch, left-padded, with a KV cache that is preallocated
+(`static_cache.py`) where the family allows it.
 
 A generation does not depend on its batch. Rows that have ended leave the batch. On a GPU the tokens are read only every few
 steps, because each read synchronizes; where a generation ends does not depend on it. For known model types the masks of new
@@ -18,16 +19,16 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, random_bits, uniform
+from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, rows_left
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch import reload as torch_reload
 from tunix_rt.engines.torch.model import Engine
+from tunix_rt.engines.torch.sampling import choose
+from tunix_rt.engines.torch.static_cache import StaticBatch, static_batch, static_windows
 from tunix_rt.models.families import FAMILIES, FULL, SLIDING
 
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 """Tokens between two reads. Where autocast casts the weights once per read, a CPU reads as seldom as a GPU."""
-DRAWN_AT_ONCE = 4 * 2**20
-"""Logits that are sampled at once: noise and sort order of a logit take some 60 bytes."""
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
 """RoPE types that depend on the longest row of a batch: such a model generates for one prompt at a time."""
 
@@ -54,9 +55,21 @@ class _Batch:
     one_mask: bool
     takes: frozenset[str]
     """Names of the arguments of the model."""
+    implementation: str
+    """The attention, under its name in transformers."""
 
-    def keep(self, places: Sequence[int]) -> None:
-        kept = torch.tensor(places, device=self.ids.device)
+    def logits(self, model: Any) -> torch.Tensor:
+        """Of the next token of every row."""
+        found = model(**self.inputs()).logits[:, -1]
+        self.held += self.ids.shape[1]
+        return found
+
+    def take(self, chosen: torch.Tensor) -> None:
+        """The next tokens of all rows."""
+        self.ids = chosen.unsqueeze(1)
+
+    def keep(self, order: Sequence[int]) -> None:
+        kept = torch.tensor(order, device=self.ids.device)
         self.ids, self.mask, self.positions = (part[kept] for part in (self.ids, self.mask, self.positions))
         if self.ready is not None:
             self.ready = self.ready[kept]
@@ -100,19 +113,27 @@ def generate(
     decode: Callable[[list[int]], str],
     batch_size_at: Callable[[int], int],
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    logprobs: bool = False,
 ) -> Iterator[tuple[int, Answer]]:
     """See `base.EngineModule.generate`."""
     engine.model.eval()
     known = engine.model.config.model_type in FAMILIES
     yield from generate_in_batches(
         prompts,
-        partial(_generate if known else _generate_alone, engine, decoding=decoding, pad_id=pad_id, on_tokens=on_tokens),
+        partial(
+            _generate if known else _generate_alone,
+            engine,
+            decoding=decoding,
+            pad_id=pad_id,
+            on_tokens=on_tokens,
+            logprobs=logprobs,
+        ),
         positions=engine.positions,
         decoding=decoding,
         stop_ids=stop_ids,
         decode=decode,
         batch_size_at=batch_size_at,
-        most=1 if not known or _ropes(engine) & MOVING_ROPES else len(prompts),
+        most=1 if not known or _ropes(engine) & MOVING_ROPES else len(prompts) * decoding.samples,
         free_memory=partial(free_memory, engine),
     )
 
@@ -139,31 +160,34 @@ def _generate(
     decoding: Decoding,
     pad_id: int,
     on_tokens: Callable[[int, list[int]], None] | None,
+    logprobs: bool,
 ) -> Iterator[tuple[Prompt, Answer]]:
     """Each prompt with its generation, as they end. Global settings of torch are restored before each yield."""
     began = time.monotonic()
     for row in rows:
         row.restart()
+    slots: list[Prompt | None] = [*rows]  # the rows of the batch; None once a generation has ended
     with memory_errors_named("generation"):
-        batch, alive, taken = _begin(engine, rows, decoding, pad_id), list(rows), 0
-    while alive:
+        batch, taken = _begin(engine, rows, decoding, pad_id), 0
+    while any(slots):
         count = LOOK_EVERY["cuda" if engine.recipe.casts else engine.device.type] if on_tokens is None else 1
-        fresh = _more_tokens(engine, batch, decoding, taken, min(count, max(row.max_new for row in alive) - taken))
-        taken += len(fresh[0])
+        longest = max(row.max_new for row in slots if row)
+        fresh = _more_tokens(engine, batch, decoding, taken, min(count, longest - taken), logprobs)
+        taken += len(fresh[0][0])
         late = decoding.max_seconds is not None and time.monotonic() - began >= decoding.max_seconds
-        kept = []
-        for place, (row, tokens) in enumerate(zip(list(alive), fresh, strict=True)):
-            answer = row.append(tokens, late=late, model=engine.source.name)
+        for place, one in [(place, one) for place, one in enumerate(slots) if one]:
+            tokens, scores = fresh[place]
+            answer = one.append(tokens, late=late, model=engine.source.name, scores=scores)
             if on_tokens is not None:
-                on_tokens(row.index, row.ids if answer is None else answer.ids)
-            if answer is None:
-                kept.append(place)
-            else:
-                yield row, answer
-        if kept and len(kept) < len(alive):
+                on_tokens(one.index, one.ids if answer is None else answer.ids)
+            if answer is not None:
+                slots[place] = None
+                yield one, answer
+        order = rows_left([row is not None for row in slots], every=engine.device.type == "cpu")
+        if order:
             with memory_errors_named("generation"):
-                batch.keep(kept)
-        alive = [alive[place] for place in kept]
+                batch.keep(order)
+            slots = [slots[place] for place in order]
 
 
 def _generate_alone(
@@ -172,6 +196,7 @@ def _generate_alone(
     decoding: Decoding,
     pad_id: int,
     on_tokens: Callable[[int, list[int]], None] | None,
+    logprobs: bool,
 ) -> Iterator[tuple[Prompt, Answer]]:
     """One prompt at a time by transformers' own `generate`, for families whose cache and masks are not known here."""
     for row in rows:
@@ -181,7 +206,7 @@ def _generate_alone(
             do_sample=False, max_new_tokens=row.max_new, max_time=decoding.max_seconds, pad_token_id=pad_id,
             eos_token_id=sorted(row.ending.stop_ids),
         )  # fmt: skip
-        chooser = _Chooser(decoding, row, len(row.prompt))
+        chooser = _Chooser(decoding, row, len(row.prompt), logprobs)
         attending = engine.attending(engine.attention.generating)
         with torch.no_grad(), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
             found = torch_reload.generate(
@@ -189,7 +214,9 @@ def _generate_alone(
                 logits_processor=transformers.LogitsProcessorList([chooser]),
             )  # fmt: skip
         tokens = found[0, ids.shape[1] :].tolist()
-        answer = row.append(tokens + [NOT_A_TOKEN] * chooser.invalid, late=True, model=engine.source.name)
+        answer = row.append(
+            tokens + [NOT_A_TOKEN] * chooser.invalid, late=True, model=engine.source.name, scores=chooser.scores
+        )
         if on_tokens is not None and answer is not None:
             on_tokens(row.index, answer.ids)
         if answer is not None:
@@ -197,22 +224,40 @@ def _generate_alone(
 
 
 class _Chooser(transformers.LogitsProcessor):
-    """Leaves the next token of `_choose` alone as a choice of transformers' greedy search."""
+    """Leaves the next token of `choose` alone as a choice of transformers' greedy search."""
 
-    def __init__(self, decoding: Decoding, row: Prompt, prompt: int) -> None:
-        self.decoding, self.prompt, self.invalid = decoding, prompt, False
+    def __init__(self, decoding: Decoding, row: Prompt, prompt: int, logprobs: bool) -> None:
+        self.decoding, self.prompt, self.invalid, self.logprobs = decoding, prompt, False, logprobs
+        self.scores: list[tuple[float, float]] = []
         self.keys = decoding.keys(row.index, row.max_new) if decoding.temperature else None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.invalid = self.invalid or bool(scores.isnan().any())
-        if self.keys is None:
+        if self.keys is None and not self.logprobs:
             return scores
-        key = torch.tensor([self.keys[input_ids.shape[1] - self.prompt]], device=scores.device)
-        chosen = _choose(scores, self.decoding, key)
+        place = input_ids.shape[1] - self.prompt
+        key = None if self.keys is None else torch.tensor([self.keys[place]], device=scores.device)
+        chosen, found = choose(scores, self.decoding, key, self.logprobs)
+        self.scores += [tuple(pair) for pair in found.tolist()]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
 
-def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: int) -> _Batch:
+def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: int) -> _Batch | StaticBatch:
+    """With a static cache where the model can have one, else with transformers' growing one."""
+    longest = max(row.max_new for row in rows)
+    keys = None
+    if decoding.temperature:
+        keys = torch.tensor([decoding.keys(row.index, longest) for row in rows])
+    windows = None if _ropes(engine) & MOVING_ROPES else static_windows(engine.model)
+    if windows is None:
+        return _growing(engine, rows, keys, pad_id)
+    return static_batch(
+        [row.prompt for row in rows], windows, new_tokens=longest, positions=engine.positions, keys=keys,
+        device=engine.device,
+    )  # fmt: skip
+
+
+def _growing(engine: Engine, rows: Sequence[Prompt], keys: torch.Tensor | None, pad_id: int) -> _Batch:
     """Left-padded prompts: new tokens of all rows start in the same column."""
     width, longest = max(len(row.prompt) for row in rows), max(row.max_new for row in rows)
     cache = transformers.DynamicCache(config=engine.model.config)
@@ -224,9 +269,6 @@ def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: i
         mask[place, : width - len(row.prompt)] = 0
     # A row that has ended is computed until the next read, with positions clamped to the last.
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0, max=(engine.positions or 2**31) - 1)
-    keys = None
-    if decoding.temperature:
-        keys = torch.tensor([decoding.keys(row.index, longest) for row in rows])
     return _Batch(
         ids=ids.to(engine.device),
         held=0,
@@ -238,6 +280,7 @@ def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: i
         windows=windows or {},
         one_mask=_takes_one_mask(engine.model.config.model_type),
         takes=frozenset(inspect.signature(engine.model.forward).parameters),
+        implementation=engine.attention.generating,
     )
 
 
@@ -295,48 +338,24 @@ def _kernels(engine: Engine) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _more_tokens(engine: Engine, batch: _Batch, decoding: Decoding, taken: int, count: int) -> list[list[int]]:
-    """The next `count` tokens of every row, also of rows that end among them."""
-    attending = engine.attending(engine.attention.generating)
+def _more_tokens(
+    engine: Engine, batch: _Batch | StaticBatch, decoding: Decoding, taken: int, count: int, logprobs: bool = False
+) -> list[tuple[list[int], list[tuple[float, float]]]]:
+    """The next `count` tokens of every row with their scores, also of rows that end among them."""
+    attending = engine.attending(batch.implementation)
     with _no_gradients(engine), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
-        steps = [_step(engine, batch, decoding, number) for number in range(taken, taken + count)]
-        tokens: list[list[int]] = torch.stack(steps, dim=1).tolist()
-    return tokens
+        steps = [_step(engine, batch, decoding, number, logprobs) for number in range(taken, taken + count)]
+        tokens = torch.stack([chosen for chosen, _ in steps], dim=1).tolist()
+        scores = torch.stack([found for _, found in steps], dim=1).tolist() if logprobs else [()] * len(tokens)
+    return [(ids, [(one, gap) for one, gap in of]) for ids, of in zip(tokens, scores, strict=True)]
 
 
-def _step(engine: Engine, batch: _Batch, decoding: Decoding, number: int) -> torch.Tensor:
-    """The next token of every row, which becomes the input of `batch`; NOT_A_TOKEN where logits are NaN. Does not synchronize,
-    unless transformers does."""
-    logits = engine.model(**batch.inputs()).logits[:, -1]
-    chosen = _choose(logits, decoding, None if batch.keys is None else batch.keys[:, number])
-    batch.held += batch.ids.shape[1]
-    batch.ids = chosen.unsqueeze(1)
-    return torch.where(logits.isnan().any(dim=-1), NOT_A_TOKEN, chosen)
-
-
-def _choose(logits: torch.Tensor, decoding: Decoding, keys: torch.Tensor | None) -> torch.Tensor:
-    """The most likely token of each row; with a key for each row a sampled one, a few rows at a time."""
-    if keys is None:
-        return logits.argmax(dim=-1)
-    rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
-    pairs = zip(logits.split(rows), keys.split(rows), strict=True)
-    return torch.cat([_sample(some, of, decoding) for some, of in pairs])
-
-
-def _sample(logits: torch.Tensor, keys: torch.Tensor, decoding: Decoding) -> torch.Tensor:
-    """Gumbel-max sampling. Sampling by cumulative probabilities would change with the last bits of all of them, which depend on
-    the batch of a row."""
-    scores = logits.double()
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / decoding.temperature
-    if decoding.top_p < 1:
-        ordered, order = scores.sort(dim=-1, descending=True)
-        probabilities = torch.softmax(ordered, dim=-1)
-        beyond = probabilities.cumsum(dim=-1) - probabilities >= decoding.top_p
-        scores = torch.empty_like(scores).scatter_(-1, order, ordered.masked_fill_(beyond, -torch.inf))
-    return (scores + _gumbel(keys, scores.shape[-1])).argmax(dim=-1)
-
-
-def _gumbel(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` numbers of the standard Gumbel distribution for each key."""
-    bits = random_bits(keys.unsqueeze(1), torch.arange(count, device=keys.device))
-    return uniform(bits.double()).log_().neg_().log_().neg_()
+def _step(
+    engine: Engine, batch: _Batch | StaticBatch, decoding: Decoding, number: int, logprobs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of every row, which becomes the input of `batch`; NOT_A_TOKEN where logits are NaN. Then its scores. Does
+    not synchronize, unless transformers does."""
+    logits = batch.logits(engine.model)
+    chosen, scores = choose(logits, decoding, None if batch.keys is None else batch.keys[:, number], logprobs)
+    batch.take(chosen)
+    return torch.where(logits.isnan().any(dim=-1), NOT_A_TOKEN, chosen), scores
