@@ -220,8 +220,9 @@ def _sentence(text: str | None) -> str:
 
 def _refused() -> Iterator[tuple[str, str, str]]:
     """Every choice that `require_runnable` turns down, found by asking it."""
+    from tunix_rt.config.conflicts import require_runnable
     from tunix_rt.config.load import build_config
-    from tunix_rt.config.settings import RunConfig, require_runnable
+    from tunix_rt.config.settings import RunConfig
 
     runnable = {"model": {"model_name_or_path": "tiny-gemma3"}, "data": {"dataset": "dev-reasoning-v2"}}
     tried = [("model", "revision", "flax")]

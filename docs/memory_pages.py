@@ -19,8 +19,7 @@ from docs.solver_pages import H200, HOPPER, RESULTS, assigned, gib, read, shape_
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import TunixError
 from tunix_rt.plan import fit as verdict
-from tunix_rt.plan import footprint as step_phases
-from tunix_rt.plan import memory
+from tunix_rt.plan import footprint, memory, phases
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import loss_rows
@@ -420,7 +419,7 @@ KNOWN = {
     "UPDATE_ELEMENTS": "elements of a tensor that the engine updates at a time",
 }
 """Constants that stand for a fact, or decide nothing."""
-MODULES: tuple[ModuleType, ...] = (memory, step_phases, verdict)
+MODULES: tuple[ModuleType, ...] = (memory, footprint, phases, verdict)
 
 
 def values_in(module: ModuleType) -> dict[str, float]:

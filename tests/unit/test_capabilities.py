@@ -7,8 +7,9 @@ import pytest
 
 from tests.tables import tables
 from tunix_rt.config.capabilities import CAPABILITIES, Capabilities, refuse_unsupported, unsupported
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import build_config
-from tunix_rt.config.settings import Training, require_runnable
+from tunix_rt.config.settings import Training
 from tunix_rt.engines.base import refuse_unsupported_model
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.models.resolve import ModelSource, resolve_model

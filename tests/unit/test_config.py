@@ -9,7 +9,8 @@ import yaml
 from tests.conftest import ROOT
 from tests.tables import parametrize, tables
 from tunix_rt.config import load as configuration
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.conflicts import require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 
 DEMO = ROOT / "training" / "configs" / "demo.yaml"

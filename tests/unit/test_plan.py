@@ -19,8 +19,9 @@ from tunix_rt.models.families import FAMILIES
 from tunix_rt.plan import activations
 from tunix_rt.plan.adapters import adapters_of, chosen_modules, modules_of
 from tunix_rt.plan.fit import SAFETY_SHARE
-from tunix_rt.plan.footprint import footprint_of, layers_of
+from tunix_rt.plan.footprint import footprint_of
 from tunix_rt.plan.memory import PROOF_SPARE_BYTES, MemoryPlan, predict
+from tunix_rt.plan.phases import layers_of
 from tunix_rt.plan.precision import loss_rows, recipe_of
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.plan.sizes import ModelShape

@@ -28,8 +28,9 @@ from tests.unit.test_plan import (
     shapes,
 )
 from tunix_rt.cli.main import cli
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import load_config
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.errors import DoesNotFitError
 from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, limited

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.solver_cases import H200, IN_ORDER, cases, fastest_of, solved
 from tests.tables import parametrize, tables
 from tests.unit.test_plan import GEMMA3_270M, GEMMA_2B, SMOLLM2_135M
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import load_config, with_settings
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.fit import least_room, predict_as_run, predict_run, verdict
 from tunix_rt.plan.knobs import MANY_SPLITS, splits, with_copied

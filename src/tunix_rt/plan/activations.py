@@ -1,15 +1,13 @@
 """The activations that autograd saves, tensor by tensor, of a model on the PyTorch engine."""
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tunix_rt.plan.adapters import Adapters
 from tunix_rt.plan.attention_kernels import OLDEST_CAPABILITY, Capability, torch_generation_kernel, torch_kernel
-from tunix_rt.plan.experts import cast_matrices, forward_of_experts, gradients_of_experts, saved_by_experts
+from tunix_rt.plan.experts import forward_of_experts, saved_by_experts
 from tunix_rt.plan.precision import Recipe
 from tunix_rt.plan.sizes import Cost, ModelShape
-from tunix_rt.plan.tensors import elements, tensors_of
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
@@ -90,7 +88,7 @@ class SavedTensors:
 def saved_by_layer(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTensors:
     """What autograd saves in a layer of this kind, without weights and their casts."""
     if shape.trace is not None:
-        return SavedTensors(attention=[_traced(shape.trace.saved, batch)], mlp=[], post_norm=[])
+        return SavedTensors(attention=[traced_bytes(shape.trace.saved, batch)], mlp=[], post_norm=[])
     if batch.compiled:
         return _saved_compiled(shape, widths, batch)
     tokens, compute = batch.tokens, widths.compute
@@ -180,7 +178,7 @@ def _saved_compiled(shape: ModelShape, widths: Widths, batch: Batch) -> SavedTen
 def saved_by_last_norm(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
     """What the last norm saves, which every model has."""
     if shape.trace is not None:
-        return [_traced(shape.trace.behind, batch)]
+        return [traced_bytes(shape.trace.behind, batch)]
     if shape.norm_has_bias:
         return _norms(shape, widths, batch.tokens)[0]
     return _rms(shape, widths, batch.tokens * shape.hidden, batch.tokens, widths.stream)
@@ -190,7 +188,7 @@ def saved_once(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | No
     """Saved once for all layers: sine and cosine of the positions, and the mask, each per kind of layer; and the layers' own
     embeddings."""
     if shape.trace is not None:
-        return [_traced(shape.trace.once, batch)]
+        return [traced_bytes(shape.trace.once, batch)]
     if shape.kinds:
         rotated = {kind.window: kind for kind in shape.kinds}.values()
         each = (_rotation_and_mask(kind, widths, batch, kernel) for kind in rotated)
@@ -316,92 +314,14 @@ def _saved_by_mlp(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
 # --- besides what is saved -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A moment in the backward pass of one layer."""
-
-    saved: int
-    """Bytes of the layer's saved tensors that are still alive."""
-    in_flight: int
-    """Bytes of gradients: of activations, and of the weight that is being computed."""
-    done: int
-    """Elements of the layer's matrices whose gradient is complete."""
-    casts: int
-    """Elements of its matrices whose cast is still alive."""
-    updating: bool = False
-    """The last matrix is being updated and its gradient not yet freed (`optim_in_backward`)."""
-
-
-def _traced(cost: Cost, batch: Batch) -> int:
+def traced_bytes(cost: Cost, batch: Batch) -> int:
     return max(0, round(batch.tokens * (cost[0] + cost[1] * batch.length)))
-
-
-def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Moment]:
-    """The moments at which the backward pass of a layer can be largest, from its end to its beginning."""
-    if (trace := shape.trace) is not None:
-        gradient = max(map(math.prod, tensors_of(shape).matrices)) * widths.stream
-        saved, in_flight = _traced(trace.saved, batch), _traced(trace.backward, batch) + gradient
-        return [Moment(saved=saved, in_flight=in_flight, done=0, casts=0, updating=now) for now in (False, True)]
-    layer = saved_by_layer(shape, widths, batch)
-    tokens, width = batch.tokens, widths.compute
-    stream, inner = tokens * shape.hidden, tokens * shape.ffn * width
-    matrices = tensors_of(shape).matrices
-    last = elements(matrices[-1:])
-    attention = elements(matrices[: 2 + shape.kv_matrices if shape.gated_mlp and not shape.fused_matrices else 2])
-    everything = elements(matrices)
-    cast, experts = elements(cast_matrices(matrices)), gradients_of_experts(shape, widths, tokens)
-    upstream = stream * widths.stream + stream * width * (widths.casts or shape.post_norms)
-    down, weight = inner, last * (width + widths.stream * widths.casts)
-    if (adapters := widths.adapters) is not None:  # its adapter saves its input, whose gradient is in float32
-        down = sum(adapters.saved_inputs(tokens * shape.ffn, adapters.down, compute=width, device=batch.device))
-        weight = 4 * tokens * shape.ffn * adapters.down
-    whole = sum(layer.all)
-    in_mlp = whole - sum(layer.post_norm) - sum(layer.behind)
-    if shape.layer_input:
-        # The gradient of the layers' own embeddings grows by a layer's part, which is as large as the whole.
-        upstream += 2 * tokens * shape.layer_inputs * widths.stream
-    return [
-        Moment(saved=whole, in_flight=upstream + 2 * stream * widths.norm, done=0, casts=cast),
-        Moment(saved=in_mlp, in_flight=upstream + inner + weight, done=0, casts=cast),
-        Moment(
-            saved=in_mlp - down,
-            in_flight=upstream + inner + last * widths.stream,
-            done=0,
-            casts=cast,
-            updating=True,
-        ),
-        Moment(
-            saved=in_mlp - down,
-            in_flight=upstream + (2 if batch.compiled else 3) * inner,  # compiled code reuses one of them
-            done=last,
-            casts=cast,
-        ),
-        Moment(
-            saved=sum(layer.attention),
-            in_flight=upstream + _through_attention(shape, widths, batch),
-            done=everything - attention,
-            casts=attention,
-        ),
-        *[Moment(saved=in_mlp, in_flight=upstream + experts, done=0, casts=cast)] * (experts > 0),
-        Moment(saved=0, in_flight=3 * stream * widths.norm + upstream, done=everything, casts=0),
-    ]
-
-
-def _through_attention(shape: ModelShape, widths: Widths, batch: Batch) -> int:
-    """Gradients of output, query, key, value, and of the scores where they are materialized."""
-    tokens, width = batch.tokens, widths.compute
-    query, kv = tokens * shape.query_size * width, tokens * shape.kv_size * width
-    kernel = attention_kernel(shape, widths, batch)
-    if kernel == "fused":
-        return 2 * query + 2 * kv
-    scores = 2 * tokens * shape.heads * batch.length * widths.norm
-    return 4 * query + (scores if kernel in ("math", "eager") else 0)
 
 
 def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
     """Bytes of the tensors alive at once without autograd, at the widest point of a layer; besides `saved_once`."""
     if shape.trace is not None:
-        return [_traced(shape.trace.forward, batch)]
+        return [traced_bytes(shape.trace.forward, batch)]
     tokens, width = batch.tokens, widths.compute
     stream = [tokens * shape.hidden * widths.stream] * 3  # the residual, its norm and the block's result
     kernel = kernel or attention_kernel(shape, widths, batch)

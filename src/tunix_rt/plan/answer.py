@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunix_rt.config.capabilities import CAPABILITIES, capabilities_of
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.conflicts import require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 from tunix_rt.models.secrets import refuse_addresses
 from tunix_rt.plan.calibration import Band, SeenError, band_of, similar

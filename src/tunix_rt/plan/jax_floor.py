@@ -14,8 +14,8 @@ from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.plan.activations import DTYPE_BYTES
 from tunix_rt.plan.attention_kernels import TPU_LANES
 from tunix_rt.plan.compile_policy import compiled_length
-from tunix_rt.plan.footprint import Phase, phase_of
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, MemoryPlan, longest_row, predict
+from tunix_rt.plan.phases import Phase, phase_of
 from tunix_rt.plan.precision import Recipe, recipe_of
 from tunix_rt.plan.sizes import Dimensions, ModelShape
 from tunix_rt.plan.tensors import tensors_of

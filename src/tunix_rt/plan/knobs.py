@@ -6,8 +6,9 @@ from itertools import product
 from math import log2
 
 from tunix_rt.config.capabilities import capabilities_of
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.optimizers import OPTIMIZERS, OptimizerSpec
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.fit import Device
 

@@ -13,6 +13,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, forward_of_one_layer, generation_kernel, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
+from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
@@ -55,7 +56,7 @@ class MemoryPlan:
     row_tokens: int
     target_share: float
     """Fraction of the tokens that are targets of the loss."""
-    phases: tuple[footprint.Phase, ...]
+    phases: tuple[Phase, ...]
     peak_phase: str
     peak_bytes: int
     """On a CPU the rise of resident memory; on CUDA the peak of allocated memory."""
@@ -74,7 +75,7 @@ class MemoryPlan:
     """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
 
     @property
-    def peak(self) -> footprint.Phase:
+    def peak(self) -> Phase:
         return next(phase for phase in self.phases if phase.name == self.peak_phase)
 
     @property
@@ -84,12 +85,12 @@ class MemoryPlan:
         return self.peak_phase == "step"
 
     @property
-    def judged(self) -> tuple[footprint.Phase, ...]:
+    def judged(self) -> tuple[Phase, ...]:
         """The phases that must fit."""
         return tuple(phase for phase in self.phases if phase.name not in LEFT_OUT)
 
     @property
-    def least(self) -> footprint.Phase:
+    def least(self) -> Phase:
         """The phase that needs `least_bytes`."""
         return max(map(_without_spare, self.judged), key=lambda phase: phase.total_bytes)
 
@@ -153,23 +154,23 @@ def predict(
 
 def _step(
     run: footprint.Footprint, step: Batch, config: RunConfig, layers: str, target_share: float, copied: int
-) -> tuple[tuple[footprint.Phase, ...], int, dict[str, int]]:
+) -> tuple[tuple[Phase, ...], int, dict[str, int]]:
     """The phases of a training step, the pool of CUDA graphs, and what stays allocated between steps."""
     training = config.training
     during = {"snapshot": copied if training.save_steps is not None else 0}
     if layers == "recorded":
         during |= {"overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
     targets, accumulating = max(1, int(step.tokens * target_share)), training.gradient_accumulation_steps > 1
-    phases = footprint.step_phases(run, step, targets, accumulating, _state(run) | during)
+    phases = step_phases(run, step, targets, accumulating, _state(run) | during)
     if layers != "recorded":
         return phases, 0, during
-    phases, pool = footprint.recorded_phases(run, step, phases)
+    phases, pool = recorded_phases(run, step, phases)
     return phases, pool, during | {"gradients": run.gradients}  # they are part of the graphs
 
 
 def _evaluation(
     run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
-) -> tuple[int, list[footprint.Phase]]:
+) -> tuple[int, list[Phase]]:
     """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
     sizes = [fixed] if fixed else EVAL_ROWS
@@ -184,11 +185,11 @@ def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
     return tokens if config.data.packing else min(tokens, shape.max_positions)
 
 
-def _without_spare(phase: footprint.Phase) -> footprint.Phase:
-    return footprint.phase_of(phase.name, **{name: size for name, size in phase.parts.items() if name not in SPARE})
+def _without_spare(phase: Phase) -> Phase:
+    return phase_of(phase.name, **{name: size for name, size in phase.parts.items() if name not in SPARE})
 
 
-def _without_spare_bytes(phase: footprint.Phase) -> int:
+def _without_spare_bytes(phase: Phase) -> int:
     return _without_spare(phase).total_bytes
 
 
@@ -207,7 +208,7 @@ def _between_steps(run: footprint.Footprint) -> dict[str, int]:
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def _load(run: footprint.Footprint, *, pretrained: bool) -> footprint.Phase:
+def _load(run: footprint.Footprint, *, pretrained: bool) -> Phase:
     """Beside the weights: the file they are read from, or the lm_head weight that is drawn before it is tied.
 
     Weights of the file's dtype are the mapped file itself until they are updated; files are assumed to be 16-bit, as models
@@ -226,7 +227,7 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> footprint.Phase:
         **(run.four_bit | run.unpacking if run.device != "cpu" else {}),
         "overhead": CPU_OVERHEAD_BYTES if run.device == "cpu" else 0,
     }
-    return footprint.phase_of(
+    return phase_of(
         "load",
         **parts,
         loading=max(drawn, later),
@@ -237,9 +238,7 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> footprint.Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _evaluating(
-    run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]
-) -> Iterator[footprint.Phase]:
+def _evaluating(run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
     """The phases of an evaluation with the rows of `batch`."""
     new_tokens = config.evaluation.max_new_tokens
     if config.data.holds_out:
@@ -247,24 +246,22 @@ def _evaluating(
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        yield footprint.phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
+        yield phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
     if config.evaluation.samples_during_training:
         rows = min(batch.rows, config.evaluation.samples_during_training)
         parts = generation_parts(run, replace(batch, rows=rows), new_tokens)
-        yield footprint.phase_of("samples", **(_between_steps(run) | during), **parts)
+        yield phase_of("samples", **(_between_steps(run) | during), **parts)
 
 
-def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> footprint.Phase:
+def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> Phase:
     """Forward passes without gradients: one layer at a time, then the loss in chunks."""
     layer = _widest(run, batch) + saved_once(run.shape, run.widths, batch)
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    slack = int(EVALUATION_SLACK * footprint.in_heap(layer + head)) if run.device == "cpu" else 0
+    slack = int(EVALUATION_SLACK * in_heap(layer + head)) if run.device == "cpu" else 0
     in_layers = {"casts": run.largest_cast, "activations": sum(layer), "loss_head": 0, **run.unpacking}
     in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
-    both = [
-        footprint.phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)
-    ]
+    both = [phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)]
     return max(both, key=lambda phase: phase.total_bytes)
 
 
@@ -280,7 +277,7 @@ def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int
     own = [kind for kind in shape.stack if not kind.shares_kv]
     cache = [tokens * kind.kv_size * (width + keys) for kind in own for _ in range(kind.layers)]
     cache.append(max(cache))
-    cut = EVALUATION_SLACK * footprint.in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
+    cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
     repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
     return {
         "casts": run.casts + run.head_cast,
@@ -304,7 +301,7 @@ def reloaded_bytes(saved: int, *, device: str, autocast: bool) -> int:
     return saved * 3 // 2 if device != "cpu" and autocast else saved
 
 
-def _proof(run: footprint.Footprint) -> footprint.Phase:
+def _proof(run: footprint.Footprint) -> Phase:
     """The end of a run: a fresh process loads the final model on the same device, beside the one in memory.
 
     On a GPU the optimizer and the allocator's cache are freed; on a CPU the heap keeps the blocks of the optimizer.
@@ -312,10 +309,10 @@ def _proof(run: footprint.Footprint) -> footprint.Phase:
     state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
     autocast = run.recipe.casts and run.recipe.frozen is None
     weights = reloaded_bytes(run.final_model, device=run.device, autocast=autocast)
-    return footprint.phase_of("proof", **state, fresh_process=weights + PROOF_SPARE_BYTES)
+    return phase_of("proof", **state, fresh_process=weights + PROOF_SPARE_BYTES)
 
 
-def _save(run: footprint.Footprint, copied: int) -> footprint.Phase:
+def _save(run: footprint.Footprint, copied: int) -> Phase:
     """A checkpoint, or the final model with its adapters merged in float32 on the host, tensor by tensor.
 
     The update of an adapter exists twice, plain and scaled, then beside the sum. On a CPU, float32 weights without an adapter
@@ -327,7 +324,7 @@ def _save(run: footprint.Footprint, copied: int) -> footprint.Phase:
         summed = elements(run.four_bit_matrices or list(adapters.matrices))
         on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
         merged = on_host + largest if run.device == "cpu" else 2 * largest
-    return footprint.phase_of("save", **_between_steps(run), snapshot=copied, merged=merged, **run.unpacking)
+    return phase_of("save", **_between_steps(run), snapshot=copied, merged=merged, **run.unpacking)
 
 
 MOST_ROWS = {"cpu": 64, "cuda": 512}

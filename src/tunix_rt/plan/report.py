@@ -11,10 +11,10 @@ from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import DoesNotFitError
 from tunix_rt.plan.fit import GIB, Device, Fit, limited, predict_as_run, verdict
-from tunix_rt.plan.footprint import Phase
 from tunix_rt.plan.jax_floor import savings
 from tunix_rt.plan.knobs import BFLOAT16_CAPABILITY, differing, set_line
 from tunix_rt.plan.memory import MemoryPlan
+from tunix_rt.plan.phases import Phase
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import OFFERED, Proposal, faster, last_resorts, offered, solve, words_of
 from tunix_rt.plan.speed import Rates, StepTime, rates_for, time_of_plan

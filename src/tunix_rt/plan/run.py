@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunix_rt.config.capabilities import capabilities_of
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import with_settings
-from tunix_rt.config.settings import RunConfig, require_runnable
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.fit import GIB, Fit, predict_as_run, verdict
 from tunix_rt.plan.knobs import value_of
 from tunix_rt.plan.memory import MemoryPlan

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from tunix_rt.engines.jax.aot import Verdict
     from tunix_rt.plan.fit import Fit
-    from tunix_rt.plan.footprint import Phase
     from tunix_rt.plan.memory import MemoryPlan
+    from tunix_rt.plan.phases import Phase
     from tunix_rt.plan.report import Outlook
     from tunix_rt.plan.solver import Proposal
     from tunix_rt.plan.speed import StepTime

@@ -8,8 +8,8 @@ from markupsafe import Markup
 from tunix_rt.dashboard.charts import Bar, bars
 from tunix_rt.plan.answer import Answer, rate_range, rounded
 from tunix_rt.plan.calibration import SeenError
-from tunix_rt.plan.footprint import Phase
 from tunix_rt.plan.memory import SPARE
+from tunix_rt.plan.phases import Phase
 from tunix_rt.plan.report import Outlook
 from tunix_rt.plan.solver import Proposal
 from tunix_rt.plan.speed import StepTime

@@ -47,7 +47,7 @@ STEP_SOURCES = (
         "architecture", "model", "chunked_loss", "attention", "mesh", "optim", "step", "tunix", "weights", "aot_worker",
     )),
     *(f"engines/optimizers/{name}.py" for name in ("__init__", "adamw", "adafactor")),
-    *(f"plan/{name}.py" for name in ("precision", "shape", "attention_kernels")),
+    *(f"plan/{name}.py" for name in ("precision", "shape", "sizes", "attention_kernels")),
     "config/optimizers.py", "models/families.py",
 )  # fmt: skip
 """Files of the package that decide the compiled step."""

@@ -17,14 +17,15 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from tunix_rt.data.packing import MicroBatch
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import MicroBatch, StepBatch
 from tunix_rt.engines.failures import compiler_errors, is_out_of_memory, memory_errors_named
 from tunix_rt.engines.torch.model import Engine, Placed, summed_loss
 from tunix_rt.engines.torch.varlen import LEAST_LENGTH, with_another_bound
 from tunix_rt.errors import HardwareError, InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.secrets import one_line
-from tunix_rt.plan.compile_policy import Compiling, compiled_length
+from tunix_rt.plan.compile_policy import Compiling, choose_compiling, compiled_length, to_be_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -241,3 +242,50 @@ class _Body(torch.nn.Module):
             return self._body(
                 inputs_embeds=embedded, position_ids=positions, use_cache=False, **boundaries
             ).last_hidden_state
+
+
+def compiling_of(
+    engine: Engine, training: Training, batch: StepBatch, *, total: int, as_before: str | None, planned: str | None
+) -> Compiling:
+    """Whether to compile the layers. Those of a resumed run must be what they were."""
+    setting, sample = training.compile, batch.micro_batches[0]
+    if as_before is not None and setting == "auto":
+        setting = as_before != "plain"
+    on_gpu = engine.device.type == "cuda"
+    choice = choose_compiling(
+        setting,
+        device=engine.device.type,
+        device_name=torch.cuda.get_device_name(engine.device) if on_gpu else None,
+        parameters=engine.parameters,
+        tokens=batch.tokens,
+        steps=total,
+        packed=int((sample.positions == 0).sum()) > len(sample.positions),
+        adapters=engine.recipe.frozen is not None,
+        capability=torch.cuda.get_device_capability(engine.device) if on_gpu else None,
+    )
+    if engine.recipe.four_bit:
+        return Compiling(wanted=False, required=False, why="its weights are unpacked for each matmul")
+    if setting == "auto" and not _has_equal_layers(engine):
+        return Compiling(wanted=False, required=False, why="for this family only with training.compile: true")
+    if setting == "auto" and planned is not None and choice.wanted != (planned != "plain"):
+        return Compiling(wanted=not choice.wanted, required=False, why="the memory plan of the run has it so")
+    return choice
+
+
+def _has_equal_layers(engine: Engine) -> bool:
+    family = FAMILIES.get(engine.model.config.model_type)
+    return family is not None and family.equal_layers
+
+
+def captures(engine: Engine, training: Training, tokens: int) -> bool:
+    """Whether the layers are captured as a CUDA graph, by the rule that the planner uses."""
+    return to_be_recorded(
+        engine.recipe,
+        device=engine.device.type,
+        device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+        flex=engine.attention.name == "flex" or not _has_equal_layers(engine),
+        accumulation=training.gradient_accumulation_steps,
+        parameters=engine.parameters,
+        layers=len(layers_of(engine.model)),
+        tokens=tokens,
+    )

@@ -24,7 +24,13 @@ from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.engines.base import Step
 from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
 from tunix_rt.engines.torch.chunked_loss import kernel_unable
-from tunix_rt.engines.torch.compile import capture_layers, checkpoint_layers, compile_layers, layers_of
+from tunix_rt.engines.torch.compile import (
+    capture_layers,
+    captures,
+    checkpoint_layers,
+    compile_layers,
+    compiling_of,
+)
 from tunix_rt.engines.torch.generate import generate
 from tunix_rt.engines.torch.load import load, load_for_inference
 from tunix_rt.engines.torch.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
@@ -43,8 +49,6 @@ from tunix_rt.engines.torch.save import (
 )
 from tunix_rt.engines.trace import BACKWARD, BATCH, OPTIMIZER
 from tunix_rt.errors import HardwareError
-from tunix_rt.models.families import FAMILIES
-from tunix_rt.plan.compile_policy import Compiling, choose_compiling, to_be_recorded
 
 __all__ = [
     "checkpoint_layers", "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load",
@@ -131,11 +135,11 @@ def prepare_steps(
             checkpoint_layers(engine)
         batch = batch_of(1)
         sample = batch.micro_batches[0]
-        choice = _compiling(engine, training, batch, total=total, as_before=as_before, planned=planned)
+        choice = compiling_of(engine, training, batch, total=total, as_before=as_before, planned=planned)
         torch.manual_seed(_seed_of(training.seed, 0))
         compile_layers(engine, choice, sample, longest_row=longest_row)
         known = as_before or planned
-        if engine.compiled and (known == "recorded" if known else _captures(engine, training, batch.tokens)):
+        if engine.compiled and (known == "recorded" if known else captures(engine, training, batch.tokens)):
             capture_layers(engine, sample)
     lm_head = engine.model.get_output_embeddings().weight
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
@@ -146,53 +150,6 @@ def prepare_steps(
         "head": "plain" if plain_head else "kernel",
         "update": "kernel" if by_kernel else "plain",
     }
-
-
-def _compiling(
-    engine: Engine, training: Training, batch: StepBatch, *, total: int, as_before: str | None, planned: str | None
-) -> Compiling:
-    """Whether to compile the layers. Those of a resumed run must be what they were."""
-    setting, sample = training.compile, batch.micro_batches[0]
-    if as_before is not None and setting == "auto":
-        setting = as_before != "plain"
-    on_gpu = engine.device.type == "cuda"
-    choice = choose_compiling(
-        setting,
-        device=engine.device.type,
-        device_name=torch.cuda.get_device_name(engine.device) if on_gpu else None,
-        parameters=engine.parameters,
-        tokens=batch.tokens,
-        steps=total,
-        packed=int((sample.positions == 0).sum()) > len(sample.positions),
-        adapters=engine.recipe.frozen is not None,
-        capability=torch.cuda.get_device_capability(engine.device) if on_gpu else None,
-    )
-    if engine.recipe.four_bit:
-        return Compiling(wanted=False, required=False, why="its weights are unpacked for each matmul")
-    if setting == "auto" and not _has_equal_layers(engine):
-        return Compiling(wanted=False, required=False, why="for this family only with training.compile: true")
-    if setting == "auto" and planned is not None and choice.wanted != (planned != "plain"):
-        return Compiling(wanted=not choice.wanted, required=False, why="the memory plan of the run has it so")
-    return choice
-
-
-def _has_equal_layers(engine: Engine) -> bool:
-    family = FAMILIES.get(engine.model.config.model_type)
-    return family is not None and family.equal_layers
-
-
-def _captures(engine: Engine, training: Training, tokens: int) -> bool:
-    """Whether the layers are captured as a CUDA graph, by the rule that the planner uses."""
-    return to_be_recorded(
-        engine.recipe,
-        device=engine.device.type,
-        device_name=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
-        flex=engine.attention.name == "flex" or not _has_equal_layers(engine),
-        accumulation=training.gradient_accumulation_steps,
-        parameters=engine.parameters,
-        layers=len(layers_of(engine.model)),
-        tokens=tokens,
-    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,225 @@
+"""The phases at which a training step of the PyTorch engine can peak.
+
+Everything is counted, except for the fractions of the C heap that a CPU loses between blocks, which are fitted.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tunix_rt.plan import activations
+from tunix_rt.plan.backward import Moment, backward_moments
+from tunix_rt.plan.experts import cast_matrices
+from tunix_rt.plan.footprint import MIB, Footprint
+from tunix_rt.plan.tensors import elements, tensors_of
+
+HEAP_BLOCK_BYTES = 32 * MIB
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: freed blocks up to this size stay in the heap of the process (mallopt(3))."""
+KEPT_SLACK, ACCUMULATED_SLACK, ADAPTED_SLACK = 0.08, 0.6, 0.7
+RECOMPUTED_SLACK = 1.6
+UPDATED_SLACK, UPDATED_SLACK_BYTES = 0.25, 384 * MIB
+"""Fractions of the heap that are lost between blocks, as `_lost` uses them. Fitted to the cases marked so in
+benchmarks/results/memory_cpu.json; two runs of one case differ by up to 30 % with updates in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A phase of a run and what is in memory at its peak, in bytes by part."""
+
+    name: str
+    parts: dict[str, int]
+    total_bytes: int
+
+
+def phase_of(name: str, **parts: int) -> Phase:
+    return Phase(name=name, parts=parts, total_bytes=sum(parts.values()))
+
+
+def in_heap(blocks: Iterable[int]) -> int:
+    """Bytes of `blocks` in the heap of the C library. A larger block counts as the largest that it serves."""
+    return sum(min(block, HEAP_BLOCK_BYTES) for block in blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The memory of one layer in a step. Sizes are in bytes."""
+
+    saved: activations.SavedTensors
+    saved_bytes: int
+    forward: list[int]
+    """At the widest point of its forward pass."""
+    moments: list[Moment]
+    casts: int
+    """Its matrices in the compute dtype."""
+    matrices: int
+    """Elements of its matrices."""
+    trained: int
+    """Its trained parameters; of adapters, in a layer on average."""
+
+
+def layers_of(run: Footprint, batch: activations.Batch) -> list[Layer]:
+    """The layers of a model, from the first to the last."""
+    kinds = []
+    for index, shape in enumerate(run.shape.stack):
+        widths, tensors = run.widths.of_kind(index), tensors_of(shape)
+        saved = activations.saved_by_layer(shape, widths, batch)
+        casts = (
+            0
+            if shape.trace is not None or not widths.casts
+            else elements(cast_matrices(tensors.matrices)) * widths.compute
+        )
+        trained = elements(run.adapters) // run.shape.layers if run.adapters else elements(tensors.layer)
+        kinds.append(
+            Layer(
+                saved=saved,
+                saved_bytes=sum(saved.all),
+                forward=activations.forward_of_one_layer(shape, widths, batch),
+                moments=backward_moments(shape, widths, batch),
+                casts=casts,
+                matrices=elements(tensors.matrices),
+                trained=trained * run.width,
+            )
+        )
+    return [kinds[kind] for kind in run.shape.order or (0,) * run.shape.layers]
+
+
+def step_phases(
+    run: Footprint, batch: activations.Batch, targets: int, accumulating: bool, state: dict[str, int]
+) -> tuple[Phase, ...]:
+    """The phases of a step. From the second micro-batch on, the gradients of the first exist."""
+    layers = layers_of(run, batch)
+    kept_layers = run.recipe.kept_layers(len(layers))
+    keeping = layers[len(layers) - kept_layers :]
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    # A checkpointed layer saves its input.
+    kept = (len(layers) - kept_layers) * passed_on + sum(layer.saved_bytes for layer in keeping)
+    kept += sum(activations.saved_once(run.shape, run.widths, batch)) - _without_gradient(run, layers, batch)
+    behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    # A compiled layer returns all that it would save, and only then is it freed.
+    one_layer = max(layer.saved_bytes if batch.compiled else sum(layer.forward) for layer in layers)
+    passing = 2 * passed_on if kept_layers else one_layer
+    gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+    casts = sum(layer.casts for layer in keeping)
+    forward = phase_of(
+        "forward",
+        **state,
+        gradients=gradients if accumulating else 0,
+        casts=casts or run.largest_cast,
+        activations=kept,
+        in_flight=passing,
+        **run.unpacking,
+    )
+    loss = phase_of(
+        "loss",
+        **state,
+        gradients=gradients if accumulating else run.head_gradient,
+        casts=casts,
+        activations=kept + behind,
+        loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
+    )
+    backward = max(_backward(run, layers, batch, accumulating, state), key=lambda phase: phase.total_bytes)
+    update = phase_of("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
+    phases = (forward, loss, backward, update)
+    slack = _lost(run, layers, phases, accumulating) if run.device == "cpu" else 0
+    return tuple(phase_of(phase.name, **phase.parts, allocator_slack=slack) for phase in phases)
+
+
+def recorded_phases(run: Footprint, batch: activations.Batch, phases: Iterable[Phase]) -> tuple[tuple[Phase, ...], int]:
+    """The same for layers that run as CUDA graphs, and the bytes of the graphs' memory pool.
+
+    Activations and casts are in the pool, which the allocator does not count once the graphs are captured. Gradients are static
+    tensors of the graphs: they exist from the first step to the last. The graphs are captured before the optimizer exists.
+    """
+    by_name = {phase.name: phase for phase in phases}
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
+    state = {name: size for name, size in by_name["update"].parts.items() if name not in ("gradients", "in_flight")}
+    compiling = by_name["loss"].parts | {"optimizer": 0}
+    making = by_name["backward"].parts | {"optimizer": 0, "gradients": run.gradients - run.head_gradient}
+    handed_over = 3 * passed_on  # input and output of the layers, and its gradient
+    loss = by_name["loss"].parts | {"gradients": run.gradients, "casts": 0, "activations": behind + handed_over}
+    held = {"gradients": run.gradients, "activations": handed_over}
+    backward = phase_of("backward", **state, **held, in_flight=_lookup(run, batch))
+    update = phase_of("update", **state, **held, in_flight=run.update_of(run.trained_kinds))
+    kept = by_name["forward"].parts["activations"] + by_name["forward"].parts["casts"]
+    moments = (moment for layer in layers_of(run, batch) for moment in layer.moments)
+    pool = kept + max(moment.in_flight for moment in moments)
+    both = (phase_of("recording", **parts) for parts in (compiling, making))
+    recording = max(both, key=lambda phase: phase.total_bytes)
+    return (recording, phase_of("loss", **loss), backward, update), pool
+
+
+def _without_gradient(run: Footprint, layers: list[Layer], batch: activations.Batch) -> int:
+    """What attention of the first layer would save, if adapters begin behind it: no gradient flows through it."""
+    adapters = run.widths.of_kind(0).adapters
+    if adapters is None or adapters.inputs or adapters.output or batch.compiled or run.recipe.kept_share < 1:
+        return 0
+    return sum(layers[0].saved.attention + layers[0].saved.post_norm)
+
+
+def _lost(run: Footprint, layers: list[Layer], phases: Iterable[Phase], accumulating: bool) -> int:
+    """On a CPU: heap blocks that one phase of the step freed and no other can reuse, after a few steps.
+
+    A part counts as in its largest phase. More is lost where short-lived blocks lie between others that stay: gradients during
+    recomputation or the next micro-batch, temporaries of adapters and of updates in the backward pass.
+    """
+    kept_layers = run.recipe.kept_layers(len(layers))
+    live = max(phase.total_bytes for phase in phases)
+    largest = {name: max(phase.parts.get(name, 0) for phase in phases) for phase in phases for name in phase.parts}
+    heaps = {id(layer): in_heap(layer.saved.all) for layer in layers}
+    layer = max(heaps.values())
+    passing = max(in_heap(layer.forward) for layer in {id(layer): layer for layer in layers}.values())
+    kept = sum(heaps[id(layer)] for layer in layers[len(layers) - kept_layers :])
+    cut = kept * (KEPT_SLACK + ACCUMULATED_SLACK * accumulating + ADAPTED_SLACK * bool(run.adapters))
+    cut += (1 - kept_layers / len(layers)) * (RECOMPUTED_SLACK * layer + passing)
+    if run.recipe.in_backward:
+        cut += UPDATED_SLACK * min(run.updates, UPDATED_SLACK_BYTES)
+    return max(0, sum(largest.values()) - live) + int(cut)
+
+
+def _backward(
+    run: Footprint, layers: list[Layer], batch: activations.Batch, accumulating: bool, state: dict[str, int]
+) -> Iterator[Phase]:
+    """The backward pass at its moments, from the last layer to the embedding."""
+    recomputed = len(layers) - run.recipe.kept_layers(len(layers))
+    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+    once = sum(activations.saved_once(run.shape, run.widths, batch))
+    unsaved = _without_gradient(run, layers, batch)
+    kept = [0 if at < recomputed else layer.saved_bytes for at, layer in enumerate(layers)]
+    casts = [0 if at < recomputed else layer.casts for at, layer in enumerate(layers)]
+    kept_below, casts_below = ([0, *accumulate(sizes)] for sizes in (kept, casts))
+    trained_above = [*accumulate((layer.trained for layer in reversed(layers)), initial=0)]
+
+    def at(below: int, moment: Moment) -> Phase:
+        """In the layer with `below` layers before it."""
+        layer = layers[below]
+        held = min(below, recomputed) * passed_on + kept_below[below] + once - (unsaved if below > recomputed else 0)
+        # The input of the layer is saved once if its norm computes in the same dtype.
+        own = passed_on if below < recomputed and run.widths.stream != run.widths.norm and not batch.compiled else 0
+        done = trained_above[len(layers) - 1 - below] + moment.done / layer.matrices * layer.trained
+        return phase_of(
+            "backward",
+            **state,
+            gradients=run.gradients if accumulating else run.head_gradient + int(0 if run.recipe.in_backward else done),
+            casts=casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
+            activations=held + own + moment.saved,
+            in_flight=moment.in_flight + moment.updating * run.update_of(run.tensors.matrices[-1:]),
+            **run.unpacking,
+        )
+
+    # Memory rises or falls evenly between these, if all layers are alike.
+    ends = {0, recomputed - 1, recomputed, len(layers) - 1} - {-1, len(layers)}
+    for below in range(len(layers)) if run.shape.kinds else ends:
+        for moment in layers[below].moments:
+            if run.recipe.in_backward or not moment.updating:
+                yield at(below, moment)
+    if not run.adapters:
+        gradients = run.table_gradients if run.recipe.in_backward else run.gradients
+        yield phase_of("backward", **state, gradients=gradients, casts=0, activations=0, in_flight=_lookup(run, batch))
+
+
+def _lookup(run: Footprint, batch: activations.Batch) -> int:
+    """The gradient of the embedding: as it arrives, sorted, summed by token in at least float32, and rounded."""
+    wide, narrow = max(4, run.width), run.widths.stream
+    copies = 2 * narrow + wide + (wide + narrow if wide != run.width else 0)
+    return batch.tokens * max(run.shape.hidden, run.shape.layer_inputs) * copies
