@@ -6,7 +6,7 @@ Left alone on purpose: StaticFiles, FileResponse, forms, sessions and `request.u
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib import resources
+from importlib import import_module, resources
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
@@ -22,30 +22,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tunix_rt import __version__
 from tunix_rt.dashboard import charts, formats
 from tunix_rt.dashboard.guard import HEADERS, Guard
-from tunix_rt.dashboard.pages import answers, chat, compare, data, doctor, evidence, plan, run, runs
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Handler, Page, Site
 from tunix_rt.errors import NotFound, TunixError
 
-PAGES: Mapping[str, Handler] = {
-    "/": runs.page,
-    "/runs/{run_id}": run.page,
-    "/runs/{run_id}/answers": answers.page,
-    "/runs/{run_id}/evidence": evidence.page,
-    "/compare": compare.page,
-    "/data": data.page,
-    "/plan": plan.page,
-    "/doctor": doctor.page,
-    "/try": chat.page,
+PAGES: Mapping[str, str] = {
+    "/": "runs",
+    "/runs/{run_id}": "run",
+    "/runs/{run_id}/answers": "answers",
+    "/runs/{run_id}/evidence": "evidence",
+    "/compare": "compare",
+    "/data": "data",
+    "/plan": "plan",
+    "/doctor": "doctor",
+    "/try": "chat",
 }
-"""Address -> page function. A `run_id` is looked up in the index: nothing in an address is ever a path of this computer."""
+"""Address -> module in `pages`. A `run_id` is looked up in the index: nothing in an address is ever a path of this computer."""
 Action = Callable[[Site, str, bytes], dict[str, Any]]
 """The site, the id in the path, and the body of the request."""
-ACTIONS: Mapping[str, Action] = {
-    "/runs/{run_id}/evidence": lambda site, run_id, body: evidence.verify_run(site, run_id),
-    "/doctor": lambda site, run_id, body: doctor.look_again(site, run_id),
-    "/try": lambda site, run_id, body: chat.ask(site, body),
-}
+ACTIONS: Mapping[str, str] = {"/runs/{run_id}/evidence": "verify_run", "/doctor": "look_again", "/try": "ask"}
+"""Address -> function of its page's module."""
 STATIC = {"style.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 MOST_BODY = 64 * 1024
 THREADS = 4
@@ -84,8 +80,8 @@ def make_app(site: Site, guard: Guard) -> Starlette:
             return PlainTextResponse("no such file\n", 404)
         return conditional(request, Response(static_files()[name], media_type=STATIC[name]))
 
-    routes = [Route(path, shown(handler)) for path, handler in PAGES.items()]
-    routes += [Route(path, done(action), methods=["POST"]) for path, action in ACTIONS.items()]
+    routes = [Route(path, shown(partial(call, path, "page"))) for path in PAGES]
+    routes += [Route(path, done(partial(call, path, name)), methods=["POST"]) for path, name in ACTIONS.items()]
     routes.append(Route("/static/{name}", static))
     routes.append(Route("/{anything:path}", shown(_no_page)))
     made = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware), Middleware(Guarded, guard=guard)])
@@ -134,6 +130,12 @@ class Guarded:
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
+def call(path: str, function: str, *words: Any) -> Any:
+    """A function of the page at `path`. What a page needs is imported when it is first looked at: the list of runs, which is
+    first, needs no planner, no data and no checks of evidence."""
+    return getattr(import_module(f"tunix_rt.dashboard.pages.{PAGES[path]}"), function)(*words)
+
+
 def respond(site: Site, handler: Handler, request: Request) -> Response:
     """The page, or the part of it that the header `Part` names; its head alone where the browser has the same."""
     path = request.scope["path"]
@@ -157,9 +159,9 @@ def error_page(error: TunixError) -> Page:
 
 def find_page(path: str) -> tuple[Handler, str]:
     """The page function for an address, and the id in it; without a server."""
-    for pattern, handler in PAGES.items():
+    for pattern in PAGES:
         if match := compile_path(pattern)[0].match(path):
-            return handler, match.groupdict().get("run_id", "")
+            return partial(call, pattern, "page"), match.groupdict().get("run_id", "")
     return _no_page, ""
 
 

@@ -31,6 +31,8 @@ FORMAT = 4
 """`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
 FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
 """Of a run, in its folder."""
+MARKS = ("precommit.json", "result.json", "metrics.jsonl")
+"""A folder with one of these contains a run."""
 NOT_OURS = re.compile(
     r"(?:tensorboard|wandb|mlruns|aim|\.aim)(?:/.*)?|(?:.*/)?(?:\.DS_Store|Thumbs\.db|desktop\.ini|\._[^/]*)"
 )
@@ -102,7 +104,7 @@ class RunDir:
     lock_file = _File(".lock")
 
     def holds_a_run(self) -> bool:
-        return self.precommit.exists() or self.result.exists() or self.metrics.exists()
+        return any(os.path.exists(f"{self.root}/{name}") for name in MARKS)
 
     def holds_work(self) -> bool:
         """Whether anything here took time to make; a run that was refused leaves only words."""

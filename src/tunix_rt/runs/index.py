@@ -1,5 +1,6 @@
 """The runs below a folder: found, summarized, and kept in memory until their files change. Never writes."""
 
+import contextlib
 import hashlib
 import math
 import os
@@ -138,11 +139,14 @@ def _last_write(root: Path) -> str | None:
 
 def run_folders(below: Path) -> Iterator[Path]:
     """Folders that contain a run, without descending into one. Links are not followed."""
-    for folder, inner, _ in os.walk(below):
-        if RunDir(Path(folder)).holds_a_run():
-            inner.clear()
-            yield Path(folder)
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
+    ahead = [str(below)]  # no recursion: folders may be nested deeper than calls
+    while ahead:
+        if RunDir(root := Path(folder := ahead.pop())).holds_a_run():
+            yield root
+            continue
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            inner = (one.name for one in entries if not one.name.startswith(".") and one.is_dir(follow_symlinks=False))
+            ahead += (f"{folder}/{name}" for name in sorted(inner, reverse=True))
 
 
 def list_runs(folder: Path | None) -> list[RunSummary]:
@@ -179,7 +183,7 @@ def _stamp(root: Path) -> Stamp:
     found: list[tuple[int, int, int] | None] = []
     for name in STAMPED:
         try:
-            stat = os.lstat(root / name)
+            stat = os.lstat(f"{root}/{name}")
             found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
         except OSError:
             found.append(None)
@@ -210,6 +214,7 @@ class RunIndex:
     def __init__(self, below: Path) -> None:
         self.below = below
         self._known: dict[str, Indexed] = {}
+        """By folder."""
         self._lock = threading.Lock()
 
     def runs(self) -> list[Indexed]:
@@ -217,24 +222,24 @@ class RunIndex:
         with self._lock:
             held = locked_folders()
             found = [self._look(root, held) for root in run_folders(self.below)]
-            self._known = {one.id: one for one in found}
+            self._known = {str(one.root): one for one in found}
             return found
 
     def find(self, wanted: str) -> Indexed | None:
         """The run with that id, looked at anew; None where there is none."""
         with self._lock:
-            known = self._known.get(wanted)
+            known = next((one for one in self._known.values() if one.id == wanted), None)
             if known is not None and RunDir(known.root).holds_a_run():
-                self._known[wanted] = fresh = self._look(known.root, locked_folders())
+                self._known[str(known.root)] = fresh = self._look(known.root, locked_folders())
                 return fresh
         return next((one for one in self.runs() if one.id == wanted), None) if known is None else None
 
     def _look(self, root: Path, held: frozenset[tuple[int, int]]) -> Indexed:
-        name = root.relative_to(self.below).as_posix()
         stamp, running = _stamp(root), bool(held) and _identity(root) in held
-        known = self._known.get(run_id(name))
+        known = self._known.get(str(root))
         if known is not None and (known.stamp, known.running) == (stamp, running):
             return known
+        name = root.relative_to(self.below).as_posix()
         summary = summary_of(RunRecord(root, quick=True), running=running)
         return Indexed(id=run_id(name), root=root, name=name, stamp=stamp, running=running, summary=summary)
 

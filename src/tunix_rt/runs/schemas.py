@@ -6,7 +6,7 @@ Where a file has a dataclass written out, that dataclass is its schema. A later 
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -383,6 +383,7 @@ SCHEMAS = (
 )
 
 
+@lru_cache(maxsize=256)
 def schema_of(name: str) -> Schema | None:
     """The schema of the file with this path in the run folder; None for a file that has none."""
     return next((schema for schema in SCHEMAS if schema.pattern.fullmatch(name)), None)

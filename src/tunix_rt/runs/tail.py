@@ -38,7 +38,8 @@ def sample_objects(root: Path, name: str, count: int) -> list[dict[str, Any]]:
                 found.append(_objects(file.readline(WINDOW)))
     except OSError:
         return []
-    return [one for objects in (*found, last_objects(root, name)[-1:]) for one in objects]
+    found.append(_objects(b"\n".join(_end(root, name, WINDOW)[0].rsplit(b"\n", 2)[-2:])))
+    return [one for objects in found for one in objects]
 
 
 def _end(root: Path, name: str, most: int) -> tuple[bytes, bool]:

@@ -23,7 +23,7 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
     )
 
 
-def ask(site: Site, body: bytes) -> dict[str, object]:
+def ask(site: Site, run_id: str, body: bytes) -> dict[str, object]:
     """The action: `{"question": ...}` -> the answers of both models."""
     if site.chat is None:
         raise NotFound("there is no model to try", fix="start the dashboard with --chat RUN")

@@ -61,7 +61,7 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
     return Page(template="doctor.html", title="Doctor", values=values, live=seconds is not None)
 
 
-def look_again(site: Site, run_id: str = "") -> dict[str, Any]:
+def look_again(site: Site, run_id: str = "", body: bytes = b"") -> dict[str, Any]:
     """Gather the facts anew, for each engine: the doctor starts the one that is asked about. Nothing where it is under way."""
 
     def gathered() -> dict[str, Facts]:

@@ -68,7 +68,7 @@ def verified_level(site: Site, found: Indexed) -> str | None:
     return str(outcome.value.level) if outcome is not None and known else None
 
 
-def verify_run(site: Site, run_id: str) -> dict[str, Any]:
+def verify_run(site: Site, run_id: str, body: bytes = b"") -> dict[str, Any]:
     """Start the verification. One at a time: that of another run has to end first."""
     found, work = site.run(run_id), background(site)
     size = sum(list_folder(found.root).files.values()) / 2**30
