@@ -124,9 +124,9 @@ def catalogue_kinds(settings: RunConfig) -> tuple[str, ...]:
     return tuple(device for device in capabilities_of(settings.training).devices if device != "cpu")
 
 
-def catalogue(settings: RunConfig, shape: ModelShape, kinds: tuple[str, ...]) -> list[Outlook]:
-    """The outlook for every device of these kinds in the catalogue."""
-    return [look(shape, settings, target) for target in all_targets() if target.device in kinds]
+def catalogue(settings: RunConfig, shape: ModelShape, kinds: tuple[str, ...], *, brief: bool = False) -> list[Outlook]:
+    """The outlook for every device of these kinds in the catalogue; `brief` as for `look`."""
+    return [look(shape, settings, target, brief=brief) for target in all_targets() if target.device in kinds]
 
 
 def catalogue_value(seen: Iterable[Outlook], *, model: str, shape: ModelShape, seconds: float) -> dict[str, Any]:

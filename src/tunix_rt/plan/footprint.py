@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
@@ -181,7 +182,9 @@ class Footprint:
         return [self.operand, logits, targets * self.shape.hidden * self.widths.stream]
 
 
+@lru_cache(maxsize=1024)
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
+    """Cached: a search needs the memory and the time of the same settings, with many batches."""
     refuse_four_bit(shape, training)
     tensors, recipe = tensors_of(shape), recipe_of(training)
     adapters = adapters_of(tensors.matrices, shape, training)

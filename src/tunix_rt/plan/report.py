@@ -50,8 +50,9 @@ class Outlook:
         return verdict(proposal.plan, self.target)
 
 
-def look(shape: ModelShape, config: RunConfig, target: Target) -> Outlook:
-    """The outlook for `config` on `target`, with rows of `data.max_length` and as many steps as are known."""
+def look(shape: ModelShape, config: RunConfig, target: Target, *, brief: bool = False) -> Outlook:
+    """The outlook for `config` on `target`, with rows of `data.max_length` and as many steps as are known. A `brief` one is for
+    a table of devices: one proposal, not the best, where there are any; nothing that is faster; no last resorts."""
     free = limited(target.free_bytes, config.training.memory_limit_gib)
     target, rates = replace(target, free_bytes=free), rates_for(target)
     plan, time = _predicted(shape, config, target)
@@ -59,12 +60,12 @@ def look(shape: ModelShape, config: RunConfig, target: Target) -> Outlook:
     doubt = "" if unable else left_to_the_compiler(plan, target)
     quicker: list[Proposal] = []
     if unable:
-        found, resorts = _without_bfloat16(shape, config, target)
+        found, resorts = _without_bfloat16(shape, config, target, brief=brief)
     elif fit.fits:
         found, resorts = [], []
-        quicker = faster(plan, target, shape, config, rates, steps=steps_known(config, target))
+        quicker = [] if brief else faster(plan, target, shape, config, rates, steps=steps_known(config, target))
     else:
-        found, resorts = _what_fits(plan, target, shape, config, written=config)
+        found, resorts = _what_fits(plan, target, shape, config, written=config, brief=brief)
     return Outlook(
         target=target,
         plan=plan,
@@ -79,12 +80,14 @@ def look(shape: ModelShape, config: RunConfig, target: Target) -> Outlook:
 
 
 def _what_fits(
-    plan: MemoryPlan, target: Target, shape: ModelShape, config: RunConfig, *, written: RunConfig
+    plan: MemoryPlan, target: Target, shape: ModelShape, config: RunConfig, *, written: RunConfig, brief: bool
 ) -> tuple[list[Proposal], list[str]]:
     """What makes `config` fit, as changes of the `written` one; if nothing does, the last resorts."""
     steps, rates = steps_known(config, target), rates_for(target)
-    found = offered(solve(plan, target, shape, config, rates, steps=steps, written=written))
-    return found, [] if found else last_resorts(plan, target, shape, config, rates, steps=steps, written=written)
+    found = offered(solve(plan, target, shape, config, rates, steps=steps, written=written, first=brief))
+    return found, [] if found or brief else last_resorts(
+        plan, target, shape, config, rates, steps=steps, written=written
+    )
 
 
 def _of_fewer_settings(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
@@ -110,7 +113,9 @@ def emulated_bfloat16(config: RunConfig, target: Target) -> str:
     return f"computes bfloat16 only by emulation (compute capability {known[0]}.{known[1]}; it begins at 8.0)"
 
 
-def _without_bfloat16(shape: ModelShape, config: RunConfig, target: Target) -> tuple[list[Proposal], list[str]]:
+def _without_bfloat16(
+    shape: ModelShape, config: RunConfig, target: Target, *, brief: bool
+) -> tuple[list[Proposal], list[str]]:
     """The run in a dtype that the device supports, with what else it needs to fit; or its last resorts."""
     training = config.training
     narrow = "float16" in capabilities_of(training).dtypes and not training.optim_in_backward
@@ -120,7 +125,7 @@ def _without_bfloat16(shape: ModelShape, config: RunConfig, target: Target) -> t
     changed = with_settings(config, settings)
     plan, time = _predicted(shape, changed, target)
     if not verdict(plan, target).fits:
-        return _what_fits(plan, target, shape, changed, written=config)
+        return _what_fits(plan, target, shape, changed, written=config, brief=brief)
     changes = differing(config, changed)
     cost = f"{changed.training.dtype} matmuls"
     return [Proposal(settings=changes, plan=plan, time=time, level=0, costs=(cost,), line=set_line(changes))], []

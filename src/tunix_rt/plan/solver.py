@@ -9,7 +9,7 @@ batches, shorter rows and LoRA are another training: they are last resorts.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import ceil, log
 from typing import TypeVar
 
@@ -65,20 +65,21 @@ def solve(
     *,
     steps: int | None = None,
     written: RunConfig | None = None,
+    first: bool = False,
 ) -> list[Proposal]:
     """What fits the device, best first: one proposal for each way to change the result and each checkpointing fraction.
     Empty if nothing of this kind fits.
 
     `plan` is the prediction for `config`; its row lengths and devices apply to the proposals too. `steps` is the length of
     the whole run, assumed to be long if unknown. Proposals are changes of the `written` configuration, if `config` already
-    differs from it.
+    differs from it. `first`: only the first that is found, to know whether there is any.
     """
     problem = _Problem(plan=plan, choice=choice, shape=shape, config=config, rates=rates, steps=steps, written=written)
     # A trace holds for one precision.
     ways = (rungs for rungs in knobs.rungs_of(config, choice) if shape.trace is None or "training.dtype" not in rungs)
     tried = (rungs for rungs in ways if _has_room(problem, rungs))
-    found = [one for rungs in tried for one in _fitting(problem, rungs)]
-    return sorted(found, key=lambda one: one.rank)
+    found = (one for rungs in tried for one in _fitting(problem, rungs))
+    return sorted(islice(found, 1 if first else None), key=lambda one: one.rank)
 
 
 def faster(

@@ -228,7 +228,7 @@ def plan(site: Site, choice: Choice) -> tuple[Answer, list[Outlook]]:
     target = _target(site, choice.on, settings)
     shape = models.shape_for(source, settings.training)
     found = answer(settings, target, model=source.name, shape=shape)
-    return found, _everywhere(settings, shape, catalogue_kinds(settings)) if choice.with_catalogue else []
+    return found, _everywhere(settings, shape, catalogue_kinds(settings), brief=True) if choice.with_catalogue else []
 
 
 _everywhere = lru_cache(maxsize=8)(catalogue)  # choosing another device leaves it as it is
