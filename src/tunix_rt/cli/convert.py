@@ -57,7 +57,6 @@ def show_conversion(found: "Conversion", path: Path) -> None:
         ("mapped", found.mapped),
         (f"defaults of {found.title}", found.defaults),
         ("without effect here", found.without_effect),
-        ("refused", found.refused),
     ):
         if lines:
             click.echo("\n".join([f"  {title}:", *(f"    {line.describe()}" for line in lines)]), err=True)

@@ -243,6 +243,7 @@ TABLE: Table = {
               "remove_unused_columns pad_to_sequence_len pad_to_multiple_of sample_packing_group_size sample_packing_bin_size "
               "sample_packing_eff_est sample_packing_sequentially total_num_tokens shuffle_merged_datasets "
               "shuffle_before_merging_datasets multipack_real_batches"),
+    **without("float32 is what remains without bf16 and fp16", "float32"),
     **without("matmuls of float32 have full precision; training.dtype: bfloat16 is the faster way", "tf32"),
     **without("`rl` is off", "trl vllm rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha"),
     **without("one process trains", "ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters "
@@ -292,3 +293,9 @@ DEFAULTS: dict[str, Any] = {
     "training.warmup_steps": 0.03, "evaluation.enabled": False,
 }  # fmt: skip
 LORA_DEFAULTS: dict[str, Any] = {}
+NOTES = {"training.warmup_steps": "3 % of the steps; Axolotl has at most 100"}
+
+
+def implied(given: Given) -> dict[str, Any]:
+    """Keys that have a default of their own, where they are absent."""
+    return {} if {"bf16", "bfloat16", "fp16", "float16", "float32"} & given.keys() else {"bf16": "auto"}

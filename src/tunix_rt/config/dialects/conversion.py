@@ -37,8 +37,9 @@ class Line:
     note: str = ""
 
     def describe(self) -> str:
-        settings = ", ".join(self.settings)
-        return f"{self.key}: {settings}{f' ({self.note})' if self.note and settings else self.note}"
+        if not self.settings:
+            return f"{self.key}: {self.note}"
+        return f"{self.key} -> {', '.join(self.settings)}{f' ({self.note})' if self.note else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +83,17 @@ class Conversion:
             if settings:
                 lines.append(f"{section}:")
             for name, value in settings.items():
-                text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | list | dict) else _scalar(value)
-                lines.append(f"  {name}: {text}  # {self.origins[f'{section}.{name}']}")
+                lines.append(f"  {name}: {_written(value)}  # {self.origins[f'{section}.{name}']}")
         if self.without_effect:
             lines += ["", "# Without effect here:", *(f"#   {line.key}: {line.note}" for line in self.without_effect)]
         return "\n".join(lines) + "\n"
 
 
-def _scalar(value: Any) -> str:
-    return str(yaml.safe_dump(value)).removesuffix("\n").removesuffix("...").strip()
+def _written(value: Any) -> str:
+    """A value as YAML, in one line."""
+    if isinstance(value, str | list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return str(yaml.safe_dump(value)).split("\n")[0]
 
 
 def dialect_of(raw: Any) -> str | None:
@@ -142,17 +145,17 @@ def convert(text: str, source: str = "FILE", *, dialect: str | None = None, fold
     given = {str(key): value for key, value in raw.items()}
     if found == "torchtune":
         given = torchtune.resolved(given)
-    return _collect(found, _with_implied(found, given), folder)
-
-
-def _with_implied(dialect: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {"finetuning_type": "lora", **given} if dialect == "llama-factory" else given
+    return _collect(found, given, folder)
 
 
 def _collect(dialect: str, given: Mapping[str, Any], folder: Path | None) -> Conversion:
     settings: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    lines: dict[str, list[Line]] = {"mapped": [], "without": [], "refused": []}
+    module = DIALECTS[dialect]
+    default = f"default of {module.TITLE}"
+    lines: dict[str, list[Line]] = {"mapped": [], "without": [], "refused": [], "defaults": []}
+    absent = module.implied(given)
+    given = {**given, **absent}
     for key, value in given.items():
         verdict = _read(dialect, key, value, given)
         if dialect == "llama-factory" and key in ("dataset", "eval_dataset") and folder and not verdict.refused:
@@ -160,17 +163,21 @@ def _collect(dialect: str, given: Mapping[str, Any], folder: Path | None) -> Con
         clash = next((n for n, v in verdict.settings.items() if n in settings and settings[n] != v), None)
         if clash:
             verdict = refusal(f"{origins[clash]} sets {clash} differently; keep one of them")
-        shown = tuple(f"{name}: {json.dumps(one, ensure_ascii=False)}" for name, one in verdict.settings.items())
+        shown = tuple(f"{name}: {_written(one)}" for name, one in verdict.settings.items())
         kind = "refused" if verdict.refused else "mapped" if verdict.settings else "without"
+        kind = "defaults" if key in absent else kind
         lines[kind].append(Line(key=key, settings=shown, note=verdict.note))
         settings |= verdict.settings
-        origins |= dict.fromkeys(verdict.settings, key)
+        origins |= dict.fromkeys(verdict.settings, default if key in absent else key)
     defaults = dict(_defaults(dialect, settings))
+    for name, value in defaults.items():
+        note = f"; {module.NOTES[name]}" if name in module.NOTES else ""
+        lines["defaults"].append(Line(key=name, note=f"{_written(value)}{note}"))
     return Conversion(
         dialect=dialect, settings=settings | defaults,
-        origins=dict.fromkeys(defaults, f"default of {DIALECTS[dialect].TITLE}") | origins,
+        origins=dict.fromkeys(defaults, default) | origins,
         mapped=tuple(lines["mapped"]), without_effect=tuple(lines["without"]), refused=tuple(lines["refused"]),
-        defaults=tuple(Line(key=name, note=json.dumps(value)) for name, value in defaults.items()),
+        defaults=tuple(lines["defaults"]),
     )  # fmt: skip
 
 

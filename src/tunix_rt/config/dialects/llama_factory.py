@@ -202,3 +202,9 @@ DEFAULTS: dict[str, Any] = {
     "training.learning_rate": 5e-5, "training.gradient_checkpointing": True, "evaluation.enabled": False,
 }  # fmt: skip
 LORA_DEFAULTS: dict[str, Any] = {}
+NOTES: dict[str, str] = {}
+
+
+def implied(given: Given) -> dict[str, Any]:
+    """Keys that have a default of their own, where they are absent."""
+    return {} if "finetuning_type" in given else {"finetuning_type": "lora"}

@@ -231,3 +231,8 @@ DEFAULTS: dict[str, Any] = {
     "training.weight_decay": 0.01, "training.max_grad_norm": 0.0, "evaluation.enabled": False,
 }  # fmt: skip
 LORA_DEFAULTS: dict[str, Any] = {}
+NOTES: dict[str, str] = {}
+
+
+def implied(given: Given) -> dict[str, Any]:
+    return {}

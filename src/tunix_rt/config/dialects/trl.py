@@ -158,11 +158,20 @@ TABLE: Table = {
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "data.packing": False, "data.on_overflow": "truncate", "data.validation_fraction": 0.0,
-    "training.gradient_checkpointing": True, "training.dtype": "bfloat16", "evaluation.enabled": False,
+    "training.gradient_checkpointing": True, "data.completion_only_loss": True, "evaluation.enabled": False,
 }  # fmt: skip
+NOTES = {
+    "data.completion_only_loss": "TRL trains conversations (messages) whole unless assistant_only_loss is on: set false for that",
+}
+"""Default -> what it cannot say."""
 LORA_DEFAULTS: dict[str, Any] = {
     "training.lora_alpha": 32, "training.lora_dropout": 0.05, "training.lora_target_modules": ["q_proj", "v_proj"],
 }  # fmt: skip
+
+
+def implied(given: Given) -> dict[str, Any]:
+    """Keys that have a default of their own, where they are absent."""
+    return {} if {"bf16", "fp16"} & given.keys() else {"bf16": True}
 
 
 def is_command(text: str) -> bool:
