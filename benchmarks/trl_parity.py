@@ -131,10 +131,11 @@ def split(ids: Any, trained: Any, positions: Any) -> list[list[list[int]]]:
 
 def theirs(folder: Path) -> None:
     """Writes what SFTTrainer trained on, and its curves, to `theirs.json`. Runs in the environment of TRL."""
-    import datasets
     import torch
     import transformers
     import trl
+
+    import datasets
 
     arguments = json.loads((folder / "sft.yaml").read_text())
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))

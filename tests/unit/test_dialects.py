@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.program import ROOT, in_process, refused
+from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.dialects.conversion import DIALECTS, convert, dialect_of
 from tunix_rt.config.load import SETTINGS, build_config, load_config
-from tunix_rt.config.settings import require_runnable
 from tunix_rt.errors import ConfigError
 
 FILES = sorted((ROOT / "tests" / "dialects").iterdir())
