@@ -21,6 +21,7 @@ from benchmarks import accumulation_error, kills, mutations
 from docs import (
     answer_pages,
     data_pages,
+    dialect_pages,
     doctor_pages,
     engine_pages,
     jax_pages,
@@ -56,6 +57,7 @@ def _pages(root: Path) -> dict[Path, str]:
         Path("docs/reference/config.md"): config_page(),
         Path("docs/reference/cli.md"): cli_page(),
         Path("docs/reference/exit-codes.md"): exit_codes_page(),
+        dialect_pages.PAGE: dialect_pages.page(root),
         Path("docs/reference/data-formats.md"): data_pages.formats_page(),
         Path("docs/reference/data-rules.md"): data_pages.rules_page(),
         Path("docs/reference/torch-engine.md"): engine_pages.page(root),

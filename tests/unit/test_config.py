@@ -9,6 +9,7 @@ import yaml
 from tests.conftest import ROOT
 from tests.tables import parametrize, tables
 from tunix_rt.config import load as configuration
+from tunix_rt.config import strict_yaml
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
@@ -64,7 +65,7 @@ def test_every_other_spelling_of_a_value_works():
 @parametrize("line")
 def test_a_value_out_of_its_range_is_refused_by_the_name_of_its_setting(line):
     key = line.partition(":")[0].replace("batch_size", "per_device_train_batch_size")
-    assert f"{key}: " in refusal(configuration.build_config, configuration.parse_yaml(line, "x"), "x")
+    assert f"{key}: " in refusal(configuration.build_config, strict_yaml.parse_yaml(line, "x"), "x")
 
 
 def test_all_mistakes_are_told_at_once(written):
@@ -170,7 +171,7 @@ def test_a_number_too_long_to_be_written_out_is_refused_by_name(written):
 
 
 def test_a_file_far_too_long_is_refused_by_its_size(written):
-    path = written("#" * (configuration.MAX_CONFIG_BYTES + 1))
+    path = written("#" * (strict_yaml.MAX_CONFIG_BYTES + 1))
     assert f"{path}: over" in refusal(configuration.load_config, path)
 
 
@@ -188,7 +189,7 @@ BULK = {
 
 @pytest.mark.parametrize("kind", BULK)
 def test_the_longest_file_that_is_read_is_refused_within_two_seconds(written, kind):
-    path = written(BULK[kind](configuration.MAX_CONFIG_BYTES)[: configuration.MAX_CONFIG_BYTES])
+    path = written(BULK[kind](strict_yaml.MAX_CONFIG_BYTES)[: strict_yaml.MAX_CONFIG_BYTES])
     began = time.process_time()
     said = refusal(configuration.load_config, path)
     assert time.process_time() - began < 2
@@ -196,8 +197,8 @@ def test_the_longest_file_that_is_read_is_refused_within_two_seconds(written, ki
 
 
 def test_a_file_that_cannot_be_opened_is_refused_by_name(tmp_path):
-    assert str(tmp_path) in refusal(configuration.read_yaml, tmp_path)
-    assert "missing.yaml" in refusal(configuration.read_yaml, tmp_path / "missing.yaml")
+    assert str(tmp_path) in refusal(strict_yaml.read_yaml, tmp_path)
+    assert "missing.yaml" in refusal(strict_yaml.read_yaml, tmp_path / "missing.yaml")
 
 
 # --- file, --set, flags ----------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ def test_a_missing_file_is_not_replaced_by_a_shipped_one_of_the_same_name(tmp_pa
 
 
 def test_parse_yaml_gives_plain_values():
-    assert configuration.parse_yaml("a: [1, 2.5, yes, null, x]", "x") == {"a": [1, 2.5, True, None, "x"]}
+    assert strict_yaml.parse_yaml("a: [1, 2.5, yes, null, x]", "x") == {"a": [1, 2.5, True, None, "x"]}
 
 
 # --- what cannot be run ----------------------------------------------------------------------------------------------

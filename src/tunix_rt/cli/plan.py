@@ -38,6 +38,7 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     engine the prediction is a lower bound, and the compiler decides. The plan reports a disk that is too small, and still exits
     with 0; a run would end with exit code 8.
     """
+    from tunix_rt.cli.convert import show_conversion
     from tunix_rt.cli.plan_targets import device_flag, exact_topology, refuse_exact, resolve_target, run_topology
     from tunix_rt.config.load import find_config, load_config
     from tunix_rt.errors import ConfigError
@@ -50,7 +51,8 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
         "training.device": named["device"],
         "training.backend": named["backend"],
     }
-    settings = load_config(find_config(config) if config else None, overrides=overrides, flags=flags)
+    path = find_config(config) if config else None
+    settings = load_config(path, overrides=overrides, flags=flags, report=show_conversion)
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
     refuse_unrunnable(settings)

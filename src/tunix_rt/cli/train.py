@@ -48,12 +48,13 @@ def train(
     config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
 ) -> None:
     """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
+    from tunix_rt.cli.convert import show_conversion
     from tunix_rt.config.load import find_config, load_config
 
     named |= data_flags(named)
     flags = {setting: named[flag] for flag, setting in FLAGS.items()} | {RESUME: "auto" if resume else None}
     path = find_config(config) if config else None
-    settled = load_config(path, overrides=overrides, flags=flags)
+    settled = load_config(path, overrides=overrides, flags=flags, report=show_conversion)
     run_and_show(
         settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=named["allow_oom_attempt"],
         stop_after=named["stop_after"],
@@ -186,7 +187,7 @@ def run_script(backend: str, argv: list[str] | None = None) -> int:
 
 def script_config(options: argparse.Namespace, backend: str) -> Any:
     """The configuration on the engine of the script; one that names the other engine is refused."""
-    from tunix_rt.config.load import find_config, load_config, modernise, read_yaml
+    from tunix_rt.config.load import find_config, load_config, read_settings
     from tunix_rt.errors import ConfigError
 
     steps = [number for number in (options.smoke_steps, options.max_steps) if number is not None]
@@ -195,7 +196,7 @@ def script_config(options: argparse.Namespace, backend: str) -> Any:
     flags: dict[str, Any] = {}
     if options.smoke_config:
         smoke = find_config(options.smoke_config)
-        for section, settings in modernise(read_yaml(smoke), str(smoke)).items():
+        for section, settings in read_settings(smoke).items():
             flags |= {f"{section}.{name}": value for name, value in settings.items()}
     given = {setting: getattr(options, flag, None) for flag, setting in FLAGS.items()}
     given |= {FLAGS["max_steps"]: steps[0] if steps else None, RESUME: "auto" if options.resume else None}

@@ -3,17 +3,22 @@
 import difflib
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
 
 from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.strict_yaml import MOST_DIGITS, parse_yaml, read_text, read_yaml
 from tunix_rt.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from tunix_rt.config.dialects.conversion import Conversion
+
+    Report = Callable[[Conversion, Path], None]
 
 # Canonical name -> its old and foreign spellings. A bare key belongs to the top level.
 _SPELLINGS = {
@@ -126,6 +131,10 @@ def _nearest(key: str) -> str:
             return INSTEAD[name]
     if leaf in _HOME:
         return f"`{leaf}` belongs in `{_HOME[leaf]}`"
+    from tunix_rt.config.dialects.conversion import hint
+
+    if foreign := hint(key) or hint(leaf):
+        return foreign
     section, sections = key.split(".")[0], RunConfig.model_fields
     if section not in sections and (close := difflib.get_close_matches(section, sections, n=1, cutoff=0.8)):
         return f"did you mean the section `{close[0]}`?"
@@ -142,95 +151,6 @@ def setting_named(leaf: str) -> str | None:
     if leaf in _HOME:
         return f"{_HOME[leaf]}.{leaf}"
     return next((new for old, new in OLD_NAMES.items() if old.rsplit(".", 1)[-1] == leaf), None)
-
-
-MAX_CONFIG_BYTES = 32_000
-"""A shipped configuration has under 1,000; PyYAML needs about 11 s for a megabyte of brackets."""
-MAX_DEPTH = 20
-
-
-_NOT_DECIMAL = re.compile(r":|^[-+]?0[\dxXbB_]")
-"""In a number: base 60, 16, 8 or 2. `max_steps: 1:30` is 90."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML of plain settings: no aliases (they can grow without bound), no tags, no key that would be lost."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            raise _at(event.start_mark, "aliases (*name) are not allowed")
-        if event.tag is not None:
-            raise _at(event.start_mark, "tags (!name) are not allowed")
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise _at(event.start_mark, f"nested deeper than {MAX_DEPTH}")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                raise _at(key.start_mark, "a key must be a plain scalar")
-            if key.value in seen:
-                raise _at(key.start_mark, f"duplicate key {key.value!r}")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-            if type(value) in (int, float) and _NOT_DECIMAL.search(node.value) and len(node.value) <= MOST_DIGITS:
-                raise _at(node.start_mark, f"{node.value} is {value} in YAML: write {value}")
-            return value
-        except (ValueError, OverflowError) as error:  # an invalid date or number
-            raise _at(node.start_mark, str(error)[:200]) from error
-
-
-def _at(mark: Any, problem: str) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, mark)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """The value of one YAML document, or a ConfigError that names source and line."""
-    try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: {error.problem}", fix="correct the YAML") from error
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{source}:{line}: {error.reason}", fix="save the file as UTF-8 text") from error
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file `path`."""
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            problem = f"{path}: over {MAX_CONFIG_BYTES:,} bytes"
-            raise ConfigError(problem, fix="a configuration has a page of text at most")
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text", fix="save the file as UTF-8") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", fix="check the path and its permissions") from error
-    raw = parse_yaml(text, str(path))
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        problem = f"{path}: a {type(raw).__name__}, not settings"
-        raise ConfigError(problem, fix="write `section:` and `key: value` lines")
-    return raw
-
-
-MOST_DIGITS = 12
-"""A longer number is not printed in an error: it may be a password."""
 
 
 def find_config(name: str) -> Path:
@@ -300,12 +220,73 @@ def _kind_of(value: object) -> str:
     return "a section" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
+MOST_PARENTS = 10
+"""Files that one configuration may extend, one after the other."""
+
+
+def read_settings(path: Path, report: "Report | None" = None) -> dict[str, dict[str, Any]]:
+    """The settings of a file in sections: those of the file that it `extends`, with its own over them.
+
+    A configuration of another trainer is converted, and `report` gets what became of its keys; without `report` it is
+    refused."""
+    from tunix_rt.config.dialects.conversion import convert, dialect_of, parse
+
+    chain: list[tuple[Path, dict[str, dict[str, Any]]]] = []
+    here: Path | None = path
+    while here is not None:
+        if any(os.path.samefile(here, seen) for seen, _ in chain):
+            names = " extends ".join(str(one) for one, _ in chain)
+            raise ConfigError(f"{names} extends {here}: a cycle", fix="remove one `extends:`")
+        if len(chain) > MOST_PARENTS:
+            raise ConfigError(f"{path}: `extends` more than {MOST_PARENTS} files deep", fix="extend fewer files")
+        text = read_text(here)
+        raw = parse(text, str(here))
+        if dialect_of(raw) is not None:
+            found = convert(text, str(here), folder=Path())
+            if report is None:
+                fix = f"convert it first: tunix-rt convert {here} --to OUT.yaml"
+                raise ConfigError(f"{here}: a configuration of {found.title}", fix=fix)
+            report(found, here)
+            found.require_accepted(str(here))
+            chain.append((here, found.nested()))
+            break
+        own = read_yaml(here)
+        parent = own.pop("extends", None)
+        chain.append((here, modernise(own, str(here))))
+        here = _parent_of(here, parent)
+    merged: dict[str, dict[str, Any]] = {}
+    for _, sections in reversed(chain):
+        for section, settings in sections.items():
+            merged.setdefault(section, {}).update(settings)
+    return merged
+
+
+def _parent_of(path: Path, parent: Any) -> Path | None:
+    """The file that `path` extends, by its path as seen from the folder of `path`."""
+    if parent is None:
+        return None
+    if not isinstance(parent, str) or not parent.strip():
+        raise ConfigError(f"{path}: `extends` is the path of one file", fix="write extends: base.yaml")
+    if os.path.isabs(parent):
+        raise ConfigError(f"{path}: `extends` is an absolute path", fix="write the path as seen from this file")
+    found = path.parent / parent
+    if not os.path.isfile(found):
+        raise ConfigError(f"{path}: extends {parent}: no such file", fix=f"the path starts at {path.parent}")
+    return found
+
+
 def load_config(
-    path: Path | None, *, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+    path: Path | None,
+    *,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    report: "Report | None" = None,
 ) -> RunConfig:
-    """File, then `--set`, then named flags, each over the one before. Raises ConfigError with every mistake."""
+    """File, then `--set`, then named flags, each over the one before. Raises ConfigError with every mistake.
+
+    A file of another trainer needs a `report`, which gets what became of its keys."""
     source = str(path) if path else "command line"
-    merged = modernise(read_yaml(path), source) if path else {}
+    merged = read_settings(path, report) if path else {}
     later = [(dict([parse_override(text)]), f"--set {text.partition('=')[0].strip()}") for text in overrides]
     later.append(({name: value for name, value in (flags or {}).items() if value is not None}, "command line"))
     for names, origin in later:

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from tunix_rt.config.load import MAX_CONFIG_BYTES, parse_yaml
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.strict_yaml import MAX_CONFIG_BYTES, parse_yaml
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.runs import checksums, schemas
 from tunix_rt.runs.folder import FORMAT

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 import tunix_rt
 from tunix_rt.config.capabilities import CAPABILITIES
-from tunix_rt.config.load import SETTINGS, dump_yaml, read_yaml, with_settings
+from tunix_rt.config.load import SETTINGS, dump_yaml, with_settings
 from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.config.strict_yaml import read_yaml
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.doctor.packages import version_of

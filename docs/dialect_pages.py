@@ -1,0 +1,43 @@
+"""The reference page of other trainers' keys, from the tables that `tunix-rt convert` reads."""
+
+from pathlib import Path
+
+from docs.markdown import WRITTEN, table
+from tunix_rt.config.dialects.conversion import DIALECTS, convert
+
+PAGE = Path("docs/reference/dialects.md")
+KINDS = ("mapped", "without effect", "refused")
+
+
+def page(root: Path) -> str:
+    parts = [
+        "# Keys of other trainers",
+        WRITTEN,
+        "What `tunix-rt convert`, `train` and `plan` make of each key. A key that is in no table is "
+        "refused. A refused key that is off (false, null, 0, `none`) is without effect. The guide is "
+        "[coming from another trainer](../guides/from-other-trainers.md).",
+        "## Example files",
+        examples(root),
+    ]
+    for module in DIALECTS.values():
+        rows = sorted((rule.kind, rule.describe, key) for key, rule in module.TABLE.items())
+        merged: dict[tuple[str, str], list[str]] = {}
+        for kind, text, key in rows:
+            merged.setdefault((kind, text), []).append(f"`{key}`")
+        lines = [
+            (", ".join(keys), kind, text.replace("|", "\\|"))
+            for (kind, text), keys in sorted(merged.items(), key=lambda one: KINDS.index(one[0][0]))
+        ]
+        defaults = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in module.DEFAULTS.items())
+        parts += [f"## {module.TITLE}", f"Set where no key does: {defaults}.", table(("keys", "", "here"), lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def examples(root: Path) -> str:
+    """Counts of the files in tests/dialects."""
+    rows = []
+    for file in sorted((root / "tests" / "dialects").iterdir()):
+        found = convert(file.read_text(encoding="utf-8"), file.name)
+        names = ", ".join(f"`{line.key}`" for line in found.refused)
+        rows.append((file.name, found.title, str(len(found.mapped)), str(len(found.without_effect)), names or "none"))
+    return table(("file of `tests/dialects`", "trainer", "keys mapped", "without effect", "refused"), rows)

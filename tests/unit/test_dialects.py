@@ -1,0 +1,169 @@
+"""Configurations of other trainers: every key is mapped, reported as without effect, or refused by name."""
+
+import json
+
+import pytest
+
+from tests.program import ROOT, in_process, refused
+from tunix_rt.config.conflicts import require_runnable
+from tunix_rt.config.dialects.conversion import DIALECTS, convert, dialect_of
+from tunix_rt.config.load import SETTINGS, build_config, load_config
+from tunix_rt.errors import ConfigError
+
+FILES = sorted((ROOT / "tests" / "dialects").iterdir())
+NAMES = {"axolotl": "axolotl", "llamafactory": "llama-factory", "trl": "trl", "torchtune": "torchtune"}
+AXOLOTL = "base_model: m\nsequence_len: 64\nmicro_batch_size: 2\ndatasets: [{path: d.jsonl, type: alpaca}]\n"
+LLAMA_FACTORY = "model_name_or_path: m\nstage: sft\ndataset: d.json\ntemplate: gemma\n"
+TRL = "model_name_or_path: m\ndataset_name: d.jsonl\noutput_dir: out\n"
+
+
+def settings_of(text):
+    return dict(convert(text).settings)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_key_of_a_file_is_accounted_for_once_and_what_it_becomes_loads(file, tmp_path):
+    found = convert(file.read_text(encoding="utf-8"), file.name)
+    assert found.dialect == NAMES[file.name.split("_")[0]]
+    keys = [line.key for line in (*found.mapped, *found.without_effect, *found.refused)]
+    assert len(keys) == len(set(keys)) >= 10
+    assert all(line.note for line in (*found.without_effect, *found.refused))
+    assert set(found.settings) <= SETTINGS
+    (tmp_path / "ours.yaml").write_text(found.yaml(file.name), encoding="utf-8")
+    loaded = load_config(tmp_path / "ours.yaml")
+    assert loaded == build_config(found.nested(), "x")
+    if not found.refused and file.suffix != ".json":  # SFTConfig has neither model nor dataset
+        require_runnable(loaded)
+
+
+def test_there_are_five_files_of_each_trainer_and_one_of_each_is_refused():
+    found = [convert(file.read_text(encoding="utf-8")) for file in FILES]
+    assert {name: sum(one.dialect == name for one in found) for name in DIALECTS} == dict.fromkeys(DIALECTS, 5)
+    assert {one.dialect for one in found if one.refused} == set(DIALECTS)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_row_of_a_table_reads_what_is_off_and_what_is_on_without_an_error(name):
+    for key, rule in DIALECTS[name].TABLE.items():
+        assert rule.describe and rule.kind in ("mapped", "without effect", "refused"), key
+        for value in (None, False):
+            assert rule.kind != "refused" or not rule.read(value, {}).refused, key
+        assert rule.kind != "without effect" or not rule.read(True, {}).settings, key
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    {
+        "batch x accumulation": (AXOLOTL + "gradient_accumulation_steps: 4", {
+            "training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 4}),
+        "8-bit AdamW": (AXOLOTL + "optimizer: adamw_bnb_8bit", {"training.optim": "adamw_8bit"}),
+        "steps win over the ratio": (TRL + "warmup_ratio: 0.1\nwarmup_steps: 5", {"training.warmup_steps": 5}),
+        "a ratio is a share": (LLAMA_FACTORY + "warmup_ratio: 0.1", {"training.warmup_steps": 0.1}),
+        "constant has no warm-up": (TRL + "lr_scheduler_type: constant\nwarmup_steps: 5", {
+            "training.lr_scheduler_type": "constant", "training.warmup_steps": None}),
+        "masks inverted": (LLAMA_FACTORY + "train_on_prompt: true", {"data.completion_only_loss": False}),
+        "text numbers": (TRL + "learning_rate: 2e-4", {"training.learning_rate": 2e-4}),
+        "no dtype": (TRL + "bf16: false", {"training.dtype": None}),
+        "default dtype": (TRL, {"training.dtype": "bfloat16", "training.master_dtype": None}),
+        "weights of Axolotl": (AXOLOTL + "bf16: true", {"training.master_dtype": "bfloat16"}),
+        "LoRA of PEFT": (TRL + "use_peft: true", {
+            "training.lora_rank": 16, "training.lora_alpha": 32, "training.lora_target_modules": ["q_proj", "v_proj"]}),
+        "LoRA by default": (LLAMA_FACTORY, {"training.lora_rank": 8, "training.learning_rate": 5e-5}),
+        "LoRA keys without LoRA": (AXOLOTL + "lora_r: 8\nlora_alpha: 16", {"training.lora_rank": None}),
+    }.values(),
+)  # fmt: skip
+def test_a_value_means_what_it_means_there(text, wanted):
+    found = settings_of(text)
+    assert {name: found.get(name) for name in wanted} == wanted
+
+
+def test_two_keys_that_differ_are_refused_and_so_is_an_unknown_key():
+    (clash,) = convert(TRL + "max_length: 64\nmax_seq_length: 128").refused
+    assert clash.key == "max_seq_length" and "max_length sets data.max_length differently" in clash.note
+    (unknown,) = convert(AXOLOTL + "sequence_length: 4").refused
+    assert "did you mean `sequence_len`?" in unknown.note
+
+
+def test_a_name_of_llama_factory_is_looked_up_in_dataset_info(tmp_path):
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "d.json", "formatting": "sharegpt", "columns": {"messages": "chat"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    named = LLAMA_FACTORY.replace("d.json", "mine")
+    found = convert(named, folder=tmp_path).settings
+    assert found["data.dataset"] == str(tmp_path / "data" / "d.json")
+    assert (found["data.format"], found["data.columns"]) == ("sharegpt", {"conversations": "chat"})
+    (other,) = convert(named.replace("mine", "mime"), folder=tmp_path).refused
+    assert "did you mean `mine`?" in other.note
+
+
+def test_our_own_files_are_never_taken_for_those_of_others():
+    for file in (ROOT / "training" / "configs").glob("*.yaml"):
+        assert dialect_of(load_raw(file)) is None
+    assert dialect_of({"model": {"base_model": "x"}, "sequence_len": 3, "base_model": "y"}) is None
+
+
+def load_raw(path):
+    from tunix_rt.config.strict_yaml import read_yaml
+
+    return read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    {"base_model": "model.model_name_or_path", "sequence_len": "data.max_length", "cutoff_len": "data.max_length",
+     "stage": "supervised", "sample_packing": "`data.packing`", "deepspeed": "training.backend: jax",
+     "wandb_project": "metrics.jsonl", "neat_packing": "data.packing: true", "lora_modules_to_save": "names modules"}.items(),
+)  # fmt: skip
+def test_a_foreign_key_in_a_file_of_ours_gets_its_hint(key, hint):
+    with pytest.raises(ConfigError) as caught:
+        build_config({"training": {"max_steps": 1}, key: 1}, "x")
+    assert hint in caught.value.fix
+
+
+def test_the_verb_writes_a_file_that_plan_takes_and_refuses_by_name(tmp_path):
+    text = AXOLOTL.replace("base_model: m", "base_model: tiny-gemma3")
+    (tmp_path / "a.yml").write_text(text + "bf16: false\n", encoding="utf-8")
+    done = in_process("convert", "a.yml", "--to", "ours.yaml", cwd=tmp_path)
+    assert done.returncode == 0 and "base_model -> model.model_name_or_path" in done.stderr
+    assert "ours.yaml exists" in refused(in_process("convert", "a.yml", "--to", "ours.yaml", cwd=tmp_path), 2)
+    plans = [in_process("plan", name, "--on", "8gb", "--json", cwd=tmp_path) for name in ("a.yml", "ours.yaml")]
+    assert [one.returncode for one in plans] == [0, 0] and "sequence_len -> data.max_length: 64" in plans[0].stderr
+    assert json.loads(plans[0].stdout)["memory"] == json.loads(plans[1].stdout)["memory"]
+    (tmp_path / "b.yml").write_text(text + "deepspeed: zero3.json\n", encoding="utf-8")
+    for verb in (("convert", "b.yml", "--json"), ("train", "b.yml", "--output", "run"), ("plan", "b.yml")):
+        assert "deepspeed: the PyTorch engine trains on one device" in refused(in_process(*verb, cwd=tmp_path), 2)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "c.sh").write_text("trl dpo --model_name_or_path x", encoding="utf-8")
+    assert "trl sft" in refused(in_process("convert", "c.sh", cwd=tmp_path), 2)
+    (tmp_path / "d.yaml").write_text("model: {model_name_or_path: x}", encoding="utf-8")
+    assert "one of ours already" in refused(in_process("convert", "d.yaml", cwd=tmp_path), 2)
+
+
+def test_a_configuration_extends_another_and_what_is_recorded_is_the_resolved_one(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text(
+        "model: {model_name_or_path: tiny-gemma3}\ntraining: {learning_rate: 1.0e-3, seed: 1}"
+    )
+    (tmp_path / "sub" / "mine.yaml").write_text("extends: ../base.yaml\ntraining: {lr: 0.5}\nmax_seq_length: 64\n")
+    found = load_config(tmp_path / "sub" / "mine.yaml", overrides=["training.seed=7"])
+    assert (found.training.learning_rate, found.training.seed, found.data.max_length) == (0.5, 7, 64)
+    assert found.model.model_name_or_path == "tiny-gemma3"
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"a": "extends: b.yaml", "b": "extends: a.yaml"}, "a cycle"),
+        ({"a": "extends: a.yaml"}, "a cycle"),
+        ({"a": "extends: /etc/base.yaml"}, "an absolute path"),
+        ({"a": "extends: [b.yaml]"}, "the path of one file"),
+        ({"a": "extends: gone.yaml"}, "no such file"),
+        ({"a": "extends: b.yaml", "b": "training: {lr: 1.0, learning_rate: 2.0}"}, "differently"),
+        ({chr(97 + n): f"extends: {chr(98 + n)}.yaml" for n in range(15)}, "files deep"),
+    ],
+)
+def test_a_chain_of_files_that_cannot_be_resolved_is_refused(tmp_path, files, problem):
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=problem):
+        load_config(tmp_path / "a.yaml")
