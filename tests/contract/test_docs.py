@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_a_stale_page_and_missing_figures_are_named_with_their_command(tmp_path)
     for path in (*generate.pages(), *FIGURES):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((ROOT / path).read_bytes())
+    shutil.copytree(ROOT / "tests/dialects", tmp_path / "tests/dialects")
     cli_page = tmp_path / "docs/reference/cli.md"
     cli_page.write_text(text_of(cli_page).replace("--resume", "--continue"), encoding="utf-8")
     problems = generate.list_problems(tmp_path)

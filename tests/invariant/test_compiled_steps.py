@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for_and_said_where
     with pytest.raises(HardwareError, match="cannot be compiled here: InductorError: OSError: no working C compiler"):
         Run(folder, compile=True).walk(last=1)
     run = Run(folder, compile=False)
-    monkeypatch.setattr(engine_of, "choose_compiling", lambda *a, **k: choose_compiling("auto", **LONG))
+    monkeypatch.setattr(torch_compile, "choose_compiling", lambda *a, **k: choose_compiling("auto", **LONG))
     with caplog.at_level(logging.WARNING):
         assert len(run.walk(last=1)) == 1
     assert not run.engine.compiled and "using eager layers" in caplog.text

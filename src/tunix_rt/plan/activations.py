@@ -330,8 +330,9 @@ def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel
     if widths.adapters is not None and widths.adapters.mlp_inputs:  # computed in float32, scaled, and then added
         mlp = [tokens * shape.ffn * width] * 2 + [tokens * shape.ffn * 4] * 2 + [tokens * shape.hidden * 4, stream[0]]
     # Scores and their softmax; in eager attention also those with the mask.
-    of_scores = {"math": 3 if width == 2 else 2, "eager": 3}.get(kernel, 0)
-    scores = [tokens * shape.heads * batch.length * widths.norm] * of_scores
+    of_scores = {"math": [widths.norm] * (3 if width == 2 else 2), "eager": [widths.norm] * 3}
+    of_scores["capped"] = max([width] * 3, [width, 4, width], key=sum)  # in tanh, or in the softmax in float32
+    scores = [tokens * shape.heads * batch.length * each for each in of_scores.get(kernel, [])]
     # Query, key, value, and the halves of their rotation, in the dtype of the residual stream.
     rotated = tokens * shape.query_size * (width if shape.learned_positions else max(width, widths.stream))
     attention = [rotated] * (12 if kernel == "math" else 6) + scores  # `math` also repeats and scales them

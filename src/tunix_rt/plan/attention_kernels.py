@@ -124,7 +124,7 @@ def torch_generation_kernel(
 ) -> str:
     """As `torch_kernel`, for generation with a cache: padding of shorter prompts is masked, and there is no dropout."""
     if shape.capped_scores:
-        return "eager"
+        return "capped"
     # The memory-efficient kernel has no shared key-value heads; the others need 16-bit numbers and a newer GPU.
     newer = capability is None or capability >= OLDEST_CAPABILITY
     shared = shape.heads != shape.kv_heads and (compute_bytes == 4 or not newer)

@@ -266,17 +266,20 @@ def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> P
 
 
 def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
-    """Prompts of up to a whole row, then `max_new_tokens` more: the KV cache of all tokens, one layer of it copied to grow."""
+    """Prompts of up to a whole row, then `max_new_tokens` more: the KV cache of all tokens, of which a traced family copies
+    one layer to grow."""
     shape, width = run.shape, run.widths.compute
     tokens = batch.rows * min(batch.length + max_new_tokens, max(batch.length, shape.max_positions))
     kernel = generation_kernel(shape, run.widths, batch)
     layer = _widest(run, batch, kernel) + saved_once(shape, run.widths, batch, kernel)
     logits = [batch.rows * shape.vocab * max(width, 4)] * 2
-    # Keys are rotated in the dtype of the residual stream, and cached in it.
-    keys = width if shape.learned_positions else max(width, run.widths.stream)
+    # Keys are rotated in the dtype of the residual stream; only a cache that grows keeps it.
+    static = shape.trace is None  # a traced family has a cache that grows
+    keys = width if shape.learned_positions or static else max(width, run.widths.stream)
     own = [kind for kind in shape.stack if not kind.shares_kv]
     cache = [tokens * kind.kv_size * (width + keys) for kind in own for _ in range(kind.layers)]
-    cache.append(max(cache))
+    if not static:
+        cache.append(max(cache))
     cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
     repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
     return {

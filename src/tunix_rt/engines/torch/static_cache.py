@@ -41,7 +41,7 @@ class StaticCache(transformers.Cache):
         """`windows` of the layers; `begins` are the columns at which the rows begin."""
         super().__init__(layers=[])
         self.capacity, self.device = capacity, device
-        self.sizes = [capacity if window is None else min(window, capacity) for window in windows]
+        self.sizes = [self._size(window) for window in windows]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.held = 0
@@ -56,6 +56,10 @@ class StaticCache(transformers.Cache):
         self.rows, self._latest = len(begins), max(begins)
         self.begins = torch.tensor(begins, device=self.device)
         self._live = [tuple(part[: self.rows] for part in both) for both in zip(self.keys, self.values, strict=True)]
+
+    def _size(self, window: int | None) -> int:
+        """Columns of a layer."""
+        return self.capacity if window is None else min(window, self.capacity)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.held
@@ -120,14 +124,15 @@ class StaticCache(transformers.Cache):
     # --- attention
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, scale: float,
-        window: int | None, softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:  # fmt: skip
-        """[rows, heads, tokens, size] of the queries and, from `update`, of all keys and values in sight."""
+        """[rows, heads, tokens, size] of the queries and, from `update`, of all keys and values in sight; those of another
+        layer where layers share them."""
         query, key, groups = query.to(value.dtype), key.to(value.dtype), query.shape[1] // key.shape[1]
         filling, shape = self._filling, query.shape
         mask = (
-            self._seen.get(self.sizes[layer]) if filling is None else filling.mask(window, needed=softcap is not None)
+            self._seen.get(self._size(window)) if filling is None else filling.mask(window, needed=softcap is not None)
         )
         if filling is None and (shape[0] >= FOLDED_ROWS or query.device.type != "cpu" or softcap is not None):
             query, groups = query.view(shape[0], key.shape[1], groups, shape[3]), 1
@@ -199,9 +204,7 @@ def _attend(
             fix="report it; the family is listed as one that can",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = static_cache.attend(
-        query, key, value, layer=module.layer_idx, scale=scale, window=sliding_window, softcap=softcap
-    )
+    out = static_cache.attend(query, key, value, scale=scale, window=sliding_window, softcap=softcap)
     return out.transpose(1, 2), None
 
 
