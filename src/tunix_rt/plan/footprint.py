@@ -163,6 +163,8 @@ class Footprint:
         """The tensors of the loss head at its peak, beside the lm_head gradient: logits and their gradient, or a chunk's lm_head
         gradient. `gradients_there`: the lm_head gradient exists from the beginning."""
         shape, width = self.shape, self.product_width
+        if shape.trace is not None and shape.trace.own_logits:  # in float32: their softmax, its gradient and theirs
+            return [self.operand, 3 * targets * shape.vocab * max(4, width)]
         rows = loss_rows(targets)
         logits = rows * shape.vocab
         if self.device != "cpu" and width <= 4:  # dlogits overwrite the logits
@@ -178,7 +180,10 @@ class Footprint:
         return [self.operand, *max(turning, adding, key=sum), *states]
 
     def loss_head_without_gradients(self, targets: int) -> list[int]:
-        logits = loss_rows(targets) * self.shape.vocab * max(4, self.product_width)
+        width = max(4, self.product_width)
+        if self.shape.trace is not None and self.shape.trace.own_logits:  # as they are, in float32, and their softmax
+            return [self.operand, targets * self.shape.vocab * (self.product_width + 2 * width)]
+        logits = loss_rows(targets) * self.shape.vocab * width
         return [self.operand, logits, targets * self.shape.hidden * self.widths.stream]
 
 

@@ -70,6 +70,8 @@ class MemoryPlan:
     """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
     """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
+    traced: bool = False
+    """The family has no row: a step was traced by PyTorch."""
 
     @property
     def peak(self) -> Phase:
@@ -146,6 +148,7 @@ def predict(
         eval_rows=eval_rows,
         layers=layers,
         pool_bytes=pool,
+        traced=shape.trace is not None,
     )
 
 

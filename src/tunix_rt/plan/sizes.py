@@ -29,6 +29,8 @@ class Trace:
     """Saved before the first layer."""
     behind: Cost
     """Saved behind the last layer."""
+    own_logits: bool = False
+    """More than the weight of the lm_head turns hidden states into logits, so the loss is not computed in chunks."""
 
     @property
     def largest(self) -> tuple[Dimensions, ...]:
