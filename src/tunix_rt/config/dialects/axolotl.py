@@ -3,10 +3,12 @@
 from typing import Any
 
 from tunix_rt.config.dialects.rules import (
+    IN_8_BIT,
     Given,
     Table,
     Verdict,
     chat_template,
+    four_bit,
     is_off,
     is_on,
     mapped,
@@ -26,12 +28,13 @@ from tunix_rt.config.dialects.rules import (
 from tunix_rt.config.dialects.trainer_arguments import (
     CHECKPOINTS,
     NOT_WITHOUT_HELDOUT,
+    REMOTE_CODE,
     RUN_FOLDER,
     SHARDING,
     max_steps,
     resume,
 )
-from tunix_rt.config.dialects.trl import IN_4_BIT, SPLIT
+from tunix_rt.config.dialects.trl import SPLIT
 
 TITLE = "Axolotl"
 TEMPLATES = {"gemma": "gemma", "chatml": "chatml", "tokenizer_default": "tokenizer"}
@@ -141,12 +144,21 @@ def float16(value: Any, given: Given) -> Verdict:
 
 
 def adapter(value: Any, given: Given) -> Verdict:
-    """`lora` is `training.lora_rank`; qlora is refused: the frozen weights have 16 bits"""
+    """`lora` is `training.lora_rank`, `qlora` with `training.load_in_4bit`; any other adapter is refused"""
     if is_off(value):
         return Verdict(note="every parameter is trained")
-    if value == "lora":
-        return Verdict({"training.lora_rank": given.get("lora_r", 8)})
-    return refusal(f"adapter: lora; {IN_4_BIT}" if value == "qlora" else "adapter: lora")
+    if value not in ("lora", "qlora"):
+        return refusal("adapter: lora or qlora")
+    return Verdict(
+        {"training.lora_rank": given.get("lora_r", 8)} | ({"training.load_in_4bit": True} if value == "qlora" else {})
+    )
+
+
+def in_4_bit(value: Any, given: Given) -> Verdict:
+    """`training.load_in_4bit` where `adapter` is set"""
+    if not is_on(value) and given.get("adapter") == "qlora":
+        return refusal("adapter: lora keeps the frozen weights in 16 bits")
+    return four_bit(value, lora=not is_off(given.get("adapter")), nested=True)
 
 
 def lora(setting: str) -> Any:
@@ -212,6 +224,7 @@ TABLE: Table = {
     **read_by(trained_parts, "train_on_inputs"), **read_by(template, "chat_template"), **read_by(optimizer, "optimizer"),
     **read_by(scheduler, "lr_scheduler"), **read_by(warmup_steps, "warmup_steps"), **read_by(max_steps, "max_steps"),
     **read_by(warmup_ratio, "warmup_ratio"), **read_by(brain_float, "bf16", "bfloat16"), **read_by(adapter, "adapter"),
+    **read_by(in_4_bit, "load_in_4bit"), **REMOTE_CODE,
     **read_by(float16, "fp16", "float16"), **read_by(lora("training.lora_rank"), "lora_r"),
     **read_by(lora("training.lora_alpha"), "lora_alpha"), **read_by(lora("training.lora_dropout"), "lora_dropout"),
     **read_by(targets, "lora_target_modules", "lora_target_linear"), **read_by(eval_steps, "eval_steps"),
@@ -259,10 +272,11 @@ TABLE: Table = {
     **without("tokens that the tokenizer has need no entry; padding is never trained", "special_tokens"),
     **refused(SHARDING, "fsdp deepspeed deepcompile dp_shard_size dp_replicate_size tensor_parallel_size "
               "context_parallel_size sequence_parallel_degree", unless=(1,)),
-    **refused(IN_4_BIT, "load_in_4bit load_in_8bit gptq bnb_config_kwargs"),
+    **refused(IN_8_BIT, "load_in_8bit gptq"),
+    **refused("training.load_in_4bit is NF4 with double quantization, as Axolotl's default is", "bnb_config_kwargs"),
     **refused("tunix-rt does supervised fine-tuning; leave the key out", "rl reward_model process_reward_model"),
     **refused("train plain text with type: completion", "pretraining_dataset streaming"),
-    **refused("tunix-rt never runs code of a model repository; leave the key out", "trust_remote_code plugins trainer_cls"),
+    **refused("tunix-rt never runs code of a model repository; leave the key out", "plugins trainer_cls"),
     **refused("export the adapter merged first, then train that model", "lora_model_dir relora"),
     **refused("adapters are plain LoRA, scaled by lora_alpha / lora_rank", "peft_use_dora peft_use_rslora peft_init_lora_weights "
               "loraplus_lr_ratio peft_layers_to_transform peft_layers_pattern lora_fan_in_fan_out peft"),

@@ -22,6 +22,8 @@ class Verdict:
     note: str = ""
     """The reason, the nearest way, or how the meaning differs here."""
     refused: bool = False
+    instead: str = ""
+    """Of a refused key: the setting that, on the command line, replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ def number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value, re.I) else value
 
 
-def refusal(way: str) -> Verdict:
-    return Verdict(note=way, refused=True)
+def refusal(way: str, *, instead: str = "") -> Verdict:
+    return Verdict(note=way, refused=True, instead=instead)
 
 
 def mapped(**names: str) -> dict[str, Rule]:
@@ -179,6 +181,21 @@ def report_to(value: Any, given: Given) -> Verdict:
     except ValidationError:
         return Verdict(note="metrics are in metrics.jsonl; training.report_to names the trackers there are")
     return Verdict({"training.report_to": wanted})
+
+
+IN_8_BIT = "frozen weights have 16 bits, or 4 (NF4, training.load_in_4bit); leave the key out"
+FROZEN = "4-bit weights are frozen: train LoRA adapters beside them"
+
+
+def four_bit(value: Any, *, lora: bool, nested: bool) -> Verdict:
+    """`training.load_in_4bit` of a key that is on or off; `nested`: the scales are quantized there too."""
+    if not is_on(value):
+        return Verdict(note="off")
+    if not lora:
+        return refusal(FROZEN)
+    return Verdict(
+        {"training.load_in_4bit": True}, "" if nested else "the scales are quantized too: double quantization"
+    )
 
 
 def dtype_name(value: Any) -> str:
