@@ -58,7 +58,8 @@ def test_every_row_of_a_table_reads_what_is_off_and_what_is_on_without_an_error(
         "batch x accumulation": (AXOLOTL + "gradient_accumulation_steps: 4", {
             "training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 4}),
         "8-bit AdamW": (AXOLOTL + "optimizer: adamw_bnb_8bit", {"training.optim": "adamw_8bit"}),
-        "steps win over the ratio": (TRL + "warmup_ratio: 0.1\nwarmup_steps: 5", {"training.warmup_steps": 5}),
+        "steps win over the ratio": (TRL + "warmup_ratio: 0.1\nwarmup_steps: 5", {
+            "training.warmup_steps": 5, "training.warmup_from_zero": True}),
         "a ratio is a share": (LLAMA_FACTORY + "warmup_ratio: 0.1", {"training.warmup_steps": 0.1}),
         "constant has no warm-up": (TRL + "lr_scheduler_type: constant\nwarmup_steps: 5", {
             "training.lr_scheduler_type": "constant", "training.warmup_steps": None}),

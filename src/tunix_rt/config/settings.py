@@ -180,6 +180,8 @@ class Training(Section):
     """Shape of the learning rate after warm-up; a pure function of the step."""
     warmup_steps: Annotated[float, Field(ge=0, le=10**9)] = 0
     """Steps of linear warm-up, a whole number; a value below 1 is a share of all steps."""
+    warmup_from_zero: bool = False
+    """Warm-up starts at 0, as in transformers: the first step changes nothing. Else at one part of the full rate."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
     adam_beta1: Fraction = 0.9

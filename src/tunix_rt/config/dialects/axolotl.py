@@ -21,6 +21,7 @@ from tunix_rt.config.dialects.rules import (
     save_total_limit,
     scheduler,
     steps_or_share,
+    warm_up,
     warmup_ratio,
     warmup_steps,
     without,
@@ -304,7 +305,7 @@ TABLE: Table = {
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 512, "data.packing": False, "data.on_overflow": "drop", "data.validation_fraction": 0.0,
     "training.per_device_train_batch_size": 1, "training.num_train_epochs": 1.0, "training.lr_scheduler_type": "cosine",
-    "training.warmup_steps": 0.03, "evaluation.enabled": False,
+    **warm_up(0.03), "evaluation.enabled": False,
 }  # fmt: skip
 LORA_DEFAULTS: dict[str, Any] = {}
 NOTES = {"training.warmup_steps": "3 % of the steps; Axolotl has at most 100"}

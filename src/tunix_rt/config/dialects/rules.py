@@ -138,15 +138,22 @@ def scheduler(value: Any, given: Given) -> Verdict:
 
 
 def warmup_steps(value: Any, given: Given) -> Verdict:
-    """`training.warmup_steps`"""
+    """`training.warmup_steps` with `training.warmup_from_zero`"""
     schedule = str(given.get("lr_scheduler_type", given.get("lr_scheduler", ""))).lower()
     if schedule == "constant" and not is_off(value):
         return Verdict(note="the schedule `constant` has no warm-up; `constant_with_warmup` has")
-    return Verdict({"training.warmup_steps": number(value)}) if value is not None else Verdict(note="not set")
+    if is_off(value):
+        return Verdict(note="not set" if value is None else "off")
+    return Verdict(warm_up(value))
+
+
+def warm_up(steps: Any) -> dict[str, Any]:
+    """Settings of `steps` of warm-up as transformers and torchtune have it: the first step has a learning rate of 0."""
+    return {"training.warmup_steps": number(steps), "training.warmup_from_zero": True}
 
 
 def warmup_ratio(value: Any, given: Given) -> Verdict:
-    """`training.warmup_steps`: below 1 it is a share of all steps; `warmup_steps` wins over it"""
+    """`training.warmup_steps` with `training.warmup_from_zero`: a share of all steps; `warmup_steps` wins over it"""
     if not is_off(given.get("warmup_steps")):
         return Verdict(note="`warmup_steps` wins over it")
     return warmup_steps(value, given)

@@ -19,6 +19,7 @@ from tunix_rt.config.dialects.rules import (
     read_by,
     refusal,
     refused,
+    warmup_steps,
     without,
 )
 from tunix_rt.config.dialects.trainer_arguments import RUN_FOLDER
@@ -193,7 +194,7 @@ TABLE: Table = {
         "model.lora_dropout": "training.lora_dropout", "dataset.packed": "data.packing", "seed": "training.seed",
         "batch_size": "training.per_device_train_batch_size", "optimizer.lr": "training.learning_rate",
         "gradient_accumulation_steps": "training.gradient_accumulation_steps", "optimizer.eps": "training.adam_epsilon",
-        "optimizer.weight_decay": "training.weight_decay", "lr_scheduler.num_warmup_steps": "training.warmup_steps",
+        "optimizer.weight_decay": "training.weight_decay",
         "optimizer_in_bwd": "training.optim_in_backward", "compile": "training.compile",
         "enable_activation_checkpointing": "training.gradient_checkpointing", "log_every_n_steps": "training.logging_steps",
         "dataset.new_system_prompt": "data.system_instruction", "batch_size_val": "evaluation.per_device_eval_batch_size",
@@ -202,6 +203,7 @@ TABLE: Table = {
     **read_by(targets, "model.lora_attn_modules", "model.apply_lora_to_mlp"),
     **read_by(dataset, "dataset._component_"), **read_by(split, "dataset.split"), **read_by(clip, "clip_grad_norm"),
     **read_by(train_on_input, "dataset.train_on_input"), **read_by(optimizer, "optimizer._component_"),
+    **read_by(warmup_steps, "lr_scheduler.num_warmup_steps"),
     **read_by(schedule, "lr_scheduler._component_"), **read_by(betas, "optimizer.betas"), **read_by(device, "device"),
     **read_by(steps_per_epoch, "max_steps_per_epoch"), **read_by(precision, "dtype"), **read_by(epochs, "epochs"),
     **read_by(max_length, "tokenizer.max_seq_len"), **read_by(eval_steps, "run_val_every_n_steps"),
