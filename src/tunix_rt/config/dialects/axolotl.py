@@ -21,6 +21,7 @@ from tunix_rt.config.dialects.rules import (
     save_total_limit,
     scheduler,
     steps_or_share,
+    trackers,
     warm_up,
     warmup_ratio,
     warmup_steps,
@@ -205,6 +206,21 @@ def excess(value: Any, given: Given) -> Verdict:
     return Verdict({"data.on_overflow": "error" if value == "raise" else value or "drop"})
 
 
+TRACKER_KEYS = {
+    "use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow",
+    "mlflow_tracking_uri": "mlflow", "use_trackio": "trackio", "trackio_project_name": "trackio",
+}  # fmt: skip
+"""Key -> the tracker that it turns on."""
+
+
+def used_trackers(value: Any, given: Given) -> Verdict:
+    """`training.report_to`; project and address are the tracker's own environment variables"""
+    used = dict.fromkeys(name for key, name in TRACKER_KEYS.items() if not is_off(given.get(key)))
+    off = {name for key, name in TRACKER_KEYS.items() if key.startswith("use_") and given.get(key) is False}
+    wanted = [name for name in used if name not in off]
+    return trackers(wanted) if wanted and not is_off(value) else Verdict(note="off")
+
+
 def patience(value: Any, given: Given) -> Verdict:
     """`training.patience`"""
     return Verdict(note="off") if is_off(value) else Verdict({"training.patience": value})
@@ -240,11 +256,12 @@ TABLE: Table = {
     **without(CHECKPOINTS, "saves_per_epoch save_strategy save_safetensors save_first_step save_only_model"),
     **without(NOT_WITHOUT_HELDOUT, "evals_per_epoch eval_strategy evaluation_strategy eval_sample_packing eval_table_size "
               "eval_max_new_tokens eval_sequence_len eval_causal_lm_metrics do_causal_lm_eval do_bench_eval"),
-    **without("metrics are in metrics.jsonl; training.report_to names the trackers there are", "use_wandb wandb_project "
-              "wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model wandb_mode use_mlflow mlflow_tracking_uri "
+    **read_by(used_trackers, *TRACKER_KEYS),
+    **without("every step is in metrics.jsonl; trackers take their own environment variables (WANDB_ENTITY, "
+              "MLFLOW_TRACKING_URI)", "wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model wandb_mode "
               "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
-              "comet_project_name comet_experiment_key comet_mode comet_online use_tensorboard use_trackio "
-              "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics include_tokens_per_second include_tkps"),
+              "comet_project_name comet_experiment_key comet_mode comet_online "
+              "trackio_run_name trackio_space_id use_otel_metrics include_tokens_per_second include_tkps"),
     **without("the fastest attention that passes its self-test is used", "flash_attention sdp_attention xformers_attention "
               "flex_attention eager_attention sage_attention attn_implementation flash_attn_cross_entropy flash_attn_rms_norm "
               "flash_attn_fuse_mlp flash_optimum s2_attention sdpa_varlen batch_flattening"),

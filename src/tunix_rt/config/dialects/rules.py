@@ -1,14 +1,12 @@
 """The rules of a dialect's table: what becomes of a key of another trainer."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, get_args
 
 from tunix_rt.config.optimizers import OPTIMIZERS
-from tunix_rt.config.settings import DTYPE_ALIASES, Training
+from tunix_rt.config.settings import DTYPE_ALIASES, TrackerName
 
 Given = Mapping[str, Any]
 """Every key of the file."""
@@ -181,13 +179,17 @@ def steps_or_share(setting: str, otherwise: str) -> Rule:
 
 def report_to(value: Any, given: Given) -> Verdict:
     """`training.report_to`; a tracker that tunix-rt does not have is without effect"""
-    values = value if isinstance(value, list) else [value]
-    wanted: Any = "none" if all(is_off(one) for one in values) else values[0] if len(values) == 1 else values
-    try:
-        Training(report_to=wanted)
-    except ValidationError:
-        return Verdict(note="metrics are in metrics.jsonl; training.report_to names the trackers there are")
-    return Verdict({"training.report_to": wanted})
+    values = [one for one in (value if isinstance(value, list) else [value]) if not is_off(one)]
+    return trackers([str(one) for one in values])
+
+
+def trackers(names: Sequence[str]) -> Verdict:
+    """Those of `names` that tunix-rt has."""
+    known, other = ([name for name in names if (name in get_args(TrackerName)) == here] for here in (True, False))
+    note = f"without effect: {', '.join(other)}; every step is in metrics.jsonl" if other else ""
+    if other and not known:
+        return Verdict(note=note)
+    return Verdict({"training.report_to": known if len(known) > 1 else known[0] if known else "none"}, note)
 
 
 IN_8_BIT = "frozen weights have 16 bits, or 4 (NF4, training.load_in_4bit); leave the key out"

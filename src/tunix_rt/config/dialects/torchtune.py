@@ -19,6 +19,7 @@ from tunix_rt.config.dialects.rules import (
     read_by,
     refusal,
     refused,
+    trackers,
     warmup_steps,
     without,
 )
@@ -188,6 +189,13 @@ def eval_steps(value: Any, given: Given) -> Verdict:
     return Verdict(note="off") if is_off(value) else refusal("data.validation: FILE and training.eval_steps: N")
 
 
+def metric_logger(value: Any, given: Given) -> Verdict:
+    """`training.report_to` for WandBLogger and TensorBoardLogger; any other logger is without effect"""
+    known = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
+    found = known.get(name_of(value))
+    return trackers([found]) if found else Verdict(note="every step is in metrics.jsonl")
+
+
 TABLE: Table = {
     **mapped(**{
         "checkpointer.checkpoint_dir": "model.model_name_or_path", "model.lora_alpha": "training.lora_alpha",
@@ -220,7 +228,8 @@ TABLE: Table = {
     **without("the loss is the cross-entropy, chunked over the vocabulary in any case", "loss._component_ "
               "loss.num_output_chunks loss.ignore_index"),
     **without("one fused update is used where it exists", "optimizer.fused optimizer.foreach"),
-    **without("every step is in metrics.jsonl", "metric_logger._component_ metric_logger.log_dir metric_logger.project "
+    **read_by(metric_logger, "metric_logger._component_"),
+    **without("every step is in metrics.jsonl", "metric_logger.log_dir metric_logger.project "
               "metric_logger.name metric_logger.output_dir metric_logger.filename log_peak_memory_stats log_level"),
     **without("`tunix-rt train --profile N` profiles", "profiler._component_ profiler.enabled profiler.output_dir profiler.cpu "
               "profiler.cuda profiler.xpu profiler.profile_memory profiler.with_stack profiler.record_shapes "
