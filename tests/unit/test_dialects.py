@@ -157,7 +157,8 @@ def load_raw(path):
     ("key", "hint"),
     {"base_model": "model.model_name_or_path", "sequence_len": "data.max_length", "cutoff_len": "data.max_length",
      "stage": "supervised", "sample_packing": "`data.packing`", "deepspeed": "training.backend: jax",
-     "wandb_project": "training.report_to", "neat_packing": "data.packing: true", "lora_modules_to_save": "names modules"}.items(),
+     "wandb_project": "training.report_to", 
+     "neat_packing": "data.packing: true", "lora_modules_to_save": "names modules"}.items(),
 )  # fmt: skip
 def test_a_foreign_key_in_a_file_of_ours_gets_its_hint(key, hint):
     with pytest.raises(ConfigError) as caught:
