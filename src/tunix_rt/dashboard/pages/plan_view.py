@@ -66,6 +66,8 @@ class PlanView:
     """Runs behind the band: model, predicted, measured, error."""
     devices: tuple[DeviceRow, ...]
     tally: str
+    catalogue: str
+    """Where a link leads to the same with every device."""
     command: str
 
 
@@ -88,6 +90,7 @@ def view_of(found: Answer, everywhere: Sequence[Outlook], address: Address, *, c
         seen=tuple(map(_seen_row, found.similar[-MOST_SEEN:])) if found.band else (),
         devices=tuple(_device_row(one, address, chosen=one.target.name == seen.target.name) for one in everywhere),
         tally=_tally(everywhere),
+        catalogue=f"?{address(everywhere=True)}",
         command=command,
     )
 
