@@ -145,10 +145,20 @@ def respond(site: Site, handler: Handler, request: Request) -> Response:
     except TunixError as error:
         query = Query()
         page = error_page(error)
-    body = render(page, path, query, request.headers.get("part", ""))
-    response = Response(body.encode("utf-8", "replace"), page.status, media_type="text/html")
-    response.headers["vary"] = "Part, Cookie"
+    response = Response(rendered(site, page, path, query, request.headers.get("part", "")), page.status)
+    response.headers.update({"content-type": "text/html; charset=utf-8", "vary": "Part, Cookie"})
     return conditional(request, response)
+
+
+def rendered(site: Site, page: Page, path: str, query: Query, part: str) -> bytes:
+    """The last page with a stamp is kept: a list that many tabs ask for every second."""
+    address = (path, query, part)
+    known, stamp, body = site.cache.get("rendered", (None, None, b""))
+    if page.stamp is None or known != address or stamp != page.stamp:
+        body = render(page, path, query, part).encode("utf-8", "replace")
+        if page.stamp is not None:
+            site.cache["rendered"] = address, page.stamp, body
+    return bytes(body)
 
 
 def error_page(error: TunixError) -> Page:
