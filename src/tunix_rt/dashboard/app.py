@@ -155,7 +155,7 @@ def rendered(site: Site, page: Page, path: str, query: Query, part: str) -> byte
     address = (path, query, part)
     known, stamp, body = site.cache.get("rendered", (None, None, b""))
     if page.stamp is None or known != address or stamp != page.stamp:
-        body = render(page, path, query, part).encode("utf-8", "replace")
+        body = render(page, path, query, part, has_chat=site.chat is not None).encode("utf-8", "replace")
         if page.stamp is not None:
             site.cache["rendered"] = address, page.stamp, body
     return bytes(body)
@@ -220,10 +220,12 @@ def environment() -> Environment:
     return made
 
 
-def render(page: Page, path: str, query: Query, part: str = "", *, is_file: bool = False) -> str:
+def render(
+    page: Page, path: str, query: Query, part: str = "", *, is_file: bool = False, has_chat: bool = False
+) -> str:
     """A whole page, or the block `part` of it alone. As a file it has no script."""
     template = environment().get_template(page.template)
-    values = {"page": page, "v": page.values, "path": path, "query": query, "is_file": is_file}
+    values = {"page": page, "v": page.values, "path": path, "query": query, "is_file": is_file, "has_chat": has_chat}
     block = template.blocks.get(part) if part else None
     return template.render(values) if block is None else "".join(block(template.new_context(values)))
 

@@ -61,6 +61,8 @@ class RunsPage:
     status: str
     levels: dict[str, str]
     """Id -> level of the runs that were verified since the dashboard was started, and have not changed since."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Of an export: where two runs are compared, and their names."""
     every: int
     """Milliseconds until the list is looked at again: a run may begin at any time."""
 
