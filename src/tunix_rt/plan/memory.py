@@ -91,7 +91,7 @@ class MemoryPlan:
     @property
     def least(self) -> Phase:
         """The phase that needs `least_bytes`."""
-        return max(map(_without_spare, self.judged), key=lambda phase: phase.total_bytes)
+        return _without_spare(max(self.judged, key=_without_spare_bytes))
 
 
 def predict(
@@ -174,10 +174,11 @@ def _evaluation(
     """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
     sizes = [fixed] if fixed else EVAL_ROWS
-    phases = {rows: list(_evaluating(run, replace(batch, rows=rows), config, during)) for rows in sizes}
-    fitting = (rows for rows, found in phases.items() if all(_without_spare_bytes(one) <= room for one in found))
-    chosen = next(fitting, min(phases))
-    return chosen, phases[chosen]
+    for rows in sizes:  # the largest first
+        found = list(_evaluating(run, replace(batch, rows=rows), config, during))
+        if rows == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
+            break
+    return rows, found
 
 
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
@@ -190,7 +191,7 @@ def _without_spare(phase: Phase) -> Phase:
 
 
 def _without_spare_bytes(phase: Phase) -> int:
-    return _without_spare(phase).total_bytes
+    return phase.total_bytes - sum(phase.parts.get(name, 0) for name in SPARE)
 
 
 def _state(run: footprint.Footprint) -> dict[str, int]:

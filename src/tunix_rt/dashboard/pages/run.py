@@ -34,9 +34,9 @@ TITLES = {
 }  # fmt: skip
 """The first charts of a page. Other columns follow under their own names."""
 HELDOUT, HELDOUT_FILE, MOST_HELDOUT = "held-out loss", "eval/heldout.jsonl", 4 * 2**20
-BUCKETS = 240
+BUCKETS = 200
 LOG = "training_log.txt"
-LOG_LINES, LOG_BYTES, LONGEST_LOG_LINE = 200, 256 * 1024, 2000
+LOG_LINES, LOG_BYTES, LONGEST_LOG_LINE = 100, 8 * 1024, 2000
 MOST_CHECKPOINTS = 100
 MOST_KEPT = 64
 LIVE_MS, UNFINISHED_MS = 500, 5000
