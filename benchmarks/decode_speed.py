@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from tunix_rt.engines.decoding import Decoding, random_keys
+from tunix_rt.engines.decoding import Decoding
 from tunix_rt.engines.torch import loop as backend
 from tunix_rt.models.resolve import resolve_model
 
@@ -32,7 +32,11 @@ POINTS = {
     "gemma-3-1b-transformers": ("theirs", "gemma-3-1b", "bfloat16", 1.0),
     "llama-3.2-1b": ("ours", "llama-3.2-1b", "bfloat16", 1.0),
     "gemma-3-270m-1-row": ("ours", "gemma-3-270m", "bfloat16", 1.0),
+    "evaluation-float32": ("evaluation", "gemma-3-270m", "float32", 0.0),
+    "evaluation-bfloat16": ("evaluation", "gemma-3-270m", "bfloat16", 0.0),
 }
+QUESTIONS = 1000
+"""Of `evaluation`: prompts of 60 to 250 tokens, as GSM8K's are, and 128 new ones."""
 
 
 def seconds_of(run: Callable[[], Any], repeats: int) -> list[float]:
@@ -52,10 +56,14 @@ def generation(
     engine = backend.load_for_inference(resolve_model(preset, weights="random"), device="cuda", dtype=dtype)
     drawn = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, engine.vocabulary, (rows, prompt), generator=drawn)
+    given, new = prompts.tolist(), 128 if kind == "evaluation" else new
+    if kind == "evaluation":
+        lengths = torch.randint(60, 251, (QUESTIONS,), generator=drawn).tolist()
+        given = [torch.randint(3, engine.vocabulary, (length,), generator=drawn).tolist() for length in lengths]
 
     def ours() -> None:
         answers = backend.generate(
-            engine, prompts.tolist(), decoding=Decoding(max_new_tokens=new, temperature=temperature), stop_ids=[-2],
+            engine, given, decoding=Decoding(max_new_tokens=new, temperature=temperature), stop_ids=[-2],
             pad_id=0, decode=str, batch_size_at=lambda length: rows,
         )  # fmt: skip
         assert all(len(answer.ids) == new for _, answer in answers)
@@ -69,13 +77,14 @@ def generation(
         found = engine.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         assert found.shape == (rows, prompt + new)
 
-    run = ours if kind == "ours" else torch.no_grad()(theirs)
+    run = torch.no_grad()(theirs) if kind == "theirs" else ours
     first = seconds_of(run, 1)
     torch.cuda.reset_peak_memory_stats()
     found = seconds_of(run, 3)
     middle = sorted(found)[1]
+    answers = QUESTIONS if kind == "evaluation" else rows
     return {
-        "tokens_per_second": round(rows * new / middle), "ms_per_step": round(1e3 * middle / new, 3), "seconds": found,
+        "tokens_per_second": round(answers * new / middle), "ms_per_step": round(1e3 * middle / new, 3), "seconds": found,
         "first_call_seconds": first[0], "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
     }  # fmt: skip
 
@@ -83,6 +92,7 @@ def generation(
 def draw(rows: int, vocabulary: int = 262_144) -> dict[str, Any]:
     from triton.testing import do_bench
 
+    from tunix_rt.engines.decoding import random_keys
     from tunix_rt.engines.torch.sampling import choose
     from tunix_rt.engines.torch.triton.decode import choose_next
 

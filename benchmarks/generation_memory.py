@@ -10,7 +10,9 @@ than the prediction and the margin of the plan. Writes one JSON file.
 
 import argparse
 import json
+import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tunix_rt.plan.memory import CUDA_OVERHEAD_BYTES
 from tunix_rt.plan.shape import shape_of
 
 RESULTS = Path(__file__).parent / "results"
+PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 PRESETS = (
     "gemma-3-270m",
     "gemma-3-1b",
@@ -57,6 +60,24 @@ def drawn(seed: int, count: int) -> list[dict[str, Any]]:
     return found
 
 
+def predicted_parts(case: Mapping[str, Any], capability: tuple[int, int]) -> dict[str, int]:
+    """By the present code. All prompts are given twice; sorted by length, a batch of mixed ones has each of them twice."""
+    config = json.loads((PRESETS_FOLDER / case["preset"] / "config.json").read_text(encoding="utf-8"))
+    shape, trained = shape_of(config), case["dtype"] == "trained"
+    run = (
+        footprint_of(shape, Training(dtype="bfloat16"), "cuda")
+        if trained
+        else footprint_for_inference(shape, case["dtype"], "cuda")
+    )
+    batch = Batch(rows=case["rows"], length=case["length"], packed=False, device="cuda", capability=capability)
+    parts = generation_parts(run, batch, case["new_tokens"], samples=2 if case["mixed"] and case["rows"] > 1 else 1)
+    return {"weights": run.weights, "overhead": CUDA_OVERHEAD_BYTES // (1 if trained else 2), **parts}
+
+
+def cap_of(predicted: int) -> int:
+    return int(predicted * (1 + CUDA_SAFETY_SHARE) + CUDA_SAFETY_BYTES)
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     source, trained = resolve_model(case["preset"], weights="random"), case["dtype"] == "trained"
     start_afresh()
@@ -64,11 +85,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     torch.cuda.set_per_process_memory_fraction(1.0)
     shape = shape_of(source.config)
     if trained:
-        training = Training(dtype="bfloat16")
-        engine, run = backend.load(source, device="cuda", training=training), footprint_of(shape, training, "cuda")
+        engine = backend.load(source, device="cuda", training=Training(dtype="bfloat16"))
     else:
         engine = backend.load_for_inference(source, device="cuda", dtype=case["dtype"])
-        run = footprint_for_inference(shape, case["dtype"], "cuda")
     own = torch.Generator().manual_seed(1)
     rows, length, new = case["rows"], case["length"], case["new_tokens"]
     lengths = torch.randint((length + 1) // 2, length + 1, (rows,), generator=own).tolist()
@@ -82,16 +101,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         ):  # fmt: skip
             pass
 
-    batch = Batch(rows=rows, length=length, packed=False, device="cuda", capability=torch.cuda.get_device_capability())
-    workspaces = CUDA_OVERHEAD_BYTES // (1 if trained else 2)
-    parts = {"weights": run.weights, "overhead": workspaces, **generation_parts(run, batch, new)}
+    parts = predicted_parts(case, torch.cuda.get_device_capability())
     predicted = sum(parts.values())
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     generate()
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
-    cap = int(predicted * (1 + CUDA_SAFETY_SHARE) + CUDA_SAFETY_BYTES)
+    cap = cap_of(predicted)
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
     torch.cuda.reset_peak_memory_stats()
     backend_warned = halvings()
@@ -115,8 +132,6 @@ def halvings() -> int:
 
 
 def main() -> None:
-    import logging
-
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             HALVED.append(record.getMessage())

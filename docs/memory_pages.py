@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import memory_on_gpu
+from benchmarks import generation_memory, memory_on_gpu
 from docs import solver_pages
 from docs.markdown import replaced, table
 from docs.solver_pages import H200, HOPPER, RESULTS, assigned, gib, read, shape_named
@@ -45,6 +45,7 @@ def page(root: Path) -> str:
         "speed-constants": solver_pages.constants_block(),
         "on-a-gpu": summary_block(root),
         "every-case": cases_block(root),
+        "generation": generation_block(root),
         "proposals": solver_pages.proposals_block(root),
         "order": solver_pages.order_block(root),
         "auto": solver_pages.auto_block(root),
@@ -282,17 +283,17 @@ def cases_block(root: Path) -> str:
         start = (case["preset"], _size(case), _settings(case), ", ".join(kind_of(case)))
         if "failed" in case:
             plan = plan_of(case)
-            rows.append((*start, gib(plan.peak_bytes), "out of memory", "", "", "", gib(case["cap_bytes"])))
+            rows.append((*start, gib(plan.peak_bytes), "out of memory", "", "", gib(case["cap_bytes"])))
             continue
         one = compared(case)
-        parts = [percent(one.error_of(part)) if part in one.measured else "" for part in ("held-out", "answers")]
+        heldout = percent(one.error_of("held-out")) if "held-out" in one.measured else ""
         layers = f" ({case['code']['layers']})" if case["code"]["layers"] == "recorded" else ""
         rows.append((
-            *start[:3], start[3] + layers, gib(one.predicted_bytes), gib(one.peak_bytes), percent(one.error), *parts,
+            *start[:3], start[3] + layers, gib(one.predicted_bytes), gib(one.peak_bytes), percent(one.error), heldout,
             gib(case["cap_bytes"]),
         ))  # fmt: skip
     columns = (
-        "model", "rows x tokens", "settings", "kind", "predicted GiB", "measured GiB", "error", "held-out", "answers", "cap GiB",
+        "model", "rows x tokens", "settings", "kind", "predicted GiB", "measured GiB", "error", "held-out", "cap GiB",
     )  # fmt: skip
     return table(columns, rows)
 
@@ -300,22 +301,22 @@ def cases_block(root: Path) -> str:
 def generation_block(root: Path) -> str:
     """Peaks of generation, from `python -m benchmarks.generation_memory`."""
     found = read(root, "generation_memory.json")
-    rows = [
-        (
+    rows, errors = [], []
+    for case in found["cases"]:
+        predicted = sum(generation_memory.predicted_parts(case, HOPPER).values())
+        errors.append(predicted / case["peak_bytes"] - 1)
+        rows.append((
             case["preset"], {"trained": "bfloat16 compute, float32 weights"}.get(case["dtype"], case["dtype"]),
             f"{case['rows']} x {case['length']}{' at most' if case['mixed'] else ''}", str(case["new_tokens"]),
-            gib(case["predicted_bytes"]), gib(case["peak_bytes"]), percent(case["error"]),
-        )
-        for case in found["cases"]
-    ]  # fmt: skip
-    errors = [abs(case["error"]) for case in found["cases"]]
+            gib(predicted), gib(case["peak_bytes"]), percent(errors[-1]),
+        ))  # fmt: skip
     fits = sum(case["fits_under_the_cap"] for case in found["cases"])
     columns = ("model", "dtype", "prompts x tokens", "new tokens", "predicted GiB", "measured GiB", "error")
     about = found["about"]
     return (
         f"{len(rows)} cases drawn by seed {about['seed']}, {about['device']}, torch {about['torch']}: median error "
-        f"{100 * statistics.median(errors):.2f} %, largest {100 * max(errors):.2f} %; {fits} of {len(rows)} ran again with no more "
-        f"memory than the prediction and the margin of the plan.\n\n{table(columns, rows)}"
+        f"{100 * statistics.median(map(abs, errors)):.2f} %, largest {100 * max(map(abs, errors)):.2f} %. {fits} of {len(rows)} "
+        f"ran again with no more memory than the plan asked for.\n\n{table(columns, rows)}"
     )
 
 
@@ -425,6 +426,7 @@ FITTED: dict[str, tuple[str, str, str]] = {
     "CUDA_SAFETY_SHARE": ("GPU", "chosen", "of the prediction, asked for on top: what lies in pieces that cannot be given out"),
     "CUDA_SAFETY_BYTES": ("GPU", "chosen", "asked for besides, whatever the prediction"),
     "SAFETY_SHARE": ("CPU", "chosen", "of the prediction, asked for on top"),
+    "TRACED_SAFETY_SHARE": ("CPU and GPU", "chosen", "of the prediction of a traced model, asked for besides"),
     "CPU_OVERHEAD_BYTES": ("CPU", "fitted", "thread pools, code that the first step loads, buffers of libraries"),
     "KEPT_SLACK": ("CPU", "fitted", "of what layers keep in the heap, lost between its blocks"),
     "ACCUMULATED_SLACK": ("CPU", "fitted", "of the same, more, where gradients of earlier micro-batches lie between"),
@@ -432,7 +434,6 @@ FITTED: dict[str, tuple[str, str, str]] = {
     "RECOMPUTED_SLACK": ("CPU", "fitted", "of what one layer keeps, lost where layers are computed again"),
     "UPDATED_SLACK": ("CPU", "fitted", "of the temporaries of updates in the backward pass, lost"),
     "UPDATED_SLACK_BYTES": ("CPU", "fitted", "beyond so many of them no more is"),
-    "CACHE_SLACK": ("GPU", "chosen", "of keys and values of a cache that grows while answers are generated, and leaves gaps"),
     "EVALUATION_SLACK": ("CPU", "fitted", "of one layer and the head without gradients, lost"),
 }  # fmt: skip
 """All constants of the PyTorch engine's memory that a verdict hangs on and that nothing but measurements decides."""

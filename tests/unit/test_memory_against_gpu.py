@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.generation_memory import cap_of, predicted_parts
 from docs import memory_pages
 from docs.memory_pages import Compared, compared, failures, gpu_cases, kind_of, plan_of, ran
 from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
-from tunix_rt.config.settings import RunConfig, Training
-from tunix_rt.plan import activations
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.plan import activations, phases
 from tunix_rt.plan.activations import Batch, SavedTensors, saved_by_layer, widths_of
 from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, least_room
-from tunix_rt.plan.footprint import footprint_for_inference, footprint_of
-from tunix_rt.plan.generation import generation_parts
-from tunix_rt.plan.memory import CUDA_OVERHEAD_BYTES, predict
+from tunix_rt.plan.memory import predict
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.tensors import tensors_of
 
@@ -81,18 +80,9 @@ def test_every_peak_of_generation_is_predicted_within_5_percent_and_ran_with_no_
     cases = read(ROOT, "generation_memory.json")["cases"]
     assert len(cases) >= 24 and {case["dtype"] for case in cases} == {"bfloat16", "float32", "trained"}
     for case in cases:
-        trained = case["dtype"] == "trained"
-        shape = shape_named(case["preset"])
-        run = (
-            footprint_of(shape, Training(dtype="bfloat16"), "cuda")
-            if trained
-            else footprint_for_inference(shape, case["dtype"], "cuda")
-        )
-        batch = Batch(rows=case["rows"], length=case["length"], packed=False, device="cuda", capability=HOPPER)
-        parts = generation_parts(run, batch, case["new_tokens"])
-        predicted = run.weights + CUDA_OVERHEAD_BYTES // (1 if trained else 2) + sum(parts.values())
+        predicted = sum(predicted_parts(case, HOPPER).values())
         assert abs(predicted / case["peak_bytes"] - 1) <= 0.05, case
-        assert case["fits_under_the_cap"], case
+        assert case["fits_under_the_cap"] and min(case["cap_bytes"], case["reserved_bytes"]) <= cap_of(predicted), case
 
 
 def test_the_plan_foretells_how_layers_are_computed():
@@ -128,6 +118,7 @@ def test_a_plan_that_forgets_a_tensor_of_the_mlp_is_outside_the_band(monkeypatch
         kept = compiled_counted(*given)
         return replace(kept, mlp=kept.mlp[:-1])
 
+    monkeypatch.setattr(phases, "_layer_of", phases._layer_of.__wrapped__)  # which remembers
     monkeypatch.setattr(activations, "_saved_by_mlp", lambda *given: counted(*given)[:-1])
     monkeypatch.setattr(activations, "_saved_compiled", one_less)
     assert not predicted_afresh(plain).in_band
@@ -138,6 +129,7 @@ def test_a_plan_that_forgets_a_small_tensor_of_every_layer_is_seen_by_the_median
     eager = [case for case in CASES if kind_of(case)[0] == "eager" and "failed" not in case]
     assert median_error([predicted_afresh(case) for case in eager]) <= MOST_MEDIAN
     inputs = activations._inputs
+    monkeypatch.setattr(phases, "_layer_of", phases._layer_of.__wrapped__)  # which remembers
     monkeypatch.setattr(activations, "_inputs", lambda *given: inputs(*given)[:-1])
     assert median_error([predicted_afresh(case) for case in eager]) > MOST_MEDIAN
 

@@ -13,9 +13,6 @@ MIB = 2**20
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}
 """Tokens of prompts that are prefilled at once, padding included; a longer prompt alone."""
 EVALUATION_SLACK = 0.25
-CACHE_SLACK = 0.2
-"""Fraction of a growing KV cache on a GPU: it is copied for each token, layer by layer, and leaves gaps that nothing fits into.
-A choice, after one case ran out of memory with less (benchmarks/results/memory_cuda.json)."""
 GRAPH_WORKSPACE_BYTES = 32 * MIB
 """The cuBLAS workspace of the stream on which decode steps are captured."""
 MOST_ROWS = {"cpu": 64, "cuda": 512}
@@ -24,18 +21,21 @@ USED_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Fraction of the free memory. A CPU shares it with other programs, a GPU's is fragmented."""
 
 
-def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
-    """Prompts of up to a whole row, then `max_new_tokens` more."""
+def generation_parts(
+    run: footprint.Footprint, batch: Batch, max_new_tokens: int, *, samples: int = 1
+) -> dict[str, int]:
+    """Prompts of up to a whole row, then `max_new_tokens` more. `samples` rows have the same prompt."""
     modern = batch.capability is None or batch.capability >= OLDEST_CAPABILITY
     by_graphs = batch.device != "cpu" and modern and run.widths.compute <= 4 and run.shape.trace is None
-    return (_by_graphs if by_graphs else _by_launches)(run, batch, max_new_tokens) | run.unpacking
+    parts = _by_graphs(run, batch, max_new_tokens, samples) if by_graphs else _by_launches(run, batch, max_new_tokens)
+    return parts | run.unpacking
 
 
 def _columns(shape: ModelShape, batch: Batch, max_new_tokens: int) -> int:
     return min(batch.length + max_new_tokens, max(batch.length, shape.max_positions))
 
 
-def _by_graphs(run: footprint.Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
+def _by_graphs(run: footprint.Footprint, batch: Batch, max_new_tokens: int, samples: int) -> dict[str, int]:
     """`engines/torch/decode_graph.py`: a preallocated cache with rings, the logits of all rows, and the layers or the logits of
     the prompts that are prefilled at once."""
     shape, columns = run.shape, _columns(run.shape, batch, max_new_tokens)
@@ -44,7 +44,8 @@ def _by_graphs(run: footprint.Footprint, batch: Batch, max_new_tokens: int) -> d
         slots = (kind.layers - kind.sliding_layers) * columns
         slots += kind.sliding_layers * min(columns, kind.window or columns)
         cache += 2 * batch.rows * slots * kind.kv_size * run.widths.compute
-    together = replace(batch, rows=min(batch.rows, max(1, PREFILL_TOKENS["cuda"] // batch.length)))
+    prompts = -(-batch.rows // samples)
+    together = replace(batch, rows=min(prompts, max(1, PREFILL_TOKENS["cuda"] // batch.length)))
     kernel = "capped" if shape.capped_scores else "math" if batch.deterministic else "masked"
     layer = sum(widest(run, together, kernel) + saved_once(shape, run.widths, together, kernel)) + run.largest_cast
     if shape.heads != shape.kv_heads:  # repeated for each query head
@@ -73,7 +74,7 @@ def _by_launches(run: footprint.Footprint, batch: Batch, max_new_tokens: int) ->
     cache = [tokens * kind.kv_size * (width + keys) for kind in own for _ in range(kind.layers)]
     if not static:
         cache.append(max(cache))
-    cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
+    cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else 0
     repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
     return {
         "casts": run.casts + run.head_cast,
