@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 from benchmarks import accumulation_error, kills, mutations
 from docs import (
     answer_pages,
+    any_model_pages,
     data_pages,
     dialect_pages,
     doctor_pages,
@@ -68,6 +69,7 @@ def _pages(root: Path) -> dict[Path, str]:
             root, Path("README.md"), "demo", answer_pages.demo_block(answer_pages.read_demo(root))
         ),
         memory_pages.PAGE: memory_pages.page(root),
+        any_model_pages.PAGE: any_model_pages.page(root),
         EVIDENCE_PAGE: evidence_page(root),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),

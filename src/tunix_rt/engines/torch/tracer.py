@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
+from tunix_rt.engines.torch.lm_head import other_head
 from tunix_rt.engines.torch.model import text_config, without_cache
 
 LENGTHS = (64, 128)
@@ -38,7 +39,8 @@ def main(request_file: Path, result_file: Path) -> None:
         casting = torch.autocast("cpu", dtype=kinds["compute"], enabled=kinds["compute"] != kinds["weights"])
         with casting:
             measured = measure_both(model, found["takes_positions"])
-            found["own_logits"] = own_logits(model)
+            ids = torch.zeros((1, LENGTHS[0]), dtype=torch.long)
+            found["own_logits"] = other_head(model, ids) is not None
     result = found | {"costs": {name: _affine(*(one[name] for one in measured)) for name in measured[0]}}
     result_file.write_text(json.dumps(result), encoding="utf-8")
 
@@ -68,40 +70,6 @@ def described(model: Any) -> dict[str, Any]:
         "heads": int(getattr(config, "num_attention_heads", None) or 1),
         "takes_positions": "position_ids" in inspect.signature(model.base_model.forward).parameters,
     }  # fmt: skip
-
-
-def own_logits(model: Any) -> bool:
-    """Whether more than the weight of the lm_head turns the last hidden states into logits. Scales and soft caps that the engine
-    knows by their key of config.json are part of its chunked loss."""
-    head, config = model.get_output_embeddings(), model.config
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None or model.base_model is model:
-        return True
-    if getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_scaling", None):
-        return False
-    made, entered, changes = [], [], _Changes()  # by the modules of the model, and what its lm_head is called with
-    inner = [module for module in model.base_model.modules() if module is not head]
-    handles = [one.register_forward_hook(lambda *given: made.extend(tree_leaves(given[2]))) for one in inner]
-    handles += [head.register_forward_pre_hook(lambda _, given: entered.append(given[0]))]
-    handles += [head.register_forward_hook(lambda *_: changes.found.clear())]
-    with torch.no_grad(), changes:
-        model(input_ids=torch.zeros((1, LENGTHS[0]), dtype=torch.long), **without_cache(model))
-    for handle in handles:
-        handle.remove()
-    known = {one.untyped_storage()._cdata for one in made if isinstance(one, torch.Tensor)}
-    return not entered or entered[0].untyped_storage()._cdata not in known or bool(changes.found)
-
-
-class _Changes(TorchDispatchMode):
-    """Names of the operations that make other numbers, not other views or types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func.overloadpacket.__name__ not in ("_to_copy", "clone", "detach", "lift_fresh"):
-            self.found.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
