@@ -30,9 +30,10 @@ VERBS = {
     "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
     "chat": ("inference", "Chat with a model."),
-    "runs": ("runs", "List the runs in a folder, or show one."),
+    "runs": ("runs", "List the runs in a folder, show one, delete or archive them."),
     "dashboard": ("dashboard", "Look at runs, plans and data in a browser on this computer."),
     "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
+    "completion": ("completion", "Print the completion script of a shell."),
 }
 
 
