@@ -21,6 +21,7 @@ VERBS = {
     "doctor": ("doctor", "Which device a run uses on this computer, and why."),
     "env": ("doctor", "Create an environment with a torch that fits this computer, or verify one."),
     "models": ("models", "List the model families, and how each is supported."),
+    "init": ("init", "Write a commented configuration that fits this computer: five questions, or flags."),
     "convert": ("convert", "Convert a configuration of Axolotl, LLaMA-Factory, TRL or torchtune."),
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
     "data": ("data", "Import a dataset, check it, and show token by token what is trained."),
