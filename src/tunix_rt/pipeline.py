@@ -10,6 +10,7 @@ from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import dump_yaml
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.engines.base import Step
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.progress import Progress, close_displays, duration
@@ -44,17 +45,19 @@ def run_pipeline(
     profile: int = 0,
     oom_attempt: bool = False,
     stop_after: int | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
     verify: Callable[[Path], None] = lambda folder: None,
 ) -> Evaluation:
     """Run everything into the folder `output`. Errors after the folder is opened are written to `result.json`, then raised.
 
     `profile` steps are profiled; no result depends on it. An `oom_attempt` trains even if the plan predicts that the run does
-    not fit. After step `stop_after` the run stops as on SIGTERM. A completed run in which `verify` raises is failed."""
+    not fit. After step `stop_after` the run stops as on SIGTERM. `on_step` is called after every step. A completed run in which
+    `verify` raises is failed."""
     require_runnable(config)
     refuse_unsupported(config.training, profile_steps=profile, implementation=config.model.implementation)
     refuse_addresses(config.model_dump())
     refuse_secrets(config.model_dump())
-    options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt)
+    options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt, on_step=on_step)
     with open_run(config, RunDir(output), stop_after) as (began, journal, stop):
         journal.verify = verify
         return run_stages(began, journal, stop, options)

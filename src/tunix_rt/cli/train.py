@@ -26,7 +26,7 @@ RESUME = "training.resume_from_checkpoint"
 )
 @click.option(
     "--data", "--dataset", "dataset", multiple=True,
-    help="Dataset key, file, folder, or hub dataset in the local cache; may be repeated.",
+    help="Dataset key, file, folder, or dataset of the hub; may be repeated.",
 )  # fmt: skip
 @click.option("--map", "columns", multiple=True, metavar=MAP, help="Columns under other names; case never matters.")
 @click.option("--skip-bad", is_flag=True, help="Leave out records that validation refuses, and count them.")

@@ -100,8 +100,8 @@ class Model(Section):
 
 class Data(Section):
     dataset: Annotated[str | Annotated[tuple[str, ...], Field(min_length=2)] | None, BeforeValidator(_only_one)] = None
-    """Key of a dataset (`datasets/<key>`), a file or folder, or the id of a Hugging Face dataset in the local cache; or a list
-    of them, read in that order."""
+    """Key of a dataset (`datasets/<key>`), a file or folder, or a dataset of the Hugging Face hub (`owner/name:CONFIG/SPLIT`,
+    `owner/name@COMMIT:PATH`), fetched into its cache; or a list of them, read in that order."""
     validation: str | None = None
     """A dataset, named like `dataset`, that is held out whole; then none of `dataset` is."""
     columns: dict[str, str] | None = None

@@ -308,7 +308,7 @@ def _first_recorded(count: int, training: Training, done: int, total: int) -> in
 
 
 def _show_step(context: RunContext, step: Step, pace: Pace) -> None:
-    """Progress after every step, a log line every `logging_steps`."""
+    """Progress after every step, a log line every `logging_steps`; and the callback of the caller."""
     total = context.total
     note = f"loss {step.loss:.4f}, {pace.tokens_per_second:,.0f} tokens/s"
     context.options.progress("train", step.step, total, note)
@@ -318,6 +318,7 @@ def _show_step(context: RunContext, step: Step, pace: Pace) -> None:
             step.step, total, step.loss, step.lr, step.grad_norm,
             f"{step.tokens / step.seconds:,.0f}", step.peak_bytes / 2**30,
         )  # fmt: skip
+    context.options.on_step(step)
 
 
 def _stop_if_requested(stop: Preemption, saver: Checkpointer, finished: FinishedStep, *, needed_seconds: float) -> None:
