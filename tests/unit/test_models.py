@@ -414,6 +414,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_two_ways_on(tmp_path, of
     assert ("HF_HUB_OFFLINE" if offline == "1" else "the hub cannot be reached") in absent[1]
     assert "local model folder" in absent[1]
     assert "--weights random" in absent[1]
+    assert "did you mean" not in absent[1], "the name is a known one"
     assert "no model named 'not a name!'" in impossible[1]
 
 
