@@ -93,5 +93,6 @@ def test_the_families_are_listed_with_their_presets():
     listed = json.loads(in_process("models", "--json").stdout)
     sizes = {preset["name"]: preset["parameters"] for family in listed["exact"] for preset in family["presets"]}
     assert sizes["gemma-3-4b"] == 3_880_263_168 and "causal language model" in listed["traced"]
-    shown = in_process("models").stdout
-    assert "gemma3_text" in shown and "mistral-7b (7.2B)" in shown
+    shown = in_process("models")
+    assert "gemma3_text" in shown.stdout and "mistral-7b (7.2B)" in shown.stdout
+    assert "hub" not in shown.stderr, "presets that are also hub ids are read from here"

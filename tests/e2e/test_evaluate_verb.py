@@ -429,6 +429,8 @@ def test_what_cannot_be_compared_ends_with_the_exit_code_of_its_cause(tmp_path, 
 
     answers = "eval/predictions-answers.jsonl"
     assert "has no predictions to compare" in refused(ask(evaluated[1], tmp_path, verb="compare"), 3)
+    misspelt = refused(ask(evaluated[1], f"{evaluated[1]}x", verb="compare"), 3)
+    assert "no such folder" in misspelt and f"did you mean `{evaluated[1]}`?" in misspelt
     assert "predictions-before.jsonl" in refused(ask(evaluated[1], verb="compare"), 3)
     assert "predictions-answers.jsonl:1: strict" in compared(answers, '"strict": true', '"strict": 1', 3)
     assert "decoding is missing" in compared("eval_summary.json", '"decoding"', '"settings"', 1)

@@ -187,7 +187,7 @@ def test_another_configuration_may_not_continue_a_run(tmp_path, tiny_run):
     for ending in ("result.json", "SHA256SUMS"):  # as after a kill
         (folder / ending).unlink()
     changed = in_process("train", *SHARED, "--output", folder, "--resume", "--set", "training.learning_rate=1e-5")
-    assert "training.learning_rate differ(s)" in refused(changed, 2)
+    assert "training.learning_rate is 1e-05, " in refused(changed, 2)
     assert "already contains a run (unfinished)" in refused(in_process("train", *SHARED, "--output", folder), 2)
 
 

@@ -193,7 +193,9 @@ def test_other_tokenizers_are_named_with_models_short_hashes_and_a_way_out():
     with pytest.raises(EvidenceError) as caught:
         compare_runs(first, replace(second, decoding={"max_new_tokens": 32, "tokenizer": HASHES["smollm"]}))
     assert "max_new_tokens is 64 in run-1, 32 in smollm; the tokenizers" in caught.value.problem
-    assert caught.value.fix.startswith("evaluate both with the same settings; compare models of one family")
+    assert caught.value.fix.startswith(
+        "evaluate both with the same settings (--max-new-tokens 32); compare models of one family"
+    )
 
 
 def test_prompts_that_were_rendered_differently_are_refused_in_words():

@@ -408,12 +408,15 @@ def test_what_the_cache_lacks_is_named_and_not_made_up_for(cache):
 
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_a_model_that_cannot_be_had_is_refused_with_the_two_ways_on(tmp_path, offline):
-    [absent, impossible] = ask(("google/gemma-2b",), ("not a name!",), HF_HOME=tmp_path, HF_HUB_OFFLINE=offline)
+    names = [("google/gemma-2b",), ("not a name!",), ("tiny-gema3",)]
+    [absent, impossible, shipped] = ask(*names, HF_HOME=tmp_path, HF_HUB_OFFLINE=offline)
     assert absent[0] == impossible[0] == 3
     assert "google/gemma-2b" in absent[1]
     assert ("HF_HUB_OFFLINE" if offline == "1" else "the hub cannot be reached") in absent[1]
     assert "local model folder" in absent[1]
     assert "--weights random" in absent[1]
+    assert "did you mean" not in absent[1], "the name is a known one"
+    assert "did you mean tiny-gemma3?" in shipped[1]
     assert "no model named 'not a name!'" in impossible[1]
 
 

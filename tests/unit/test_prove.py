@@ -80,7 +80,7 @@ def test_a_child_that_hangs_is_killed_with_all_it_started(tmp_path):
     )
     started = time.monotonic()
     proof = child(script, seconds=1.0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40, "both sleep for a minute"
     assert proof.problem == "attention gave no answer within 1 s" and not proof.ok
     assert [result.name for result in proof.results] == ["product"]
     for _ in range(100):

@@ -38,12 +38,12 @@ def models(as_json: bool) -> None:
 
 def _families() -> list[dict[str, Any]]:
     from tunix_rt.models.families import FAMILIES
-    from tunix_rt.models.resolve import PRESET_OF, preset_names, resolve_model
+    from tunix_rt.models.resolve import PRESET_OF, preset_names, resolve_architecture
     from tunix_rt.plan.shape import shape_of
 
     presets: dict[str, list[dict[str, Any]]] = {}
     for name in preset_names():
-        shape = shape_of(resolve_model(name, weights="random").config)
+        shape = shape_of(resolve_architecture(name).config)
         hub_ids = sorted(hub_id for hub_id, preset in PRESET_OF.items() if preset == name)
         presets.setdefault(shape.model_type, []).append(
             {"name": name, "parameters": shape.parameters, "hub_ids": hub_ids, "layers": shape.layers}
@@ -62,4 +62,4 @@ def _families() -> list[dict[str, Any]]:
 def _size(parameters: int) -> str:
     if not parameters:
         return "any size"
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+    return f"{parameters / 1e9:.1f}B" if parameters >= 999.5e6 else f"{parameters / 1e6:.0f}M"

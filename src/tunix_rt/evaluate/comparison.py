@@ -355,12 +355,13 @@ HASHED = {
 
 
 def _refuse_other_decoding(first: Side, second: Side) -> None:
-    keys = sorted({*first.decoding, *second.decoding})
-    differing = [key for key in keys if first.decoding.get(key) != second.decoding.get(key)]
+    both = first.decoding, second.decoding
+    differing = [key for key in sorted({*both[0], *both[1]}) if both[0].get(key) != both[1].get(key)]
     if not differing:
         return
     listed = "; ".join(_difference(key, first, second) for key in differing)
-    fixes = ["evaluate both with the same settings"] if {*differing} - {*HASHED} else []
+    how = f" (--max-new-tokens {both[1].get('max_new_tokens')})" if "max_new_tokens" in differing else ""
+    fixes = [f"evaluate both with the same settings{how}"] if {*differing} - {*HASHED} else []
     if "tokenizer" in differing:
         fixes.append(
             "compare models of one family, a base model and what was trained from it; of models with different tokenizers "

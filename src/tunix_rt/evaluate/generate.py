@@ -15,7 +15,7 @@ from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.tokenizer import Tokenizer
 from tunix_rt.engines.base import Backend, Engine
 from tunix_rt.engines.decoding import Answer, Decoding
-from tunix_rt.errors import InputError, TunixError
+from tunix_rt.errors import InputError, TunixError, did_you_mean
 from tunix_rt.evaluate.comparison import NAMES, Side
 from tunix_rt.progress import Progress, phase
 from tunix_rt.runs.folder import RunDir
@@ -198,6 +198,9 @@ def read_both(folder: Path) -> tuple[Side, Side]:
 def _side(folder: Path, name: str, *whens: str, is_moment: bool = False) -> Side:
     run = RunDir(folder)
     path = next((path for when in whens if (path := run.predictions(when)).is_file()), None)
+    if path is None and not folder.exists():
+        beside = [str(one) for one in folder.parent.glob("*/")]
+        raise InputError(f"{folder}: no such folder", fix=did_you_mean(str(folder), beside, otherwise="check the path"))
     if path is None:
         raise InputError(
             f"{folder} has no predictions to compare (no {' or '.join(run.predictions(when).name for when in whens)})",

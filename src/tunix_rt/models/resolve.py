@@ -242,9 +242,15 @@ def _similar(name: str) -> str:
     """A question for the fix: folders beside a path that does not exist, or the nearest model names; empty without any."""
     beside = Path(name).parent
     folders = sorted(path.name for path in beside.iterdir() if path.is_dir()) if "/" in name and beside.is_dir() else []
-    known = [str(beside / folder) for folder in folders] or [*PRESET_OF, *preset_names()]
+    known = [str(beside / folder) for folder in folders] or [*PRESET_OF, *preset_names(), *_shipped_names()]
+    if name in known:
+        return ""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.7) or [str(beside / folder) for folder in folders[:5]]
     return f"did you mean {' or '.join(close)}? Else: " if close else ""
+
+
+def _shipped_names() -> list[str]:
+    return [path.name for path in assets.shipped_folder("models").iterdir() if path.is_dir()]
 
 
 def _presets() -> Path:

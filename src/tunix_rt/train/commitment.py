@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import tunix_rt
 from tunix_rt.config.capabilities import CAPABILITIES
-from tunix_rt.config.load import SETTINGS, dump_yaml, with_settings
+from tunix_rt.config.load import SETTINGS, dump_yaml, quoted, with_settings
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.config.strict_yaml import read_yaml
 from tunix_rt.data.prepare import Prepared
@@ -235,16 +235,20 @@ def refuse_another_config(before: dict[str, Any], config: RunConfig, folder: Pat
         )
     now, defaults = (one.model_dump(mode="json") for one in (settled_config(config), RunConfig()))
     then = {name: section for name, section in read_yaml(path).items() if isinstance(section, dict)}
-    names = [
-        f"{section}.{name}"
+    differing = [
+        f"{section}.{name} is {_shown(value)}, {_shown(began)} in its config.yaml"
         for section, settings in now.items()
         for name, value in settings.items()
-        if then.get(section, {}).get(name, defaults[section][name]) != value
+        if (began := then.get(section, {}).get(name, defaults[section][name])) != value
     ]
     raise ConfigError(
-        f"{folder} contains another run: {', '.join(names) or 'the configuration'} differ(s) from its config.yaml",
+        f"{folder} contains another run: {'; '.join(differing) or 'the configuration differs from its config.yaml'}",
         fix="resume it with the settings it began with, or choose another --output",
     )
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else quoted(value) if isinstance(value, str) else str(value)
 
 
 def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
