@@ -442,12 +442,12 @@ def test_a_chat_template_without_end_is_ended_and_the_next_page_is_answered(site
     run = Path(shutil.copytree(RUNS / "demo_v1", tmp_path / "runs" / "endless"))
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
     (run / "final_model" / "chat_template.jinja").write_text(loop)
-    monkeypatch.setattr(datasets, "END_SECONDS", 0.5)
+    monkeypatch.setattr(datasets, "MOST_SECONDS", 0.5)
     hostile = Site.of(run.parent)
     begun, one = time.monotonic(), hostile.index.runs()[0].id
     page, _ = browsed(hostile, data=KEY, model=one, set="data.chat_template=tokenizer")
     assert page.status == 400 and time.monotonic() - begun < 5, page.values
-    monkeypatch.setattr(datasets, "END_SECONDS", 20.0)
+    monkeypatch.setattr(datasets, "MOST_SECONDS", 20.0)
     assert browsed(hostile, data=KEY, model="tiny-gemma3")[0].status == 200
     assert "takes more than" in page.values.problem
 
