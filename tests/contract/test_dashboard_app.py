@@ -72,7 +72,9 @@ def test_a_part_is_a_piece_of_its_page(site, client):
     whole = client.get("/").text
     part = client.get("/", headers={"part": "live"}).text
     assert part in whole and "<table" in part and "<html" not in part
-    assert client.get("/", headers={"part": "nonsense"}).text == whole
+    for address in ("/", "/plan"):
+        for odd in ("nonsense", "content"):
+            assert client.get(address, headers={"part": odd}).text == client.get(address).text
 
 
 def test_the_printed_address_is_exchanged_for_a_cookie_and_without_it_nothing_is_read(site):

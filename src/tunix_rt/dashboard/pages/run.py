@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -332,9 +332,9 @@ def _memory(record: RunRecord) -> tuple[list[Phase], list[Bar]]:
     memory, plan = record.memory, record.plan
     if memory is None:
         planned = plan.memory.phases if plan else ()
-        bars = [Bar(name=one.name, parts=one.parts) for one in planned]
+        bars = [Bar(name=one.name, parts=worded(one.parts)) for one in planned]
         return [(one.name, one.total_bytes, None, None) for one in planned], bars
-    parts = {one.total_bytes: one.parts for one in memory.predicted_parts.phases}
+    parts = {one.total_bytes: worded(one.parts) for one in memory.predicted_parts.phases}
     phases: list[Phase] = [
         (name, one.get("predicted_bytes"), one.get("measured_bytes"), one.get("error"))
         for name, one in memory.phases.items()
@@ -345,6 +345,10 @@ def _memory(record: RunRecord) -> tuple[list[Phase], list[Bar]]:
         for name, predicted, measured, _ in phases
     ]
     return phases, bars
+
+
+def worded(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name.replace("_", " "): size for name, size in parts.items()}
 
 
 def _checkpoints(record: RunRecord) -> list[tuple[int, int, str]]:
