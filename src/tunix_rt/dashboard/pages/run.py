@@ -34,8 +34,7 @@ TITLES = {
 """The first charts of a page. Other columns follow under their own names."""
 HELDOUT, HELDOUT_FILE, MOST_HELDOUT = "held-out loss", "eval/heldout.jsonl", 4 * 2**20
 BUCKETS = 200
-LOG = "training_log.txt"
-LOG_LINES, LOG_BYTES, LONGEST_LOG_LINE = 100, 8 * 1024, 2000
+LOG, LOG_BYTES = "training_log.txt", 8 * 1024
 MOST_CHECKPOINTS = 100
 MOST_KEPT = 64
 LIVE_MS, UNFINISHED_MS = 500, 5000
@@ -363,6 +362,4 @@ def _checkpoints(record: RunRecord) -> list[tuple[int, int, str]]:
 def read_log(root: Path) -> tuple[str, bool]:
     """The last lines of the log, without secrets, and whether there are more."""
     text, is_cut = last_text(root, LOG, LOG_BYTES)
-    lines = text.splitlines()
-    shown = [line[:LONGEST_LOG_LINE] for line in lines[-LOG_LINES:]]
-    return redacted("\n".join(shown)), is_cut or len(lines) > LOG_LINES
+    return redacted(text.rstrip()), is_cut
