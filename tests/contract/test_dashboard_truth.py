@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.conftest import ROOT
+from tests.pages import Read
 from tunix_rt.dashboard import charts, formats
 from tunix_rt.dashboard.app import environment, find_page, render
 from tunix_rt.dashboard.pages import evidence
@@ -116,32 +116,8 @@ def test_every_number_on_a_page_is_in_its_value():
         assert stray == [], address
 
 
-class Rows(HTMLParser):
-    """The cells of every table row, without pictures."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self._inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self._inside = tag in ("td", "th") or (self._inside and tag not in ("tr", "svg"))
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag):
-        self._inside = self._inside and tag not in ("td", "th")
-
-    def handle_data(self, data):
-        if self._inside:
-            self.rows[-1][-1] += f"{data} "
-
-
 def cells(site: Site, address: str) -> list[list[str]]:
-    return [[" ".join(cell.split()) for cell in row] for row in Rows(opened(site, address)[0]).rows]
+    return [[" ".join(cell.split()) for cell in row] for row in Read(opened(site, address)[0]).rows]
 
 
 def test_every_cell_of_the_list_is_what_a_named_function_gives_from_the_files_of_its_run():
