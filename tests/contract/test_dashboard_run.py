@@ -5,13 +5,13 @@ import json
 import random
 import re
 import shutil
-from html.parser import HTMLParser
 from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.pages import Read
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import app, formats
 from tunix_rt.dashboard.pages import compare, run, runs
@@ -26,33 +26,6 @@ from tunix_rt.runs.record import RunRecord
 
 RUNS = ROOT / "submission_runs"
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
-VOID = {"meta", "link", "input", "br", "hr", "img"}
-
-
-class Checked(HTMLParser):
-    """Elements are closed in order, and ids are unique."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.ids, self.links, self.text = [], set(), [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        assert given.get("id") not in self.ids
-        self.ids |= {given["id"]} if "id" in given else set()
-        self.links += [given["href"]] if tag == "a" else []
-        self.open += [tag] if tag not in VOID else []
-
-    def handle_startendtag(self, tag, attributes):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def render(page, query=None, part=""):
@@ -129,7 +102,7 @@ def test_the_figures_of_a_run_page_are_those_of_its_files(site, name):
     record = RunRecord(RUNS / name)
     page = run.page(site, Query(), id_of(site, name))
     html, view = render(page), page.values
-    text = " ".join(" ".join(Checked(html).text).split())
+    text = " ".join(Read(html).spaced.split())
     charts = {one.name: one for one in view.curves.charts}
     assert {"loss", "lr", "grad_norm", "tokens_per_second", "peak_bytes"} <= charts.keys() and not page.live
     for column in ("loss", "lr", "grad_norm", "peak_bytes", "seconds", "tokens"):
@@ -180,7 +153,7 @@ def test_settings_that_differ_from_the_defaults_are_marked(site, name):
 def test_any_address_is_answered_and_its_links_lead_on(site, address):
     query = Query.parse(address)
     page = run.page(site, query, id_of(site, "m39_v1"))
-    links = [link for link in Checked(render(page, query)).links if "from=" in link]
+    links = [link for link in Read(render(page, query)).links if "from=" in link]
     assert len(links) in (1, 4)
     for link in links:
         again = run.page(site, Query.parse(link.removeprefix("?")), id_of(site, "m39_v1")).values.curves
@@ -213,7 +186,7 @@ def test_corrupt_files_are_named_and_secrets_in_the_log_are_not_shown(tmp_path):
     with (root / "metrics.jsonl").open("a") as metrics, (root / "training_log.txt").open("a") as log:
         metrics.write('{"step": NaN}\n')
         log.write("token hf_" + "a" * 30 + " \x1b[31m\n")
-    text = "".join(Checked(render(run.page(site := Site.of(tmp_path), Query(), id_of(site, "run")))).text)
+    text = Read(render(run.page(site := Site.of(tmp_path), Query(), id_of(site, "run")))).text
     for shown in (
         "result.json: reason: missing",
         "checkpoints.json: a symbolic link",
@@ -256,7 +229,7 @@ def test_any_finite_numbers_are_drawn_along_any_axis(tmp_path, values):
     site = Site.of(tmp_path)
     for address in ("", "x=tokens&log=1", "x=time&smooth=0.99&from=0&to=1"):
         html = render(run.page(site, Query.parse(address), id_of(site, "run")))
-        Checked(html)
+        Read(html)
         assert not re.search(r'="[^"]*\b(nan|inf)\b', html)
 
 
@@ -264,7 +237,7 @@ def test_two_runs_compared_have_the_verdict_of_the_command_line(site):
     ids = [id_of(site, name) for name in ("m39_cpu_v1", "m40_v1")]
     query = Query((("run", ids[0]), ("run", ids[1]), ("run", ids[0])))
     page = compare.page(site, query)
-    text = " ".join(Checked(render(page, query)).text)
+    text = Read(render(page, query)).spaced
     series = page.values.curves.charts[0].series
     assert [one.name for one in series] == ["m39_cpu_v1", "m40_v1"]
     assert [int(one.buckets.points.sum()) for one in series] == [

@@ -43,6 +43,8 @@ Action = Callable[[Site, str, bytes], dict[str, Any]]
 ACTIONS: Mapping[str, str] = {"/runs/{run_id}/evidence": "verify_run", "/doctor": "look_again", "/try": "ask"}
 """Address -> function of its page's module."""
 STATIC = {"style.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+PARTS = ("live", "devices")
+"""Blocks of the templates that are fetched alone."""
 MOST_BODY = 64 * 1024
 THREADS = 4
 """For pages at the same time; the others wait."""
@@ -226,7 +228,7 @@ def render(
     """A whole page, or the block `part` of it alone. As a file it has no script."""
     template = environment().get_template(page.template)
     values = {"page": page, "v": page.values, "path": path, "query": query, "is_file": is_file, "has_chat": has_chat}
-    block = template.blocks.get(part) if part else None
+    block = template.blocks.get(part) if part in PARTS else None
     return template.render(values) if block is None else "".join(block(template.new_context(values)))
 
 

@@ -7,7 +7,6 @@ import ctypes
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,16 +28,14 @@ from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import ModelSource, resolve_architecture
 from tunix_rt.plan.shape import outline_of
-from tunix_rt.progress import Progress
 from tunix_rt.runs.checksums import list_folder
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.index import Indexed
 from tunix_rt.runs.record import RunRecord
 
 MOST_RECORDS = 20_000
-MOST_SECONDS, END_SECONDS, WAIT_SECONDS = 20.0, 25.0, 5.0
-"""For tokenizing a dataset; for a whole page, as a chat template of a run may loop without end; and for another page that is
-reading one."""
+MOST_SECONDS, WAIT_SECONDS = 20.0, 5.0
+"""For a page, as a dataset may be long and a chat template of a run without end; and for another page that is read first."""
 MOST_OPENED, MOST_TOKENIZERS, MOST_KEYS = 4, 2, 1000
 MOST_TOKENIZER_BYTES = 64 * 2**20
 CHECK = "use the command line: tunix-rt data check, tunix-rt data show"
@@ -94,7 +91,7 @@ def reading(site: Site) -> Iterator[Shelf]:
                 return
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLong))
 
-    timer = threading.Timer(END_SECONDS, expire)
+    timer = threading.Timer(MOST_SECONDS, expire)
     timer.start()
     try:
         try:
@@ -103,7 +100,7 @@ def reading(site: Site) -> Iterator[Shelf]:
             with guard:
                 timer.cancel()
     except _TooLong as error:
-        raise _too_long(END_SECONDS) from error
+        raise InputError(f"reading the data takes more than {MOST_SECONDS:.0f} s", fix=CHECK) from error
     finally:
         shelf.lock.release()
 
@@ -193,27 +190,16 @@ def _version(path: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+def _silent(what: str, done: int, total: int, note: str, /) -> None:
+    """No progress."""
+
+
 def _open(config: RunConfig, tokenizer: Tokenizer, facts: ModelFacts, today: date | None) -> Opened:
-    progress = _deadline(MOST_SECONDS)
     recipe = recipe_of(config, tokenizer, facts, today=today)
-    seen = inspect(config, tokenizer, facts, progress, today=today)
+    seen = inspect(config, tokenizer, facts, _silent, today=today)
     refused = any(finding.refuses for finding in seen.findings)
-    prepared = None if refused else prepare(config, tokenizer, facts, progress, today=today)
+    prepared = None if refused else prepare(config, tokenizer, facts, _silent, today=today)
     return Opened(recipe=recipe, config=config, seen=seen, prepared=prepared)
-
-
-def _deadline(seconds: float) -> Progress:
-    until = time.monotonic() + seconds
-
-    def progress(what: str, done: int, total: int, note: str, /) -> None:
-        if time.monotonic() > until:
-            raise _too_long(seconds)
-
-    return progress
-
-
-def _too_long(seconds: float) -> InputError:
-    return InputError(f"reading the data takes more than {seconds:.0f} s", fix=CHECK)
 
 
 def _tokenizer(site: Site, name: str) -> tuple[Any, Callable[[], tuple[Tokenizer, ModelFacts]]]:

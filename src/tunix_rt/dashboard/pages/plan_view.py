@@ -99,7 +99,8 @@ def _verdict(seen: Outlook) -> str:
     if seen.unable:
         return f"Does not run: {name} {seen.unable}."
     if not seen.fit.fits:
-        return f"Does not fit on {name}: {size(-margin)} too much."
+        changes = "; with one of the changes below it does" if seen.proposals else ""
+        return f"Does not fit on {name} as written: {size(-margin)} too much{changes}."
     if seen.plan.lower_bound:
         return f"May fit on {name}, with at most {size(margin)} to spare: the compiler decides."
     return f"Fits on {name} with {size(margin)} to spare."
