@@ -21,6 +21,7 @@ from tunix_rt.dashboard.pages import evidence
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
 from tunix_rt.evidence.verify import verify
+from tunix_rt.plan.calibration import describe_error
 from tunix_rt.runs.index import run_id
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.tail import last_objects
@@ -143,7 +144,8 @@ def test_every_cell_of_the_list_is_what_a_named_function_gives_from_the_files_of
         phases = {row[0]: row[1:] for row in cells(site, f"/runs/{one.id}") if row}
         for name, found in record.memory.phases.items():
             figures = (found.get("predicted_bytes"), found.get("measured_bytes"))
-            assert phases[name] == [*map(formats.gib, figures), formats.percent(found.get("error"))], (path, name)
+            error = describe_error(*map(int, figures)) if "error" in found else formats.MISSING
+            assert phases[name] == [*map(formats.gib, figures), error], (path, name)
 
 
 def change(path: Path, edit) -> None:
