@@ -187,7 +187,6 @@ def test_training_needs_no_yaml_and_takes_any_file_of_traces(without_yaml):
     events.Reload()
     lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [one.step for one in events.Tensors("train/loss")] == lines
-    assert [one.step for one in events.Tensors("evaluation/accuracy")] == [0, lines[-1]]
 
 
 def test_random_weights_are_said_everywhere(without_yaml):

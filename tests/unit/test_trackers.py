@@ -55,6 +55,16 @@ def test_a_resumed_run_continues_its_curves_and_repeated_steps_are_dropped(tmp_p
     assert all(NOT_OURS.fullmatch(path.relative_to(run.root).as_posix()) for path in files)
 
 
+def test_what_a_tracker_is_too_slow_to_read_is_sent_before_the_run_ends(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    with tracked(CONFIG, run) as opened:
+        for number in range(1, 1_501):  # 200 kB, while the library is imported
+            opened.step(step(number))
+        assert opened.open[0].waiting
+    assert [at for at, _ in curves(run.root / "tensorboard")["train/loss"]] == list(range(1, 1_501))
+
+
 @pytest.mark.parametrize(
     ("code", "why"),
     [

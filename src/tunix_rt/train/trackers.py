@@ -10,9 +10,11 @@ import json
 import logging
 import netrc
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ WORKER = "tunix_rt.train.tracker_worker"
 PROJECT = "tunix-rt"
 MOST_WAITING_BYTES = 8 * 2**20
 """Lines that a tracker has not read yet; beyond, it is given up."""
+PIPE_BYTES = 2048
+"""Written at a time where the pipe has room: POSIX promises 512, Linux 4096."""
 LAST_WAIT_SECONDS = 30.0
 """For a tracker to finish after a completed run, and after one that stops."""
 STOPPING_WAIT_SECONDS = 2.0
@@ -73,16 +77,18 @@ class Tracker:
         """Send what waits, and wait for the tracker to finish. One that takes longer ends by itself."""
         if self.process.stdin is None or self.failed:
             return
-        os.set_blocking(self.process.stdin.fileno(), len(self.waiting) < 2**16)  # as much as an empty pipe takes
-        with contextlib.suppress(OSError):
-            if self.waiting:
-                os.write(self.process.stdin.fileno(), self.waiting)
+        pipe, end = self.process.stdin.fileno(), time.monotonic() + seconds
+        with contextlib.suppress(BrokenPipeError):  # its exit code follows
+            while self.waiting and (left := end - time.monotonic()) > 0:
+                if select.select([], [pipe], [], left)[1]:
+                    del self.waiting[: os.write(pipe, self.waiting[:PIPE_BYTES])]
         self.process.stdin.close()
         try:
-            if self.process.wait(seconds):
+            if self.process.wait(max(0.0, end - time.monotonic())):
                 self._give_up(self._last_error())
         except subprocess.TimeoutExpired:
-            logger.info("Tracker %s is still writing after %.0f s; it continues in the background", self.name, seconds)
+            lost = f", {len(self.waiting):,} bytes of metrics are not sent" if self.waiting else ""
+            logger.warning("Tracker %s is still writing after %.0f s, in the background%s", self.name, seconds, lost)
         self.errors.close()
 
     def _last_error(self) -> str:
