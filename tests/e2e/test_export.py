@@ -346,6 +346,7 @@ def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_saved_model_whose_texts_lost_their_beginning_is_refused_while_the_engine_stays_as_it_was(tmp_path):
     backend, source = load_backend("torch"), resolve_model("tiny-gemma3")
     engine = backend.load_for_inference(source, device="cpu", dtype="bfloat16")
