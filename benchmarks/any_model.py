@@ -252,7 +252,7 @@ def trial(name: str, into: Path, root: Path) -> dict[str, Any]:
         crashed = "Traceback" in done.stderr
         return found | {
             "outcome": "crashed" if crashed else "refused",
-            "why": " ".join(lines)[:400] or done.stderr[-400:],
+            "why": (" ".join(lines)[:500] or done.stderr[-500:]).replace(f"{into}/", ""),
         }
     ours = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     log = (out / "training_log.txt").read_text()

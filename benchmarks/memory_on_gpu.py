@@ -1,16 +1,22 @@
 """Predicted peak memory beside the measured one, on a GPU, with the real engine: presets and settings crossed, and drawn.
 
     python -m benchmarks.memory_on_gpu [--drawn SEED --count N] [--limit] [--workers N] [--only TEXT]... [--output FILE]
+    python -m benchmarks.memory_on_gpu --families SEED --count N --limit --output FILE      newer families, LoRA, traced models
 
 A case is random weights in the exact shape of a preset, three optimizer steps on packed rows of random tokens whose every token
 is a target, one held-out loss, one generation. Measured is the peak of torch's allocator in each of these; predicted, without
 the GPU, is the largest phase of the plan that belongs to it. With `--limit` the allocator may take no more than the least
 memory into which the plan says that the case fits. Several processes share the GPU, since the peak of one does not depend on
-the others; none is timed. `--drawn` adds cases by a random generator to the written ones. Writes raw JSON and prints
-the table.
+the others; none is timed. `--drawn` adds cases by a random generator to the written ones; `--families` draws those of
+`benchmarks.family_cases` and no others. Writes raw JSON after every case and prints the table. A case that the file already
+has is not measured again.
 """
 
 import argparse
+import dataclasses
+import hashlib
+import importlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +24,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,13 +32,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.family_cases import drawn_families, write_config
 from benchmarks.memory_prediction import random_data
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import TunixError
-from tunix_rt.models.resolve import resolve_model
+from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.fit import least_room, predict_run
 from tunix_rt.plan.memory import MemoryPlan
-from tunix_rt.plan.shape import shape_of
+from tunix_rt.plan.trace import shape_of_any
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -78,6 +86,11 @@ SIZES = {
 """Rows and tokens, taken in turn by the settings."""
 EAGER_EACH, COMPILED_EACH = 4, 3
 """Settings of each preset: others for each, in turn."""
+MODULES = (
+    "gemma", "gemma2", "gemma3", "gemma4", "gpt2", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen3",
+    "smollm3",
+)  # fmt: skip
+"""Of transformers, loaded before the processes of the cases are forked."""
 PARTS = {
     "steps": ("compiling", "recording", "forward", "loss", "backward", "update"),
     "held-out": ("held-out loss",),
@@ -148,8 +161,41 @@ def plan_of(
     spec: dict[str, Any], capability: tuple[int, int] | None = None, device_name: str | None = None
 ) -> MemoryPlan:
     config = RunConfig.model_validate(spec["settings"])
-    shape = shape_of(resolve_model(spec["preset"], weights="random").config)
+    shape = shape_of_any(source_of(spec), config.training)
     return predict_run(shape, config, device="cuda", capability=capability, device_name=device_name, steps=STEPS)
+
+
+def families(seed: int, count: int, most_gib: float, target: tuple[Any, ...]) -> dict[str, tuple[Any, MemoryPlan]]:
+    """`count` cases of the newer families with their plans, each predicted to need at most `most_gib`. Plans are made by threads:
+    each trace is a child process."""
+    made: dict[str, tuple[Any, MemoryPlan]] = {}
+    specs = drawn_families(seed)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        while len(made) < count:
+            batch = list(itertools.islice(specs, count))
+            planned = zip(batch, threads.map(lambda spec: _planned_or_not(spec, target), batch), strict=True)
+            fitting = ((spec, plan) for spec, plan in planned if plan and plan.peak_bytes <= most_gib * GIB)
+            made |= {spec["name"]: (spec, plan) for spec, plan in itertools.islice(fitting, count - len(made))}
+    return made
+
+
+def _planned_or_not(spec: dict[str, Any], target: tuple[Any, ...]) -> MemoryPlan | None:
+    try:
+        return plan_of(spec, *target)
+    except TunixError as error:
+        print(f"{spec['name']}: refused: {error.problem}", flush=True)
+        return None
+
+
+def source_of(spec: dict[str, Any]) -> ModelSource:
+    """The model of a case, with random weights: a preset, or one with a configuration of its own."""
+    if "config" not in spec:
+        return resolve_model(spec["preset"], weights="random")
+    key = hashlib.sha256(json.dumps(spec["config"], sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / "tunix-rt-memory-on-gpu" / key
+    if not (folder / "config.json").is_file():
+        write_config(spec, folder)
+    return resolve_model(str(folder), weights="random")
 
 
 # --- one case, in a process of its own or after others ---------------------------------------------------------------
@@ -165,8 +211,7 @@ def measure(spec: dict[str, Any], device: str, cap_bytes: int | None = None) -> 
 
     config = RunConfig.model_validate(spec["settings"])
     training, rows = config.training, config.evaluation.per_device_eval_batch_size
-    source = resolve_model(spec["preset"], weights="random")
-    row, batch_of = random_data(config, shape_of(source.config).vocab)
+    source = source_of(spec)
     start_afresh()
     if device == "cuda":
         share = 1.0 if cap_bytes is None else cap_bytes / torch.cuda.get_device_properties(0).total_memory
@@ -183,6 +228,9 @@ def measure(spec: dict[str, Any], device: str, cap_bytes: int | None = None) -> 
             torch.cuda.reset_peak_memory_stats()
 
     peak("load")
+    if not engine.support.packing:  # as a run without packing then reads its data
+        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
+    row, batch_of = random_data(config, engine.vocabulary)
     code = engine_of.prepare_steps(engine, batch_of, training, total=STEPS)
     peak("prepare")
     optimizer = engine_of.make_optimizer(engine, training)
@@ -213,6 +261,7 @@ def measure(spec: dict[str, Any], device: str, cap_bytes: int | None = None) -> 
         "reserved_bytes": reserved,
         "code": code,
         "attention": engine.attention.name,
+        "support": dataclasses.asdict(engine.support),
         "kept": kept,
     }
 
@@ -277,16 +326,12 @@ def work(device: str) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is to be seen without touching it
     import peft  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
-    from transformers.models.gemma import modeling_gemma  # noqa: F401
-    from transformers.models.gemma2 import modeling_gemma2  # noqa: F401
-    from transformers.models.gemma3 import modeling_gemma3  # noqa: F401
-    from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     import benchmarks.engine_gpu  # noqa: F401
     import tunix_rt.engines.torch.loop  # noqa: F401
 
+    for family in MODULES:
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints, prints elsewhere
     for line in sys.stdin:
@@ -403,6 +448,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="of the written ones, those whose name holds this text")
     parser.add_argument("--drawn", type=int, metavar="SEED", help="random cases besides the written ones")
+    parser.add_argument("--families", type=int, metavar="SEED", help="cases of newer families, drawn, and no others")
     parser.add_argument("--count", type=int, default=30, help="how many are drawn")
     parser.add_argument("--limit", action="store_true", help="under a cap: the least memory the plan says it fits into")
     parser.add_argument("--kept", action="store_true", help="note what the last layer keeps, tensor by tensor")
@@ -420,18 +466,15 @@ def main() -> None:
         work(arguments.device)
         return
     began = time.perf_counter()
-    specs = [spec for spec in cases() if not arguments.only or any(text in spec["name"] for text in arguments.only)]
-    if arguments.drawn is not None:
-        specs += [
-            spec | {"drawn": arguments.drawn} for spec in drawn(arguments.drawn, arguments.count, arguments.most_gib)
-        ]
-    plans = {spec["name"]: plan_of(spec, tuple(arguments.capability), arguments.device_name) for spec in specs}
+    plans, specs = _planned(arguments)
     for spec in specs:
         spec["kept"] = arguments.kept
         if arguments.limit:
             plan = plans[spec["name"]]
             spec["cap_bytes"] = least_room(plan) - plan.context_bytes
-    results: list[dict[str, Any]] = []
+    results = _measured(arguments.output, plans)
+    specs = [spec for spec in specs if spec["name"] not in {result["name"] for result in results}]
+    print(f"{len(plans)} cases, {len(results)} of them measured before; planned in {time.perf_counter() - began:.0f} s")
     print(f"{'case':78} {'predicted':>9} {'measured':>8} {'error':>8}   steps, held-out, answers", flush=True)
 
     def done(spec: dict[str, Any], answer: dict[str, Any], seconds: float) -> None:
@@ -448,7 +491,8 @@ def main() -> None:
             )  # fmt: skip
         results.append(result | {"seconds": round(seconds, 1)})
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        about = {"workers": arguments.workers, "drawn": arguments.drawn, "limit": arguments.limit, **_about()}
+        seeds = {name: getattr(arguments, name) for name in ("workers", "drawn", "families", "limit")}
+        about = {name: value for name, value in seeds.items() if value is not None} | device_facts()
         arguments.output.write_text(json.dumps({"about": about, "cases": results}, indent=1) + "\n")
         if time.perf_counter() - began > arguments.budget:
             left.clear()
@@ -465,7 +509,30 @@ def main() -> None:
         )
 
 
-def _about() -> dict[str, Any]:
+def _planned(arguments: argparse.Namespace) -> tuple[dict[str, MemoryPlan], list[dict[str, Any]]]:
+    """The plans of the cases by name, and the cases."""
+    target = (tuple(arguments.capability), arguments.device_name)
+    if arguments.families is not None:
+        made = families(arguments.families, arguments.count, arguments.most_gib, target)
+        return (
+            {name: plan for name, (_, plan) in made.items()},
+            [spec | {"drawn": arguments.families} for spec, _ in made.values()],
+        )
+    specs = [spec for spec in cases() if not arguments.only or any(text in spec["name"] for text in arguments.only)]
+    if arguments.drawn is not None:
+        specs += [
+            spec | {"drawn": arguments.drawn} for spec in drawn(arguments.drawn, arguments.count, arguments.most_gib)
+        ]
+    return {spec["name"]: plan_of(spec, *target) for spec in specs}, specs
+
+
+def _measured(file: Path, plans: dict[str, MemoryPlan]) -> list[dict[str, Any]]:
+    """What `file` has of the cases in `plans`; those that failed with enough memory are tried again."""
+    found = json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else []
+    return [one for one in found if one["name"] in plans and ("failed" not in one or one["out_of_memory"])]
+
+
+def device_facts() -> dict[str, Any]:
     import importlib.metadata
 
     found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}

@@ -9,7 +9,8 @@
     python -m benchmarks.speed cpu                                  a small model on two threads, as a ratio
 
 Each writes benchmarks/results/speed_NAME.json with every raw value, after every measurement, so that what was measured
-stays when the time is up. In each round every contender is built anew, warms up, is timed, and is freed.
+stays when the time is up; with `--resume` what the file has with the same settings is not measured again. In each round every
+contender is built anew, warms up, is timed, and is freed. The plan of ours stands beside its peak.
 """
 
 import argparse
@@ -36,8 +37,10 @@ from benchmarks.speed_jobs import (
     memory,
     start_afresh,
 )
+from tunix_rt.data.packing import IGNORED
 from tunix_rt.engines.failures import is_out_of_memory
 from tunix_rt.errors import DoesNotFitError
+from tunix_rt.plan.fit import least_room, predict_run
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -99,6 +102,22 @@ class Record:
             "settings": {k: v for k, v in kept.items() if k not in ("which", "output")},
         }
         self._ends = time.monotonic() + options.budget_seconds
+        if options.resume and self.path.is_file():
+            self._resume(json.loads(self.path.read_text(encoding="utf-8")))
+
+    def _resume(self, before: dict[str, Any]) -> None:
+        free = ("budget_seconds", "presets", "resume")
+        one, other = ({k: v for k, v in of["settings"].items() if k not in free} for of in (before, self.found))
+        if json.dumps(one) != json.dumps(other):
+            raise SystemExit(f"{self.path}: measured with other settings; give another --output")
+        self.found["cases"] = before["cases"]
+
+    def case_of(self, made: dict[str, Any]) -> dict[str, Any]:
+        """The case of this preset as far as it was measured, else the one that is `made`."""
+        known = next((case for case in self.found["cases"] if case["preset"] == made["preset"]), None)
+        if known is None:
+            self.found["cases"].append(made)
+        return known or made
 
     def out_of_time(self) -> bool:
         return time.monotonic() > self._ends
@@ -136,11 +155,14 @@ def measure(contender: str, job: Job, steps: int) -> dict[str, Any]:
 def rounds_of(jobs: dict[str, Job], options: argparse.Namespace, case: dict[str, Any], record: Record) -> None:
     """Every contender once in each round, in a turned order; the dense product before each round."""
     names = list(jobs)
-    gone: set[str] = set()
+    before = {name: case["contenders"][name]["rounds"] for name in names}
+    gone = {name for name, rounds in before.items() if rounds and "seconds" not in rounds[-1]}
     for number in range(options.rounds):
+        if all(name in gone or len(before[name]) > number for name in names):
+            continue
         case["dense_tflops"].append(dense_product())
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            if name in gone:
+            if name in gone or len(before[name]) > number:
                 continue
             if record.out_of_time():
                 case["stopped"] = f"the time was up in round {number + 1}, before {name}"
@@ -193,6 +215,9 @@ def show(case: dict[str, Any]) -> None:
         f"{'':16s}{'tokens/s':>10s}{'TFLOP/s':>9s}{'of dense':>9s}{'GiB':>8s}{'reserved':>9s}{'1st step':>9s}{'ours':>7s}"
     )
     ours = case["contenders"].get("ours", {}).get("median")
+    if "predicted_bytes" in case and ours and "peak_allocated_bytes" in ours:
+        error = case["predicted_bytes"] / ours["peak_allocated_bytes"] - 1
+        print(f"plan of ours: {case['predicted_bytes'] / GIB:.2f} GiB, {error:+.2%}")
     for name, kept in case["contenders"].items():
         if "median" not in kept:
             print(f"{name:16s}{short(kept['rounds'][-1]) if kept['rounds'] else 'not measured'}")
@@ -206,9 +231,27 @@ def show(case: dict[str, Any]) -> None:
         )
 
 
+def predicted(job: Job, options: argparse.Namespace) -> dict[str, int]:
+    """The peak of a run of ours over these batches by its plan, and the least memory in which the plan says that it fits."""
+    if options.device == "cpu":
+        return {}
+    micros = [micro for batch in job.batches for micro in batch.micro_batches]
+    share = max(float((micro.labels != IGNORED).sum()) / micro.labels.size for micro in micros)
+    plan = predict_run(
+        job.shape, job.config, device=options.device, row_tokens=micros[0].ids.shape[1], target_share=share,
+        capability=torch.cuda.get_device_capability(), device_name=torch.cuda.get_device_name(),
+        steps=job.warmup + options.steps,
+    )  # fmt: skip
+    return {
+        "predicted_bytes": plan.peak_bytes,
+        "least_room_bytes": least_room(plan),
+        "context_bytes": plan.context_bytes,
+    }
+
+
 def run_cases(options: argparse.Namespace, record: Record, presets: list[str]) -> int:
     """Every preset in turn; 1 when a figure of ours is missing."""
-    record.write(cases=[])
+    record.write(cases=record.found.get("cases", []))
     for preset in presets:
         torch.compiler.reset()  # what was compiled for another model is of no use to this one
         made = {
@@ -222,8 +265,10 @@ def run_cases(options: argparse.Namespace, record: Record, presets: list[str]) -
                 name: {"words": WORDS[name], "job": job.facts(), "rounds": []} for name, job in jobs.items()
             },
         }
-        case["training"] = next(iter(jobs.values())).training.model_dump(exclude_defaults=True)
-        record.found["cases"].append(case)
+        job = next(iter(jobs.values()))
+        case["training"] = job.training.model_dump(exclude_defaults=True)
+        case |= predicted(job, options)
+        case = record.case_of(case)
         rounds_of(jobs, options, case, record)
         summarise(case)
         record.write()
@@ -371,6 +416,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", help="of transformers' loops, instead of sdpa")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for ours")
     parser.add_argument("--budget-seconds", type=float, default=3600.0, help="nothing new is begun after it")
+    parser.add_argument("--resume", action="store_true", help="go on with the file of an earlier call")
     parser.add_argument("--cap-gib", type=float, default=8.0)
     parser.add_argument("--ways", nargs="+", default=["ours", "ours, as many updates", "predecessor"])
     parser.add_argument("--threads", type=int, default=2)

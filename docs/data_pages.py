@@ -127,8 +127,8 @@ def _sources() -> list[str]:
         ("a folder", "`my/folder`", f"all files in it, or one level below, that end in {endings} (also with `.gz`), in "
          "name order; more than one split, the same name twice or a missing shard is refused"),
         ("a pattern", "`my/train-*`", "the files it matches, in name order; splits are your choice"),
-        ("a hub dataset", "`owner/name`, `owner/name:data/train-*`",
-         "a folder, file or pattern in the local cache of the hub; nothing is downloaded"),
+        ("a hub dataset", "`owner/name`, `owner/name:main/train`, `owner/name@COMMIT:data/train-*`",
+         "a split, folder, file or pattern of the hub; fetched unless it is in the hub's cache"),
     ]  # fmt: skip
     return [
         "## Names",

@@ -1,6 +1,6 @@
 """Pictures of the pages, for README and for people who review them.
 
-python -m tests.browser.screenshots FOLDER      every page, light and dark, whole
+python -m tests.browser.screenshots FOLDER      every page, light, dark and 320 pixels wide, whole
 python -m tests.browser.screenshots --readme    docs/dashboard.png, the top of one run's page
 """
 
@@ -15,22 +15,23 @@ from tests.browser.conftest import RUNS, dashboard
 from tests.program import ROOT
 from tunix_rt.runs.index import run_id
 
-DEMO, ONE, OTHER = map(run_id, ("demo_v1", "m39_v1", "m40_v1"))
+DEMO, ONE, OTHER, SHOWN = map(run_id, ("demo_v1", "m39_v1", "m40_v1", "gemma3_270m_gsm8k_v1"))
 PAGES = {
     "runs": "/",
     "run": f"/runs/{DEMO}",
-    "answers": f"/runs/{DEMO}/answers?show=lost",
+    "answers": f"/runs/{SHOWN}/answers?show=lost",
     "evidence": f"/runs/{DEMO}/evidence",
     "compare": f"/compare?run={ONE}&run={OTHER}",
     "plan": "/plan?model=gemma-2b&on=rtx4090",
     "data": "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=0",
     "doctor": "/doctor",
 }
-SHOWN = run_id("gemma3_270m_gsm8k_v1")
 
 
-def take(browser: Browser, address: str, path: str, to: Path, *, scheme: str = "light", whole: bool = True) -> None:
-    context = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 860})  # type: ignore[arg-type]
+def take(
+    browser: Browser, address: str, path: str, to: Path, *, scheme: str = "light", whole: bool = True, width: int = 1200
+) -> None:
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 860})  # type: ignore[arg-type]
     page = context.new_page()
     page.goto(address)
     page.goto(urllib.parse.urljoin(address, path))
@@ -53,6 +54,7 @@ def main(words: list[str]) -> None:
         for name, path in PAGES.items():
             for scheme in ("light", "dark"):
                 take(browser, address, path, folder / f"{name}-{scheme}.png", scheme=scheme)
+            take(browser, address, path, folder / f"{name}-narrow.png", width=320)
 
 
 if __name__ == "__main__":

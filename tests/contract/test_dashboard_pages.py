@@ -7,11 +7,11 @@ import shutil
 import threading
 import time
 from collections import Counter
-from html.parser import HTMLParser
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.pages import Read
 from tunix_rt.dashboard.pages import answers, doctor, evidence
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
@@ -31,40 +31,6 @@ render = pytest.importorskip("tunix_rt.dashboard.app").render
 RUNS = ROOT / "submission_runs"
 NAMES = sorted(path.name for path in RUNS.iterdir())
 FACTS = sorted((ROOT / "tests" / "facts").glob("*.json"))
-
-
-class Read(HTMLParser):
-    """A page as a browser takes it: its text, its articles, the cells of its tables, and how often each tag occurs."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.articles: list[str] = []
-        self.rows: list[list[str]] = []
-        self.text, self._open = "", [""]
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags[tag] += 1
-        if tag == "article":
-            self.articles.append("")
-        elif tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        self._open.append(tag)
-
-    def handle_endtag(self, tag):
-        while len(self._open) > 1 and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        self.text += data
-        if "article" in self._open:
-            self.articles[-1] += data
-        if "td" in self._open or "th" in self._open:
-            self.rows[-1][-1] += data
 
 
 def shown(handler, site: Site, address: str = "", run_id: str = "") -> tuple[Read, str]:

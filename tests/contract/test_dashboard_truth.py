@@ -14,12 +14,18 @@ import pytest
 from pydantic import BaseModel
 
 from tests.conftest import ROOT
+from tests.pages import Read
 from tunix_rt.dashboard import charts, formats
 from tunix_rt.dashboard.app import environment, find_page, render
+from tunix_rt.dashboard.pages import evidence
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
+from tunix_rt.evidence.verify import verify
+from tunix_rt.runs.index import run_id
+from tunix_rt.runs.record import RunRecord
+from tunix_rt.runs.tail import last_objects
 
-RUNS = ROOT / "submission_runs"
+RUNS, KEY = ROOT / "submission_runs", "dev-reasoning-v2"
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 TEMPLATES = ROOT / "src" / "tunix_rt" / "dashboard" / "templates"
 
@@ -94,16 +100,50 @@ def addresses(site: Site) -> list[str]:
     pages = [
         f"/runs/{one}{end}" for one in ids for end in ("", "?x=tokens", "/answers", "/answers?show=lost", "/evidence")
     ]
-    return ["/", *pages, f"/compare?run={ids[3]}&run={ids[4]}", "/plan?model=gemma-3-1b&on=rtx4090"]
+    data = [f"/data?data={KEY}&model=tiny-gemma3&{one}" for one in ("record=7", "row=2", "record=3&ids=1")]
+    planned = [f"/plan?model=gemma-3-1b&on=rtx4090{more}" for more in ("", "&devices=all")]
+    return ["/", *pages, f"/compare?run={ids[3]}&run={ids[4]}", *data, *planned]
 
 
 def test_every_number_on_a_page_is_in_its_value():
     site = Site.of(RUNS)
+    for run in site.index.runs():
+        evidence.start(site, run).join()
     for address in addresses(site):
         page, value = opened(site, address)
         known = shown_numbers(value) | template_numbers()
         stray = [number for number in NUMBER.findall(text_of(page)) if number not in known]
         assert stray == [], address
+
+
+def cells(site: Site, address: str) -> list[list[str]]:
+    return [[" ".join(cell.split()) for cell in row] for row in Read(opened(site, address)[0]).rows]
+
+
+def test_every_cell_of_the_list_is_what_a_named_function_gives_from_the_files_of_its_run():
+    site = Site.of(RUNS)
+    rows = {row[1]: row[2:] for row in cells(site, "/") if len(row) > 2}
+    for path in (path for path in RUNS.iterdir() if path.is_dir()):
+        record, verdict = RunRecord(path), verify(path)
+        evidence.start(site, one := site.index.find(run_id(path.name))).join()
+        assert evidence.verified_level(site, one) == verdict.level
+        result, base, exam = record.result, record.commitment.base_model, record.commitment.evalset
+        recent = last_objects(path, "metrics.jsonl", 8 * 1024)
+        speed = sum(line["tokens"] for line in recent) / sum(line["seconds"] for line in recent)
+        before, after = (formats.percent(record.scores(when).accuracy) for when in ("before", "after"))
+        examined = f"{exam.key}, {formats.count(exam.items)} questions" if exam else "eval set not recorded"
+        weights = ", random weights" if base.weights == "random" else ""
+        assert rows[path.name] == [
+            result.status, f"{base.name} {result.device}{weights}",
+            f"{formats.count(result.steps_completed)} of {formats.count(result.steps_planned)}", "",
+            formats.figure(result.final_loss), f"{before} → {after} {examined}", formats.rate(speed),
+            f"{formats.gib(record.memory.measured_bytes)} predicted {formats.gib(record.memory.predicted_bytes)}",
+            "not verified bundle", formats.moment(result.finished),
+        ]  # fmt: skip
+        phases = {row[0]: row[1:] for row in cells(site, f"/runs/{one.id}") if row}
+        for name, found in record.memory.phases.items():
+            figures = (found.get("predicted_bytes"), found.get("measured_bytes"))
+            assert phases[name] == [*map(formats.gib, figures), formats.percent(found.get("error"))], (path, name)
 
 
 def change(path: Path, edit) -> None:
@@ -121,13 +161,38 @@ CHANGES = {
         ("/", "78.00 GiB"),
     ),
     "the accuracy": ("result.json", lambda one: one["scores"]["after"].update(accuracy=0.125), ("/", "12.5 %")),
+    "the memory of a phase": (
+        "memory.json",
+        lambda one: one["phases"]["load"].update(measured_bytes=77 * 2**30),
+        ("/runs/ID", "77.00 GiB"),
+    ),
+    "the planned memory of a phase": (
+        "plan.json",
+        lambda one: one["memory"]["phases"][1].update(total_bytes=66 * 2**30),
+        ("/runs/ID", "66.00 GiB"),
+    ),
+    "the size of a checkpoint": (
+        "checkpoints.json",
+        lambda one: one["checkpoints"][0]["files"]["state.json"].update(bytes=55 * 2**30),
+        ("/runs/ID", "56.39 GiB"),
+    ),
+    "the accuracy before": ("eval/before.json", lambda one: one.update(accuracy=0.375), ("/", "37.5 %")),
+    "the accuracy after": ("eval/after.json", lambda one: one.update(accuracy=0.625), ("/", "62.5 %")),
 }
+UNFINISHED = {
+    "plan.json": ("result.json", "memory.json"),
+    "eval/before.json": ("result.json",),
+    "eval/after.json": ("result.json",),
+}
+"""Files that take the place of another one once the run has ended."""
 
 
 @pytest.mark.parametrize("change_of", CHANGES)
 def test_a_changed_file_changes_the_page(tmp_path, change_of):
     name, edit, (address, shown) = CHANGES[change_of]
     run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "runs" / "one")
+    for gone in UNFINISHED.get(name, ()):
+        (run / gone).unlink()
     site = Site.of(tmp_path / "runs")
     address = address.replace("ID", site.index.runs()[0].id)
     before, _ = opened(site, address)
@@ -143,6 +208,7 @@ def test_a_changed_answer_and_a_changed_step_change_the_page(tmp_path):
     for name, key, value, address in (
         ("eval/predictions-after.jsonl", "output", "an answer of another model", f"/runs/{one}/answers"),
         ("metrics.jsonl", "loss", 123.456, f"/runs/{one}"),
+        ("eval/heldout.jsonl", "loss", 87.656, f"/runs/{one}"),
     ):
         before, _ = opened(site, address)
         lines = (run / name).read_text().splitlines()

@@ -25,7 +25,8 @@ from tunix_rt.data.containers import MAX_DOCUMENT_BYTES
 from tunix_rt.data.file_kinds import recognise
 from tunix_rt.data.readers import pack_line, parse, read_raw, unpack_line
 from tunix_rt.data.records import EvalItem, Trace, read_records
-from tunix_rt.data.sources import find_dataset, find_evalset, read_items, split_of
+from tunix_rt.data.sources import find_dataset, find_evalset, read_items
+from tunix_rt.data.splits import split_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.errors import InputError, StorageError
 

@@ -154,7 +154,7 @@ def list_(as_json: bool) -> None:
 def check(as_json: bool, **options: Any) -> None:
     """Validate dataset KEY against every rule. Exit 3 when one refuses it, as a run would.
 
-    KEY is a dataset, a file, a folder, or a hub dataset in the local cache.
+    KEY is a dataset, a file, a folder, or a dataset of the hub, which is fetched.
     """
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.validation import refuse

@@ -21,6 +21,7 @@ VERBS = {
     "doctor": ("doctor", "Which device a run uses on this computer, and why."),
     "env": ("doctor", "Create an environment with a torch that fits this computer, or verify one."),
     "models": ("models", "List the model families, and how each is supported."),
+    "init": ("init", "Write a commented configuration that fits this computer: five questions, or flags."),
     "convert": ("convert", "Convert a configuration of Axolotl, LLaMA-Factory, TRL or torchtune."),
     "plan": ("plan", "Predict the peak memory of a run, and whether it fits."),
     "data": ("data", "Import a dataset, check it, and show token by token what is trained."),
@@ -30,9 +31,10 @@ VERBS = {
     "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
     "chat": ("inference", "Chat with a model."),
-    "runs": ("runs", "List the runs in a folder, or show one."),
+    "runs": ("runs", "List the runs in a folder, show one, delete or archive them."),
     "dashboard": ("dashboard", "Look at runs, plans and data in a browser on this computer."),
     "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
+    "completion": ("completion", "Print the completion script of a shell."),
 }
 
 

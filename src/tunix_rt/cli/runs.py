@@ -1,8 +1,9 @@
-"""`tunix-rt runs`: lists and shows run folders, finished or not. Never writes.
+"""`tunix-rt runs`: lists and shows run folders, finished or not; `rm` and `archive` delete them.
 
 A run may be live, so a missing file is an unknown fact and a torn last line is skipped; a corrupt file is named.
 """
 
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ class _ListByDefault(Group):
 
 @click.group(cls=_ListByDefault)
 def runs() -> None:
-    """List runs, or show one. `tunix-rt runs [DIR]` is short for `tunix-rt runs list [DIR]`."""
+    """List runs, show one, delete or archive them. `tunix-rt runs [DIR]` is short for `tunix-rt runs list [DIR]`."""
 
 
 @runs.command("list")
@@ -87,6 +88,55 @@ def show(run: Path, as_json: bool) -> None:
         text.show_json(asdict(detail))
     else:
         text.show_run(detail)
+
+
+YES = click.option("--yes", is_flag=True, help="Do not ask.")
+RUNS = click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+
+
+@runs.command("rm")
+@RUNS
+@YES
+def remove(folders: tuple[Path, ...], yes: bool) -> None:
+    """Delete every RUN with its checkpoints and its model. Asks first; a live run is refused."""
+    from tunix_rt.runs.index import find_run
+    from tunix_rt.runs.removal import held, remove
+
+    for root in [find_run(folder) for folder in folders]:
+        with held(root) as run:
+            if _agreed(run.root, "delete", yes):
+                remove(run)
+                click.echo(f"deleted: {root}", err=True)
+
+
+@runs.command()
+@RUNS
+@click.option("--to", "out", type=click.Path(path_type=Path), help="The tar file, for one RUN [RUN.tar].")
+@YES
+def archive(folders: tuple[Path, ...], out: Path | None, yes: bool) -> None:
+    """Pack every RUN into a tar file, read it back, then delete the folder. Asks first; a live run is refused."""
+    from tunix_rt.runs.index import find_run
+    from tunix_rt.runs.removal import archive, held
+
+    if out is not None and len(folders) > 1:
+        raise click.UsageError("--to names the file of one run")
+    for root in [find_run(folder) for folder in folders]:
+        to = out or root.with_name(f"{root.name}.tar")
+        with held(root) as run:
+            if _agreed(run.root, f"pack into {to} and delete", yes):
+                click.echo(f"packed: {to}, {text.gib(archive(run, to))}; unpack it with: tar -xf {to}", err=True)
+
+
+def _agreed(root: Path, what: str, yes: bool) -> bool:
+    """Whether a person agrees; ConfigError where nobody can be asked."""
+    from tunix_rt.errors import ConfigError
+    from tunix_rt.storage import bytes_below
+
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"nobody can be asked whether to {what} {root}", fix="add --yes")
+    return click.confirm(f"{what} {root} ({text.gib(bytes_below(root))})?", err=True)
 
 
 def read_run(root: Path) -> RunDetail:

@@ -3,10 +3,10 @@
 A dataset is named by its key, a tokenizer by a shipped model or by a run of the index; no path arrives from outside.
 """
 
+import ctypes
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,6 @@ from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import ModelSource, resolve_architecture
 from tunix_rt.plan.shape import outline_of
-from tunix_rt.progress import Progress
 from tunix_rt.runs.checksums import list_folder
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.index import Indexed
@@ -36,7 +35,7 @@ from tunix_rt.runs.record import RunRecord
 
 MOST_RECORDS = 20_000
 MOST_SECONDS, WAIT_SECONDS = 20.0, 5.0
-"""For tokenizing a dataset, and for another page that is reading one."""
+"""For a page, as a dataset may be long and a chat template of a run without end; and for another page that is read first."""
 MOST_OPENED, MOST_TOKENIZERS, MOST_KEYS = 4, 2, 1000
 MOST_TOKENIZER_BYTES = 64 * 2**20
 CHECK = "use the command line: tunix-rt data check, tunix-rt data show"
@@ -84,10 +83,30 @@ def reading(site: Site) -> Iterator[Shelf]:
     shelf: Shelf = site.cache.setdefault("data", Shelf())
     if not shelf.lock.acquire(timeout=WAIT_SECONDS):
         raise InputError("another page is still reading data", fix="try again in a moment")
+    thread, guard = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+
+    def expire() -> None:
+        with guard:
+            if timer.finished.is_set():  # the page was done just before
+                return
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLong))
+
+    timer = threading.Timer(MOST_SECONDS, expire)
+    timer.start()
     try:
-        yield shelf
+        try:
+            yield shelf
+        finally:
+            with guard:
+                timer.cancel()
+    except _TooLong as error:
+        raise InputError(f"reading the data takes more than {MOST_SECONDS:.0f} s", fix=CHECK) from error
     finally:
         shelf.lock.release()
+
+
+class _TooLong(BaseException):
+    """Raised in the thread of a page by its timer. No `except Exception` around a chat template catches it."""
 
 
 def _kept(shelf: dict[Any, T], key: Any, make: Callable[[], T], most: int) -> T:
@@ -171,23 +190,16 @@ def _version(path: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+def _silent(what: str, done: int, total: int, note: str, /) -> None:
+    """No progress."""
+
+
 def _open(config: RunConfig, tokenizer: Tokenizer, facts: ModelFacts, today: date | None) -> Opened:
-    progress = _deadline(MOST_SECONDS)
     recipe = recipe_of(config, tokenizer, facts, today=today)
-    seen = inspect(config, tokenizer, facts, progress, today=today)
+    seen = inspect(config, tokenizer, facts, _silent, today=today)
     refused = any(finding.refuses for finding in seen.findings)
-    prepared = None if refused else prepare(config, tokenizer, facts, progress, today=today)
+    prepared = None if refused else prepare(config, tokenizer, facts, _silent, today=today)
     return Opened(recipe=recipe, config=config, seen=seen, prepared=prepared)
-
-
-def _deadline(seconds: float) -> Progress:
-    until = time.monotonic() + seconds
-
-    def progress(what: str, done: int, total: int, note: str, /) -> None:
-        if time.monotonic() > until:
-            raise InputError(f"reading the data takes more than {seconds:.0f} s", fix=CHECK)
-
-    return progress
 
 
 def _tokenizer(site: Site, name: str) -> tuple[Any, Callable[[], tuple[Tokenizer, ModelFacts]]]:

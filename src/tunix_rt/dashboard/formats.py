@@ -20,11 +20,6 @@ def percent(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f} %"
 
 
-def points(value: float | None) -> str:
-    """A difference of rates, in percentage points."""
-    return MISSING if value is None else f"{100 * value:+.1f}"
-
-
 def gib(value: float | None) -> str:
     return MISSING if value is None else f"{value / GIB:.2f} GiB"
 
@@ -59,5 +54,5 @@ def visible(value: object) -> str:
 
 
 FILTERS: Mapping[str, Callable[[Any], str]] = {
-    function.__name__: function for function in (count, percent, points, gib, figure, rate, seconds, moment, visible)
+    function.__name__: function for function in (count, percent, gib, figure, rate, seconds, moment, visible)
 }

@@ -1,15 +1,14 @@
-"""From a name to files and their hashes: a key, a file, a folder, or a hub dataset in the local cache.
+"""From a name to files and their hashes: a key, a file, a folder, or a dataset of the hub.
 
 A file that does not match its manifest is refused, and so is a folder whose file names have more than one split.
 """
 
-import fnmatch
 import glob
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,22 @@ from typing import Any
 from tunix_rt import assets
 from tunix_rt.data.containers import Version, printable, refuse_changed, version_of
 from tunix_rt.data.file_kinds import recognise
+from tunix_rt.data.hub_files import hub_files
 from tunix_rt.data.readers import Raw, describe_line, parse
 from tunix_rt.data.records import COLUMNS, EvalItem, known_columns, read_records
+from tunix_rt.data.splits import (
+    ENDINGS,
+    NOT_READ_ENDINGS,
+    Given,
+    has_data_name,
+    refuse_missing_shards,
+    refuse_two_readings,
+)
 from tunix_rt.data.tables import describe_container
 from tunix_rt.errors import InputError, did_you_mean
 
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<inside>.+))?", re.ASCII)
-ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
-NOT_READ_ENDINGS = (".xlsx", ".xls", ".arrow", ".zst", ".xz", ".zip", ".bz2")
-NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json"}
-"""Metadata files with the extension of a data file."""
-SPLITS = {
-    "train": "train", "training": "train", "test": "test", "testing": "test", "validation": "validation",
-    "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation", "evaluation": "validation",
-    "heldout": "validation", "holdout": "validation",
-}  # fmt: skip
-SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[^:@]+))?(:(?P<inside>.+))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +105,8 @@ def join_datasets(found: Sequence[Dataset]) -> Dataset:
 
 
 def find_dataset(key: str) -> Dataset:
-    """The dataset `key`: a file, a key on the search path, a folder, a pattern (`data/train-*`), or a hub dataset in the
-    local cache (`owner/name`, or `owner/name:data/train-*`). Nothing is downloaded."""
+    """The dataset `key`: a file, a key on the search path, a folder, a pattern (`data/train-*`), or a dataset of the hub
+    (`owner/name`, `owner/name:data/train-*`, `owner/name@COMMIT:CONFIG/SPLIT`), which is fetched unless it is in its cache."""
     path = os.path.expanduser(key)
     if os.path.isfile(path):  # unlike pathlib, os.path does not raise for an invalid name
         return _dataset(key, [Path(path)])
@@ -119,7 +117,7 @@ def find_dataset(key: str) -> Dataset:
     if files := _matching(path):
         return _dataset(key, files)
     if hub := HUB_ID.fullmatch(key):
-        return _from_hub(key, hub["id"], hub["inside"])
+        return _from_hub(key, hub["id"], hub["revision"] or "main", hub["inside"] or "")
     raise _unknown(key, "datasets", "the path of a file or folder")
 
 
@@ -221,9 +219,6 @@ def _compare_with_manifest(path: Path, sha256: str, manifest: Path) -> None:
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
-Given = Callable[[str], str]
-"""From a path inside a folder to the name that a user gives for it."""
-
 
 def _from_folder(key: str, folder: Path, given: Given) -> Dataset:
     """All data files of a folder, or of the folders one level below it, in name order."""
@@ -240,8 +235,8 @@ def _from_folder(key: str, folder: Path, given: Given) -> Dataset:
             f"no data file in {folder} nor one level below it",
             fix=f"give the path of a file, or a folder with files that end in {', '.join(ENDINGS)} (also with .gz)",
         )
-    _refuse_two_readings(inside, folder, given)
-    _refuse_missing_shards(inside, folder)
+    refuse_two_readings(inside, folder, given)
+    refuse_missing_shards(inside, folder)
     return _dataset(key, [folder / name for name in inside])
 
 
@@ -287,75 +282,7 @@ def _raise(error: OSError) -> None:
 
 def _is_data(path: Path) -> bool:
     """By its name: a folder also has licences, scripts and descriptions. Its content is checked later."""
-    name = path.name.lower()
-    return (
-        not name.startswith(".")
-        and name.removesuffix(".gz").endswith(ENDINGS)
-        and name not in NOT_DATA
-        and path.is_file()
-    )
-
-
-def split_of(inside: str) -> str:
-    """The split in the name of a file, or else of its folder; empty without one."""
-    folder, _, name = inside.rpartition("/")
-    if shard := SHARD.match(name):
-        return shard["split"]
-    words = [word.lower() for part in (name, folder) for word in re.split(r"[^A-Za-z]+", part)]
-    return next((SPLITS[word] for word in words if word in SPLITS), "")
-
-
-def _refuse_two_readings(inside: Sequence[str], folder: Path, given: Given) -> None:
-    """Refuse an ambiguous folder: several splits, files here and below, or the same name in two folders."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in inside:
-        groups.setdefault((name.rpartition("/")[0], split_of(name)), []).append(name)
-    splits = {split for _, split in groups if split}
-    unnamed = any(not split for _, split in groups)
-    here_and_below = len({bool(parent) for parent, _ in groups}) > 1
-    names = [name.rpartition("/")[2] for name in inside]
-    held_out_beside = unnamed and any(_is_held_out(split) for split in splits)
-    if len(splits) <= 1 and not held_out_beside and not here_and_below and len(set(names)) == len(names):
-        return
-    readings = [
-        given(path) for (parent, split), group in groups.items() for path in _as_paths(parent, split, group, inside)
-    ]
-    shown = ", ".join(sorted(splits)) if len(splits) > 1 or held_out_beside else "several folders"
-    others = " and files without a split in their names" if held_out_beside else ""
-    raise InputError(
-        f"{folder} is ambiguous ({len(groups)} readings): it has {shown}{others}",
-        fix=f"give one of: {', '.join(readings[:12])}{' ...' if len(readings) > 12 else ''}",
-    )
-
-
-def _is_held_out(split: str) -> bool:
-    """Whether a split is not for training; that of a shard may have more words (`test_sft`)."""
-    return any(SPLITS.get(word, "train") != "train" for word in re.split(r"[^a-z]+", split.lower()))
-
-
-def _as_paths(parent: str, split: str, group: Sequence[str], inside: Sequence[str]) -> Sequence[str]:
-    """Names for these files: one path, their folder, a pattern that matches them alone, or every path."""
-    if len(group) == 1:
-        return group
-    if parent and [name for name in inside if name.rpartition("/")[0] == parent] == list(group):
-        return [parent]
-    pattern = f"{parent}/{split}*" if parent else f"{split}*"
-    return [pattern] if fnmatch.filter(inside, pattern) == list(group) else group
-
-
-def _refuse_missing_shards(inside: Sequence[str], folder: Path) -> None:
-    """`train-00000-of-00003` implies two more shards."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for name in inside:
-        if shard := SHARD.match(name):
-            found.setdefault((shard["split"], shard["count"]), set()).add(int(shard["number"]))
-    for (split, count), numbers in found.items():
-        if missing := sorted(set(range(int(count))) - numbers):
-            raise InputError(
-                f"{folder}: {len(missing)} of {int(count)} files of {split} are missing, "
-                f"the first is {split}-{missing[0]:05d}-of-{count}",
-                fix="fetch the rest, or name the files you want: a path, or a pattern with *",
-            )
+    return has_data_name(path.name) and path.is_file()
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -365,36 +292,12 @@ def _matching(pattern: str) -> list[Path]:
     return [Path(path) for path in sorted(glob.glob(pattern)) if os.path.isfile(path)]
 
 
-# --- the hub's local cache -------------------------------------------------------------------------------------------
+# --- the hub -----------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(key: str, name: str, inside: str | None) -> Dataset:
-    """The files of a hub dataset that were downloaded before."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    fetch = f"`hf download --repo-type dataset {name}`"
-    try:
-        snapshot = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
-        unknown = _unknown(key, "datasets", "the path of a file or folder")
-        raise InputError(
-            f"{unknown.problem}: no such file or folder, and {name} is not in the local cache of the hub",
-            fix=f"{unknown.fix}; or fetch it first: {fetch}",
-        ) from error
-    if inside is None:
-        return _from_folder(key, snapshot, lambda path: f"{name}:{path}")
+def _from_hub(key: str, name: str, revision: str, inside: str) -> Dataset:
+    """The files of a hub dataset that a name stands for, from its cache or fetched."""
     if os.path.isabs(inside) or ".." in Path(inside).parts:
         raise InputError(f"{key!r}: {inside!r} is not inside the dataset", fix=f"give {name}:PATH, seen from its top")
-    place = snapshot / inside
-    if os.path.isfile(place):
-        return _dataset(key, [place])
-    if os.path.isdir(place):
-        return _from_folder(key, place, lambda path: f"{name}:{(Path(inside) / path).as_posix()}")
-    if files := _matching(glob.escape(str(snapshot)) + "/" + inside):
-        return _dataset(key, files)
-    known = sorted(path.relative_to(snapshot).as_posix() for path in _data_files_in(snapshot))
-    raise InputError(
-        f"no {inside!r} in {name} in the local cache",
-        fix=f"there are: {', '.join(known[:12]) or 'no data files'}; fetch the rest with {fetch}",
-    )
+    folder, files = hub_files(name, revision, inside, unknown=_unknown(key, "datasets", "the path of a file or folder"))
+    return _dataset(key, [folder / file for file in files])

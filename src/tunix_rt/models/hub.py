@@ -1,11 +1,13 @@
-"""A model of the hub: from the local cache when it is complete there, else downloaded. Errors of the hub with a way out."""
+"""Repositories of the hub: from the local cache when they are complete there, else downloaded. Its errors have a way out."""
 
+import contextlib
 import errno
 import fnmatch
+import glob
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,25 @@ WEIGHTS = "*.safetensors"
 SMALL_FILES = ("*.json", "*.jinja")
 GIB = 2**30
 OTHER_CACHE = "free space or permissions there, or set HF_HOME to a folder on another volume"
+REVISION = {"model": "model.revision: main", "dataset": "the dataset without @REVISION"}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A model requested from the hub, with what its errors need."""
+    """A repository requested from the hub, with what its errors need."""
 
     name: str
     revision: str
     cached: str
     """`not in the local cache`, or what is missing there."""
     ways_on: str
+    kind: str = "model"
+    """`model` or `dataset`."""
+
+    @property
+    def what(self) -> str:
+        return f"{self.kind} {self.name!r}"
 
 
 def from_hub(
@@ -49,6 +58,12 @@ def from_hub(
         request = Request(name=name, revision=revision, ways_on=ways_on(folder), cached=cached)
         folder = _fetch(request, patterns, with_weights=with_weights, download=download)
     return folder, folder.name
+
+
+def cached_config(name: str, revision: str) -> Path | None:
+    """The snapshot in the cache that has config.json."""
+    folder, lacking = _from_cache(name, revision, list(SMALL_FILES), with_weights=False)
+    return None if lacking else folder
 
 
 def _from_cache(name: str, revision: str, patterns: list[str], with_weights: bool) -> tuple[Path | None, str]:
@@ -77,25 +92,76 @@ def _from_cache(name: str, revision: str, patterns: list[str], with_weights: boo
 
 
 def _fetch(request: Request, patterns: list[str], *, with_weights: bool, download: bool) -> Path:
+    about = describe(request)
+    sizes = {name: file.bytes for name, file in about.files.items() if "/" not in name}
+    if with_weights and not fnmatch.filter(sizes, WEIGHTS):
+        where = f"on the hub at revision {request.revision}"
+        raise no_safetensors(f"model {request.name!r}", where, sizes, fix=request.ways_on)
+    wanted = [file for file in sizes if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
+    refuse_full_disk(request, sum(sizes[file] for file in wanted))
+    return fetch(request, wanted) if download else Path(about.commit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file of a repository, with the hash that the hub has of it: SHA-256 of a large one, else git's."""
+
+    bytes: int
+    sha256: str | None = None
+    git_sha1: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """The files of a repository at a commit."""
+
+    commit: str
+    files: dict[str, RemoteFile]
+
+
+def describe(request: Request) -> Repository:
+    """What the hub has at the revision. Downloads nothing."""
     import huggingface_hub
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:
         logger.info("Requesting %s from the hub", redacted(request.name))
-    try:
+    with _refusing(request):
         _limit_waiting()
-        about = huggingface_hub.HfApi().model_info(request.name, revision=request.revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in about.siblings or () if "/" not in file.rfilename}
-        wanted = [file for file in sizes if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
-        if with_weights and not fnmatch.filter(sizes, WEIGHTS):
-            where = f"on the hub at revision {request.revision}"
-            raise no_safetensors(f"model {request.name!r}", where, sizes, fix=request.ways_on)
-        _refuse_full_disk(request.name, sum(sizes[file] for file in wanted))
-        if not download:
-            return Path(str(about.sha))
+        about = huggingface_hub.HfApi().repo_info(
+            request.name, repo_type=request.kind, revision=request.revision, files_metadata=True
+        )
+    files = {}
+    for one in about.siblings or ():
+        sha256 = one.lfs.sha256 if one.lfs else None
+        files[one.rfilename] = RemoteFile(bytes=one.size or 0, sha256=sha256, git_sha1=None if sha256 else one.blob_id)
+    return Repository(commit=str(about.sha), files=files)
+
+
+def fetch(request: Request, wanted: Sequence[str]) -> Path:
+    """The snapshot with the `wanted` files. A download that was interrupted continues where it ended."""
+    import huggingface_hub
+
+    with _refusing(request):
         # By the name of the revision, not by its commit: the cache then records the commit of that name.
-        return Path(huggingface_hub.snapshot_download(request.name, revision=request.revision, allow_patterns=wanted))
+        found = huggingface_hub.snapshot_download(
+            request.name,
+            repo_type=request.kind,
+            revision=request.revision,
+            allow_patterns=list(map(glob.escape, wanted)),
+        )
+    return Path(found)
+
+
+@contextlib.contextmanager
+def _refusing(request: Request) -> Iterator[None]:
+    from huggingface_hub import errors
+
+    try:
+        yield
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError, OSError, RuntimeError) as error:
+        if isinstance(error, TunixError):
+            raise
         raise _refusal(error, request) from None
 
 
@@ -116,7 +182,7 @@ def _limit_waiting() -> None:
         session.event_hooks = {**hooks, "request": [*hooks["request"], limit]}
 
 
-def _refuse_full_disk(name: str, needed_bytes: int) -> None:
+def refuse_full_disk(request: Request, needed_bytes: int) -> None:
     """Check the free space before the download: the hub client only warns."""
     from huggingface_hub import constants
 
@@ -126,7 +192,7 @@ def _refuse_full_disk(name: str, needed_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if needed_bytes > free:
         raise StorageError(
-            f"model {name!r} needs up to {needed_bytes / GIB:.2f} GiB, and {place} has {free / GIB:.2f} GiB free",
+            f"{request.what} needs up to {needed_bytes / GIB:.2f} GiB, and {place} has {free / GIB:.2f} GiB free",
             fix=OTHER_CACHE,
         )
 
@@ -137,61 +203,62 @@ def _refusal(error: BaseException, request: Request) -> TunixError:
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # the client hides it behind the lookup in the cache
-    name, ways_on = request.name, request.ways_on
+    name, what, ways_on = request.name, request.what, request.ways_on
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if isinstance(error, errors.HFValidationError):
-        return InputError(f"no model named {name!r} on the hub, in the cache or shipped", fix=ways_on)
+        return InputError(f"no {request.kind} named {name!r} on the hub, in the cache or shipped", fix=ways_on)
     if isinstance(error, errors.GatedRepoError):
-        return _gated(name, status, ways_on)
+        return _gated(what, request.kind, status, ways_on)
     if isinstance(error, errors.RevisionNotFoundError):
-        return InputError(f"model {name!r} has no revision {request.revision!r}", fix="set model.revision: main")
+        return InputError(f"{what} has no revision {request.revision!r}", fix=f"set {REVISION[request.kind]}")
     if isinstance(error, errors.DisabledRepoError):
-        return InputError(f"the hub has disabled access to model {name!r}", fix=ways_on)
+        return InputError(f"the hub has disabled access to {what}", fix=ways_on)
     refuses_token = "Invalid credentials" in str(getattr(response, "headers", {}).get("X-Error-Message", ""))
     if isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and not refuses_token):
         unseen = " that can be seen without a token (401)" if status == 401 else ""
         log_in = "; if it is private or gated, log in with `hf auth login`" if status == 401 else ""
         return InputError(
-            f"no model named {name!r} on the hub{unseen}, in the cache or shipped",
+            f"no {request.kind} named {name!r} on the hub{unseen}, in the cache or shipped",
             fix=f"check the spelling{log_in}; or {ways_on}",
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return InputError(
-            f"model {name!r} is {request.cached}, and HF_HUB_OFFLINE disables the hub",
+            f"{what} is {request.cached}, and HF_HUB_OFFLINE disables the hub",
             fix=f"unset HF_HUB_OFFLINE; or {ways_on}",
         )
     if status is not None:
-        return _refused_status(int(status), name, ways_on)
+        return _refused_status(int(status), request)
     if _is_full_disk(error):
-        return StorageError(f"model {name!r} cannot be written to the hub's cache: {one_line(error)}", fix=OTHER_CACHE)
+        return StorageError(f"{what} cannot be written to the hub's cache: {one_line(error)}", fix=OTHER_CACHE)
     return InputError(
-        f"model {name!r} is {request.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
+        f"{what} is {request.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
         fix=f"check the network; or {ways_on}",
     )
 
 
-def _gated(name: str, status: Any, ways_on: str) -> InputError:
+def _gated(what: str, kind: str, status: Any, ways_on: str) -> InputError:
     """401: no valid token. 403: the account has no access."""
     if status == 403:
         return InputError(
-            f"model {name!r} is gated, and this account has no access (403)",
-            fix=f"open the model's page on the hub, accept its licence and wait until access is granted; or {ways_on}",
+            f"{what} is gated, and this account has no access (403)",
+            fix=f"open the {kind}'s page on the hub, accept its licence and wait until access is granted; or {ways_on}",
         )
     return InputError(
-        f"model {name!r} is gated, and no valid token came with the request",
+        f"{what} is gated, and no valid token came with the request",
         fix=f"accept its licence on the hub and log in with `hf auth login` (or set HF_TOKEN); or {ways_on}",
     )
 
 
-def _refused_status(status: int, name: str, ways_on: str) -> InputError:
+def _refused_status(status: int, request: Request) -> InputError:
+    what, ways_on = request.what, request.ways_on
     token = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the token of `hf auth login`"
     known = {
-        401: (f"refuses {token} for model {name!r} (401)", "log in again with `hf auth login`, or unset HF_TOKEN"),
-        403: (f"forbids model {name!r} to {token} (403)", "use a token that may read this model"),
-        429: (f"limits the rate of requests (429), for model {name!r} too", "wait some minutes, or log in"),
+        401: (f"refuses {token} for {what} (401)", "log in again with `hf auth login`, or unset HF_TOKEN"),
+        403: (f"forbids {what} to {token} (403)", "use a token that may read it"),
+        429: (f"limits the rate of requests (429), for {what} too", "wait some minutes, or log in"),
     }
-    problem, way = known.get(status, (f"returns {status} for model {name!r}", "try again later"))
+    problem, way = known.get(status, (f"returns {status} for {what}", "try again later"))
     return InputError(f"the hub {problem}", fix=f"{way}; or {ways_on}")
 
 

@@ -20,6 +20,8 @@ test checks it), with headroom for what that file does not cover."""
 CUDA_SAFETY_SHARE, CUDA_SAFETY_BYTES = 0.04, 128 * 2**20
 """The same on a GPU, for fragmentation: memory that the allocator reserves and cannot use. Chosen so that every case of
 benchmarks/results/memory_cuda.json runs in no more memory than the verdict requires."""
+TRACED_SAFETY_SHARE = 0.10
+"""Added to both for a traced plan, whose kernels are those of whatever class the model has. A choice: the band of such plans."""
 
 
 class Device(Protocol):
@@ -164,6 +166,6 @@ def safety_margin(plan: MemoryPlan, predicted: int) -> int:
     """Bytes kept free on top of the `predicted` ones; a run that uses more than both is a defect of the planner."""
     if plan.lower_bound:
         return 0
-    if plan.device == "cpu":
-        return math.ceil(predicted * SAFETY_SHARE)
-    return math.ceil(predicted * CUDA_SAFETY_SHARE) + CUDA_SAFETY_BYTES
+    on_cpu = plan.device == "cpu"
+    share = (SAFETY_SHARE if on_cpu else CUDA_SAFETY_SHARE) + TRACED_SAFETY_SHARE * plan.traced
+    return math.ceil(predicted * share) + (0 if on_cpu else CUDA_SAFETY_BYTES)

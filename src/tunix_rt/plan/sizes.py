@@ -29,6 +29,8 @@ class Trace:
     """Saved before the first layer."""
     behind: Cost
     """Saved behind the last layer."""
+    own_logits: bool = False
+    """More than the weight of the lm_head turns hidden states into logits, so the loss is not computed in chunks."""
 
     @property
     def largest(self) -> tuple[Dimensions, ...]:
@@ -90,6 +92,8 @@ class ModelShape:
     """Kinds of layers with a rotation of their own (Gemma 3: 2)."""
     window: int | None = None
     """Sliding window of some layers."""
+    sliding_layers: int = 0
+    """How many layers have it."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     capped_scores: bool = False

@@ -29,6 +29,8 @@ from tunix_rt.progress import phase
 from tunix_rt.storage import write_json
 
 TRACER = "tunix_rt.engines.torch.tracer"
+FORMAT = "2"
+"""Of a cached trace."""
 SECONDS = 300.0
 KNOWN = (
     f"use a causal language model that transformers builds without code of its own, or one of: {', '.join(FAMILIES)}"
@@ -52,7 +54,9 @@ def _traced(source: ModelSource, weights: str, compute: str) -> ModelShape:
             f"{source.name}: model_type {source.config.get('model_type')!r} has no exact plan, and tracing it needs {error.name}",
             fix=f"pip install 'tunix-rt[training]', or use one of: {', '.join(FAMILIES)}",
         ) from error
-    key = hashlib.sha256(b"\0".join([content, *(part.encode() for part in (weights, compute, *versions))])).hexdigest()
+    key = hashlib.sha256(
+        b"\0".join([content, *(part.encode() for part in (FORMAT, weights, compute, *versions))])
+    ).hexdigest()
     return _shape(source.name, source.folder, weights, compute, key)
 
 
@@ -120,6 +124,7 @@ def _shape_of_trace(found: dict[str, Any]) -> ModelShape:
             others=tuple(others),
             expert_parameters=found["expert_parameters"],
             active_experts=found["active_experts"],
+            own_logits=found["own_logits"],
             **costs,
         ),
     )

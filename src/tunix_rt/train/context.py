@@ -1,5 +1,6 @@
 """What a run has settled before its weights are loaded, and how its model, tokenizer and engine are opened."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tunix_rt.config.capabilities import CAPABILITIES
@@ -7,7 +8,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import ModelFacts, Prepared
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import Backend, Engine, StepShape, load_backend, refuse_unsupported_model
+from tunix_rt.engines.base import Backend, Engine, Step, StepShape, load_backend, refuse_unsupported_model
 from tunix_rt.errors import HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.plan.memory import MemoryPlan
@@ -32,6 +33,8 @@ class Options:
     """Steps to profile."""
     oom_attempt: bool = False
     """Continue where the plan predicts that the run does not fit."""
+    on_step: Callable[[Step], None] = lambda step: None
+    """Called after every step, once it is recorded. What it raises ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+from tunix_rt.dashboard.chat import Chat
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Page, Site
 from tunix_rt.errors import InputError, NotFound
@@ -16,8 +17,7 @@ class ChatPage:
 
 
 def page(site: Site, query: Query, run_id: str = "") -> Page:
-    if site.chat is None:
-        raise NotFound("there is no model to try", fix="start the dashboard with --chat RUN")
+    _chat(site)
     return Page(
         template="chat.html", title="Try it", values=ChatPage(run=str(site.chat_run), questions=_questions(site))
     )
@@ -25,15 +25,20 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
 
 def ask(site: Site, run_id: str, body: bytes) -> dict[str, object]:
     """The action: `{"question": ...}` -> the answers of both models."""
-    if site.chat is None:
-        raise NotFound("there is no model to try", fix="start the dashboard with --chat RUN")
+    chat = _chat(site)
     try:
         question = json.loads(body)["question"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError("no question in the request", fix="ask on the page") from error
     if not isinstance(question, str):
         raise InputError("the question is no text", fix="ask on the page")
-    return site.chat.ask(question)
+    return chat.ask(question)
+
+
+def _chat(site: Site) -> Chat:
+    if site.chat is None:
+        raise NotFound("there is no model to try", fix="start the dashboard with --chat RUN")
+    return site.chat
 
 
 def _questions(site: Site) -> tuple[str, ...]:

@@ -34,9 +34,8 @@ TITLES = {
 }  # fmt: skip
 """The first charts of a page. Other columns follow under their own names."""
 HELDOUT, HELDOUT_FILE, MOST_HELDOUT = "held-out loss", "eval/heldout.jsonl", 4 * 2**20
-BUCKETS = 240
-LOG = "training_log.txt"
-LOG_LINES, LOG_BYTES, LONGEST_LOG_LINE = 200, 256 * 1024, 2000
+BUCKETS = 200
+LOG, LOG_BYTES = "training_log.txt", 8 * 1024
 MOST_CHECKPOINTS = 100
 MOST_KEPT = 64
 LIVE_MS, UNFINISHED_MS = 500, 5000
@@ -333,9 +332,9 @@ def _memory(record: RunRecord) -> tuple[list[Phase], list[Bar]]:
     memory, plan = record.memory, record.plan
     if memory is None:
         planned = plan.memory.phases if plan else ()
-        bars = [Bar(name=one.name, parts=one.parts) for one in planned]
+        bars = [Bar(name=one.name, parts=worded(one.parts)) for one in planned]
         return [(one.name, one.total_bytes, None, formats.MISSING) for one in planned], bars
-    parts = {one.total_bytes: one.parts for one in memory.predicted_parts.phases}
+    parts = {one.total_bytes: worded(one.parts) for one in memory.predicted_parts.phases}
     phases: list[Phase] = [
         (name, one.get("predicted_bytes"), one.get("measured_bytes"), _error_text(one))
         for name, one in memory.phases.items()
@@ -355,6 +354,10 @@ def _error_text(phase: Mapping[str, float]) -> str:
     return describe_error(int(phase["predicted_bytes"]), int(phase["measured_bytes"]))
 
 
+def worded(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name.replace("_", " "): size for name, size in parts.items()}
+
+
 def _checkpoints(record: RunRecord) -> list[tuple[int, int, str]]:
     best, found = record.result.best_step if record.result else None, []
     for one in record.checkpoints[-MOST_CHECKPOINTS:]:
@@ -367,6 +370,4 @@ def _checkpoints(record: RunRecord) -> list[tuple[int, int, str]]:
 def read_log(root: Path) -> tuple[str, bool]:
     """The last lines of the log, without secrets, and whether there are more."""
     text, is_cut = last_text(root, LOG, LOG_BYTES)
-    lines = text.splitlines()
-    shown = [line[:LONGEST_LOG_LINE] for line in lines[-LOG_LINES:]]
-    return redacted("\n".join(shown)), is_cut or len(lines) > LOG_LINES
+    return redacted(text.rstrip()), is_cut

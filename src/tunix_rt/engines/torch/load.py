@@ -254,6 +254,8 @@ def _config_of(source: ModelSource) -> Any:
     try:
         whole = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
         config = text_config(whole)
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"no causal language model takes a {type(config).__name__}")
         _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except Exception as error:  # it validates a stranger's file, with errors of its own
         raise InputError(

@@ -16,6 +16,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import IGNORED, MicroBatch
 from tunix_rt.engines.torch.attention import unpackable
 from tunix_rt.engines.torch.compile import checkpoint_layers, layers_of
+from tunix_rt.engines.torch.lm_head import other_head
 from tunix_rt.engines.torch.model import Engine, summed_loss, without_cache
 from tunix_rt.errors import InputError
 from tunix_rt.models.secrets import one_line
@@ -38,9 +39,9 @@ def check_support(engine: Engine, training: Training) -> None:
         if not torch.isfinite(alone):
             raise InputError(f"{engine.source.name}: its loss is {alone.item()}", fix="the weights are corrupt")
         _refuse_padding(engine, examples, alone)
-        chunked = _other_head(engine.model) or _reason(
-            engine, alone, lambda: sum(map(_row_loss(engine, chunked_head=True), examples))
-        )
+        with engine.attending(engine.attention.generating), engine.computing(once=True):
+            chunked = other_head(engine.model, examples[0].to(engine.device))
+        chunked = chunked or _reason(engine, alone, lambda: sum(map(_row_loss(engine, chunked_head=True), examples)))
         engine.support = replace(engine.support, chunked_head=chunked is None)
         packed = unpackable(engine.model) or _reason(engine, alone, lambda: _packed_loss(engine, examples))
     engine.support = replace(engine.support, packing=packed is None)
@@ -60,20 +61,6 @@ def _refuse_auxiliary_loss(engine: Engine) -> None:
             f"router_aux_loss_coef {factor}), which is not added to the token mean",
             fix="set output_router_logits: false in a copy of the model's config.json",
         )
-
-
-def _other_head(model: Any) -> str | None:
-    """Why the weight of the lm_head is not all that turns hidden states into logits; None if it is."""
-    head = model.get_output_embeddings()
-    inner = {id(parameter) for parameter in model.base_model.parameters()}
-    more = [
-        name
-        for name, one in model.named_parameters()
-        if id(one) not in inner and one is not getattr(head, "weight", None)
-    ]
-    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
-        return f"its lm_head is a {type(head).__name__}"
-    return f"its lm_head has {more[0]} beside its weight" if more else None
 
 
 def _examples(engine: Engine) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
+from tunix_rt.engines.torch.lm_head import other_head
 from tunix_rt.engines.torch.model import text_config, without_cache
 
 LENGTHS = (64, 128)
@@ -38,6 +39,8 @@ def main(request_file: Path, result_file: Path) -> None:
         casting = torch.autocast("cpu", dtype=kinds["compute"], enabled=kinds["compute"] != kinds["weights"])
         with casting:
             measured = measure_both(model, found["takes_positions"])
+            ids = torch.zeros((1, LENGTHS[0]), dtype=torch.long)
+            found["own_logits"] = other_head(model, ids) is not None
     result = found | {"costs": {name: _affine(*(one[name] for one in measured)) for name in measured[0]}}
     result_file.write_text(json.dumps(result), encoding="utf-8")
 
