@@ -263,7 +263,15 @@ def adapted(base, tmp_path_factory) -> Path:
     return run_of(tmp_path_factory.mktemp("adapted") / "run", base=base, learning_rate=0.05, **how)
 
 
-def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapters(base, adapted, tmp_path):
+def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapters(base, adapted, tmp_path, monkeypatch):
+    """The first export is reloaded in a fresh process; the others are compared tensor by tensor alone."""
+    proofs = []
+
+    def once(reference, folder):
+        proofs[:] = proofs or [check_folder(reference, folder)]
+        return proofs[0]
+
+    monkeypatch.setattr("tunix_rt.export.export.check_folder", once)
     whole = run_of(tmp_path / "whole", base=base)
     final = load_file(whole / "final_model" / "model.safetensors")
     assert same(exported(whole, tmp_path / "final"), final)
@@ -338,6 +346,7 @@ def test_an_export_that_differs_is_refused_and_nothing_of_it_stays(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_saved_model_whose_texts_lost_their_beginning_is_refused_while_the_engine_stays_as_it_was(tmp_path):
     backend, source = load_backend("torch"), resolve_model("tiny-gemma3")
     engine = backend.load_for_inference(source, device="cpu", dtype="bfloat16")

@@ -168,12 +168,14 @@ def without_yaml(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flags")
     traces = (ROOT / "datasets" / "dev-reasoning-v2" / "dataset.jsonl").read_text().splitlines()[:40]
     (folder / "mine.jsonl").write_text("\n".join(traces) + "\n")
-    done = in_process(
-        "train", "--model", write_small_model("gpt2", folder / "model"), "--weights", "random", "--data",
-        folder / "mine.jsonl", "--output", folder / "run", "--device", "cpu", *SMALL, "--set", "data.max_length=128",
-        "--set", "training.report_to=tensorboard", "--json", CUDA_VISIBLE_DEVICES="7",
-        XLA_PYTHON_CLIENT_MEM_FRACTION="0.9", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:  # the shared run is reloaded in a fresh process
+        patch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)
+        done = in_process(
+            "train", "--model", write_small_model("gpt2", folder / "model"), "--weights", "random", "--data",
+            folder / "mine.jsonl", "--output", folder / "run", "--device", "cpu", *SMALL, "--set", "data.max_length=128",
+            "--set", "training.report_to=tensorboard", "--json", CUDA_VISIBLE_DEVICES="7",
+            XLA_PYTHON_CLIENT_MEM_FRACTION="0.9", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done, folder / "run"
 
@@ -202,7 +204,8 @@ def test_a_folder_with_a_file_of_somebody_is_refused_before_anything_is_trained(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock") == ["notes.txt"]
 
 
-def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path):
+def test_training_visibly_teaches_the_embedded_model_to_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)
     questions = (ROOT / "evalsets" / "eval_v2.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "forty.jsonl").write_text("".join(questions))
     shorter = {

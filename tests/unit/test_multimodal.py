@@ -91,7 +91,8 @@ def test_random_weights_are_those_of_the_text_model_alone(checkpoint, tmp_path):
     assert not resolve_model(str(folder), weights="random").multimodal
 
 
-def test_the_towers_of_gemma_4_stay_as_they_were_to_the_byte(tmp_path):
+def test_the_towers_of_gemma_4_stay_as_they_were_to_the_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)  # loaded below
     text = {
         **TEXT, "global_head_dim": 32, "num_kv_shared_layers": 1, "num_hidden_layers": 3, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 1024, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
