@@ -397,6 +397,7 @@ FITTED: dict[str, tuple[str, str, str]] = {
     "CUDA_SAFETY_SHARE": ("GPU", "chosen", "of the prediction, asked for on top: what lies in pieces that cannot be given out"),
     "CUDA_SAFETY_BYTES": ("GPU", "chosen", "asked for besides, whatever the prediction"),
     "SAFETY_SHARE": ("CPU", "chosen", "of the prediction, asked for on top"),
+    "TRACED_SAFETY_SHARE": ("both", "chosen", "of the prediction, asked for besides where a step was traced"),
     "CPU_OVERHEAD_BYTES": ("CPU", "fitted", "thread pools, code that the first step loads, buffers of libraries"),
     "KEPT_SLACK": ("CPU", "fitted", "of what layers keep in the heap, lost between its blocks"),
     "ACCUMULATED_SLACK": ("CPU", "fitted", "of the same, more, where gradients of earlier micro-batches lie between"),
