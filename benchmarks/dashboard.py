@@ -1,33 +1,45 @@
-"""CPU time of the dashboard's server: python -m benchmarks.dashboard runs | plan
+"""CPU time, delays and memory of the dashboard's server: python -m benchmarks.dashboard PART
 
 `runs`: a folder of 1,000 runs (200 copies of each run of record, by hard links), served by `tunix-rt dashboard` in a fresh
 process, five times: until the address is printed, until the list is answered for the first time, and once more with nothing
-changed, whole and as the page's script polls it. `plan`: the page of every preset on every device, and of settings that do not
-fit. CPU time is what the kernel counts for all threads of the process; compiled Python files are kept, as where it is
-installed. Writes benchmarks/results/dashboard_{runs,plan}.json.
+changed, whole and as the page's script polls it. `plan`: settings that were not planned before, of models and devices on which
+they fit and do not fit, and the part with every device. `steps`: a run of a million steps: the first picture, the exact curves,
+and ranges of them. `start`: a fresh process until its first page, and its end after Ctrl-C. `live`: steps written into a run
+folder, and when each of 20 clients that poll as the page's script does has it. `attacks`: 12,000 hostile requests over sockets.
+CPU time is what the kernel counts for all threads of the process; compiled Python files are kept, as where it is installed.
+Writes benchmarks/results/dashboard_PART.json.
 """
 
 import json
 import os
 import platform
+import random
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.index import run_id
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RECORD = ROOT / "submission_runs"
 COPIES, STARTS, LOOKS = 200, 5, 15
+STEPS, TABS, UPDATES, POLL_SECONDS, ATTACKS = 1_000_000, 20, 60, 0.5, 12_000
 PLANS = (
-    "model=gemma-2b&on=rtx4090", "model=gemma-2b&on=rtx4090&batch_size=64&max_length=8192",
-    "model=gemma-3-1b&on=rtx4090&max_length=32768", "model=gemma-7b&on=rtx4090", "model=gemma-7b&on=v5e&backend=tunix",
+    "model=gemma-2b&on=rtx4090", "model=gemma-2b&on=rtx4090&training.per_device_train_batch_size=64",
+    "model=gemma-3-1b&on=rtx4090&training.dtype=bfloat16", "model=gemma-4-31b&on=h200", "model=gemma-4-e4b&on=t4",
+    "model=gemma-2b&on=tpu-v5e-8&training.backend=jax",
 )  # fmt: skip
 
 
@@ -54,8 +66,7 @@ class Server:
         self.start_seconds = self.cpu_seconds()
 
     def cpu_seconds(self) -> float:
-        threads = Path(f"/proc/{self._child.pid}/task").iterdir()
-        return sum(int((one / "schedstat").read_text().split()[0]) for one in threads) / 1e9
+        return time.clock_gettime(~self._child.pid << 3 | 2)  # of all threads, also of those that have ended
 
     def get(self, path: str, **headers: str) -> tuple[float, str]:
         """CPU seconds for one answer, and its ETag."""
@@ -71,6 +82,17 @@ class Server:
             etag = error.headers["etag"]
         time.sleep(0.05)
         return self.cpu_seconds() - before, etag
+
+    def read(self, path: str) -> bytes:
+        with urllib.request.urlopen(self.address + path) as answer:
+            return bytes(answer.read())
+
+    def stop(self) -> float:
+        """Seconds from SIGINT to the end of the process."""
+        begun = time.monotonic()
+        self._child.send_signal(signal.SIGINT)
+        self._child.wait()
+        return time.monotonic() - begun
 
     def __enter__(self) -> "Server":
         return self
@@ -105,18 +127,106 @@ def measure_runs(place: Path) -> dict[str, Any]:
 def measure_plan(place: Path) -> dict[str, Any]:
     found = {}
     with Server(RECORD, place / "compiled") as server:
-        server.get("plan?model=gemma-2b&on=rtx4090")
+        server.get("plan?model=gpt2&on=rtx4090")
         for path in PLANS:
-            taken = [server.get(f"plan?{path}")[0] for _ in range(LOOKS)]
-            found[path] = {"median": statistics.median(taken), "most": max(taken)}
+            lengths = [512 + 16 * number for number in range(LOOKS)]
+            answers = [server.get(f"plan?{path}&data.max_length={length}")[0] for length in lengths]
+            last = f"plan?{path}&data.max_length={lengths[-1]}&devices=all"
+            found[path] = {**spread(answers), "every_device": server.get(last, Part="devices")[0]}
     return {"cpu_seconds": found}
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "most": max(values)}
+
+
+def measure_steps(place: Path) -> dict[str, Any]:
+    root = place / "runs" / "million"
+    root.mkdir(parents=True)
+    first = json.loads((RECORD / "m39_v1" / "metrics.jsonl").read_text().splitlines()[0])
+    with (root / "metrics.jsonl").open("w") as file:
+        for step in range(1, STEPS + 1):
+            file.write(json.dumps({**first, "step": step, "loss": 1 + step * 7919 % 1000 / 1000}) + "\n")
+    shutil.copytree(RECORD / "m39_v1", root.parent / "small")
+    with Server(root.parent, place / "compiled") as server:
+        path = f"runs/{run_id('million')}"
+        server.get(f"runs/{run_id('small')}")  # imports
+        before, begun = server.cpu_seconds(), time.monotonic()
+        server.read(path)
+        picture = time.monotonic() - begun  # a thread goes on reading
+        while b"are a sample" in server.read(path):
+            time.sleep(0.2)
+        exact = server.cpu_seconds() - before
+        zooms = [server.get(f"{path}?from={100 * number + 1}&to={600_000 - number}")[0] for number in range(LOOKS)]
+    return {"steps": STEPS, "first_picture_wall": picture, "exact": exact, "zoom": spread(zooms)}
+
+
+def measure_start(place: Path) -> dict[str, Any]:
+    found = []
+    with Server(RECORD, place / "compiled") as server:  # compiles
+        server.get("")
+    for _ in range(STARTS):
+        with Server(RECORD, place / "compiled") as server:
+            page = server.get("")[0]
+            found.append({"start": server.start_seconds, "together": server.start_seconds + page, "end": server.stop()})
+    return {"cpu_seconds_and_seconds_to_end": found}
+
+
+def measure_live(place: Path) -> dict[str, Any]:
+    """Clients look every half second, each with the ETag of its last answer."""
+    run = RunDir(Path(shutil.copytree(RECORD / "m39_v1", place / "runs" / "growing")))
+    lines, rng = run.metrics.read_text().splitlines(keepends=True), random.Random(24)
+    run.result.unlink()
+    run.metrics.write_text("".join(lines[:5]))
+    written: dict[int, float] = {}
+    seen: list[dict[int, float]] = [{} for _ in range(TABS)]
+
+    def look(tab: dict[int, float], address: str) -> None:
+        etag = ""
+        while len(written) < UPDATES or max(tab, default=0) < max(written):
+            time.sleep(POLL_SECONDS)
+            headers = {"Part": "live", "If-None-Match": etag} if etag else {"Part": "live"}
+            try:
+                with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+                    text, etag = answer.read().decode(), answer.headers["etag"]
+            except urllib.error.HTTPError as error:
+                if error.code != 304:
+                    raise
+                continue
+            if shown := re.search(r"<dt>steps</dt><dd>(\d+)", text):
+                tab.setdefault(int(shown[1]), time.monotonic())
+
+    with run.locked(), Server(run.root.parent, place / "compiled") as server:
+        address = f"{server.address}runs/{run_id('growing')}"
+        tabs = [threading.Thread(target=look, args=(tab, address)) for tab in seen]
+        for tab in tabs:
+            tab.start()
+        cpu, begun = server.cpu_seconds(), time.monotonic()
+        for line in lines[5 : 5 + UPDATES]:
+            with run.metrics.open("a") as file:
+                file.write(line)
+            written[json.loads(line)["step"]] = time.monotonic()
+            time.sleep(rng.uniform(0.3, 1.5))
+        share = (server.cpu_seconds() - cpu) / (time.monotonic() - begun)
+        for tab in tabs:
+            tab.join()
+    late = sorted(
+        min(moment for other, moment in tab.items() if other >= step) - since
+        for tab in seen
+        for step, since in written.items()
+    )
+    found = {"clients": TABS, "updates": UPDATES, "cpu_share": share, "delay_seconds": spread(late)}
+    return {**found, "within_a_second": sum(one <= 1 for one in late) / len(late)}
+
+
 def main(words: list[str]) -> None:
-    if words not in (["runs"], ["plan"]):
+    parts = {
+        "runs": measure_runs, "plan": measure_plan, "steps": measure_steps, "start": measure_start, "live": measure_live,
+    }  # fmt: skip
+    if len(words) != 1 or words[0] not in parts:
         raise SystemExit(__doc__)
     with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
-        found = (measure_runs if words == ["runs"] else measure_plan)(Path(scratch))
+        found = parts[words[0]](Path(scratch))
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     report = json.dumps({**machine, **found}, indent=1)
     (RESULTS / f"dashboard_{words[0]}.json").write_text(report + "\n")

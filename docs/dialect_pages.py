@@ -36,8 +36,9 @@ def page(root: Path) -> str:
 def examples(root: Path) -> str:
     """Counts of the files in tests/dialects."""
     rows = []
-    for file in sorted((root / "tests" / "dialects").iterdir()):
-        found = convert(file.read_text(encoding="utf-8"), file.name)
+    folder = root / "tests" / "dialects"
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        found = convert(file.read_text(encoding="utf-8"), file.name, folder=folder)
         names = ", ".join(f"`{line.key}`" for line in found.refused)
         rows.append((file.name, found.title, str(len(found.mapped)), str(len(found.without_effect)), names or "none"))
     return table(("file of `tests/dialects`", "trainer", "keys mapped", "without effect", "refused"), rows)

@@ -74,7 +74,7 @@ def _pages(root: Path) -> dict[Path, str]:
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),
         CHECKPOINTS_PAGE: with_block(root, CHECKPOINTS_PAGE, "kills", kills.block(root)),
-        ANSWERS_PAGE: with_block(root, ANSWERS_PAGE, "answers", answer_pages.answers_block(root)),
+        ANSWERS_PAGE: answers_page(root),
         plan_pages.PAGE: with_block(root, plan_pages.PAGE, "example", plan_pages.example_block()),
         Path("tunix-rt.md"): with_block(root, Path("tunix-rt.md"), "bundles", bundles_block(root)),
         tpu_pages.PAGE: tpu_pages.page(root),
@@ -88,6 +88,11 @@ def _pages(root: Path) -> dict[Path, str]:
 def evidence_page(root: Path) -> str:
     text = with_block(root, EVIDENCE_PAGE, "tolerances", replay_pages.tolerances_block(root))
     return replaced(text, "mutations", mutations.block(root), EVIDENCE_PAGE)
+
+
+def answers_page(root: Path) -> str:
+    text = with_block(root, ANSWERS_PAGE, "answers", answer_pages.answers_block(root))
+    return replaced(text, "decode", answer_pages.decode_block(root), ANSWERS_PAGE)
 
 
 def bundles_block(root: Path) -> str:

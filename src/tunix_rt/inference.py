@@ -22,7 +22,7 @@ from tunix_rt.evaluate.generate import Questions, decoding_of, evaluate_model, s
 from tunix_rt.evaluate.report import comparison_markdown, samples_markdown, summary_of, table
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.secrets import refuse_address
-from tunix_rt.plan.memory import rows_that_fit
+from tunix_rt.plan.generation import rows_that_fit
 from tunix_rt.plan.shape import Outline, outline_of
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.progress import Progress, phase

@@ -26,11 +26,12 @@ from tunix_rt.train.evaluation import (
     open_evaluation,
     samples_during_training,
 )
-from tunix_rt.train.loop import load_run, require_charts, train_run
+from tunix_rt.train.loop import load_run, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
 from tunix_rt.train.preflight import commit_run, load_to_try, plan_at_max_length, prepare_data, require_peft
 from tunix_rt.train.resume import earlier_answering_seconds, refuse_occupied
+from tunix_rt.train.trackers import require_trackers, tracked
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +95,17 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
     # train and evaluate
     engine, metrics = load_run(context, loaded)
     evaluation = open_evaluation(context)
-    with explaining_oom(context, engine):
+    with tracked(config, journal.run) as trackers, explaining_oom(context, engine):
         evaluate_before(context, engine, evaluation)
+        trackers.scores(0, evaluation.scores.get("before"))
         journal.training_began = True  # an error from here on is a failure, not a refusal
-        speed = train_run(context, engine, metrics, samples_during_training(context, engine, evaluation.questions))
+        sample = samples_during_training(context, engine, evaluation.questions)
+        speed = train_run(context, engine, metrics, sample, trackers)
         if speed:
             logger.info("Trained at %s tokens/s", f"{speed:,.0f}")
         export_final(context, engine)
         evaluate_after(context, engine, evaluation)
+        trackers.scores(journal.result.steps_completed or 0, evaluation.scores.get("after"))
         check_final_model(context, engine)
     # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
     report_memory(context)
@@ -114,7 +118,7 @@ def begin(config: RunConfig, journal: RunJournal, stop: Preemption) -> None:
     logger.info("tunix-rt %s, run folder %s", tunix_rt.__version__, run.root)
     if training.time_budget is not None:
         logger.info("Time budget: %s, counted from the start of the program", duration(training.time_budget))
-    require_charts(config)
+    require_trackers(config)
     require_peft(config)
     if journal.continued:
         journal.result.answering_seconds = earlier_answering_seconds(run)

@@ -1,24 +1,52 @@
 """What a person sees: every page in a real browser, light and dark, by keyboard, without scripts, and with nothing sent out."""
 
+import functools
 import gzip
+import http.server
+import json
 import re
+import shutil
+import threading
 import urllib.parse
+from itertools import product
 
 import pytest
 
-from tests.browser.conftest import RUNS
+from tests.browser.conftest import RUNS, dashboard
+from tests.contract.test_dashboard_hostile import HTML, LINES, OBJECTS, html
+from tunix_rt.dashboard.export import Export
 from tunix_rt.dashboard.site import Site
+from tunix_rt.runs.index import run_id
 
 IDS = {one.name: one.id for one in Site.of(RUNS).index.runs()}
 ONE, OTHER = IDS["m39_v1"], IDS["m40_v1"]
+PLANNED = "/plan?model=gemma-3-1b&on=rtx4090&devices=all"
 PAGES = [
     "/", "/?sort=loss&group=model", f"/runs/{ONE}", f"/runs/{ONE}?x=tokens&log=1", f"/runs/{ONE}/answers",
-    f"/runs/{ONE}/answers?show=gained", f"/runs/{ONE}/evidence", f"/compare?run={ONE}&run={OTHER}", "/plan",
-    "/plan?model=gemma-3-1b&on=rtx4090", "/data", "/doctor", "/nothing",
+    f"/runs/{ONE}/answers?show=gained", f"/runs/{ONE}/evidence", f"/compare?run={ONE}&run={OTHER}", "/plan", PLANNED,
+    "/plan?model=gemma-4-31b&on=t4&training.dtype=bfloat16&devices=all", "/plan?model=gpt2&on=t4&batch_sise=4",
+    "/data?data=dev-reasoning-v2&model=tiny-gemma3&record=3", "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=1&ids=1",
+    "/data?data=nothing", "/data", "/doctor", "/nothing",
 ]  # fmt: skip
-CORE = ("/", f"/runs/{ONE}", f"/runs/{ONE}/answers", "/plan?model=gemma-3-1b&on=rtx4090")
+CORE = ("/", f"/runs/{ONE}", f"/runs/{ONE}/answers", PLANNED)
 SERIES = [pytest.param(page, marks=[] if page in CORE else pytest.mark.slow) for page in PAGES]
 MOST_PAGE, MOST_SCRIPT = 60_000, 15_000
+ODD = run_id("odd")
+VIOLATIONS = "async () => (await axe.run()).violations.map(v => [v.id, v.nodes.map(n => n.html).slice(0, 3)])"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """The address of a run with HTML in every text, generations during training, and what verification says of it."""
+    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path_factory.mktemp("odd") / "odd")
+    lines = (run / "eval" / "predictions-after.jsonl").read_text().splitlines()[:5]
+    samples = [{"step": step, **json.loads(line)} for step in (10, 20) for line in lines]
+    (run / "eval" / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    for name in (*LINES, *OBJECTS, "eval/samples.jsonl", "training_log.txt"):
+        html(run / name)
+    shutil.copytree(run, run.parent / HTML.partition("/")[0])
+    with dashboard(run.parent, "--no-key") as (found, _):
+        yield found
 
 
 def opened(chromium, address, path, **context):
@@ -38,10 +66,29 @@ def test_a_page_has_no_violation_of_accessibility_rules_in_light_and_dark(chromi
     for scheme in ("light", "dark"):
         page = opened(chromium, address, path, color_scheme=scheme, bypass_csp=True)
         page.add_script_tag(content=axe)
-        found = page.evaluate(
-            "async () => (await axe.run()).violations.map(v => [v.id, v.nodes.map(n => n.html).slice(0, 3)])"
-        )
-        assert found == [], (path, scheme)
+        assert page.evaluate(VIOLATIONS) == [], (path, scheme)
+        page.context.close()
+
+
+@pytest.mark.slow
+def test_verified_evidence_generations_during_training_and_exported_pages_have_no_violation_either(
+    chromium, address, odd, axe, tmp_path
+):
+    Export(site=Site.of(RUNS), start=f"/runs/{ONE}").write(tmp_path / "pages", lambda name: None)
+    exported = [
+        (path / name).as_uri() for path in [tmp_path / "pages"] for name in ("index.html", f"runs-{ONE}-evidence.html")
+    ]
+    for scheme in ("light", "dark"):
+        page = opened(chromium, address, f"/runs/{ONE}/evidence", color_scheme=scheme, bypass_csp=True)
+        page.click("button:text-is('Verify')")
+        page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
+        for place in ("", f"{odd}runs/{ODD}/answers?show=along", f"{odd}runs/{ODD}", *exported):
+            page.goto(place) if place else None
+            page.add_script_tag(content=axe)
+            assert page.evaluate(VIOLATIONS) == [], (place, scheme)
+            page.set_viewport_size({"width": 320, "height": 640})
+            assert page.evaluate("document.documentElement.scrollWidth") <= 320, place
+            page.set_viewport_size({"width": 1280, "height": 720})
         page.context.close()
 
 
@@ -90,6 +137,111 @@ def test_a_foreign_name_for_this_computer_gets_nothing(chromium, address):
     answer = page.goto(f"http://evil.example:{parts.port}/?{parts.query}")
     assert answer.status == 403 and "m39" not in page.content()
     page.context.close()
+
+
+def test_charts_zoom_by_dragging_and_are_read_by_arrows(chromium, address):
+    page = opened(chromium, address, f"/runs/{ONE}")
+    chart, readout = page.locator("#chart-loss"), page.locator("figure:has(#chart-loss) output")
+    box, whole = chart.bounding_box(), f"#chart-loss[data-low='{chart.get_attribute('data-low')}']"
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.3 * box["width"], middle)
+    assert re.match(r"Loss at .+: .+", readout.inner_text())
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=4)
+    page.mouse.up()
+    page.wait_for_url(re.compile("from="))
+    page.wait_for_selector(f"svg:not({whole}):is(#chart-loss)")
+    low, high = (float(chart.get_attribute(f"data-{end}")) for end in ("low", "high"))
+    last = json.loads((RUNS / "m39_v1" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert 0.15 * last < low < 0.35 * last < 0.45 * last < high < 0.7 * last
+    chart.focus()
+    seen = []
+    for key in ("Home", "ArrowRight", "ArrowRight", "ArrowLeft", "End"):
+        page.keyboard.press(key)
+        seen.append(readout.inner_text())
+    assert seen[1] == seen[3] and len(set(seen)) == 4 and all(text.startswith("Loss at ") for text in seen)
+    page.keyboard.press("Escape")
+    page.wait_for_url(re.compile(f"{ONE}$"))
+    page.wait_for_selector(whole)
+    page.go_back()
+    page.wait_for_selector(f"svg:not({whole}):is(#chart-loss)")
+    page.context.close()
+
+
+def test_links_and_forms_do_the_same_without_scripts(chromium, address):
+    page = opened(chromium, address, "/", java_script_enabled=False)
+    page.select_option("select[name=group]", "model")
+    page.click("main form button >> nth=0")
+    assert "group=model" in page.url and page.locator("h2").count() > 1
+    page.click("thead a:text-is('training loss') >> nth=0")
+    assert "sort=loss" in page.url and "group=model" in page.url
+    page.check(f"input[value='{ONE}']")
+    page.check(f"input[value='{OTHER}']")
+    page.click("button:text-is('Compare the chosen runs')")
+    assert "2 runs compared" in page.inner_text("h1")
+    go(page, address, f"/runs/{ONE}")
+    page.click("a:text-is('zoom in')")
+    assert "from=" in page.url
+    go(page, address, "/plan")
+    page.select_option("select[name=model]", "gemma-2b")
+    page.select_option("select[name=on]", "rtx4090")
+    page.click("button:text-is('Plan')")
+    assert "rtx4090" in page.inner_text("main h2")
+    page.click("a:text-is('Plan for all of them')")
+    assert page.locator("[aria-label=Devices] tbody tr").count() > 20
+    page.context.close()
+
+
+def test_the_catalogue_follows_the_answer_by_itself_where_there_are_scripts(chromium, address):
+    page = opened(chromium, address, "/plan?model=gemma-2b&on=rtx4090")
+    page.wait_for_selector("[aria-label=Devices] tbody tr")
+    page.context.close()
+
+
+def test_html_in_every_text_of_a_run_is_shown_and_never_runs(chromium, odd):
+    page, wrong = chromium.new_context().new_page(), []
+    page.add_init_script(
+        "addEventListener('securitypolicyviolation', one => console.error('CSP ' + one.violatedDirective))"
+    )
+    page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if "CSP" in message.text else None)
+    other = run_id(HTML.partition("/")[0])
+    for path in ("", f"runs/{ODD}", f"runs/{ODD}/answers", f"runs/{ODD}/answers?show=along", f"runs/{ODD}/evidence",
+                 f"compare?run={ODD}&run={other}", f"data?data={ODD}", f"plan?model={ODD}&on=t4"):  # fmt: skip
+        page.goto(odd + path)
+        if path.endswith("evidence"):
+            page.click("button:text-is('Verify')")
+            page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
+        assert page.locator("main img, main script, main [onerror]").count() == 0, path
+        assert page.locator("h1").count() == 1
+    page.goto(odd)
+    assert "<img src=x onerror=alert(1)>" in page.inner_text("main") and wrong == []
+    page.context.close()
+
+
+def test_a_page_of_another_site_cannot_act_and_cannot_read(chromium, address, tmp_path):
+    (tmp_path / "index.html").write_text(
+        "<form method=post enctype=text/plain><input name=x><button>go</button></form>"
+    )
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    ours = opened(chromium, address, "/")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page, base = ours.context.new_page(), ours.url.rstrip("/")
+        for host in ("evil.example", "127.0.0.1"):  # another site, and another port of the same one
+            page.goto(f"http://{host}:{server.server_port}/")
+            for method, mode in product(("GET", "POST"), ("cors", "no-cors")):
+                read = """([address, method, mode]) => fetch(address, {method, mode, credentials: "include"})
+                    .then(() => "read", () => "blocked")"""
+                assert page.evaluate(read, [f"{base}/runs/{OTHER}/evidence", method, mode]) == "blocked"
+            page.evaluate("address => { document.forms[0].action = address }", f"{base}/runs/{OTHER}/evidence")
+            page.click("button")
+            page.wait_for_url(f"{base}/**")
+            assert "another site" in page.inner_text("body")
+        server.shutdown()
+    assert "Not checked since" in go(ours, address, f"/runs/{OTHER}/evidence").inner_text("main")
+    ours.context.close()
 
 
 def test_the_runs_are_reached_by_keyboard_alone(chromium, address):

@@ -30,6 +30,7 @@ OBJECTS = (
     "eval_summary.json",
 )
 TEXTS = ("training_log.txt", "config.yaml", "SHA256SUMS")
+MODEL = ("final_model/config.json", "final_model/tokenizer_config.json", "final_model/tokenizer.json")
 
 
 def fifo(path: Path) -> None:
@@ -114,9 +115,14 @@ below, seconds = Path(sys.argv[1]), int(sys.argv[2])
 site = Site.of(below)
 app = make_app(site, Guard(hosts=LOOPBACK, key=None, port=80))
 client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
-for one in [None, *site.index.runs()]:
-    for end in ("", "/answers", "/answers?show=along", "/evidence") if one else ("",):
-        address = f"/runs/{one.id}{end}" if one else "/"
+runs = site.index.runs()
+for one, other in zip([None, *runs], [None, runs[-1], *runs]):
+    ends = ("", "/answers", "/answers?show=along", "/evidence")
+    addresses = [f"/runs/{one.id}{end}" for end in ends] if one else ["/", "/data", "/plan"]
+    if one:
+        addresses += [f"/compare?run={one.id}&run={other.id}", f"/data?data={one.id}", f"/data?data={one.id}&row=1"]
+        addresses += [f"/plan?model={one.id}&on=t4"]
+    for address in addresses:
         signal.alarm(seconds)
         answer = client.get(address)
         signal.alarm(0)
@@ -153,6 +159,11 @@ def make_harmed(below: Path, harms, names) -> None:
         for name in names:
             run = below / f"{harm.__name__}-{name.replace('/', '_')}"
             shutil.copytree(ROOT / "submission_runs" / "m39_cpu_v1", run)
+            if name in MODEL:
+                tiny = ROOT / "models" / "tiny-gemma3"
+                shutil.copytree(
+                    tiny, run / "final_model", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True
+                )
             harm(run / name)
 
 
@@ -162,9 +173,8 @@ def check(lines: list[str]) -> None:
 
 
 def test_hostile_files_in_a_run_folder_are_shown_as_what_they_are(tmp_path):
-    make_harmed(
-        tmp_path, (fifo, sparse, link, html, numbers), ("metrics.jsonl", "eval/predictions-after.jsonl", "result.json")
-    )
+    names = ("metrics.jsonl", "eval/predictions-after.jsonl", "result.json", MODEL[1])
+    make_harmed(tmp_path, (fifo, sparse, link, html, numbers), names)
     check(looked_at(tmp_path))
 
 
@@ -172,7 +182,9 @@ def test_hostile_files_in_a_run_folder_are_shown_as_what_they_are(tmp_path):
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 def test_every_harm_in_every_file_is_survived(tmp_path, harm):
     make_harmed(
-        tmp_path, (harm,), [name for name in (*LINES, *OBJECTS, *TEXTS) if harm not in (html,) or name != "SHA256SUMS"]
+        tmp_path,
+        (harm,),
+        [name for name in (*LINES, *OBJECTS, *TEXTS, *MODEL) if harm is not html or name != "SHA256SUMS"],
     )
     check(looked_at(tmp_path))
 

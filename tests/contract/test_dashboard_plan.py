@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ def compare_with_the_command_line(site: Site, seed: int) -> str:
     model, on, settings = drawn(seed)
     fields = {name: value for name, value in settings.items() if name in plan_page.FIELDS}
     lines = "\n".join(f"{name}={value}" for name, value in settings.items() if name not in fields)
-    query = Query.parse(urlencode({"model": model, "on": on, "devices": "none", "set": lines, **fields}))
+    query = Query.parse(urlencode({"model": model, "on": on, "set": lines, **fields}))
     found = plan_page.page(site, query)
     sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     said = say("--model", model, "--on", on, *sets)
@@ -117,7 +118,7 @@ def test_this_computer_is_planned_for_with_its_errors_and_the_runs_behind_them(s
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tunix_rt.doctor.probe.gather_facts", lambda: facts)
     monkeypatch.setattr(plan_page, "gather_facts", lambda: facts)
-    asked = {"model": "gemma-3-1b", "training.dtype": "bfloat16", "devices": "none"}
+    asked = {"model": "gemma-3-1b", "training.dtype": "bfloat16"}
     first = planned(site, asked).values.answer
     recipe = precision.recipe_of(load_config(None, overrides=["training.dtype=bfloat16"]).training).describe()
     alike = {"layers": first.outlook.plan.layers, "parameters": first.outlook.plan.parameters, "recipe": recipe}
@@ -207,7 +208,7 @@ def figures(value: Any) -> Iterator[str]:
 
 @parametrize("model", "on", "settings")
 def test_every_figure_of_the_page_is_in_the_answer(site, model, on, settings):
-    query = Query.parse(urlencode({"model": model, "on": on, **settings}))
+    query = Query.parse(urlencode({"model": model, "on": on, "devices": "all", **settings}))
     page = plan_page.page(site, query)
     found, everywhere = plan_page.plan(site, plan_page.Choice.parse(query))
     value = json.loads(json_of(found.value() | {"all": [outlook_value(one) for one in everywhere]}))
@@ -222,7 +223,7 @@ def test_every_figure_of_the_page_is_in_the_answer(site, model, on, settings):
 
 
 def test_the_links_of_a_proposal_lead_to_a_page_that_runs_and_those_of_devices_choose_them(site):
-    wide = {"model": "gemma-3-1b", "set": "training.weight_decay=0.1\noptimizer=adamw"}
+    wide = {"model": "gemma-3-1b", "devices": "all", "set": "training.weight_decay=0.1\noptimizer=adamw"}
     split = {"training.per_device_train_batch_size": "1", "training.gradient_accumulation_steps": "16"}
     for on, kind, more in (("rtx4090", "proposals", {"data.max_length": "4096"}), ("h200", "faster", split)):
         values = planned(site, wide | more | {"on": on}).values
@@ -237,14 +238,27 @@ def test_the_links_of_a_proposal_lead_to_a_page_that_runs_and_those_of_devices_c
         assert plan_page.Choice.parse(Query.parse(row.href.removeprefix("?"))).on == row.name
 
 
-def test_an_answer_without_the_catalogue_is_fast(site):
-    """11 ms where it fits, 75 to 150 ms where the solver searches, on 2 busy cores."""
-    taken = []
+def test_an_answer_takes_at_most_100_ms_and_the_catalogue_is_a_part_of_its_own(site):
+    """15 ms where it fits and 30 to 70 ms where the solver searches, on 2 quiet cores."""
+    taken, name = [], "training.per_device_train_batch_size"
     for rows in range(1, 16):
-        begun, name = time.process_time(), "training.per_device_train_batch_size"
-        assert planned(site, {"model": "gemma-3-1b", "on": "rtx4090", "devices": "none", name: str(rows)}).status == 200
-        taken.append(time.process_time() - begun)
-    assert sorted(taken)[2] < 0.05 and sorted(taken)[7] < 0.3
+        for model in ("gemma-3-1b", "gemma-4-e4b"):
+            begun, asked = time.process_time(), {"model": model, "on": "rtx4090", name: str(rows)}
+            found = planned(site, asked)
+            taken.append(time.process_time() - begun)
+            assert found.status == 200 and not found.values.view.devices
+    assert sorted(taken)[-3] < 0.1, sorted(taken)
+    query = Query.parse(found.values.view.catalogue.removeprefix("?"))
+    part = render(plan_page.page(site, query), "/plan", query, "devices")
+    assert part.count("<tr>") == len(plan_page.page(site, query).values.view.devices) + 1 > 20 and "<h1" not in part
+
+
+@parametrize("given", "nearest")
+def test_a_name_in_the_address_that_is_no_setting_is_refused_with_the_nearest(site, given, nearest):
+    for more in ({}, {"model": "gpt2", "on": "t4"}):
+        page = planned(site, {given: "64", **more})
+        assert page.status == 400 and f"`{given}`" in page.values.problem and nearest in page.values.fix
+    assert planned(site, {"batch_size": "64", "model": "gpt2", "on": "t4"}).values.answer.outlook.plan.rows == 64
 
 
 # --- what an address must not do --------------------------------------------------------------------------------------
@@ -320,7 +334,7 @@ def test_a_long_or_deep_text_is_refused_and_a_strange_model_within_the_limits_pl
             assert planned(site, {"config": pasted, "on": "rtx4090"}).status == 400
     huge = GEMMA | {"num_hidden_layers": 1000, "layer_types": None, "vocab_size": 2**20}
     most = {"training.per_device_train_batch_size": "65536", "training.gradient_accumulation_steps": "65521"}
-    most |= {"data.max_length": "1048576", "evaluation.per_device_eval_batch_size": "65536", "devices": "none"}
+    most |= {"data.max_length": "1048576", "evaluation.per_device_eval_batch_size": "65536"}
     with nothing_is_touched():
         page = planned(site, {"config": json.dumps(huge), "on": "h200", **most})
     assert page.status == 200 and not page.values.view.good
@@ -422,6 +436,20 @@ def test_a_run_is_read_with_its_own_settings_and_tokenizer(site):
     assert page.status == 200 and page.values.model == run.id and run.id in html
     assert page.values.shown.total == committed["traces"] + committed["heldout_traces"]
     assert browsed(site, data=run.id, row=1)[0].values.shown.total == committed["rows"]
+
+
+def test_a_chat_template_without_end_is_ended_and_the_next_page_is_answered(site, monkeypatch, tmp_path):
+    run = Path(shutil.copytree(RUNS / "demo_v1", tmp_path / "runs" / "endless"))
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+    (run / "final_model" / "chat_template.jinja").write_text(loop)
+    monkeypatch.setattr(datasets, "END_SECONDS", 0.5)
+    hostile = Site.of(run.parent)
+    begun, one = time.monotonic(), hostile.index.runs()[0].id
+    page, _ = browsed(hostile, data=KEY, model=one, set="data.chat_template=tokenizer")
+    assert page.status == 400 and time.monotonic() - begun < 5, page.values
+    monkeypatch.setattr(datasets, "END_SECONDS", 20.0)
+    assert browsed(hostile, data=KEY, model="tiny-gemma3")[0].status == 200
+    assert "takes more than" in page.values.problem
 
 
 def test_many_pages_at_once_show_the_same_and_little_is_kept(site):

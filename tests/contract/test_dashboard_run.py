@@ -1,22 +1,27 @@
 """The pages of one run and of several: every figure is one of the run's files, and any address is answered."""
 
+import gzip
 import json
+import random
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import groupby, pairwise
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import app, formats
-from tunix_rt.dashboard.pages import compare, run
+from tunix_rt.dashboard.pages import compare, run, runs
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.comparison import compare_runs
 from tunix_rt.evaluate.generate import read_side
 from tunix_rt.evaluate.report import paragraph
+from tunix_rt.runs.index import RUNNING, UNFINISHED, Indexed, RunSummary
 from tunix_rt.runs.record import RunRecord
 
 RUNS = ROOT / "submission_runs"
@@ -61,6 +66,62 @@ def site():
 
 def id_of(site, name):
     return next(one.id for one in site.index.runs() if one.name == name)
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def listed(count: int) -> list[Indexed]:
+    """Runs with few different values, some unknown."""
+    rng, found = random.Random(24), []
+    for number in range(count):
+        loss, accuracy, speed = (rng.choice([None, 0.5, 1.5, 2.5]) for _ in range(3))
+        summary = RunSummary(
+            folder=f"/runs/{number:03}", status=rng.choice([RUNNING, UNFINISHED, "completed", "failed"]),
+            model=rng.choice([None, "gpt2", "gemma-3-1b"]), final_loss=loss, accuracy_after=accuracy,
+            tokens_per_second=speed, measured_bytes=rng.choice([None, 2**30, 2**33]), device=rng.choice(["cpu", "cuda"]),
+            when=rng.choice([None, "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"]),
+        )  # fmt: skip
+        root, stamp = Path(summary.folder), ()
+        found.append(
+            Indexed(id=f"{number:012x}", root=root, name=root.name, stamp=stamp, running=False, summary=summary)
+        )
+    return found
+
+
+@pytest.mark.parametrize("group", runs.GROUPS)
+@pytest.mark.parametrize("sort", runs.SORTS)
+def test_the_list_has_every_run_once_in_its_order_over_its_pages(sort, group):
+    known = listed(2 * runs.PAGE_RUNS + 30)
+    for turned in (False, True):
+        pages, first = [], 0
+        while first is not None:
+            query = Query.parse(f"sort={sort}&group={group}&turned={int(turned)}&first={first}")
+            pages.append(runs.choose(known, query, folder="/runs", levels={}))
+            assert pages[-1].before == (max(0, first - runs.PAGE_RUNS) if first else None)
+            first = pages[-1].after
+        rows = [(name, one) for page in pages for name, members in page.groups for one in members]
+        assert sorted(one.id for _, one in rows) == [one.id for one in known] and len(pages) == 3
+        assert group == "none" or all(name == (getattr(one.summary, group) or "unknown") for name, one in rows)
+        assert len(list(groupby(name for name, _ in rows))) == len({name for name, _ in rows})
+        rank = {RUNNING: 0, UNFINISHED: 1}
+        for _, together in groupby(rows, key=lambda row: (row[0], rank.get(row[1].summary.status, 2))):
+            values = [runs.SORTS[sort](one.summary) for _, one in together]
+            there = [value for value in values if value is not None]
+            assert there == sorted(there, reverse=(sort in runs.DOWNWARDS) != turned) == values[: len(there)]
+        ranks = [(name, rank.get(one.summary.status, 2)) for name, one in rows]
+        assert all(left <= right for (a, left), (b, right) in pairwise(ranks) if a == b)
+
+
+def test_the_list_is_filtered_by_words_and_status():
+    known = listed(90)
+    page = runs.choose(known, Query.parse("q=gpt2+cuda&status=failed"), folder="/runs", levels={})
+    wanted = [one.id for one in known if (one.summary.model, one.summary.device) == ("gpt2", "cuda")]
+    wanted = [one.id for one in known if one.id in wanted and one.summary.status == "failed"]
+    assert sorted(one.id for one in page.groups[0][1]) == wanted and (page.shown, page.total) == (len(wanted), 90)
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,6 +222,26 @@ def test_corrupt_files_are_named_and_secrets_in_the_log_are_not_shown(tmp_path):
     ):
         assert shown in text, shown
     assert "a" * 30 not in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize("x", run.AXES)
+def test_a_page_has_at_most_60_kb_with_as_much_noise_as_it_shows(tmp_path, x):
+    rng, root = random.Random(24), Path(shutil.copytree(RUNS / "m39_v1", tmp_path / "run"))
+    first = json.loads((root / "metrics.jsonl").read_text().splitlines()[0])
+    numbers = {name: value for name, value in first.items() if type(value) in (int, float) and name != "step"}
+
+    def line(step: int) -> str:
+        noise = {name: type(value)(value * rng.lognormvariate(0, 1)) for name, value in numbers.items()}
+        return json.dumps({**first, **noise, "step": step}) + "\n"
+
+    (root / "metrics.jsonl").write_text("".join(map(line, range(1, 64 * run.BUCKETS + 1))))
+    log = (bytes(rng.choices(range(32, 256), k=90)) + b"\n" for _ in range(2900))
+    (root / "training_log.txt").write_bytes(b"".join(log))
+    site, query = Site.of(tmp_path), Query((("x", x),))
+    curves = run.page(site, query, id_of(site, "run")).values.curves
+    assert len(curves.charts[0].series[0].buckets) == run.BUCKETS and not curves.reading
+    page = render(run.page(site, query, id_of(site, "run")), query).encode()
+    assert len(gzip.compress(page)) <= 60_000
 
 
 EXTREME = ([1e308] * 3, [0.0] * 3, [5e-324, 1e308, 0.0], [1.0], [1e-300, 1e300], [2**62, 2**62 + 4096])

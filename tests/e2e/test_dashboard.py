@@ -1,6 +1,7 @@
 """`tunix-rt dashboard` as a process: it starts, survives slow clients, contacts nobody, ends on Ctrl-C, and writes nothing."""
 
 import hashlib
+import html
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tests.conftest import ROOT
 from tests.program import in_process, refused
 from tunix_rt.dashboard.chat import Chat
 from tunix_rt.errors import InputError
+from tunix_rt.evidence.verify import verify
 from tunix_rt.runs.index import run_id
 
 RUNS = ROOT / "submission_runs"
@@ -49,7 +51,8 @@ def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word(t
         assert "gpt2" in opener.open(address, timeout=30).read().decode()
         assert "one" in opener.open(f"{base}/", timeout=30).read().decode()
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) == 0
+        begun = time.monotonic()
+        assert server.wait(timeout=30) == 0 and time.monotonic() - begun < 2
         assert server.stderr.read() == "Ctrl-C stops it.\n"
     assert hashes(run) == before
 
@@ -64,17 +67,35 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path):
     assert "--no-key" in refused(in_process("dashboard", RUNS, "--no-open", "--no-key", "--host", "0.0.0.0"), 2)
 
 
-def test_the_pages_are_written_as_files_that_need_no_server(tmp_path):
+def test_the_pages_are_written_as_files_that_need_no_server_with_claims_filters_and_comparisons(tmp_path):
     done = in_process("dashboard", RUNS, "--export", tmp_path / "pages")
     assert done.returncode == 0, done.stderr
     files = {path.name: path.read_text() for path in (tmp_path / "pages").glob("*.html")}
-    assert f"{len(files)} pages in" in done.stdout and len(files) > 15
-    for name, text in files.items():
-        assert "<script" not in text and 'href="/' not in text and 'src="/' not in text, name
-        for link in re.findall(r'href="([^"#]+)"', text):
-            assert (tmp_path / "pages" / link).is_file(), (name, link)
-    assert "m39_v1" in files["index.html"] and (tmp_path / "pages" / "style.css").is_file()
+    assert f"{len(files)} pages in" in done.stdout and "verifying m39_v1" in done.stderr
+    reached, waiting = {"index.html"}, ["index.html"]
+    while waiting:
+        text = files[name := waiting.pop()]
+        assert not re.search(r"<script|<form[^>]* action|(?:href|src)=\"/|<a (?![^>]*href=)", text), name
+        for link in re.findall(r'href="([^"]+)"', text):
+            target, _, place = link.partition("#")
+            assert not place or f'id="{place}"' in text, (name, link)
+            assert not target or (tmp_path / "pages" / target).is_file(), (name, link)
+            if target.endswith(".html") and target not in reached:
+                reached.add(target)
+                waiting.append(target)
+    assert reached == files.keys() and (tmp_path / "pages" / "style.css").is_file()
+    names = {run_id(path.name): path.name for path in RUNS.iterdir()}
+    assert sum(name.startswith("compare-") for name in files) == len(names) * (len(names) - 1) / 2
+    for one, name in names.items():
+        verdict = verify(RUNS / name)
+        evidence = html.unescape(files[f"runs-{one}-evidence.html"])
+        assert verdict.describe() in evidence and all(claim.value in evidence for claim in verdict.claims), name
+        assert f'href="runs-{one}-evidence.html">{verdict.level}</a>' in files["index.html"], name
+        assert all(f"runs-{one}-answers-show-{show}.html" in files for show in ("gained", "lost", "malformed"))
     assert "is not empty" in refused(in_process("dashboard", RUNS, "--export", tmp_path / "pages"), 3)
+    alone = in_process("dashboard", RUNS / "m39_cpu_v1", "--export", tmp_path / "alone")
+    texts = "".join(path.read_text() for path in (tmp_path / "alone").glob("*.html"))
+    assert alone.returncode == 0 and "m39_cpu_v1" in texts and "m40_v1" not in texts
 
 
 def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_trains():

@@ -181,7 +181,13 @@ def without_yaml(tmp_path_factory):
 def test_training_needs_no_yaml_and_takes_any_file_of_traces(without_yaml):
     done, folder = without_yaml
     assert json.loads(done.stdout)["status"] == "completed"
-    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [one.step for one in events.Tensors("train/loss")] == lines
+    assert [one.step for one in events.Tensors("evaluation/accuracy")] == [0, lines[-1]]
 
 
 def test_random_weights_are_said_everywhere(without_yaml):

@@ -118,10 +118,9 @@ def test_log_probabilities_are_those_of_a_forward_pass_over_prompt_and_answer(tm
             assert answer.gaps == pytest.approx((best[:, 0] - best[:, 1]).tolist(), abs=1e-4)
 
 
-def test_prompts_are_prefilled_in_groups_of_few_tokens_and_little_padding(monkeypatch):
-    monkeypatch.setattr(static_cache, "PREFILL_TOKENS", 100)
+def test_prompts_are_prefilled_in_groups_of_few_tokens_and_little_padding():
     lengths = [300, 60, 45, 40, 20, 20, 20, 20, 20, 9, 5, 4]
-    groups = list(static_cache.prefill_groups(lengths))
+    groups = list(static_cache.prefill_groups(lengths, 100))
     assert [place for group in groups for place in group] == list(range(len(lengths)))
     for group in groups:
         assert len(group) == 1 or len(group) * lengths[group.start] <= 100
@@ -129,20 +128,7 @@ def test_prompts_are_prefilled_in_groups_of_few_tokens_and_little_padding(monkey
 
 
 def test_rows_leave_in_buckets_and_move_only_into_the_places_of_ended_ones():
-    assert [bucket(rows) for rows in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 300, 385)] == [
-        1,
-        2,
-        3,
-        4,
-        6,
-        6,
-        8,
-        12,
-        12,
-        16,
-        384,
-        512,
-    ]
+    assert [bucket(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 300, 513)] == [1, 2, 4, 4, 8, 8, 16, 512, 1024]
     alive = [True, False, True, False, False, True, True, False]
     assert rows_left(alive, every=True) == [0, 5, 2, 6]
     assert rows_left([True] * 7 + [False], every=False) == []

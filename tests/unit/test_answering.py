@@ -5,7 +5,8 @@ import pytest
 from tests.program import ROOT
 from tunix_rt.config.load import build_config
 from tunix_rt.engines.torch import model as torch_model
-from tunix_rt.plan.memory import EVAL_ROWS, MOST_ROWS, predict, rows_that_fit
+from tunix_rt.plan.generation import MOST_ROWS, rows_that_fit
+from tunix_rt.plan.memory import EVAL_ROWS, predict
 from tunix_rt.plan.shape import shape_of
 from tunix_rt.storage import read_json
 

@@ -10,7 +10,8 @@ from tunix_rt.config.dialects.conversion import DIALECTS, convert, dialect_of
 from tunix_rt.config.load import SETTINGS, build_config, load_config
 from tunix_rt.errors import ConfigError
 
-FILES = sorted((ROOT / "tests" / "dialects").iterdir())
+FOLDER = ROOT / "tests" / "dialects"
+FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 NAMES = {"axolotl": "axolotl", "llamafactory": "llama-factory", "trl": "trl", "torchtune": "torchtune"}
 AXOLOTL = "base_model: m\nsequence_len: 64\nmicro_batch_size: 2\ndatasets: [{path: d.jsonl, type: alpaca}]\n"
 LLAMA_FACTORY = "model_name_or_path: m\nstage: sft\ndataset: d.json\ntemplate: gemma\n"
@@ -23,7 +24,7 @@ def settings_of(text):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_key_of_a_file_is_accounted_for_once_and_what_it_becomes_loads(file, tmp_path):
-    found = convert(file.read_text(encoding="utf-8"), file.name)
+    found = convert(file.read_text(encoding="utf-8"), file.name, folder=FOLDER)
     assert found.dialect == NAMES[file.name.split("_")[0]]
     keys = [line.key for line in (*found.mapped, *found.without_effect, *found.refused)]
     assert len(keys) == len(set(keys)) >= 10
@@ -37,7 +38,7 @@ def test_every_key_of_a_file_is_accounted_for_once_and_what_it_becomes_loads(fil
 
 
 def test_there_are_five_files_of_each_trainer_and_one_of_each_is_refused():
-    found = [convert(file.read_text(encoding="utf-8")) for file in FILES]
+    found = [convert(file.read_text(encoding="utf-8"), folder=FOLDER) for file in FILES]
     assert {name: sum(one.dialect == name for one in found) for name in DIALECTS} == dict.fromkeys(DIALECTS, 5)
     assert {one.dialect for one in found if one.refused} == set(DIALECTS)
 
@@ -57,7 +58,8 @@ def test_every_row_of_a_table_reads_what_is_off_and_what_is_on_without_an_error(
         "batch x accumulation": (AXOLOTL + "gradient_accumulation_steps: 4", {
             "training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 4}),
         "8-bit AdamW": (AXOLOTL + "optimizer: adamw_bnb_8bit", {"training.optim": "adamw_8bit"}),
-        "steps win over the ratio": (TRL + "warmup_ratio: 0.1\nwarmup_steps: 5", {"training.warmup_steps": 5}),
+        "steps win over the ratio": (TRL + "warmup_ratio: 0.1\nwarmup_steps: 5", {
+            "training.warmup_steps": 5, "training.warmup_from_zero": True}),
         "a ratio is a share": (LLAMA_FACTORY + "warmup_ratio: 0.1", {"training.warmup_steps": 0.1}),
         "constant has no warm-up": (TRL + "lr_scheduler_type: constant\nwarmup_steps: 5", {
             "training.lr_scheduler_type": "constant", "training.warmup_steps": None}),
@@ -69,12 +71,36 @@ def test_every_row_of_a_table_reads_what_is_off_and_what_is_on_without_an_error(
         "LoRA of PEFT": (TRL + "use_peft: true", {
             "training.lora_rank": 16, "training.lora_alpha": 32, "training.lora_target_modules": ["q_proj", "v_proj"]}),
         "LoRA by default": (LLAMA_FACTORY, {"training.lora_rank": 8, "training.learning_rate": 5e-5}),
+        "QLoRA of Axolotl": (AXOLOTL + "adapter: qlora\nload_in_4bit: true", {
+            "training.load_in_4bit": True, "training.lora_rank": 8}),
+        "QLoRA of LLaMA-Factory": (LLAMA_FACTORY + "quantization_bit: 4", {
+            "training.load_in_4bit": True, "training.lora_rank": 8}),
+        "QLoRA of TRL": (TRL + "use_peft: true\nload_in_4bit: true", {"training.load_in_4bit": True}),
+        "QLoRA of torchtune": ("model: {_component_: torchtune.models.llama3.qlora_llama3_8b}", {
+            "training.load_in_4bit": True, "training.lora_rank": 8, "training.master_dtype": None}),
         "LoRA keys without LoRA": (AXOLOTL + "lora_r: 8\nlora_alpha: 16", {"training.lora_rank": None}),
     }.values(),
 )  # fmt: skip
 def test_a_value_means_what_it_means_there(text, wanted):
     found = settings_of(text)
     assert {name: found.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "way"),
+    {
+        "8 bits of Axolotl": (AXOLOTL + "adapter: lora\nload_in_8bit: true", "load_in_8bit", "16 bits, or 4"),
+        "8 bits of LLaMA-Factory": (LLAMA_FACTORY + "quantization_bit: 8", "quantization_bit", "16 bits, or 4"),
+        "8 bits of TRL": (TRL + "use_peft: true\nload_in_8bit: true", "load_in_8bit", "16 bits, or 4"),
+        "another code": (TRL + "use_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: fp4", "bnb_4bit_quant_type", "nf4"),
+        "4 bits without adapters": (TRL + "load_in_4bit: true", "load_in_4bit", "train LoRA adapters"),
+        "qlora in 16 bits": (AXOLOTL + "adapter: qlora\nload_in_4bit: false", "load_in_4bit", "adapter: lora"),
+        "a name without its list": (LLAMA_FACTORY.replace("d.json", "identity"), "dataset", "dataset_info.json is not in"),
+    }.values(),
+)  # fmt: skip
+def test_a_value_that_has_no_counterpart_is_refused_by_its_key(text, key, way):
+    (refused_line,) = convert(text).refused
+    assert refused_line.key == key and way in refused_line.note
 
 
 def test_two_keys_that_differ_are_refused_and_so_is_an_unknown_key():
@@ -92,8 +118,27 @@ def test_a_name_of_llama_factory_is_looked_up_in_dataset_info(tmp_path):
     found = convert(named, folder=tmp_path).settings
     assert found["data.dataset"] == str(tmp_path / "data" / "d.json")
     assert (found["data.format"], found["data.columns"]) == ("sharegpt", {"conversations": "chat"})
-    (other,) = convert(named.replace("mine", "mime"), folder=tmp_path).refused
-    assert "did you mean `mine`?" in other.note
+    missing = convert(named.replace("mine", "mime"), folder=tmp_path)
+    (other,) = missing.refused
+    assert "did you mean `mine`?" in other.note and "data.dataset" not in missing.settings
+    (tmp_path / "lf.yaml").write_text(named.replace("mine", "mime"), encoding="utf-8")
+    loaded = load_config(tmp_path / "lf.yaml", flags={"data.dataset": "other.json"}, report=lambda found, path: found)
+    assert loaded.data.dataset == "other.json"
+
+
+def test_remote_code_has_no_effect_where_the_type_of_the_model_is_known(tmp_path):
+    for name, own in (("plain", {"model_type": "starcoder9"}), ("coded", {"auto_map": {"AutoConfig": "x.X"}})):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "made_up", **own}
+        (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    known = {"google/gemma-3-270m": True, "plain": True, "coded": False, "nobody/nothing-9b": False}
+    for model, wanted in known.items():
+        (tmp_path / "a.yml").write_text(
+            AXOLOTL.replace(": m", f": {model}") + "trust_remote_code: true", encoding="utf-8"
+        )
+        done = in_process("convert", "a.yml", cwd=tmp_path)
+        assert done.returncode == (0 if wanted else 2), model
+        assert ("trust_remote_code: the type of the model is known" if wanted else "never runs code") in done.stderr
 
 
 def test_our_own_files_are_never_taken_for_those_of_others():
@@ -112,7 +157,8 @@ def load_raw(path):
     ("key", "hint"),
     {"base_model": "model.model_name_or_path", "sequence_len": "data.max_length", "cutoff_len": "data.max_length",
      "stage": "supervised", "sample_packing": "`data.packing`", "deepspeed": "training.backend: jax",
-     "wandb_project": "metrics.jsonl", "neat_packing": "data.packing: true", "lora_modules_to_save": "names modules"}.items(),
+     "wandb_project": "training.report_to", 
+     "neat_packing": "data.packing: true", "lora_modules_to_save": "names modules"}.items(),
 )  # fmt: skip
 def test_a_foreign_key_in_a_file_of_ours_gets_its_hint(key, hint):
     with pytest.raises(ConfigError) as caught:

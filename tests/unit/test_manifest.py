@@ -158,6 +158,14 @@ def test_a_cpu_without_a_name_goes_by_its_architecture_and_no_folder_of_the_mach
     assert "somebody" not in json.dumps(manifest)
 
 
+def test_a_validation_file_of_its_own_is_stated(tmp_path, cpu):
+    validation = {"key": "/home/somebody/held.jsonl", "sha256": "cd" * 32, "items": 1}
+    dataset = {**json.loads((cpu.record.root / "precommit.json").read_text())["dataset"], "validation": validation}
+    manifest = stated(write_run(tmp_path / "run", "cpu", precommit={"dataset": dataset}))
+    assert manifest["inputs"]["validation"] == {"name": "held.jsonl", "sha256": "cd" * 32}
+    assert list(incomplete(manifest)) == [] and "validation" not in stated(cpu)["inputs"]
+
+
 def test_a_gpu_without_a_driver_or_a_sample_of_its_memory_is_incomplete(tmp_path, gpu):
     manifest = stated(gpu)
     del manifest["hardware"]["driver"], manifest["gpu_memory"]

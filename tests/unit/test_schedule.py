@@ -33,6 +33,25 @@ def test_warm_up_rises_in_equal_parts_and_ends_at_the_full_rate():
     assert curve(6, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 2 / 3, 1 / 3])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_warm_up_from_zero_is_the_curve_of_transformers(shape):
+    from torch import zeros
+    from torch.nn import Parameter
+    from torch.optim import SGD
+    from transformers import get_scheduler
+
+    optimizer = SGD([Parameter(zeros(1))], lr=1.0)
+    name = "constant_with_warmup" if shape == "constant" else shape
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=4, num_training_steps=11)
+    theirs = []
+    for _ in range(11):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    ours = curve(11, warmup_steps=4, warmup_from_zero=True, lr_scheduler_type=shape)
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=0) and ours[0] == 0
+
+
 @pytest.mark.parametrize(
     ("asked", "total", "steps"), [(0.05, 200, 10), (0.1, 25, 3), (0.5, 4, 2), (0, 10, 0), (1, 10, 1)]
 )

@@ -49,6 +49,15 @@ def test_the_band_is_of_similar_runs_on_this_device_and_one_run_is_none():
     assert [band(**named) for named in unlike] == [None] * len(unlike)
 
 
+def test_an_error_is_a_percentage_only_where_the_model_outweighs_the_libraries():
+    mib = 2**20
+    assert seen_errors.describe_error(550 * mib, 500 * mib) == "+10.0 %"
+    assert seen_errors.describe_error(510 * mib, 512 * mib) == "-0.4 %"
+    assert seen_errors.describe_error(178 * mib, 100 * mib) == "+78 MiB"
+    assert seen_errors.describe_error(100 * mib, 178 * mib) == "-78 MiB"
+    assert seen_errors.describe_error(1, 0) == "+0 MiB"
+
+
 def test_a_corrupt_line_is_named_and_hides_no_other(caplog):
     add(seen(90))
     record_path().write_bytes(

@@ -31,12 +31,12 @@ def convert(file: Path, dialect: str | None, out: Path | None, as_json: bool) ->
     from tunix_rt.models.secrets import refuse_secrets
     from tunix_rt.storage import storage, write_text
 
-    found = convert_text(read_text(file), str(file), dialect=dialect, folder=Path())
+    found = with_known_model(convert_text(read_text(file), str(file), dialect=dialect, folder=Path()))
     if as_json:
         parts = asdict(found)
         text.show_json({key: parts[key] for key in parts if key != "origins"})
     else:
-        show_conversion(found, file)
+        show_keys(found, file)
     found.require_accepted(str(file))
     refuse_secrets(build_config(found.nested(), str(file)).model_dump())
     if out is None:
@@ -50,7 +50,24 @@ def convert(file: Path, dialect: str | None, out: Path | None, as_json: bool) ->
     click.echo(f"written: {out}; next: tunix-rt plan {out}", err=True)
 
 
-def show_conversion(found: "Conversion", path: Path) -> None:
+def with_known_model(found: "Conversion") -> "Conversion":
+    """The same, with `trust_remote_code` without effect where the type of the model is known."""
+    if not found.asks_for_remote_code:
+        return found
+    from tunix_rt.models.resolve import type_is_known
+
+    model, revision = (found.settings.get(f"model.{key}") for key in ("model_name_or_path", "revision"))
+    return found.without_remote_code() if type_is_known(str(model), str(revision or "main")) else found
+
+
+def show_conversion(found: "Conversion", path: Path) -> "Conversion":
+    """The `report` of `load_config`."""
+    found = with_known_model(found)
+    show_keys(found, path)
+    return found
+
+
+def show_keys(found: "Conversion", path: Path) -> None:
     """What became of every key, on stderr."""
     click.echo(f"{path}: a configuration of {found.title}", err=True)
     for title, lines in (

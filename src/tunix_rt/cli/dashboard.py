@@ -55,9 +55,9 @@ def dashboard(
     site = Site.of(below.absolute().parent if is_run else below, chat_run=chat_run)
     start = f"/runs/{run_id(below.absolute().name)}" if is_run else "/"
     if target is not None:
-        from tunix_rt.dashboard.export import export_pages
+        from tunix_rt.dashboard.export import Export
 
-        count = export_pages(site, target)
+        count = Export(site=site, start=start).write(target, lambda name: click.echo(f"verifying {name}", err=True))
         click.echo(f"{count} pages in {target}; open {target / 'index.html'}")
         return
     _serve(site, start, host=host, port=port, hosts=hosts, has_key=not no_key, opens=not no_open)

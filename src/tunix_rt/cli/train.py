@@ -20,7 +20,7 @@ RESUME = "training.resume_from_checkpoint"
 
 @click.command()
 @click.argument("config", required=False)
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run.")
 @click.option(
     "--model", help="Local folder, run, GGUF file, shipped model, hub id; or a preset, with --weights random."
 )
@@ -42,19 +42,31 @@ RESUME = "training.resume_from_checkpoint"
 @click.option(
     "--stop-after", type=click.IntRange(min=1), metavar="STEP", help="Save that step and stop; --resume continues."
 )
+@click.option("--dry-run", is_flag=True, help="Check settings, folder, data and memory, and train nothing.")
+@click.option("--on", metavar="NAME", help="With --dry-run: another device, as of `tunix-rt plan --on`.")
 @click.option("--allow-oom-attempt", is_flag=True, help="Start a run that is predicted not to fit.")
-@click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print result.json, or the checks, to standard output.")
 def train(
-    config: str | None, output: Path, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
+    config: str | None, output: Path | None, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
 ) -> None:
     """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
     from tunix_rt.cli.convert import show_conversion
     from tunix_rt.config.load import find_config, load_config
 
     named |= data_flags(named)
+    if output is None and not named["dry_run"]:
+        here = click.get_current_context()
+        raise click.MissingParameter(ctx=here, param=next(one for one in here.command.params if one.name == "output"))
     flags = {setting: named[flag] for flag, setting in FLAGS.items()} | {RESUME: "auto" if resume else None}
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags, report=show_conversion)
+    if named["dry_run"]:
+        from tunix_rt.cli.dry_run import check_and_show
+
+        return check_and_show(settled, output, named["on"], as_json=as_json)
+    if named["on"]:
+        raise click.UsageError("--on names a device for --dry-run; a run trains on this computer")
+    assert output is not None
     run_and_show(
         settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=named["allow_oom_attempt"],
         stop_after=named["stop_after"],

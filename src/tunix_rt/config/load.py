@@ -3,7 +3,7 @@
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from tunix_rt.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from tunix_rt.config.dialects.conversion import Conversion
 
-    Report = Callable[[Conversion, Path], None]
+    Report = Callable[[Conversion, Path], Conversion]
+    """Shows what became of the keys, and looks up what the configuration alone cannot say: the type of the model."""
 
 # Canonical name -> its old and foreign spellings. A bare key belongs to the top level.
 _SPELLINGS = {
@@ -224,11 +225,11 @@ MOST_PARENTS = 10
 """Files that one configuration may extend, one after the other."""
 
 
-def read_settings(path: Path, report: "Report | None" = None) -> dict[str, dict[str, Any]]:
+def read_settings(path: Path, report: "Report | None" = None, given: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """The settings of a file in sections: those of the file that it `extends`, with its own over them.
 
     A configuration of another trainer is converted, and `report` gets what became of its keys; without `report` it is
-    refused."""
+    refused. A `given` setting replaces the key that it comes from."""
     from tunix_rt.config.dialects.conversion import convert, dialect_of, parse
 
     chain: list[tuple[Path, dict[str, dict[str, Any]]]] = []
@@ -246,8 +247,8 @@ def read_settings(path: Path, report: "Report | None" = None) -> dict[str, dict[
             if report is None:
                 fix = f"convert it first: tunix-rt convert {here} --to OUT.yaml"
                 raise ConfigError(f"{here}: a configuration of {found.title}", fix=fix)
-            report(found, here)
-            found.require_accepted(str(here))
+            found = report(found, here)
+            found.require_accepted(str(here), given)
             chain.append((here, found.nested()))
             break
         own = read_yaml(here)
@@ -286,9 +287,10 @@ def load_config(
 
     A file of another trainer needs a `report`, which gets what became of its keys."""
     source = str(path) if path else "command line"
-    merged = read_settings(path, report) if path else {}
     later = [(dict([parse_override(text)]), f"--set {text.partition('=')[0].strip()}") for text in overrides]
     later.append(({name: value for name, value in (flags or {}).items() if value is not None}, "command line"))
+    given = {OLD_NAMES.get(name, name) for names, _ in later for name in names}
+    merged = read_settings(path, report, given) if path else {}
     for names, origin in later:
         nested = modernise(_nest(names, origin), origin)
         for section, settings in nested.items():

@@ -128,12 +128,13 @@ def total_at(step: int, ends: Sequence[int], total: int) -> int:
 
 
 def learning_rate(step: int, *, total: int, training: "Training") -> float:
-    """Learning rate of step `step` (counted from 1) of `total`. Warm-up ends at the full rate; no step has rate 0."""
+    """Learning rate of step `step` (counted from 1) of `total`. Warm-up ends at the full rate. No step has rate 0 but the first
+    of a warm-up from zero."""
     asked = training.warmup_steps
     warmup = math.ceil(asked * total) if asked < 1 else int(asked)
     done = step - 1
     if done < warmup:
-        return training.learning_rate * (done + 1) / warmup
+        return training.learning_rate * (done if training.warmup_from_zero else step) / warmup
     progress = (done - warmup) / max(1, total - warmup)
     if training.lr_scheduler_type == "linear":
         return training.learning_rate * (1 - progress)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from tunix_rt.config.optimizers import OPTIMIZERS
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -39,6 +41,18 @@ def _seconds(value: object) -> object:
 def _only_one(value: object) -> object:
     """A list of one name is that name."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def _trackers(value: object) -> object:
+    """A list of names without `none`, one name as it is; one message for a name that is none."""
+    given = value if isinstance(value, list | tuple) else [value]
+    for name in given:
+        if name not in ("none", *get_args(TrackerName)):
+            expected = ", ".join(f"'{one}'" for one in ("none", *get_args(TrackerName)))
+            raise PydanticCustomError(
+                "literal_error", "Input should be {expected}", {"expected": f"{expected}, or a list"}
+            )
+    return _only_one([name for name in given if name != "none"] or "none")
 
 
 def _refuse_0_and_1(value: object) -> object:
@@ -180,6 +194,8 @@ class Training(Section):
     """Shape of the learning rate after warm-up; a pure function of the step."""
     warmup_steps: Annotated[float, Field(ge=0, le=10**9)] = 0
     """Steps of linear warm-up, a whole number; a value below 1 is a share of all steps."""
+    warmup_from_zero: bool = False
+    """Warm-up starts at 0, as in transformers: the first step changes nothing. Else at one part of the full rate."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
     adam_beta1: Fraction = 0.9
@@ -255,8 +271,11 @@ class Training(Section):
         BeforeValidator(lambda value: "auto" if value is True else None if value is False else value),
     ] = None
     """`auto` (or true) resumes the run in the output folder from its newest checkpoint that verifies."""
-    report_to: Literal["none", "tensorboard"] = "none"
-    """Experiment tracker, besides `metrics.jsonl`."""
+    report_to: Annotated[
+        Literal["none"] | TrackerName | Annotated[tuple[TrackerName, ...], Field(min_length=2)],
+        BeforeValidator(_trackers),
+    ] = "none"
+    """Experiment trackers, besides `metrics.jsonl`: one, or a list. A tracker that fails never stops a run."""
 
     @field_validator("warmup_steps")
     @classmethod
@@ -269,6 +288,12 @@ class Training(Section):
     def resolved_data_seed(self) -> int:
         """The seed of the row order and of the held-out split: `data_seed`, or `seed` where it is not set."""
         return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Every tracker of `report_to` once."""
+        named = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
+        return tuple(dict.fromkeys(name for name in named if name != "none"))
 
 
 class Evaluation(Section):

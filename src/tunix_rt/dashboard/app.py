@@ -145,10 +145,20 @@ def respond(site: Site, handler: Handler, request: Request) -> Response:
     except TunixError as error:
         query = Query()
         page = error_page(error)
-    body = render(page, path, query, request.headers.get("part", ""))
-    response = Response(body.encode("utf-8", "replace"), page.status, media_type="text/html")
-    response.headers["vary"] = "Part, Cookie"
+    response = Response(rendered(site, page, path, query, request.headers.get("part", "")), page.status)
+    response.headers.update({"content-type": "text/html; charset=utf-8", "vary": "Part, Cookie"})
     return conditional(request, response)
+
+
+def rendered(site: Site, page: Page, path: str, query: Query, part: str) -> bytes:
+    """The last page with a stamp is kept: a list that many tabs ask for every second."""
+    address = (path, query, part)
+    known, stamp, body = site.cache.get("rendered", (None, None, b""))
+    if page.stamp is None or known != address or stamp != page.stamp:
+        body = render(page, path, query, part, has_chat=site.chat is not None).encode("utf-8", "replace")
+        if page.stamp is not None:
+            site.cache["rendered"] = address, page.stamp, body
+    return bytes(body)
 
 
 def error_page(error: TunixError) -> Page:
@@ -210,10 +220,12 @@ def environment() -> Environment:
     return made
 
 
-def render(page: Page, path: str, query: Query, part: str = "", *, is_file: bool = False) -> str:
+def render(
+    page: Page, path: str, query: Query, part: str = "", *, is_file: bool = False, has_chat: bool = False
+) -> str:
     """A whole page, or the block `part` of it alone. As a file it has no script."""
     template = environment().get_template(page.template)
-    values = {"page": page, "v": page.values, "path": path, "query": query, "is_file": is_file}
+    values = {"page": page, "v": page.values, "path": path, "query": query, "is_file": is_file, "has_chat": has_chat}
     block = template.blocks.get(part) if part else None
     return template.render(values) if block is None else "".join(block(template.new_context(values)))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunix_rt.errors import TunixError
 
-MOST_OUTCOMES = 64
+MOST_OUTCOMES = 1000
 FAILED = {"problem": "the work failed", "fix": "the output of `tunix-rt dashboard` has the error"}
 
 
@@ -26,21 +26,22 @@ class Outcome:
 
 
 class Background:
-    """One thread at most. The last outcome of each key is kept, for the latest 64 keys."""
+    """One thread at most. The last outcome of each key is kept, for the latest keys."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: tuple[str, float] | None = None
         self._outcomes: dict[str, Outcome] = {}
 
-    def start(self, key: str, stamp: str, work: Callable[[], Any]) -> bool:
-        """Whether the work was started; not while other work is going on."""
+    def start(self, key: str, stamp: str, work: Callable[[], Any]) -> threading.Thread | None:
+        """The thread that does the work; None, and nothing is started, while other work is going on."""
         with self._lock:
             if self._running is not None:
-                return False
+                return None
             self._running = (key, time.monotonic())
-        threading.Thread(target=self._run, args=(key, stamp, work), daemon=True).start()
-        return True
+        thread = threading.Thread(target=self._run, args=(key, stamp, work), daemon=True)
+        thread.start()
+        return thread
 
     def running(self, key: str = "") -> float | None:
         """For how many seconds the work of that key, or any, has been going on; None where it is not."""

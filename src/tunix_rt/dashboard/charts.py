@@ -261,7 +261,8 @@ def _how(chart: Chart, upright: _Axis) -> str:
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
-def sparkline(losses: Sequence[float]) -> Markup:
+@lru_cache(maxsize=2048)
+def sparkline(losses: tuple[float, ...]) -> Markup:
     """The loss of a run in a line of a table."""
     values = [max(-LARGEST, min(one, LARGEST)) for one in losses if math.isfinite(one)]
     if not values:

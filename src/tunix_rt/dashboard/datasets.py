@@ -3,6 +3,7 @@
 A dataset is named by its key, a tokenizer by a shipped model or by a run of the index; no path arrives from outside.
 """
 
+import ctypes
 import os
 import stat
 import threading
@@ -35,8 +36,9 @@ from tunix_rt.runs.index import Indexed
 from tunix_rt.runs.record import RunRecord
 
 MOST_RECORDS = 20_000
-MOST_SECONDS, WAIT_SECONDS = 20.0, 5.0
-"""For tokenizing a dataset, and for another page that is reading one."""
+MOST_SECONDS, END_SECONDS, WAIT_SECONDS = 20.0, 25.0, 5.0
+"""For tokenizing a dataset; for a whole page, as a chat template of a run may loop without end; and for another page that is
+reading one."""
 MOST_OPENED, MOST_TOKENIZERS, MOST_KEYS = 4, 2, 1000
 MOST_TOKENIZER_BYTES = 64 * 2**20
 CHECK = "use the command line: tunix-rt data check, tunix-rt data show"
@@ -84,10 +86,30 @@ def reading(site: Site) -> Iterator[Shelf]:
     shelf: Shelf = site.cache.setdefault("data", Shelf())
     if not shelf.lock.acquire(timeout=WAIT_SECONDS):
         raise InputError("another page is still reading data", fix="try again in a moment")
+    thread, guard = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+
+    def expire() -> None:
+        with guard:
+            if timer.finished.is_set():  # the page was done just before
+                return
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLong))
+
+    timer = threading.Timer(END_SECONDS, expire)
+    timer.start()
     try:
-        yield shelf
+        try:
+            yield shelf
+        finally:
+            with guard:
+                timer.cancel()
+    except _TooLong as error:
+        raise _too_long(END_SECONDS) from error
     finally:
         shelf.lock.release()
+
+
+class _TooLong(BaseException):
+    """Raised in the thread of a page by its timer. No `except Exception` around a chat template catches it."""
 
 
 def _kept(shelf: dict[Any, T], key: Any, make: Callable[[], T], most: int) -> T:
@@ -185,9 +207,13 @@ def _deadline(seconds: float) -> Progress:
 
     def progress(what: str, done: int, total: int, note: str, /) -> None:
         if time.monotonic() > until:
-            raise InputError(f"reading the data takes more than {seconds:.0f} s", fix=CHECK)
+            raise _too_long(seconds)
 
     return progress
+
+
+def _too_long(seconds: float) -> InputError:
+    return InputError(f"reading the data takes more than {seconds:.0f} s", fix=CHECK)
 
 
 def _tokenizer(site: Site, name: str) -> tuple[Any, Callable[[], tuple[Tokenizer, ModelFacts]]]:

@@ -2,79 +2,107 @@
 
 import re
 from collections import deque
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tunix_rt.dashboard.app import error_page, find_page, render, static_files
+from tunix_rt.dashboard.pages import evidence
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
 from tunix_rt.errors import InputError, TunixError
 from tunix_rt.storage import storage
 
-KEPT = re.compile(r"/|/runs/[0-9a-f]{12}(?:/(?:answers|evidence))?")
+KEPT = re.compile(r"/|/compare|/runs/[0-9a-f]{12}(?:/(?:answers|evidence))?")
 """Pages that are facts of runs; plan, data and doctor answer questions about a computer."""
-KEPT_QUERY = ("first", "page")
-"""Further pages of a list. Other views of the same facts are left out."""
-MOST_PAGES = 20_000
-_LINK = re.compile(r' (href|src|action)="([^"]*)"')
+KEPT_QUERY = frozenset({"first", "show"})
+"""Further pages of a list, and filters of the answers. Other views of the same facts are left out."""
+MOST_PAGES, MOST_COMPARED = 20_000, 8
+_ANCHOR = re.compile(r'<a ([^>]*)href="([^"]*)"([^>]*)>(.*?)</a>', re.DOTALL)
+_ACTION = re.compile(r' action="[^"]*"')
+_STATIC = re.compile(r'href="/static/([^"]*)"')
 
 
-def export_pages(site: Site, target: Path) -> int:
-    """Write every page that can be reached from the list of runs into the new folder `target`. Returns their number."""
-    with storage(target):
-        if target.exists() and any(target.iterdir()):
-            raise InputError(f"{target} is not empty", fix="choose a folder that does not exist yet")
-        target.mkdir(parents=True, exist_ok=True)
-        for name, data in static_files().items():
-            if not name.endswith(".js"):
-                (target / name).write_bytes(data)
-    waiting, names = deque(["/"]), {file_name("/")}
-    while waiting:
-        address = waiting.popleft()
-        text, links = page_file(site, address)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """The pages of all runs of a site, or of one: those below `start`, which becomes `index.html`."""
+
+    site: Site
+    start: str = "/"
+    pairs: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Runs that are compared, each of the first eight with each: their ids, and a line with their names."""
+
+    def write(self, target: Path, verifying: Callable[[str], None]) -> int:
+        """Write every page that can be reached into the new folder `target`. Returns their number. Runs are verified first, at
+        L1, so that the pages have their level and their claims."""
         with storage(target):
-            (target / file_name(address)).write_text(text, encoding="utf-8")
-        for link in links:
-            if file_name(link) not in names and len(names) < MOST_PAGES:
-                names.add(file_name(link))
-                waiting.append(link)
-    return len(names)
+            if target.exists() and any(target.iterdir()):
+                raise InputError(f"{target} is not empty", fix="choose a folder that does not exist yet")
+            target.mkdir(parents=True, exist_ok=True)
+            (target / "style.css").write_bytes(static_files()["style.css"])
+            (target / "icon.svg").write_bytes(static_files()["icon.svg"])
+        runs = [one for one in self.site.index.runs() if self.start in ("/", f"/runs/{one.id}")]
+        for run in runs:
+            verifying(run.name)
+            if (thread := evidence.start(self.site, run)) is not None:
+                thread.join()
+        pairs = combinations(runs[:MOST_COMPARED], 2)
+        self.pairs.update({(one.id, other.id): f"{one.name} and {other.name}" for one, other in pairs})
+        waiting, names = deque([self.start]), {self.file_name(self.start)}
+        while waiting:
+            text, links = self.page(address := waiting.popleft())
+            with storage(target):
+                (target / self.file_name(address)).write_text(text, encoding="utf-8")
+            for link in links:
+                if self.file_name(link) not in names and len(names) < MOST_PAGES:
+                    names.add(self.file_name(link))
+                    waiting.append(link)
+        return len(names)
 
+    def page(self, address: str) -> tuple[str, list[str]]:
+        """The page at `address` with links to files, and the addresses that it leads to. Other links become their text."""
+        path, query = urlsplit(address).path, Query.parse(urlsplit(address).query)
+        handler, run_id = find_page(path)
+        try:
+            page = replace(handler(self.site, query, run_id), live=False)
+        except TunixError as error:
+            page = error_page(error)
+        if path == "/":
+            pairs = tuple((f"/compare?run={one}&run={other}", text) for (one, other), text in self.pairs.items())
+            page = replace(page, values=replace(page.values, pairs=pairs))
+        links: list[str] = []
 
-def page_file(site: Site, address: str) -> tuple[str, list[str]]:
-    """The page at `address` with links to files, and the addresses that it leads to."""
-    path, query = urlsplit(address).path, Query.parse(urlsplit(address).query)
-    handler, run_id = find_page(path)
-    try:
-        page = replace(handler(site, query, run_id), live=False)
-    except TunixError as error:
-        page = error_page(error)
-    links: list[str] = []
+        def relink(match: re.Match[str]) -> str:
+            before, place, after, text = match.groups()
+            if place.startswith("#"):
+                return match[0]
+            whole = (place if place.startswith("/") else path + place).replace("&amp;", "&")
+            if not self.is_kept(whole):
+                return text
+            links.append(whole)
+            return f'<a {before}href="{self.file_name(whole)}"{after}>{text}</a>'
 
-    def relink(match: re.Match[str]) -> str:
-        kind, place = match[1], match[2].replace("&amp;", "&")
-        if place.startswith(("/static/", "#")):
-            return f' {kind}="{place.removeprefix("/static/")}"'
-        if kind != "href" or not is_kept(place, path):
-            return ""
-        whole = place if place.startswith("/") else path + place
-        links.append(whole)
-        return f' href="{file_name(whole)}"'
+        html = _ACTION.sub("", _STATIC.sub(r'href="\1"', render(page, path, query, is_file=True)))
+        return _ANCHOR.sub(relink, html), links
 
-    return _LINK.sub(relink, render(page, path, query, is_file=True)), links
+    def is_kept(self, address: str) -> bool:
+        """Whether that page is written."""
+        parts = urlsplit(address)
+        pairs = Query.parse(parts.query).pairs
+        within = parts.path.startswith("/" if self.start == "/" else self.start)
+        if parts.netloc or not within or not KEPT.fullmatch(parts.path):
+            return False
+        if parts.path == "/compare":
+            return tuple(value for _, value in pairs) in self.pairs
+        return {name for name, _ in pairs} <= KEPT_QUERY
 
-
-def is_kept(place: str, path: str) -> bool:
-    """Whether a link of the page at `path` leads to a page that is written."""
-    parts = urlsplit(place)
-    names = [key for key, _ in Query.parse(parts.query).pairs]
-    return bool(KEPT.fullmatch(parts.path or path)) and not parts.netloc and set(names) <= set(KEPT_QUERY)
-
-
-def file_name(address: str) -> str:
-    """`index.html`, `runs-ID-answers-page-2.html`: in one folder, so that every link is a name."""
-    parts = urlsplit(address)
-    words = [part for part in parts.path.split("/") if part]
-    words += [f"{key}-{value}" for key, value in Query.parse(parts.query).pairs]
-    return re.sub(r"[^A-Za-z0-9.-]", "_", "-".join(words) or "index") + ".html"
+    def file_name(self, address: str) -> str:
+        """`index.html`, `runs-ID-answers-first-50.html`: in one folder, so that every link is a name."""
+        if address == self.start:
+            return "index.html"
+        parts = urlsplit(address)
+        words = [part for part in parts.path.split("/") if part]
+        words += [f"{key}-{value}" for key, value in Query.parse(parts.query).pairs]
+        return re.sub(r"[^A-Za-z0-9.-]", "_", "-".join(words)) + ".html"

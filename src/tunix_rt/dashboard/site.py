@@ -21,6 +21,8 @@ class Page:
     live: bool = False
     """Something on the page is still moving."""
     status: int = 200
+    stamp: Any = None
+    """Pages of one address with equal stamps look the same: such a page is not rendered again."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,6 +4,7 @@ The keys of the first record that can be read decide; one that fits two formats,
 Control characters and lone surrogates in a text are left to validation.
 """
 
+import difflib
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -137,15 +138,21 @@ _LIKE_ANSWER = ("solution", "reply", "response", "answer", "completion", "output
 
 def _only_reading(record: dict[str, Any], where: str, dataset: Dataset) -> str:
     fitting, columns = readings(record), dataset.columns
+    theirs = {columns.get(name, name.removesuffix(NOT_MAPPED)): value for name, value in record.items()}
+    missing = [name for own, name in columns.items() if own not in record]
+    near = difflib.get_close_matches(missing[0], sorted(theirs.keys() - {*columns.values()}), n=1) if missing else []
+    if near and not (fitting and dataset.files[0].container == "jsonl"):  # there, a record may lack a column
+        mapped = ",".join(f"{own}={near[0] if name == missing[0] else name}" for own, name in columns.items())
+        problem = f"there is no column {missing[0]!r}; did you mean {near[0]!r}?"
+        raise BadRecord(where, problem, rule="wrong_field", fix=f"say so: --map {shlex.quote(mapped)}")
     if len(fitting) == 1:
         return fitting[0]
     names = [printable(name[:60]) for name in record]
     keys = ", ".join(names[:30]) + (" ..." if len(names) > 30 else "")
     if not fitting:
         needs = "\n".join(f"    {name}: {shape.needs}" for name, shape in FORMATS.items())
-        missing = [theirs for own, theirs in columns.items() if own not in record]
         mapped = f"there is no column {missing[0]!r}; " if missing else ""
-        meant = _mapping({columns.get(name, name.removesuffix(NOT_MAPPED)): value for name, value in record.items()})
+        meant = _mapping(theirs)
         if dataset.files[0].container == "csv":
             meant += "; if the first line is a record, add one above it with the names of the columns"
         raise BadRecord(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from tunix_rt.errors import DoesNotFitError, InputError
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG, TIME
 
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 Integers = Any
 """An array of numpy, torch or jax."""
 
+GOLDEN = -7046029254386353131
+"""The increment of splitmix64."""
 NOT_A_TOKEN = -1
 """In place of a token whose logits are NaN."""
 
@@ -191,9 +195,8 @@ def batches(lengths: Sequence[int], batch_size_at: Callable[[int], int]) -> Iter
 
 
 def bucket(rows: int) -> int:
-    """The smallest batch size of 1, 2, 3, 4, 6, 8, 12, 16 ... for `rows`."""
-    size = 1 << max(0, rows - 1).bit_length()
-    return 3 * size // 4 if size >= 4 and rows <= 3 * size // 4 else size
+    """The smallest power of two that is enough for `rows`: a GPU has a CUDA graph for each."""
+    return 1 << max(0, rows - 1).bit_length()
 
 
 def rows_left(alive: Sequence[bool], *, every: bool) -> list[int]:
@@ -211,30 +214,27 @@ def rows_left(alive: Sequence[bool], *, every: bool) -> list[int]:
 
 
 def random_keys(seed: int, prompt: int, count: int, *, step: int | None = None, sample: int = 0) -> list[int]:
-    """64 bits for each of the first `count` tokens of a sample of a prompt, in whatever batch it is.
-
-    The first sample without a step has the keys of evaluations that were recorded before there were either."""
-    of = (
-        f"{seed}/{prompt}"
-        if step is None and sample == 0
-        else f"{seed}/{'' if step is None else step}/{prompt}/{sample}"
-    )
-    return [
-        int.from_bytes(hashlib.sha256(f"{of}/{place}".encode()).digest()[:8], "big", signed=True)
-        for place in range(count)
-    ]
+    """64 bits for each of the first `count` tokens of a sample of a prompt, in whatever batch it is."""
+    of = f"{seed}/{'' if step is None else step}/{prompt}/{sample}"
+    start = np.frombuffer(hashlib.sha256(of.encode()).digest()[:8], ">i8").astype(np.int64)
+    with np.errstate(over="ignore"):
+        keys: list[int] = _mixed(start + np.arange(1, count + 1) * GOLDEN).tolist()
+    return keys
 
 
 def random_bits(keys: Integers, tokens: Integers) -> Integers:
-    """52 random bits for each key and token, by the mixing function of splitmix64. Both are 64-bit integers of numpy, torch or
-    jax that broadcast against each other; overflow wraps, and shifts are made logical by masks."""
-    mixed = keys + (tokens + 1) * -7046029254386353131
+    """32 random bits for each key and token; a pair of tokens shares 64. Both are 64-bit integers of numpy, torch or jax that
+    broadcast against each other."""
+    return (_mixed(keys + ((tokens >> 1) + 1) * GOLDEN) >> (32 * (tokens & 1))) & (2**32 - 1)
+
+
+def _mixed(bits: Integers) -> Integers:
+    """The mixing function of splitmix64; overflow wraps, and shifts are made logical by masks."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
-    mixed = mixed ^ ((mixed >> 31) & (2**33 - 1))
-    return (mixed >> 12) & (2**52 - 1)  # 52 bits: with 53 the last number below would be 1
+        bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return bits ^ ((bits >> 31) & (2**33 - 1))
 
 
 def uniform(bits: Integers) -> Integers:
     """Floats of 64 bits between 0 and 1, neither included, from `random_bits` as such floats."""
-    return (bits + 0.5) * 2.0**-52
+    return 1 - (bits + 0.5) * 2.0**-32

@@ -199,7 +199,7 @@ def _gpu_memory(run: Run) -> dict[str, Any] | None:
 def _inputs(run: Run) -> dict[str, Any]:
     """What the run was given, by name and hash."""
     committed = run.commitment
-    sets = {"dataset": committed.dataset, "evalset": committed.evalset}
+    sets = {"dataset": committed.dataset, "validation": committed.dataset.validation, "evalset": committed.evalset}
     named = {name: {"name": without_place(one.key), "sha256": one.sha256} for name, one in sets.items() if one}
     model = committed.base_model.model_dump(exclude={"weights"}) | {"name": without_place(committed.base_model.name)}
     return named | {"base_model": model, "tokenizer_sha256": committed.tokenizer_sha256}

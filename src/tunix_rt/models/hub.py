@@ -51,6 +51,12 @@ def from_hub(
     return folder, folder.name
 
 
+def cached_config(name: str, revision: str) -> Path | None:
+    """The snapshot in the cache that has config.json."""
+    folder, lacking = _from_cache(name, revision, list(SMALL_FILES), with_weights=False)
+    return None if lacking else folder
+
+
 def _from_cache(name: str, revision: str, patterns: list[str], with_weights: bool) -> tuple[Path | None, str]:
     """The snapshot in the cache, or None; and a description of what it lacks."""
     import huggingface_hub

@@ -15,8 +15,9 @@ from typing import Any
 
 from tunix_rt import assets
 from tunix_rt.errors import ConfigError, InputError, TunixError
+from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.gguf import converted, only_gguf
-from tunix_rt.models.hub import from_hub
+from tunix_rt.models.hub import cached_config, from_hub
 from tunix_rt.models.multimodal import has_towers, text_config
 from tunix_rt.models.safetensors import no_safetensors, refuse_incomplete
 from tunix_rt.models.secrets import redacted, refuse_address
@@ -95,6 +96,22 @@ class ModelSource:
 
 def preset_names() -> list[str]:
     return sorted(path.name for path in _presets().iterdir() if (path / "config.json").is_file())
+
+
+def type_is_known(name: str, revision: str = "main") -> bool:
+    """Whether the model needs no code of its repository: its config.json is here and names none, or the family has a row.
+
+    Nothing is downloaded."""
+    with _redacted_errors():
+        if name in PRESET_OF or name in preset_names():
+            return True
+        here = Path(os.path.expanduser(name))
+        folder = here if here.is_dir() else assets.find("models", name) or cached_config(name, revision)
+        if folder is None or not (folder / "config.json").is_file():
+            return False
+        of_text = _read_config(folder, name)
+        whole = read_json(folder / "config.json", InputError, fix="fetch the model again")
+        return "auto_map" not in {**whole, **of_text} or of_text["model_type"] in FAMILIES
 
 
 def resolve_model(

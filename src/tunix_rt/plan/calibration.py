@@ -19,6 +19,9 @@ from tunix_rt.assets import cache_root
 logger = logging.getLogger(__name__)
 
 SCHEMA = "tunix-rt/seen-error/1"
+TINY_BYTES = 512 * 2**20
+"""Of a smaller run, libraries and the allocator take a share that no plan of its model predicts: its error is stated in MiB and
+not recorded."""
 FEWEST_RUNS, SIMILAR_SIZE = 2, 2.0
 """Runs that make a band, and how many times more or fewer parameters they may have."""
 LOCK_SECONDS = 2.0
@@ -47,6 +50,13 @@ class SeenError:
     def error(self) -> float:
         """Predicted over measured, less 1: below 0 the run used more than predicted."""
         return self.predicted_bytes / max(1, self.measured_bytes) - 1
+
+
+def describe_error(predicted: int, measured: int) -> str:
+    """How much higher the prediction is than the measurement: in percent, for tiny sizes in MiB."""
+    if max(predicted, measured) < TINY_BYTES:
+        return f"{round((predicted - measured) / 2**20):+,d} MiB"
+    return f"{100 * (predicted / max(1, measured) - 1):+.1f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

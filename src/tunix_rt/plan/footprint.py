@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
 from tunix_rt.config.settings import Training
@@ -20,9 +20,10 @@ UPDATE_ELEMENTS = 8 * 2**20
 """Elements of a tensor that are updated at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The parameters of a run with its dtypes and optimizer. Sizes are in bytes."""
+    """The parameters of a run with its dtypes and optimizer. Sizes are in bytes; those that add up tensors are kept, as a
+    search asks for them with many batches."""
 
     shape: ModelShape
     recipe: Recipe
@@ -42,22 +43,22 @@ class Footprint:
         """Bytes of an element of trained weights and of their gradients."""
         return activations.DTYPE_BYTES[self.recipe.weights]
 
-    @property
+    @cached_property
     def trained_kinds(self) -> list[Dimensions]:
         """Every trained tensor, those of one layer standing for all."""
         return self.adapters or [*self.tensors.embeddings, *self.tensors.layer, *self.tensors.others]
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Adapters and what is not kept in 4 bits."""
         four = elements(self.four_bit_matrices)
         return (self.shape.parameters - four) * self.widths.stream + self.width * elements(self.adapters)
 
-    @property
+    @cached_property
     def four_bit_matrices(self) -> list[Dimensions]:
         return [one for layer in modules_of(self.shape) for one in layer.values()] if self.recipe.four_bit else []
 
-    @property
+    @cached_property
     def four_bit(self) -> dict[str, int]:
         """Parts of the weights that are kept in 4 bits; none without them."""
         if not (matrices := self.four_bit_matrices):
@@ -65,7 +66,7 @@ class Footprint:
         found = FourBit.of(matrices, self.widths.compute)
         return {"packed_4bit": found.packed, "scales_4bit": found.scales}
 
-    @property
+    @cached_property
     def unpacking(self) -> dict[str, int]:
         """The part of a matmul with a matrix of 4 bits: the largest."""
         matrices = self.four_bit_matrices
@@ -85,18 +86,18 @@ class Footprint:
         """Trained weights and optimizer states."""
         return self.width * self.trained_elements + self.optimizer
 
-    @property
+    @cached_property
     def table_gradients(self) -> int:
         """Of embeddings and lm_head, which live until the end of the backward pass."""
         own = self.shape.layer_inputs * self.shape.layer_input_vocab
         return 0 if self.adapters else self.width * (elements(self.tensors.embeddings) + own)
 
-    @property
+    @cached_property
     def head_gradient(self) -> int:
         """Of the lm_head weight, which exists from the loss on."""
         return 0 if self.adapters else self.width * elements(self.tensors.embeddings[:1])
 
-    @property
+    @cached_property
     def casts(self) -> int:
         """The matrices of all layers in the compute dtype; a traced layer has them among what it saves."""
         if self.shape.trace is not None or not self.widths.casts:
@@ -106,7 +107,7 @@ class Footprint:
             * self.widths.compute
         )
 
-    @property
+    @cached_property
     def largest_cast(self) -> int:
         """Of its casts one at a time, if none outlives its matmul."""
         return (
@@ -115,7 +116,7 @@ class Footprint:
             else 0
         )
 
-    @property
+    @cached_property
     def head_cast(self) -> int:
         """The lm_head weight in the compute dtype, for the model's own head: a trial after loading, and generation."""
         return elements(self.tensors.embeddings[:1]) * self.widths.compute if self.widths.casts else 0
@@ -125,7 +126,7 @@ class Footprint:
         """Whether `engines/torch/triton` has a kernel for the update."""
         return self.recipe.weights in OPTIMIZERS[self.recipe.optimizer].triton and self.device != "cpu" and self.modern
 
-    @property
+    @cached_property
     def _copies_updating(self) -> float:
         """Bytes of temporaries for one updated element."""
         spec = OPTIMIZERS[self.recipe.optimizer]
@@ -187,12 +188,20 @@ class Footprint:
         return [self.operand, logits, targets * self.shape.hidden * self.widths.stream]
 
 
-@lru_cache(maxsize=1024)
 def footprint_of(shape: ModelShape, training: Training, device: str, *, modern: bool = True) -> Footprint:
     """Cached: a search needs the memory and the time of the same settings, with many batches."""
     refuse_four_bit(shape, training)
-    tensors, recipe = tensors_of(shape), recipe_of(training)
-    adapters = adapters_of(tensors.matrices, shape, training)
+    lora = training.model_copy(update=dict.fromkeys(_OF_THE_BATCH)) if training.lora_rank is not None else None
+    return _footprint(shape, recipe_of(training), lora, device, modern)
+
+
+_OF_THE_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
+
+
+@lru_cache(maxsize=1024)
+def _footprint(shape: ModelShape, recipe: Recipe, lora: Training | None, device: str, modern: bool) -> Footprint:
+    tensors = tensors_of(shape)
+    adapters = None if lora is None else adapters_of(tensors.matrices, shape, lora)
     stack = tensors.layer * shape.layers if tensors.stack is None else tensors.stack
     every = [*tensors.embeddings, *tensors.others, *stack]
     trained = every if adapters is None else adapters.factors

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
-from tunix_rt.plan.activations import Batch, forward_of_one_layer, generation_kernel, saved_once
+from tunix_rt.plan.activations import Batch, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
+from tunix_rt.plan.generation import EVALUATION_SLACK, generation_parts, widest
 from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
@@ -21,10 +22,6 @@ MIB = 2**20
 CPU_OVERHEAD_BYTES = 27 * MIB
 """Thread pools, code loaded by the first step, library buffers. Fitted like the figures below; mostly to the case `tiny 1x8`,
 where little else is counted."""
-EVALUATION_SLACK = 0.25
-CACHE_SLACK = 0.2
-"""Fraction of the KV cache on a GPU: a cache that grows by a token is copied, layer by layer, and leaves gaps that nothing fits
-into. A choice, after one case ran out of memory with less (benchmarks/results/memory_cuda.json)."""
 CUDA_OVERHEAD_BYTES = 64 * MIB
 """cuBLAS workspaces, which torch takes from its allocator: 32 MiB on Hopper, less elsewhere, for the forward and the backward
 thread."""
@@ -94,7 +91,7 @@ class MemoryPlan:
     @property
     def least(self) -> Phase:
         """The phase that needs `least_bytes`."""
-        return max(map(_without_spare, self.judged), key=lambda phase: phase.total_bytes)
+        return _without_spare(max(self.judged, key=_without_spare_bytes))
 
 
 def predict(
@@ -177,10 +174,11 @@ def _evaluation(
     """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
     sizes = [fixed] if fixed else EVAL_ROWS
-    phases = {rows: list(_evaluating(run, replace(batch, rows=rows), config, during)) for rows in sizes}
-    fitting = (rows for rows, found in phases.items() if all(_without_spare_bytes(one) <= room for one in found))
-    chosen = next(fitting, min(phases))
-    return chosen, phases[chosen]
+    for rows in sizes:  # the largest first
+        found = list(_evaluating(run, replace(batch, rows=rows), config, during))
+        if rows == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
+            break
+    return rows, found
 
 
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
@@ -193,7 +191,7 @@ def _without_spare(phase: Phase) -> Phase:
 
 
 def _without_spare_bytes(phase: Phase) -> int:
-    return _without_spare(phase).total_bytes
+    return phase.total_bytes - sum(phase.parts.get(name, 0) for name in SPARE)
 
 
 def _state(run: footprint.Footprint) -> dict[str, int]:
@@ -258,7 +256,7 @@ def _evaluating(run: footprint.Footprint, batch: Batch, config: RunConfig, durin
 
 def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> Phase:
     """Forward passes without gradients: one layer at a time, then the loss in chunks."""
-    layer = _widest(run, batch) + saved_once(run.shape, run.widths, batch)
+    layer = widest(run, batch) + saved_once(run.shape, run.widths, batch)
     head = run.loss_head_without_gradients(batch.tokens)
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     slack = int(EVALUATION_SLACK * in_heap(layer + head)) if run.device == "cpu" else 0
@@ -266,40 +264,6 @@ def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> P
     in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
     both = [phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)]
     return max(both, key=lambda phase: phase.total_bytes)
-
-
-def generation_parts(run: footprint.Footprint, batch: Batch, max_new_tokens: int) -> dict[str, int]:
-    """Prompts of up to a whole row, then `max_new_tokens` more: the KV cache of all tokens, of which a traced family copies
-    one layer to grow."""
-    shape, width = run.shape, run.widths.compute
-    tokens = batch.rows * min(batch.length + max_new_tokens, max(batch.length, shape.max_positions))
-    kernel = generation_kernel(shape, run.widths, batch)
-    layer = _widest(run, batch, kernel) + saved_once(shape, run.widths, batch, kernel)
-    logits = [batch.rows * shape.vocab * max(width, 4)] * 2
-    # Keys are rotated in the dtype of the residual stream; only a cache that grows keeps it.
-    static = shape.trace is None  # a traced family has a cache that grows
-    keys = width if shape.learned_positions or static else max(width, run.widths.stream)
-    own = [kind for kind in shape.stack if not kind.shares_kv]
-    cache = [tokens * kind.kv_size * (width + keys) for kind in own for _ in range(kind.layers)]
-    if not static:
-        cache.append(max(cache))
-    cut = EVALUATION_SLACK * in_heap(layer + logits) if run.device == "cpu" else CACHE_SLACK * sum(cache)
-    repeated = [tokens * shape.query_size * width] * 2  # KV heads repeated for each query head, in one layer
-    return {
-        "casts": run.casts + run.head_cast,
-        "kv_cache": sum(cache) + sum(repeated),
-        "activations": sum(layer),
-        "loss_head": sum(logits),
-        "allocator_slack": int(cut),
-        **run.unpacking,
-    }
-
-
-def _widest(run: footprint.Footprint, batch: Batch, kernel: str | None = None) -> list[int]:
-    """The forward pass of the layer that needs most."""
-    kinds = enumerate(run.shape.stack)
-    each = [forward_of_one_layer(kind, run.widths.of_kind(index), batch, kernel) for index, kind in kinds]
-    return max(each, key=sum)
 
 
 def reloaded_bytes(saved: int, *, device: str, autocast: bool) -> int:
@@ -331,33 +295,3 @@ def _save(run: footprint.Footprint, copied: int) -> Phase:
         on_host = 4 * (summed if run.widths.stream == 4 else run.shape.parameters)
         merged = on_host + largest if run.device == "cpu" else 2 * largest
     return phase_of("save", **_between_steps(run), snapshot=copied, merged=merged, **run.unpacking)
-
-
-MOST_ROWS = {"cpu": 64, "cuda": 512}
-"""Larger batches make a CPU no faster, and a GPU hardly."""
-USED_SHARE = {"cpu": 0.5, "cuda": 0.85}
-"""Fraction of the free memory. A CPU shares it with other programs, a GPU's is fragmented."""
-
-
-def rows_that_fit(
-    shape: ModelShape,
-    *,
-    dtype: str,
-    device: str,
-    length: int,
-    max_new_tokens: int,
-    free_bytes: int,
-    capability: tuple[int, int] | None = None,
-) -> int:
-    """The largest batch of prompts of `length` tokens whose generations fit into `free_bytes` beside the weights, at least 1."""
-    run = footprint.footprint_for_inference(shape, dtype, device)
-
-    def needed(rows: int) -> int:
-        batch = Batch(rows=rows, length=length, packed=False, device=device, capability=capability)
-        return sum(generation_parts(run, batch, max_new_tokens).values())
-
-    low, high = 1, MOST_ROWS[device]
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if needed(middle) <= USED_SHARE[device] * free_bytes else (low, middle - 1)
-    return low

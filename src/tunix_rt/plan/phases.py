@@ -5,12 +5,14 @@ Everything is counted, except for the fractions of the C heap that a CPU loses b
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from tunix_rt.plan import activations
 from tunix_rt.plan.backward import Moment, backward_moments
 from tunix_rt.plan.experts import cast_matrices
 from tunix_rt.plan.footprint import MIB, Footprint
+from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements, tensors_of
 
 HEAP_BLOCK_BYTES = 32 * MIB
@@ -59,28 +61,27 @@ class Layer:
 
 def layers_of(run: Footprint, batch: activations.Batch) -> list[Layer]:
     """The layers of a model, from the first to the last."""
-    kinds = []
+    kinds, adapted = [], elements(run.adapters) // run.shape.layers
     for index, shape in enumerate(run.shape.stack):
-        widths, tensors = run.widths.of_kind(index), tensors_of(shape)
-        saved = activations.saved_by_layer(shape, widths, batch)
-        casts = (
-            0
-            if shape.trace is not None or not widths.casts
-            else elements(cast_matrices(tensors.matrices)) * widths.compute
-        )
-        trained = elements(run.adapters) // run.shape.layers if run.adapters else elements(tensors.layer)
-        kinds.append(
-            Layer(
-                saved=saved,
-                saved_bytes=sum(saved.all),
-                forward=activations.forward_of_one_layer(shape, widths, batch),
-                moments=backward_moments(shape, widths, batch),
-                casts=casts,
-                matrices=elements(tensors.matrices),
-                trained=trained * run.width,
-            )
-        )
+        trained = adapted if run.adapters else elements(tensors_of(shape).layer)
+        kinds.append(_layer_of(shape, run.widths.of_kind(index), batch, trained * run.width))
     return [kinds[kind] for kind in run.shape.order or (0,) * run.shape.layers]
+
+
+@lru_cache(maxsize=1024)
+def _layer_of(shape: ModelShape, widths: activations.Widths, batch: activations.Batch, trained: int) -> Layer:
+    """Cached: a search changes what is recomputed and how weights are updated, and a layer knows neither."""
+    tensors, saved = tensors_of(shape), activations.saved_by_layer(shape, widths, batch)
+    casts = shape.trace is None and widths.casts
+    return Layer(
+        saved=saved,
+        saved_bytes=sum(saved.all),
+        forward=activations.forward_of_one_layer(shape, widths, batch),
+        moments=backward_moments(shape, widths, batch),
+        casts=elements(cast_matrices(tensors.matrices)) * widths.compute if casts else 0,
+        matrices=elements(tensors.matrices),
+        trained=trained,
+    )
 
 
 def step_phases(
@@ -117,7 +118,8 @@ def step_phases(
         activations=kept + behind,
         loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
     )
-    backward = max(_backward(run, layers, batch, accumulating, state), key=lambda phase: phase.total_bytes)
+    passes = _backward(run, layers, batch, accumulating)
+    backward = phase_of("backward", **state, **max(passes, key=lambda parts: sum(parts.values())))
     update = phase_of("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
     phases = (forward, loss, backward, update)
     slack = _lost(run, layers, phases, accumulating) if run.device == "cpu" else 0
@@ -178,9 +180,9 @@ def _lost(run: Footprint, layers: list[Layer], phases: Iterable[Phase], accumula
 
 
 def _backward(
-    run: Footprint, layers: list[Layer], batch: activations.Batch, accumulating: bool, state: dict[str, int]
-) -> Iterator[Phase]:
-    """The backward pass at its moments, from the last layer to the embedding."""
+    run: Footprint, layers: list[Layer], batch: activations.Batch, accumulating: bool
+) -> Iterator[dict[str, int]]:
+    """The parts of the backward pass where it can be largest: in the layers and at the embedding."""
     recomputed = len(layers) - run.recipe.kept_layers(len(layers))
     passed_on = batch.tokens * run.shape.hidden * run.widths.stream
     once = sum(activations.saved_once(run.shape, run.widths, batch))
@@ -190,32 +192,42 @@ def _backward(
     kept_below, casts_below = ([0, *accumulate(sizes)] for sizes in (kept, casts))
     trained_above = [*accumulate((layer.trained for layer in reversed(layers)), initial=0)]
 
-    def at(below: int, moment: Moment) -> Phase:
+    updating = run.update_of(run.tensors.matrices[-1:])
+
+    def at(below: int, moment: Moment) -> dict[str, int]:
         """In the layer with `below` layers before it."""
         layer = layers[below]
         held = min(below, recomputed) * passed_on + kept_below[below] + once - (unsaved if below > recomputed else 0)
         # The input of the layer is saved once if its norm computes in the same dtype.
         own = passed_on if below < recomputed and run.widths.stream != run.widths.norm and not batch.compiled else 0
         done = trained_above[len(layers) - 1 - below] + moment.done / layer.matrices * layer.trained
-        return phase_of(
-            "backward",
-            **state,
-            gradients=run.gradients if accumulating else run.head_gradient + int(0 if run.recipe.in_backward else done),
-            casts=casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
-            activations=held + own + moment.saved,
-            in_flight=moment.in_flight + moment.updating * run.update_of(run.tensors.matrices[-1:]),
+        gradients = run.gradients if accumulating else run.head_gradient + int(0 if run.recipe.in_backward else done)
+        return {
+            "gradients": gradients,
+            "casts": casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
+            "activations": held + own + moment.saved,
+            "in_flight": moment.in_flight + moment.updating * updating,
             **run.unpacking,
+        }
+
+    def widest(layer: Layer) -> Moment:
+        """The moment that adds most, however many layers are before it."""
+        width, whole = run.widths.compute * run.widths.casts, accumulating or run.recipe.in_backward
+        share = 0 if whole else layer.trained / layer.matrices
+        moments = (one for one in layer.moments if run.recipe.in_backward or not one.updating)
+        return max(
+            moments,
+            key=lambda one: one.saved + one.in_flight + one.casts * width + one.updating * updating + one.done * share,
         )
 
+    moments = {id(layer): widest(layer) for layer in {id(layer): layer for layer in layers}.values()}
     # Memory rises or falls evenly between these, if all layers are alike.
     ends = {0, recomputed - 1, recomputed, len(layers) - 1} - {-1, len(layers)}
     for below in range(len(layers)) if run.shape.kinds else ends:
-        for moment in layers[below].moments:
-            if run.recipe.in_backward or not moment.updating:
-                yield at(below, moment)
+        yield at(below, moments[id(layers[below])])
     if not run.adapters:
         gradients = run.table_gradients if run.recipe.in_backward else run.gradients
-        yield phase_of("backward", **state, gradients=gradients, casts=0, activations=0, in_flight=_lookup(run, batch))
+        yield {"gradients": gradients, "casts": 0, "activations": 0, "in_flight": _lookup(run, batch)}
 
 
 def _lookup(run: Footprint, batch: activations.Batch) -> int:

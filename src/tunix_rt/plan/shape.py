@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import InputError
-from tunix_rt.models.families import FAMILIES, FULL, Config, Family, family_of
+from tunix_rt.models.families import FAMILIES, FULL, SLIDING, Config, Family, family_of
 from tunix_rt.models.safetensors import read_header
 from tunix_rt.plan.sizes import Experts, ModelShape
 
@@ -88,7 +88,8 @@ def _llama(family: Family, config: Config) -> ModelShape:
         output_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=bool(family.value(config, "mlp_bias")),
         layer_kinds=1 if family.local_rope_theta is None else 2,
-        window=family.window(config, layers),
+        window=(window := family.window(config, layers)),
+        sliding_layers=0 if window is None else family.layer_types(config, layers).count(SLIDING),
         attention_dropout=_probability(family, config, "attention_dropout"),
         hidden_dropout=_probability(family, config, "resid_pdrop") if "resid_pdrop" in family.defaults else 0.0,
         capped_scores=family.value(config, "attn_logit_softcapping") is not None,
@@ -143,6 +144,7 @@ def _gemma4(family: Family, config: Config) -> ModelShape:
                 value_is_key=key_is_value and full,
                 shares_kv=shared,
                 window=None if full else plain.window,
+                sliding_layers=int(not full and plain.window is not None),
             )
         )
     return _of_layers(base, each)
@@ -160,7 +162,11 @@ def _of_layers(base: ModelShape, each: list[ModelShape]) -> ModelShape:
         head_dim=largest,
         kv_heads=max(one.kv_heads for one in kinds),
         ffn=max(one.ffn for one in kinds),
-        kinds=tuple(replace(kind, layers=each.count(kind)) for kind in kinds),
+        kinds=tuple(
+            replace(kind, layers=count, sliding_layers=count * kind.sliding_layers)
+            for kind in kinds
+            if (count := each.count(kind))
+        ),
         order=tuple(kinds.index(one) for one in each),
     )
 

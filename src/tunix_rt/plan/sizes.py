@@ -92,6 +92,8 @@ class ModelShape:
     """Kinds of layers with a rotation of their own (Gemma 3: 2)."""
     window: int | None = None
     """Sliding window of some layers."""
+    sliding_layers: int = 0
+    """How many layers have it."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     capped_scores: bool = False

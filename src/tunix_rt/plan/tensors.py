@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tunix_rt.plan.sizes import Dimensions, ModelShape
 
@@ -26,8 +27,9 @@ class Tensors:
         return self.matrices + self.vectors
 
 
+@lru_cache(maxsize=64)
 def tensors_of(shape: ModelShape) -> Tensors:
-    """Every parameter of a model of this shape."""
+    """Every parameter of a model of this shape. Cached: not to be changed."""
     if (trace := shape.trace) is not None:
         return Tensors(
             embeddings=[(shape.vocab, shape.hidden)] * (1 if shape.tied_head else 2),

@@ -33,8 +33,10 @@ FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
 """Of a run, in its folder."""
 MARKS = ("precommit.json", "result.json", "metrics.jsonl")
 """A folder with one of these contains a run."""
+TRACKER_FOLDERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns", "trackio": "trackio"}
+"""Tracker of `training.report_to` -> its folder in a run."""
 NOT_OURS = re.compile(
-    r"(?:tensorboard|wandb|mlruns|aim|\.aim)(?:/.*)?|(?:.*/)?(?:\.DS_Store|Thumbs\.db|desktop\.ini|\._[^/]*)"
+    rf"(?:{'|'.join(TRACKER_FOLDERS.values())}|aim|\.aim)(?:/.*)?|(?:.*/)?(?:\.DS_Store|Thumbs\.db|desktop\.ini|\._[^/]*)"
 )
 """Folders of experiment trackers, and what file managers leave behind."""
 EXTRA_FILE = "not in the manifest"
@@ -93,7 +95,6 @@ class RunDir:
     eval_summary = _File("eval_summary.json")
     memory = _File("memory.json")
     result = _File("result.json")
-    tensorboard = _File("tensorboard")
     profile = _File("profile/profile.json")
     """With `--profile`: where the time of a step went."""
     profile_page = _File("profile/profile.md")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunix_rt.errors import InputError
-from tunix_rt.runs.folder import RunDir, locked_folders
+from tunix_rt.runs.folder import MARKS, RunDir, locked_folders
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.schemas import Commitment
 from tunix_rt.runs.tail import last_objects, sample_objects
@@ -139,10 +139,15 @@ def _last_write(root: Path) -> str | None:
 
 def run_folders(below: Path) -> Iterator[Path]:
     """Folders that contain a run, without descending into one. Links are not followed."""
+    return (Path(folder) for folder, _ in _stamped_folders(below))
+
+
+def _stamped_folders(below: Path) -> Iterator[tuple[str, "Stamp"]]:
     ahead = [str(below)]  # no recursion: folders may be nested deeper than calls
     while ahead:
-        if RunDir(root := Path(folder := ahead.pop())).holds_a_run():
-            yield root
+        stamp = _stamp(folder := ahead.pop())
+        if _holds_a_run(stamp):
+            yield folder, stamp
             continue
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             inner = (one.name for one in entries if not one.name.startswith(".") and one.is_dir(follow_symlinks=False))
@@ -173,12 +178,12 @@ def find_run(name: Path) -> Path:
     raise InputError(f"no run in {str(name)!r}", fix=fix)
 
 
-STAMPED = ("result.json", "metrics.jsonl", "precommit.json", "memory.json", "eval/before.json", "eval/after.json")
+STAMPED = (*MARKS, "memory.json", "eval/before.json", "eval/after.json")
 """Files whose change changes a summary."""
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
-def _stamp(root: Path) -> Stamp:
+def _stamp(root: Path | str) -> Stamp:
     """Inode, size and time of the files that a summary reads."""
     found: list[tuple[int, int, int] | None] = []
     for name in STAMPED:
@@ -188,6 +193,10 @@ def _stamp(root: Path) -> Stamp:
         except OSError:
             found.append(None)
     return tuple(found)
+
+
+def _holds_a_run(stamp: Stamp) -> bool:
+    return any(stamp[: len(MARKS)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +230,7 @@ class RunIndex:
         """Every run that is there now, in the order of their paths."""
         with self._lock:
             held = locked_folders()
-            found = [self._look(root, held) for root in run_folders(self.below)]
+            found = [self._look(folder, stamp, held) for folder, stamp in _stamped_folders(self.below)]
             self._known = {str(one.root): one for one in found}
             return found
 
@@ -229,22 +238,23 @@ class RunIndex:
         """The run with that id, looked at anew; None where there is none."""
         with self._lock:
             known = next((one for one in self._known.values() if one.id == wanted), None)
-            if known is not None and RunDir(known.root).holds_a_run():
-                self._known[str(known.root)] = fresh = self._look(known.root, locked_folders())
+            if known is not None and _holds_a_run(stamp := _stamp(known.root)):
+                folder = str(known.root)
+                self._known[folder] = fresh = self._look(folder, stamp, locked_folders())
                 return fresh
         return next((one for one in self.runs() if one.id == wanted), None) if known is None else None
 
-    def _look(self, root: Path, held: frozenset[tuple[int, int]]) -> Indexed:
-        stamp, running = _stamp(root), bool(held) and _identity(root) in held
-        known = self._known.get(str(root))
+    def _look(self, folder: str, stamp: Stamp, held: frozenset[tuple[int, int]]) -> Indexed:
+        running, known = bool(held) and _identity(folder) in held, self._known.get(folder)
         if known is not None and (known.stamp, known.running) == (stamp, running):
             return known
+        root = Path(folder)
         name = root.relative_to(self.below).as_posix()
         summary = summary_of(RunRecord(root, quick=True), running=running)
         return Indexed(id=run_id(name), root=root, name=name, stamp=stamp, running=running, summary=summary)
 
 
-def _identity(root: Path) -> tuple[int, int] | None:
+def _identity(root: str) -> tuple[int, int] | None:
     try:
         stat = os.stat(root)
     except OSError:

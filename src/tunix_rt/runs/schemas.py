@@ -255,6 +255,7 @@ class NamedInput(f.Facts):
 
 class Inputs(f.Facts):
     dataset: NamedInput
+    validation: f.Maybe[NamedInput] = None
     evalset: f.Maybe[NamedInput] = None
     base_model: ModelInput
     tokenizer_sha256: f.Digest

@@ -4,10 +4,9 @@ The loop over batches is `optimizer_steps` in `engines/torch/loop.py` and `engin
 """
 
 import contextlib
-import importlib.util
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.engines.base import Engine, Step
-from tunix_rt.errors import ConfigError, Preempted, TunixError
+from tunix_rt.errors import Preempted, TunixError
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
 from tunix_rt.storage import append_jsonl
@@ -28,11 +27,14 @@ from tunix_rt.train.memory_report import explaining_load
 from tunix_rt.train.preemption import LEAVE_SHARE, RESUME, Preemption
 from tunix_rt.train.profiling import Recording, choose_first
 from tunix_rt.train.resume import code_of, refuse_other_code, refuse_other_kernels, resume_at, step_facts
+from tunix_rt.train.trackers import NO_TRACKERS, Trackers
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SAVE_MINUTES = 10.0
 """Of training, between checkpoints, where no setting names any."""
+Sample = Callable[[int], None] | None
+"""Generates samples after a step."""
 MOST_SAVING_SHARE = 0.02
 """Of the time, for checkpoints that are saved by time."""
 
@@ -63,7 +65,7 @@ def load_run(context: RunContext, loaded: Engine | None = None) -> tuple[Engine,
 
 
 def train_run(
-    context: RunContext, engine: Engine, metrics: MetricsLog, sample: Callable[[int], None] | None = None
+    context: RunContext, engine: Engine, metrics: MetricsLog, sample: Sample = None, trackers: Trackers = NO_TRACKERS
 ) -> float:
     """Train to the last step. Returns tokens per second, 0 when no step was left.
 
@@ -73,7 +75,7 @@ def train_run(
     training, start, total, stop = context.config.training, context.start, context.total, context.stop
     optimizer = _open_optimizer(context, engine)
     stop.check(start.saved_state, starting=True)
-    evaluate = partial(_evaluate, context, engine, sample)
+    evaluate = partial(_evaluate, context, engine, sample, trackers)
     pace = Pace()
     if start.step not in start.heldout_steps and (not start.step or _evaluated(context, start.step)):
         # Before the first step, or in a run that stopped between a step and its evaluation.
@@ -86,7 +88,7 @@ def train_run(
     steps, code = _open_steps(context, engine, optimizer, finished.before_update)
     _log_saving(context, schedule, saver.longest_seconds)
     bar = phase("train", total, done=start.step)
-    with bar, contextlib.closing(steps), saver, stop.while_training(finished), _tensorboard(context) as chart:
+    with bar, contextlib.closing(steps), saver, stop.while_training(finished):
         early = _stops_early(context, start.step)
         for step in steps if not early else ():
             evaluated = _evaluated(context, step.step)
@@ -96,7 +98,7 @@ def train_run(
             with stop.deferring_signals():  # result and metrics must have the same last step
                 metrics.append(step, saved=saved)
                 _record_step(context, step, metrics.head)
-            chart(step)
+            trackers.step(step)
             _show_step(context, step, pace.took(step))
             saver.raise_if_failed()
             state = _state(context, engine, step, metrics.head, code)
@@ -260,7 +262,7 @@ def _record_step(context: RunContext, step: Step, metrics_head: str) -> None:
         sample_gpu(context.journal, context.gpus, step.step)
 
 
-def _evaluate(context: RunContext, engine: Engine, sample: Callable[[int], None] | None, step: int) -> float:
+def _evaluate(context: RunContext, engine: Engine, sample: Sample, trackers: Trackers, step: int) -> float:
     """Samples and the held-out loss after `step`. Returns the seconds it took."""
     began, data = time.monotonic(), context.data
     if sample is not None:
@@ -278,6 +280,7 @@ def _evaluate(context: RunContext, engine: Engine, sample: Callable[[int], None]
         logger.info("step %d  held-out loss %.4f over %s tokens", step, loss, f"{targets:,}")
         line = {"step": step, "loss": loss, "loss_hex": loss.hex(), "target_tokens": targets}
         append_jsonl(context.run.heldout, [line])
+        trackers.heldout(step, loss)
         context.phases.end(engine, "held-out")
     return time.monotonic() - began
 
@@ -367,27 +370,3 @@ def _evaluated(context: RunContext, step: int) -> bool:
 
 def _due(step: int, every: int | None, total: int) -> bool:
     return step == total or (every is not None and step % every == 0)
-
-
-def require_charts(config: RunConfig) -> None:
-    """Refuse `report_to: tensorboard` where it is not installed, before anything that takes time."""
-    if config.training.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install tensorboard, or set it to none"
-        raise ConfigError("training.report_to: tensorboard is not installed", fix=fix)
-
-
-@contextlib.contextmanager
-def _tensorboard(context: RunContext) -> Iterator[Any]:
-    """A function that charts one step, or does nothing when `report_to` is none."""
-    if context.config.training.report_to == "none":
-        yield lambda step: None
-        return
-    from tensorboard.summary import Writer
-
-    writer = Writer(str(context.run.tensorboard))
-    try:
-        yield lambda step: [
-            writer.add_scalar(f"train/{name}", getattr(step, name), step.step) for name in ("loss", "lr", "grad_norm")
-        ]
-    finally:
-        writer.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import Engine, PhasePeak
 from tunix_rt.errors import DoesNotFitError, StorageError, TunixError
-from tunix_rt.plan.calibration import SeenError, add
+from tunix_rt.plan.calibration import TINY_BYTES, SeenError, add, describe_error
 from tunix_rt.plan.fit import safety_margin
 from tunix_rt.plan.jax_floor import with_compiled_step
 from tunix_rt.plan.memory import MemoryPlan
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-TINY_BYTES = 512 * 2**20
-"""Of a smaller run, libraries and the allocator take a share that no plan of its model predicts: its error is not recorded."""
 _STEP = ("forward", "loss", "backward", "update", "step", "compiled step")
 PREDICTED_BY = {
     "load": ("load",),
@@ -140,8 +138,8 @@ def report_memory(context: "RunContext") -> None:
         logger.info("Memory: at least %.3f GiB expected, measured %.3f GiB", plan.peak_bytes / GIB, measured / GIB)
         return
     logger.info(
-        "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %+.1f %%)",
-        plan.peak_bytes / GIB, measured / GIB, 100 * _error(plan.peak_bytes, measured),
+        "Memory: predicted %.3f GiB, measured %.3f GiB (prediction %s)",
+        plan.peak_bytes / GIB, measured / GIB, describe_error(plan.peak_bytes, measured),
     )  # fmt: skip
     # `tunix-rt plan` states the lower bound, of which this is no error.
     if context.plan.lower_bound or context.options.profile or max(plan.peak_bytes, measured) < TINY_BYTES:

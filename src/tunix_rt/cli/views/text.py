@@ -230,7 +230,9 @@ def _memory_text(predicted: int | None, measured: int | None) -> str | None:
     sizes = {"predicted": predicted, "measured": measured}
     parts = [f"{word} {gib(size)}" for word, size in sizes.items() if size is not None]
     if predicted is not None and measured:
-        parts.append(f"prediction {100 * (predicted - measured) / measured:+.1f} %")
+        from tunix_rt.plan.calibration import describe_error
+
+        parts.append(f"prediction {describe_error(predicted, measured)}")
     return ", ".join(parts) or None
 
 

@@ -3,10 +3,12 @@
 from typing import Any
 
 from tunix_rt.config.dialects.rules import (
+    IN_8_BIT,
     Given,
     Table,
     Verdict,
     chat_template,
+    four_bit,
     is_off,
     is_on,
     mapped,
@@ -19,6 +21,8 @@ from tunix_rt.config.dialects.rules import (
     save_total_limit,
     scheduler,
     steps_or_share,
+    trackers,
+    warm_up,
     warmup_ratio,
     warmup_steps,
     without,
@@ -26,12 +30,13 @@ from tunix_rt.config.dialects.rules import (
 from tunix_rt.config.dialects.trainer_arguments import (
     CHECKPOINTS,
     NOT_WITHOUT_HELDOUT,
+    REMOTE_CODE,
     RUN_FOLDER,
     SHARDING,
     max_steps,
     resume,
 )
-from tunix_rt.config.dialects.trl import IN_4_BIT, SPLIT
+from tunix_rt.config.dialects.trl import SPLIT
 
 TITLE = "Axolotl"
 TEMPLATES = {"gemma": "gemma", "chatml": "chatml", "tokenizer_default": "tokenizer"}
@@ -141,12 +146,21 @@ def float16(value: Any, given: Given) -> Verdict:
 
 
 def adapter(value: Any, given: Given) -> Verdict:
-    """`lora` is `training.lora_rank`; qlora is refused: the frozen weights have 16 bits"""
+    """`lora` is `training.lora_rank`, `qlora` with `training.load_in_4bit`; any other adapter is refused"""
     if is_off(value):
         return Verdict(note="every parameter is trained")
-    if value == "lora":
-        return Verdict({"training.lora_rank": given.get("lora_r", 8)})
-    return refusal(f"adapter: lora; {IN_4_BIT}" if value == "qlora" else "adapter: lora")
+    if value not in ("lora", "qlora"):
+        return refusal("adapter: lora or qlora")
+    return Verdict(
+        {"training.lora_rank": given.get("lora_r", 8)} | ({"training.load_in_4bit": True} if value == "qlora" else {})
+    )
+
+
+def in_4_bit(value: Any, given: Given) -> Verdict:
+    """`training.load_in_4bit` where `adapter` is set"""
+    if not is_on(value) and given.get("adapter") == "qlora":
+        return refusal("adapter: lora keeps the frozen weights in 16 bits")
+    return four_bit(value, lora=not is_off(given.get("adapter")), nested=True)
 
 
 def lora(setting: str) -> Any:
@@ -192,6 +206,21 @@ def excess(value: Any, given: Given) -> Verdict:
     return Verdict({"data.on_overflow": "error" if value == "raise" else value or "drop"})
 
 
+TRACKER_KEYS = {
+    "use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow",
+    "mlflow_tracking_uri": "mlflow", "use_trackio": "trackio", "trackio_project_name": "trackio",
+}  # fmt: skip
+"""Key -> the tracker that it turns on."""
+
+
+def used_trackers(value: Any, given: Given) -> Verdict:
+    """`training.report_to`; project and address are the tracker's own environment variables"""
+    used = dict.fromkeys(name for key, name in TRACKER_KEYS.items() if not is_off(given.get(key)))
+    off = {name for key, name in TRACKER_KEYS.items() if key.startswith("use_") and given.get(key) is False}
+    wanted = [name for name in used if name not in off]
+    return trackers(wanted) if wanted and not is_off(value) else Verdict(note="off")
+
+
 def patience(value: Any, given: Given) -> Verdict:
     """`training.patience`"""
     return Verdict(note="off") if is_off(value) else Verdict({"training.patience": value})
@@ -212,6 +241,7 @@ TABLE: Table = {
     **read_by(trained_parts, "train_on_inputs"), **read_by(template, "chat_template"), **read_by(optimizer, "optimizer"),
     **read_by(scheduler, "lr_scheduler"), **read_by(warmup_steps, "warmup_steps"), **read_by(max_steps, "max_steps"),
     **read_by(warmup_ratio, "warmup_ratio"), **read_by(brain_float, "bf16", "bfloat16"), **read_by(adapter, "adapter"),
+    **read_by(in_4_bit, "load_in_4bit"), **REMOTE_CODE,
     **read_by(float16, "fp16", "float16"), **read_by(lora("training.lora_rank"), "lora_r"),
     **read_by(lora("training.lora_alpha"), "lora_alpha"), **read_by(lora("training.lora_dropout"), "lora_dropout"),
     **read_by(targets, "lora_target_modules", "lora_target_linear"), **read_by(eval_steps, "eval_steps"),
@@ -226,11 +256,12 @@ TABLE: Table = {
     **without(CHECKPOINTS, "saves_per_epoch save_strategy save_safetensors save_first_step save_only_model"),
     **without(NOT_WITHOUT_HELDOUT, "evals_per_epoch eval_strategy evaluation_strategy eval_sample_packing eval_table_size "
               "eval_max_new_tokens eval_sequence_len eval_causal_lm_metrics do_causal_lm_eval do_bench_eval"),
-    **without("metrics are in metrics.jsonl; training.report_to names the trackers there are", "use_wandb wandb_project "
-              "wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model wandb_mode use_mlflow mlflow_tracking_uri "
+    **read_by(used_trackers, *TRACKER_KEYS),
+    **without("every step is in metrics.jsonl; trackers take their own environment variables (WANDB_ENTITY, "
+              "MLFLOW_TRACKING_URI)", "wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model wandb_mode "
               "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
-              "comet_project_name comet_experiment_key comet_mode comet_online use_tensorboard use_trackio "
-              "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics include_tokens_per_second include_tkps"),
+              "comet_project_name comet_experiment_key comet_mode comet_online "
+              "trackio_run_name trackio_space_id use_otel_metrics include_tokens_per_second include_tkps"),
     **without("the fastest attention that passes its self-test is used", "flash_attention sdp_attention xformers_attention "
               "flex_attention eager_attention sage_attention attn_implementation flash_attn_cross_entropy flash_attn_rms_norm "
               "flash_attn_fuse_mlp flash_optimum s2_attention sdpa_varlen batch_flattening"),
@@ -259,10 +290,11 @@ TABLE: Table = {
     **without("tokens that the tokenizer has need no entry; padding is never trained", "special_tokens"),
     **refused(SHARDING, "fsdp deepspeed deepcompile dp_shard_size dp_replicate_size tensor_parallel_size "
               "context_parallel_size sequence_parallel_degree", unless=(1,)),
-    **refused(IN_4_BIT, "load_in_4bit load_in_8bit gptq bnb_config_kwargs"),
+    **refused(IN_8_BIT, "load_in_8bit gptq"),
+    **refused("training.load_in_4bit is NF4 with double quantization, as Axolotl's default is", "bnb_config_kwargs"),
     **refused("tunix-rt does supervised fine-tuning; leave the key out", "rl reward_model process_reward_model"),
     **refused("train plain text with type: completion", "pretraining_dataset streaming"),
-    **refused("tunix-rt never runs code of a model repository; leave the key out", "trust_remote_code plugins trainer_cls"),
+    **refused("tunix-rt never runs code of a model repository; leave the key out", "plugins trainer_cls"),
     **refused("export the adapter merged first, then train that model", "lora_model_dir relora"),
     **refused("adapters are plain LoRA, scaled by lora_alpha / lora_rank", "peft_use_dora peft_use_rslora peft_init_lora_weights "
               "loraplus_lr_ratio peft_layers_to_transform peft_layers_pattern lora_fan_in_fan_out peft"),
@@ -290,7 +322,7 @@ TABLE: Table = {
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 512, "data.packing": False, "data.on_overflow": "drop", "data.validation_fraction": 0.0,
     "training.per_device_train_batch_size": 1, "training.num_train_epochs": 1.0, "training.lr_scheduler_type": "cosine",
-    "training.warmup_steps": 0.03, "evaluation.enabled": False,
+    **warm_up(0.03), "evaluation.enabled": False,
 }  # fmt: skip
 LORA_DEFAULTS: dict[str, Any] = {}
 NOTES = {"training.warmup_steps": "3 % of the steps; Axolotl has at most 100"}

@@ -1,8 +1,8 @@
 """A configuration of another trainer as one of ours. Every key is mapped, without effect here, or refused; none is ignored."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tunix_rt.config.dialects import axolotl, llama_factory, torchtune, trl
-from tunix_rt.config.dialects.rules import Verdict, number, refusal
+from tunix_rt.config.dialects.rules import Verdict, is_off, names_of, number, refusal
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.config.strict_yaml import parse_yaml, read_yaml
 from tunix_rt.errors import ConfigError, did_you_mean
@@ -19,6 +19,7 @@ DIALECTS: dict[str, ModuleType] = {
     "axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, "torchtune": torchtune,
 }  # fmt: skip
 """By the value of `--from`."""
+REMOTE_CODE = "trust_remote_code"
 OWN = frozenset(RunConfig.model_fields)
 SIGNS = {
     "axolotl": ("base_model", {"datasets", "sequence_len", "micro_batch_size", "num_epochs", "adapter", "pretraining_dataset"}),
@@ -35,6 +36,8 @@ class Line:
     settings: tuple[str, ...] = ()
     """`section.key: value`."""
     note: str = ""
+    instead: str = ""
+    """Of a refused key: the setting that, on the command line, replaces it."""
 
     def describe(self) -> str:
         if not self.settings:
@@ -69,11 +72,21 @@ class Conversion:
             sections.setdefault(section, {})[leaf] = value
         return sections
 
-    def require_accepted(self, source: str) -> None:
-        """ConfigError with every refused key and its nearest way."""
-        if self.refused:
-            listed = "\n".join(f"  {line.key}: {line.note}" for line in self.refused)
-            problem = f"{source}: {len(self.refused)} key(s) of {self.title} cannot be converted\n{listed}"
+    @property
+    def asks_for_remote_code(self) -> bool:
+        return any(line.key == REMOTE_CODE for line in self.refused)
+
+    def without_remote_code(self) -> "Conversion":
+        """The same where the type of the model is known: code of its repository has no effect."""
+        none = Line(key=REMOTE_CODE, note="the type of the model is known; code of a model repository is never run")
+        kept = tuple(line for line in self.refused if line.key != REMOTE_CODE)
+        return replace(self, refused=kept, without_effect=(*self.without_effect, none))
+
+    def require_accepted(self, source: str, given: Collection[str] = ()) -> None:
+        """ConfigError with every refused key and its nearest way, but for keys that a `given` setting replaces."""
+        if refused := [line for line in self.refused if line.instead not in given]:
+            listed = "\n".join(f"  {line.key}: {line.note}" for line in refused)
+            problem = f"{source}: {len(refused)} key(s) of {self.title} cannot be converted\n{listed}"
             raise ConfigError(problem, fix="change or delete these keys")
 
     def yaml(self, source: str) -> str:
@@ -158,15 +171,15 @@ def _collect(dialect: str, given: Mapping[str, Any], folder: Path | None) -> Con
     given = {**given, **absent}
     for key, value in given.items():
         verdict = _read(dialect, key, value, given)
-        if dialect == "llama-factory" and key in ("dataset", "eval_dataset") and folder and not verdict.refused:
-            verdict = _from_dataset_info(verdict, given, folder)
+        if dialect == "llama-factory" and key in ("dataset", "eval_dataset") and folder and not is_off(value):
+            verdict = _from_dataset_info(verdict, key, given, folder)
         clash = next((n for n, v in verdict.settings.items() if n in settings and settings[n] != v), None)
         if clash:
             verdict = refusal(f"{origins[clash]} sets {clash} differently; keep one of them")
         shown = tuple(f"{name}: {_written(one)}" for name, one in verdict.settings.items())
         kind = "refused" if verdict.refused else "mapped" if verdict.settings else "without"
         kind = "defaults" if key in absent else kind
-        lines[kind].append(Line(key=key, settings=shown, note=verdict.note))
+        lines[kind].append(Line(key=key, settings=shown, note=verdict.note, instead=verdict.instead))
         settings |= verdict.settings
         origins |= dict.fromkeys(verdict.settings, default if key in absent else key)
     defaults = dict(_defaults(dialect, settings))
@@ -207,20 +220,22 @@ def _defaults(dialect: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield name, value
 
 
-def _from_dataset_info(verdict: Verdict, given: Mapping[str, Any], folder: Path) -> Verdict:
-    """The files, formats and columns of the names in `dataset_info.json`, where it is there."""
+def _from_dataset_info(verdict: Verdict, key: str, given: Mapping[str, Any], folder: Path) -> Verdict:
+    """The files, formats and columns of the names in `dataset_info.json`, where it is there; `verdict` is that without it."""
     listing = folder / str(given.get("dataset_dir", "data")) / "dataset_info.json"
-    if not verdict.settings or not listing.is_file():
+    names = names_of(given[key])
+    if not listing.is_file() or (verdict.settings and not any(name in read_yaml(listing) for name in names)):
         return verdict
     known = read_yaml(listing)
-    ((setting, names),) = verdict.settings.items()
+    setting = "data.dataset" if key == "dataset" else "data.validation"
     files: list[str] = []
     formats: set[str] = set()
     columns: dict[str, str] = {}
-    for name in [names] if isinstance(names, str) else names:
+    for name in names:
         entry = known.get(name)
         if not isinstance(entry, dict):
-            return refusal(did_you_mean(name, known, otherwise=f"{listing} has no {name!r}; give a file: --data FILE"))
+            way = did_you_mean(name, known, otherwise=f"{listing} has no {name!r}; give a file: --data FILE")
+            return refusal(way, instead=setting)
         place = entry.get("hf_hub_url") or (str(listing.parent / entry["file_name"]) if "file_name" in entry else None)
         if place is None or not set(entry) <= {"file_name", "hf_hub_url", "formatting", "columns", "tags"}:
             return refusal(

@@ -3,10 +3,12 @@
 from typing import Any
 
 from tunix_rt.config.dialects.rules import (
+    IN_8_BIT,
     Given,
     Table,
     Verdict,
     chat_template,
+    four_bit,
     is_off,
     is_on,
     mapped,
@@ -18,15 +20,14 @@ from tunix_rt.config.dialects.rules import (
     steps_or_share,
     without,
 )
-from tunix_rt.config.dialects.trainer_arguments import NOT_WITHOUT_HELDOUT, TRAINER_ARGUMENTS
-from tunix_rt.config.dialects.trl import IN_4_BIT
+from tunix_rt.config.dialects.trainer_arguments import NOT_WITHOUT_HELDOUT, REMOTE_CODE, TRAINER_ARGUMENTS
 
 TITLE = "LLaMA-Factory"
 TEMPLATES = {"gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "chatml": "chatml"}
 TEXTS = "alpaca default empty fewshot vicuna belle ziya original"
 FULL = "`finetuning_type` is full: every parameter is trained"
 OTHER_TUNING = "`finetuning_type: full` or `lora`"
-NAMED = "a name of dataset_info.json; give the file where it is not found: --data FILE"
+NAMED = "dataset_info.json is not in `dataset_dir`, as seen from this folder; or name the file: --data FILE"
 
 
 def stage(value: Any, given: Given) -> Verdict:
@@ -57,14 +58,30 @@ def lora_target(value: Any, given: Given) -> Verdict:
     return lora("training.lora_target_modules")("all-linear" if names == ["all"] else names, given)  # type: ignore[no-any-return]
 
 
+def in_4_bit(value: Any, given: Given) -> Verdict:
+    """`training.load_in_4bit` for 4 with LoRA; any other number of bits is refused"""
+    if is_off(value) or value == 4:
+        lora = given.get("finetuning_type", "lora") == "lora"
+        return four_bit(value == 4, lora=lora, nested=is_on(given.get("double_quantization", True)))
+    return refusal(IN_8_BIT)
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` is a file, and not a name of dataset_info.json."""
+    return name.endswith((".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt"))
+
+
 def datasets(setting: str) -> Any:
     def read(value: Any, given: Given) -> Verdict:
         if is_off(value):
             return Verdict(note="not set")
         names = names_of(value)
-        return Verdict({setting: names if len(names) > 1 else names[0]}, NAMED)
+        online = given.get("dataset_dir") == "ONLINE"
+        if unknown := [name for name in names if not online and not is_path(name)]:
+            return refusal(f"{', '.join(unknown)}: {NAMED}", instead=setting)
+        return Verdict({setting: names if len(names) > 1 else names[0]})
 
-    read.__doc__ = f"`{setting}`: names of dataset_info.json, looked up in `dataset_dir`"
+    read.__doc__ = f"`{setting}`: files, and names that `dataset_dir`/dataset_info.json has; any other name is refused"
     return read
 
 
@@ -148,6 +165,7 @@ TABLE: Table = {
     **read_by(packing, "packing"), **read_by(neat_packing, "neat_packing"),
     **read_by(train_on_prompt, "train_on_prompt"), **read_by(held_out, "val_size"), **read_by(eval_steps, "eval_steps"),
     **read_by(pure_bf16, "pure_bf16"), **read_by(no_checkpointing, "disable_gradient_checkpointing"),
+    **read_by(in_4_bit, "quantization_bit"), **REMOTE_CODE,
     **read_by(early_stopping, "early_stopping_steps"), **read_by(random_weights, "train_from_scratch"),
     **without(NOT_WITHOUT_HELDOUT, "eval_strategy evaluation_strategy eval_on_each_dataset"),
     **without("dataset_info.json is read there", "dataset_dir"),
@@ -159,8 +177,8 @@ TABLE: Table = {
     **without("kernels are chosen and checked by tunix-rt", "enable_liger_kernel use_unsloth use_unsloth_gc use_reentrant_gc "
               "use_v1_kernels use_kv_cache low_cpu_mem_usage use_fast_tokenizer upcast_lmhead_output"),
     **without("padding is never trained", "ignore_pad_token_for_loss"),
-    **without("no 4-bit weights are used", "quantization_type quantization_method double_quantization "
-              "quantization_device_map"),
+    **without("4-bit weights always have double quantization, and are on the device of training",
+              "double_quantization quantization_device_map"),
     **without("keys of a hub are read from its own environment variables", "hf_hub_token ms_hub_token om_hub_token"),
     **without("generation is greedy, evaluation.max_new_tokens long", "predict_with_generate do_sample temperature top_p top_k "
               "num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens eval_num_beams infer_backend "
@@ -181,9 +199,9 @@ TABLE: Table = {
     **refused("datasets are read one after the other: concat", "mix_strategy interleave_probs", unless=("concat",)),
     **refused("files are read whole and kept as tokens on disk; leave it out", "streaming"),
     **refused("every assistant turn is trained; split conversations into records", "mask_history"),
-    **refused(IN_4_BIT, "quantization_bit"),
+    **refused("bitsandbytes quantizes as it loads: quantization_method: bnb", "quantization_method", unless=("bnb", "BNB")),
+    **refused("quantization_type: nf4", "quantization_type", unless=("nf4",)),
     **refused("export the adapter merged first, then train that model", "adapter_name_or_path create_new_adapter"),
-    **refused("tunix-rt never runs code of a model repository; leave the key out", "trust_remote_code"),
     **refused("adapters are plain LoRA, scaled by lora_alpha / lora_rank", "use_rslora use_dora pissa_init loraplus_lr_ratio "
               "additional_target use_llama_pro"),
     **refused("training.optim: adamw, adamw_8bit or adafactor", "use_galore use_apollo use_badam use_adam_mini use_muon"),

@@ -1,14 +1,12 @@
 """The rules of a dialect's table: what becomes of a key of another trainer."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, get_args
 
 from tunix_rt.config.optimizers import OPTIMIZERS
-from tunix_rt.config.settings import DTYPE_ALIASES, Training
+from tunix_rt.config.settings import DTYPE_ALIASES, TrackerName
 
 Given = Mapping[str, Any]
 """Every key of the file."""
@@ -22,6 +20,8 @@ class Verdict:
     note: str = ""
     """The reason, the nearest way, or how the meaning differs here."""
     refused: bool = False
+    instead: str = ""
+    """Of a refused key: the setting that, on the command line, replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value, re.I) else value
 
 
-def refusal(way: str) -> Verdict:
-    return Verdict(note=way, refused=True)
+def refusal(way: str, *, instead: str = "") -> Verdict:
+    return Verdict(note=way, refused=True, instead=instead)
 
 
 def mapped(**names: str) -> dict[str, Rule]:
@@ -136,15 +136,22 @@ def scheduler(value: Any, given: Given) -> Verdict:
 
 
 def warmup_steps(value: Any, given: Given) -> Verdict:
-    """`training.warmup_steps`"""
+    """`training.warmup_steps` with `training.warmup_from_zero`"""
     schedule = str(given.get("lr_scheduler_type", given.get("lr_scheduler", ""))).lower()
     if schedule == "constant" and not is_off(value):
         return Verdict(note="the schedule `constant` has no warm-up; `constant_with_warmup` has")
-    return Verdict({"training.warmup_steps": number(value)}) if value is not None else Verdict(note="not set")
+    if is_off(value):
+        return Verdict(note="not set" if value is None else "off")
+    return Verdict(warm_up(value))
+
+
+def warm_up(steps: Any) -> dict[str, Any]:
+    """Settings of `steps` of warm-up as transformers and torchtune have it: the first step has a learning rate of 0."""
+    return {"training.warmup_steps": number(steps), "training.warmup_from_zero": True}
 
 
 def warmup_ratio(value: Any, given: Given) -> Verdict:
-    """`training.warmup_steps`: below 1 it is a share of all steps; `warmup_steps` wins over it"""
+    """`training.warmup_steps` with `training.warmup_from_zero`: a share of all steps; `warmup_steps` wins over it"""
     if not is_off(given.get("warmup_steps")):
         return Verdict(note="`warmup_steps` wins over it")
     return warmup_steps(value, given)
@@ -172,13 +179,32 @@ def steps_or_share(setting: str, otherwise: str) -> Rule:
 
 def report_to(value: Any, given: Given) -> Verdict:
     """`training.report_to`; a tracker that tunix-rt does not have is without effect"""
-    values = value if isinstance(value, list) else [value]
-    wanted: Any = "none" if all(is_off(one) for one in values) else values[0] if len(values) == 1 else values
-    try:
-        Training(report_to=wanted)
-    except ValidationError:
-        return Verdict(note="metrics are in metrics.jsonl; training.report_to names the trackers there are")
-    return Verdict({"training.report_to": wanted})
+    values = [one for one in (value if isinstance(value, list) else [value]) if not is_off(one)]
+    return trackers([str(one) for one in values])
+
+
+def trackers(names: Sequence[str]) -> Verdict:
+    """Those of `names` that tunix-rt has."""
+    known, other = ([name for name in names if (name in get_args(TrackerName)) == here] for here in (True, False))
+    note = f"without effect: {', '.join(other)}; every step is in metrics.jsonl" if other else ""
+    if other and not known:
+        return Verdict(note=note)
+    return Verdict({"training.report_to": known if len(known) > 1 else known[0] if known else "none"}, note)
+
+
+IN_8_BIT = "frozen weights have 16 bits, or 4 (NF4, training.load_in_4bit); leave the key out"
+FROZEN = "4-bit weights are frozen: train LoRA adapters beside them"
+
+
+def four_bit(value: Any, *, lora: bool, nested: bool) -> Verdict:
+    """`training.load_in_4bit` of a key that is on or off; `nested`: the scales are quantized there too."""
+    if not is_on(value):
+        return Verdict(note="off")
+    if not lora:
+        return refusal(FROZEN)
+    return Verdict(
+        {"training.load_in_4bit": True}, "" if nested else "the scales are quantized too: double quantization"
+    )
 
 
 def dtype_name(value: Any) -> str:

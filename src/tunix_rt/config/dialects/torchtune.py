@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tunix_rt.config.dialects.rules import (
+    FROZEN,
     Given,
     Table,
     Verdict,
@@ -18,10 +19,12 @@ from tunix_rt.config.dialects.rules import (
     read_by,
     refusal,
     refused,
+    trackers,
+    warmup_steps,
     without,
 )
 from tunix_rt.config.dialects.trainer_arguments import RUN_FOLDER
-from tunix_rt.config.dialects.trl import IN_4_BIT, SPLIT
+from tunix_rt.config.dialects.trl import SPLIT
 
 TITLE = "torchtune"
 DATASETS = {"alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned"}
@@ -60,13 +63,25 @@ def name_of(value: Any) -> str:
 
 
 def model(value: Any, given: Given) -> Verdict:
-    """LoRA where its name starts with `lora_`; qlora is refused. The checkpoint names the model"""
+    """LoRA where its name starts with `lora_`, in 4 bits with `qlora_`. The checkpoint names the model"""
     name = name_of(value)
-    if name.startswith(("qlora_", "dora_", "qdora_")):
-        return refusal(IN_4_BIT if name.startswith("q") else "adapters are plain LoRA: a model named lora_...")
-    if not name.startswith("lora_"):
+    if name.startswith(("dora_", "qdora_")):
+        return refusal("adapters are plain LoRA: a model named lora_... or qlora_...")
+    if not has_adapters(given):
         return Verdict(note="checkpointer.checkpoint_dir names the model")
-    return Verdict({"training.lora_rank": given.get("model.lora_rank", 8)})
+    rank: dict[str, Any] = {"training.lora_rank": given.get("model.lora_rank", 8)}
+    return Verdict(rank | ({"training.load_in_4bit": True} if name.startswith("qlora_") else {}))
+
+
+def has_adapters(given: Given) -> bool:
+    return name_of(given.get("model._component_", "")).startswith(("lora_", "qlora_"))
+
+
+def in_4_bit(value: Any, given: Given) -> Verdict:
+    """`training.load_in_4bit` of a `lora_` model; a `qlora_` model has it"""
+    if not is_on(value):
+        return Verdict(note="off")
+    return Verdict({"training.load_in_4bit": True}) if has_adapters(given) else refusal(FROZEN)
 
 
 def targets(value: Any, given: Given) -> Verdict:
@@ -136,7 +151,7 @@ def steps_per_epoch(value: Any, given: Given) -> Verdict:
 def precision(value: Any, given: Given) -> Verdict:
     """`training.dtype`; unless LoRA is trained, the weights have it too: `training.master_dtype`"""
     name = dtype_name(value)
-    lora = name_of(given.get("model._component_", "")).startswith("lora_")
+    lora = has_adapters(given)
     if name == "float16":
         return refusal("dtype: bf16 or fp32")
     master = (
@@ -174,20 +189,29 @@ def eval_steps(value: Any, given: Given) -> Verdict:
     return Verdict(note="off") if is_off(value) else refusal("data.validation: FILE and training.eval_steps: N")
 
 
+def metric_logger(value: Any, given: Given) -> Verdict:
+    """`training.report_to` for WandBLogger and TensorBoardLogger; any other logger is without effect"""
+    known = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
+    found = known.get(name_of(value))
+    return trackers([found]) if found else Verdict(note="every step is in metrics.jsonl")
+
+
 TABLE: Table = {
     **mapped(**{
         "checkpointer.checkpoint_dir": "model.model_name_or_path", "model.lora_alpha": "training.lora_alpha",
         "model.lora_dropout": "training.lora_dropout", "dataset.packed": "data.packing", "seed": "training.seed",
         "batch_size": "training.per_device_train_batch_size", "optimizer.lr": "training.learning_rate",
         "gradient_accumulation_steps": "training.gradient_accumulation_steps", "optimizer.eps": "training.adam_epsilon",
-        "optimizer.weight_decay": "training.weight_decay", "lr_scheduler.num_warmup_steps": "training.warmup_steps",
+        "optimizer.weight_decay": "training.weight_decay",
         "optimizer_in_bwd": "training.optim_in_backward", "compile": "training.compile",
         "enable_activation_checkpointing": "training.gradient_checkpointing", "log_every_n_steps": "training.logging_steps",
         "dataset.new_system_prompt": "data.system_instruction", "batch_size_val": "evaluation.per_device_eval_batch_size",
     }),
-    **read_by(model, "model._component_"), **read_by(targets, "model.lora_attn_modules", "model.apply_lora_to_mlp"),
+    **read_by(model, "model._component_"), **read_by(in_4_bit, "model.quantize_base"),
+    **read_by(targets, "model.lora_attn_modules", "model.apply_lora_to_mlp"),
     **read_by(dataset, "dataset._component_"), **read_by(split, "dataset.split"), **read_by(clip, "clip_grad_norm"),
     **read_by(train_on_input, "dataset.train_on_input"), **read_by(optimizer, "optimizer._component_"),
+    **read_by(warmup_steps, "lr_scheduler.num_warmup_steps"),
     **read_by(schedule, "lr_scheduler._component_"), **read_by(betas, "optimizer.betas"), **read_by(device, "device"),
     **read_by(steps_per_epoch, "max_steps_per_epoch"), **read_by(precision, "dtype"), **read_by(epochs, "epochs"),
     **read_by(max_length, "tokenizer.max_seq_len"), **read_by(eval_steps, "run_val_every_n_steps"),
@@ -204,7 +228,8 @@ TABLE: Table = {
     **without("the loss is the cross-entropy, chunked over the vocabulary in any case", "loss._component_ "
               "loss.num_output_chunks loss.ignore_index"),
     **without("one fused update is used where it exists", "optimizer.fused optimizer.foreach"),
-    **without("every step is in metrics.jsonl", "metric_logger._component_ metric_logger.log_dir metric_logger.project "
+    **read_by(metric_logger, "metric_logger._component_"),
+    **without("every step is in metrics.jsonl", "metric_logger.log_dir metric_logger.project "
               "metric_logger.name metric_logger.output_dir metric_logger.filename log_peak_memory_stats log_level"),
     **without("`tunix-rt train --profile N` profiles", "profiler._component_ profiler.enabled profiler.output_dir profiler.cpu "
               "profiler.cuda profiler.xpu profiler.profile_memory profiler.with_stack profiler.record_shapes "
@@ -214,7 +239,7 @@ TABLE: Table = {
     **without("names of the recipe's own", "recipe my_component model_name"),
     **refused("resume the run in its own folder: --resume", "resume_from_checkpoint"),
     **refused("training.lora_target_modules: [q_proj, v_proj]: the head has no adapter", "model.apply_lora_to_output"),
-    **refused(IN_4_BIT, "model.quantize_base quantizer._component_"),
+    **refused("quantization-aware training: a lora_ or qlora_ model", "quantizer._component_"),
     **refused("adapters are plain LoRA", "model.use_dora"),
     **refused("training.gradient_checkpointing: true needs the least memory", "enable_activation_offloading"),
     **refused("the PyTorch engine trains on one device; training.backend: jax shards over all of them",

@@ -25,7 +25,16 @@ from tunix_rt.config.dialects.rules import (
 NOT_WITHOUT_HELDOUT = "the held-out loss is computed at the end of training; training.eval_steps sets more"
 CHECKPOINTS = "a checkpoint is saved every 10 minutes and at the end, unless training.save_steps is set"
 RUN_FOLDER = "the run folder is given on the command line: --output DIR"
+NEVER_RUN = "tunix-rt never runs code of a model repository, and the model type is not known here; leave the key out"
 SHARDING = "the PyTorch engine trains on one device; training.backend: jax shards over all of them"
+
+
+def remote_code(value: Any, given: Given) -> Verdict:
+    """without effect where config.json of the model is here or its family known: remote code is never run; else refused"""
+    return Verdict(note="off") if is_off(value) else refusal(NEVER_RUN)
+
+
+REMOTE_CODE: Table = read_by(remote_code, "trust_remote_code")
 
 
 def max_steps(value: Any, given: Given) -> Verdict:

@@ -4,10 +4,12 @@ import shlex
 from typing import Any
 
 from tunix_rt.config.dialects.rules import (
+    IN_8_BIT,
     Given,
     Table,
     Verdict,
     dtype_name,
+    four_bit,
     is_off,
     is_on,
     mapped,
@@ -17,11 +19,10 @@ from tunix_rt.config.dialects.rules import (
     refused,
     without,
 )
-from tunix_rt.config.dialects.trainer_arguments import TRAINER_ARGUMENTS
+from tunix_rt.config.dialects.trainer_arguments import REMOTE_CODE, TRAINER_ARGUMENTS
 from tunix_rt.errors import ConfigError
 
 TITLE = "TRL"
-IN_4_BIT = "the frozen weights of LoRA have 16 bits here (training.dtype: bfloat16); leave the key out"
 NO_PEFT = "`use_peft` is off: every parameter is trained"
 SPLIT = "the training split is read; name the files of another: data.dataset: owner/name:data/test-*"
 
@@ -47,6 +48,12 @@ def targets(value: Any, given: Given) -> Verdict:
 def peft(value: Any, given: Given) -> Verdict:
     """LoRA: `training.lora_rank`"""
     return Verdict({"training.lora_rank": given.get("lora_r", 16)}) if is_on(value) else Verdict(note="off")
+
+
+def in_4_bit(value: Any, given: Given) -> Verdict:
+    """`training.load_in_4bit` where `use_peft` is on"""
+    peft, nested = (is_on(given.get(key, False)) for key in ("use_peft", "use_bnb_nested_quant"))
+    return four_bit(value, lora=peft, nested=nested)
 
 
 def max_length(value: Any, given: Given) -> Verdict:
@@ -119,7 +126,7 @@ def mixture(value: Any, given: Given) -> Verdict:
 
 
 TABLE: Table = {
-    **TRAINER_ARGUMENTS,
+    **TRAINER_ARGUMENTS, **REMOTE_CODE,
     **mapped(
         model_name_or_path="model.model_name_or_path", model_revision="model.revision", dataset_name="data.dataset",
     ),
@@ -129,14 +136,14 @@ TABLE: Table = {
     **read_by(lora("training.lora_rank"), "lora_r"), **read_by(lora("training.lora_alpha"), "lora_alpha"),
     **read_by(lora("training.lora_dropout"), "lora_dropout"), **read_by(targets, "lora_target_modules"),
     **read_by(evaluated, "eval_strategy", "evaluation_strategy"), **read_by(train_split, "dataset_train_split"),
-    **read_by(mixture, "datasets"),
+    **read_by(mixture, "datasets"), **read_by(in_4_bit, "load_in_4bit"),
     **without("`eval_strategy` is off", "eval_steps dataset_test_split eval_packing"),
     **without("the fastest attention that passes its self-test is used", "attn_implementation padding_free pad_to_multiple_of"),
     **without("the tokenizer's own tokens are used", "pad_token"),
     **without("data is tokenized once, by as many processes as there are cores", "dataset_num_proc dataset_kwargs"),
     **without("rows are shuffled by training.data_seed in any case", "shuffle_dataset"),
-    **without("4-bit weights are not used", "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage "
-              "bnb_4bit_compute_dtype"),
+    **without("4-bit weights always have double quantization, and are computed with in training.dtype",
+              "use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype"),
     **without("one process trains", "num_processes accelerate_config ignore_bias_buffers"),
     **without("causal language models are trained", "lora_task_type"),
     **refused("data.columns: {text: NAME}", "dataset_text_field", unless=("text",)),
@@ -147,10 +154,9 @@ TABLE: Table = {
     **refused("data.chat_template is tokenizer, gemma, chatml or plain", "chat_template_path"),
     **refused("the end-of-sequence token is the tokenizer's", "eos_token"),
     **refused("training.gradient_checkpointing: true needs the least memory", "activation_offloading"),
-    **refused("tunix-rt never runs code of a model repository; leave the key out", "trust_remote_code"),
     **refused("write the keys at the top level (model_revision, dtype)", "model_init_kwargs"),
     **refused("leave it out: the auxiliary loss of the model's own code is used", "router_aux_loss_coef"),
-    **refused(IN_4_BIT, "load_in_4bit load_in_8bit"),
+    **refused(IN_8_BIT, "load_in_8bit"), **refused("bnb_4bit_quant_type: nf4", "bnb_4bit_quant_type", unless=("nf4",)),
     **refused("training.lora_target_modules names modules", "lora_target_parameters lora_modules_to_save"),
     **refused("adapters are plain LoRA, scaled by lora_alpha / lora_rank", "use_rslora use_dora"),
     **refused("set variables in the shell", "env"),

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from tunix_rt.dashboard.background import Background, Outcome
@@ -70,20 +71,23 @@ def verified_level(site: Site, found: Indexed) -> str | None:
 
 def verify_run(site: Site, run_id: str, body: bytes = b"") -> dict[str, Any]:
     """Start the verification. One at a time: that of another run has to end first."""
-    found, work = site.run(run_id), background(site)
-    size = sum(list_folder(found.root).files.values()) / 2**30
-    if size > MOST_BYTES / 2**30:
-        problem = f"{size:.1f} GiB, from this page at most {MOST_BYTES / 2**30:.0f} GiB are verified"
-        raise InputError(problem, fix=f"in a terminal: {_command(found)}")
+    if start(site, site.run(run_id)) is None and background(site).running(run_id) is None:
+        raise InputError("another run is being verified", fix="wait until it is done")
+    return {"state": "running"}
+
+
+def start(site: Site, found: Indexed) -> Thread | None:
+    """The thread that verifies a run; None where another one is being verified."""
 
     def verified() -> "Verdict":
         from tunix_rt.evidence.verify import verify
 
+        if (size := sum(list_folder(found.root).files.values())) > MOST_BYTES:
+            problem = f"{size / 2**30:.1f} GiB, from this page at most {MOST_BYTES / 2**30:.0f} GiB are verified"
+            raise InputError(problem, fix=f"in a terminal: {_command(found)}")
         return verify(found.root)
 
-    if not work.start(run_id, stamp_of(found), verified) and work.running(run_id) is None:
-        raise InputError("another run is being verified", fix="wait until it is done")
-    return {"state": "running"}
+    return background(site).start(found.id, stamp_of(found), verified)
 
 
 def stamp_of(found: Indexed) -> str:

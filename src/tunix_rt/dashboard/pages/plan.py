@@ -67,6 +67,8 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
 }
 """Fieldset -> setting -> its label, and its values where it has few. Every other setting is a line of the text field."""
 FIELDS = frozenset(name for group in GROUPS.values() for name in group)
+OWN = ("model", "config", "on", "set", "devices")
+"""Names of an address that are no settings. Any other is one, and refused by its name where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +80,22 @@ class Choice:
     on: str = ""
     """A device of the catalogue or a size; empty is this computer."""
     settings: Mapping[str, str | None] = field(default_factory=dict)
-    with_catalogue: bool = True
+    with_catalogue: bool = False
+    """`devices=all`: the answer for every device takes longer, and is a part of its own."""
 
     @classmethod
     def parse(cls, query: Query) -> "Choice":
         settings: dict[str, str | None] = {
-            name: value.strip() for name, value in query.pairs if name in SETTINGS and value.strip()
+            _canonical(name): value.strip()
+            for name, value in query.pairs
+            if name not in OWN and (value.strip() or name not in SETTINGS)
         }
         for line in (line for text in query.all("set") for line in text.splitlines() if line.strip()):
             name, equals, value = line.partition("=")
             settings[_canonical(name.strip())] = value.strip() if equals else None
         return cls(
             model=query.get("model").strip(), pasted=query.get("config").strip(), on=query.get("on").strip(),
-            settings=settings, with_catalogue=query.get("devices") != "none",
+            settings=settings, with_catalogue=query.get("devices") == "all",
         )  # fmt: skip
 
     @property
@@ -107,14 +112,17 @@ class Choice:
             raise ConfigError(problem, fix=f"at most {MOST_SETTINGS}, of {LONGEST_SETTING} characters each")
         return lines
 
-    def address(self, *, on: str | None = None, settings: Mapping[str, object] | None = None) -> str:
-        """After the `?`, with another device or with some settings changed."""
+    def address(
+        self, *, on: str | None = None, settings: Mapping[str, object] | None = None, everywhere: bool = False
+    ) -> str:
+        """After the `?`, with another device, with some settings changed, or with every device."""
         changed = {name: _text(value) for name, value in (settings or {}).items()}
         pairs = [("model", self.model), ("config", self.pasted), ("on", self.on if on is None else on)]
         for name, value in {**self.settings, **changed}.items():
             pairs.append(
                 (name, value or "") if name in FIELDS else ("set", name if value is None else f"{name}={value}")
             )
+        pairs.append(("devices", "all" if everywhere or self.with_catalogue else ""))
         return urlencode([(name, value) for name, value in pairs if value])
 
     def command(self, model: str) -> str:
@@ -173,6 +181,8 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
             found, everywhere = plan(site, choice)
             view = view_of(found, everywhere, choice.address, command=choice.command(found.model))
             values |= {"answer": found, "view": view}
+        elif choice.settings:
+            settings_of(choice)  # refuses what is none
     except TunixError as error:
         values |= {"problem": error.problem, "fix": error.fix}
         status = 400
@@ -227,16 +237,17 @@ def plan(site: Site, choice: Choice) -> tuple[Answer, list[Outlook]]:
     source = _source(site, choice)
     target = _target(site, choice.on, settings)
     shape = models.shape_for(source, settings.training)
-    found = answer(settings, target, model=source.name, shape=shape)
+    found = (answer if target.here else _answer)(settings, target, model=source.name, shape=shape)
     return found, _everywhere(settings, shape, catalogue_kinds(settings), brief=True) if choice.with_catalogue else []
 
 
-_everywhere = lru_cache(maxsize=8)(catalogue)  # choosing another device leaves it as it is
+_answer = lru_cache(maxsize=8)(answer)  # asking for the catalogue leaves it as it is
+_everywhere = lru_cache(maxsize=8)(catalogue)  # choosing another device leaves that as it is
 
 
 def settings_of(choice: Choice) -> RunConfig:
     """The settings of a run. A name in them that leads to a file or to the hub is refused, unless this dashboard lists it."""
-    flags = {"model.model_name_or_path": models.PASTED if choice.pasted else choice.model}
+    flags = {"model.model_name_or_path": models.PASTED if choice.pasted else choice.model or None}
     settings = load_config(None, overrides=choice.overrides(), flags=flags)
     refuse_unrunnable(settings)
     model, data = settings.model, settings.data

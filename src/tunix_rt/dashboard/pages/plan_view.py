@@ -66,30 +66,24 @@ class PlanView:
     """Runs behind the band: model, predicted, measured, error."""
     devices: tuple[DeviceRow, ...]
     tally: str
+    catalogue: str
+    """Where a link leads to the same with every device."""
     command: str
 
 
 def view_of(found: Answer, everywhere: Sequence[Outlook], address: Address, *, command: str) -> PlanView:
     seen = found.outlook
     sizes, held = _sizes(seen), _held(seen)
+    rows = tuple(_device_row(one, address, chosen=one.target.name == seen.target.name) for one in everywhere)
     return PlanView(
-        verdict=_verdict(seen),
-        good=seen.runs,
-        detail=_detail(seen),
-        facts=tuple(_facts(found)),
-        bars=_bars(sizes, held, seen.fit.available_bytes),
-        spare=" and ".join(word(name) for name in sizes if name in SPARE),
-        phases=tuple(held),
-        parts=tuple(_rows(sizes, held)),
-        proposals=tuple(_changes(seen.proposals, address)),
-        faster=tuple(_changes(seen.faster, address)),
-        resorts=seen.resorts,
-        band=found.band.describe() if found.band else "",
+        verdict=_verdict(seen), good=seen.runs, detail=_detail(seen), facts=tuple(_facts(found)),
+        bars=_bars(sizes, held, seen.fit.available_bytes), phases=tuple(held), parts=tuple(_rows(sizes, held)),
+        spare=" and ".join(word(name) for name in sizes if name in SPARE), resorts=seen.resorts,
+        proposals=tuple(_changes(seen.proposals, address)), faster=tuple(_changes(seen.faster, address)),
+        band=found.band.describe() if found.band else "", command=command,
         seen=tuple(map(_seen_row, found.similar[-MOST_SEEN:])) if found.band else (),
-        devices=tuple(_device_row(one, address, chosen=one.target.name == seen.target.name) for one in everywhere),
-        tally=_tally(everywhere),
-        command=command,
-    )
+        devices=rows, tally=_tally(everywhere), catalogue=f"?{address(everywhere=True)}",
+    )  # fmt: skip
 
 
 def word(part: str) -> str:
@@ -229,16 +223,10 @@ def _device_row(seen: Outlook, address: Address, *, chosen: bool) -> DeviceRow:
     if not seen.runs:
         verdict = "with changes" if seen.proposals else "no bfloat16" if seen.unable else "no"
     return DeviceRow(
-        name=target.name,
-        href=f"?{address(on=target.name)}",
-        memory=size(target.memory_bytes),
-        verdict=verdict,
-        good=seen.runs,
-        needs=size(fit.predicted_bytes),
-        spare=size(fit.margin_bytes),
-        speed=_speed(seen.time),
+        name=target.name, href=f"?{address(on=target.name)}", memory=size(target.memory_bytes), verdict=verdict,
+        good=seen.runs, needs=size(fit.predicted_bytes), spare=size(fit.margin_bytes), speed=_speed(seen.time),
         chosen=chosen,
-    )
+    )  # fmt: skip
 
 
 def _tally(seen: Sequence[Outlook]) -> str:

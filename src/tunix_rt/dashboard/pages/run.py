@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tunix_rt.dashboard.site import Page, Site
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evaluate.report import table
 from tunix_rt.models.secrets import redacted
+from tunix_rt.plan.calibration import describe_error
 from tunix_rt.runs.curves import FILE as METRICS
 from tunix_rt.runs.curves import TOTALS, Column, Curves, CurveStore, bucketed
 from tunix_rt.runs.folder import checkpoint_name
@@ -33,9 +34,9 @@ TITLES = {
 }  # fmt: skip
 """The first charts of a page. Other columns follow under their own names."""
 HELDOUT, HELDOUT_FILE, MOST_HELDOUT = "held-out loss", "eval/heldout.jsonl", 4 * 2**20
-BUCKETS = 240
+BUCKETS = 200
 LOG = "training_log.txt"
-LOG_LINES, LOG_BYTES, LONGEST_LOG_LINE = 200, 256 * 1024, 2000
+LOG_LINES, LOG_BYTES, LONGEST_LOG_LINE = 100, 8 * 1024, 2000
 MOST_CHECKPOINTS = 100
 MOST_KEPT = 64
 LIVE_MS, UNFINISHED_MS = 500, 5000
@@ -167,7 +168,7 @@ def _zooms(query: Query, low: float, high: float, whole: tuple[float, float]) ->
     return [*links, ("reset zoom", query.with_(**{"from": None, "to": None}))]
 
 
-Phase = tuple[str, float | None, float | None, float | None]
+Phase = tuple[str, float | None, float | None, str]
 """Name, predicted and measured bytes, and by which share the prediction is too high."""
 
 
@@ -333,10 +334,10 @@ def _memory(record: RunRecord) -> tuple[list[Phase], list[Bar]]:
     if memory is None:
         planned = plan.memory.phases if plan else ()
         bars = [Bar(name=one.name, parts=one.parts) for one in planned]
-        return [(one.name, one.total_bytes, None, None) for one in planned], bars
+        return [(one.name, one.total_bytes, None, formats.MISSING) for one in planned], bars
     parts = {one.total_bytes: one.parts for one in memory.predicted_parts.phases}
     phases: list[Phase] = [
-        (name, one.get("predicted_bytes"), one.get("measured_bytes"), one.get("error"))
+        (name, one.get("predicted_bytes"), one.get("measured_bytes"), _error_text(one))
         for name, one in memory.phases.items()
     ]
     phases.sort(key=lambda phase: -(phase[2] or 0))
@@ -345,6 +346,13 @@ def _memory(record: RunRecord) -> tuple[list[Phase], list[Bar]]:
         for name, predicted, measured, _ in phases
     ]
     return phases, bars
+
+
+def _error_text(phase: Mapping[str, float]) -> str:
+    """A lower bound has no error."""
+    if "error" not in phase:
+        return formats.MISSING
+    return describe_error(int(phase["predicted_bytes"]), int(phase["measured_bytes"]))
 
 
 def _checkpoints(record: RunRecord) -> list[tuple[int, int, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 from tunix_rt.dashboard.pages.evidence import verified_level
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Page, Site
-from tunix_rt.runs.index import RUNNING, Indexed, RunSummary
+from tunix_rt.runs.index import RUNNING, UNFINISHED, Indexed, RunSummary
 
 SORTS: dict[str, Callable[[RunSummary], Any]] = {
     "newest": lambda run: run.when,
@@ -61,6 +61,8 @@ class RunsPage:
     status: str
     levels: dict[str, str]
     """Id -> level of the runs that were verified since the dashboard was started, and have not changed since."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Of an export: where two runs are compared, and their names."""
     every: int
     """Milliseconds until the list is looked at again: a run may begin at any time."""
 
@@ -69,7 +71,7 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
     found = site.index.runs()
     levels = {one.id: level for one in found if (level := verified_level(site, one))}
     values = choose(found, query, folder=str(site.folder), levels=levels)
-    return Page(template="runs.html", title="Runs", values=values, live=True)
+    return Page(template="runs.html", title="Runs", values=values, live=True, stamp=values)
 
 
 def choose(found: list[Indexed], query: Query, *, folder: str, levels: dict[str, str]) -> RunsPage:
@@ -81,7 +83,7 @@ def choose(found: list[Indexed], query: Query, *, folder: str, levels: dict[str,
         statuses[one.summary.status] = statuses.get(one.summary.status, 0) + 1
     kept = [one for one in found if _matches(one, words) and status in ("", one.summary.status)]
     first = query.whole("first", 0, most=max(0, len(kept) - 1))
-    ordered, last = _ordered(kept, sort, turned=turned), first + PAGE_RUNS
+    ordered, last = _by_group(_ordered(kept, sort, turned=turned), group), first + PAGE_RUNS
     return RunsPage(
         folder=folder, total=len(found), shown=len(kept), before=max(0, first - PAGE_RUNS) if first else None,
         after=last if last < len(kept) else None, groups=_grouped(ordered[first:last], group), sort=sort,
@@ -105,18 +107,20 @@ def _matches(one: Indexed, words: str) -> bool:
 
 
 def _ordered(runs: list[Indexed], sort: str, *, turned: bool) -> list[Indexed]:
-    """Running ones first; unknown values last, whichever way."""
+    """Running ones first, then those that have no result; unknown values last, whichever way."""
     key, downwards = SORTS[sort], (sort in DOWNWARDS) != turned
     known = sorted((one for one in runs if key(one.summary) is not None), key=lambda one: one.name)
     known.sort(key=lambda one: key(one.summary), reverse=downwards)
     rest = [one for one in runs if key(one.summary) is None]
-    return sorted([*known, *rest], key=lambda one: one.summary.status != RUNNING)
+    return sorted([*known, *rest], key=lambda one: {RUNNING: 0, UNFINISHED: 1}.get(one.summary.status, 2))
+
+
+def _by_group(runs: list[Indexed], group: str) -> list[Indexed]:
+    return runs if group == "none" else sorted(runs, key=lambda one: getattr(one.summary, group) or "")
 
 
 def _grouped(runs: list[Indexed], group: str) -> list[tuple[str, list[Indexed]]]:
     if group == "none":
         return [("", runs)]
-    by = sorted(runs, key=lambda one: getattr(one.summary, group) or "")
-    return [
-        (name or "unknown", list(members)) for name, members in groupby(by, key=lambda one: getattr(one.summary, group))
-    ]
+    members = groupby(runs, key=lambda one: getattr(one.summary, group) or "")
+    return [(name or "unknown", list(found)) for name, found in members]

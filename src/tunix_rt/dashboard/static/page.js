@@ -19,7 +19,8 @@ class Part {
   constructor(element) {
     const every = Number(element.dataset.every) || 0;
     Object.assign(this, { element, name: element.dataset.part, every, wait: every, etag: "", asked: 0, timer: 0 });
-    this.later();
+    if (element.dataset.from) this.fetch(); // it takes longer than its page
+    else this.later();
   }
   later() {
     clearTimeout(this.timer);
@@ -31,7 +32,7 @@ class Part {
     const number = ++this.asked;
     try {
       const headers = { Part: this.name, ...(this.etag && { "If-None-Match": this.etag }) };
-      const answer = await fetch(location.href, { headers, cache: "no-store" });
+      const answer = await fetch(this.element.dataset.from ?? location.href, { headers, cache: "no-store" });
       const html = answer.ok ? await answer.text() : "";
       if (number !== this.asked) return; // another was sent since
       if (!answer.ok && answer.status !== 304) throw new Error(`the server answers ${answer.status}`);

@@ -1,9 +1,10 @@
 """Generation of the PyTorch engine: prompts of mixed lengths in one batch, left-padded, with a KV cache that is preallocated
-(`static_cache.py`) where the family allows it.
+(`static_cache.py`) where the family allows it; a GPU then replays one CUDA graph for each token (`decode_graph.py`).
 
 A generation does not depend on its batch. Rows that have ended leave the batch. On a GPU the tokens are read only every few
-steps, because each read synchronizes; where a generation ends does not depend on it. For known model types the masks of new
-tokens are views of one mask: transformers builds one for every token, and synchronizes to see whether it needs any.
+steps, because each read synchronizes; where a generation ends does not depend on it. Other models have transformers' growing
+cache. For known model types the masks of its new tokens are views of one mask: transformers builds one for every token, and
+synchronizes to see whether it needs any.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tunix_rt.engines.decoding import NOT_A_TOKEN, Answer, Decoding, Prompt, generate_in_batches, rows_left
 from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch import reload as torch_reload
+from tunix_rt.engines.torch.decode_graph import DecodeGraphs, is_supported
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.sampling import choose
 from tunix_rt.engines.torch.static_cache import StaticBatch, static_batch, static_windows
@@ -118,28 +120,25 @@ def generate(
     """See `base.EngineModule.generate`."""
     engine.model.eval()
     known = engine.model.config.model_type in FAMILIES
+    kept: list[DecodeGraphs] = []
+    one_batch = partial(_generate, engine, kept=kept) if known else partial(_generate_alone, engine)
     yield from generate_in_batches(
         prompts,
-        partial(
-            _generate if known else _generate_alone,
-            engine,
-            decoding=decoding,
-            pad_id=pad_id,
-            on_tokens=on_tokens,
-            logprobs=logprobs,
-        ),
+        partial(one_batch, decoding=decoding, pad_id=pad_id, on_tokens=on_tokens, logprobs=logprobs),
         positions=engine.positions,
         decoding=decoding,
         stop_ids=stop_ids,
         decode=decode,
         batch_size_at=batch_size_at,
         most=1 if not known or _ropes(engine) & MOVING_ROPES else len(prompts) * decoding.samples,
-        free_memory=partial(free_memory, engine),
+        free_memory=partial(free_memory, engine, kept),
     )
 
 
-def free_memory(engine: Engine) -> None:
+def free_memory(engine: Engine, kept: list[DecodeGraphs] | None = None) -> None:
     """Return unused memory to the device: after an error, whose traceback refers to tensors, or with the model."""
+    if kept is not None:
+        kept.clear()
     gc.collect()
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -161,14 +160,17 @@ def _generate(
     pad_id: int,
     on_tokens: Callable[[int, list[int]], None] | None,
     logprobs: bool,
+    kept: list[DecodeGraphs],
 ) -> Iterator[tuple[Prompt, Answer]]:
-    """Each prompt with its generation, as they end. Global settings of torch are restored before each yield."""
+    """Each prompt with its generation, as they end. Global settings of torch are restored before each yield. `kept` has the CUDA
+    graphs of the batch before."""
     began = time.monotonic()
     for row in rows:
         row.restart()
     slots: list[Prompt | None] = [*rows]  # the rows of the batch; None once a generation has ended
     with memory_errors_named("generation"):
         batch, taken = _begin(engine, rows, decoding, pad_id), 0
+        _use_graphs(engine, batch, kept, decoding, max(row.max_new for row in rows), logprobs)
     while any(slots):
         count = LOOK_EVERY["cuda" if engine.recipe.casts else engine.device.type] if on_tokens is None else 1
         longest = max(row.max_new for row in slots if row)
@@ -257,6 +259,23 @@ def _begin(engine: Engine, rows: Sequence[Prompt], decoding: Decoding, pad_id: i
     )  # fmt: skip
 
 
+def _use_graphs(
+    engine: Engine,
+    batch: _Batch | StaticBatch,
+    kept: list[DecodeGraphs],
+    decoding: Decoding,
+    longest: int,
+    logprobs: bool,
+) -> None:
+    """Decode `batch` by CUDA graphs where they are supported: by those of the batch before, if it fits into their memory."""
+    if not isinstance(batch, StaticBatch) or not is_supported(engine):
+        return
+    if not kept or not kept[0].fits(batch, longest):
+        kept[:] = [DecodeGraphs(engine, decoding, rows=batch.cache.rows, new_tokens=longest, logprobs=logprobs)]
+    batch.graphs = kept[0]
+    batch.graphs.begin(batch)
+
+
 def _growing(engine: Engine, rows: Sequence[Prompt], keys: torch.Tensor | None, pad_id: int) -> _Batch:
     """Left-padded prompts: new tokens of all rows start in the same column."""
     width, longest = max(len(row.prompt) for row in rows), max(row.max_new for row in rows)
@@ -318,14 +337,6 @@ def _attention_mask(engine: Engine, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
 
 
-def _no_gradients(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    """inference_mode on a GPU, where launch overhead dominates; but under it autocast would cast every weight for every token,
-    and a dynamic RoPE would leave inference tensors in the model, which cannot be trained."""
-    if engine.device.type == "cuda" and not engine.recipe.casts and not _ropes(engine) & MOVING_ROPES:
-        return torch.inference_mode()
-    return torch.no_grad()
-
-
 @contextlib.contextmanager
 def _kernels(engine: Engine) -> Iterator[None]:
     """The attention kernels of the engine without cuDNN's, which is planned for every number of keys: for every token."""
@@ -343,7 +354,19 @@ def _more_tokens(
 ) -> list[tuple[list[int], list[tuple[float, float]]]]:
     """The next `count` tokens of every row with their scores, also of rows that end among them."""
     attending = engine.attending(batch.implementation)
-    with _no_gradients(engine), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
+    if isinstance(batch, StaticBatch) and batch.graphs is not None:
+        with (
+            torch.no_grad(),
+            memory_errors_named("generation"),
+            attending,
+            _kernels(engine),
+            engine.computing(once=True),
+        ):
+            tokens, found = batch.graphs.more_tokens(batch, count)
+        return [
+            (ids, [(one, gap) for one, gap in of]) for ids, of in zip(tokens, found or [()] * len(tokens), strict=True)
+        ]
+    with torch.no_grad(), memory_errors_named("generation"), attending, _kernels(engine), engine.computing():
         steps = [_step(engine, batch, decoding, number, logprobs) for number in range(taken, taken + count)]
         tokens = torch.stack([chosen for chosen, _ in steps], dim=1).tolist()
         scores = torch.stack([found for _, found in steps], dim=1).tolist() if logprobs else [()] * len(tokens)

@@ -22,8 +22,8 @@ def choose(
         chosen, scores = by.argmax(dim=-1), logits.new_empty(0)
         if logprobs:
             best = by.topk(2, dim=-1).values.double()
-            logprob = some.float().log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
-            scores = torch.stack([logprob.double(), best[:, 0] - best[:, 1]], dim=1)
+            logprob = some.double().log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
+            scores = torch.stack([logprob, best[:, 0] - best[:, 1]], dim=1)
         parts.append((chosen, scores))
     return torch.cat([chosen for chosen, _ in parts]), torch.cat([scores for _, scores in parts])
 

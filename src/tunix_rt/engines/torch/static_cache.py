@@ -19,14 +19,13 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tunix_rt.engines.torch.attention import needs_more
+from tunix_rt.engines.torch.lm_head import Head, next_logits
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
+from tunix_rt.plan.generation import PREFILL_TOKENS
 
 STATIC = "tunix_rt_static"
 """Name of the attention function in transformers, which makes no mask for a name without a mask function."""
-PREFILL_TOKENS = 4096
-"""Tokens of prompts that are prefilled at once, padding included; a longer prompt alone."""
-
 FOLDED_ROWS = 8
 """Rows from which on the query heads of a KV head are computed as its queries on a CPU: for fewer, torch's own grouping is
 faster. Benchmarked at 1 row: 15 us against 35; at 64 rows: 142 us against 92."""
@@ -47,6 +46,9 @@ class StaticCache(transformers.Cache):
         self.held = 0
         """Columns that are filled."""
         self._filling: _Filling | None = None
+        self._device: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Of a step whose column is known on the device alone: its number, and the columns at which the rows begin."""
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._columns = {size: torch.full((size,), -1, device=device) for size in set(self.sizes)}
         """The column in each slot of a ring."""
         self._seen: dict[int, torch.Tensor | None] = {}
@@ -61,6 +63,11 @@ class StaticCache(transformers.Cache):
         """Columns of a layer."""
         return self.capacity if window is None else min(window, self.capacity)
 
+    def restart(self, other: "StaticCache") -> None:
+        """Take the rows of `other`, in the memory of this cache."""
+        self.held, self._seen = 0, {}
+        self._begin_with(other.begins.tolist())
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.held
 
@@ -69,12 +76,20 @@ class StaticCache(transformers.Cache):
     def fill(self, held: int, rows: Sequence[int], prompts: Sequence[int], begins: torch.Tensor) -> "StaticCache":
         """Prepare a forward pass over prompts that end before column `held`: row `rows[i]` gets prompt `prompts[i]` of the
         batch, of which prompt p begins with its token `begins[p]`."""
-        self._filling = _Filling(held, torch.tensor(rows), torch.tensor(prompts), begins, self.device)
+        self._filling, self._device = (
+            _Filling(held, torch.tensor(rows), torch.tensor(prompts), begins, self.device),
+            None,
+        )
+        return self
+
+    def on_device(self, state: torch.Tensor, begins: torch.Tensor) -> "StaticCache":
+        """Prepare a forward pass over one more token of every row, for column `state[0]`."""
+        self._filling, self._device = None, (state, begins)
         return self
 
     def next_column(self, held: int) -> "StaticCache":
         """Prepare a forward pass over one more token of every row, for column `held`."""
-        self._filling = None
+        self._filling = self._device = None
         for size, columns in self._columns.items() if self._latest else ():
             if self.held < held:  # the columns of the prompts
                 places = torch.arange(max(0, held - size), held, device=self.device)
@@ -95,6 +110,9 @@ class StaticCache(transformers.Cache):
             self._filling.store(keys, key, size)
             self._filling.store(values, value, size)
             return key, value
+        if self._device is not None:
+            self._new = key, value  # stored by the attention
+            return keys, values
         place, filled = (self.held - 1) % size, min(self.held, size)
         keys.select(2, place).copy_(key.select(2, 0))
         values.select(2, place).copy_(value.select(2, 0))
@@ -103,11 +121,9 @@ class StaticCache(transformers.Cache):
     def _allocate(self, key: torch.Tensor, value: torch.Tensor, size: int) -> None:
         """In the dtype of the values: autocast would round the keys to it in every matmul. Padding is never written: it must be
         finite, because its weight of 0 is multiplied with it."""
-        assert self._filling is not None
         for parts, new in ((self.keys, key), (self.values, value)):
             shape = (self.rows, new.shape[1], size, new.shape[3])
-            parts.append(torch.empty(shape, dtype=value.dtype, device=self.device))
-            parts[-1][:, :, : self._filling.held].zero_()
+            parts.append(torch.zeros(shape, dtype=value.dtype, device=self.device))
         self._live.append((self.keys[-1], self.values[-1]))
 
     def keep(self, order: Sequence[int]) -> None:
@@ -129,6 +145,11 @@ class StaticCache(transformers.Cache):
     ) -> torch.Tensor:  # fmt: skip
         """[rows, heads, tokens, size] of the queries and, from `update`, of all keys and values in sight; those of another
         layer where layers share them."""
+        if self._device is not None:
+            from tunix_rt.engines.torch.triton.decode import attend_to_cache
+
+            new, self._new, (state, begins) = self._new, None, self._device
+            return attend_to_cache(query, key, value, new, begins=begins, state=state, scale=scale, softcap=softcap)
         query, key, groups = query.to(value.dtype), key.to(value.dtype), query.shape[1] // key.shape[1]
         filling, shape = self._filling, query.shape
         mask = (
@@ -138,6 +159,10 @@ class StaticCache(transformers.Cache):
             query, groups = query.view(shape[0], key.shape[1], groups, shape[3]), 1
         if softcap is None:
             causal = filling is not None and mask is None
+            if groups > 1 and query.device.type == "cuda" and not (causal and query.dtype != torch.float32):
+                # Only flash attention shares KV heads; for others torch would materialize the scores.
+                key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+                groups = 1
             out = scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
             )
@@ -226,12 +251,12 @@ def static_windows(model: Any) -> list[int | None] | None:
     return windows
 
 
-def prefill_groups(lengths: Sequence[int]) -> Iterator[range]:
-    """Prompts, the longest first, that are prefilled together: few tokens of padding, and not too many tokens."""
+def prefill_groups(lengths: Sequence[int], most: int) -> Iterator[range]:
+    """Prompts, the longest first, that are prefilled together: few tokens of padding, and at most `most` tokens."""
     start = 0
     while start < len(lengths):
         width, end = lengths[start], start + 1
-        while end < len(lengths) and (end + 1 - start) * width <= PREFILL_TOKENS and 2 * lengths[end] >= width:
+        while end < len(lengths) and (end + 1 - start) * width <= most and 2 * lengths[end] >= width:
             end += 1
         yield range(start, end)
         start = end
@@ -251,21 +276,25 @@ class StaticBatch:
     """Random bits for each new token, where tokens are sampled."""
     ids: torch.Tensor
     held: int
+    prefilled: bool = False
+    graphs: Any = None
+    """The `DecodeGraphs` that compute its steps; None: each kernel is launched by itself."""
     implementation: ClassVar[str] = STATIC
 
-    def logits(self, model: Any) -> torch.Tensor:
+    def logits(self, model: Any, head: Head | None = None) -> torch.Tensor:
         """Of the next token of every row."""
-        if not self.cache.keys:
-            return self._prefill(model)
+        if not self.prefilled:
+            self.prefilled = True
+            return self._prefill(model, head)
         # A row that has ended is computed until it leaves, with positions clamped to the last.
         positions = (self.held - self.cache.begins).clamp(max=self.last_position)[:, None]
         cache = self.cache.next_column(self.held)
         self.held += 1
-        return _forward(model, self.ids, positions, cache)
+        return next_logits(model, self.ids, positions, cache)
 
-    def _prefill(self, model: Any) -> torch.Tensor:
-        found = torch.empty(0)
-        for group in prefill_groups([len(prompt) for prompt in self.prompts]):
+    def _prefill(self, model: Any, head: Head | None) -> torch.Tensor:
+        found = torch.empty(0) if head is None else head.out[: self.cache.rows]
+        for group in prefill_groups([len(one) for one in self.prompts], PREFILL_TOKENS[self.ids.device.type]):
             width = len(self.prompts[group.start])
             lengths = torch.tensor([len(self.prompts[place]) for place in group])
             ids = torch.tensor(
@@ -276,10 +305,12 @@ class StaticBatch:
             pairs = [(row, place - group.start) for place in group for row in self.owners[place]]
             rows, of = zip(*pairs, strict=True)
             cache = self.cache.fill(self.held, rows, of, begins)
-            logits = _forward(model, ids.to(self.ids.device), positions.to(self.ids.device), cache)
+            logits = next_logits(model, ids.to(self.ids.device), positions.to(self.ids.device), cache, head)
             if not found.numel():
                 found = logits.new_empty(self.cache.rows, logits.shape[1])
-            found[torch.tensor(rows, device=found.device)] = logits[torch.tensor(of, device=found.device)]
+            if of != tuple(range(len(logits))):  # samples of one prompt
+                logits = logits[torch.tensor(of, device=found.device)]
+            found[torch.tensor(rows, device=found.device)] = logits
         return found
 
     def take(self, chosen: torch.Tensor) -> None:
@@ -287,17 +318,14 @@ class StaticBatch:
         self.ids = chosen.unsqueeze(1)
 
     def keep(self, order: Sequence[int]) -> None:
+        if self.graphs is not None:
+            self.graphs.keep(order)
+            return
         kept = torch.tensor(order, device=self.ids.device)
         self.ids = self.ids[kept]
         if self.keys is not None:
             self.keys = self.keys[kept]
         self.cache.keep(order)
-
-
-def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor, cache: StaticCache) -> torch.Tensor:
-    return model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, static_cache=cache, logits_to_keep=1
-    ).logits[:, -1]  # fmt: skip
 
 
 def static_batch(

@@ -16,7 +16,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import IGNORED, MicroBatch
 from tunix_rt.engines.torch.attention import unpackable
 from tunix_rt.engines.torch.compile import checkpoint_layers, layers_of
-from tunix_rt.engines.torch.lm_head import other_head
+from tunix_rt.engines.torch.head_check import other_head
 from tunix_rt.engines.torch.model import Engine, summed_loss, without_cache
 from tunix_rt.errors import InputError
 from tunix_rt.models.secrets import one_line
