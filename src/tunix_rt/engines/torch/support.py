@@ -188,6 +188,8 @@ def _reason(engine: Engine, expected: torch.Tensor, compute: Callable[[], Any]) 
         return f"{type(error).__name__}: {one_line(error)[:120]}"
     if torch.allclose(actual, expected, rtol=_tolerance(engine)):
         return None
+    if torch.isnan(actual):
+        return "a packed example changes with its neighbour"
     return f"loss {actual.item():.6f} instead of {expected.item():.6f}"
 
 
