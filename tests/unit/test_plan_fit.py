@@ -1,6 +1,7 @@
 """The verdict: what fits is admitted, what does not comes with a way out that works; how long, how much disk."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.errors import DoesNotFitError
-from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, limited
+from tunix_rt.plan.fit import CUDA_SAFETY_BYTES, CUDA_SAFETY_SHARE, TRACED_SAFETY_SHARE, limited, verdict
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.report import explain_out_of_memory, judge, refuse_if_too_big
 from tunix_rt.plan.shape import shape_of
@@ -94,6 +95,13 @@ def test_gemma_2b_fits_an_8_gb_card_with_every_parameter_trained() -> None:
     fit = judge(predict(shape, config, device="cuda"), chosen(7.5 * GIB, "cuda", MODERN))
     assert fit.fits
     assert fit.safety_bytes == pytest.approx(CUDA_SAFETY_SHARE * fit.predicted_bytes + CUDA_SAFETY_BYTES, abs=1)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_traced_plan_asks_for_more_room(kind: str) -> None:
+    plan = predict(shape_of(GEMMA_2B), settings_of(data={"max_length": 1024}), device=kind)
+    exact, traced = (verdict(dataclasses.replace(plan, traced=one), chosen(400 * GIB, kind, MODERN)) for one in (False, True))
+    assert traced.safety_bytes - exact.safety_bytes == pytest.approx(TRACED_SAFETY_SHARE * plan.peak_bytes, rel=1e-6)
 
 
 @settings(deadline=None, max_examples=40)

@@ -72,6 +72,19 @@ def test_the_tables_fit_their_terminal(monkeypatch, capsys, columns):
     assert all(name in text for name in ("held-out loss", "activations", "allocator"))
 
 
+def test_a_mixture_of_experts_states_what_a_token_uses():
+    asked = ["plan", "--model", "gemma-4-26b-a4b", "--on", "h200", "--set", "training.dtype=bfloat16"]
+    line = "Experts: 3,822,530,560 of 25,233,141,760 parameters are active for a token"
+    assert line in CliRunner().invoke(cli, asked).output
+    assert json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)["active_parameters"] == 3_822_530_560
+
+
+def test_a_multimodal_checkpoint_states_what_is_not_loaded(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some", "text_config": SMALL}))
+    done = CliRunner().invoke(cli, ["plan", "--model", str(tmp_path), "--on", "h200"])
+    assert "vision and audio towers are not loaded" in done.output and done.exit_code == 0
+
+
 def test_the_disk_has_a_verdict_of_its_own():
     assert disk_line(GIB, GIB) == "disk: up to 1.00 GiB needed, 1.00 GiB free; fits"
     assert disk_line(2 * GIB, GIB).endswith("does not fit: a run would be refused with exit code 8")
@@ -280,7 +293,10 @@ def test_the_table_and_the_plan_for_one_device_say_the_same():
         assert every[name]["proposals"] == alone["proposals"]
 
 
-OF_ONE = {"schema", "model", "shape", "run", "steps_exact", "disk_bytes", "disk_free_bytes", "disk_fits", "seen_errors"}
+OF_ONE = {
+    "schema", "model", "shape", "run", "steps_exact", "disk_bytes", "disk_free_bytes", "disk_fits", "seen_errors",
+    "active_parameters",
+}  # fmt: skip
 OF_EACH = {
     "device", "runs", "unable", "compiler_decides", "memory", "fit", "time", "proposals", "faster", "last_resorts",
 }  # fmt: skip

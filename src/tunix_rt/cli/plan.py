@@ -105,6 +105,7 @@ def plan_one(
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.plan import disk_line, show_outlook
     from tunix_rt.plan.answer import answer, json_of
+    from tunix_rt.train.plan_inputs import described, has_other_parts
 
     found = answer(settings, target, model=source.name, shape=shape)
     seen, known = found.outlook, found.band
@@ -112,6 +113,8 @@ def plan_one(
         print(json_of(found.value()))
     else:
         disk, shown = disk_line(found.disk_bytes, found.disk_free_bytes), known.describe() if known else ""
+        multimodal = has_other_parts(source, settings)
+        text.show_lines(described(shape, multimodal=multimodal))
         show_outlook(seen, found.run, exact=found.steps_exact, disk=disk, band=shown, measured=found.measured)
         text.show_lines(filter(None, [settings.data.beyond_positions(shape.max_positions)]))
     refuse(seen, listed=not as_json)

@@ -61,6 +61,7 @@ class Answer:
         value = {"schema": SCHEMA, "model": self.model, "shape": self.shape, **outlook_value(self.outlook)}
         value |= {"run": run, "steps_exact": self.steps_exact if run else None}
         value |= {"disk_bytes": self.disk_bytes, "disk_free_bytes": free, "seen_errors": self.band}
+        value |= {"active_parameters": self.shape.parameters - self.shape.idle_parameters}
         return value | {"disk_fits": None if free is None else self.disk_bytes <= free}
 
 

@@ -32,6 +32,7 @@ from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, w
 from tunix_rt.train import commitment
 from tunix_rt.train.context import Options, RunContext, find_model, load_engine, tokenizer_of
 from tunix_rt.train.memory_report import explaining_load, record_ending
+from tunix_rt.train.plan_inputs import described
 from tunix_rt.train.preemption import Preemption, stoppable
 from tunix_rt.train.profiling import refuse_too_many
 from tunix_rt.train.resume import find_start, refuse_lost_records
@@ -201,14 +202,8 @@ def _log_preflight(config: RunConfig, model: ModelSource, shape: ModelShape, dev
         model.name, model.revision, f"{shape.parameters:,}", device.device, config.training.dtype, model.weights,
     )  # fmt: skip
     logger.info("Precision: %s", recipe_of(config.training).describe())
-    if model.multimodal:
-        logger.info(
-            "Multimodal checkpoint: the text model trains; vision and audio towers are not loaded, and saved unchanged"
-        )
-    if shape.trace is not None:
-        logger.info("Plan: model_type %s has no exact plan; a step was traced by PyTorch", shape.model_type)
-    if idle := shape.idle_parameters:
-        logger.info("Experts: %s of the parameters are active for a token", f"{shape.parameters - idle:,}")
+    for line in described(shape, multimodal=model.multimodal):
+        logger.info("%s", line)
     if model.converted_from is not None:
         logger.info("Weights are dequantized from %s; they are not the original's", model.converted_from)
     if model.weights == "random":

@@ -16,7 +16,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import IGNORED, MicroBatch
 from tunix_rt.engines.torch.attention import unpackable
 from tunix_rt.engines.torch.compile import checkpoint_layers, layers_of
-from tunix_rt.engines.torch.lm_head import other_head
+from tunix_rt.engines.torch.head_check import other_head
 from tunix_rt.engines.torch.model import Engine, summed_loss, without_cache
 from tunix_rt.errors import InputError
 from tunix_rt.models.secrets import one_line
@@ -188,6 +188,8 @@ def _reason(engine: Engine, expected: torch.Tensor, compute: Callable[[], Any]) 
         return f"{type(error).__name__}: {one_line(error)[:120]}"
     if torch.allclose(actual, expected, rtol=_tolerance(engine)):
         return None
+    if torch.isnan(actual):
+        return "a packed example changes with its neighbour"
     return f"loss {actual.item():.6f} instead of {expected.item():.6f}"
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
-from tunix_rt.engines.torch.lm_head import other_head
+from tunix_rt.engines.torch.head_check import other_head
 from tunix_rt.engines.torch.model import text_config, without_cache
 
 LENGTHS = (64, 128)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tunix_rt.engines.torch.lm_head import other_head  # noqa: E402
+from tunix_rt.engines.torch.head_check import other_head  # noqa: E402
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
