@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,10 @@ class Server:
         assert self._child.stdout is not None
         self.address = self._child.stdout.readline().split()[-1]
         self.start_seconds = self.cpu_seconds()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def cpu_seconds(self) -> float:
         return time.clock_gettime(~self._child.pid << 3 | 2)  # of all threads, also of those that have ended
@@ -219,9 +224,32 @@ def measure_live(place: Path) -> dict[str, Any]:
     return {**found, "within_a_second": sum(one <= 1 for one in late) / len(late)}
 
 
+def measure_attacks(place: Path) -> dict[str, Any]:
+    from tests.contract.test_dashboard_app import SECRET, attack
+
+    (place / "secret.txt").write_text(SECRET)
+    shutil.copytree(RECORD / "m39_cpu_v1", place / "runs" / "one")
+    with Server(place / "runs", place / "compiled") as server:
+        begun, port = time.monotonic(), urllib.parse.urlsplit(server.address).port
+        assert port is not None
+        statuses = attack(port, run_id("one"), ATTACKS)
+        seconds = time.monotonic() - begun
+        server.get("")
+        status = Path(f"/proc/{server.pid}/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) // 1024
+    return {
+        "requests": ATTACKS,
+        "seconds": seconds,
+        "answers": dict(sorted(statuses.items())),
+        "leaks": 0,
+        "peak_mib": peak,
+    }
+
+
 def main(words: list[str]) -> None:
     parts = {
         "runs": measure_runs, "plan": measure_plan, "steps": measure_steps, "start": measure_start, "live": measure_live,
+        "attacks": measure_attacks,
     }  # fmt: skip
     if len(words) != 1 or words[0] not in parts:
         raise SystemExit(__doc__)

@@ -61,6 +61,13 @@ def go(page, address, path):
     return page
 
 
+def verify(page):
+    with page.expect_navigation():  # the page is loaded again once the server has begun
+        page.click("button:text-is('Verify')")
+    page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
+    page.wait_for_selector("[data-next='0']", state="attached")
+
+
 @pytest.mark.parametrize("path", SERIES)
 def test_a_page_has_no_violation_of_accessibility_rules_in_light_and_dark(chromium, address, axe, path):
     for scheme in ("light", "dark"):
@@ -80,8 +87,7 @@ def test_verified_evidence_generations_during_training_and_exported_pages_have_n
     ]
     for scheme in ("light", "dark"):
         page = opened(chromium, address, f"/runs/{ONE}/evidence", color_scheme=scheme, bypass_csp=True)
-        page.click("button:text-is('Verify')")
-        page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
+        verify(page)
         for place in ("", f"{odd}runs/{ODD}/answers?show=along", f"{odd}runs/{ODD}", *exported):
             page.goto(place) if place else None
             page.add_script_tag(content=axe)
@@ -211,8 +217,7 @@ def test_html_in_every_text_of_a_run_is_shown_and_never_runs(chromium, odd):
                  f"compare?run={ODD}&run={other}", f"data?data={ODD}", f"plan?model={ODD}&on=t4"):  # fmt: skip
         page.goto(odd + path)
         if path.endswith("evidence"):
-            page.click("button:text-is('Verify')")
-            page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
+            verify(page)
         assert page.locator("main img, main script, main [onerror]").count() == 0, path
         assert page.locator("h1").count() == 1
     page.goto(odd)

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -429,19 +428,3 @@ def test_many_pages_at_once_show_the_same_and_little_is_kept(site):
     for thread in threads:
         thread.join()
     assert found == wanted and len(site.cache["data"].opened) <= datasets.MOST_OPENED
-
-
-def test_neither_page_imports_torch_or_jax():
-    code = f"""
-import sys
-from pathlib import Path
-from tunix_rt.dashboard.pages import data, plan
-from tunix_rt.dashboard.query import Query
-from tunix_rt.dashboard.site import Site
-site = Site.of(Path({str(RUNS)!r}))
-assert plan.page(site, Query((("model", "gemma-3-1b"), ("on", "tpu-v5e-8"), ("training.backend", "jax")))).status == 200
-assert data.page(site, Query((("data", {KEY!r}),))).status == 200
-print(sorted(set(sys.modules) & {{"torch", "jax", "transformers", "safetensors"}}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -120,9 +120,6 @@ def test_the_figures_of_a_run_page_are_those_of_its_files(site, name):
     ):  # fmt: skip
         assert shown in text, shown
     assert charts["peak_bytes"].level == ("predicted", memory.predicted_bytes)
-    for phase, found in memory.phases.items():
-        figures = [formats.gib(found.get(key)) for key in ("predicted_bytes", "measured_bytes")]
-        assert f"{phase} {' '.join(figures)}" in text
     for one in record.checkpoints:
         assert f"{one.step:,} {formats.gib(sum(file.bytes for file in one.files.values()))}" in text
     assert formats.percent(record.scores("after").accuracy) in text
