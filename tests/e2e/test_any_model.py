@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks.any_model import TOLERANCE, make, plain_losses, settings
 from tests.conftest import ROOT
 from tests.program import in_process, refused
+from tunix_rt.cli.main import cli
 
 pytest.importorskip("torch")
 
@@ -97,8 +99,15 @@ def test_recomputed_layers_are_tried_before_they_are_used(tmp_path):
     assert "Activation checkpointing: 2 of 2 layers" in log
 
 
-def test_every_model_generates_and_a_plan_needs_no_weights(tmp_path):
+def test_every_model_generates_chats_and_evaluates_and_a_plan_needs_no_weights(tmp_path):
     make("mamba", tmp_path / "model", ROOT)
+    asked = ("--evalset", "eval_v2", "--limit", "2", "--max-new-tokens", "4", "--device", "cpu", "--json")
+    done = in_process("evaluate", tmp_path / "model", *asked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["questions"] == 2
+    talk = ["chat", str(tmp_path / "model"), "--device", "cpu", "--max-new-tokens", "4"]
+    chatted = CliRunner().invoke(cli, talk, input="What is 2 + 3?\n")
+    assert chatted.exit_code == 0 and chatted.stdout.strip(), chatted.output
     done = in_process("generate", tmp_path / "model", "What is 2 + 3?", "--max-new-tokens", "4", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -100,7 +100,9 @@ def test_gemma_2b_fits_an_8_gb_card_with_every_parameter_trained() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_traced_plan_asks_for_more_room(kind: str) -> None:
     plan = predict(shape_of(GEMMA_2B), settings_of(data={"max_length": 1024}), device=kind)
-    exact, traced = (verdict(dataclasses.replace(plan, traced=one), chosen(400 * GIB, kind, MODERN)) for one in (False, True))
+    exact, traced = (
+        verdict(dataclasses.replace(plan, traced=one), chosen(400 * GIB, kind, MODERN)) for one in (False, True)
+    )
     assert traced.safety_bytes - exact.safety_bytes == pytest.approx(TRACED_SAFETY_SHARE * plan.peak_bytes, rel=1e-6)
 
 
