@@ -138,7 +138,7 @@ def test_every_command_has_the_short_option_for_help_and_lists_whole_sentences()
 
 # --- every fix, by its words ------------------------------------------------------------------------------------------
 
-OF_OTHERS = {"--gpus", "--merge", "--security-opt", "--depth", "--filter", "--unshallow"}
+OF_OTHERS = {"--gpus", "--merge", "--security-opt", "--depth", "--filter", "--unshallow", "--repo-type"}
 """Options of docker, git and llama.cpp."""
 
 

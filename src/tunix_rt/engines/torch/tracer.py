@@ -32,6 +32,8 @@ def main(request_file: Path, result_file: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     config = transformers.AutoConfig.from_pretrained(request["folder"], trust_remote_code=False, local_files_only=True)
     config = text_config(config)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # its auxiliary loss is refused by name when the model is loaded
     kinds = {name: getattr(torch, request[name]) for name in ("weights", "compute")}
     with FakeTensorMode(allow_non_fake_inputs=True), _kernels():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=kinds["weights"]).train()
