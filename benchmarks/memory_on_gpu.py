@@ -324,7 +324,6 @@ def work(device: str) -> None:
     """Measure what comes as lines of JSON, and answer with one for each. Every case has a process of its own, forked from one
     that has the libraries loaded and knows nothing of the GPU."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is to be seen without touching it
-    import peft  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
 
     import benchmarks.engine_gpu  # noqa: F401

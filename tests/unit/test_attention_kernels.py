@@ -2,6 +2,7 @@
 
 import itertools
 
+from tunix_rt.models.resolve import preset_names, resolve_model
 from tunix_rt.plan.attention_kernels import capability_class, jax_attention, torch_attention, torch_kernel
 from tunix_rt.plan.shape import shape_of
 
@@ -55,3 +56,18 @@ def test_the_kernels_of_jax_need_their_device_dtype_and_head_size():
     assert {name(platform="tpu", tokens=200), name(platform="tpu", compute="float64"), name(platform="cpu")} == {
         "exact"
     }
+
+
+def test_the_engine_reads_the_head_size_that_the_plan_does():
+    """Without one, a model would fall back to masks of tokens x tokens."""
+    import transformers
+
+    from tunix_rt.engines.torch.load import largest_head
+    from tunix_rt.engines.torch.model import text_config
+
+    for name in preset_names():
+        source = resolve_model(name, weights="random")
+        shape = shape_of(source.config)
+        config = text_config(transformers.AutoConfig.from_pretrained(source.folder))
+        assert largest_head(config) == (shape.largest_head or shape.head_dim), name
+    assert largest_head(transformers.MambaConfig()) is None

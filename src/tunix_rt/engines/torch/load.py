@@ -195,7 +195,7 @@ def _limit_memory(limit_gib: float | None) -> int | None:
 def attention_for(config: Any, device: str, training: Training) -> Attention:
     register()
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if (head_dim := _largest_head(config)) is None:
+    if (head_dim := largest_head(config)) is None:
         name = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
         return attention_of(name, f"its configuration has no head size: {MASKED}")
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
@@ -219,13 +219,14 @@ def attention_for(config: Any, device: str, training: Training) -> Attention:
     return attention
 
 
-def _largest_head(config: Any) -> int | None:
+def largest_head(config: Any) -> int | None:
     """The head size of the layers, the largest one where they differ (Gemma 4); None if the configuration has none."""
-    each = getattr(config, "per_layer_config", None)
+    layers = getattr(config, "per_layer_config", None)
     try:
-        if each is not None:
-            return max(int(each[layer].head_dim) for layer in range(config.num_hidden_layers))
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        each = [config] if layers is None else [layers[at] for at in range(config.num_hidden_layers)]
+        # A layer has no head size of its own if all have the same, and none is written where it follows from the width.
+        sizes = [getattr(layer, "head_dim", None) or getattr(config, "head_dim", None) for layer in each]
+        return max(int(size or config.hidden_size // config.num_attention_heads) for size in sizes)
     except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
         return None
 
