@@ -1,7 +1,7 @@
 """Serve the pages on this computer until Ctrl-C."""
 
 import asyncio
-import contextlib
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -58,22 +58,26 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def serve(app: ASGIApp, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Answer until SIGINT or SIGTERM. `ready` is called once requests are answered."""
+def serve(app: ASGIApp, bound: socket.socket, ready: Callable[[], None], close: Callable[[], None]) -> None:
+    """Answer until SIGINT or SIGTERM, which end the process. `ready` is called once requests are answered, `close` last."""
     config = uvicorn.Config(
         app, http=Timed, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         date_header=False, proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=int(HEAD_SECONDS),
-        timeout_graceful_shutdown=1, h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
     )  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
-        _Server(config, ready).run(sockets=[bound])
+    _Server(config, ready, close).run(sockets=[bound])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], close: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._close = ready, close
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """At once: a page that is being made may take many seconds more, and has nothing to save."""
+        self._close()
+        os._exit(0)
