@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -30,7 +29,7 @@ from tunix_rt.dashboard.pages import data as data_page
 from tunix_rt.dashboard.pages import plan as plan_page
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Page, Site
-from tunix_rt.data.prepare import ModelFacts, prepare, recipe_of
+from tunix_rt.data.prepare import ModelFacts, recipe_of
 from tunix_rt.data.preview import read_record
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.doctor.facts import facts_from_json
@@ -308,18 +307,6 @@ def test_a_record_marks_exactly_the_tokens_that_are_trained(site):
         assert titles == [f"token {at}, id {token}" for at, token in enumerate(row.ids.tolist())]
         assert trained == (row.trained & (row.positions > 0)).tolist() and any(trained)
         assert page.status == 200 and "the prompt: only completions are trained" in html
-
-
-def test_a_packed_row_has_the_boundaries_of_its_examples(site):
-    rows = prepare(*of_a_run(), lambda *_: None).rows
-    for number in (1, len(rows)):
-        page, html = browsed(site, data=KEY, model="tiny-gemma3", row=number)
-        row, seen, shown = rows[number - 1], Read(html), page.values.shown
-        lengths = [sum(len(span.tokens) for span in one.spans) for one in shown.examples]
-        assert np.flatnonzero(row.positions == 0).tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
-        trained = [one for *_, one in seen.tokens]
-        assert trained == (row.trained & (row.positions > 0)).tolist() and seen.tags["h3.boundary"] == len(lengths)
-        assert [one.record - 1 for one in shown.examples] == rows.examples_of(number - 1) and shown.total == len(rows)
 
 
 def test_hostile_texts_are_shown_and_findings_lead_to_their_record(monkeypatch, tmp_path):

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.conftest import ROOT, SHIPPED
+from tests.contract.test_dashboard_plan import KEY, RUNS, of_a_run
 from tests.tables import parametrize, tables
 from tunix_rt.cli.main import cli
-from tunix_rt.config.load import load_config
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.app import find_page, render
@@ -28,9 +27,8 @@ from tunix_rt.dashboard.pages.data import MARKS
 from tunix_rt.dashboard.pages.plan_view import WORDS, size
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
-from tunix_rt.data.prepare import ModelFacts, prepare
+from tunix_rt.data.prepare import prepare
 from tunix_rt.data.preview import view_of
-from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.data.validation import RULES
 from tunix_rt.evaluate.comparison import compare_runs
 from tunix_rt.evaluate.generate import read_side
@@ -48,7 +46,6 @@ from tunix_rt.runs.index import run_id
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.tail import last_objects, last_text
 
-RUNS, KEY = ROOT / "submission_runs", "dev-reasoning-v2"
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 Pieces = Iterator[str]
@@ -206,15 +203,13 @@ def of_comparison(*names: str) -> Pieces:
 # --- data and plans ---------------------------------------------------------------------------------------------------
 
 
-def of_data(name: str, model: str, number: int) -> Pieces:
+def of_data(number: int) -> Pieces:
     """A packed row, as a run trains on it."""
-    tokenizer = load_tokenizer(SHIPPED, "gemma3_text")
-    facts = ModelFacts(vocabulary=10**6, positions=32_768, model_type="gemma3_text")
-    config = load_config(None, overrides=[f"data.dataset={name}", "evaluation.enabled=false"])
+    config, tokenizer, facts = of_a_run()
     found = prepare(config, tokenizer, facts, lambda *_: None)
     store, view = found.store, view_of(found.rows[number - 1], tokenizer)
     share, masked = percent(store.trained_tokens / store.tokens), len(view.tokens) - view.trained
-    yield f"dataset {name} ({found.format}), sha256 {found.dataset.sha256[:12]} records {len(store.examples)}"
+    yield f"dataset {KEY} ({found.format}), sha256 {found.dataset.sha256[:12]} records {len(store.examples)}"
     yield f"tokens {store.tokens:,}, of which {store.trained_tokens:,} are trained ({share})"
     yield f"max_length {config.data.max_length:,} rows {len(found.rows):,}, {percent(found.fill)} full; "
     yield f"{found.traces:,} training examples, {found.heldout_traces:,} held out"
@@ -298,7 +293,7 @@ PAGES: list[tuple[str, Callable[[], Pieces]]] = [
     *((f"/runs/{run_id(name)}", partial(of_run, name)) for name in NAMES),
     *((f"/runs/{run_id(name)}/evidence", partial(of_evidence, name)) for name in NAMES),
     (f"/compare?run={run_id('m39_cpu_v1')}&run={run_id('m40_v1')}", partial(of_comparison, "m39_cpu_v1", "m40_v1")),
-    (f"/data?data={KEY}&model=tiny-gemma3&row=2", partial(of_data, KEY, "tiny-gemma3", 2)),
+    (f"/data?data={KEY}&model=tiny-gemma3&row=2", partial(of_data, 2)),
     *((f"/plan?{urlencode({'model': model, 'on': on, 'devices': 'all', **settings})}", partial(of_plan, model, on, settings))
       for model, on, settings in tables(__file__)["plans"]),
 ]  # fmt: skip
