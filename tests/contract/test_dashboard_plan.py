@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,10 @@ def compare_with_the_command_line(site: Site, seed: int) -> str:
     return "runs" if found.values.view.good else "does not run"
 
 
-def test_the_answer_for_60_random_settings_is_that_of_plan_json_byte_for_byte(site):
-    seen = [compare_with_the_command_line(site, seed) for seed in range(60)]
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(1000, 2000), marks=pytest.mark.slow)], ids=len)
+def test_the_answer_for_random_settings_is_that_of_plan_json_byte_for_byte(site, seeds):
+    seen = [compare_with_the_command_line(site, seed) for seed in seeds]
     assert all(seen.count(kind) >= 5 for kind in ("runs", "does not run", "refused"))
-
-
-@pytest.mark.slow
-def test_the_answer_for_1000_random_settings_is_that_of_plan_json_byte_for_byte(site):
-    for seed in range(1000, 2000):
-        compare_with_the_command_line(site, seed)
 
 
 def test_this_computer_is_planned_for_with_its_errors_and_the_runs_behind_them(site, monkeypatch, tmp_path):
@@ -370,12 +366,6 @@ def test_a_chat_template_without_end_is_ended_and_the_next_page_is_answered(site
 
 def test_many_pages_at_once_show_the_same_and_little_is_kept(site):
     wanted = {number: browsed(site, data=KEY, record=number)[1] for number in range(1, 9)}
-    found: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda n=n: found.update({n: browsed(site, data=KEY, record=n)[1]})) for n in wanted
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = dict(pool.map(lambda number: (number, browsed(site, data=KEY, record=number)[1]), wanted))
     assert found == wanted and len(site.cache["data"].opened) <= datasets.MOST_OPENED

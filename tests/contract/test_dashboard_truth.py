@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import groupby
@@ -21,8 +22,9 @@ from tunix_rt.cli.main import cli
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.app import find_page, render
-from tunix_rt.dashboard.formats import count, figure, gib, moment, percent, rate, seconds
+from tunix_rt.dashboard.formats import count, figure, gib, moment, percent, rate, seconds, visible
 from tunix_rt.dashboard.pages import evidence, run
+from tunix_rt.dashboard.pages.answers import ENDINGS
 from tunix_rt.dashboard.pages.data import MARKS
 from tunix_rt.dashboard.pages.plan_view import WORDS, size
 from tunix_rt.dashboard.query import Query
@@ -31,8 +33,8 @@ from tunix_rt.data.prepare import prepare
 from tunix_rt.data.preview import view_of
 from tunix_rt.data.validation import RULES
 from tunix_rt.evaluate.comparison import compare_runs
-from tunix_rt.evaluate.generate import read_side
-from tunix_rt.evaluate.report import computing_remarks, paragraph, table
+from tunix_rt.evaluate.generate import read_both, read_side
+from tunix_rt.evaluate.report import computing_remarks, paragraph, remarks, table
 from tunix_rt.evidence.facts import LABELS
 from tunix_rt.evidence.readme import LEVEL_FLAGS
 from tunix_rt.evidence.verify import verify
@@ -45,6 +47,8 @@ from tunix_rt.runs.curves import FIELDS, bucketed
 from tunix_rt.runs.index import run_id
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.tail import last_objects, last_text
+from tunix_rt.scoring.equations import equations_in
+from tunix_rt.scoring.score import read_answer, reasoning_of, score_predictions
 
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -177,6 +181,33 @@ def of_evidence(name: str) -> Pieces:
         yield f"{does} tunix-rt evidence verify {RUNS / name}{flag}" if flag else ""
 
 
+def of_answers(name: str, first: int) -> Pieces:
+    before, after = sides = read_both(RUNS / name)
+    pairs = list(zip(before.predictions, after.predictions, strict=True))
+    yield f"{name} · Evidence Answers {paragraph(compare_runs(*sides))}"
+    scores = [score_predictions(side.predictions, side.name) for side in sides]
+    yield from remarks(*scores, tokens_setting="evaluation.max_new_tokens")
+    yield from (" ".join(row.cells) for row in table(*scores))
+    kinds = Counter((one.strict, other.strict) for one, other in pairs)
+    yield f"all ({len(pairs)}) gained ({kinds[False, True]}) lost ({kinds[True, False]})"
+    yield f"right both times ({kinds[True, True]}) wrong both times ({kinds[False, False]})"
+    yield f"malformed after ({sum(not other.well_formed for _, other in pairs)})"
+    yield f"{first + 1} to {min(first + 50, len(pairs))} of {len(pairs)} matching questions, {len(pairs)} in all"
+    for number, pair in enumerate(pairs[first : first + 50], start=first + 1):
+        yield f"{number}. {pair[0].id}"
+        yield f"{pair[0].prompt} Expected: {pair[0].expected}"
+        for side, one in zip(sides, pair, strict=True):
+            tagged, reasoning = read_answer(one.output), reasoning_of(one.output)
+            strict, lenient = ("✓ right" if one else "✗ wrong" for one in (one.strict, one.lenient))
+            yield f"{side.name} strict {strict} · lenient {lenient} · {ENDINGS[one.ended]}"
+            yield f"Answer: {tagged.answer}" if tagged else "Malformed"
+            yield f"{one.reasoning_words} words before the answer, {one.equations_right} of {one.equations} equations right"
+            yield visible(reasoning if tagged else one.output)
+            yield from (
+                f"{'✓ right' if found.right else '✗ wrong'} : {found.text}" for found in equations_in(reasoning)
+            )
+
+
 def of_comparison(*names: str) -> Pieces:
     records = [RunRecord(RUNS / name) for name in names]
     yield f"{len(names)} runs compared {' '.join(f'{one} , completed' for one in names)}"
@@ -292,6 +323,8 @@ PAGES: list[tuple[str, Callable[[], Pieces]]] = [
     ("/", of_list),
     *((f"/runs/{run_id(name)}", partial(of_run, name)) for name in NAMES),
     *((f"/runs/{run_id(name)}/evidence", partial(of_evidence, name)) for name in NAMES),
+    *((f"/runs/{run_id(name)}/answers?first={first}", partial(of_answers, name, first))
+      for name in NAMES for first in range(0, RunRecord(RUNS / name).scores("after").items, 50)),
     (f"/compare?run={run_id('m39_cpu_v1')}&run={run_id('m40_v1')}", partial(of_comparison, "m39_cpu_v1", "m40_v1")),
     (f"/data?data={KEY}&model=tiny-gemma3&row=2", partial(of_data, 2)),
     *((f"/plan?{urlencode({'model': model, 'on': on, 'devices': 'all', **settings})}", partial(of_plan, model, on, settings))
