@@ -88,7 +88,7 @@ def unreadable(path: Path) -> None:
 HARMS = (fifo, sparse, long_line, link, html, deep, numbers, noise, folder, unreadable)
 
 CHILD = """
-import signal, sys
+import re, signal, sys
 from pathlib import Path
 from click.testing import CliRunner
 from starlette.testclient import TestClient
@@ -97,39 +97,30 @@ from tunix_rt.dashboard.app import make_app
 from tunix_rt.dashboard.guard import LOOPBACK, Guard
 from tunix_rt.dashboard.site import Site
 
-below, seconds = Path(sys.argv[1]), int(sys.argv[2])
-site = Site.of(below)
+site, bad = Site.of(Path(sys.argv[1])), re.compile("<img src=x|<script>alert|>49<|root:x:0|\\u202e|\\x1b")
 app = make_app(site, Guard(hosts=LOOPBACK, key=None, port=80))
 client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
-runs = site.index.runs()
-for one, other in zip([None, *runs], [None, runs[-1], *runs]):
-    ends = ("", "/answers", "/answers?show=along", "/evidence")
-    addresses = [f"/runs/{one.id}{end}" for end in ends] if one else ["/", "/data", "/plan"]
-    if one:
-        addresses += [f"/compare?run={one.id}&run={other.id}", f"/data?data={one.id}", f"/data?data={one.id}&row=1"]
-        addresses += [f"/plan?model={one.id}&on=t4"]
-    for address in addresses:
-        signal.alarm(seconds)
-        answer = client.get(address)
-        signal.alarm(0)
-        text = answer.text
-        bad = [word for word in ("<img src=x", "<script>alert", ">49<", "root:x:0", chr(0x202e), chr(27)) if word in text]
-        if answer.status_code >= 500 or bad:
-            print("PAGE", one and one.name, address, answer.status_code, bad, flush=True)
-    if one:
-        signal.alarm(seconds)
-        for words in (["runs", "show", str(one.root)], ["runs", str(one.root.parent)]):
-            done = CliRunner().invoke(cli, words)
-            if done.exit_code not in (0, 3) or "root:x:0" in done.output:
-                print("RUNS", one.name, words, done.exit_code, repr(done.exception), flush=True)
-        signal.alarm(0)
-status = Path("/proc/self/status").read_text()
-print("peak", int(status.split("VmHWM:")[1].split()[0]) // 1024)
+runs, ends = site.index.runs(), ("", "/answers", "/answers?show=along", "/evidence")
+addresses = ["/", "/data", "/plan", *(f"/runs/{one.id}{end}" for one in runs for end in ends)]
+for one, other in zip(runs, [runs[-1], *runs]):
+    addresses += [f"/compare?run={one.id}&run={other.id}", f"/data?data={one.id}", f"/data?data={one.id}&row=1"]
+    addresses += [f"/plan?model={one.id}&on=t4"]
+for address in addresses:
+    signal.alarm(int(sys.argv[2]))
+    answer = client.get(address)
+    if answer.status_code >= 500 or bad.search(answer.text):
+        print("PAGE", address, answer.status_code, bad.findall(answer.text), flush=True)
+for words in (*(["runs", "show", str(one.root)] for one in runs), ["runs", sys.argv[1]]):
+    signal.alarm(int(sys.argv[2]))
+    done = CliRunner().invoke(cli, words)
+    if done.exit_code not in (0, 3) or "root:x:0" in done.output:
+        print("RUNS", words, done.exit_code, repr(done.exception), flush=True)
+print("peak", int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024)
 """
 
 
 def look_at(below: Path) -> None:
-    """Every page and every view of the command line, in a process of bounded memory; none fails or takes long."""
+    """Every page and every view of the command line, in a process of its own: none fails, takes long or fills memory."""
     words = [sys.executable, "-c", CHILD, str(below), str(MOST_SECONDS)]
     child = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=3600)
     *problems, last = child.stdout.splitlines() or [""]

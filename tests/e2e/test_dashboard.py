@@ -1,5 +1,6 @@
 """`tunix-rt dashboard` as a process: it starts, survives slow clients, contacts nobody, ends on Ctrl-C, and writes nothing."""
 
+import contextlib
 import hashlib
 import html
 import re
@@ -132,20 +133,6 @@ UNFINISHED = (
 )
 
 
-def is_closed(one: socket.socket) -> bool:
-    """Whether the server has ended the connection, after an answer or without one."""
-    one.settimeout(1)
-    with one:
-        try:
-            while one.recv(4096):
-                pass
-        except ConnectionResetError:
-            return True
-        except TimeoutError:
-            return False
-    return True
-
-
 @pytest.mark.slow  # waits for the deadline of ten seconds
 def test_250_clients_that_never_finish_a_request_hold_nobody_up():
     with dashboard(RUNS, "--no-key") as (address, server):
@@ -156,7 +143,11 @@ def test_250_clients_that_never_finish_a_request_hold_nobody_up():
         for _ in range(20):
             assert fetched(address)[0] == 200
         time.sleep(13)
-        assert sum(map(is_closed, slow)) == 250
+        for one in slow:  # a connection that is still open ends in a TimeoutError
+            one.settimeout(1)
+            with one, contextlib.suppress(ConnectionResetError):
+                while one.recv(4096):
+                    pass
         assert psutil.Process(server.pid).memory_info().rss < 300 * 2**20
 
 
