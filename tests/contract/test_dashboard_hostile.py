@@ -115,12 +115,14 @@ for words in (*(["runs", "show", str(one.root)] for one in runs), ["runs", sys.a
     done = CliRunner().invoke(cli, words)
     if done.exit_code not in (0, 3) or "root:x:0" in done.output:
         print("RUNS", words, done.exit_code, repr(done.exception), flush=True)
+if heavy := {"torch", "jax", "transformers", "flax", "safetensors"} & set(sys.modules):
+    print("IMPORTED", heavy)
 print("peak", int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024)
 """
 
 
 def look_at(below: Path) -> None:
-    """Every page and every view of the command line, in a process of its own: none fails, takes long or fills memory."""
+    """Every page and every view of the command line, in a process: none fails, takes long, fills memory or imports an engine."""
     words = [sys.executable, "-c", CHILD, str(below), str(MOST_SECONDS)]
     child = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=3600)
     *problems, last = child.stdout.splitlines() or [""]

@@ -51,10 +51,8 @@ def listed(count: int) -> list[Indexed]:
             tokens_per_second=speed, measured_bytes=rng.choice([None, 2**30, 2**33]), device=rng.choice(["cpu", "cuda"]),
             when=rng.choice([None, "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"]),
         )  # fmt: skip
-        root, stamp = Path(summary.folder), ()
-        found.append(
-            Indexed(id=f"{number:012x}", root=root, name=root.name, stamp=stamp, running=False, summary=summary)
-        )
+        known = {"id": f"{number:012x}", "root": Path(summary.folder), "name": f"{number:03}", "stamp": ()}
+        found.append(Indexed(**known, running=False, summary=summary))
     return found
 
 
@@ -131,13 +129,8 @@ def test_corrupt_files_are_named_and_secrets_in_the_log_are_not_shown(tmp_path):
         metrics.write('{"step": NaN}\n')
         log.write("token hf_" + "a" * 30 + " \x1b[31m\n")
     text = Read(render(run.page(site := Site.of(tmp_path), Query(), id_of(site, "run")))).text
-    for shown in (
-        "result.json: reason: missing",
-        "checkpoints.json: a symbolic link",
-        "metrics.jsonl:201: not an object",
-        "hf_***",
-    ):
-        assert shown in text, shown
+    named = ("result.json: reason: missing", "checkpoints.json: a symbolic link", "metrics.jsonl:201: not an object")
+    assert all(shown in text for shown in (*named, "hf_***"))
     assert "a" * 30 not in text and "\x1b" not in text
 
 

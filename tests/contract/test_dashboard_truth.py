@@ -51,6 +51,7 @@ from tunix_rt.scoring.equations import equations_in
 from tunix_rt.scoring.score import read_answer, reasoning_of, score_predictions
 
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
+MARK = {True: "✓ right", False: "✗ wrong"}
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 Pieces = Iterator[str]
 """Texts of a page in their order, each with its name and its numbers."""
@@ -94,18 +95,21 @@ def explain(page: str, pieces: Iterable[str]) -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+def rate_of(name: str) -> str:
+    recent = last_objects(RUNS / name, "metrics.jsonl", 8 * 1024)
+    return rate(sum(line["tokens"] for line in recent) / sum(line["seconds"] for line in recent))
+
+
 def of_list() -> Pieces:
     yield f"{len(NAMES)} of {len(NAMES)} runs below {RUNS}"
     for name in sorted(NAMES, key=lambda one: RunRecord(RUNS / one).result.finished, reverse=True):
         record = RunRecord(RUNS / name)
         result, base, exam = record.result, record.commitment.base_model, record.commitment.evalset
-        recent = last_objects(RUNS / name, "metrics.jsonl", 8 * 1024)
-        speed = sum(line["tokens"] for line in recent) / sum(line["seconds"] for line in recent)
         yield f"{name} {result.status} {base.name} {result.device}{', random weights' * (base.weights == 'random')}"
         yield f"{count(result.steps_completed)} of {count(result.steps_planned)} {figure(result.final_loss)}"
         yield " → ".join(percent(record.scores(when).accuracy) for when in ("before", "after"))
         yield f"{exam.key}, {count(exam.items)} questions" if exam else "eval set not recorded"
-        yield f"{rate(speed)} {gib(record.memory.measured_bytes)} predicted {gib(record.memory.predicted_bytes)}"
+        yield f"{rate_of(name)} {gib(record.memory.measured_bytes)} predicted {gib(record.memory.predicted_bytes)}"
         yield f"{verdict_of(name).level} bundle {moment(result.finished)}"
 
 
@@ -124,11 +128,10 @@ def of_curves(title: str, unit: str, curves: dict[str, tuple[Any, Any]]) -> Piec
 def of_run(name: str) -> Pieces:
     record = RunRecord(RUNS / name)
     result, memory, lines = record.result, record.memory, record.metrics
-    recent = last_objects(RUNS / name, "metrics.jsonl", 8 * 1024)
     yield f"{name} Answers Evidence"
     yield f"{result.status} : {result.reason}"
     yield f"steps {result.steps_completed:,} of {result.steps_planned:,} last loss {figure(lines[-1].loss)}"
-    yield f"last steps {rate(sum(line['tokens'] for line in recent) / sum(line['seconds'] for line in recent))}"
+    yield f"last steps {rate_of(name)}"
     machine = record.processes[-1].machine
     yield f"model {record.commitment.base_model.name}"
     yield f"data {record.config.data.key}"
@@ -198,14 +201,11 @@ def of_answers(name: str, first: int) -> Pieces:
         yield f"{pair[0].prompt} Expected: {pair[0].expected}"
         for side, one in zip(sides, pair, strict=True):
             tagged, reasoning = read_answer(one.output), reasoning_of(one.output)
-            strict, lenient = ("✓ right" if one else "✗ wrong" for one in (one.strict, one.lenient))
-            yield f"{side.name} strict {strict} · lenient {lenient} · {ENDINGS[one.ended]}"
+            yield f"{side.name} strict {MARK[one.strict]} · lenient {MARK[one.lenient]} · {ENDINGS[one.ended]}"
             yield f"Answer: {tagged.answer}" if tagged else "Malformed"
             yield f"{one.reasoning_words} words before the answer, {one.equations_right} of {one.equations} equations right"
             yield visible(reasoning if tagged else one.output)
-            yield from (
-                f"{'✓ right' if found.right else '✗ wrong'} : {found.text}" for found in equations_in(reasoning)
-            )
+            yield from (f"{MARK[found.right]} : {found.text}" for found in equations_in(reasoning))
 
 
 def of_comparison(*names: str) -> Pieces:
@@ -219,9 +219,8 @@ def of_comparison(*names: str) -> Pieces:
         values = [one[section][key] for one in configs]
         if len(set(map(str, values))) > 1:
             yield f"{section}.{key} {' '.join('not set' if one is None else str(one) for one in values)}"
-    after = [
-        {row.cells[0]: row.cells[3] for row in table(one.scores("before"), one.scores("after"))} for one in records
-    ]
+    tables = [table(one.scores("before"), one.scores("after")) for one in records]
+    after = [{row.cells[0]: row.cells[3] for row in rows} for rows in tables]
     yield f"measure {' '.join(names)}"
     for measure in (one for one in after[0] if after[0][one]):
         yield " ".join([measure, *(one[measure] for one in after)])
