@@ -220,39 +220,30 @@ def hostile_names(tmp_path: Path) -> list[str]:
     return [*tables(__file__)["names"], str(tmp_path / "model"), near, str(tmp_path / "fifo"), "x" * 4000]
 
 
-def test_a_name_that_no_list_has_is_refused_and_nothing_is_opened(site, tmp_path):
+def hostile_plans(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Names that no list has, settings that lead to a file or are none, and texts that are no model of an exact family."""
     for name in hostile_names(tmp_path):
-        as_model, as_device = {"model": name, "on": "t4"}, {"model": "gpt2", "on": name}
-        as_dataset = {"model": "gpt2", "on": "t4", "data.dataset": name}
-        for asked in (as_model, as_device, as_dataset):
-            with nothing_is_touched():
-                page = planned(site, asked)
-            assert page.status == 400 and page.values.problem and page.values.fix, asked
-            assert "<script>" not in render(page, "/plan", Query())
-
-
-@parametrize("line")
-def test_a_setting_that_leads_to_a_file_or_is_none_is_refused(site, line):
-    for text in (line, "training.weight_decay=0\n" + line, f"x={'y' * 600}", f"training.max_steps={'9' * 400}"):
-        with nothing_is_touched():
-            assert planned(site, {"model": "gpt2", "on": "rtx4090", "set": text}).status == 400
-    assert planned(site, {"model": "gpt2", "on": "t4", "set": "model.name=/etc"}).values.answer.model == "gpt2"
-
-
-@parametrize("text")
-def test_a_pasted_text_that_is_no_model_of_an_exact_family_is_refused(site, text):
-    pasted = json.dumps(GEMMA | text) if isinstance(text, dict) else text
-    for backend in ("torch", "jax"):
-        with nothing_is_touched():
-            page = planned(site, {"config": pasted, "on": "rtx4090", "training.backend": backend})
-        assert page.status == 400 and page.values.problem
-
-
-def test_a_long_or_deep_text_is_refused_and_a_strange_model_within_the_limits_planned_in_a_second(site):
+        yield from ({"model": name, "on": "t4"}, {"model": "gpt2", "on": name})
+        yield {"model": "gpt2", "on": "t4", "data.dataset": name}
+    lines = [*tables(__file__)["lines"], f"x={'y' * 600}", f"training.max_steps={'9' * 400}"]
+    for text in (*lines, *(f"training.weight_decay=0\n{line}" for line in lines)):
+        yield {"model": "gpt2", "on": "rtx4090", "set": text}
     digits = json.dumps(GEMMA)[:-1] + ', "vocab_size": ' + "9" * 5000 + "}"
-    for pasted in ("x" * 2**20, "[" * 10_000, '{"a":' * 2000 + "1" + "}" * 2000, digits):
+    changed = [json.dumps(GEMMA | text) if isinstance(text, dict) else text for text in tables(__file__)["pasted"]]
+    for text in (*changed, "x" * 2**20, "[" * 10_000, '{"a":' * 2000 + "1" + "}" * 2000, digits):
+        yield from ({"config": text, "on": "rtx4090", "training.backend": backend} for backend in ("torch", "jax"))
+
+
+def test_a_hostile_address_is_refused_and_nothing_is_opened(site, tmp_path):
+    for asked in hostile_plans(tmp_path):
         with nothing_is_touched():
-            assert planned(site, {"config": pasted, "on": "rtx4090"}).status == 400
+            page = planned(site, asked)
+        assert page.status == 400 and page.values.problem and page.values.fix, asked
+        assert "<script>" not in render(page, "/plan", Query())
+
+
+def test_names_of_a_model_in_settings_are_left_out_and_a_strange_model_within_the_limits_is_planned_in_a_second(site):
+    assert planned(site, {"model": "gpt2", "on": "t4", "set": "model.name=/etc"}).values.answer.model == "gpt2"
     huge = GEMMA | {"num_hidden_layers": 1000, "layer_types": None, "vocab_size": 2**20}
     most = {"training.per_device_train_batch_size": "65536", "training.gradient_accumulation_steps": "65521"}
     most |= {"data.max_length": "1048576", "evaluation.per_device_eval_batch_size": "65536"}
