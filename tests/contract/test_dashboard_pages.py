@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.pages import Read
+from tests.tables import tables
 from tunix_rt.dashboard.background import Background
 from tunix_rt.dashboard.pages import answers, doctor, evidence
 from tunix_rt.dashboard.query import Query
@@ -140,18 +141,12 @@ def test_one_side_and_the_folders_of_evaluate_and_generations_during_training_ar
     assert view.figures.sides == ("base", "answers") and view.figures.paragraph.startswith("answers against base: ")
 
 
-HOSTILE = [
-    "<script>alert(1)</script><img src=x onerror=alert(1)>", "{{7*7}}{% raw %}", "\u202egnp.exe\u2066", "a\x00b\x1b[2Jc\x7f",
-    "</pre></details></article><h1>mine</h1>", '" onmouseover="alert(1)" x="', "&lt;b&gt; &amp;#60;", "٣ + ٤ = ٧", "9" * 400_000,
-]  # fmt: skip
-
-
 def test_hostile_texts_are_shown_as_text_and_cut_at_a_length(tmp_path):
     site, (run_id,) = site_with(tmp_path, "run")
-    plain = shown(answers.page, site, "", run_id)[0]
+    texts = [*tables(__file__)["hostile"], "9" * 400_000]
 
     def planted(lines):
-        for line, text in zip(lines, HOSTILE, strict=False):
+        for line, text in zip(lines, texts, strict=False):
             line |= {"output": text, "prompt": text, "expected": text, "section": text, "category": text}
         return lines
 
@@ -159,8 +154,8 @@ def test_hostile_texts_are_shown_as_text_and_cut_at_a_length(tmp_path):
         rewrite(tmp_path / "run" / "eval" / f"predictions-{when}.jsonl", planted)
     page, html = shown(answers.page, site, "", run_id)
     assert len(page.articles) == 50 and len(html) < 2_000_000
-    assert page.tags["h1"] == 1 and not page.tags["img"] and page.tags["script"] == plain.tags["script"]
-    for article, text in zip(page.articles, HOSTILE[:-1], strict=False):
+    assert page.tags["h1"] == 1 and not page.tags["img"] and page.tags["script"] == 1
+    for article, text in zip(page.articles, texts[:-1], strict=False):
         visible = re.sub(r"[^\x20-\x7e\u0600-\u06ff]", lambda found: f"\\u{ord(found[0]):04x}", text)
         assert article.count(visible) >= 4, text
     assert "49" not in page.articles[1].replace("49.", "") and "380,000 characters are left out" in page.articles[8]

@@ -175,10 +175,7 @@ def test_runs_that_cannot_be_compared_say_why_and_every_curve_can_be_chosen(site
     for column, title in view.curves.controls[0][3]:
         chosen = compare.page(site, Query((*query.pairs, ("column", column)))).values.curves.charts[0]
         assert chosen.title == title and [one.name for one in chosen.series] == ["m39_cpu_v1", "demo_v1"]
-
-
-@pytest.mark.parametrize("count", [0, 1, 9])
-def test_too_few_or_too_many_runs_are_a_sentence_and_the_way_out(site, count):
-    with pytest.raises(InputError, match=rf"{count} run\(s\) to compare; 2 to 8") as refused:
-        compare.page(site, Query(tuple(("run", f"{number:012x}") for number in range(count))))
-    assert "list of runs" in refused.value.fix
+    for count in (0, 1, 9):
+        with pytest.raises(InputError, match=rf"{count} run\(s\) to compare; 2 to 8") as refused:
+            compare.page(site, Query(tuple(("run", f"{number:012x}") for number in range(count))))
+        assert "list of runs" in refused.value.fix

@@ -14,11 +14,9 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from tests.contract.test_dashboard_plan import KEY, RUNS, of_a_run
+from tests.contract.test_dashboard_plan import KEY, RUNS, of_a_run, say
 from tests.tables import parametrize, tables
-from tunix_rt.cli.main import cli
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.app import find_page, render
@@ -255,10 +253,6 @@ def of_data(number: int) -> Pieces:
             yield from (token.text.translate(MARKS) for token in span.tokens)
 
 
-def answer_of(*words: str) -> Any:
-    return json.loads(CliRunner().invoke(cli, ["plan", "--json", *words]).stdout)
-
-
 def speed_of(time: Any) -> str:
     low, high = (rounded(time["tokens"] / time[name]) for name in ("seconds_high", "seconds_low"))
     return f"{rounded(time['tokens_per_second'])} tokens/s ({low} to {high})"
@@ -267,7 +261,7 @@ def speed_of(time: Any) -> str:
 def of_plan(model: str, on: str, settings: dict[str, str]) -> Pieces:
     """From what `tunix-rt plan --json` prints."""
     sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    value = answer_of("--model", model, "--on", on, *sets)
+    value = json.loads(say("--model", model, "--on", on, *sets).stdout)
     memory, fit, time, run = (value[name] for name in ("memory", "fit", "time", "run"))
     judged = [one for one in memory["phases"] if one["name"] not in LEFT_OUT]
     margin, safety, least = fit["margin_bytes"], fit["safety_bytes"], "at least " * value["compiler_decides"]
@@ -309,7 +303,7 @@ def of_plan(model: str, on: str, settings: dict[str, str]) -> Pieces:
     yield f"safety margin {size(safety)}" if safety else ""
     more = memory["context_bytes"] + memory["pool_bytes"]
     yield " ".join(["total", *(size(one + more + safety * (place == peak)) for place, one in enumerate(totals))])
-    devices = answer_of("--model", model, "--on", "all", *sets)["devices"]
+    devices = json.loads(say("--model", model, "--on", "all", *sets).stdout)["devices"]
     changed = sum(bool(one["proposals"]) and not one["runs"] for one in devices)
     yield f"{sum(one['runs'] for one in devices)} of {len(devices)} devices run it as written, {changed} with changes"
     for one in devices:
