@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_is_looked_at_again_and_its_page_grows(tmp_path):
     site = Site.of(tmp_path)
     before = run.page(site, Query(), id_of(site, "live"))
     assert before.live and before.values.every == run.UNFINISHED_MS and 'data-every="5000"' in render(before)
-    assert "Predicted by part" in render(before)  # from plan.json
+    assert "Predicted by part" in render(before) and ">proof<" not in render(before)  # from plan.json
     metrics.write_bytes(b"".join(lines[:90]))
     after = run.page(site, Query(), id_of(site, "live")).values
     assert after.curves.charts[0].series[0].buckets.last[-1] == 90 and after.details is before.values.details

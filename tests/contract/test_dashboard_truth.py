@@ -211,7 +211,12 @@ def of_comparison(*names: str) -> Pieces:
     yield f"{len(names)} runs compared {' '.join(f'{one} , completed' for one in names)}"
     metrics = [([line.step for line in one.metrics], [line.loss for line in one.metrics]) for one in records]
     caption, *rows = of_curves("Loss", "", dict(zip(names, metrics, strict=True)))
-    yield from (caption, " ".join(names), *rows, f"setting {' '.join(names)}")
+    yield from (caption, " ".join(names), *rows)
+    first, *others = (read_side(RUNS / name) for name in names)
+    yield f"against {names[0]}"
+    for side in others:
+        yield f"{side.name} {paragraph(compare_runs(first, side))} {' '.join(computing_remarks(first, side))}"
+    yield f"setting {' '.join(names)}"
     configs = [one.config.model_dump() for one in records]
     for section, key in ((section, key) for section, settings in configs[0].items() for key in settings):
         values = [one[section][key] for one in configs]
@@ -222,10 +227,6 @@ def of_comparison(*names: str) -> Pieces:
     yield f"measure {' '.join(names)}"
     for measure in (one for one in after[0] if after[0][one]):
         yield " ".join([measure, *(one[measure] for one in after)])
-    first, *others = (read_side(RUNS / name) for name in names)
-    yield f"against {names[0]}"
-    for side in others:
-        yield f"{side.name} {paragraph(compare_runs(first, side))} {' '.join(computing_remarks(first, side))}"
 
 
 # --- data and plans ---------------------------------------------------------------------------------------------------
