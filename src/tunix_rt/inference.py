@@ -160,29 +160,18 @@ class LoadedModel(ResolvedModel):
                 on_text(self.tokenizer.decode(ids))
             return False
 
-        [(_, answer)] = self.generations([prompt], decoding, None if on_text is None else show)
+        [(_, answer)] = self.generations([prompt], decoding, show if on_text else None)
         return self.tokenizer.decode(answer.ids), answer
 
     def generations(
-        self,
-        prompts: Sequence[Sequence[int]],
-        decoding: Decoding,
-        on_tokens: Callable[[int, list[int]], bool] | None,
-        *,
-        logprobs: bool = False,
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, on_tokens: Callable[[int, list[int]], bool] | None
     ) -> Iterator[tuple[int, Answer]]:
         """(index of the prompt, generation) as each ends; `on_tokens` as in `engines.base`."""
+        batch_size_at = self.batch_size_at(decoding.max_new_tokens, 1 if len(prompts) == 1 else None)
         return self.backend.generate(
-            self.engine,
-            prompts,
-            decoding=decoding,
-            stop_ids=stop_ids(self.tokenizer, self.style),
-            pad_id=self.tokenizer.pad_id,
-            decode=self.tokenizer.decode,
-            batch_size_at=self.batch_size_at(decoding.max_new_tokens, 1 if len(prompts) == 1 else None),
-            on_tokens=on_tokens,
-            logprobs=logprobs,
-        )
+            self.engine, prompts, decoding=decoding, stop_ids=stop_ids(self.tokenizer, self.style),
+            pad_id=self.tokenizer.pad_id, decode=self.tokenizer.decode, batch_size_at=batch_size_at, on_tokens=on_tokens,
+        )  # fmt: skip
 
 
 def resolve_spec(

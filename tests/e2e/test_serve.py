@@ -60,7 +60,7 @@ def server(model) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         yield found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server[0], api_key="unused", max_retries=0, timeout=60) as made:
         yield made
@@ -113,11 +113,9 @@ def test_limits_and_stop_strings_end_a_text_where_they_should(client):
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("xyzxy", "length")
     assert cut.usage.completion_tokens == 5
     for stop, text in (("zxy", "xy"), (["nothing", "yzx"], "x"), ("xyzxyz", "")):
-        whole = chat(client, "Go!", stop=stop, max_tokens=50, logprobs=True)
+        whole = chat(client, "Go!", stop=stop, max_tokens=50)
         assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (text, "stop")
         assert streamed(chat(client, "Go!", stop=stop, max_tokens=50, stream=True))[:2] == (text, "stop")
-        scored = whole.choices[0].logprobs.content
-        assert "".join(one.token for one in scored) == text and all(one.logprob <= 0 for one in scored)
     ended = chat(client, "Go!", stop="zq", max_tokens=8, stream=True)
     assert streamed(ended)[:2] == ("xyzxyzxy", "length"), "what may begin a stop string is not lost"
     with pytest.raises(openai.BadRequestError) as refusal:
@@ -176,7 +174,6 @@ ASK = "POST /v1/chat/completions HTTP/1.1\r\n"
 
 def test_only_programs_of_this_computer_are_answered_and_errors_are_objects(server):
     assert answered(server, "GET /v1/models HTTP/1.1\r\nHost: evil.example")[0] == 403
-    assert answered(server, f"GET /v1/models HTTP/1.1\r\n{HERE}\r\n{HERE}")[0] == 403
     assert answered(server, f"{ASK}{HERE}\r\n{JSON}\r\nSec-Fetch-Site: cross-site", b"{}")[0] == 403
     assert answered(server, f"{ASK}{HERE}\r\nContent-Type: text/plain", b"{}")[0] == 415
     assert answered(server, f"{ASK}{HERE}\r\n{JSON}", b"{" + b" " * 2**20)[0] == 413
@@ -226,10 +223,11 @@ def test_nothing_is_answered_while_a_run_trains_beside_it(tmp_path, model):
         assert "a run is training below" in words and "when it has ended" in words
     busy = True
     loaded = load_resolved(resolve_spec(model_spec(str(model)), *inference_device("cpu", None)))
-    app = make_app(Served.of(loaded, "talker", 4, lambda: busy))
+    served = Served(loaded, "talker", 4, lambda: busy)
     body = {"model": "talker", "prompt": "Go!", "temperature": 0}
-    with TestClient(app, base_url="http://localhost") as client:
+    with TestClient(make_app(served), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "device_busy")
         busy = False
         assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "xyzx"
+    served.batcher.close()

@@ -43,13 +43,10 @@ def serve(
             )
         loaded = load_resolved(resolve_spec(spec, *inference_device(device, dtype)))
         name = place.absolute().name if place.exists() else model
-        served = Served.of(loaded, name, max_new_tokens or MAX_NEW_TOKENS, is_busy)
+        served = Served(loaded, name, max_new_tokens or MAX_NEW_TOKENS, is_busy)
 
     def ready() -> None:
         click.echo(f"Serving {model} as model {name}: http://127.0.0.1:{bound.getsockname()[1]}/v1")
         click.echo("Ctrl-C stops it.", err=True)
 
-    try:
-        loopback.serve(make_app(served), bound, ready, served.batcher.stop)
-    finally:
-        served.batcher.close()
+    loopback.serve(make_app(served), bound, ready, served.batcher.close)

@@ -142,15 +142,14 @@ class Prompt:
             raise InputError(f"{model}: its logits are NaN", fix="the weights are corrupt")
         if answer is None and (late or len(self.ids) == self.max_new):
             answer = self.ending.cut(self.ids, self.limit if len(self.ids) == self.max_new else TIME)
-        return None if answer is None else self._scored(answer)
-
-    def end(self) -> Answer:
-        """The generation so far, which the caller ends."""
-        return self._scored(self.ending.cut(self.ids, CALLER))
-
-    def _scored(self, answer: Answer) -> Answer:
+        if answer is None or not self.scores:
+            return answer
         kept = self.scores[: len(answer.ids) + (answer.end is not None)]
         return replace(answer, logprobs=[one for one, _ in kept], gaps=[gap for _, gap in kept])
+
+    def cut_off(self) -> Answer:
+        """The generation so far, which the caller ends."""
+        return self.ending.cut(self.ids, CALLER)
 
 
 def prompt_of(

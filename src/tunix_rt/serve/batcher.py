@@ -3,9 +3,8 @@
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.errors import TunixError
@@ -28,43 +27,30 @@ class Piece:
 
     choice: int
     text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A choice that has ended. `rest` is the part of `text` that no `Piece` had."""
-
-    choice: int
-    text: str
-    rest: str
-    reason: str
-    """`stop` or `length`."""
-    tokens: int
-    """Generated, with the one that ended it."""
-    scored: tuple[tuple[int, float], ...] = ()
-    """Tokens of the text with their log-probabilities, where they are requested."""
-
-
-Event = Piece | Choice | ApiError
+    reason: str | None = None
+    """`stop` or `length` in the last one."""
+    tokens: int = 0
+    """In the last one: all that were generated, with the one that ended it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Generation:
-    """One request: a prompt for each choice. `send` gets its events, from the thread that decodes."""
+    """One request: a prompt for each choice. `send` gets its pieces, or why there are none, from the thread that decodes."""
 
     prompts: list[list[int]]
+    draws: list[tuple[int, int]]
+    """Seed and sample of each choice."""
     decoding: Decoding
-    """With the seed and sample of each choice."""
-    send: Callable[[Event], None]
-    stops: tuple[str, ...] = ()
-    logprobs: bool = False
+    stops: list[str]
+    send: Callable[[Piece | ApiError], None]
     cancelled: bool = False
     """The client has gone."""
 
-    @property
-    def group(self) -> tuple[float, float, str | None, bool]:
-        """Requests that can share a batch."""
-        return self.decoding.temperature, self.decoding.top_p, self.decoding.closing, self.logprobs
+    def joins(self, batch: "list[Generation]") -> bool:
+        if not batch:
+            return True
+        ours, theirs = (replace(one.decoding, max_new_tokens=1) for one in (self, batch[0]))
+        return ours == theirs and sum(len(one.prompts) for one in (*batch, self)) <= MOST_ROWS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +60,7 @@ class _Row:
     generation: Generation
     choice: int
     text: GrowingText
-    ended: bool = field(default=False)
+    ended: bool = False
 
     @property
     def most(self) -> int:
@@ -82,26 +68,15 @@ class _Row:
 
     def add(self, ids: list[int]) -> bool:
         """Send the new text; whether the generation ends here."""
-        if self.generation.cancelled:
-            return True
-        if new := self.text.add(ids[: self.most]):
+        if not self.generation.cancelled and (new := self.text.add(ids[: self.most])):
             self.generation.send(Piece(choice=self.choice, text=new))
-        return self.text.stopped or len(ids) >= self.most
+        return self.generation.cancelled or self.text.stopped or len(ids) >= self.most
 
-    def end(self, answer: Answer, decode: Callable[[list[int]], str]) -> None:
-        ids = answer.ids[: self.most]
-        rest, self.ended = self.text.finish(ids), True
+    def end(self, answer: Answer) -> None:
+        self.ended, rest = True, self.text.finish(answer.ids[: self.most])
         stopped = self.text.stopped or (answer.ended in (STOP, TAG) and len(answer.ids) <= self.most)
-        shown = ids
-        if self.text.stopped and self.generation.logprobs:
-            whole = (count for count in range(len(ids)) if len(decode(ids[:count])) >= len(self.text.text))
-            shown = ids[: next(whole, len(ids))]
-        self.generation.send(
-            Choice(
-                choice=self.choice, text=self.text.text, rest=rest, reason="stop" if stopped else "length",
-                tokens=len(ids) + (answer.end is not None), scored=tuple(zip(shown, answer.logprobs, strict=False)),
-            )
-        )  # fmt: skip
+        tokens, reason = min(len(answer.ids) + (answer.end is not None), self.most), "stop" if stopped else "length"
+        self.generation.send(Piece(choice=self.choice, text=rest, reason=reason, tokens=tokens))
 
 
 class Batcher:
@@ -109,7 +84,7 @@ class Batcher:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._waiting: deque[Generation] = deque()
+        self._waiting: list[Generation] = []
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -117,77 +92,56 @@ class Batcher:
 
     def submit(self, generation: Generation) -> None:
         with self._changed:
-            if self._stopping:
-                raise _stopped()
             self._waiting.append(generation)
             self._changed.notify()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End every generation at its next token."""
         with self._changed:
             self._stopping = True
-            for generation in self._waiting:
-                generation.send(_stopped())
-            self._waiting.clear()
             self._changed.notify()
-
-    def close(self) -> None:
-        self.stop()
         self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
-        while not self._stopping:
+        while batch := self._next():
+            problem = ApiError("The server stops", status=503, code="stopping")
             rows = [
                 _Row(generation=one, choice=choice, text=GrowingText(self._model.tokenizer.decode, one.stops))
-                for one in self._next()
+                for one in batch
+                if not one.cancelled
                 for choice in range(len(one.prompts))
             ]
-            problem = _stopped()
             try:
-                if rows:
+                if rows and not self._stopping:
                     self._decode(rows)
             except TunixError as error:
                 problem = ApiError(error.problem, status=500, code="generation_failed")
             except Exception:  # a defect ends the requests of its batch, not the server
                 logger.exception("Decoding failed")
                 problem = ApiError("Decoding failed; the output of tunix-rt has the error", status=500)
-            for one in {id(row.generation): row.generation for row in rows if not row.ended}.values():
-                one.send(problem)
+            for row in rows:
+                if not row.ended:
+                    row.generation.send(problem)
 
     def _next(self) -> list[Generation]:
-        """The oldest request and others of its group; empty when their clients have gone, or the server stops."""
+        """The oldest request and those that join it; all of them, and then none, when the server stops."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopping)
         time.sleep(WINDOW_SECONDS)
         batch: list[Generation] = []
         with self._changed:
-            left = deque(one for one in self._waiting if not one.cancelled)
-            self._waiting = deque()
-            for one in left:
-                rows = sum(len(of.prompts) for of in batch) + len(one.prompts)
-                joins = not batch or (one.group == batch[0].group and rows <= MOST_ROWS)
-                (batch if joins else self._waiting).append(one)
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                (batch if self._stopping or one.joins(batch) else self._waiting).append(one)
         return batch
 
     def _decode(self, rows: list[_Row]) -> None:
-        generations = [row.generation for row in rows]
         decoding = replace(
-            generations[0].decoding,
-            max_new_tokens=max(one.decoding.max_new_tokens for one in generations),
-            draws=tuple((one.decoding.draws or ())[row.choice] for row, one in zip(rows, generations, strict=True)),
-        )
-        prompts = [one.prompts[row.choice] for row, one in zip(rows, generations, strict=True)]
-        found = self._model.generations(
-            prompts,
-            decoding,
-            lambda index, ids: self._stopping or rows[index].add(ids),
-            logprobs=generations[0].logprobs,
-        )
+            rows[0].generation.decoding, max_new_tokens=max(row.most for row in rows),
+            draws=tuple(row.generation.draws[row.choice] for row in rows),
+        )  # fmt: skip
+        prompts = [row.generation.prompts[row.choice] for row in rows]
+        found = self._model.generations(prompts, decoding, lambda index, ids: self._stopping or rows[index].add(ids))
         for index, answer in found:
-            if self._stopping:
-                return
-            rows[index].end(answer, self._model.tokenizer.decode)
-
-
-def _stopped() -> ApiError:
-    return ApiError("The server stops", status=503, code="stopping")
+            if not self._stopping:
+                rows[index].end(answer)

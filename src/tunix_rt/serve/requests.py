@@ -1,9 +1,8 @@
 """Requests of the API, and its error objects. What is not supported is refused by the name of its parameter."""
 
 import json
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -12,15 +11,13 @@ from tunix_rt.data.records import Turn
 
 MOST_NEW_TOKENS = 65_536
 MOST_CHOICES = 16
-"""Generations of one request: `n` for each of its prompts."""
+"""`n` for each prompt, and prompts of a request."""
 
 
 class ApiError(Exception):
     """An answer with an error object."""
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -43,9 +40,6 @@ Content = Annotated[
     BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
 ]
 Texts = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
-}  # fmt: skip
 
 
 class Message(Closed):
@@ -54,7 +48,8 @@ class Message(Closed):
 
     @property
     def turn(self) -> Turn:
-        return Turn(role=ROLES[self.role], text="".join(part.text for part in self.content))
+        role = "system" if self.role == "developer" else self.role
+        return Turn(role=role, text="".join(part.text for part in self.content))
 
 
 class StreamOptions(Closed):
@@ -76,20 +71,11 @@ class GenerationRequest(Closed):
     user: str = ""
     """Has no effect."""
 
-    @property
-    def new_tokens(self) -> int | None:
-        return self.max_tokens
-
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] | None = None
     """Replaces `max_tokens`."""
-    logprobs: bool = False
-
-    @property
-    def new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(GenerationRequest):
@@ -104,22 +90,18 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "web_search_options": (),
 }  # fmt: skip
 """Parameters of the API that are not supported -> the values that ask for nothing."""
-Request = TypeVar("Request", bound=GenerationRequest)
 
 
-def parse_request(kind: type[Request], body: bytes) -> Request:
+def parse_request(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> ChatRequest | CompletionRequest:
     """The request in a body; an ApiError names the parameter that is wrong."""
     given = _object(body)
-    for name in NEUTRAL.keys() & given.keys() - kind.model_fields.keys():
+    for name in NEUTRAL.keys() & given.keys():
         if given.pop(name) not in NEUTRAL[name]:
             raise ApiError(f"{name} is not supported here", param=name, code="unsupported_parameter")
     try:
-        request = kind.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
         raise _first_error(error) from error
-    if request.stream and getattr(request, "logprobs", False):
-        raise ApiError("logprobs are not supported with stream", param="logprobs", code="unsupported_value")
-    return request
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -136,12 +118,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 def _first_error(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_input=False)[0]
-    param = re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in found["loc"]))[
-        :200
-    ]
-    match found["type"]:
-        case "missing":
-            return ApiError(f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
-        case "extra_forbidden":
-            return ApiError(f"Unknown parameter: '{param}'", param=param, code="unknown_parameter")
-    return ApiError(f"Invalid '{param}': {found['msg']}", param=param, code="invalid_value")
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]]
+    param, problem = "".join(parts).removeprefix(".")[:200], found["msg"]
+    known = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+    return ApiError(f"{param}: {problem}", param=param, code=known.get(found["type"], "invalid_value"))

@@ -168,8 +168,8 @@ def _generate(
         for place, row in [(place, row) for place, row in enumerate(slots) if row]:
             pairs = [(one, gap) for one, gap in scores[place][:done]] if logprobs else []
             answer = row.append(fresh[place][:done], late=late, model=engine.source.name, scores=pairs)
-            ends = on_tokens is not None and on_tokens(row.index, row.ids if answer is None else answer.ids)
-            answer = row.end() if ends and answer is None else answer
+            if on_tokens is not None and on_tokens(row.index, row.ids if answer is None else answer.ids):
+                answer = answer or row.cut_off()
             if answer is not None:
                 slots[place] = None
                 yield row, answer

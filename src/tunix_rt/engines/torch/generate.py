@@ -180,8 +180,8 @@ def _generate(
         for place, one in [(place, one) for place, one in enumerate(slots) if one]:
             tokens, scores = fresh[place]
             answer = one.append(tokens, late=late, model=engine.source.name, scores=scores)
-            ends = on_tokens is not None and on_tokens(one.index, one.ids if answer is None else answer.ids)
-            answer = one.end() if ends and answer is None else answer
+            if on_tokens is not None and on_tokens(one.index, one.ids if answer is None else answer.ids):
+                answer = answer or one.cut_off()
             if answer is not None:
                 slots[place] = None
                 yield one, answer
