@@ -26,7 +26,7 @@ from tunix_rt.inference import inference_device, load_resolved, model_spec, reso
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.serve.app import Served, make_app
 
-POSITIONS = 3_000
+POSITIONS = 1_200
 LOOP = "xyz"
 
 
