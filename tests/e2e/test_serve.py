@@ -210,7 +210,7 @@ def test_ctrl_c_ends_it_within_two_seconds_while_it_streams(server, client):
     process = server[1]
     process.send_signal(signal.SIGINT)
     began, busy = time.monotonic(), max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert process.wait(timeout=30) == 0 and time.monotonic() - began < 2 * busy
+    assert process.wait(timeout=60) == 0 and time.monotonic() - began < 2 * busy
     assert process.stderr.read().endswith("Ctrl-C stops it.\n")
     with pytest.raises((openai.APIError, openai.APIConnectionError)):
         list(stream)
