@@ -36,9 +36,7 @@ class ValidationFacts(EvalsetFacts):
     skipped: f.Maybe[f.Positive] = None
 
 
-class MixedFacts(f.Facts):
-    """A dataset with a weight; the rows of the datasets follow each other in rows.jsonl."""
-
+class MixedFacts(f.Facts):  # a dataset with a weight; the rows of the datasets follow each other in rows.jsonl
     key: f.Name
     sha256: f.Digest
     weight: Annotated[float, Field(gt=0, le=10**6)]
