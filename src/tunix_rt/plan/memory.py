@@ -38,6 +38,8 @@ LEFT_OUT = ("proof",)
 else the check is skipped with a warning (`export/roundtrip.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Evaluation batch sizes: unless one is set, the first of these that needs no more memory than training."""
+GENERATION_ROWS = {"cpu": (), "cuda": (512, 256, 128)}
+"""Larger batches for generation alone, under the same condition: a GPU decodes them in hardly more time."""
 SPARE = ("snapshot", "mapped_file")
 """Parts that a run does without if memory is short."""
 
@@ -63,13 +65,15 @@ class MemoryPlan:
     context_bytes: int
     """Of the CUDA context, not included above; 0 on a CPU."""
     eval_rows: int
-    """Evaluation batch size, for generation and for the held-out loss."""
+    """Batch size of the held-out loss."""
     devices: int = 1
     """Over which the run is sharded. Bytes are those of one device; on a CPU, of all together."""
     layers: str = "plain"
     """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
     """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
+    generation_rows: int = 0
+    """Batch size of generation; 0 in plans of earlier versions, which had one for both."""
     traced: bool = False
     """The family has no row: a step was traced by PyTorch."""
 
@@ -130,7 +134,8 @@ def predict(
     in_step, pool, during = _step(run, step, config, layers, target_share, copied)
     phases = [_load(run, pretrained=config.model.weights == "pretrained"), *in_step, _save(run, copied)]
     single = replace(step, compiled=False, length=min(length, shape.max_positions))
-    eval_rows, evaluating = _evaluation(run, single, config, during, max(map(_without_spare_bytes, phases)))
+    room = max(map(_without_spare_bytes, phases))
+    eval_rows, generation_rows, evaluating = _evaluation(run, single, config, during, room)
     phases += evaluating
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
@@ -146,6 +151,7 @@ def predict(
         least_bytes=max(map(_without_spare_bytes, phases)),
         context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES,
         eval_rows=eval_rows,
+        generation_rows=generation_rows,
         layers=layers,
         pool_bytes=pool,
         traced=shape.trace is not None,
@@ -170,15 +176,18 @@ def _step(
 
 def _evaluation(
     run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
-) -> tuple[int, list[Phase]]:
-    """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
+) -> tuple[int, int, list[Phase]]:
+    """The batch sizes of the held-out loss and of generation, and their phases: as configured, else the largest that need no
+    more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
-    sizes = [fixed] if fixed else EVAL_ROWS
-    for rows in sizes:  # the largest first
-        found = list(_evaluating(run, replace(batch, rows=rows), config, during))
-        if rows == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
+    sizes = [(fixed, fixed)] if fixed else [(rows, rows) for rows in EVAL_ROWS]
+    if config.evaluation.enabled and not fixed:
+        sizes = [(EVAL_ROWS[0], rows) for rows in GENERATION_ROWS[run.device]] + sizes
+    for eval_rows, generation_rows in sizes:  # the largest first
+        found = list(_evaluating(run, replace(batch, rows=eval_rows), generation_rows, config, during))
+        if (eval_rows, generation_rows) == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
             break
-    return rows, found
+    return eval_rows, generation_rows, found
 
 
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
@@ -239,18 +248,21 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _evaluating(run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
-    """The phases of an evaluation with the rows of `batch`."""
+def _evaluating(
+    run: footprint.Footprint, batch: Batch, generation_rows: int, config: RunConfig, during: dict[str, int]
+) -> Iterator[Phase]:
+    """The phases of an evaluation: the held-out loss of the rows of `batch`, and generation."""
+    generated = replace(batch, rows=generation_rows)
     new_tokens = config.evaluation.max_new_tokens
     if config.data.holds_out:
         yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        yield phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
+        yield phase_of("generation", **state, **generation_parts(run, generated, new_tokens))
     if config.evaluation.samples_during_training:
-        rows = min(batch.rows, config.evaluation.samples_during_training)
-        parts = generation_parts(run, replace(batch, rows=rows), new_tokens)
+        rows = min(generation_rows, config.evaluation.samples_during_training)
+        parts = generation_parts(run, replace(generated, rows=rows), new_tokens)
         yield phase_of("samples", **(_between_steps(run) | during), **parts)
 
 

@@ -60,9 +60,15 @@ class PreparedRun:
 
     @property
     def eval_rows(self) -> int:
-        """Questions or held-out rows that go through the model at once, as in the run."""
+        """Held-out rows that go through the model at once, as in the run."""
         plan = self.run.record.plan
         return plan.memory.eval_rows if plan else self.config.evaluation.per_device_eval_batch_size or 1
+
+    @property
+    def generation_rows(self) -> int:
+        """Questions that are answered at once, as in the run."""
+        plan = self.run.record.plan
+        return (plan.memory.generation_rows if plan else 0) or self.eval_rows
 
     @property
     def layers(self) -> str | None:
@@ -238,8 +244,8 @@ def generate(
     """The answers of the engine; those that differ from the recorded ones are followed token by token."""
     questions = prepared.questions()
     given = generate_predictions(
-        backend, engine, questions, what="answers", batch_size_at=lambda length: prepared.eval_rows, progress=lambda *_: None,
-        stop=lambda: None,
+        backend, engine, questions, what="answers", batch_size_at=lambda length: prepared.generation_rows,
+        progress=lambda *_: None, stop=lambda: None,
     )  # fmt: skip
     answers = [to_plain(answer) for answer in given]
     other = other_answers(prepared.run.record.predictions(when), answers)
