@@ -38,8 +38,8 @@ LEFT_OUT = ("proof",)
 else the check is skipped with a warning (`export/roundtrip.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Evaluation batch sizes: unless one is set, the first of these that needs no more memory than training."""
-GENERATION_ROWS = {"cpu": (), "cuda": (512, 256, 128)}
-"""Larger batches for generation alone, under the same condition: a GPU decodes them in hardly more time."""
+GENERATION_ROWS = (512, 256, 128)
+"""Larger batches on a GPU for generation alone, under the same condition: it decodes them in hardly more time."""
 SPARE = ("snapshot", "mapped_file")
 """Parts that a run does without if memory is short."""
 
@@ -181,8 +181,8 @@ def _evaluation(
     more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
     sizes = [(fixed, fixed)] if fixed else [(rows, rows) for rows in EVAL_ROWS]
-    if config.evaluation.enabled and not fixed:
-        sizes = [(EVAL_ROWS[0], rows) for rows in GENERATION_ROWS[run.device]] + sizes
+    if config.evaluation.enabled and run.device == "cuda" and not fixed:
+        sizes = [(EVAL_ROWS[0], rows) for rows in GENERATION_ROWS] + sizes
     for eval_rows, generation_rows in sizes:  # the largest first
         found = list(_evaluating(run, replace(batch, rows=eval_rows), generation_rows, config, during))
         if (eval_rows, generation_rows) == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
