@@ -109,7 +109,7 @@ def test_a_word_is_found_without_a_request_to_another_host(chromium, site):
         requested = []
         page.on("request", lambda request: requested.append(request.url))
         page.goto(f"{address}/index.html")
-        page.get_by_role("textbox", name="Search").fill("stochastic rounding")
+        page.get_by_role("textbox", name="Search").press_sequentially("stochastic rounding")  # it hears keys
         page.locator(".md-search-result__link").first.wait_for(timeout=15_000)
         page.locator(".md-search-result__link").first.click()
         page.wait_for_load_state()
