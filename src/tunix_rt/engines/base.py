@@ -211,13 +211,14 @@ class EngineModule(Protocol[E, O]):
     def generate(
         self, engine: E, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
         decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
-        on_tokens: Callable[[int, list[int]], None] | None = None, logprobs: bool = False,
+        on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
     ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
         """(index, generation) as each ends, the longest prompts first. The index is that of the prompt; with several samples of
         each, `prompt * decoding.samples + sample`.
 
         `batch_size_at` gives the batch size for prompts of a length; it is halved where memory runs out. `on_tokens` is called
-        with the tokens of a generation so far whenever there are new ones. With `logprobs`, log-probabilities are kept."""
+        with the tokens of a generation so far whenever there are new ones, and ends it by returning true; for a model type
+        that transformers generates with, only at its end. With `logprobs`, log-probabilities are kept."""
         ...
 
     def snapshot(self, engine: E, optimizer: O) -> Snapshot: ...
