@@ -35,18 +35,18 @@ def serve(
         return any(one.running for one in runs.runs())
 
     spec = model_spec(model, overrides)
-    bound = loopback.listen("127.0.0.1", port)
-    with watching():
+    with loopback.listen("127.0.0.1", port) as bound:
         if is_busy():
             raise InputError(
                 f"a run is training below {runs.below}, and needs the device", fix="serve when it has ended"
             )
-        loaded = load_resolved(resolve_spec(spec, *inference_device(device, dtype)))
-        name = place.absolute().name if place.exists() else model
-        served = Served(loaded, name, max_new_tokens or MAX_NEW_TOKENS, is_busy)
+        with watching():
+            loaded = load_resolved(resolve_spec(spec, *inference_device(device, dtype)))
+            name = place.absolute().name if place.exists() else model
+            served = Served(loaded, name, max_new_tokens or MAX_NEW_TOKENS, is_busy)
 
-    def ready() -> None:
-        click.echo(f"Serving {model} as model {name}: http://127.0.0.1:{bound.getsockname()[1]}/v1")
-        click.echo("Ctrl-C stops it.", err=True)
+        def ready() -> None:
+            click.echo(f"Serving {model} as model {name}: http://127.0.0.1:{bound.getsockname()[1]}/v1")
+            click.echo("Ctrl-C stops it.", err=True)
 
-    loopback.serve(make_app(served), bound, ready, served.batcher.close)
+        loopback.serve(make_app(served), bound, ready, served.batcher.close)
