@@ -1,6 +1,5 @@
 """Ranks compute what one process computes: losses, gradient norms, weights and optimizer states."""
 
-import hashlib
 from functools import partial
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from tests.forging.ranks import on_ranks
 from tunix_rt.config.settings import Training
-from tunix_rt.data.packing import Row, batch_of_step, share_of
+from tunix_rt.data.packing import Row, batch_of_step
 
 STEPS = 20
 ROWS_PER_STEP = 8
@@ -65,7 +64,9 @@ def plant(defect):
         sharding.Sharding.replicas = property(lambda self: 1, lambda self, value: None)
     if defect == "local":
         whole = sharding.Sharding.loss
-        sharding.Sharding.loss = lambda self, engine, placed, scale: whole(self, engine, placed, 1 / max(1, len(placed.targets)))
+        sharding.Sharding.loss = lambda self, engine, placed, scale: whole(
+            self, engine, placed, 1 / max(1, len(placed.targets))
+        )
     if defect == "stale":
         taken = sharding.Sharding.__init__
 
