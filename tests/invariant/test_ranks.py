@@ -103,3 +103,34 @@ def test_two_and_four_ranks_and_two_replicas_compute_what_one_process_computes(s
         assert found["state"].keys() == expected["state"].keys()
         for name, values in expected["state"].items():
             np.testing.assert_allclose(found["state"][name], values, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+SETTINGS = {
+    "accumulation and checkpointing": {"accumulation": 2, "gradient_checkpointing": True},
+    "optimizer in backward": {"optim_in_backward": True},
+    "adafactor": {"optim": "adafactor"},
+    "adafactor in backward, two replicas": {"optim": "adafactor", "optim_in_backward": True, "data_replicas": 2},
+    "8-bit states": {"optim": "adamw_8bit", "dtype": "float32"},
+    "float32": {"dtype": "float32"},
+    "bfloat16, rounded at random": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
+    "8-bit states in bfloat16": {"dtype": "bfloat16", "master_dtype": "bfloat16", "optim": "adamw_8bit"},
+    "float16": {"dtype": "float16"},
+}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_way_to_take_a_step_is_the_same_on_ranks(small_model, name):
+    folder, settings = small_model("gemma3"), SETTINGS[name]
+    replicas = settings.get("data_replicas", 1)
+    expected = alone(folder, steps=6, **settings | {"data_replicas": 1})
+    same(ranks(2 * replicas, folder, steps=6, **settings), expected, TOLERANCES[settings.get("dtype", "float64")])
+
+
+@pytest.mark.parametrize("defect", ["mean", "copies", "local", "stale"])
+def test_a_planted_defect_is_found(small_model, defect):
+    folder = small_model("gemma3")
+    world, replicas = (4, 2) if defect == "copies" else (2, 1)
+    found = ranks(world, folder, steps=3, defect=defect, data_replicas=replicas)
+    with pytest.raises(AssertionError):
+        same(found, alone(folder, steps=3), 1e-5)
