@@ -22,9 +22,11 @@ from tunix_rt.engines.failures import out_of_range
 from tunix_rt.engines.torch.adapters import merged_weights
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer, described
+from tunix_rt.engines.torch.sharding import Sharding, local_part
 from tunix_rt.models.multimodal import restore_towers
 from tunix_rt.models.safetensors import header_of
 from tunix_rt.models.secrets import one_line
+from tunix_rt.ranks import Part
 from tunix_rt.storage import storage
 
 _NAMES = {
@@ -38,12 +40,36 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def _files(engine: Engine, optimizer: Optimizer) -> dict[str, Tensors]:
-    """The live tensors of each file, the widest dtypes first, so that each is aligned to its width."""
-    weights = {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    """The live tensors of each file, the widest dtypes first, so that each is aligned to its width. Above one rank they are
+    gathered by rank 0, and the others have no file."""
+    live = _live(engine, optimizer)
+    if (sharding := engine.sharding) is None:
+        return live
+    parts = _parts(engine, optimizer)
+    gathered = {
+        file: {name: sharding.gathered(one, parts[file][name]) for name, one in tensors.items()}
+        for file, tensors in live.items()
+    }
+    if not sharding.world.is_lead:
+        return {}
+    return {file: {name: one for name, one in tensors.items() if one is not None} for file, tensors in gathered.items()}
+
+
+def _live(engine: Engine, optimizer: Optimizer) -> dict[str, Tensors]:
+    """The tensors of each file as this rank has them."""
     state = {**optimizer.tensors(), **(engine.loss_scale.tensors() if engine.loss_scale is not None else {})}
     return {
         file: dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-        for file, tensors in ((MODEL, weights), (OPTIMIZER, state))
+        for file, tensors in ((MODEL, engine.weights), (OPTIMIZER, state))
+    }
+
+
+def _parts(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Part]]:
+    """Of each tensor of each file, the rows that this rank has."""
+    scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
+    return {
+        MODEL: {name: optimizer.part_of(one) for name, one in engine.weights.items()},
+        OPTIMIZER: optimizer.parts() | {name: Part.whole(tuple(one.shape)) for name, one in scale.items()},
     }
 
 
@@ -140,7 +166,7 @@ def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
     On a GPU the copies are asynchronous: `await_copy` must precede the next update.
     """
     files = _files(engine, optimizer)
-    if engine.device.type != "cuda":
+    if engine.device.type != "cuda" or engine.sharding is not None:
         return _copy(files, _Copies(pinned=False), None)
     await_copy(engine)
     aside = torch.cuda.Stream(engine.device)
@@ -182,7 +208,14 @@ def _size(files: dict[str, Tensors]) -> int:
 
 def snapshot_bytes(engine: Engine, optimizer: Optimizer) -> int:
     """Size of both files of a checkpoint, which is the host memory that a snapshot takes."""
-    return _size(_files(engine, optimizer))
+    live = _live(engine, optimizer)
+    if engine.sharding is None:
+        return _size(live)
+    parts = _parts(engine, optimizer)
+    return _size({
+        file: {name: torch.empty(parts[file][name].shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+        for file, tensors in live.items()
+    })  # fmt: skip
 
 
 def host_has_room(needed_bytes: int) -> bool:
@@ -207,13 +240,13 @@ def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> None:
 
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
     """Restore a verified checkpoint, bit for bit."""
-    weights = {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    stored = _read(folder / MODEL)
+    weights, parts = engine.weights, _parts(engine, optimizer)
+    stored = _rows(folder / MODEL, parts[MODEL])
     refuse_other_tensors(folder / MODEL, described(stored), described(weights))
     with torch.no_grad():
         for name, parameter in weights.items():
             parameter.copy_(stored[name])
-    stored = _read(folder / OPTIMIZER)
+    stored = _rows(folder / OPTIMIZER, parts[OPTIMIZER])
     if engine.loss_scale is not None:
         scale = engine.loss_scale.tensors()
         stored_scale = {name: stored.pop(name) for name in scale.keys() & stored.keys()}
@@ -222,12 +255,19 @@ def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: i
     optimizer.restore(stored, step=step)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of `path`, memory-mapped."""
+def _rows(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
+    """The tensors of `path`, memory-mapped; of those in `parts` with the same whole shape, the rows of this rank."""
     try:
-        return load_file(path)
+        stored = load_file(path)
+        return {name: _cut(one, parts.get(name)) for name, one in stored.items()}
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise unreadable(path, error) from error
+
+
+def _cut(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+    if part is None or part.everywhere or part.shape != tensor.shape:
+        return tensor
+    return tensor[part.first : part.first + part.rows]
 
 
 # --- the final model -------------------------------------------------------------------------------------------------
@@ -237,7 +277,8 @@ def round_weights(engine: Engine, dtype: str) -> None:
     """Round every weight to `dtype`, in which `save` then writes it.
 
     In memory it keeps its dtype: the engine computes what the saved model computes once it is loaded in that dtype."""
-    for name, weight in engine.model.state_dict().items():
+    for name, tensor in engine.model.state_dict().items():
+        weight = local_part(tensor)
         if weight.is_floating_point():
             rounded = weight.to(getattr(torch, dtype))
             if not rounded.isfinite().all():
@@ -253,13 +294,16 @@ def save(
 
     Adapters are merged into their weights. Generation ends at `stop_ids`. `chat_template` replaces that of the tokenizer.
     """
+    state = saved_weights(engine)
+    if engine.sharding is not None and not engine.sharding.world.is_lead:
+        return
     settings = copy.deepcopy(engine.model.generation_config)
     settings.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
     with (
         staged_model(folder, tokenizer_folder=tokenizer_folder, chat_template=chat_template) as staged,
         _disk_errors(folder),
     ):
-        engine.model.save_pretrained(staged, state_dict=saved_weights(engine))
+        engine.model.save_pretrained(staged, state_dict=state)
         dtype = "float32" if engine.recipe.frozen is not None else engine.saved_dtype
         if dtype is not None:  # transformers casts to the dtype of config.json
             config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
@@ -272,6 +316,8 @@ def save(
 def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     """Weights as `save` writes them, on the host, where they differ from those in memory: with merged adapters, or in another
     dtype. Tied tensors stay tied. None where they do not differ."""
+    if engine.sharding is not None:
+        return _whole_weights(engine, engine.sharding)
     if engine.recipe.frozen is not None:
         return merged_weights(engine.model)
     if engine.saved_dtype is None:
@@ -284,6 +330,20 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
             cast[place] = tensor.to("cpu", kind if tensor.is_floating_point() else None)
         named[name] = cast[place]
     return named
+
+
+def _whole_weights(engine: Engine, sharding: Sharding) -> dict[str, torch.Tensor]:
+    """Every tensor as `save` writes it, gathered by rank 0, one after the other; empty elsewhere."""
+    kind = None if engine.saved_dtype is None else getattr(torch, engine.saved_dtype)
+    known: dict[int, torch.Tensor | None] = {}
+    found = {}
+    for name, tensor in engine.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in known:
+            whole = sharding.gathered(local_part(tensor), sharding.part_of(tensor))
+            known[id(tensor)] = whole.to(kind) if kind and whole is not None and whole.is_floating_point() else whole
+        if (whole := known[id(tensor)]) is not None:
+            found[name] = whole
+    return found
 
 
 @contextlib.contextmanager
