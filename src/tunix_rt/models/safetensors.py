@@ -1,11 +1,10 @@
-"""safetensors files: their header, read and written, tensors over several files, and whether the weights of a folder are complete.
+"""safetensors files: headers, read and written, tensors over several files, and whether the weights of a folder are complete.
 
 Only headers are read, so incomplete weights are refused before an engine is started.
 """
 
 import contextlib
 import json
-import math
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -170,19 +169,26 @@ def header_of(
 # --- tensors over several files --------------------------------------------------------------------------------------
 
 
+_NUMBERED = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.safetensors$")
+
+
 def part_name(name: str, number: int, count: int) -> str:
     """The name of file `number` of `count`, from 1 on, that `name` is split into: `model-00001-of-00008.safetensors`."""
     return name if count == 1 else f"{name.removesuffix('.safetensors')}-{number:05d}-of-{count:05d}.safetensors"
 
 
+def whole_name(part: str) -> str:
+    """The name that `part_name` was called with."""
+    return _NUMBERED.sub(".safetensors", part)
+
+
 def parts_of(name: str, present: Collection[str]) -> list[str]:
     """The files among `present` that `name` is split into, in their order, or `name` itself; empty where one is missing, or
     where there is more than one split."""
-    stem = re.escape(name.removesuffix(".safetensors"))
-    matches = (re.fullmatch(rf"{stem}-\d{{5}}-of-(\d{{5}})\.safetensors", file) for file in present)
-    counts = {int(match[1]) for match in matches if match} | ({1} if name in present else set())
+    found = [part for part in present if whole_name(part) == name]
+    counts = {int(match[1]) if (match := _NUMBERED.search(part)) else 1 for part in found}
     wanted = [part_name(name, number, count) for count in counts for number in range(1, count + 1)]
-    return wanted if len(counts) == 1 and set(wanted) <= set(present) else []
+    return wanted if len(counts) == 1 and set(wanted) == set(found) else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
