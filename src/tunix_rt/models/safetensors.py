@@ -60,6 +60,12 @@ def _named_by_index(folder: Path) -> set[str]:
         raise InputError(f"{folder / INDEX} cannot be read: {error!r}", fix="fetch the model again") from error
 
 
+def model_files(folder: Path) -> list[Path]:
+    """The weight files of a model as transformers chooses them: `model.safetensors`, else those in the index."""
+    names = {"model.safetensors"} if (folder / "model.safetensors").is_file() else _named_by_index(folder)
+    return [folder / name for name in sorted(names)]
+
+
 def refuse_incomplete(name: str, folder: Path) -> None:
     """Raise an InputError for the first weight file that is missing, unreadable, truncated, or a Git LFS pointer."""
     with readable(name, folder):

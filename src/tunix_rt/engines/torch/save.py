@@ -33,7 +33,6 @@ from tunix_rt.engines.torch.tensor_files import (
     widest_first,
     write_file,
 )
-from tunix_rt.errors import TunixError
 from tunix_rt.models.multimodal import restore_towers
 from tunix_rt.models.safetensors import Stored, part_name, parts_of, stored_tensors
 from tunix_rt.models.secrets import one_line
@@ -262,8 +261,6 @@ def _fill(folder: Path, name: str, tensors: Tensors, parts: Mapping[str, Part]) 
         for one, tensor in tensors.items():
             read_rows(stored[one], tensor, first=parts[one].first if one in parts else 0)
     except (ValueError, OSError, MemoryError) as error:
-        if isinstance(error, TunixError):
-            raise
         raise unreadable(path, error) from error
 
 

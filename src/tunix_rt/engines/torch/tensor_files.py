@@ -66,13 +66,15 @@ def write_file(path: Path, head: bytes, pieces: Iterable[torch.Tensor]) -> Writt
 
 def read_rows(stored: Stored, into: torch.Tensor, *, first: int = 0) -> None:
     """Fill the contiguous tensor `into` with rows of `stored` from `first` on, cast to its dtype, one block of host memory at a
-    time. A ValueError where a file has fewer bytes than its header describes."""
+    time. A ValueError where a file has fewer bytes than its header describes, or numbers that torch has no dtype for."""
+    if (dtype := DTYPES.get(stored.dtype)) is None:
+        raise ValueError(f"numbers of type {stored.dtype} cannot be read")
     flat, done = into.detach().view(-1), 0
     for path, begin, end in stored.ranges(first, into.shape[0] if into.dim() else 1):
         with path.open("rb", buffering=0) as file:
             file.seek(begin)
             for at in range(begin, end, BLOCK_BYTES):
-                block = _read(file, min(BLOCK_BYTES, end - at)).view(DTYPES[stored.dtype])
+                block = _read(file, min(BLOCK_BYTES, end - at)).view(dtype)
                 flat[done : done + block.numel()].copy_(block)
                 done += block.numel()
     if done != flat.numel():
