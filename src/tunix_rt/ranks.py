@@ -35,12 +35,15 @@ class World:
         return socket.gethostname()
 
 
+ALONE = World()
+
+
 def world(environment: Mapping[str, str] | None = None) -> World:
     """The world of this process, a single rank without a launcher. ConfigError where only some of the variables are set."""
     given = os.environ if environment is None else environment
     missing = [name for name in NAMES if not given.get(name)]
     if len(missing) == len(NAMES) or given.get("WORLD_SIZE", "1") == "1":
-        return World()
+        return ALONE
     if missing:
         raise ConfigError(
             f"WORLD_SIZE is {given.get('WORLD_SIZE', 'not set')}, and {', '.join(missing)} is not set",
@@ -75,16 +78,16 @@ class Part:
     """Of the whole tensor."""
     first: int
     rows: int
+    everywhere: bool = False
+    """Every rank has the whole tensor."""
 
-    @property
-    def is_whole(self) -> bool:
-        return not self.shape or self.rows == self.shape[0]
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Part":
+        return cls(shape=shape, first=0, rows=shape[0] if shape else 0, everywhere=True)
 
 
 def part_of(shape: tuple[int, ...], shard: int, shards: int) -> Part:
     """The part of shard number `shard`: equal numbers of rows, but for the last ones, which may have fewer or none."""
-    if not shape:
-        return Part(shape=shape, first=0, rows=0)
     each = -(-shape[0] // shards)
     first = min(shape[0], shard * each)
     return Part(shape=shape, first=first, rows=min(each, shape[0] - first))

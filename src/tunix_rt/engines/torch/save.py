@@ -9,10 +9,10 @@ import contextlib
 import copy
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,9 @@ from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_ot
 from tunix_rt.engines.failures import out_of_range
 from tunix_rt.engines.torch.adapters import merged_weights
 from tunix_rt.engines.torch.model import Engine
+from tunix_rt.engines.torch.model_files import Whole, layer_tensors, write_weights
 from tunix_rt.engines.torch.optim import Optimizer
+from tunix_rt.engines.torch.sharding import Sharding, local_part
 from tunix_rt.engines.torch.tensor_files import (
     DTYPES,
     Tensors,
@@ -34,7 +36,7 @@ from tunix_rt.engines.torch.tensor_files import (
     write_file,
 )
 from tunix_rt.models.multimodal import restore_towers
-from tunix_rt.models.safetensors import Stored, part_name, parts_of, stored_tensors
+from tunix_rt.models.safetensors import part_name, parts_of, stored_tensors
 from tunix_rt.models.secrets import one_line
 from tunix_rt.ranks import Part
 from tunix_rt.storage import WrittenFile, storage
@@ -46,22 +48,17 @@ _idle_blocks: list[torch.Tensor] = []
 # --- what a checkpoint has -------------------------------------------------------------------------------------------
 
 
-def _trained(engine: Engine) -> dict[str, torch.Tensor]:
-    """The trained parameters by name; of several ranks the rows of this one."""
-    if engine.sharding is not None:
-        return dict(engine.sharding.weights)
-    return {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+def _live(engine: Engine, optimizer: Optimizer) -> dict[str, Tensors]:
+    """The tensors of each file as this rank has them."""
+    scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
+    return {MODEL: engine.weights, OPTIMIZER: {**optimizer.tensors(), **scale}}
 
 
-def _states(engine: Engine, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    return {**optimizer.tensors(), **(engine.loss_scale.tensors() if engine.loss_scale is not None else {})}
-
-
-def _parts(engine: Engine, optimizer: Any) -> dict[str, Part]:
-    """Which rows this rank has of every tensor that is cut; of others it has all."""
-    if (sharding := engine.sharding) is None:
-        return {}
-    return {name: sharding.part(name) for name in sharding.weights} | optimizer.parts(sharding)
+def _parts(engine: Engine, optimizer: Optimizer) -> dict[str, Part]:
+    """Of each tensor, the rows that this rank has."""
+    scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
+    weights = {name: optimizer.part_of(one) for name, one in engine.weights.items()}
+    return weights | optimizer.parts() | {name: Part.whole(tuple(one.shape)) for name, one in scale.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,33 +74,32 @@ class _File:
 
 
 def _files(engine: Engine, optimizer: Optimizer) -> dict[str, _File]:
-    """The files of this process by name, with live tensors; none on a replica."""
-    contents = {MODEL: _trained(engine), OPTIMIZER: _states(engine, optimizer)}
+    """The files of this process by name, with live tensors; none in a replica but the first."""
+    live = _live(engine, optimizer)
     if (sharding := engine.sharding) is None:
-        ordered = {name: widest_first(tensors) for name, tensors in contents.items()}
+        ordered = {name: widest_first(tensors) for name, tensors in live.items()}
         return {name: _File(tensors=tensors, header=header(tensors)) for name, tensors in ordered.items()}
-    if sharding.replica:
+    if sharding.world.rank >= sharding.shards:
         return {}
-    parts, number = _parts(engine, optimizer), sharding.shard + 1
+    parts, shard = _parts(engine, optimizer), sharding.shard
     return {
-        part_name(name, number, sharding.shards): _rank_file(tensors, parts, first=sharding.shard == 0)
-        for name, tensors in contents.items()
+        part_name(name, shard + 1, sharding.shards): _rank_file(tensors, parts, first=shard == 0)
+        for name, tensors in live.items()
     }
 
 
 def _rank_file(tensors: Tensors, parts: Mapping[str, Part], *, first: bool) -> _File:
     """The file of a rank: its rows, and of the `first` rank also what every rank has. The metadata is what the
     HuggingFaceStorageReader of torch.distributed.checkpoint expects."""
-    own = {name: tensor for name, tensor in tensors.items() if _is_written(parts.get(name), first)}
-    own = widest_first(own)
-    begins = {name: [parts[name].first if name in parts else 0, *[0] * (own[name].dim() - 1)] for name in own}
-    offsets = {name: {"saved_offsets": begin} for name, begin in begins.items()}
+    own = widest_first({
+        name: tensor for name, tensor in tensors.items() if (first if parts[name].everywhere else parts[name].rows)
+    })  # fmt: skip
+    offsets = {
+        name: {"saved_offsets": [parts[name].first, *[0] * (tensor.dim() - 1)][: tensor.dim()]}
+        for name, tensor in own.items()
+    }
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets, sort_keys=True), "DCP_VERSION": "1.0", "format": "pt"}
     return _File(tensors=own, header=header(own, metadata))
-
-
-def _is_written(part: Part | None, first: bool) -> bool:
-    return first if part is None or part.is_whole else part.rows > 0
 
 
 # --- through host memory ---------------------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
     On a GPU the copies are asynchronous: `await_copy` must precede the next update.
     """
     files = _files(engine, optimizer)
-    if engine.device.type != "cuda":
+    if engine.device.type != "cuda" or engine.sharding is not None:
         return _copy(files, _Copies(pinned=False), None)
     await_copy(engine)
     aside = torch.cuda.Stream(engine.device)
@@ -214,13 +210,14 @@ def begin_update(engine: Engine) -> None:
 
 def snapshot_bytes(engine: Engine, optimizer: Optimizer) -> int:
     """Size of a checkpoint, that of all ranks together, which is the host memory that a snapshot takes."""
-    own = sum(file.bytes for file in _files(engine, optimizer).values())
     if engine.sharding is None:
-        return own
-    parts = _parts(engine, optimizer)
-    live = {**_trained(engine), **_states(engine, optimizer)}
-    shapes = {name: parts[name].shape if name in parts else tensor.shape for name, tensor in live.items()}
-    return sum(math.prod(shapes[name]) * tensor.element_size() for name, tensor in live.items())
+        return sum(file.bytes for file in _files(engine, optimizer).values())
+    parts, live = _parts(engine, optimizer), _live(engine, optimizer)
+    return sum(
+        math.prod(parts[name].shape) * tensor.element_size()
+        for tensors in live.values()
+        for name, tensor in tensors.items()
+    )
 
 
 def host_has_room(needed_bytes: int) -> bool:
@@ -244,7 +241,7 @@ def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> dict[str
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
     """Restore a verified checkpoint, bit for bit; of several ranks each reads its rows, whatever number of them wrote it."""
     parts = _parts(engine, optimizer)
-    _fill(folder, MODEL, _trained(engine), parts)
+    _fill(folder, MODEL, engine.weights, parts)
     scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
     optimizer.refill(lambda states: _fill(folder, OPTIMIZER, {**states, **scale}, parts), step=step)
     if engine.loss_scale is not None:
@@ -257,20 +254,15 @@ def _fill(folder: Path, name: str, tensors: Tensors, parts: Mapping[str, Part]) 
     try:
         files = [folder / part for part in parts_of(name, [one.name for one in folder.iterdir()])]
         stored = stored_tensors(files or [path])
-        _refuse_others(path, stored, tensors, parts)
+        refuse_other_tensors(
+            path,
+            {name: f"{list(one.shape)} {_plain(DTYPES.get(one.dtype, one.dtype))}" for name, one in stored.items()},
+            {name: f"{list(parts[name].shape)} {_plain(one.dtype)}" for name, one in tensors.items()},
+        )
         for one, tensor in tensors.items():
-            read_rows(stored[one], tensor, first=parts[one].first if one in parts else 0)
+            read_rows(stored[one], tensor, first=parts[one].first)
     except (ValueError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
-
-
-def _refuse_others(path: Path, stored: Mapping[str, Stored], tensors: Tensors, parts: Mapping[str, Part]) -> None:
-    shapes = {name: parts[name].shape if name in parts else tensor.shape for name, tensor in tensors.items()}
-    refuse_other_tensors(
-        path,
-        {name: f"{list(one.shape)} {_plain(DTYPES.get(one.dtype, one.dtype))}" for name, one in stored.items()},
-        {name: f"{list(shapes[name])} {_plain(tensor.dtype)}" for name, tensor in tensors.items()},
-    )
 
 
 def _plain(dtype: torch.dtype | str) -> str:
@@ -284,7 +276,8 @@ def round_weights(engine: Engine, dtype: str) -> None:
     """Round every weight to `dtype`, in which `save` then writes it.
 
     In memory it keeps its dtype: the engine computes what the saved model computes once it is loaded in that dtype."""
-    for name, weight in engine.model.state_dict().items():
+    for name, tensor in engine.model.state_dict().items():
+        weight = local_part(tensor)
         if weight.is_floating_point():
             rounded = weight.to(getattr(torch, dtype))
             if not rounded.isfinite().all():
@@ -300,13 +293,20 @@ def save(
 
     Adapters are merged into their weights. Generation ends at `stop_ids`. `chat_template` replaces that of the tokenizer.
     """
+    if (sharding := engine.sharding) is not None and not sharding.world.is_lead:
+        deque(layer_tensors(engine.model, _gather(engine, sharding)))
+        return
     settings = copy.deepcopy(engine.model.generation_config)
     settings.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
     with (
         staged_model(folder, tokenizer_folder=tokenizer_folder, chat_template=chat_template) as staged,
         _disk_errors(folder),
     ):
-        engine.model.save_pretrained(staged, state_dict=saved_weights(engine))
+        if sharding is None:
+            engine.model.save_pretrained(staged, state_dict=saved_weights(engine))
+        else:
+            engine.model.save_pretrained(staged, state_dict={})  # its configuration
+            write_weights(staged, engine.model, _gather(engine, sharding), dtype=_saved_dtype(engine))
         dtype = "float32" if engine.recipe.frozen is not None else engine.saved_dtype
         if dtype is not None:  # transformers casts to the dtype of config.json
             config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
@@ -321,9 +321,9 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     dtype. Tied tensors stay tied. None where they do not differ."""
     if engine.recipe.frozen is not None:
         return merged_weights(engine.model)
-    if engine.saved_dtype is None:
+    if (kind := _saved_dtype(engine)) is None:
         return None
-    kind, cast = getattr(torch, engine.saved_dtype), dict[tuple[int, torch.Size], torch.Tensor]()
+    cast = dict[tuple[int, torch.Size], torch.Tensor]()
     named = {}
     for name, tensor in engine.model.state_dict().items():
         place = tensor.data_ptr(), tensor.shape
@@ -331,6 +331,23 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
             cast[place] = tensor.to("cpu", kind if tensor.is_floating_point() else None)
         named[name] = cast[place]
     return named
+
+
+def _saved_dtype(engine: Engine) -> torch.dtype | None:
+    return None if engine.saved_dtype is None else getattr(torch, engine.saved_dtype)
+
+
+def _gather(engine: Engine, sharding: Sharding) -> Whole:
+    tensors = engine.model.state_dict(keep_vars=True)
+    return lambda name: sharding.gathered(local_part(tensors[name]), sharding.part_of(tensors[name]))
+
+
+def whole_weights(engine: Engine, sharding: Sharding) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor as `save` writes it, one at a time in the host memory of rank 0; nothing elsewhere. Every rank walks it."""
+    whole = _gather(engine, sharding)
+    for name in engine.model.state_dict():
+        if (tensor := whole(name)) is not None:
+            yield name, tensor.to(_saved_dtype(engine) if tensor.is_floating_point() else None)
 
 
 @contextlib.contextmanager
