@@ -28,7 +28,7 @@ from tunix_rt.engines.jax import optim as jax_optim
 from tunix_rt.engines.jax.generate import generate
 from tunix_rt.engines.jax.load import Engine, free_bytes, load, load_for_inference
 from tunix_rt.engines.jax.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
-from tunix_rt.engines.jax.mesh import ROWS, batch_sharding, parameter_shardings, rows_for
+from tunix_rt.engines.jax.mesh import ROWS, batch_sharding, parameter_shardings, put, rows_for
 from tunix_rt.engines.jax.model import Batch, batch_of
 from tunix_rt.engines.jax.save import restore_state, round_weights, save, snapshot, snapshot_bytes, write_direct
 from tunix_rt.engines.jax.step import State, numbers
@@ -58,7 +58,7 @@ class Placing:
 
     def __call__(self, batch: StepBatch) -> PlacedStep:
         stacked = self.stacked(batch)
-        placed = jax.device_put(stacked, batch_sharding(self.mesh))
+        placed = put(stacked, batch_sharding(self.mesh))
         return PlacedStep(batch=batch, placed=placed, examples=most_examples(stacked))
 
     def stacked(self, batch: StepBatch) -> Batch:
@@ -249,7 +249,7 @@ def summed_loss(engine: Engine, micro: MicroBatch) -> float:
 
 def _loss(engine: Engine, micro: MicroBatch, rows: int, tokens: int) -> float:
     split = NamedSharding(engine.mesh, PartitionSpec(ROWS, None))
-    batch = jax.device_put(filled_batch(micro, rows=rows, tokens=tokens), split)
+    batch = put(filled_batch(micro, rows=rows, tokens=tokens), split)
     loss, attention = engine.loss_function(tokens)
     return float(_summed(engine.params, batch, loss, engine.architecture, engine.compute, attention))
 

@@ -49,6 +49,15 @@ def rows_for(mesh: Mesh, rows: int) -> int:
     return -(-rows // mesh.size) * mesh.size
 
 
+def put(tree: Any, sharding: NamedSharding) -> Any:
+    """Host arrays on the devices of `sharding`. Of several processes, each places what its own devices hold."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(
+        lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), tree
+    )
+
+
 def is_of_layers(path: tuple[Any, ...]) -> bool:
     """Whether the array at `path` of a tree is stacked, with the layer as its first dimension: its name follows `layers`. In a
     tree of separate layers, the index of a layer does."""
