@@ -14,6 +14,7 @@ from tunix_rt.engines.base import Step
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.progress import Progress, close_displays, duration
+from tunix_rt.ranks import refuse_ranks
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import storage, write_text
@@ -53,6 +54,7 @@ def run_pipeline(
     `profile` steps are profiled; no result depends on it. An `oom_attempt` trains even if the plan predicts that the run does
     not fit. After step `stop_after` the run stops as on SIGTERM. `on_step` is called after every step. A completed run in which
     `verify` raises is failed."""
+    refuse_ranks()
     require_runnable(config)
     refuse_unsupported(config.training, profile_steps=profile, implementation=config.model.implementation)
     refuse_addresses(config.model_dump())
