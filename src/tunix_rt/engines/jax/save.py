@@ -97,7 +97,9 @@ def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
 
 def _written(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
     """The arrays of each file that this process writes."""
-    own = {name: [leaf for leaf in leaves if leaf.box is not None] for name, leaves in _files(engine, optimizer).items()}
+    own = {
+        name: [leaf for leaf in leaves if leaf.box is not None] for name, leaves in _files(engine, optimizer).items()
+    }
     return {shard_name(name): leaves for name, leaves in own.items()}
 
 
@@ -237,6 +239,11 @@ def _part_bytes(leaf: Leaf) -> int:
 def snapshot_bytes(engine: Engine, optimizer: Any) -> int:
     """Size of both files of a checkpoint, which is the host memory that a snapshot takes."""
     return _size(_written(engine, optimizer))
+
+
+def state_bytes(engine: Engine, optimizer: Any) -> int:
+    """Size of the tensors of a checkpoint, of all processes together."""
+    return sum(leaf.array.nbytes for leaves in _files(engine, optimizer).values() for leaf in leaves)
 
 
 @memory_errors_named("the writing of a checkpoint")
