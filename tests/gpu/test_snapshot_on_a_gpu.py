@@ -21,7 +21,7 @@ def engine():
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    return SimpleNamespace(model=model, device=torch.device("cuda"), loss_scale=None, pending_copy=None)
+    return SimpleNamespace(model=model, device=torch.device("cuda"), loss_scale=None, pending_copy=None, sharding=None)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the planner reads this file without numpy and without a tok
     from tunix_rt.engines.decoding import Answer, Decoding
     from tunix_rt.models.resolve import ModelSource
     from tunix_rt.plan.precision import Recipe
+    from tunix_rt.storage import WrittenFile
 
 NUMERICS: dict[str, int] = {"torch": 1, "jax": 1}
 """By engine. Raised only when its results change in their bits: a run is resumed and replayed by the same numerics alone."""
@@ -157,8 +158,8 @@ class Snapshot(Protocol):
 
     @property
     def bytes(self) -> int: ...
-    def write(self, folder: Path) -> None:
-        """Write the files of a checkpoint into `folder`; may be called from another thread."""
+    def write(self, folder: Path) -> Mapping[str, WrittenFile] | None:
+        """Write the files of a checkpoint into `folder`; may be called from another thread. Returns those it hashed."""
         ...
 
 
@@ -226,7 +227,7 @@ class EngineModule(Protocol[E, O]):
         ...
 
     def host_has_room(self, needed_bytes: int) -> bool: ...
-    def write_direct(self, engine: E, optimizer: O, folder: Path) -> None:
+    def write_direct(self, engine: E, optimizer: O, folder: Path) -> Mapping[str, WrittenFile] | None:
         """Write a checkpoint a block at a time, without a snapshot."""
         ...
 

@@ -148,6 +148,8 @@ class Engine:
     support: Support = Support()
     deterministic: bool = False
     loss_scale: LossScale | None = None
+    sharding: Any = None
+    """Of several ranks: which rows of the parameters this one has; None: all of them."""
     before_update: Callable[[], None] = lambda: None
     """Called once in each step, before its update."""
     pending_copy: Any = None
