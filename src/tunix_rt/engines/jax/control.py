@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tunix_rt.engines.jax.channel import SILENT_SECONDS, Arrays, Channel, Message
 from tunix_rt.errors import ConfigError, HardwareError, Preempted, TunixError
 from tunix_rt.progress import duration
+from tunix_rt.storage import WrittenFile
 
 logger = logging.getLogger(__name__)
 
@@ -163,14 +164,16 @@ class Lead:
         for peer in self.peers:
             self._send(peer, kind, **fields)
 
-    def collect(self, number: int) -> None:
-        """Wait until every follower has answered announcement `number`."""
+    def collect(self, number: int) -> dict[str, WrittenFile]:
+        """The files that the followers wrote for announcement `number`, once all have."""
+        written: dict[str, WrittenFile] = {}
         with self._answered:
             while any(number not in peer.answers for peer in self.peers):
                 self.raise_if_failed()
                 self._answered.wait(BEAT_SECONDS)
             for peer in self.peers:
-                del peer.answers[number]
+                written |= peer.answers.pop(number)["files"]
+        return written
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
         if self.failure is not None:
@@ -313,8 +316,8 @@ class Follower:
     def fail(self, error: TunixError) -> None:
         self.channel.send("failed", problem=error.problem, fix=error.fix, exit_code=error.exit_code)
 
-    def wrote(self, number: int) -> None:
-        self.channel.send("wrote", number=number)
+    def wrote(self, number: int, files: Mapping[str, WrittenFile]) -> None:
+        self.channel.send("wrote", number=number, files=files)
 
     def _report(self) -> None:
         doing = self._doing

@@ -17,11 +17,11 @@ from tunix_rt.engines.jax import loop
 from tunix_rt.engines.jax.control import Follower
 from tunix_rt.engines.jax.model import Batch
 from tunix_rt.engines.jax.processes import gathered, join
-from tunix_rt.engines.jax.save import Snapshot, shard_name
+from tunix_rt.engines.jax.save import Snapshot, own_name
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
-from tunix_rt.storage import settle_file, storage
+from tunix_rt.storage import WrittenFile, settle_file, sha256_file, storage
 
 VISIBLE_SECONDS = 30.0
 """For a folder that process 0 made to be seen by another host."""
@@ -58,12 +58,13 @@ class Computation:
             _wait_for(folder)
             with storage(folder):
                 write(folder)
-                for name in (MODEL, OPTIMIZER):
-                    settle_file(folder / shard_name(name))
+                for path in (own := [folder / own_name(name) for name in (MODEL, OPTIMIZER)]):
+                    settle_file(path)
+                written = {path.name: WrittenFile(sha256=sha256_file(path), bytes=path.stat().st_size) for path in own}
         except TunixError as error:
             self.follower.fail(error)
             return
-        self.follower.wrote(number)
+        self.follower.wrote(number, written)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from tunix_rt.engines.jax.processes import free_port, gathered, join
 from tunix_rt.engines.jax.save import Snapshot, state_bytes
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import world
+from tunix_rt.storage import WrittenFile
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
@@ -160,11 +161,11 @@ class SharedSnapshot:
     number: int
     bytes: int
 
-    def write(self, folder: Path) -> None:
-        """Each process writes its own files into `folder`. Returns when all have."""
-        _lead().tell("write", number=self.number, folder=str(folder))
+    def write(self, folder: Path) -> dict[str, WrittenFile]:
+        """Each process writes its own files into `folder`. Those of the others, once all have."""
+        _lead().tell("write", number=self.number, folder=str(folder.absolute()))
         self.own.write(folder)
-        _lead().collect(self.number)
+        return _lead().collect(self.number)
 
 
 def snapshot(engine: Engine, optimizer: Optimizer) -> SharedSnapshot:
@@ -177,14 +178,14 @@ def snapshot_bytes(engine: Engine, optimizer: Optimizer) -> int:
     return state_bytes(engine, optimizer)
 
 
-def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> None:
-    with _lead().computing("write", folder=str(folder)) as number:
+def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> dict[str, WrittenFile]:
+    with _lead().computing("write", folder=str(folder.absolute())) as number:
         loop.write_direct(engine, optimizer, folder)
-        _lead().collect(number)
+        return _lead().collect(number)
 
 
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
-    with _lead().computing("restore", folder=str(folder), at=step):
+    with _lead().computing("restore", folder=str(folder.absolute()), at=step):
         loop.restore_state(engine, optimizer, folder, step=step)
 
 

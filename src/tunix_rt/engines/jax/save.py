@@ -6,7 +6,6 @@ Arrays are copied to the host leaf by leaf and a block at a time: jax caches the
 Through a snapshot or directly from the devices, a checkpoint has the same bytes.
 """
 
-import contextlib
 import json
 import math
 from collections import deque
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import memory_errors_named, out_of_range
@@ -29,7 +27,7 @@ from tunix_rt.engines.jax.weights import TYPES, Entry, entries
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.multimodal import restore_towers
-from tunix_rt.models.safetensors import header_of
+from tunix_rt.models.safetensors import Stored, header_of, part_name, parts_of, stored_tensors
 from tunix_rt.storage import storage
 
 SHARDING = "DCP_SHARDING_INFO"
@@ -100,13 +98,12 @@ def _written(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
     own = {
         name: [leaf for leaf in leaves if leaf.box is not None] for name, leaves in _files(engine, optimizer).items()
     }
-    return {shard_name(name): leaves for name, leaves in own.items()}
+    return {own_name(name): leaves for name, leaves in own.items()}
 
 
-def shard_name(name: str) -> str:
-    """The file of this process for what one process alone writes as `name`."""
-    count = jax.process_count()
-    return name if count == 1 else name.replace(".", f"-{jax.process_index() + 1:05d}-of-{count:05d}.")
+def own_name(name: str) -> str:
+    """The file of this process, of those that `name` is split into."""
+    return part_name(name, jax.process_index() + 1, jax.process_count())
 
 
 def own_box(array: Any) -> tuple[slice, ...] | None:
@@ -270,68 +267,41 @@ def _restored(path: Path, leaves: list[Leaf], tree: Any) -> Any:
     """`tree` with the values of `path`, each array on its devices. No array is in device memory twice."""
     values: dict[int, Any] = {}
     try:
-        with contextlib.ExitStack() as opened:
-            stored = _stored(path, opened)
-            _refuse_others(path, stored, leaves)
-            for leaf in leaves:
-                read, place = _read(stored, leaf), leaf.array.sharding
-                leaf.array.delete()
-                values[id(leaf.array)] = jax.block_until_ready(put(read, place))
-    except (SafetensorError, OSError, MemoryError) as error:
+        stored = _stored(path)
+        _refuse_others(path, stored, leaves)
+        for leaf in leaves:
+            read, place = _read(stored, leaf), leaf.array.sharding
+            leaf.array.delete()
+            values[id(leaf.array)] = jax.block_until_ready(put(read, place))
+    except (OSError, ValueError, MemoryError) as error:
         raise unreadable(path, error) from error
     return jax.tree.map(lambda array: values[id(array)], tree)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A tensor of a file, or the part of one that one of several processes wrote."""
-
-    file: Any
-    begin: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def place(self) -> tuple[slice, ...]:
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.shape, strict=True))
+def _stored(path: Path) -> dict[str, Stored]:
+    """The tensors of `path`, or of the files that several processes wrote in its place."""
+    names = parts_of(path.name, [one.name for one in path.parent.iterdir()]) or [path.name]
+    return stored_tensors(path.with_name(name) for name in names)
 
 
-def _stored(path: Path, opened: contextlib.ExitStack) -> dict[str, list[Piece]]:
-    """The pieces of every tensor in `path`, or in the files of several processes in its place."""
-    pieces: dict[str, list[Piece]] = {}
-    for one in [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*{path.suffix}")):
-        file = opened.enter_context(safe_open(one, framework="np"))
-        begins = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
-        for name in file.keys():  # noqa: SIM118  no dictionary
-            view = file.get_slice(name)
-            shape = tuple(view.get_shape())
-            begin = tuple(begins[name]["saved_offsets"]) if name in begins else (0,) * len(shape)
-            piece = Piece(file=file, begin=begin, shape=shape, dtype=_dtype_name(view.get_dtype()))
-            pieces.setdefault(name, []).append(piece)
-    return pieces
-
-
-def _read(stored: Mapping[str, list[Piece]], leaf: Leaf) -> Host:
+def _read(stored: Mapping[str, Stored], leaf: Leaf) -> Host:
     whole = np.empty(leaf.array.shape, leaf.dtype)
     for layer, name in enumerate(leaf.names):
-        tensor = whole[layer] if leaf.of_layers else whole
-        for piece in stored[name]:
-            tensor[piece.place] = piece.file.get_tensor(name)
+        tensor = (whole[layer] if leaf.of_layers else whole).reshape(-1)
+        done = 0
+        for path, begin, end in stored[name].ranges(0, leaf.shape[0] if leaf.shape else 1):
+            read = np.fromfile(path, np.uint8, end - begin, offset=begin).view(leaf.dtype)
+            tensor[done : done + read.size] = read
+            done += read.size
+        if done != tensor.size:
+            raise ValueError(f"{name} has {done:,} of {tensor.size:,} elements")
     return whole
 
 
-def _refuse_others(path: Path, stored: Mapping[str, list[Piece]], leaves: list[Leaf]) -> None:
-    """Refuse tensors that are not those of `leaves`, or whose pieces do not fill them."""
-    theirs = {name: f"{_whole_shape(pieces)} {pieces[0].dtype}" for name, pieces in stored.items()}
+def _refuse_others(path: Path, stored: Mapping[str, Stored], leaves: list[Leaf]) -> None:
+    theirs = {name: f"{list(one.shape)} {_dtype_name(one.dtype)}" for name, one in stored.items()}
     own = {name: f"{list(leaf.shape)} {leaf.dtype.name}" for leaf in leaves for name in leaf.names}
     refuse_other_tensors(path, theirs, own)
-
-
-def _whole_shape(pieces: list[Piece]) -> list[int]:
-    """Of the tensor that `pieces` fill; of pieces with a gap, the shape of the first one."""
-    whole = [max(ends) for ends in zip(*([part.stop for part in piece.place] for piece in pieces), strict=True)]
-    filled = sum(math.prod(piece.shape) for piece in pieces) == math.prod(whole)
-    return whole if filled else list(pieces[0].shape)
 
 
 def _dtype_name(stored: str) -> str:
