@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -56,4 +57,6 @@ class Channel:
         return bytes(received)
 
     def close(self) -> None:
+        with suppress(OSError):  # a thread may wait in `receive`; the other side may be gone
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -193,6 +193,7 @@ class Lead:
         until = time.monotonic() + 2 * COURTESY_SECONDS
         for peer in self.peers:
             peer.left.wait(max(0.0, until - time.monotonic()))
+            peer.channel.close()
 
     def _send(self, peer: Peer, kind: str, arrays: Arrays | None = None, **fields: Any) -> None:
         try:
