@@ -205,7 +205,7 @@ def _gathered(engine: Engine) -> Engine:
 def generate(
     engine: Engine, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
     decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
-    on_tokens: Callable[[int, list[int]], None] | None = None, logprobs: bool = False,
+    on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
 ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
     yield from loop.generate(
         _gathered(engine), prompts, decoding=decoding, stop_ids=stop_ids, pad_id=pad_id, decode=decode,

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.config.capabilities import LORA_SETTINGS
+from tunix_rt.config.capabilities import LORA_SETTINGS, capabilities_of
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
@@ -188,8 +188,9 @@ def open_session(prepared: PreparedRun) -> Session:
         raise missing_inputs(prepared.run, ["base model", "dataset"])
     batch = recorded or Batch(rows=config.training.per_device_train_batch_size, devices=1)
     choice = prepared.choice
+    devices = choice.count if capabilities_of(config.training).multi_device else 1
     plan = predict_run(
-        prepared.shape, config, device=choice.device, devices=choice.count, rows=batch.rows, row_tokens=data.longest_row,
+        prepared.shape, config, device=choice.device, devices=devices, rows=batch.rows, row_tokens=data.longest_row,
         target_share=data.trained_tokens / data.tokens, capability=choice.capability, device_name=choice.kind,
         layers=prepared.layers,
     )  # fmt: skip
