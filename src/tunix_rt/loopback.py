@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from tunix_rt.errors import ConfigError
 
 HEAD_SECONDS = 10.0
 """For the head of a request and for its body, from the first byte or from the answer before. uvicorn has no such limit."""
+GRACE_SECONDS = 0.5
+"""For the answers that end by themselves once the server is closed."""
 MOST_CONNECTIONS = 600
 """More are answered with 503. Slow clients hold theirs until the deadline."""
 MOST_HEAD_BYTES = 48 * 1024
@@ -112,28 +115,28 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def serve(
-    app: ASGIApp, bound: socket.socket, ready: Callable[[], None], stopping: Callable[[], None] = lambda: None
-) -> None:
-    """Answer until SIGINT or SIGTERM. `ready` is called once requests are answered, `stopping` before open ones are cut off."""
+def serve(app: ASGIApp, bound: socket.socket, ready: Callable[[], None], close: Callable[[], None]) -> None:
+    """Answer until SIGINT or SIGTERM, which end the process. `ready` is called once requests are answered, `close` last."""
     config = uvicorn.Config(
         app, http=Timed, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         date_header=False, proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=int(HEAD_SECONDS),
-        timeout_graceful_shutdown=1, h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
     )  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
-        _Server(config, ready, stopping).run(sockets=[bound])
+    _Server(config, ready, close).run(sockets=[bound])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], close: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready, self._stopping = ready, stopping
+        self._ready, self._close = ready, close
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stopping()
-        await super().shutdown(sockets)
+        """Soon: an answer that is being made may take many seconds more, and has nothing to save."""
+        self._close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(super().shutdown(sockets), GRACE_SECONDS)
+        os._exit(0)

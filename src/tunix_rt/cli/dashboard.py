@@ -87,8 +87,4 @@ def _serve(
         if opens:
             click.launch(address)
 
-    try:
-        serve(make_app(site, guard), bound, ready)
-    finally:
-        if site.chat is not None:
-            site.chat.close()
+    serve(make_app(site, guard), bound, ready, site.chat.close if site.chat else lambda: None)
