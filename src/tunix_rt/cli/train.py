@@ -95,6 +95,13 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     refuse_secrets(config.model_dump())
     model = model_of_run(config.model.model_name_or_path or "") or None
     config = config.model_copy(update={"model": config.model.model_copy(update={"model_name_or_path": model})})
+    from tunix_rt.ranks import world
+
+    if not world().is_lead:
+        from tunix_rt.train.hosts import follow, follows
+
+        if follows(config):
+            return follow(config)
     with watching() as progress:
         with phase("start"):
             from tunix_rt.evaluate.report import remarks, table

@@ -233,6 +233,16 @@ def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
     )
 
 
+def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """The rows of `micro` that are those of `rank`. One without a row has the first, with no targets."""
+    first, stop = (number * len(micro.ids) // ranks for number in (rank, rank + 1))
+    if first < stop:
+        own = slice(first, stop)
+        return MicroBatch(ids=micro.ids[own], labels=micro.labels[own], positions=micro.positions[own])
+    silent = np.full_like(micro.labels[:1], IGNORED)
+    return MicroBatch(ids=micro.ids[:1], labels=silent, positions=micro.positions[:1])
+
+
 def batch_of_step(
     rows: Sequence[Row], step: int, *, micro_batch_size: int, accumulation: int, seed: int, pad_id: int,
     lengths: Sequence[int] | None = None,

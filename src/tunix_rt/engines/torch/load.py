@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch.overrides import TorchFunctionMode
 
@@ -28,8 +29,18 @@ from tunix_rt.engines.torch.attention import (
     unpackable,
 )
 from tunix_rt.engines.torch.chunked_loss import lean_lookup
-from tunix_rt.engines.torch.model import Engine, LossScale, embeddings_of, hidden_states, summed_loss, text_config
+from tunix_rt.engines.torch.compile import layers_of
+from tunix_rt.engines.torch.model import (
+    Engine,
+    LossScale,
+    embeddings_of,
+    hidden_states,
+    rank_loss,
+    summed_loss,
+    text_config,
+)
 from tunix_rt.engines.torch.quantization import quantize
+from tunix_rt.engines.torch.sharding import Sharding
 from tunix_rt.engines.torch.support import check_support
 from tunix_rt.errors import DoesNotFitError, InputError, TunixError
 from tunix_rt.models.families import FAMILIES
@@ -39,6 +50,7 @@ from tunix_rt.models.secrets import one_line
 from tunix_rt.plan.attention_kernels import MASKED, torch_attention
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 from tunix_rt.plan.precision import recipe_for_inference, recipe_of
+from tunix_rt.ranks import World
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +114,22 @@ def load(
     logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
     with _loading(source, device), memory_errors_named("the check of the loaded model"):
         _refuse_wrong_loss(engine) if known else check_support(engine, training)
+    if dist.is_initialized():
+        _shard(engine, training)
     return engine
+
+
+def _shard(engine: Engine, training: Training) -> None:
+    """Share the parameters with the other ranks of the process group."""
+    engine.sharding = Sharding(
+        engine.model, layers_of(engine.model), device=engine.device, replicas=training.data_replicas,
+        world=World(rank=dist.get_rank(), size=dist.get_world_size()),
+    )  # fmt: skip
+    engine.sharding.through_root(rank_loss)
+    logger.info(
+        "Sharded over %d ranks: %d replica(s) of %d shards",
+        engine.sharding.world.size, engine.sharding.replicas, engine.sharding.shards,
+    )  # fmt: skip
 
 
 def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
