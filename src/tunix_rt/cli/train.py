@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from tunix_rt.ranks import process_exit_code, world
+
 MOST_RECORDED = 50
 """Steps of a profile: more than a million events of a large model."""
 FLAGS = {
@@ -57,6 +59,7 @@ def train(
     if output is None and not named["dry_run"]:
         here = click.get_current_context()
         raise click.MissingParameter(ctx=here, param=next(one for one in here.command.params if one.name == "output"))
+    resume = resume or world().restarts > 0  # torchrun has started the same command again
     flags = {setting: named[flag] for flag, setting in FLAGS.items()} | {RESUME: "auto" if resume else None}
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags, report=show_conversion)
@@ -93,6 +96,10 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
 
     refuse_addresses(config.model_dump())  # before anything is written
     refuse_secrets(config.model_dump())
+    if not world().is_lead:
+        from tunix_rt.train.ranks import follow
+
+        return follow(config)
     model = model_of_run(config.model.model_name_or_path or "") or None
     config = config.model_copy(update={"model": config.model.model_copy(update={"model_name_or_path": model})})
     with watching() as progress:
@@ -193,7 +200,7 @@ def run_script(backend: str, argv: list[str] | None = None) -> int:
         run_and_show(script_config(options, backend), options.output, as_json=False)
     except TunixError as error:
         report(error)
-        return error.exit_code
+        return process_exit_code(error.exit_code)
     return 0
 
 
