@@ -170,7 +170,7 @@ class Watch:
 
     def _give_up(self, rank: int, problem: str) -> None:
         error = self.lost(rank, problem)
-        logger.error("%s\n  fix: %s", error.problem, error.fix)
+        logger.warning("%s; %s", error.problem, error.fix)
         logging.shutdown()
         os._exit(TunixError.exit_code)
 
