@@ -1,7 +1,7 @@
-"""Pictures of the pages, for README and for people who review them.
+"""Pictures of the pages, for the documentation and for people who review them.
 
-python -m tests.browser.screenshots FOLDER      every page, whole: light, dark, 320 pixels wide, and without scripts
-python -m tests.browser.screenshots --readme    docs/dashboard.png, the top of one run's page
+python -m tests.browser.screenshots FOLDER    every page, whole: light, dark, 320 pixels wide, and without scripts
+python -m tests.browser.screenshots --docs    docs/dashboard.png and docs/guides/dashboard-*.png: the tops of four pages
 """
 
 import shutil
@@ -22,6 +22,11 @@ PAGES = {
     "compare": f"/compare?run={ONE}&run={OTHER}", "plan": "/plan?model=gemma-2b&on=rtx4090",
     "data": "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=0", "doctor": "/doctor",
 }  # fmt: skip
+DOCS = {
+    "dashboard": f"/runs/{SHOWN}", "guides/dashboard-answers": f"/runs/{SHOWN}/answers?show=gained",
+    "guides/dashboard-plan": PAGES["plan"], "guides/dashboard-data": PAGES["data"],
+}  # fmt: skip
+"""Picture below docs/ -> address."""
 WIDE = {"width": 1200, "height": 860}
 WAYS: dict[str, dict[str, Any]] = {
     "light": {"viewport": WIDE}, "dark": {"viewport": WIDE, "color_scheme": "dark"},
@@ -33,16 +38,18 @@ def main(words: list[str]) -> None:
     program = shutil.which("chromium")
     if program is None or len(words) != 1:
         raise SystemExit(__doc__)
-    readme, folder = words == ["--readme"], Path(words[0])
+    folder, whole = Path(words[0]), words != ["--docs"]
     pictures = [(path, way, folder / f"{name}-{way}.png") for name, path in PAGES.items() for way in WAYS]
+    if not whole:
+        pictures = [(path, "light", ROOT / "docs" / f"{name}.png") for name, path in DOCS.items()]
     with dashboard(RUNS) as (address, _), sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program)
-        for path, way, to in [(f"/runs/{SHOWN}", "light", ROOT / "docs" / "dashboard.png")] if readme else pictures:
+        for path, way, to in pictures:
             page = browser.new_context(**WAYS[way]).new_page()
             page.goto(address)
             page.goto(urllib.parse.urljoin(address, path))
             page.wait_for_timeout(1500)
-            page.screenshot(path=to, full_page=not readme)
+            page.screenshot(path=to, full_page=whole)
             page.context.close()
 
 

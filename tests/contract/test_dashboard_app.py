@@ -15,8 +15,9 @@ from tests.browser.conftest import dashboard
 from tests.conftest import ROOT
 from tests.tables import tables
 from tunix_rt.dashboard.app import PAGES, make_app
-from tunix_rt.dashboard.guard import HEADERS, LOOPBACK, Guard, new_key
+from tunix_rt.dashboard.guard import HEADERS, Guard, new_key
 from tunix_rt.dashboard.site import Site
+from tunix_rt.loopback import LOOPBACK
 from tunix_rt.runs.index import run_id
 
 starlette_testclient = pytest.importorskip("starlette.testclient")

@@ -94,8 +94,9 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 from tunix_rt.cli.main import cli
 from tunix_rt.dashboard.app import make_app
-from tunix_rt.dashboard.guard import LOOPBACK, Guard
+from tunix_rt.dashboard.guard import Guard
 from tunix_rt.dashboard.site import Site
+from tunix_rt.loopback import LOOPBACK
 
 site, bad = Site.of(Path(sys.argv[1])), re.compile("<img src=x|<script>alert|>49<|root:x:0|\\u202e|\\x1b")
 app = make_app(site, Guard(hosts=LOOPBACK, key=None, port=80))

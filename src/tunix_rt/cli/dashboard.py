@@ -68,8 +68,8 @@ def _serve(
 ) -> None:
     """`start` is the page that the printed address leads to."""
     from tunix_rt.dashboard.app import make_app
-    from tunix_rt.dashboard.guard import LOOPBACK, Guard, new_key
-    from tunix_rt.dashboard.server import listen, serve
+    from tunix_rt.dashboard.guard import Guard, new_key
+    from tunix_rt.loopback import LOOPBACK, listen, serve
 
     bound = listen(host, port)
     port = bound.getsockname()[1]

@@ -1,9 +1,12 @@
-"""Serve the pages on this computer until Ctrl-C."""
+"""An HTTP server for this computer: which requests it answers, its limits, and its end on Ctrl-C."""
 
 import asyncio
+import contextlib
 import os
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -14,9 +17,63 @@ from tunix_rt.errors import ConfigError
 
 HEAD_SECONDS = 10.0
 """For the head of a request and for its body, from the first byte or from the answer before. uvicorn has no such limit."""
+GRACE_SECONDS = 0.5
+"""For the answers that end by themselves once the server is closed."""
 MOST_CONNECTIONS = 600
 """More are answered with 503. Slow clients hold theirs until the deadline."""
 MOST_HEAD_BYTES = 48 * 1024
+MOST_HEADER_BYTES = 16 * 1024
+MOST_PATH_BYTES = 26 * 1024
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+Headers = Sequence[tuple[bytes, bytes]]
+_HOST = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?", re.ASCII)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    status: int
+    text: str
+
+
+def refusal(method: str, path: bytes, headers: Headers, hosts: Sequence[str] = LOOPBACK) -> Refusal | None:
+    """Why a request is not answered, by its head alone: it is too large, it is for another host, as after DNS rebinding, or it
+    comes from a page of another site."""
+    if sum(len(name) + len(value) for name, value in headers) > MOST_HEADER_BYTES or len(path) > MOST_PATH_BYTES:
+        return Refusal(status=431, text="the head of the request is too large")
+    if method not in ("GET", "HEAD", "POST"):
+        return Refusal(status=405, text="only GET, HEAD and POST are answered")
+    if not _is_host(values(headers, b"host"), hosts):
+        return Refusal(status=403, text="another host name; open the address that tunix-rt printed")
+    if not _is_from_here(method, headers):
+        return Refusal(status=403, text="the request comes from a page of another site")
+    return None
+
+
+def values(headers: Headers, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in headers if key.lower() == name]
+
+
+def _is_host(given: list[str], hosts: Sequence[str]) -> bool:
+    """Exactly one Host, whose name is one of `hosts`, at any port: a tunnel changes the port."""
+    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    return match is not None and match[1].lower() in hosts
+
+
+def _is_from_here(method: str, headers: Headers) -> bool:
+    """By the browser's own word. Programs without a browser send none. A link elsewhere may lead here, by GET and as a whole
+    page: reading changes nothing, and the cookie does not come along."""
+    site = values(headers, b"sec-fetch-site")
+    if not site or site in (["same-origin"], ["none"]):
+        return True
+    navigates = values(headers, b"sec-fetch-mode") == ["navigate"]
+    return method == "GET" and navigates and values(headers, b"sec-fetch-dest") == ["document"]
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
 class Timed(H11Protocol):
@@ -78,6 +135,8 @@ class _Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """At once: a page that is being made may take many seconds more, and has nothing to save."""
+        """Soon: an answer that is being made may take many seconds more, and has nothing to save."""
         self._close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(super().shutdown(sockets), GRACE_SECONDS)
         os._exit(0)
