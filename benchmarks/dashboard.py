@@ -275,7 +275,8 @@ def main(words: list[str]) -> None:
     }  # fmt: skip
     if len(words) != 1 or words[0] not in parts:
         raise SystemExit(__doc__)
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as scratch:  # on the disk of the runs, for hard links
         found = parts[words[0]](Path(scratch))
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     report = json.dumps({**machine, **found}, indent=1)
