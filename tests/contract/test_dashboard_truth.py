@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import groupby
@@ -22,7 +21,7 @@ from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.app import find_page, render
 from tunix_rt.dashboard.formats import count, figure, gib, moment, percent, rate, seconds, visible
 from tunix_rt.dashboard.pages import evidence, run
-from tunix_rt.dashboard.pages.answers import ENDINGS
+from tunix_rt.dashboard.pages.answers import ENDINGS, SHOWS
 from tunix_rt.dashboard.pages.data import MARKS
 from tunix_rt.dashboard.pages.plan_view import WORDS, size
 from tunix_rt.dashboard.query import Query
@@ -46,7 +45,7 @@ from tunix_rt.runs.index import run_id
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.tail import last_objects, last_text
 from tunix_rt.scoring.equations import equations_in
-from tunix_rt.scoring.score import read_answer, reasoning_of, score_predictions
+from tunix_rt.scoring.score import Prediction, read_answer, reasoning_of, score_predictions
 
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
 MARK = {True: "✓ right", False: "✗ wrong"}
@@ -182,19 +181,26 @@ def of_evidence(name: str) -> Pieces:
         yield f"{does} tunix-rt evidence verify {RUNS / name}{flag}" if flag else ""
 
 
-def of_answers(name: str, first: int) -> Pieces:
+KINDS: dict[str, Callable[[Prediction, Prediction], bool]] = {
+    "all": lambda before, after: True, "gained": lambda before, after: after.strict > before.strict,
+    "lost": lambda before, after: after.strict < before.strict, "both": lambda before, after: before.strict and after.strict,
+    "neither": lambda before, after: not (before.strict or after.strict),
+    "malformed": lambda before, after: not after.well_formed,
+}  # fmt: skip
+
+
+def of_answers(name: str, kind: str, first: int) -> Pieces:
     before, after = sides = read_both(RUNS / name)
     pairs = list(zip(before.predictions, after.predictions, strict=True))
     yield f"{name} · Evidence Answers {paragraph(compare_runs(*sides))}"
     scores = [score_predictions(side.predictions, side.name) for side in sides]
     yield from remarks(*scores, tokens_setting="evaluation.max_new_tokens")
     yield from (" ".join(row.cells) for row in table(*scores))
-    kinds = Counter((one.strict, other.strict) for one, other in pairs)
-    yield f"all ({len(pairs)}) gained ({kinds[False, True]}) lost ({kinds[True, False]})"
-    yield f"right both times ({kinds[True, True]}) wrong both times ({kinds[False, False]})"
-    yield f"malformed after ({sum(not other.well_formed for _, other in pairs)})"
-    yield f"{first + 1} to {min(first + 50, len(pairs))} of {len(pairs)} matching questions, {len(pairs)} in all"
-    for number, pair in enumerate(pairs[first : first + 50], start=first + 1):
+    yield " ".join(f"{SHOWS[key]} ({sum(is_one(*pair) for pair in pairs)})" for key, is_one in KINDS.items())
+    matching = [(number, pair) for number, pair in enumerate(pairs, start=1) if KINDS[kind](*pair)]
+    yield f"{first + 1} to {min(first + 50, len(matching))} of " if matching else ""
+    yield f"{len(matching)} matching questions, {len(pairs)} in all"
+    for number, pair in matching[first : first + 50]:
         yield f"{number}. {pair[0].id}"
         yield f"{pair[0].prompt} Expected: {pair[0].expected}"
         for side, one in zip(sides, pair, strict=True):
@@ -317,7 +323,8 @@ PAGES: list[tuple[str, Callable[[], Pieces]]] = [
     ("/", of_list),
     *((f"/runs/{run_id(name)}", partial(of_run, name)) for name in NAMES),
     *((f"/runs/{run_id(name)}/evidence", partial(of_evidence, name)) for name in NAMES),
-    *((f"/runs/{run_id(name)}/answers?first={first}", partial(of_answers, name, first))
+    *((f"/runs/{run_id(name)}/answers?show={kind}", partial(of_answers, name, kind, 0)) for name in NAMES[:2] for kind in KINDS),
+    *((f"/runs/{run_id(name)}/answers?first={first}", partial(of_answers, name, "all", first))
       for name in NAMES for first in range(0, RunRecord(RUNS / name).scores("after").items, 50)),
     (f"/compare?run={run_id('m39_cpu_v1')}&run={run_id('m40_v1')}", partial(of_comparison, "m39_cpu_v1", "m40_v1")),
     (f"/data?data={KEY}&model=tiny-gemma3&row=2", partial(of_data, 2)),
