@@ -72,8 +72,8 @@ def go(page, address, path):
 def verify(page):
     with page.expect_navigation():  # the page is loaded again once the server has begun
         page.click("button:text-is('Verify')")
-    page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
-    page.wait_for_selector("[data-next='0']", state="attached")
+    page.wait_for_selector("[data-next='0']", state="attached", timeout=120_000)
+    page.wait_for_selector("h2:text-matches('^Verdict')")
 
 
 def require_readable(page, axe, place):
