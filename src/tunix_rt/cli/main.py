@@ -15,6 +15,7 @@ import click
 
 from tunix_rt import __version__
 from tunix_rt.errors import ConfigError, TunixError, did_you_mean
+from tunix_rt.ranks import process_exit_code
 
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
@@ -109,7 +110,7 @@ def reported(ctx: click.Context) -> Iterator[None]:
     except (click.UsageError, TunixError) as error:
         refusal = usage_error(error) if isinstance(error, click.UsageError) else error
         report(refusal)
-        ctx.exit(refusal.exit_code)
+        ctx.exit(process_exit_code(refusal.exit_code))
 
 
 def report(error: TunixError) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import psutil
@@ -23,6 +24,7 @@ from tunix_rt.assets import cache_root
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import InputError
 from tunix_rt.progress import phase
+from tunix_rt.ranks import world
 
 if TYPE_CHECKING:  # the planner reads this file without numpy and without a tokenizer
     import numpy as np
@@ -296,26 +298,33 @@ def load_backend(name: str) -> Backend:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    module = f"tunix_rt.engines.{name}.{_PARTS.get(name, 'loop')}"
+    part = "lead" if name in _LED or (CAPABILITIES[name].ranks and world().size > 1) else "loop"
+    module = f"tunix_rt.engines.{name}.{part}"
     with contextlib.nullcontext() if module in sys.modules else phase(f"import {name}"):
         return cast(Backend, importlib.import_module(module))
 
 
-_PARTS: dict[str, str] = {}
+def load_ranks(part: str) -> ModuleType:
+    """`lead` or `follow`, the engine of rank 0 and of the others."""
+    return importlib.import_module(f"tunix_rt.engines.torch.{part}")
+
+
+_LED: set[str] = set()
+"""Engines whose other processes this one leads."""
 
 
 @contextlib.contextmanager
 def leading(name: str, lead: object) -> Iterator[None]:
     """In this block, `load_backend` gives the engine of the first of several processes, which `lead` connects."""
     with importlib.import_module(f"tunix_rt.engines.{name}.lead").connected(lead):
-        _PARTS[name] = "lead"
+        _LED.add(name)
         try:
             yield
         finally:
-            del _PARTS[name]
+            _LED.remove(name)
 
 
-def load_follower(name: str) -> Any:
+def load_follower(name: str) -> ModuleType:
     """The engine module of every process but the first."""
     return importlib.import_module(f"tunix_rt.engines.{name}.follow")
 
@@ -411,11 +420,13 @@ if TYPE_CHECKING:  # mypy compares each engine with the interface, function by f
     from tunix_rt.engines.jax import lead as jax_lead
     from tunix_rt.engines.jax import load as jax_load
     from tunix_rt.engines.jax import loop as jax_loop
+    from tunix_rt.engines.torch import lead as torch_lead
     from tunix_rt.engines.torch import loop as torch_loop
     from tunix_rt.engines.torch import model as torch_model
     from tunix_rt.engines.torch import optim as torch_optim
 
     _torch: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_loop
+    _ranks: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_lead
     _jax: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_loop
     _jax_lead: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_lead
     _torch_engine: type[Engine] = torch_model.Engine

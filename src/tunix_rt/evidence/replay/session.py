@@ -39,7 +39,7 @@ from tunix_rt.runs.schemas import Batch, PredictionLine
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
 from tunix_rt.train.context import load_engine, step_shape
-from tunix_rt.train.preflight import adjust_data_replicas, steps_of
+from tunix_rt.train.preflight import adjust_data_replicas, devices_of, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +106,16 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
     if heldout is not None:
         changes["data.validation"] = (found["validation"] or (None,))[0]
         dataset = dataset if found["validation"] else None  # the rows need both
-    changes |= {"data.dataset": dataset} if dataset else {}
+    if dataset:
+        weights = run.config.data.weights
+        changes["data.dataset"] = dict(zip(dataset, weights, strict=True)) if weights else dataset
     if committed.evalset is not None:
         evalset = inputs.evalset(committed.evalset.sha256)
         enabled = run.config.evaluation.enabled and evalset is not None
         changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
-    config = adjust_data_replicas(config, choice.count, continued=True)
+    config = adjust_data_replicas(config, devices_of(config, choice), continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
     tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
@@ -140,8 +142,9 @@ def missing_inputs(run: Run, lacking: list[str]) -> InputError:
 
 def _require_committed(run: Run, data: Prepared) -> None:
     facts = run.commitment.dataset
-    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped)
-    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0):
+    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped, [part.rows for part in data.mixture])
+    rows = [part.rows for part in run.mixture]
+    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0, rows):
         problem = "the dataset gives other rows, or other numbers of traces, than the run committed to"
         raise EvidenceError(problem, fix="")
     if not has_rows(RunDir(run.record.root).rows, data.row_facts):
