@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from tests.program import ROOT, environment
+from tunix_rt.doctor.wheels import TESTED_TORCH
 
 HEAVY = {"torch", "jax", "transformers", "pydantic", "numpy", "rich", "yaml", "huggingface_hub", "tokenizers"}
 
@@ -60,6 +63,34 @@ def test_what_is_imported_into_a_clone_is_neither_packed_nor_seen_by_git():
     assert git("check-ignore", *new) == new
 
 
+def test_the_dockerfiles_have_no_finding_of_hadolint():
+    linter = Path(sys.executable).with_name("hadolint")
+    if not linter.is_file():
+        pytest.skip("hadolint is not installed (scripts/setup --dev installs it on Linux, x86_64)")
+    files = sorted((ROOT / "docker").glob("*.Dockerfile"))
+    assert [file.stem for file in files] == ["cpu", "cuda"]
+    assert subprocess.run([linter, *files], capture_output=True, text=True).stdout == ""
+    wrong = subprocess.run([linter, "-"], input="FROM python\nRUN cd /opt\n", capture_output=True, text=True)
+    assert wrong.returncode == 1 and "DL3006" in wrong.stdout and "DL3003" in wrong.stdout
+
+
+def test_images_and_scripts_install_the_tested_torch():
+    pins = {
+        *re.findall(r"^ARG TORCH=(.+)$", "".join(file.read_text() for file in (ROOT / "docker").iterdir()), re.M),
+        *re.findall(r"^TORCH=(.+)$", (ROOT / "scripts" / "setup").read_text(), re.M),
+    }
+    assert pins == {TESTED_TORCH}
+
+
+@pytest.mark.slow
+def test_two_builds_of_a_commit_have_the_same_bytes_and_a_wheel_of_the_sdist_is_the_same_wheel(tmp_path):
+    done = subprocess.run(
+        [ROOT / "scripts" / "release", "build", tmp_path / "dist"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "dist").iterdir())) == len(re.findall(r"^[0-9a-f]{64}  ", done.stdout, re.M)) == 2
+
+
 @pytest.mark.slow
 def test_the_built_wheel_works_alone(tmp_path):
     subprocess.run(
@@ -102,7 +133,7 @@ def test_the_old_commands_take_the_flags_that_words_of_refusal_advise(tmp_path, 
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the scripts need bash")
-@pytest.mark.parametrize("name", ["setup", "demo", "test", "check"])
+@pytest.mark.parametrize("name", ["setup", "demo", "test", "check", "release"])
 def test_scripts_are_sound_bash(name):
     subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)], check=True)
     assert os.access(ROOT / "scripts" / name, os.X_OK)

@@ -47,10 +47,11 @@ def train(folder, steps=STEPS, defect="", accumulation=1, **settings):
 
 
 def state_of(engine, optimizer):
-    from tunix_rt.engines.torch import save
-
-    files = save._files(engine, optimizer)
-    return {name: one.detach().double().numpy().copy() for tensors in files.values() for name, one in tensors.items()}
+    live = {**engine.weights, **optimizer.tensors()}
+    parts = {name: optimizer.part_of(one) for name, one in engine.weights.items()} | optimizer.parts()
+    if engine.sharding is not None:
+        live = {name: engine.sharding.gathered(one, parts[name]) for name, one in live.items()}
+    return {name: one.detach().double().numpy().copy() for name, one in live.items() if one is not None}
 
 
 def plant(defect):

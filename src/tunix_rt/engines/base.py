@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import psutil
@@ -24,7 +23,6 @@ from tunix_rt.assets import cache_root
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import InputError
 from tunix_rt.progress import phase
-from tunix_rt.ranks import world
 
 if TYPE_CHECKING:  # the planner reads this file without numpy and without a tokenizer
     import numpy as np
@@ -35,6 +33,7 @@ if TYPE_CHECKING:  # the planner reads this file without numpy and without a tok
     from tunix_rt.engines.decoding import Answer, Decoding
     from tunix_rt.models.resolve import ModelSource
     from tunix_rt.plan.precision import Recipe
+    from tunix_rt.storage import WrittenFile
 
 NUMERICS: dict[str, int] = {"torch": 1, "jax": 1}
 """By engine. Raised only when its results change in their bits: a run is resumed and replayed by the same numerics alone."""
@@ -159,8 +158,8 @@ class Snapshot(Protocol):
 
     @property
     def bytes(self) -> int: ...
-    def write(self, folder: Path) -> None:
-        """Write the files of a checkpoint into `folder`; may be called from another thread."""
+    def write(self, folder: Path) -> Mapping[str, WrittenFile] | None:
+        """Write the files of a checkpoint into `folder`; may be called from another thread. Returns those it hashed."""
         ...
 
 
@@ -213,13 +212,14 @@ class EngineModule(Protocol[E, O]):
     def generate(
         self, engine: E, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
         decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
-        on_tokens: Callable[[int, list[int]], None] | None = None, logprobs: bool = False,
+        on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
     ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
         """(index, generation) as each ends, the longest prompts first. The index is that of the prompt; with several samples of
         each, `prompt * decoding.samples + sample`.
 
         `batch_size_at` gives the batch size for prompts of a length; it is halved where memory runs out. `on_tokens` is called
-        with the tokens of a generation so far whenever there are new ones. With `logprobs`, log-probabilities are kept."""
+        with the tokens of a generation so far whenever there are new ones, and ends it by returning true; for a model type
+        that transformers generates with, only at its end. With `logprobs`, log-probabilities are kept."""
         ...
 
     def snapshot(self, engine: E, optimizer: O) -> Snapshot: ...
@@ -228,7 +228,7 @@ class EngineModule(Protocol[E, O]):
         ...
 
     def host_has_room(self, needed_bytes: int) -> bool: ...
-    def write_direct(self, engine: E, optimizer: O, folder: Path) -> None:
+    def write_direct(self, engine: E, optimizer: O, folder: Path) -> Mapping[str, WrittenFile] | None:
         """Write a checkpoint a block at a time, without a snapshot."""
         ...
 
@@ -296,15 +296,33 @@ def load_backend(name: str) -> Backend:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    part = "lead" if CAPABILITIES[name].ranks and world().size > 1 else "loop"
-    module = f"tunix_rt.engines.{name}.{part}"
+    module = f"tunix_rt.engines.{name}.{_PARTS.get(name, 'loop')}"
     with contextlib.nullcontext() if module in sys.modules else phase(f"import {name}"):
         return cast(Backend, importlib.import_module(module))
 
 
-def load_ranks(part: str) -> ModuleType:
-    """`lead` or `follow`, the engine of rank 0 and of the others."""
-    return importlib.import_module(f"tunix_rt.engines.torch.{part}")
+_PARTS: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def leading(name: str, lead: object) -> Iterator[None]:
+    """In this block, `load_backend` gives the engine of the first of several processes, which `lead` connects."""
+    with importlib.import_module(f"tunix_rt.engines.{name}.lead").connected(lead):
+        _PARTS[name] = "lead"
+        try:
+            yield
+        finally:
+            del _PARTS[name]
+
+
+def load_follower(name: str) -> Any:
+    """The engine module of every process but the first."""
+    return importlib.import_module(f"tunix_rt.engines.{name}.follow")
+
+
+def load_lead(name: str) -> Any:
+    """The engine module of the first of several processes."""
+    return importlib.import_module(f"tunix_rt.engines.{name}.lead")
 
 
 T = TypeVar("T")
@@ -395,6 +413,7 @@ def _kernel_peak() -> int:
 
 
 if TYPE_CHECKING:  # mypy compares each engine with the interface, function by function
+    from tunix_rt.engines.jax import lead as jax_lead
     from tunix_rt.engines.jax import load as jax_load
     from tunix_rt.engines.jax import loop as jax_loop
     from tunix_rt.engines.torch import lead as torch_lead
@@ -405,5 +424,6 @@ if TYPE_CHECKING:  # mypy compares each engine with the interface, function by f
     _torch: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_loop
     _ranks: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_lead
     _jax: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_loop
+    _jax_lead: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_lead
     _torch_engine: type[Engine] = torch_model.Engine
     _jax_engine: type[Engine] = jax_load.Engine

@@ -254,9 +254,9 @@ def _shown(value: object) -> str:
 def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """A run may only be resumed as itself: names what differs, such as `device` or `versions.torch`.
 
-    Another source may resume it: `numerics` is what decides the bits."""
-    skip = {"created", "source_files", "source_sha256"}
-    then, today = ({k: v for k, v in _flat(one).items() if k.split(".")[0] not in skip} for one in (before, now))
+    Another source and version of tunix-rt may resume it: `numerics` is what decides the bits."""
+    skip = {"created", "source_files", "source_sha256", "versions.tunix-rt"}
+    then, today = ({k: v for k, v in _flat(one).items() if not skip & {k, k.split(".")[0]}} for one in (before, now))
     changed = sorted(key for key in then.keys() | today.keys() if then.get(key) != today.get(key))
     if changed:
         raise ConfigError(

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -357,15 +357,24 @@ class Optimizer:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Put back what `tensors` gave after `step` steps, bit for bit, on each parameter's device."""
+
+        def fill(states: State) -> None:
+            refuse_other_tensors("the optimizer state", described(tensors), described(states))
+            for name, tensor in states.items():
+                tensor.copy_(tensors[name])
+
+        self.refill(fill, step=step)
+
+    def refill(self, fill: Callable[[State], None], *, step: int) -> None:
+        """Put back the states after `step` steps: `fill` sets all of them, by the names that `tensors` gives."""
         states = {parameter: self._fresh(parameter) for parameter in self._named.values()}
-        expected = {
-            f"{slot}.{name}": tensor
-            for name, parameter in self._named.items()
-            for slot, tensor in states[parameter].items()
-        }
-        refuse_other_tensors("the optimizer state", described(tensors), described(expected))
-        for name, tensor in expected.items():
-            tensor.copy_(tensors[name])
+        fill(
+            {
+                f"{slot}.{name}": tensor
+                for name, parameter in self._named.items()
+                for slot, tensor in states[parameter].items()
+            }
+        )
         self._states = states
         self._groups.clear()  # they have the addresses of the former states
         self._restored = step
