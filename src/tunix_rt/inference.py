@@ -42,6 +42,10 @@ MAX_NEW_TOKENS = 256
 """Of a generation, where neither an option nor a run says otherwise."""
 
 
+class PromptTooLong(InputError):
+    """A prompt that leaves no position free."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model as the user names it: a run, which has settings of its own, or anything that `resolve_model` takes."""
@@ -143,7 +147,7 @@ class LoadedModel(ResolvedModel):
 
     def _admitted(self, ids: list[int], what: str, anew: str = "") -> list[int]:
         if len(ids) >= self.shape.max_positions:
-            raise InputError(
+            raise PromptTooLong(
                 f"{self.name}: the {what} takes {len(ids):,} tokens, and the model has {self.shape.max_positions:,} positions",
                 fix=f"shorten it{anew}",
             )
