@@ -15,7 +15,7 @@ from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.engines.decoding import Answer, Decoding
-from tunix_rt.errors import ConfigError, DoesNotFitError, InputError
+from tunix_rt.errors import ConfigError, DoesNotFitError, InputError, PromptTooLong
 from tunix_rt.evaluate.comparison import Comparison, Side, compare_runs
 from tunix_rt.evaluate.evalsets import EvalSet
 from tunix_rt.evaluate.generate import Questions, decoding_of, evaluate_model, stop_ids
@@ -143,7 +143,7 @@ class LoadedModel(ResolvedModel):
 
     def _admitted(self, ids: list[int], what: str, anew: str = "") -> list[int]:
         if len(ids) >= self.shape.max_positions:
-            raise InputError(
+            raise PromptTooLong(
                 f"{self.name}: the {what} takes {len(ids):,} tokens, and the model has {self.shape.max_positions:,} positions",
                 fix=f"shorten it{anew}",
             )

@@ -1,5 +1,6 @@
 """`tunix-rt serve`: an OpenAI-compatible endpoint on this computer."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -25,25 +26,19 @@ def serve(
     from tunix_rt.errors import InputError
     from tunix_rt.inference import MAX_NEW_TOKENS, inference_device, load_resolved, model_spec, resolve_spec
     from tunix_rt.runs.folder import RunDir
-    from tunix_rt.runs.index import DEFAULT_FOLDER, RunIndex
+    from tunix_rt.runs.index import DEFAULT_FOLDER, is_training_in
     from tunix_rt.serve.app import Served, make_app
 
     place = Path(model).expanduser()
-    runs = RunIndex(place.absolute().parent if RunDir(place).holds_a_run() else Path(DEFAULT_FOLDER))
-
-    def is_busy() -> bool:
-        return any(one.running for one in runs.runs())
-
+    runs = place.absolute().parent if RunDir(place).holds_a_run() else Path(DEFAULT_FOLDER)
     spec = model_spec(model, overrides)
     with loopback.listen("127.0.0.1", port) as bound:
-        if is_busy():
-            raise InputError(
-                f"a run is training below {runs.below}, and needs the device", fix="serve when it has ended"
-            )
+        if is_training_in(runs):
+            raise InputError(f"a run is training in {runs}, and needs the device", fix="serve when it has ended")
         with watching():
             loaded = load_resolved(resolve_spec(spec, *inference_device(device, dtype)))
             name = place.absolute().name if place.exists() else model
-            served = Served(loaded, name, max_new_tokens or MAX_NEW_TOKENS, is_busy)
+            served = Served(loaded, name, max_new_tokens or MAX_NEW_TOKENS, partial(is_training_in, runs))
 
         def ready() -> None:
             click.echo(f"Serving {model} as model {name}: http://127.0.0.1:{bound.getsockname()[1]}/v1")

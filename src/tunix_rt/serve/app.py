@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunix_rt import loopback
 from tunix_rt.engines.decoding import Decoding
-from tunix_rt.errors import InputError
+from tunix_rt.errors import InputError, PromptTooLong
 from tunix_rt.evaluate.generate import decoding_of
 from tunix_rt.inference import LoadedModel
 from tunix_rt.serve.batcher import Batcher, Generation
@@ -57,7 +57,7 @@ class Served:
         try:
             prompts = self._prompts(asked)
         except InputError as error:
-            code = "context_length_exceeded" if "positions" in error.problem else "invalid_value"
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
             raise ApiError(error.problem, param="messages" if is_chat else "prompt", code=code) from error
         reply.prompt_tokens, reply.choices = sum(map(len, prompts)), len(prompts) * asked.n
         most = getattr(asked, "max_completion_tokens", None) or asked.max_tokens or self._max_new_tokens

@@ -25,7 +25,16 @@ from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import has_rows
 from tunix_rt.runs.schemas import Batch, Commitment, problems_of
 from tunix_rt.runs.source import package_hash
-from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json, write_lines, write_text
+from tunix_rt.storage import (
+    json_text,
+    read_json,
+    sha256_file,
+    sha256_text,
+    to_plain,
+    write_json,
+    write_lines,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +110,8 @@ def _dataset_facts(data: Prepared) -> dict[str, Any]:
         "style_sha256": data.style.sha256,
         "merkle_root": data.merkle_root,
     }
+    if data.mixture:
+        facts["mixture"] = to_plain(data.mixture)
     if data.style.template.today is not None:
         facts["today"] = data.style.template.today.isoformat()
     if data.skipped:

@@ -106,7 +106,9 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
     if heldout is not None:
         changes["data.validation"] = (found["validation"] or (None,))[0]
         dataset = dataset if found["validation"] else None  # the rows need both
-    changes |= {"data.dataset": dataset} if dataset else {}
+    if dataset:
+        weights = run.config.data.weights
+        changes["data.dataset"] = dict(zip(dataset, weights, strict=True)) if weights else dataset
     if committed.evalset is not None:
         evalset = inputs.evalset(committed.evalset.sha256)
         enabled = run.config.evaluation.enabled and evalset is not None
@@ -140,8 +142,9 @@ def missing_inputs(run: Run, lacking: list[str]) -> InputError:
 
 def _require_committed(run: Run, data: Prepared) -> None:
     facts = run.commitment.dataset
-    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped)
-    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0):
+    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped, [part.rows for part in data.mixture])
+    rows = [part.rows for part in run.mixture]
+    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0, rows):
         problem = "the dataset gives other rows, or other numbers of traces, than the run committed to"
         raise EvidenceError(problem, fix="")
     if not has_rows(RunDir(run.record.root).rows, data.row_facts):
