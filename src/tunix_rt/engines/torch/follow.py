@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,11 @@ from tunix_rt.engines.torch.lead import start_group
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
-from tunix_rt.engines.torch.save import saved_weights
 from tunix_rt.engines.torch.watch import Watch, pass_signals_on
-from tunix_rt.errors import TunixError
+from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
+from tunix_rt.storage import WrittenFile
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Follower:
         self._optimizer: Optimizer | None = None
         self._training: Training | None = None
         self._steps: Generator[Step, None, None] | None = None
+        self._last_snapshot = 0
 
     @property
     def engine(self) -> Engine:
@@ -111,10 +113,26 @@ class Follower:
             self._orders.answer([(place, asdict(answer)) for place, answer in answers])
 
     def snapshot(self) -> None:
-        loop.snapshot(*self.state)
+        """Written by a thread once rank 0 has a folder for it; one that never gets a folder is dropped by the next."""
+        taken, number = loop.snapshot(*self.state), self._orders.number
+        self._last_snapshot = number
+
+        def write() -> None:
+            folder = self._orders.folder_of(number, until=lambda: self._last_snapshot != number)
+            if folder is not None:
+                self._answer_files(number, partial(taken.write, folder))
+
+        threading.Thread(target=write, name="tunix-rt-save", daemon=True).start()
 
     def write_direct(self, folder: str) -> None:
-        loop.write_direct(*self.state, Path(folder))
+        self._answer_files(self._orders.number, partial(loop.write_direct, *self.state, Path(folder)))
+
+    def _answer_files(self, number: int, write: Callable[[], Mapping[str, WrittenFile]]) -> None:
+        """Rank 0 raises the error of a disk, as it raises one of its own."""
+        try:
+            self._orders.answer(write(), number)
+        except StorageError as error:
+            self._orders.answer(self._orders.described(error), number)
 
     def restore_state(self, folder: str, step: int) -> None:
         loop.restore_state(*self.state, Path(folder), step=step)
@@ -123,10 +141,10 @@ class Follower:
         loop.round_weights(self.engine, dtype)
 
     def save(self) -> None:
-        saved_weights(self.engine)
+        loop.save(self.engine, Path(), tokenizer_folder=Path(), stop_ids=[])  # rank 0 writes
 
     def tensor_hashes(self) -> None:
-        saved_weights(self.engine)
+        loop.tensor_hashes(self.engine)
 
     def gather(self) -> None:
         assert self.engine.sharding is not None

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tunix_rt.engines.torch.watch import Watch
 from tunix_rt.errors import ConfigError, HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
+from tunix_rt.storage import WrittenFile
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
@@ -197,18 +198,43 @@ def generate(
             yield from ((place * every + rank, Answer(**answer)) for place, answer in answers)
 
 
-def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
-    with ordered("snapshot", "a checkpoint"):
-        return loop.snapshot(engine, optimizer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSnapshots:
+    """The snapshots of every rank. Each writes its own, once `write` has announced the folder."""
+
+    own: Snapshot
+    number: int
+    orders: Orders
+
+    @property
+    def bytes(self) -> int:
+        return self.own.bytes
+
+    def write(self, folder: Path) -> dict[str, WrittenFile]:
+        self.orders.name_folder(self.number, folder)
+        return self.own.write(folder) | written_by_others(self.orders, self.number)
 
 
-def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> None:
-    with ordered("write_direct", "a checkpoint", folder=str(folder)):
-        loop.write_direct(engine, optimizer, folder)
+def written_by_others(orders: Orders, number: int) -> dict[str, WrittenFile]:
+    """The files that the other ranks wrote, or the error of one that could not."""
+    return {name: facts for files in orders.answers(number).values() for name, facts in files.items()}
+
+
+def snapshot(engine: Engine, optimizer: Optimizer) -> RankSnapshots:
+    with ordered("snapshot", "a checkpoint") as number:
+        return RankSnapshots(own=loop.snapshot(engine, optimizer), number=number, orders=_open[0][0])
+
+
+def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> dict[str, WrittenFile]:
+    orders, watch = _open[0]
+    with ordered("write_direct", "a checkpoint", folder=str(folder.resolve())) as number:
+        own = loop.write_direct(engine, optimizer, folder)
+        with watch.awaiting(set(range(1, orders.world.size))):
+            return own | written_by_others(orders, number)
 
 
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
-    with ordered("restore_state", "restoring the checkpoint", folder=str(folder), step=step):
+    with ordered("restore_state", "restoring the checkpoint", folder=str(folder.resolve()), step=step):
         loop.restore_state(engine, optimizer, folder, step=step)
 
 
