@@ -10,6 +10,8 @@ from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import dump_yaml
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.doctor.facts import Facts
+from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import Step
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
@@ -28,6 +30,7 @@ from tunix_rt.train.evaluation import (
     open_evaluation,
     samples_during_training,
 )
+from tunix_rt.train.hosts import all_hosts
 from tunix_rt.train.loop import load_run, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
@@ -88,8 +91,17 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
     """The stages in order. Each takes and returns plain values, and writes only into the run folder."""
     begin(config, journal, stop)
     # doctor
-    facts, device = settle_device(journal, config)
+    facts, own_devices = settle_device(journal, config)
     stop.check(stop.saved_state(), starting=True)
+    with all_hosts(config, stop, facts, own_devices) as device:
+        return run_on(config, journal, stop, options, ranks, facts, device)
+
+
+def run_on(
+    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, ranks: Ranks, facts: Facts,
+    device: DeviceChoice,
+) -> Evaluation:  # fmt: skip
+    """The stages on `device`, that of all processes of the run."""
     # plan
     draft = plan_at_max_length(journal, config, device, attempt=options.oom_attempt)
     gpus = check_kernels(journal, draft.committed, draft.model, draft.shape, facts, device)

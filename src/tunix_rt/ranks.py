@@ -14,6 +14,8 @@ from tunix_rt.errors import ConfigError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for each process."""
+TIMEOUT = "TUNIX_RT_RANK_TIMEOUT"
+"""Variable of the environment: seconds after which a rank is given up that others wait for."""
 EXIT_FILE = "TUNIX_RT_EXIT_FILE"
 """Variable of the environment under --nproc: the file into which rank 0 writes the exit code of the run."""
 
@@ -61,6 +63,10 @@ def world(environment: Mapping[str, str] | None = None) -> World:
     if rank >= size:
         raise ConfigError(f"RANK is {rank}, and WORLD_SIZE is {size}", fix="start the ranks with torchrun or --nproc")
     return World(rank=rank, size=size, local_rank=local_rank, restarts=restarts)
+
+
+def rank_timeout(otherwise: float) -> float:
+    return float(os.environ.get(TIMEOUT) or otherwise)
 
 
 def process_exit_code(code: int) -> int:

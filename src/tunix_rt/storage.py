@@ -189,11 +189,15 @@ def settle_files(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
-            continue
-        path.chmod(0o666 & ~_UMASK)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
+        else:
+            settle_file(path)
     sync_folder(folder)
+
+
+def settle_file(path: Path) -> None:
+    path.chmod(0o666 & ~_UMASK)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ VERBS = {
     "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
     "chat": ("inference", "Chat with a model."),
+    "serve": ("serve", "Serve a model to OpenAI clients on this computer."),
     "runs": ("runs", "List the runs in a folder, show one, delete or archive them."),
     "dashboard": ("dashboard", "Look at runs, plans and data in a browser on this computer."),
     "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
@@ -44,7 +45,7 @@ EXAMPLES = {
     "--set": "SECTION.KEY=VALUE", "--to": "../BUNDLE",
 }  # fmt: skip
 """Option -> a value of it, for the fix."""
-RENDERING_ONLY = ("evaluate", "generate", "chat")
+RENDERING_ONLY = ("evaluate", "generate", "chat", "serve")
 """Verbs whose --set takes settings of prompts alone."""
 
 

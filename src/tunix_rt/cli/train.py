@@ -112,12 +112,12 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
 
     refuse_addresses(config.model_dump())  # before anything is written
     refuse_secrets(config.model_dump())
-    if not world().is_lead:
-        from tunix_rt.train.ranks import follow
-
-        return follow(config)
     model = model_of_run(config.model.model_name_or_path or "") or None
     config = config.model_copy(update={"model": config.model.model_copy(update={"model_name_or_path": model})})
+    if not world().is_lead:
+        from tunix_rt.train import hosts, ranks
+
+        return hosts.follow(config) if hosts.follows(config) else ranks.follow(config)
     with watching() as progress:
         with phase("start"):
             from tunix_rt.evaluate.report import remarks, table

@@ -47,6 +47,8 @@ class Capabilities:
     """Shards a run over the ranks that a launcher starts, each with one device."""
     multi_device: bool = False
     """Shards a run over every visible device; `per_device_train_batch_size` counts the rows of each."""
+    multi_process: bool = False
+    """Runs on the devices of several processes, which a launcher starts with the same command."""
     compiles_whole_step: bool = False
     """Compiles a step before it reads a weight. The compiler decides whether the step fits; no layer runs uncompiled."""
     own_models: bool = False
@@ -85,6 +87,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         implementations=("auto", "tunix"),
         checkpointing=(False, 0.5, True),  # every fraction saves the matmul results of all layers
         multi_device=True,
+        multi_process=True,
         compiles_whole_step=True,
         own_models=True,
         threads_by_affinity=True,

@@ -123,7 +123,11 @@ def state_tensors(shape: Shape, name: str, dtype: str) -> States:
 @lru_cache(maxsize=4096)  # a plan asks for every tensor of every layer, hundreds of times
 def state_bytes(shape: Shape, name: str, dtype: str) -> int:
     """Bytes of `state_tensors`."""
-    return sum(math.prod(of) * _BYTES[stored] for of, stored in state_tensors(shape, name, dtype).values())
+    return states_bytes(state_tensors(shape, name, dtype))
+
+
+def states_bytes(states: States) -> int:
+    return sum(math.prod(of) * _BYTES[stored] for of, stored in states.values())
 
 
 def total_at(step: int, ends: Sequence[int], total: int) -> int:

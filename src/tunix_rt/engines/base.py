@@ -214,13 +214,14 @@ class EngineModule(Protocol[E, O]):
     def generate(
         self, engine: E, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
         decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
-        on_tokens: Callable[[int, list[int]], None] | None = None, logprobs: bool = False,
+        on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
     ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
         """(index, generation) as each ends, the longest prompts first. The index is that of the prompt; with several samples of
         each, `prompt * decoding.samples + sample`.
 
         `batch_size_at` gives the batch size for prompts of a length; it is halved where memory runs out. `on_tokens` is called
-        with the tokens of a generation so far whenever there are new ones. With `logprobs`, log-probabilities are kept."""
+        with the tokens of a generation so far whenever there are new ones, and ends it by returning true; for a model type
+        that transformers generates with, only at its end. With `logprobs`, log-probabilities are kept."""
         ...
 
     def snapshot(self, engine: E, optimizer: O) -> Snapshot: ...
@@ -297,7 +298,7 @@ def load_backend(name: str) -> Backend:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    part = "lead" if CAPABILITIES[name].ranks and world().size > 1 else "loop"
+    part = "lead" if name in _LED or (CAPABILITIES[name].ranks and world().size > 1) else "loop"
     module = f"tunix_rt.engines.{name}.{part}"
     with contextlib.nullcontext() if module in sys.modules else phase(f"import {name}"):
         return cast(Backend, importlib.import_module(module))
@@ -306,6 +307,26 @@ def load_backend(name: str) -> Backend:
 def load_ranks(part: str) -> ModuleType:
     """`lead` or `follow`, the engine of rank 0 and of the others."""
     return importlib.import_module(f"tunix_rt.engines.torch.{part}")
+
+
+_LED: set[str] = set()
+"""Engines whose other processes this one leads."""
+
+
+@contextlib.contextmanager
+def leading(name: str, lead: object) -> Iterator[None]:
+    """In this block, `load_backend` gives the engine of the first of several processes, which `lead` connects."""
+    with importlib.import_module(f"tunix_rt.engines.{name}.lead").connected(lead):
+        _LED.add(name)
+        try:
+            yield
+        finally:
+            _LED.remove(name)
+
+
+def load_follower(name: str) -> ModuleType:
+    """The engine module of every process but the first."""
+    return importlib.import_module(f"tunix_rt.engines.{name}.follow")
 
 
 T = TypeVar("T")
@@ -396,6 +417,7 @@ def _kernel_peak() -> int:
 
 
 if TYPE_CHECKING:  # mypy compares each engine with the interface, function by function
+    from tunix_rt.engines.jax import lead as jax_lead
     from tunix_rt.engines.jax import load as jax_load
     from tunix_rt.engines.jax import loop as jax_loop
     from tunix_rt.engines.torch import lead as torch_lead
@@ -406,5 +428,6 @@ if TYPE_CHECKING:  # mypy compares each engine with the interface, function by f
     _torch: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_loop
     _ranks: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_lead
     _jax: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_loop
+    _jax_lead: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_lead
     _torch_engine: type[Engine] = torch_model.Engine
     _jax_engine: type[Engine] = jax_load.Engine

@@ -137,6 +137,14 @@ def batches(run: Run) -> Iterator[str]:
         if row.row != number or row.targets >= row.tokens or row.tokens > run.config.data.max_length:
             yield f"{run.where}rows.jsonl:{number + 1}: not row {number}, or longer than data.max_length"
     identities = [bytes.fromhex(row.sha256) for row in rows]
+    data, mixture = run.config.data, run.mixture
+    recorded = [(part.key, part.weight) for part in mixture]
+    if recorded != list(zip(data.names if data.weights else (), data.weights, strict=True)):
+        yield f"{run.where}precommit.json: dataset.mixture is not that of the settings"
+        return
+    if mixture and sum(part.rows for part in mixture) != len(rows):
+        yield f"{run.where}precommit.json: dataset.mixture has other rows than rows.jsonl"
+        return
     if merkle_root(identities) != run.commitment.dataset.merkle_root:
         yield f"{run.where}rows.jsonl: the Merkle root of the rows is not the committed one"
     if len(rows) * (1 + run.total * per_step // max(len(rows), 1)) > MOST_DRAWN:
@@ -144,7 +152,9 @@ def batches(run: Run) -> Iterator[str]:
         return
     lengths = [row.tokens for row in rows] if run.config.data.group_by_length else None
     for number, line in enumerate(run.metrics, start=1):
-        chosen = rows_of_step(number, row_count=len(rows), rows_per_step=per_step, seed=seed, lengths=lengths)
+        chosen = rows_of_step(
+            number, row_count=len(rows), rows_per_step=per_step, seed=seed, lengths=lengths, mixture=mixture
+        )
         batch = hashlib.sha256(b"".join(identities[index] for index in chosen)).hexdigest()
         tokens, targets = (sum(getattr(rows[index], name) for index in chosen) for name in ("tokens", "targets"))
         if (line.batch, line.tokens, line.target_tokens) != (batch, tokens, targets):

@@ -66,7 +66,7 @@ def predict_run(
     steps: int | None = None,
     layers: str | None = None,
 ) -> MemoryPlan:
-    """The memory of the PyTorch engine on its one device, or a lower bound for the JAX engine on each of `devices` with
+    """The memory of the PyTorch engine on the fullest of `devices`, or a lower bound for the JAX engine on each of them with
     micro-batches of `rows`.
 
     Unless `layers` is given, the name of the GPU and the number of `steps` decide how the layers run. Results are cached: a
@@ -79,7 +79,8 @@ def predict_run(
         layers = layers_planned(
             config, shape, device=device, device_name=device_name, capability=capability, row_tokens=tokens, steps=steps
         )
-    return _predict(shape, config, device=device, capability=capability, layers=layers, **rows_known)
+    several = {"devices": devices} if devices > 1 else {}
+    return _predict(shape, config, device=device, capability=capability, layers=layers, **several, **rows_known)
 
 
 _predict, _predict_jax = lru_cache(maxsize=2048)(predict), lru_cache(maxsize=2048)(predict_jax)
@@ -168,4 +169,4 @@ def safety_margin(plan: MemoryPlan, predicted: int) -> int:
         return 0
     on_cpu = plan.device == "cpu"
     share = (SAFETY_SHARE if on_cpu else CUDA_SAFETY_SHARE) + TRACED_SAFETY_SHARE * plan.traced
-    return math.ceil(predicted * share) + (0 if on_cpu else CUDA_SAFETY_BYTES)
+    return math.ceil(predicted * share) + (0 if on_cpu else CUDA_SAFETY_BYTES) + plan.streams_bytes

@@ -84,7 +84,16 @@ class Footprint:
     @property
     def checkpoint(self) -> int:
         """Trained weights and optimizer states."""
-        return self.width * self.trained_elements + self.optimizer
+        return self.gradients + self.optimizer
+
+    @property
+    def gathered_in_forward(self) -> dict[str, int]:
+        """The part that a rank of a sharded run gathers for a forward pass without gradients."""
+        return {}
+
+    @property
+    def gathered_to_generate(self) -> dict[str, int]:
+        return {}
 
     @cached_property
     def table_gradients(self) -> int:

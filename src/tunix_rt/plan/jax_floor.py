@@ -15,7 +15,7 @@ from tunix_rt.plan.activations import DTYPE_BYTES
 from tunix_rt.plan.attention_kernels import TPU_LANES
 from tunix_rt.plan.compile_policy import compiled_length
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES, MemoryPlan, longest_row, predict
-from tunix_rt.plan.phases import Phase, phase_of
+from tunix_rt.plan.phases import phase_of, times
 from tunix_rt.plan.precision import Recipe, recipe_of
 from tunix_rt.plan.sizes import Dimensions, ModelShape
 from tunix_rt.plan.tensors import tensors_of
@@ -55,7 +55,8 @@ def predict_jax(
         batch=BATCH_BYTES * training.gradient_accumulation_steps * positions,
     )
     shared = devices if device == "cpu" else 1
-    phases = [_times(phase, shared) for phase in (phase_of("load", weights=state["weights"]), step)]
+    eval_rows = _eval_batch_size(shape, config, device, row_tokens, target_share)
+    phases = [times(phase, shared) for phase in (phase_of("load", weights=state["weights"]), step)]
     return MemoryPlan(
         layers="compiled",
         device=device,
@@ -69,7 +70,8 @@ def predict_jax(
         peak_bytes=phases[-1].total_bytes,
         least_bytes=phases[-1].total_bytes,
         context_bytes=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
-        eval_rows=_eval_batch_size(shape, config, device, row_tokens, target_share),
+        eval_rows=eval_rows,
+        generation_rows=eval_rows,
         devices=devices,
     )
 
@@ -79,7 +81,7 @@ def with_compiled_step(floor: MemoryPlan, parts: Mapping[str, int]) -> MemoryPla
     which stays where it counts nothing."""
     if not parts:
         return floor
-    step = _times(phase_of("compiled step", **parts), floor.devices if floor.device == "cpu" else 1)
+    step = times(phase_of("compiled step", **parts), floor.devices if floor.device == "cpu" else 1)
     phases = (*(phase for phase in floor.phases if phase.name != "step"), step)
     size = step.total_bytes
     return replace(floor, phases=phases, peak_phase=step.name, peak_bytes=size, least_bytes=size)
@@ -109,10 +111,6 @@ def _eval_batch_size(
         shape, config, device="cpu" if device == "cpu" else "cuda", row_tokens=row_tokens, target_share=target_share,
         layers="compiled",
     ).eval_rows  # fmt: skip
-
-
-def _times(phase: Phase, count: int) -> Phase:
-    return phase_of(phase.name, **{name: size * count for name, size in phase.parts.items()})
 
 
 def _state(shape: ModelShape, recipe: Recipe, shards: int) -> dict[str, int]:

@@ -6,15 +6,17 @@ prediction is the rise of resident memory over the moment before the load, so it
 blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and the next phase can seldom reuse what one has freed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
 from tunix_rt.plan.generation import EVALUATION_SLACK, generation_parts, widest
-from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
+from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases, times
+from tunix_rt.plan.sharding import SHARDED, Rank, rank_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
@@ -31,6 +33,11 @@ PUBLISHED_BYTES = 2
 """Bytes of an element in a checkpoint file of pretrained weights."""
 CUDA_CONTEXT_BYTES = 512 * MIB
 """Allowance for the CUDA context, which the allocator does not count. Not measured."""
+NCCL_BYTES = 2**30
+"""Allowance for the buffers of NCCL's communicators, beside the context. Not measured."""
+STREAMS_BYTES = 2 * 2**30
+"""Margin of a sharded run: memory of one stream is not reused by another at once. On an H200, the allocator had reserved 1.4
+to 3.5 GiB more than it had given out, most of which it releases if memory is short. A choice."""
 PROOF_SPARE_BYTES = 2**30
 """A fresh process that loads the final model needs this beside the weights: libraries, a CUDA context, short prompts."""
 LEFT_OUT = ("proof",)
@@ -38,6 +45,8 @@ LEFT_OUT = ("proof",)
 else the check is skipped with a warning (`export/roundtrip.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Evaluation batch sizes: unless one is set, the first of these that needs no more memory than training."""
+GENERATION_ROWS = (512, 256, 128)
+"""Larger batches on a GPU for generation alone, under the same condition: it decodes them in hardly more time."""
 SPARE = ("snapshot", "mapped_file")
 """Parts that a run does without if memory is short."""
 
@@ -61,17 +70,21 @@ class MemoryPlan:
     """The same without spare parts: a copy of the state for checkpoints, which is only made if it fits, and pages of a mapped
     file, which the system reclaims."""
     context_bytes: int
-    """Of the CUDA context, not included above; 0 on a CPU."""
+    """Of the CUDA context, and of NCCL for several devices, not included above; 0 on a CPU."""
     eval_rows: int
-    """Evaluation batch size, for generation and for the held-out loss."""
+    """Batch size of the held-out loss."""
     devices: int = 1
     """Over which the run is sharded. Bytes are those of one device; on a CPU, of all together."""
     layers: str = "plain"
     """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
     """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
+    generation_rows: int = 0
+    """Batch size of generation; 0 in plans of earlier versions, which had one for both."""
     traced: bool = False
     """The family has no row: a step was traced by PyTorch."""
+    streams_bytes: int = 0
+    """Margin for memory that FSDP's streams do not share at once."""
 
     @property
     def peak(self) -> Phase:
@@ -103,8 +116,10 @@ def predict(
     target_share: float = 1.0,
     capability: tuple[int, int] | None = None,
     layers: str | None = None,
+    devices: int = 1,
 ) -> MemoryPlan:
-    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`).
+    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or over `devices` of them, sharded by
+    FSDP: then on the fullest of them, or on a CPU for all together.
 
     Before the data is read, rows are assumed to be as long as `data.max_length` and every token a target, the worst case. Pass
     the longest row as `row_tokens` and the fraction of targets once they are known. Held-out rows and questions are single
@@ -117,6 +132,9 @@ def predict(
     run = footprint.footprint_of(shape, training, device, modern=modern)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
     layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
+    if devices > 1:
+        run = Rank.of(run, devices, training.data_replicas)
+        layers = "compiled" if layers == "recorded" else layers  # a graph cannot contain FSDP's hooks
     step = Batch(
         rows=training.per_device_train_batch_size,
         length=length if layers == "plain" else compiled_length(length),
@@ -130,25 +148,31 @@ def predict(
     in_step, pool, during = _step(run, step, config, layers, target_share, copied)
     phases = [_load(run, pretrained=config.model.weights == "pretrained"), *in_step, _save(run, copied)]
     single = replace(step, compiled=False, length=min(length, shape.max_positions))
-    eval_rows, evaluating = _evaluation(run, single, config, during, max(map(_without_spare_bytes, phases)))
+    room = max(map(_without_spare_bytes, phases))
+    eval_rows, generation_rows, evaluating = _evaluation(run, single, config, during, room)
     phases += evaluating
+    if device == "cpu" and devices > 1:
+        phases = [times(phase, devices) for phase in phases]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
         dtype=training.dtype,
         parameters=shape.parameters,
-        rows=step.rows,
+        rows=step.rows * devices,
         row_tokens=length,
         target_share=target_share,
         phases=(*phases, _proof(run)),
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
         least_bytes=max(map(_without_spare_bytes, phases)),
-        context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES,
+        context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES + NCCL_BYTES * (devices > 1),
         eval_rows=eval_rows,
+        devices=devices,
+        generation_rows=generation_rows,
         layers=layers,
         pool_bytes=pool,
         traced=shape.trace is not None,
+        streams_bytes=0 if device == "cpu" else _between_streams(phases),
     )
 
 
@@ -161,6 +185,8 @@ def _step(
     if layers == "recorded":
         during |= {"overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
     targets, accumulating = max(1, int(step.tokens * target_share)), training.gradient_accumulation_steps > 1
+    if isinstance(run, Rank):
+        return rank_phases(run, step, targets, accumulating, _state(run) | during), 0, during
     phases = step_phases(run, step, targets, accumulating, _state(run) | during)
     if layers != "recorded":
         return phases, 0, during
@@ -170,20 +196,28 @@ def _step(
 
 def _evaluation(
     run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
-) -> tuple[int, list[Phase]]:
-    """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
+) -> tuple[int, int, list[Phase]]:
+    """The batch sizes of the held-out loss and of generation, and their phases: as configured, else the largest that need no
+    more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
-    sizes = [fixed] if fixed else EVAL_ROWS
-    for rows in sizes:  # the largest first
-        found = list(_evaluating(run, replace(batch, rows=rows), config, during))
-        if rows == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
+    sizes = [(fixed, fixed)] if fixed else [(rows, rows) for rows in EVAL_ROWS]
+    if config.evaluation.enabled and run.device == "cuda" and not fixed:
+        sizes = [(EVAL_ROWS[0], rows) for rows in GENERATION_ROWS] + sizes
+    for eval_rows, generation_rows in sizes:  # the largest first
+        found = list(_evaluating(run, replace(batch, rows=eval_rows), generation_rows, config, during))
+        if (eval_rows, generation_rows) == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
             break
-    return rows, found
+    return eval_rows, generation_rows, found
 
 
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
     """`tokens`, limited by the positions of the model if a row is one example."""
     return tokens if config.data.packing else min(tokens, shape.max_positions)
+
+
+def _between_streams(phases: Iterable[Phase]) -> int:
+    """At most what a phase gathers and reduces."""
+    return min(STREAMS_BYTES, max(sum(phase.parts.get(name, 0) for name in SHARDED) for phase in phases))
 
 
 def _without_spare(phase: Phase) -> Phase:
@@ -215,6 +249,9 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> Phase:
     Weights of the file's dtype are the mapped file itself until they are updated; files are assumed to be 16-bit, as models
     are published. Then a few tokens are tried, with one matrix cast after the other.
     """
+    if isinstance(run, Rank):  # reads its rows of each tensor
+        whole = (*run.tensors.embeddings, *run.tensors.layer, *run.tensors.others)
+        return phase_of("load", weights=run.weights, loading=max(map(prod, whole)) * run.widths.stream)
     other_type = pretrained and run.device == "cpu" and run.widths.stream != PUBLISHED_BYTES
     drawn = elements(run.tensors.embeddings[:1]) * run.widths.stream if run.shape.tied_head and not pretrained else 0
     base = run.shape.parameters * run.widths.stream
@@ -239,18 +276,22 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _evaluating(run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
-    """The phases of an evaluation with the rows of `batch`."""
+def _evaluating(
+    run: footprint.Footprint, batch: Batch, generation_rows: int, config: RunConfig, during: dict[str, int]
+) -> Iterator[Phase]:
+    """The phases of an evaluation: the held-out loss of the rows of `batch`, and generation."""
+    generated = replace(batch, rows=generation_rows)
     new_tokens = config.evaluation.max_new_tokens
     if config.data.holds_out:
         yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        yield phase_of("generation", **state, **generation_parts(run, batch, new_tokens))
+        parts = run.gathered_to_generate | generation_parts(run, generated, new_tokens)
+        yield phase_of("generation", **state, **parts)
     if config.evaluation.samples_during_training:
-        rows = min(batch.rows, config.evaluation.samples_during_training)
-        parts = generation_parts(run, replace(batch, rows=rows), new_tokens)
+        rows = min(generation_rows, config.evaluation.samples_during_training)
+        parts = run.gathered_to_generate | generation_parts(run, replace(generated, rows=rows), new_tokens)
         yield phase_of("samples", **(_between_steps(run) | during), **parts)
 
 
@@ -262,6 +303,7 @@ def _heldout(run: footprint.Footprint, batch: Batch, state: dict[str, int]) -> P
     slack = int(EVALUATION_SLACK * in_heap(layer + head)) if run.device == "cpu" else 0
     in_layers = {"casts": run.largest_cast, "activations": sum(layer), "loss_head": 0, **run.unpacking}
     in_head = {"casts": 0, "activations": passed_on, "loss_head": sum(head)}
+    state |= run.gathered_in_forward
     both = [phase_of("held-out loss", **state, **parts, allocator_slack=slack) for parts in (in_layers, in_head)]
     return max(both, key=lambda phase: phase.total_bytes)
 

@@ -20,7 +20,7 @@ HEAP_BLOCK_BYTES = 32 * MIB
 KEPT_SLACK, ACCUMULATED_SLACK, ADAPTED_SLACK = 0.08, 0.6, 0.7
 RECOMPUTED_SLACK = 1.6
 UPDATED_SLACK, UPDATED_SLACK_BYTES = 0.25, 384 * MIB
-"""Fractions of the heap that are lost between blocks, as `_lost` uses them. Fitted to the cases marked so in
+"""Fractions of the heap that are lost between blocks, as `allocator_slack` uses them. Fitted to the cases marked so in
 benchmarks/results/memory_cpu.json; two runs of one case differ by up to 30 % with updates in the backward pass."""
 
 
@@ -35,6 +35,10 @@ class Phase:
 
 def phase_of(name: str, **parts: int) -> Phase:
     return Phase(name=name, parts=parts, total_bytes=sum(parts.values()))
+
+
+def times(phase: Phase, count: int) -> Phase:
+    return phase_of(phase.name, **{name: size * count for name, size in phase.parts.items()})
 
 
 def in_heap(blocks: Iterable[int]) -> int:
@@ -84,45 +88,70 @@ def _layer_of(shape: ModelShape, widths: activations.Widths, batch: activations.
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """What the forward pass of a step leaves for its backward pass. Sizes are in bytes."""
+
+    layers: list[Layer]
+    kept_layers: int
+    """How many save their activations, the last ones."""
+    kept: int
+    """Activations that all layers save, and what is saved once."""
+    behind: int
+    """What the last norm saves, and its result."""
+    passing: int
+    """Beside them, at the widest point of a layer."""
+    casts: int
+
+    @classmethod
+    def of(cls, run: Footprint, batch: activations.Batch) -> "Forward":
+        layers = layers_of(run, batch)
+        kept_layers = run.recipe.kept_layers(len(layers))
+        keeping = layers[len(layers) - kept_layers :]
+        passed_on = batch.tokens * run.shape.hidden * run.widths.stream
+        # A checkpointed layer saves its input.
+        kept = (len(layers) - kept_layers) * passed_on + sum(layer.saved_bytes for layer in keeping)
+        kept += sum(activations.saved_once(run.shape, run.widths, batch)) - _without_gradient(run, layers, batch)
+        # A compiled layer returns all that it would save, and only then is it freed.
+        one_layer = max(layer.saved_bytes if batch.compiled else sum(layer.forward) for layer in layers)
+        return cls(
+            layers=layers,
+            kept_layers=kept_layers,
+            kept=kept,
+            behind=sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on,
+            passing=2 * passed_on if kept_layers else one_layer,
+            casts=sum(layer.casts for layer in keeping),
+        )
+
+
 def step_phases(
     run: Footprint, batch: activations.Batch, targets: int, accumulating: bool, state: dict[str, int]
 ) -> tuple[Phase, ...]:
     """The phases of a step. From the second micro-batch on, the gradients of the first exist."""
-    layers = layers_of(run, batch)
-    kept_layers = run.recipe.kept_layers(len(layers))
-    keeping = layers[len(layers) - kept_layers :]
-    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    # A checkpointed layer saves its input.
-    kept = (len(layers) - kept_layers) * passed_on + sum(layer.saved_bytes for layer in keeping)
-    kept += sum(activations.saved_once(run.shape, run.widths, batch)) - _without_gradient(run, layers, batch)
-    behind = sum(activations.saved_by_last_norm(run.shape, run.widths, batch)) + passed_on
-    # A compiled layer returns all that it would save, and only then is it freed.
-    one_layer = max(layer.saved_bytes if batch.compiled else sum(layer.forward) for layer in layers)
-    passing = 2 * passed_on if kept_layers else one_layer
+    left = Forward.of(run, batch)
     gradients = run.table_gradients if run.recipe.in_backward else run.gradients
-    casts = sum(layer.casts for layer in keeping)
     forward = phase_of(
         "forward",
         **state,
         gradients=gradients if accumulating else 0,
-        casts=casts or run.largest_cast,
-        activations=kept,
-        in_flight=passing,
+        casts=left.casts or run.largest_cast,
+        activations=left.kept,
+        in_flight=left.passing,
         **run.unpacking,
     )
     loss = phase_of(
         "loss",
         **state,
         gradients=gradients if accumulating else run.head_gradient,
-        casts=casts,
-        activations=kept + behind,
+        casts=left.casts,
+        activations=left.kept + left.behind,
         loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
     )
-    passes = _backward(run, layers, batch, accumulating)
+    passes = _backward(run, left.layers, batch, accumulating)
     backward = phase_of("backward", **state, **max(passes, key=lambda parts: sum(parts.values())))
     update = phase_of("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
     phases = (forward, loss, backward, update)
-    slack = _lost(run, layers, phases, accumulating) if run.device == "cpu" else 0
+    slack = allocator_slack(run, left.layers, phases, accumulating) if run.device == "cpu" else 0
     return tuple(phase_of(phase.name, **phase.parts, allocator_slack=slack) for phase in phases)
 
 
@@ -141,7 +170,7 @@ def recorded_phases(run: Footprint, batch: activations.Batch, phases: Iterable[P
     handed_over = 3 * passed_on  # input and output of the layers, and its gradient
     loss = by_name["loss"].parts | {"gradients": run.gradients, "casts": 0, "activations": behind + handed_over}
     held = {"gradients": run.gradients, "activations": handed_over}
-    backward = phase_of("backward", **state, **held, in_flight=_lookup(run, batch))
+    backward = phase_of("backward", **state, **held, in_flight=lookup_gradient(run, batch))
     update = phase_of("update", **state, **held, in_flight=run.update_of(run.trained_kinds))
     kept = by_name["forward"].parts["activations"] + by_name["forward"].parts["casts"]
     moments = (moment for layer in layers_of(run, batch) for moment in layer.moments)
@@ -159,7 +188,7 @@ def _without_gradient(run: Footprint, layers: list[Layer], batch: activations.Ba
     return sum(layers[0].saved.attention + layers[0].saved.post_norm)
 
 
-def _lost(run: Footprint, layers: list[Layer], phases: Iterable[Phase], accumulating: bool) -> int:
+def allocator_slack(run: Footprint, layers: list[Layer], phases: Iterable[Phase], accumulating: bool) -> int:
     """On a CPU: heap blocks that one phase of the step freed and no other can reuse, after a few steps.
 
     A part counts as in its largest phase. More is lost where short-lived blocks lie between others that stay: gradients during
@@ -179,33 +208,66 @@ def _lost(run: Footprint, layers: list[Layer], phases: Iterable[Phase], accumula
     return max(0, sum(largest.values()) - live) + int(cut)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descent:
+    """The backward pass, layer by layer from the last one. Sizes are in bytes."""
+
+    run: Footprint
+    batch: activations.Batch
+    layers: list[Layer]
+    recomputed: int
+    """How many layers are recomputed, the first ones."""
+    once: int
+    unsaved: int
+    kept_below: list[int]
+    casts_below: list[int]
+
+    @classmethod
+    def of(cls, run: Footprint, layers: list[Layer], batch: activations.Batch) -> "Descent":
+        recomputed = len(layers) - run.recipe.kept_layers(len(layers))
+        kept = (0 if at < recomputed else layer.saved_bytes for at, layer in enumerate(layers))
+        casts = (0 if at < recomputed else layer.casts for at, layer in enumerate(layers))
+        return cls(
+            run=run,
+            batch=batch,
+            layers=layers,
+            recomputed=recomputed,
+            once=sum(activations.saved_once(run.shape, run.widths, batch)),
+            unsaved=_without_gradient(run, layers, batch),
+            kept_below=[0, *accumulate(kept)],
+            casts_below=[0, *accumulate(casts)],
+        )
+
+    def at(self, below: int, moment: Moment) -> dict[str, int]:
+        """Casts and activations in the layer with `below` layers before it."""
+        run, recomputes = self.run, below < self.recomputed
+        passed_on = self.batch.tokens * run.shape.hidden * run.widths.stream
+        held = min(below, self.recomputed) * passed_on + self.kept_below[below] + self.once
+        held -= self.unsaved if below > self.recomputed else 0
+        # The input of the layer is saved once if its norm computes in the same dtype.
+        own = passed_on if recomputes and run.widths.stream != run.widths.norm and not self.batch.compiled else 0
+        return {
+            "casts": self.casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
+            "activations": held + own + moment.saved,
+        }
+
+
 def _backward(
     run: Footprint, layers: list[Layer], batch: activations.Batch, accumulating: bool
 ) -> Iterator[dict[str, int]]:
     """The parts of the backward pass where it can be largest: in the layers and at the embedding."""
-    recomputed = len(layers) - run.recipe.kept_layers(len(layers))
-    passed_on = batch.tokens * run.shape.hidden * run.widths.stream
-    once = sum(activations.saved_once(run.shape, run.widths, batch))
-    unsaved = _without_gradient(run, layers, batch)
-    kept = [0 if at < recomputed else layer.saved_bytes for at, layer in enumerate(layers)]
-    casts = [0 if at < recomputed else layer.casts for at, layer in enumerate(layers)]
-    kept_below, casts_below = ([0, *accumulate(sizes)] for sizes in (kept, casts))
+    descent = Descent.of(run, layers, batch)
     trained_above = [*accumulate((layer.trained for layer in reversed(layers)), initial=0)]
-
     updating = run.update_of(run.tensors.matrices[-1:])
 
     def at(below: int, moment: Moment) -> dict[str, int]:
         """In the layer with `below` layers before it."""
         layer = layers[below]
-        held = min(below, recomputed) * passed_on + kept_below[below] + once - (unsaved if below > recomputed else 0)
-        # The input of the layer is saved once if its norm computes in the same dtype.
-        own = passed_on if below < recomputed and run.widths.stream != run.widths.norm and not batch.compiled else 0
         done = trained_above[len(layers) - 1 - below] + moment.done / layer.matrices * layer.trained
         gradients = run.gradients if accumulating else run.head_gradient + int(0 if run.recipe.in_backward else done)
         return {
             "gradients": gradients,
-            "casts": casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
-            "activations": held + own + moment.saved,
+            **descent.at(below, moment),
             "in_flight": moment.in_flight + moment.updating * updating,
             **run.unpacking,
         }
@@ -222,15 +284,15 @@ def _backward(
 
     moments = {id(layer): widest(layer) for layer in {id(layer): layer for layer in layers}.values()}
     # Memory rises or falls evenly between these, if all layers are alike.
-    ends = {0, recomputed - 1, recomputed, len(layers) - 1} - {-1, len(layers)}
+    ends = {0, descent.recomputed - 1, descent.recomputed, len(layers) - 1} - {-1, len(layers)}
     for below in range(len(layers)) if run.shape.kinds else ends:
         yield at(below, moments[id(layers[below])])
     if not run.adapters:
         gradients = run.table_gradients if run.recipe.in_backward else run.gradients
-        yield {"gradients": gradients, "casts": 0, "activations": 0, "in_flight": _lookup(run, batch)}
+        yield {"gradients": gradients, "casts": 0, "activations": 0, "in_flight": lookup_gradient(run, batch)}
 
 
-def _lookup(run: Footprint, batch: activations.Batch) -> int:
+def lookup_gradient(run: Footprint, batch: activations.Batch) -> int:
     """The gradient of the embedding: as it arrives, sorted, summed by token in at least float32, and rounded."""
     wide, narrow = max(4, run.width), run.widths.stream
     copies = 2 * narrow + wide + (wide + narrow if wide != run.width else 0)

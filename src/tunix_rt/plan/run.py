@@ -118,7 +118,7 @@ def _seconds(
             return None
         tokens = round(rows.tokens / rows.rows * min(rows_per_step, rows.rows))
         time = estimate_time(
-            shape, config, tokens_per_step=tokens, steps=steps, eval_items=rows.eval_items, eval_rows=memory.eval_rows,
+            shape, config, tokens_per_step=tokens, steps=steps, eval_items=rows.eval_items, eval_rows=memory.generation_rows,
             flops_per_second=cpu_flops, target_share=rows.target_tokens / rows.tokens, heldout_tokens=rows.heldout_tokens,
         )  # fmt: skip
         low, high = seconds_beside(shape, config, steps)

@@ -54,6 +54,14 @@ def tensors_of(shape: ModelShape) -> Tensors:
     )
 
 
+def layer_tensors(shape: ModelShape) -> list[list[Dimensions]]:
+    """Of each layer, from the first to the last; equal layers share one list."""
+    if shape.trace is not None:
+        return [list(layer) for layer in shape.trace.layers]
+    kinds = [tensors_of(kind).layer for kind in shape.stack]
+    return [kinds[kind] for kind in shape.order or (0,) * shape.layers]
+
+
 def _matrices(shape: ModelShape) -> list[Dimensions]:
     """Of a layer of this kind, in the order of its matmuls."""
     hidden, query, kv = shape.hidden, shape.query_size, shape.kv_size

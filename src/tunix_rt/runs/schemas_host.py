@@ -127,6 +127,7 @@ class Footprint(f.Facts):
 class PlannedMemory(MemoryPlan):
     eval_rows: f.Positive
     """A replay evaluates in batches of this size."""
+    generation_rows: f.Count = 0
 
 
 class Plan(f.Facts):

@@ -17,7 +17,7 @@ from typing import Any
 
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import Backend, Engine
-from tunix_rt.errors import Preempted, StorageError
+from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.folder import (
     RunDir,
@@ -201,7 +201,7 @@ class Checkpointer:
             logger.info("Waited %s for the checkpoint of step %d", duration(waited), self.requested)
         self.raise_if_failed()
 
-    def give_up(self, error: Preempted | None = None) -> None:
+    def give_up(self, error: TunixError | None = None) -> None:
         """Abandon the save in progress: nothing is committed or deleted from now on."""
         held = self._gate.acquire(timeout=GATE_SECONDS)
         self._given_up = True

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.base import Engine, load_ranks
@@ -55,7 +56,7 @@ class Ranks:
 def leading(config: RunConfig) -> Iterator[Ranks]:
     """Meet the other ranks; they end with the block."""
     ranks = Ranks(world=world())
-    if ranks.world.size == 1:
+    if ranks.world.size == 1 or CAPABILITIES[config.training.backend].multi_process:  # see `all_hosts`
         yield ranks
         return
     refuse_for_ranks(config, ranks.world)
@@ -67,11 +68,6 @@ def leading(config: RunConfig) -> Iterator[Ranks]:
 def refuse_for_ranks(config: RunConfig, here: World) -> None:
     """ConfigError for what a run on several ranks does not support."""
     training = config.training
-    if training.backend != "torch":
-        raise ConfigError(
-            f"WORLD_SIZE is {here.size}: training.backend: {training.backend} uses every visible device from one process",
-            fix="start it without torchrun, or set training.backend: torch",
-        )
     if training.load_in_4bit:
         raise ConfigError("training.load_in_4bit: 4-bit weights cannot be sharded", fix="leave it out above one rank")
     if training.memory == "auto":

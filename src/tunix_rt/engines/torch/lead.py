@@ -167,7 +167,7 @@ def summed_loss(engine: Engine, micro: MicroBatch) -> torch.Tensor:
 def generate(
     engine: Engine, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
     decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
-    on_tokens: Callable[[int, list[int]], None] | None = None, logprobs: bool = False,
+    on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
 ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
     """Every rank gathers the model, and generates for its share of the prompts. Where the order of prompts decides random
     numbers, or tokens are shown as they come, rank 0 generates alone."""

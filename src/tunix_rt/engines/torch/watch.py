@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tunix_rt.errors import TunixError
-from tunix_rt.ranks import World
+from tunix_rt.ranks import World, rank_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ FIRST_SECONDS = 1800.0
 """The same before the first step is done: it compiles."""
 SLOWEST_TIMES = 10.0
 """A step may take as many times as long as the slowest so far."""
-SECONDS_VARIABLE = "TUNIX_RT_RANK_TIMEOUT"
-"""Of the environment: seconds in place of all three."""
 FORWARDED_SECONDS = 2.0
 """A launcher sends its signals to every rank: rank 0 has it by then."""
 RESUME = "run the same command with --resume: it continues after the last checkpoint"
@@ -190,12 +188,10 @@ class Watch:
     # --- limits
 
     def _least(self) -> float:
-        return float(os.environ.get(SECONDS_VARIABLE) or LEAST_SECONDS)
+        return rank_timeout(LEAST_SECONDS)
 
     def _limit(self) -> float:
-        if given := os.environ.get(SECONDS_VARIABLE):
-            return float(given)
-        return max(LEAST_SECONDS, SLOWEST_TIMES * self._slowest) if self._slowest else FIRST_SECONDS
+        return rank_timeout(max(LEAST_SECONDS, SLOWEST_TIMES * self._slowest) if self._slowest else FIRST_SECONDS)
 
 
 def _joined() -> int:
