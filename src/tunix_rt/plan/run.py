@@ -11,7 +11,7 @@ from typing import Any
 from tunix_rt.config.capabilities import capabilities_of
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import with_settings
-from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.plan.fit import GIB, Fit, predict_as_run, verdict
 from tunix_rt.plan.knobs import value_of
 from tunix_rt.plan.memory import MemoryPlan
@@ -20,6 +20,7 @@ from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import rates_for, time_of_plan
 from tunix_rt.plan.target import Chosen
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, run_time, seconds_beside, steps_of_run
+from tunix_rt.ranks import world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def plan_run(
     if rows is None and settle and config.training.memory == "auto":
         config, fitting = settle_memory(config, shape, device, cpu_flops=cpu_flops)
     training = config.training
-    devices = device.count if capabilities_of(training).multi_device else 1
+    devices = devices_of(training, device)
     batch = micro_batch or training.per_device_train_batch_size * devices
     rows_per_step = batch * training.gradient_accumulation_steps
     known: dict[str, Any] = {}
@@ -105,6 +106,12 @@ def plan_run(
         tokens_per_step=None if rows is None else round(rows.tokens / rows.rows * rows_per_step),
         seconds=None if rows is None else _seconds(config, shape, device, rows, memory, cpu_flops),
     )
+
+
+def devices_of(training: Training, device: Chosen) -> int:
+    """Devices of a run: of an engine with ranks one for each, else every visible one if it shards over them."""
+    engine = capabilities_of(training)
+    return world().size if engine.ranks else device.count if engine.multi_device else 1
 
 
 def _seconds(
@@ -137,7 +144,7 @@ def settle_memory(
     """`config` with the settings that `memory: auto` chooses, and the record of the choice: the fastest that fits and keeps
     the result if the run fits as written, else what fits and changes the result least. Where nothing fits or the compiler
     decides, the configuration stays as written."""
-    devices = device.count if capabilities_of(config.training).multi_device else 1
+    devices = devices_of(config.training, device)
     plan = predict_as_run(shape, config, device, devices=devices)
     fits = verdict(plan, device).fits
     proposals = (faster if fits else solve)(plan, device, shape, config, rates_for(device))

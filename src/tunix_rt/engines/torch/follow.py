@@ -4,7 +4,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,11 @@ from tunix_rt.engines.torch.watch import Watch, pass_signals_on
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
-from tunix_rt.storage import WrittenFile
 
 logger = logging.getLogger(__name__)
+
+VISIBLE_SECONDS = 30.0
+"""For a folder that rank 0 has made to be seen by another host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,6 @@ class Follower:
         self._optimizer: Optimizer | None = None
         self._training: Training | None = None
         self._steps: Generator[Step, None, None] | None = None
-        self._last_snapshot = 0
 
     @property
     def engine(self) -> Engine:
@@ -113,35 +115,30 @@ class Follower:
             self._orders.answer([(place, asdict(answer)) for place, answer in answers])
 
     def snapshot(self) -> None:
-        """Written by a thread once rank 0 has a folder for it; one that never gets a folder is dropped by the next."""
         taken, number = loop.snapshot(*self.state), self._orders.number
-        self._last_snapshot = number
+        threading.Thread(target=self._write, args=(taken.write, number), name="tunix-rt-save", daemon=True).start()
 
-        def write() -> None:
-            folder = self._orders.folder_of(number, until=lambda: self._last_snapshot != number)
-            if folder is not None:
-                self._answer_files(number, partial(taken.write, folder))
-
-        threading.Thread(target=write, name="tunix-rt-save", daemon=True).start()
+    def _write(self, write: Callable[[Path], Any], number: int) -> None:
+        """Write a snapshot once rank 0 has a folder for it."""
+        try:
+            folder = Path(self._orders.wait(f"write/{number}"))
+            self._orders.answer(write(wait_for(folder)), f"wrote/{number}")
+        except TunixError as error:
+            self._orders.fail(error)
+        except dist.DistError:  # rank 0 has ended
+            return
 
     def write_direct(self, folder: str) -> None:
-        self._answer_files(self._orders.number, partial(loop.write_direct, *self.state, Path(folder)))
-
-    def _answer_files(self, number: int, write: Callable[[], Mapping[str, WrittenFile]]) -> None:
-        """Rank 0 raises the error of a disk, as it raises one of its own."""
-        try:
-            self._orders.answer(write(), number)
-        except StorageError as error:
-            self._orders.answer(self._orders.described(error), number)
+        self._orders.answer(loop.write_direct(*self.state, wait_for(Path(folder))))
 
     def restore_state(self, folder: str, step: int) -> None:
-        loop.restore_state(*self.state, Path(folder), step=step)
+        loop.restore_state(*self.state, wait_for(Path(folder)), step=step)
 
     def round_weights(self, dtype: str) -> None:
         loop.round_weights(self.engine, dtype)
 
     def save(self) -> None:
-        loop.save(self.engine, Path(), tokenizer_folder=Path(), stop_ids=[])  # rank 0 writes
+        loop.save(self.engine, Path(), tokenizer_folder=Path(), stop_ids=())  # rank 0 writes it
 
     def tensor_hashes(self) -> None:
         loop.tensor_hashes(self.engine)
@@ -153,6 +150,18 @@ class Follower:
 
     def facts(self) -> None:
         self._orders.answer(facts_of(self.engine, self._orders.world))
+
+
+def wait_for(folder: Path) -> Path:
+    """`folder`, once it is here: another host may have made it."""
+    until = time.monotonic() + VISIBLE_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise StorageError(
+                f"{folder}, which rank 0 has made, is not here", fix="give --output a folder that every host shares"
+            )
+        time.sleep(0.1)
+    return folder
 
 
 def facts_of(engine: Engine, world: World) -> dict[str, Any]:

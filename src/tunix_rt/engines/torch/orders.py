@@ -8,7 +8,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -56,16 +55,14 @@ class Orders:
             self.store.delete_key(f"order/{self.number - KEPT_ORDERS}")
         return self.number
 
-    def answers(self, number: int, each: Callable[[], None] = lambda: None) -> dict[int, Any]:
-        """The answers of the others to order `number`, by rank; an error among them is raised. Calls `each` while it waits."""
+    def answers(self, name: str, each: Callable[[], None] = lambda: None) -> dict[int, Any]:
+        """The answers of the others under `name`, by rank. Calls `each` while it waits."""
         found: dict[int, Any] = {}
         while len(found) < self.world.size - 1:
             for rank in range(1, self.world.size):
-                if rank not in found and self.store.check([key := f"answer/{number}/{rank}"]):
+                if rank not in found and self.store.check([key := f"{name}/{rank}"]):
                     found[rank] = json.loads(self.store.get(key))
                     self.store.delete_key(key)
-                    if isinstance(found[rank], dict) and "problem" in found[rank]:
-                        self._raise(rank, found[rank])
             self.raise_failure()
             each()
             if len(found) < self.world.size - 1:
@@ -76,15 +73,10 @@ class Orders:
         """Raise the error that ended another rank, if one did."""
         for rank in range(1, self.world.size):
             if self.store.check([f"failed/{rank}"]):
-                self._raise(rank, json.loads(self.store.get(f"failed/{rank}")))
-
-    def _raise(self, rank: int, failure: dict[str, Any]) -> None:
-        problem = f"rank {rank} on {failure['host']}: {failure['problem']}"
-        raise _error_of(failure["exit_code"])(problem, fix=failure["fix"])
-
-    def name_folder(self, number: int, folder: Path) -> None:
-        """Let the others write the snapshot of order `number` into `folder`."""
-        self.store.set(f"folder/{number}", str(folder.resolve()))
+                failure = json.loads(self.store.get(f"failed/{rank}"))
+                raise _error_of(failure["exit_code"])(
+                    f"rank {rank} on {failure['host']}: {failure['problem']}", fix=failure["fix"]
+                )
 
     def end(self) -> None:
         """The others end with this process."""
@@ -97,31 +89,25 @@ class Orders:
 
     def next(self) -> tuple[str, dict[str, Any]]:
         """The next order, whenever it comes."""
-        key, pause = f"order/{self.number + 1}", 0.0002
-        while not self.store.check([key]):  # a wait with a timeout would print a warning for each
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.02)
+        call, arguments = json.loads(self.wait(f"order/{self.number + 1}"))
         self.number += 1
-        call, arguments = json.loads(self.store.get(key))
         return call, arguments
 
-    def folder_of(self, number: int, *, until: Callable[[], bool]) -> Path | None:
-        """The folder for the snapshot of order `number`; None where it has none until `until` is true."""
-        while not self.store.check([f"folder/{number}"]):
-            if until():
-                return None
-            time.sleep(0.02)
-        return Path(self.store.get(f"folder/{number}").decode())
+    def answer(self, value: Any, name: str = "") -> None:
+        """Answer the order in progress, or under another `name`."""
+        self.store.set(f"{name or f'answer/{self.number}'}/{self.world.rank}", json.dumps(value))
 
-    def answer(self, value: Any, number: int | None = None) -> None:
-        """Answer the newest order, or order `number`."""
-        self.store.set(f"answer/{number or self.number}/{self.world.rank}", json.dumps(value))
+    def wait(self, key: str) -> str:
+        """The value that rank 0 sets, whenever it does. A wait of the store would print a warning for each timeout."""
+        pause = 0.0002
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+        return self.store.get(key).decode()
 
     def fail(self, error: TunixError) -> None:
-        self.store.set(f"failed/{self.world.rank}", json.dumps(self.described(error)))
-
-    def described(self, error: TunixError) -> dict[str, Any]:
-        return {"problem": error.problem, "fix": error.fix, "exit_code": error.exit_code, "host": self.world.host}
+        failure = {"problem": error.problem, "fix": error.fix, "exit_code": error.exit_code, "host": self.world.host}
+        self.store.set(f"failed/{self.world.rank}", json.dumps(failure))
 
 
 def _error_of(exit_code: int) -> type[TunixError]:

@@ -29,6 +29,7 @@ from tunix_rt.models.multimodal import text_config
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import refuse_if_too_big
+from tunix_rt.plan.run import devices_of
 from tunix_rt.plan.shape import Outline, outline_of
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.trace import shape_of_any
@@ -39,7 +40,7 @@ from tunix_rt.runs.schemas import Batch, PredictionLine
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
 from tunix_rt.train.context import load_engine, step_shape
-from tunix_rt.train.preflight import adjust_data_replicas, devices_of, steps_of
+from tunix_rt.train.preflight import adjust_data_replicas, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
         changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
-    config = adjust_data_replicas(config, devices_of(config, choice), continued=True)
+    config = adjust_data_replicas(config, devices_of(config.training, choice), continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
     tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
