@@ -14,6 +14,10 @@ from tunix_rt.errors import ConfigError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for each process."""
+TIMEOUT = "TUNIX_RT_RANK_TIMEOUT"
+"""Variable of the environment: seconds after which a rank is given up that others wait for."""
+EXIT_FILE = "TUNIX_RT_EXIT_FILE"
+"""Variable of the environment under --nproc: the file into which rank 0 writes the exit code of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ def world(environment: Mapping[str, str] | None = None) -> World:
     """The world of this process, a single rank without a launcher. ConfigError where only some of the variables are set."""
     given = os.environ if environment is None else environment
     missing = [name for name in NAMES if not given.get(name)]
-    if len(missing) == len(NAMES) or given.get("WORLD_SIZE", "1") == "1":
+    if len(missing) == len(NAMES):
         return ALONE
     if missing:
         raise ConfigError(
@@ -61,13 +65,20 @@ def world(environment: Mapping[str, str] | None = None) -> World:
     return World(rank=rank, size=size, local_rank=local_rank, restarts=restarts)
 
 
-def refuse_ranks() -> None:
-    """ConfigError for a run that a launcher starts on several ranks."""
-    if (size := world().size) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {size}: a run has one process, and several would write into one folder",
-            fix="start it without torchrun; training.backend: jax uses every visible device from one process",
-        )
+def rank_timeout(otherwise: float) -> float:
+    return float(os.environ.get(TIMEOUT) or otherwise)
+
+
+def process_exit_code(code: int) -> int:
+    """The exit code of this process. Under --nproc rank 0 leaves that of the run to the launcher, and what need not be tried
+    again ends all ranks with 0, so that torchrun does not start them again."""
+    path = os.environ.get(EXIT_FILE)
+    if path is None or code == 1:
+        return code
+    if world().is_lead:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(str(code))
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

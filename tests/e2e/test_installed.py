@@ -1,5 +1,6 @@
 """What a user has in hand: the built wheel, the old commands, the start-up time."""
 
+import hashlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT, environment
+from tunix_rt import __version__
 from tunix_rt.doctor.wheels import TESTED_TORCH
 
 HEAVY = {"torch", "jax", "transformers", "pydantic", "numpy", "rich", "yaml", "huggingface_hub", "tokenizers"}
@@ -50,7 +52,7 @@ def test_the_wheel_contains_the_package_and_what_a_run_needs():
         f"tunix_rt/packaged/{name}/{path.removeprefix(f'{home}/')}"
         for home, name in homes.items()
         for path in git("ls-files", home)
-    }
+    } | {"tunix_rt/packaged/commit.txt"}
     assert {path for path in packed if path.startswith("tunix_rt/packaged/")} == wanted
     assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "tunix_rt").rglob("*.py")} <= packed
     assert "tunix_rt/py.typed" in packed
@@ -82,22 +84,29 @@ def test_images_and_scripts_install_the_tested_torch():
     assert pins == {TESTED_TORCH}
 
 
-@pytest.mark.slow
-def test_two_builds_of_a_commit_have_the_same_bytes_and_a_wheel_of_the_sdist_is_the_same_wheel(tmp_path):
-    done = subprocess.run(
-        [ROOT / "scripts" / "release", "build", tmp_path / "dist"], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What `scripts/release build` makes of the commit, and what it prints."""
+    folder = tmp_path_factory.mktemp("release") / "dist"
+    done = subprocess.run([ROOT / "scripts" / "release", "build", folder], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "dist").iterdir())) == len(re.findall(r"^[0-9a-f]{64}  ", done.stdout, re.M)) == 2
+    return folder, done.stdout
 
 
 @pytest.mark.slow
-def test_the_built_wheel_works_alone(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    wheel = next((tmp_path / "dist").glob("*.whl"))
+def test_two_builds_of_a_commit_have_the_same_bytes_and_a_wheel_of_the_sdist_is_the_same_wheel(built):
+    folder, printed = built
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    assert dict(line.split()[::-1] for line in printed.splitlines()) == hashes
+    assert {name.partition("-")[2] for name in hashes} == {
+        f"{__version__}-py3-none-any.whl",
+        f"{__version__}.tar.gz",
+    }
+
+
+@pytest.mark.slow
+def test_the_built_wheel_works_alone_and_its_runs_become_bundles(built, tmp_path):
+    wheel = next(built[0].glob("*.whl"))
     site = tmp_path / "site"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)],
@@ -106,17 +115,18 @@ def test_the_built_wheel_works_alone(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     clean = {**environment(), "PYTHONPATH": str(site)}
-    where = subprocess.run(
-        [sys.executable, "-c", "import tunix_rt; print(tunix_rt.__file__)"],
-        env=clean, cwd=elsewhere, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert where.stdout.startswith(str(site))
-    done = subprocess.run(
-        [sys.executable, "-m", "tunix_rt", "train", "smoke_tiny", "--output", "run", "--device", "cpu", "--max-steps", "2"],
-        env=clean, cwd=elsewhere, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+
+    def alone(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], env=clean, cwd=elsewhere, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert alone("-c", "import tunix_rt; print(tunix_rt.__file__)").startswith(str(site))
+    alone("-m", "tunix_rt", "train", "smoke_tiny", "--output", "run", "--device", "cpu", "--max-steps", "2")
     assert json.loads((elsewhere / "run" / "result.json").read_text())["status"] == "completed"
+    manifest = json.loads(alone("-m", "tunix_rt", "evidence", "collect", "run", "--to", "bundle", "--json"))
+    assert git("rev-parse", "HEAD") == [manifest["commit"]]
+    assert "level L1" in alone("-m", "tunix_rt", "evidence", "verify", "bundle", "--repository", str(ROOT))
 
 
 def test_the_old_commands_take_the_flags_that_words_of_refusal_advise(tmp_path, monkeypatch):

@@ -64,10 +64,8 @@ def plant(defect):
     if defect == "copies":
         sharding.Sharding.replicas = property(lambda self: 1, lambda self, value: None)
     if defect == "local":
-        whole = sharding.Sharding.loss
-        sharding.Sharding.loss = lambda self, engine, placed, scale: whole(
-            self, engine, placed, 1 / max(1, len(placed.targets))
-        )
+        whole = model.rank_loss
+        model.rank_loss = lambda engine, placed, scale: whole(engine, placed, 1 / max(1, len(placed.targets)))
     if defect == "stale":
         taken = sharding.Sharding.__init__
 

@@ -15,6 +15,7 @@ import click
 
 from tunix_rt import __version__
 from tunix_rt.errors import ConfigError, TunixError, did_you_mean
+from tunix_rt.ranks import process_exit_code
 
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
@@ -27,6 +28,7 @@ VERBS = {
     "data": ("data", "Import a dataset, check it, and show token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
     "export": ("inference", "Write a model for transformers, and check that it computes the same."),
+    "push": ("push", "Upload the model of a run to the hub, with a model card; a dry run without --yes."),
     "evaluate": ("inference", "Answer the questions of an eval set with a model, and score the answers."),
     "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
@@ -109,7 +111,7 @@ def reported(ctx: click.Context) -> Iterator[None]:
     except (click.UsageError, TunixError) as error:
         refusal = usage_error(error) if isinstance(error, click.UsageError) else error
         report(refusal)
-        ctx.exit(refusal.exit_code)
+        ctx.exit(process_exit_code(refusal.exit_code))
 
 
 def report(error: TunixError) -> None:

@@ -320,6 +320,11 @@ def load_follower(name: str) -> Any:
     return importlib.import_module(f"tunix_rt.engines.{name}.follow")
 
 
+def load_lead(name: str) -> Any:
+    """The engine module of the first of several processes."""
+    return importlib.import_module(f"tunix_rt.engines.{name}.lead")
+
+
 T = TypeVar("T")
 
 
@@ -411,11 +416,13 @@ if TYPE_CHECKING:  # mypy compares each engine with the interface, function by f
     from tunix_rt.engines.jax import lead as jax_lead
     from tunix_rt.engines.jax import load as jax_load
     from tunix_rt.engines.jax import loop as jax_loop
+    from tunix_rt.engines.torch import lead as torch_lead
     from tunix_rt.engines.torch import loop as torch_loop
     from tunix_rt.engines.torch import model as torch_model
     from tunix_rt.engines.torch import optim as torch_optim
 
     _torch: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_loop
+    _ranks: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_lead
     _jax: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_loop
     _jax_lead: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_lead
     _torch_engine: type[Engine] = torch_model.Engine

@@ -266,3 +266,10 @@ def note_process(run: RunDir, machine: dict[str, Any], *, first_step: int, start
     entry: dict[str, Any] = {"pid": os.getpid(), "started": started.isoformat(timespec="seconds")}
     entry |= {"first_step": first_step, "machine": machine}
     write_json(run.processes, {"schema": PROCESSES_SCHEMA, "processes": [*before, entry]})
+
+
+def note_ranks(run: RunDir, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """The ranks of the process that was added last."""
+    *before, last = _read_list(run.processes, "processes", "lists only this process", expected=True)
+    known = [{name: value for name, value in one.items() if name != "versions"} for one in ranks]
+    write_json(run.processes, {"schema": PROCESSES_SCHEMA, "processes": [*before, last | {"ranks": known}]})

@@ -86,7 +86,7 @@ def build_precommit(
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
     }
-    if batch is not None and CAPABILITIES[config.training.backend].multi_device:
+    if batch is not None and (CAPABILITIES[config.training.backend].multi_device or batch.devices > 1):
         committed["batch"] = {"rows": batch.rows, "devices": batch.devices}
     if fitting is not None:
         committed["fitting"] = fitting

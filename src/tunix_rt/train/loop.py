@@ -342,7 +342,7 @@ def _state(
         "random": "a function of (training.seed, step)",
         "data": "a function of (data seed, step)",
     }
-    if CAPABILITIES[context.config.training.backend].multi_device:
+    if CAPABILITIES[context.config.training.backend].multi_device or len(engine.devices) > 1:
         state["batch"] = {"rows": context.batch.rows, "devices": len(engine.devices)}
     return state
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.ranks import rank_timeout
+
 SILENT_SECONDS = 30.0
 """Without a message, after which a process counts as stopped."""
 LARGEST_MESSAGE = 2**32
@@ -23,7 +25,7 @@ class Channel:
     """A connection. Messages are JSON, with arrays as raw bytes."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(SILENT_SECONDS)
+        connection.settimeout(rank_timeout(SILENT_SECONDS))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._sending = connection, threading.Lock()
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tunix_rt.engines.jax.channel import SILENT_SECONDS, Arrays, Channel, Message
 from tunix_rt.errors import ConfigError, HardwareError, Preempted, TunixError
 from tunix_rt.progress import duration
+from tunix_rt.ranks import process_exit_code, rank_timeout
 from tunix_rt.storage import WrittenFile
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def hang(lead: Doing, peers: Mapping[str, Doing], *, now: float, slowest: float)
     waited = now - lead.since
     late = {name: one for name, one in peers.items() if (one.number, one.entered) < (lead.number, True)}
     is_step = lead.what.startswith("step") and all(one.what.startswith("step") for one in late.values())
-    limit = max(HANG_SECONDS, SLOW_STEPS * slowest) if is_step and slowest else LONG_SECONDS
+    limit = rank_timeout(max(HANG_SECONDS, SLOW_STEPS * slowest)) if is_step and slowest else LONG_SECONDS
     if not lead.entered or waited <= limit:
         return ""
     if not late:
@@ -199,7 +200,7 @@ class Lead:
         try:
             peer.channel.send(kind, arrays, **fields)
         except OSError as error:
-            self._lose(HardwareError(f"{peer.name} has ended", fix=SEE_LOGS, cause="process-lost"))
+            self._lose(TunixError(f"{peer.name} has ended", fix=SEE_LOGS))
             raise self.failure or error from error
 
     # --- threads ------------------------------------------------------------------------------------------------------
@@ -210,12 +211,14 @@ class Lead:
                 message, _ = peer.channel.receive()
                 self._take(peer, message)
         except TimeoutError:
-            problem = f"{peer.name} has been silent for {duration(SILENT_SECONDS)}, last in {peer.doing.what}"
-            self._lose(HardwareError(problem, fix=SEE_LOGS, cause="process-hangs"))
+            problem = (
+                f"{peer.name} has been silent for {duration(rank_timeout(SILENT_SECONDS))}, last in {peer.doing.what}"
+            )
+            self._lose(TunixError(problem, fix=SEE_LOGS))
         except (EOFError, OSError, ValueError):
             peer.left.set()
             where = f" during {self._doing.what}" if self._doing.entered else ""
-            self._lose(HardwareError(f"{peer.name} has ended{where}", fix=SEE_LOGS, cause="process-lost"))
+            self._lose(TunixError(f"{peer.name} has ended{where}", fix=SEE_LOGS))
 
     def _take(self, peer: Peer, message: Message) -> None:
         kind = message["kind"]
@@ -240,7 +243,7 @@ class Lead:
                     continue  # its listener says why
             peers = {peer.name: peer.doing for peer in self.peers}
             if problem := hang(self._doing, peers, now=time.monotonic(), slowest=self._slowest):
-                self._lose(HardwareError(problem, fix=SEE_LOGS, cause="process-hangs"))
+                self._lose(TunixError(problem, fix=SEE_LOGS))
 
     def _lose(self, error: TunixError) -> None:
         """Record the first failure. The main thread raises it at its next announcement, or the process is ended."""
@@ -346,19 +349,19 @@ class Follower:
                 if message["kind"] == "end":
                     break
         except TimeoutError:
-            problem = f"process 0 has been silent for {duration(SILENT_SECONDS)}"
+            problem = f"process 0 has been silent for {duration(rank_timeout(SILENT_SECONDS))}"
         except (EOFError, OSError, ValueError) as error:
             logger.debug("the connection to process 0: %s", error)
         else:
             problem = ""
-        self._leave(problem, message["exit_code"] if not problem else HardwareError.exit_code)
+        self._leave(problem, message["exit_code"] if not problem else TunixError.exit_code)
 
     def _leave(self, problem: str, exit_code: int) -> None:
         """End the process: at once without a lead, before jax aborts it; else after the main thread had time to."""
         if not problem and self._over.wait(2 * COURTESY_SECONDS):
             return
         logger.error("%s\n  fix: %s", problem or "process 0 ended the run", SEE_LOGS)
-        os._exit(exit_code)
+        os._exit(process_exit_code(exit_code))
 
     def close(self) -> None:
         """The main thread ends by itself."""

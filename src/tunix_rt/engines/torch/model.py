@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from tunix_rt.engines.trace import FORWARD, HEAD
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.plan.precision import Recipe
 from tunix_rt.ranks import ALONE, World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,10 @@ class Engine:
             return self.sharding.weights
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
+    def through_root(self, compute: Callable[..., T], *arguments: Any) -> T:
+        """`compute(*arguments)`; above one rank every rank calls it, and has the embeddings."""
+        return compute(*arguments) if self.sharding is None else self.sharding.through_root(compute, *arguments)
+
     def clear_gradients(self) -> None:
         if self.sharding is not None:
             self.sharding.clear_gradients()
@@ -340,8 +346,7 @@ def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.
     Logits are computed only for hidden states that predict a target. Above one rank, every rank calls it for its own rows.
     """
     placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
-    compute = _summed_loss if engine.sharding is None else engine.sharding.loss
-    return compute(engine, placed, scale)
+    return engine.through_root(_summed_loss if engine.sharding is None else rank_loss, engine, placed, scale)
 
 
 def rank_loss(engine: Engine, placed: Placed, scale: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from tunix_rt.engines.torch.sharding import Sharding, local_part
 from tunix_rt.engines.torch.tensor_files import DTYPES, Tensors, read_rows
 from tunix_rt.errors import InputError
 from tunix_rt.models.resolve import ModelSource
@@ -32,6 +33,14 @@ def meta_model(source: ModelSource, config: Any, options: Mapping[str, Any]) -> 
     return model.eval()
 
 
+def fill_model(model: Any, source: ModelSource, sharding: Sharding, *, key_mapping: dict[str, str] | None) -> None:
+    """Fill the rows that this rank has of a model that was built on the meta device."""
+    saved = dict(model.named_parameters()) | _persistent_buffers(model)
+    parts = {name: sharding.part_of(one) for name, one in saved.items()}
+    fill_weights(model, source, {name: local_part(one) for name, one in saved.items()}, parts, key_mapping=key_mapping)
+    fill_buffers(model)
+
+
 def fill_buffers(model: Any) -> None:
     """Compute the buffers of a model whose parameters are set, as transformers does after it has loaded weights."""
     for tensor in (*model.parameters(), *_persistent_buffers(model).values()):
@@ -47,21 +56,19 @@ def _persistent_buffers(model: Any) -> dict[str, torch.Tensor]:
 def fill_weights(
     model: Any, source: ModelSource, tensors: Tensors, parts: Mapping[str, Part], *, key_mapping: dict[str, str] | None
 ) -> None:
-    """Fill `tensors`, what this rank has of the parameters and saved buffers of `model`, with the rows in `parts`; without an
-    entry there, with all rows. Refuses weights that are missing, of another shape, or two for parameters that are tied."""
-    shapes = {name: parts[name].shape if name in parts else tuple(one.shape) for name, one in tensors.items()}
+    """Fill `tensors`, which are `parts` of the parameters and saved buffers of `model`. Refuses weights that are missing, of
+    another shape, or two for parameters that are tied."""
     first, filled = _first_names(model), set[str]()
     try:
         for target, value in _values(model, stored_tensors(model_files(source.folder)), key_mapping):
             if (name := first.get(target, target)) not in tensors:
                 continue
-            if tuple(value.shape) != shapes[name]:
-                problem = f"has {target} as {list(value.shape)}, config.json as {list(shapes[name])}"
+            if tuple(value.shape) != (part := parts[name]).shape:
+                problem = f"has {target} as {list(value.shape)}, config.json as {list(part.shape)}"
                 raise InputError(f"{source.name}: {problem}", fix=OTHER_CONFIG)
-            begin = parts[name].first if name in parts else 0
             if name not in filled:
-                _put_rows(value, tensors[name], begin)
-            elif not _has_rows(value, tensors[name], begin):
+                _put_rows(value, tensors[name], part.first)
+            elif not _has_rows(value, tensors[name], part.first):
                 raise InputError(f"{source.name}: config.json ties {name}, which has two values", fix=OTHER_CONFIG)
             filled.add(name)
     except (ValueError, OSError) as error:

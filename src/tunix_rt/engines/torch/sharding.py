@@ -6,7 +6,7 @@ is no special case here, it has no `Sharding` at all.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from tunix_rt.errors import ConfigError
 from tunix_rt.ranks import Part, World, part_of
 
+T = TypeVar("T")
+
 
 class Sharding:
     """The parameters of a model as this rank has them, and the sums over ranks that a step needs."""
@@ -25,7 +27,8 @@ class Sharding:
         self, model: Any, layers: list[torch.nn.Module], *, world: World, device: torch.device, replicas: int
     ) -> None:
         """Shards `model` in place: each of `layers` is gathered by itself, and everything else, the embeddings first of all,
-        with the whole model. The state has as many `replicas`, each over as many ranks."""
+        with the whole model. The state has as many `replicas`, each over as many ranks. A model on the meta device has
+        memory for its shards afterwards, and no values."""
         self.world, self.replicas = world, replicas
         self.mesh = _mesh(world, device, replicas)
         self.group = self.mesh.get_group("shard")
@@ -34,6 +37,8 @@ class Sharding:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if _has_bfloat16(model) else MixedPrecisionPolicy()
         for module in (*layers, model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        if any(one.is_meta for one in model.parameters()):
+            model.to_empty(device=device)
         for module in self._modules:  # the setters do not reach the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -41,6 +46,8 @@ class Sharding:
         self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.weights = {name: torch.nn.Parameter(one.to_local().detach()) for name, one in self._sharded.items()}
         """The trained parameters of this rank, in the memory that FSDP2 gathers from."""
+        model.compute_on_ranks = lambda compute, *arguments: compute(*arguments)
+        register_fsdp_forward_method(model, "compute_on_ranks")
 
     @property
     def _modules(self) -> list[FSDPModule]:
@@ -57,15 +64,11 @@ class Sharding:
 
     # --- a step
 
-    def through_root(self, loss: Callable[..., torch.Tensor]) -> None:
-        """Let `rank_loss` compute `loss` with the embeddings gathered, as the forward pass of the whole model would."""
-        self._model.rank_loss = loss
-        register_fsdp_forward_method(self._model, "rank_loss")
-
-    def loss(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """The loss of this rank's rows. Every rank calls it as often, with rows or without."""
-        loss: torch.Tensor = self._model.rank_loss(*arguments, **named)
-        return loss
+    def through_root(self, compute: Callable[..., T], *arguments: Any) -> T:
+        """`compute(*arguments)` with the embeddings gathered, as in the forward pass of the whole model. Every rank calls it
+        as often, with rows or without."""
+        found: T = self._model.compute_on_ranks(compute, *arguments)
+        return found
 
     def take_gradients(self) -> None:
         """Hand the summed gradients over to `weights`; zeros where no rank has one."""

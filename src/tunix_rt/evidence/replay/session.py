@@ -39,7 +39,7 @@ from tunix_rt.runs.schemas import Batch, PredictionLine
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
 from tunix_rt.train.context import load_engine, step_shape
-from tunix_rt.train.preflight import adjust_data_replicas, steps_of
+from tunix_rt.train.preflight import adjust_data_replicas, devices_of, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
         changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
-    config = adjust_data_replicas(config, choice.count, continued=True)
+    config = adjust_data_replicas(config, devices_of(config, choice), continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
     tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
