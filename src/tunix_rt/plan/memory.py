@@ -6,7 +6,7 @@ prediction is the rise of resident memory over the moment before the load, so it
 blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and the next phase can seldom reuse what one has freed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,9 +14,9 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
+from tunix_rt.plan.fsdp import NCCL_BYTES, Rank, rank_phases, streams_margin
 from tunix_rt.plan.generation import EVALUATION_SLACK, generation_parts, widest
 from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases, times
-from tunix_rt.plan.sharding import SHARDED, Rank, rank_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
@@ -33,11 +33,6 @@ PUBLISHED_BYTES = 2
 """Bytes of an element in a checkpoint file of pretrained weights."""
 CUDA_CONTEXT_BYTES = 512 * MIB
 """Allowance for the CUDA context, which the allocator does not count. Not measured."""
-NCCL_BYTES = 2**30
-"""Allowance for the buffers of NCCL's communicators, beside the context. Not measured."""
-STREAMS_BYTES = 2 * 2**30
-"""Margin of a sharded run: memory of one stream is not reused by another at once. On an H200, the allocator had reserved 1.4
-to 3.5 GiB more than it had given out, most of which it releases if memory is short. A choice."""
 PROOF_SPARE_BYTES = 2**30
 """A fresh process that loads the final model needs this beside the weights: libraries, a CUDA context, short prompts."""
 LEFT_OUT = ("proof",)
@@ -172,7 +167,7 @@ def predict(
         layers=layers,
         pool_bytes=pool,
         traced=shape.trace is not None,
-        streams_bytes=0 if device == "cpu" else _between_streams(phases),
+        streams_bytes=0 if device == "cpu" else streams_margin(phases),
     )
 
 
@@ -213,11 +208,6 @@ def _evaluation(
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
     """`tokens`, limited by the positions of the model if a row is one example."""
     return tokens if config.data.packing else min(tokens, shape.max_positions)
-
-
-def _between_streams(phases: Iterable[Phase]) -> int:
-    """At most what a phase gathers and reduces."""
-    return min(STREAMS_BYTES, max(sum(phase.parts.get(name, 0) for name in SHARDED) for phase in phases))
 
 
 def _without_spare(phase: Phase) -> Phase:

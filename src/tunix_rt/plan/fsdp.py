@@ -6,7 +6,7 @@ that is prefetched; the gradients of the layer in work; and the input of a reduc
 the largest shards, and every rank allocates as much: shards are cut along the first dimension and padded to equal size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
@@ -30,6 +30,11 @@ from tunix_rt.plan.tensors import elements, layer_tensors
 
 REDUCED_WIDTH = 4
 """Bytes of an element of a sum over ranks: float32 also for 16-bit gradients."""
+NCCL_BYTES = 2**30
+"""Allowance for the buffers of NCCL's communicators, beside the context. Not measured."""
+STREAMS_BYTES = 2 * 2**30
+"""Margin of a sharded run: memory of one stream is not reused by another at once. On an H200, the allocator had reserved 1.4
+to 3.5 GiB more than it had given out, most of which it releases if memory is short. A choice."""
 SHARDED = ("gathered", "unreduced", "reducing")
 """Parts that only a sharded run has."""
 
@@ -141,6 +146,11 @@ def _layer_groups(run: Footprint, shards: int) -> tuple[Group, ...]:
     return tuple(_group(run, shards, layer, own) for layer, own in zip(layers, factors, strict=True))
 
 
+def streams_margin(phases: Iterable[Phase]) -> int:
+    """`STREAMS_BYTES`, or what a phase gathers and reduces if that is less."""
+    return min(STREAMS_BYTES, max(sum(phase.parts.get(name, 0) for name in SHARDED) for phase in phases))
+
+
 # --- the phases of a step ---------------------------------------------------------------------------------------------
 
 
@@ -183,7 +193,8 @@ def rank_phases(run: Rank, batch: Batch, targets: int, accumulating: bool, state
         "reduce",
         **state,
         gradients=before or finished,
-        unreduced=max(outside.gradients, _reduced(run, outside)),
+        # Until its sum is rounded, FSDP has a reference to the gradient of the last parameter: of a lm_head of its own.
+        unreduced=max(outside.gradients, _reduced(run, outside) + run.head_gradient * (not run.shape.tied_head)),
         reducing=outside.reducing + _retained(run)[0],
     )
     update = phase_of("update", **state, gradients=after, in_flight=run.update_of([(run.largest,)]))
