@@ -293,6 +293,68 @@ _JAX_ENGINE: Mapping[str, Cause] = {
         "Install jax for TPUs, which reports the kind; for a newer kind, update tunix-rt."),
 }  # fmt: skip
 
+_NCCL = "docs.nvidia.com/deeplearning/nccl/user-guide"
+_PROCESSES: Mapping[str, Cause] = {
+    "mixed-versions": Cause(
+        "The processes of a run have different software",
+        "Process 0 ends with `has other software than`, or NCCL prints `Mismatched NCCL version detected`.",
+        "Every process computes a part of each step. Other versions compile other collectives, which wait for each other.",
+        "Use one image or one lock file on every host."),
+    "mixed-drivers": Cause(
+        "The hosts of a run have different NVIDIA drivers",
+        "Process 0 ends with `has NVIDIA driver`; without that check, some hosts fail and the others wait for them.",
+        "An update reached some of the hosts only.",
+        "Install one driver version on all hosts."),
+    "mixed-gpus": Cause(
+        "The GPUs of a run differ",
+        "A run over all GPUs is as slow as on the slowest, or ends with `has 2 x`; NCCL may print `unhandled system error`.",
+        "Every GPU gets an equal part of the model and of the rows. What fits is set by the smallest, the time by the slowest.",
+        "Select GPUs of one kind with CUDA_VISIBLE_DEVICES."),
+    "gpu-duplicate": Cause(
+        "Two processes of a run use one GPU",
+        "`NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 45000`",
+        "There are more processes than GPUs, or each process has a mask that shows it the same GPU.",
+        "Start one process for each GPU, all with the same mask."),
+    "nccl-missing": Cause(
+        "torch has no NCCL",
+        "`torch.distributed.is_nccl_available()` is False; a run ends with `Distributed package doesn't have NCCL`.",
+        "Wheels for Windows, and builds with USE_NCCL=0, have no NCCL, which exchanges data between GPUs.",
+        "Use Linux or WSL2 with a wheel of pytorch.org."),
+    "shm-small": Cause(
+        "/dev/shm is too small",
+        "`NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)`",
+        "NCCL connects the GPUs of a host through /dev/shm where they have no peer access. docker gives 64 MB. Files of killed "
+        "runs stay there.",
+        "Give the container more, and delete /dev/shm/nccl-* that no process uses.",
+        ("github.com/NVIDIA/nccl/issues/525", f"{_NCCL}/docs/troubleshooting.html")),
+    "wrong-interface": Cause(
+        "A process cannot reach another one through its network interface",
+        "A run over hosts hangs at its start, or prints `Bootstrap : no socket interface found`, `is neither AF_INET(2) nor "
+        "AF_INET6(10)`, or `socketStartConnect: Connect to 172.17.0.1<41213> failed`.",
+        "NCCL and gloo take the first interface that is not `lo` or `docker*`, unless NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
+        "name another. A bridge of containers or a VPN does not lead to the other hosts.",
+        "Name the interface of the cluster network in both variables, or unset them.",
+        ("github.com/NVIDIA/nccl/issues/1837", "github.com/NVIDIA/nccl/issues/286")),
+    "port-taken": Cause(
+        "Another program listens on the port of the run",
+        "`EADDRINUSE`, `address already in use`, or process 0 `cannot listen on`.",
+        "An earlier run still ends, another run of the host has the same port, or torchrun keeps MASTER_PORT for its own store.",
+        "Wait for the earlier run, or choose another port."),
+    "process-lost": Cause(
+        "A process of a run ended, and the others with it",
+        "`process 1 (node2, pid 4711) has ended during step 17`, `Connection closed by remote peer`, or from torchrun "
+        "`exitcode : -9`.",
+        "Every step needs all processes. One was killed, often for memory, or its host was taken back.",
+        "Read its log, then run the same command with --resume in every process."),
+    "process-hangs": Cause(
+        "A process does not reach a computation in which the others wait",
+        "`a process hangs: process 1 (node2, pid 4711) is in step 17`, or after 10 minutes `Watchdog caught collective operation "
+        "timeout`.",
+        "A process waits for a disk, is stopped, or takes another path through the program. jax and NCCL see it as a long step.",
+        "Look at what that process does (py-spy dump), end it, and run the same command with --resume in every process.",
+        ("github.com/pytorch/pytorch/issues/118369",)),
+}  # fmt: skip
+
 _CONDITIONS: Mapping[str, Cause] = {
     "bf16-emulated": Cause(
         "The GPU emulates bfloat16",
@@ -329,4 +391,4 @@ _CONDITIONS: Mapping[str, Cause] = {
         "Close other programs, raise the limit of the container, or choose a smaller model."),
 }  # fmt: skip
 
-CAUSES: Mapping[str, Cause] = {**_HARDWARE_AND_DRIVER, **_TORCH_ENGINE, **_JAX_ENGINE, **_CONDITIONS}
+CAUSES: Mapping[str, Cause] = {**_HARDWARE_AND_DRIVER, **_TORCH_ENGINE, **_JAX_ENGINE, **_PROCESSES, **_CONDITIONS}

@@ -29,6 +29,7 @@ KIND_WORDS = {
     "environment": "packages or variables of this environment",
     "busy": "another process holds the device or its memory",
     "storage": "the disk",
+    "processes": "what the GPUs and processes of a run have in common, and how they reach each other",
 }
 
 
@@ -55,7 +56,7 @@ def index_page() -> str:
         "follow after `then:`.",
         table(("cause", "kind", "title"), rows),
         "## Kinds",
-        "Every cause is of one of nine kinds; `tunix-rt doctor --json` gives it as `kind`.",
+        "Every cause is of one of ten kinds; `tunix-rt doctor --json` gives it as `kind`.",
         table(("kind", "what has to change"), [(kind, KIND_WORDS[kind]) for kind in CAUSES_OF_KIND]),
         "One more cause, `not-proven`, does not come from facts: the kernel self-test failed. "
         "[The device contract](../concepts/the-device-contract.md) lists what it runs.",

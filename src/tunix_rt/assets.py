@@ -4,9 +4,12 @@ And where those are kept that it makes for later runs.
 """
 
 import os
+import re
 from pathlib import Path
 
 _PACKAGED = Path(__file__).parent / "packaged"
+_COMMIT = _PACKAGED / "commit.txt"
+"""Written by `git archive` (.git_archival.txt)."""
 _CLONE = Path(__file__).parents[2]
 
 # Kind of thing -> its place in a clone. In a wheel it is packaged/<kind> (pyproject.toml, force-include).
@@ -16,6 +19,12 @@ _IN_A_CLONE = {"configs": "training/configs", "datasets": "datasets", "evalsets"
 def shipped_folder(kind: str) -> Path:
     """Where the things of this kind lie that came with tunix-rt."""
     return _PACKAGED / kind if _PACKAGED.is_dir() else _CLONE / _IN_A_CLONE[kind]
+
+
+def wheel_commit() -> str | None:
+    """The commit that an installed wheel of `scripts/release` was built from."""
+    text = _COMMIT.read_text(encoding="utf-8").strip() if _COMMIT.is_file() else ""
+    return text if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) else None
 
 
 def search_path(kind: str) -> list[Path]:

@@ -1,7 +1,7 @@
 """Open a trained or published model for generation: `evaluate`, `generate` and `chat`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -40,6 +40,10 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SETTABLE = ("data.", "model.tokenizer")
 MAX_NEW_TOKENS = 256
 """Of a generation, where neither an option nor a run says otherwise."""
+
+
+class PromptTooLong(InputError):
+    """A prompt that leaves no position free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +137,17 @@ class LoadedModel(ResolvedModel):
         except UnicodeEncodeError as error:  # bytes of the command line or the keyboard
             raise InputError("the question is not valid UTF-8", fix="write it in UTF-8") from error
         ids = conversation_ids(turns, self.tokenizer, self.style)
+        return self._admitted(
+            ids, *(("question",) if len(turns) == 1 else ("conversation", ", or begin anew with /reset"))
+        )
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Tokens of a text without a template, which the model continues."""
+        return self._admitted([*self.tokenizer.prefix, *self.tokenizer.encode(text)], "prompt")
+
+    def _admitted(self, ids: list[int], what: str, anew: str = "") -> list[int]:
         if len(ids) >= self.shape.max_positions:
-            what, anew = ("question", "") if len(turns) == 1 else ("conversation", ", or begin anew with /reset")
-            raise InputError(
+            raise PromptTooLong(
                 f"{self.name}: the {what} takes {len(ids):,} tokens, and the model has {self.shape.max_positions:,} positions",
                 fix=f"shorten it{anew}",
             )
@@ -146,17 +158,24 @@ class LoadedModel(ResolvedModel):
         self, prompt: Sequence[int], decoding: Decoding, on_text: Callable[[str], None] | None = None
     ) -> tuple[str, Answer]:
         """Text and tokens of one generation; `on_text` is called with the text so far as it grows."""
-        [(_, answer)] = self.backend.generate(
-            self.engine,
-            [prompt],
-            decoding=decoding,
-            stop_ids=stop_ids(self.tokenizer, self.style),
-            pad_id=self.tokenizer.pad_id,
-            decode=self.tokenizer.decode,
-            batch_size_at=lambda length: 1,
-            on_tokens=None if on_text is None else lambda _, ids: on_text(self.tokenizer.decode(ids)),
-        )
+
+        def show(_: int, ids: list[int]) -> bool:
+            if on_text is not None:
+                on_text(self.tokenizer.decode(ids))
+            return False
+
+        [(_, answer)] = self.generations([prompt], decoding, show if on_text else None)
         return self.tokenizer.decode(answer.ids), answer
+
+    def generations(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, on_tokens: Callable[[int, list[int]], bool] | None
+    ) -> Iterator[tuple[int, Answer]]:
+        """(index of the prompt, generation) as each ends; `on_tokens` as in `engines.base`."""
+        batch_size_at = self.batch_size_at(decoding.max_new_tokens, 1 if len(prompts) == 1 else None)
+        return self.backend.generate(
+            self.engine, prompts, decoding=decoding, stop_ids=stop_ids(self.tokenizer, self.style),
+            pad_id=self.tokenizer.pad_id, decode=self.tokenizer.decode, batch_size_at=batch_size_at, on_tokens=on_tokens,
+        )  # fmt: skip
 
 
 def resolve_spec(

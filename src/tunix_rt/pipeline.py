@@ -10,10 +10,13 @@ from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import dump_yaml
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.doctor.facts import Facts
+from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import Step
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.progress import Progress, close_displays, duration
+from tunix_rt.ranks import world
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import storage, write_text
@@ -27,10 +30,12 @@ from tunix_rt.train.evaluation import (
     open_evaluation,
     samples_during_training,
 )
+from tunix_rt.train.hosts import all_hosts
 from tunix_rt.train.loop import load_run, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
 from tunix_rt.train.preflight import commit_run, load_to_try, plan_at_max_length, prepare_data, require_peft
+from tunix_rt.train.ranks import Ranks, announce_run, leading, record_ranks, refuse_stopped
 from tunix_rt.train.resume import earlier_answering_seconds, refuse_occupied
 from tunix_rt.train.trackers import require_trackers, tracked
 
@@ -58,9 +63,10 @@ def run_pipeline(
     refuse_addresses(config.model_dump())
     refuse_secrets(config.model_dump())
     options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt, on_step=on_step)
-    with open_run(config, RunDir(output), stop_after) as (began, journal, stop):
-        journal.verify = verify
-        return run_stages(began, journal, stop, options)
+    refuse_stopped(RunDir(output), world())
+    with leading(config) as ranks, open_run(config, RunDir(output), stop_after) as (began, journal, stop):
+        journal.verify, ranks.stop = verify, stop
+        return run_stages(began, journal, stop, options, ranks)
 
 
 @contextmanager
@@ -81,12 +87,21 @@ def open_run(
             yield began, journal, stop
 
 
-def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options: Options) -> Evaluation:
+def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, ranks: Ranks) -> Evaluation:
     """The stages in order. Each takes and returns plain values, and writes only into the run folder."""
     begin(config, journal, stop)
     # doctor
-    facts, device = settle_device(journal, config)
+    facts, own_devices = settle_device(journal, config)
     stop.check(stop.saved_state(), starting=True)
+    with all_hosts(config, stop, facts, own_devices) as device:
+        return run_on(config, journal, stop, options, ranks, facts, device)
+
+
+def run_on(
+    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, ranks: Ranks, facts: Facts,
+    device: DeviceChoice,
+) -> Evaluation:  # fmt: skip
+    """The stages on `device`, that of all processes of the run."""
     # plan
     draft = plan_at_max_length(journal, config, device, attempt=options.oom_attempt)
     gpus = check_kernels(journal, draft.committed, draft.model, draft.shape, facts, device)
@@ -95,8 +110,10 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
     loaded, draft = load_to_try(journal, draft, device, stop, options)
     tokenizer, data = prepare_data(journal, draft, stop, options)
     context = commit_run(journal, draft, device, gpus, tokenizer, data, stop, options)
+    announce_run(ranks, context)
     # train and evaluate
     engine, metrics = load_run(context, loaded)
+    record_ranks(ranks, context, engine)
     evaluation = open_evaluation(context)
     with tracked(config, journal.run) as trackers, explaining_oom(context, engine):
         evaluate_before(context, engine, evaluation)
@@ -110,6 +127,7 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
         evaluate_after(context, engine, evaluation)
         trackers.scores(journal.result.steps_completed or 0, evaluation.scores.get("after"))
         check_final_model(context, engine)
+        record_ranks(ranks, context, engine)
     # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
     report_memory(context)
     return evaluation

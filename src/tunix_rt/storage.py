@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy.typing as npt
 import psutil
@@ -25,6 +25,13 @@ OTHER_OUTPUT = "free space or permissions on that volume, or another --output"
 CHECK_VOLUME = "check the volume and the permissions, then run it again; the file need not be corrupt"
 _UMASK = os.umask(0o077)  # reading the umask means setting it: done once, before there are threads
 os.umask(_UMASK)
+
+
+class WrittenFile(TypedDict):
+    """A file that was hashed while it was written, as MANIFEST.json of a checkpoint has it."""
+
+    sha256: str
+    bytes: int
 
 
 @contextlib.contextmanager
@@ -182,11 +189,15 @@ def settle_files(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
-            continue
-        path.chmod(0o666 & ~_UMASK)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
+        else:
+            settle_file(path)
     sync_folder(folder)
+
+
+def settle_file(path: Path) -> None:
+    path.chmod(0o666 & ~_UMASK)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

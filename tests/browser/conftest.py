@@ -34,9 +34,9 @@ def chromium():
 
 
 @contextlib.contextmanager
-def dashboard(folder: Path, *options: str):
-    """The address that a `tunix-rt dashboard` of `folder` prints, and its process."""
-    words = command("dashboard", folder, "--no-open", *options)
+def dashboard(folder: Path, *options: str | Path, under: tuple[str | Path, ...] = ()):
+    """The address that a `tunix-rt dashboard` of `folder` prints, and its process, or that of the program it is started by."""
+    words = [*under, *command("dashboard", folder, "--no-open", *options)]
     with subprocess.Popen(
         words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:

@@ -1,7 +1,7 @@
-"""Pictures of the pages, for README and for people who review them.
+"""Pictures of the pages, for the documentation and for people who review them.
 
-python -m tests.browser.screenshots FOLDER      every page, light, dark and 320 pixels wide, whole
-python -m tests.browser.screenshots --readme    docs/dashboard.png, the top of one run's page
+python -m tests.browser.screenshots FOLDER    every page, light, dark and 320 pixels wide, whole
+python -m tests.browser.screenshots --docs    docs/dashboard.png and docs/guides/dashboard-*.png: the tops of four pages
 """
 
 import shutil
@@ -26,6 +26,13 @@ PAGES = {
     "data": "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=0",
     "doctor": "/doctor",
 }
+DOCS = {
+    "dashboard": f"/runs/{SHOWN}",
+    "guides/dashboard-answers": f"/runs/{SHOWN}/answers?show=gained",
+    "guides/dashboard-plan": PAGES["plan"],
+    "guides/dashboard-data": PAGES["data"],
+}
+"""Picture below docs/ -> address."""
 
 
 def take(
@@ -46,8 +53,9 @@ def main(words: list[str]) -> None:
         raise SystemExit(__doc__)
     with dashboard(RUNS) as (address, _), sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program)
-        if words == ["--readme"]:
-            take(browser, address, f"/runs/{SHOWN}", ROOT / "docs" / "dashboard.png", whole=False)
+        if words == ["--docs"]:
+            for name, path in DOCS.items():
+                take(browser, address, path, ROOT / "docs" / f"{name}.png", whole=False)
             return
         folder = Path(words[0])
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,9 @@ from tests.browser.conftest import dashboard
 from tests.conftest import ROOT
 from tests.tables import tables
 from tunix_rt.dashboard.app import PAGES, make_app
-from tunix_rt.dashboard.guard import HEADERS, LOOPBACK, Guard, new_key
+from tunix_rt.dashboard.guard import HEADERS, Guard, new_key
 from tunix_rt.dashboard.site import Site
+from tunix_rt.loopback import LOOPBACK
 from tunix_rt.runs.index import run_id
 
 starlette_testclient = pytest.importorskip("starlette.testclient")
@@ -97,7 +98,7 @@ def test_the_printed_address_is_exchanged_for_a_cookie_and_without_it_nothing_is
 def test_it_imports_neither_torch_nor_jax():
     code = f"""
 import sys; from pathlib import Path; from tunix_rt.dashboard.app import make_app, respond
-from tunix_rt.dashboard.guard import Guard, LOOPBACK; from tunix_rt.dashboard.site import Site
+from tunix_rt.dashboard.guard import Guard; from tunix_rt.dashboard.site import Site; from tunix_rt.loopback import LOOPBACK
 from starlette.testclient import TestClient; site = Site.of(Path({str(RUNS)!r}))
 client = TestClient(make_app(site, Guard(hosts=LOOPBACK, key=None, port=80)), base_url='http://localhost')
 for address in ("/", "/plan?model=gemma-3-1b&on=tpu-v5e-8&training.backend=jax", "/data?data=dev-reasoning-v2"):

@@ -98,8 +98,9 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 from tunix_rt.cli.main import cli
 from tunix_rt.dashboard.app import make_app
-from tunix_rt.dashboard.guard import LOOPBACK, Guard
+from tunix_rt.dashboard.guard import Guard
 from tunix_rt.dashboard.site import Site
+from tunix_rt.loopback import LOOPBACK
 
 below, seconds = Path(sys.argv[1]), int(sys.argv[2])
 site = Site.of(below)

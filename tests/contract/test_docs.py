@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +17,7 @@ import yaml
 
 from docs import answer_pages, data_pages, generate
 from tests.conftest import REFERENCE
-from tests.program import tunix_rt
+from tests.program import in_process, tunix_rt
 from tunix_rt import errors
 from tunix_rt.cli.main import cli
 from tunix_rt.config.conflicts import require_runnable
@@ -413,6 +414,24 @@ def test_the_changelog_has_an_entry_for_every_milestone_and_this_version():
     changelog = text_of(ROOT / "CHANGELOG.md")
     assert re.findall(r"^### (M\d+)", changelog, flags=re.MULTILINE) == ["M36", "M37", "M38", "M39", "M40"]
     assert tunix_rt.__version__ in re.findall(r"^## .*?(\d+\.\d+\.\d+)", changelog, flags=re.MULTILINE)
+
+
+def test_the_tutorial_for_8_gb_has_the_verdicts_of_the_plan():
+    part = section(text_of(ROOT / "docs/tutorials/gpu-8gb.md"), "2. Does it fit?")
+    commands = [shlex.split(block.removeprefix("tunix-rt ")) for block in blocks(part, "sh")]
+    written, changed = (json.loads(in_process(*words, "--json").stdout)["fit"] for words in commands)
+    assert not written["fits"] and changed["fits"]
+    assert f"need {written['predicted_bytes'] / 2**30:.0f} GiB" in part
+
+
+def test_the_page_on_installing_has_every_extra_and_the_wheel_of_this_version():
+    import tunix_rt
+
+    page = text_of(ROOT / "docs/guides/install.md")
+    extras = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", section(page, "Extras"), re.M)))
+    assert sorted(listed) == sorted(extras)
+    assert set(re.findall(r"tunix_rt-([\d.]+)-py3", page)) == {tunix_rt.__version__}
 
 
 def test_the_memory_page_names_the_parts_the_families_and_the_margin_of_the_planner():

@@ -27,7 +27,17 @@ GOLDEN = ROOT / "tests" / "golden" / "plan"
 PRESETS = sorted(folder.name for folder in (ROOT / "presets").iterdir())
 RECIPES = tables(__file__)["recipes"]
 """Name -> options for `plan --on all`, and the device whose run is also planned in hours and disk space."""
-MEMORY = ("peak_bytes", "least_bytes", "context_bytes", "pool_bytes", "parameters", "rows", "row_tokens", "eval_rows")
+MEMORY = (
+    "peak_bytes",
+    "least_bytes",
+    "context_bytes",
+    "pool_bytes",
+    "parameters",
+    "rows",
+    "row_tokens",
+    "eval_rows",
+    "generation_rows",
+)
 PROPOSAL = ("predicted_bytes", "tokens_per_second", "level", "settings")
 SHOWN = 40
 

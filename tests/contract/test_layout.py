@@ -20,7 +20,7 @@ def test_the_diagram_in_contributing_is_the_contract_of_import_linter() -> None:
 
 
 def test_no_module_is_named_by_a_participle_or_holds_whatever_is_left_over() -> None:
-    nouns = {"scoring", "packing", "profiling", "decoding", "timing", "speed", "sampling"}  # of the field
+    nouns = {"scoring", "packing", "sharding", "profiling", "decoding", "timing", "speed", "sampling"}  # of the field
     names = {path.stem for path in (ROOT / "src").rglob("*.py")}
     assert not names & NO_NAMES
     assert not {name for name in names if name.endswith(("ing", "ed")) and name not in nouns}

@@ -19,7 +19,8 @@ from tests.bundles import git
 from tests.forging.bases import run_of
 from tests.forging.edits import edited
 from tests.forging.sealing import reseal_sums
-from tests.program import environment
+from tests.program import ROOT, environment
+from tunix_rt import assets
 from tunix_rt.cli.main import cli
 from tunix_rt.errors import ConfigError, EvidenceError, TunixError
 from tunix_rt.evidence.collect import Extras, collect, package
@@ -83,6 +84,20 @@ def test_a_bundle_contains_the_facts_of_the_run_and_no_weights(cpu_run, source_r
     assert (bundle / "run-SHA256SUMS").read_bytes() == (cpu_run / "SHA256SUMS").read_bytes()
     assert not re.search(r"/(tmp|root|home|work)/", (bundle / "README.md").read_text() + json.dumps(manifest))
     assert examine(bundle).level == "L1"
+
+
+def test_a_wheel_names_the_commit_it_was_built_from_for_runs_of_its_own_source_alone(
+    tiny_run, cpu_run, made, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # no clone
+    monkeypatch.setattr(assets, "_COMMIT", tmp_path / "commit.txt")
+    (tmp_path / "commit.txt").write_text("a" * 40 + "\n")
+    assert made(tiny_run, repository=None).manifest["commit"] == "a" * 40
+    with pytest.raises(ConfigError, match="repository"):
+        made(cpu_run, "older", repository=None)
+    (tmp_path / "commit.txt").write_text((ROOT / ".git_archival.txt").read_text())  # as in a clone
+    with pytest.raises(ConfigError, match="repository"):
+        made(tiny_run, "unknown", repository=None)
 
 
 @pytest.mark.slow

@@ -2,16 +2,15 @@
 
 import hashlib
 import html
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ import pytest
 from tests.browser.conftest import dashboard
 from tests.conftest import ROOT
 from tests.program import in_process, refused
+from tunix_rt.dashboard.app import PAGES
 from tunix_rt.dashboard.chat import Chat
 from tunix_rt.errors import InputError
 from tunix_rt.evidence.verify import verify
@@ -35,13 +35,14 @@ def fetched(address: str, cookie: str = "") -> tuple[int, str]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word(tmp_path):
-    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "one")
+def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word_also_while_it_makes_a_page(tmp_path):
+    run = shutil.copytree(RUNS / "demo_v1", tmp_path / "one")
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (run / "final_model" / "chat_template.jinja").write_text(loop)
     before = hashes(run)
     with dashboard(run) as (address, server):
         assert urllib.parse.urlsplit(address).path == f"/runs/{run_id('one')}"
@@ -49,12 +50,16 @@ def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word(t
         with pytest.raises(urllib.error.HTTPError, match="403"):
             fetched(f"{base}/")
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        assert "gpt2" in opener.open(address, timeout=30).read().decode()
+        assert "tiny-gemma3" in opener.open(address, timeout=30).read().decode()
         assert "one" in opener.open(f"{base}/", timeout=30).read().decode()
-        server.send_signal(signal.SIGINT)
-        begun, busy = time.monotonic(), max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
-        assert server.wait(timeout=30) == 0 and time.monotonic() - begun < 2 * busy
-        assert server.stderr.read() == "Ctrl-C stops it.\n"
+        with ThreadPoolExecutor(1) as pool:
+            endless = pool.submit(opener.open, f"{base}/data?data=dev-reasoning-v2&model={run_id('one')}", timeout=30)
+            with pytest.raises(TimeoutError):  # a page is ended after 20 seconds
+                endless.result(timeout=2)
+            server.send_signal(signal.SIGINT)
+            begun = time.monotonic()
+            assert server.wait(timeout=30) == 0 and time.monotonic() - begun < 2
+        assert isinstance(endless.exception(), OSError) and server.stderr.read() == "Ctrl-C stops it.\n"
     assert hashes(run) == before
 
 
@@ -156,19 +161,23 @@ def test_250_clients_that_never_finish_a_request_hold_nobody_up():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_it_contacts_no_other_host_by_the_word_of_the_kernel(tmp_path):
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
-    with dashboard(RUNS, "--no-key") as (address, server):
-        log = tmp_path / "calls"
-        tracer = subprocess.Popen(["strace", "-f", "-e", "trace=connect,sendto", "-o", log, "-p", str(server.pid)])
-        try:
+    """Every page, the doctor in the background, a verification and a chat; the processes that it starts are traced too."""
+    calls, one = tmp_path / "calls", run_id("demo_v1")
+    tracer = ("strace", "-f", "--seccomp-bpf", "-e", "trace=bind,connect,sendto,sendmsg,sendmmsg", "-o", calls)
+    with dashboard(RUNS, "--no-key", "--chat", RUNS / "demo_v1", under=tracer) as (address, server):
+        more = (f"/compare?run={one}&run={run_id('m40_v1')}", "/plan?model=gemma-3-1b&on=rtx4090", f"/data?data={one}")
+        for path in (*(path.replace("{run_id}", one) for path in PAGES if path != "/compare"), *more):
+            assert fetched(address + path[1:])[0] == 200
+        headers = {"x-tunix-rt": "1", "content-type": "application/json"}
+        for path, body in ((f"runs/{one}/evidence", b""), ("try", b'{"question": "What is 1 + 1?"}')):
+            request = urllib.request.Request(address + path, body, headers)
+            assert urllib.request.urlopen(request, timeout=300).status == 200
+        while "<progress" in fetched(f"{address}doctor")[1] + fetched(f"{address}runs/{one}/evidence")[1]:
             time.sleep(1)
-            for path in ("", "plan?model=gemma-3-1b&on=rtx4090", "data", "doctor"):
-                assert fetched(address + path)[0] == 200
-            time.sleep(8)  # the doctor looks in the background
-        finally:
-            tracer.terminate()
-            tracer.wait()
-        called = [line for line in log.read_text().splitlines() if "AF_INET" in line and "connect(" in line]
-        assert called == []
+        psutil.Process(server.pid).children()[0].send_signal(signal.SIGINT)
+        assert server.wait(timeout=60) == 0
+    seen = [line for line in calls.read_text().splitlines() if "AF_INET" in line]
+    assert any("bind(" in line and 'inet_addr("127.0.0.1")' in line for line in seen)
+    assert [line for line in seen if 'inet_addr("127.' not in line and '"::1"' not in line] == []

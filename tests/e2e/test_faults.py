@@ -10,12 +10,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.conftest import ROOT, SHIPPED
 from tests.integrity import list_problems
 from tests.program import environment, in_process, refused
 from tunix_rt import storage
 from tunix_rt.engines.torch import save as torch_save
+from tunix_rt.engines.torch import tensor_files
 from tunix_rt.errors import InputError, StorageError
 from tunix_rt.runs import checksums, folder
 from tunix_rt.runs.folder import RunDir, list_checkpoints
@@ -359,15 +361,16 @@ def test_a_folder_that_cannot_be_listed_when_the_run_is_hashed_is_an_error_of_th
     assert "remove" not in caught.value.fix
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("mmap: EIO"), OSError(errno.ENODEV, "No such device")])
-def test_a_checkpoint_that_cannot_be_mapped_is_an_error_of_the_disk(once, error, monkeypatch):
-    def load_file(path):
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error")])
+def test_a_checkpoint_that_the_disk_does_not_give_is_an_error_of_the_disk(once, error, monkeypatch):
+    def read(file, size):
         raise error
 
-    monkeypatch.setattr(torch_save, "load_file", load_file)
-    path = once[1].checkpoints / "step-000005" / "model.safetensors"
-    with pytest.raises(StorageError, match=f"{path} cannot be mapped into memory: ") as caught:
-        torch_save._read(path)
+    monkeypatch.setattr(tensor_files, "_read", read)
+    checkpoint = once[1].checkpoints / "step-000005"
+    weights = load_file(checkpoint / torch_save.MODEL)
+    with pytest.raises(StorageError, match=f"{checkpoint / torch_save.MODEL} cannot be read: ") as caught:
+        torch_save._fill(checkpoint, torch_save.MODEL, weights, {})
     assert "corrupt" not in str(caught.value)
 
 

@@ -64,3 +64,19 @@ def test_its_cells_run_from_the_first_to_the_last_and_a_second_pass_continues_th
     assert "completed" in opened("1h")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "completed"
     assert (tmp_path / "run-pages" / "index.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", ["notebook-gpu.md", "kaggle-tpu.md"])
+def test_the_commands_for_a_laptop_run_the_notebook(tmp_path, guide):
+    section = (
+        (ROOT / "docs" / "guides" / guide).read_text(encoding="utf-8").split("## On a laptop\n")[1].split("\n## ")[0]
+    )
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```", section, flags=re.M | re.S))
+    script = re.sub(r"^\.venv/bin/python -m pip .*\n", "", lines, flags=re.M)
+    script = script.replace("$PWD/runs", str(tmp_path)).replace(".venv/bin/python", sys.executable)
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "notebook" / "result.json").read_text())["status"] == "completed"

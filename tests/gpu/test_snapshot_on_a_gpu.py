@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tunix_rt.engines.torch import save as torch_state
+from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,8 @@ def engine():
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    return SimpleNamespace(model=model, device=torch.device("cuda"), loss_scale=None, pending_copy=None)
+    unused = dict.fromkeys(("source", "parameters", "meter", "recipe", "attention"))
+    return Engine(model=model, device=torch.device("cuda"), **unused)
 
 
 @pytest.fixture(scope="module")

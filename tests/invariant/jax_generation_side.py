@@ -74,6 +74,11 @@ def answers_of(question):
     engine = engine_of(question["model"], question.get("cut", False), question.get("mixed", False))
     heard, real = {}, jax_generate._read
     before = jax_generate._more_tokens._cache_size() + real._cache_size()
+
+    def hears(index, ids):
+        heard.setdefault(index, []).append(ids)
+        return len(ids) == question.get("ends")
+
     if "memory_for" in question:
         jax_generate._read = lambda *given: scarce(real, question["memory_for"], given)
     try:
@@ -87,9 +92,7 @@ def answers_of(question):
                 decode=tagged,
                 batch_size_at=lambda length: question["rows"],
                 logprobs=question.get("logprobs", False),
-                on_tokens=(lambda index, ids: heard.setdefault(index, []).append(ids))
-                if question.get("heard")
-                else None,
+                on_tokens=hears if question.get("heard") else None,
             )
         )
     except TunixError as error:

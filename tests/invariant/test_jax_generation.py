@@ -59,6 +59,7 @@ def questions(folder):
     asked["scored"] = question(folder, "gemma3", FEW[:4], 16, stop_ids=STOPS, decoding=rollouts, logprobs=True)
     asked["stopped"] = question(folder, "gemma3", MANY, 64, stop_ids=STOPS)
     asked["heard"] = question(folder, "gemma3", FEW[:1], 1, stop_ids=STOPS, heard=True)
+    asked["ended"] = asked["heard"] | {"ends": 3}
     asked["closed"] = question(folder, "gemma3", FEW, 16, decoding={"closing": CLOSING})
     for family in ("gemma3", "gpt2"):
         asked[f"{family} full"] = question(folder, family, LONG, 4)
@@ -220,6 +221,11 @@ def test_an_answer_that_is_heard_comes_token_by_token(side):
     assert heard[-1] == answer.ids and all(
         len(one) <= len(other) <= len(one) + 1 for one, other in itertools.pairwise(heard)
     )
+
+
+def test_a_caller_can_end_an_answer_that_it_hears(side):
+    [whole], [ended] = side.answers("heard"), side.answers("ended")
+    assert (ended.ids, ended.ended) == (whole.ids[:3], "caller") and len(whole.ids) > 3
 
 
 def test_an_answer_is_over_at_the_closing_tag(side):

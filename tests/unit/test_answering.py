@@ -54,3 +54,22 @@ def test_an_evaluation_is_never_the_reason_why_a_run_does_not_fit(enabled, new_t
         assert (one.eval_rows, chosen.least_bytes) == (1, one.least_bytes)
         asked = settings | {"evaluation": settings["evaluation"] | {"per_device_eval_batch_size": 17}}
         assert predict(GEMMA, build_config(asked, "test"), device=device).eval_rows == 17
+
+
+def test_a_gpu_generates_in_the_largest_batch_that_needs_no_more_than_training():
+    """Where the plan chooses: not where a batch size is set, not on a CPU, not without an evaluation."""
+    training = {"per_device_train_batch_size": 8}
+
+    def chosen(device="cuda", **evaluation):
+        settings = {"training": training, "evaluation": {"enabled": True, "max_new_tokens": 128} | evaluation}
+        return predict(GEMMA, build_config(settings, "test"), device=device)
+
+    plan, single = chosen(), chosen(per_device_eval_batch_size=1)
+    assert (plan.eval_rows, plan.generation_rows) == (64, 256)
+    assert plan.least_bytes == single.least_bytes
+    assert single.generation_rows == 1
+    assert chosen("cpu").generation_rows <= 64
+    assert chosen(enabled=False).generation_rows <= 64
+    longer = chosen(max_new_tokens=4096)
+    assert longer.generation_rows < 256
+    assert longer.least_bytes == single.least_bytes

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import parametrize
 from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.charts import Bar, Chart, Series, bars, label, line_chart, log_ticks, smoothed, sparkline, ticks
 from tunix_rt.runs.curves import bucketed
@@ -116,14 +117,7 @@ def test_there_are_never_many_ticks(low, span):
         assert 1 <= len(log_ticks(low, low + span)) <= 16
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (2e-5, "", "2e-5"), (0.17740046977996826, "", "0.1774"), (14262336256, "bytes", "13.28 GiB"), (512, "bytes", "512 B"),
-        (1234567, "count", "1,234,567"), (2_500_000_000, "", "2.5 G"),
-        (5400, "seconds", "1.5 h"), (0.0, "", "0"), (1e300, "count", "1e300"),
-    ],
-)  # fmt: skip
+@parametrize("value", "unit", "text")
 def test_figures_read_well(value, unit, text):
     assert label(value, unit) == text
 

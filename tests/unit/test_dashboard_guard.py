@@ -1,7 +1,8 @@
 """Who gets an answer from the dashboard: by Host, by where the request comes from, and by the key in the printed address."""
 
 from tests.tables import parametrize
-from tunix_rt.dashboard.guard import LOOPBACK, MOST_HEADER_BYTES, Guard, new_key
+from tunix_rt.dashboard.guard import Guard, new_key
+from tunix_rt.loopback import LOOPBACK, MOST_HEADER_BYTES
 
 KEY = new_key()
 GUARD = Guard(hosts=(*LOOPBACK, "box.example"), key=KEY, port=8080)

@@ -25,6 +25,7 @@ def test_a_run_that_would_begin_is_described_and_nothing_is_written(tmp_path):
         (("--set", "training.lora_dropout=0.1"), 2, "every parameter is trained"),
         (("--data", "missing.jsonl"), 3, "missing.jsonl"),
         (("--model", "gemma-2b", "--on", "2gb"), 5, "does not fit"),
+        (("--model", "gemma-3-270m"), 3, "gemma-3-270m is a preset: an architecture and its size, without weights"),
         (("--device", "cuda"), 4, "no GPU present"),
         (("--output", "."), 2, "already contains mine.txt, which no run writes"),
     ],

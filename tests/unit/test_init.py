@@ -26,6 +26,7 @@ def test_what_is_written_for_a_device_passes_a_dry_run_on_it(tmp_path, model, on
     text = (tmp_path / "a.yaml").read_text()
     assert all("#" in line for line in text.splitlines() if line.startswith("  ")) and "GiB predicted" in text
     assert load_config(tmp_path / "a.yaml").training.lora_rank == lora
+    assert ("its hub id (google/gemma" in done.stderr) == model.startswith("gemma")
     assert f"Trains {'every parameter' if method == 'full' else 'LoRA adapters'}" in text
     checked = in_process("train", "a.yaml", "--dry-run", *device, *TOKENIZER, cwd=tmp_path)
     assert checked.returncode == 0 and "This run would begin" in checked.stdout, checked.stderr

@@ -15,7 +15,7 @@ from tunix_rt.storage import write_json
 from tunix_rt.train.commitment import refuse_another_format, refuse_another_run
 
 COMMITTED: dict[str, Any] = {
-    "format": FORMAT, "numerics": NUMERICS["torch"], "device": "cpu", "versions": {"torch": "2.9.0"},
+    "format": FORMAT, "numerics": NUMERICS["torch"], "device": "cpu", "versions": {"tunix-rt": "0.1.0", "torch": "2.9.0"},
     "source_sha256": "a" * 64, "source_files": {"train.py": "b" * 64}, "created": "2026-01-01T00:00:00+00:00",
     "config_sha256": "c" * 64, "dataset": {"sha256": "d" * 64}, "base_model": {"name": "m"},
 }  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_run_is_resumed_only_by_what_computes_the_same(tmp_path, changed, name
         refuse_another_run(COMMITTED, COMMITTED | changed, tmp_path)
 
 
-def test_another_source_of_the_same_numerics_may_resume_a_run(tmp_path):
-    refuse_another_run(
-        COMMITTED, COMMITTED | {"source_sha256": "0" * 64, "source_files": {}, "created": "now"}, tmp_path
-    )
+def test_another_source_and_version_of_the_same_numerics_may_resume_a_run(tmp_path):
+    newer = {"source_sha256": "0" * 64, "source_files": {}, "created": "now"}
+    versions = COMMITTED["versions"] | {"tunix-rt": "0.2.0"}
+    refuse_another_run(COMMITTED, COMMITTED | newer | {"versions": versions}, tmp_path)

@@ -15,10 +15,14 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def bits(seed=0):
+    return rounding.Bits(generator=generator(seed))
+
+
 def rounded(values, seed=0):
     values = torch.as_tensor(values, dtype=torch.float32).clone()
     target = torch.empty(values.shape, dtype=torch.bfloat16)
-    rounding.round_to_bfloat16_(target, values, generator(seed))
+    rounding.round_to_bfloat16_(target, values, bits(seed))
     return target
 
 
@@ -122,7 +126,7 @@ def test_the_same_generator_gives_the_same_bits_and_another_seed_others():
 
 
 def packed(values, encode, table, seed=0):
-    codes, absmax = encode(values, generator(seed))
+    codes, absmax = encode(values, bits(seed))
     assert codes.dtype == torch.uint8 and absmax.shape == (len(values), 1)
     return rounding.decode(codes, absmax, table)
 
@@ -156,7 +160,7 @@ def test_the_mean_of_many_packings_is_the_moment(encode, table):
     """Each packing is off by less than the gap it fell into, so its variance is at most a quarter of the gap squared."""
     values = torch.randn(1, 256, generator=generator(1)) * torch.logspace(-7, 0, 256)
     values = values if table is SIGNED else values.square().clamp(min=1e-8)
-    count, stream = 3000, generator(2)
+    count, stream = 3000, bits(2)
     codes, absmax = encode(values.expand(count, 256).contiguous(), stream)
     drawn = rounding.decode(codes, absmax, table).double()
     levels = table[:128] if table is SIGNED else table
@@ -194,7 +198,7 @@ def test_a_second_moment_that_is_too_small_is_rounded_up_and_never_to_0():
 
 @pytest.mark.parametrize(("encode", "table"), KINDS)
 def test_a_block_of_zeros_stays_zero_and_one_with_nan_is_not_made_sound(encode, table):
-    assert encode(torch.zeros(1, 256), generator())[0].eq(0).all()
+    assert encode(torch.zeros(1, 256), bits())[0].eq(0).all()
     assert packed(torch.zeros(1, 256), encode, table).eq(0).all()
     assert rounding.decode(torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1, 1), table).eq(0).all()
     spoilt = torch.ones(2, 256)
@@ -214,7 +218,7 @@ def test_rounded_to_the_nearest_a_slow_mean_would_stand_still_and_at_random_it_m
     at_random[:, 0] = to_nearest[:, 0] = 1.0
     towards = torch.full((32, 256), target)
     towards[:, 0] = 1.0
-    stream = generator(1)
+    stream = bits(1)
     edges = (UNSIGNED[1:] + UNSIGNED[:-1]) / 2
     for _ in range(steps):
         codes, absmax = rounding.encode_unsigned(at_random.lerp(towards, 1 - beta), stream)

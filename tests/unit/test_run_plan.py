@@ -58,7 +58,7 @@ def test_the_time_on_a_cpu_follows_its_rate_and_is_unknown_without():
     assert plan_run(config, SHAPE, CPU, ROWS).seconds is None
     plan = plan_run(config, SHAPE, CPU, ROWS, cpu_flops=1e11)
     time = estimate_time(
-        SHAPE, config, tokens_per_step=4000, steps=10, eval_items=64, eval_rows=plan.memory.eval_rows,
+        SHAPE, config, tokens_per_step=4000, steps=10, eval_items=64, eval_rows=plan.memory.generation_rows,
         flops_per_second=1e11,
         target_share=0.4,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from tunix_rt.storage import to_plain, write_json, write_jsonl, write_text
 
 PARTS = MemoryPlan(
     device="cpu", dtype="float32", parameters=1_234_567, rows=1, row_tokens=16, target_share=1.0, phases=(),
-    peak_phase="steps", peak_bytes=3 * 2**30, least_bytes=3 * 2**30, context_bytes=0, eval_rows=1,
+    peak_phase="steps", peak_bytes=3 * 2**30, least_bytes=3 * 2**30, context_bytes=0, eval_rows=1, generation_rows=1,
 )  # fmt: skip
 MEMORY = {
     "schema": "tunix-rt/memory/2", "status": "completed", "predicted_bytes": 3 * 2**30,

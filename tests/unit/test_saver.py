@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import write_small_model
 from tunix_rt.config.settings import Training
 from tunix_rt.engines.torch import save as torch_state
-from tunix_rt.engines.torch.model import LossScale
+from tunix_rt.engines.torch import tensor_files
+from tunix_rt.engines.torch.model import Engine, LossScale
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.errors import Preempted, StorageError, TunixError
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, list_checkpoints
@@ -46,10 +47,12 @@ def make_engine(tmp_path, *, dtype=torch.float32, kind="adamw", scaled=False, se
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(write_small_model("gpt2", tmp_path / "model"))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    engine = SimpleNamespace(
-        model=model, device=torch.device("cpu"), loss_scale=LossScale() if scaled else None, pending_copy=None
-    )
-    return engine, make_optimizer(model, kind)
+    return engine_of(model, loss_scale=LossScale() if scaled else None), make_optimizer(model, kind)
+
+
+def engine_of(model, **fields):
+    unused = dict.fromkeys(("source", "parameters", "meter", "recipe", "attention"))
+    return Engine(model=model, device=torch.device("cpu"), **unused, **fields)
 
 
 def train_a_little(engine, optimizer, step):
@@ -83,7 +86,8 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "dtype", "scaled"), KINDS)
 @pytest.mark.parametrize("way", ["snapshot", "direct"])
 def test_what_was_saved_comes_back_to_the_bit(tmp_path, monkeypatch, kind, dtype, scaled, way):
-    monkeypatch.setattr(torch_state, "BLOCK_BYTES", 4096)  # most tensors lie in several
+    for module in (torch_state, tensor_files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)  # most tensors lie in several
     engine, optimizer = make_engine(tmp_path, kind=kind, dtype=dtype, scaled=scaled)
     for step in (1, 2):
         train_a_little(engine, optimizer, step)
@@ -116,10 +120,10 @@ def test_both_ways_and_safetensors_itself_write_the_same_bytes(tmp_path):
 
 
 def test_every_type_a_state_may_have_is_written_as_safetensors_reads_it(tmp_path):
-    tensors = {str(dtype): torch.arange(5).to(dtype) for dtype in torch_state._NAMES}
+    tensors = {str(dtype): torch.arange(5).to(dtype) for dtype in tensor_files.NAMES}
     tensors |= {"none": torch.zeros(0), "one": torch.tensor(1.5), 'é"\n': torch.zeros(2, 3).t()}
     optimizer = SimpleNamespace(tensors=lambda: tensors)
-    engine = SimpleNamespace(model=torch.nn.Linear(2, 2), loss_scale=None)
+    engine = engine_of(torch.nn.Linear(2, 2))
     torch_state.write_direct(engine, optimizer, tmp_path)
     read = load_file(tmp_path / torch_state.OPTIMIZER)
     assert read.keys() == tensors.keys()

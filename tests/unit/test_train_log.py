@@ -350,7 +350,8 @@ def train(run, *, total, resume=False, stop_after=None, read_along=None, **train
     context = RunContext(
         journal=journal, stop=stop, options=Options(progress=progress), config=config, device=None, gpus=frozenset(),
         model=None, shape=None, tokenizer=SimpleNamespace(pad_id=0), data=nothing_prepared(run.root, heldout=("a row",)),
-        plan=SimpleNamespace(eval_rows=4, layers=None), batch=Batch(rows=8, devices=1), start=start, total=total,
+        plan=SimpleNamespace(eval_rows=4, generation_rows=4, layers=None), batch=Batch(rows=8, devices=1), start=start,
+        total=total,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix_rt.train.context.load_backend", lambda name: engine)

@@ -68,8 +68,8 @@ def _serve(
 ) -> None:
     """`start` is the page that the printed address leads to."""
     from tunix_rt.dashboard.app import make_app
-    from tunix_rt.dashboard.guard import LOOPBACK, Guard, new_key
-    from tunix_rt.dashboard.server import listen, serve
+    from tunix_rt.dashboard.guard import Guard, new_key
+    from tunix_rt.loopback import LOOPBACK, listen, serve
 
     bound = listen(host, port)
     port = bound.getsockname()[1]
@@ -87,8 +87,4 @@ def _serve(
         if opens:
             click.launch(address)
 
-    try:
-        serve(make_app(site, guard), bound, ready)
-    finally:
-        if site.chat is not None:
-            site.chat.close()
+    serve(make_app(site, guard), bound, ready, site.chat.close if site.chat else lambda: None)

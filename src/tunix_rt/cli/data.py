@@ -149,12 +149,12 @@ def list_(as_json: bool) -> None:
 
 
 @data.command()
-@click.argument("dataset", metavar="KEY...", nargs=-1, required=True)
+@click.argument("dataset", metavar="[KEY...]", nargs=-1)
 @_settings
 def check(as_json: bool, **options: Any) -> None:
     """Validate dataset KEY against every rule. Exit 3 when one refuses it, as a run would.
 
-    KEY is a dataset, a file, a folder, or a dataset of the hub, which is fetched.
+    KEY is a dataset, a file, a folder, or a dataset of the hub, which is fetched. Default: that of --config.
     """
     from tunix_rt.data.prepare import inspect
     from tunix_rt.data.validation import refuse
@@ -172,7 +172,7 @@ def check(as_json: bool, **options: Any) -> None:
 
 
 @data.command()
-@click.argument("dataset", metavar="KEY...", nargs=-1, required=True)
+@click.argument("dataset", metavar="[KEY...]", nargs=-1)
 @click.option("--row", type=click.IntRange(min=1), metavar="N", help="The N-th record of the dataset. Default: 1.")
 @click.option("--packed", type=click.IntRange(min=1), metavar="N", help="The N-th training row, as it is packed.")
 @_settings
@@ -226,6 +226,7 @@ def _look(options: Mapping[str, Any], **settings: str) -> Look:
     """Settings as in a run; the default model is the shipped one. Needs no weights."""
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.config.load import find_config, load_config
+    from tunix_rt.errors import ConfigError
     from tunix_rt.models.secrets import refuse_addresses
     from tunix_rt.train.context import find_tokenizer
 
@@ -234,6 +235,8 @@ def _look(options: Mapping[str, Any], **settings: str) -> Look:
     flags: dict[str, Any] = settings | {"model.model_name_or_path": options["model"]}
     flags |= {FLAGS[name]: value for name, value in named.items()}
     config = load_config(path, overrides=options["overrides"], flags=flags)
+    if not config.data.names:
+        raise ConfigError("no dataset is named", fix="give KEY, or name one in --config: data.dataset")
     hint = ""
     if not config.model.model_name_or_path:
         flags["model.model_name_or_path"] = SHIPPED_MODEL

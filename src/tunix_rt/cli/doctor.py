@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tunix_rt.doctor.facts import Ask, Check, Facts
     from tunix_rt.doctor.install import EnvironmentReport
     from tunix_rt.doctor.selection import DeviceChoice
-    from tunix_rt.doctor.selftest import SelfTest
+    from tunix_rt.doctor.selftest import LinkTest, SelfTest
     from tunix_rt.doctor.wheels import Wheel
 
 FILE = click.Path(path_type=Path)
@@ -32,12 +32,13 @@ DEVICES = click.Choice(["auto", "cpu", "cuda", "gpu", "tpu"])
 @click.option(
     "--prove", is_flag=True, help="Run the kernel self-test: compare kernels with float64, in a child process."
 )
+@click.option("--log", type=FILE, help="Find the cause in the log of a run on several GPUs or hosts.")
 @click.option("--facts-only", is_flag=True, help="Print the facts as JSON, without a verdict.")
 @click.option("--facts", "facts_file", type=FILE, help="Use the facts in this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print verdict, cause, checks, self-test and facts as JSON.")
 def doctor(
-    config: str | None, output: Path | None, prove: bool, facts_only: bool, facts_file: Path | None, as_json: bool,
-    **named: Any,
+    config: str | None, output: Path | None, prove: bool, log: Path | None, facts_only: bool, facts_file: Path | None,
+    as_json: bool, **named: Any,
 ) -> None:  # fmt: skip
     """Check whether a run works on this computer; exit 4 with the cause if not.
 
@@ -53,13 +54,20 @@ def doctor(
             "--facts names a file; --prove and --facts-only need a computer", fix="leave out --prove and --facts-only"
         )
     facts = _facts(facts_file, output, backend=ask.backend or "torch", device=ask.device)
+    if log is not None:
+        from dataclasses import replace
+
+        from tunix_rt.doctor.process_checks import known_lines
+
+        facts = replace(facts, log=known_lines(log))
     if facts_only:
         from tunix_rt.storage import json_text
 
         text.show_lines(json_text(facts).splitlines())
         return
     choice: DeviceChoice | None = None
-    proof: SelfTest | None = None
+    proof: tuple[SelfTest, ...] = ()
+    links: LinkTest | None = None
     refusal: TunixError | None = None
     try:
         from tunix_rt.cli.views.progress import watching
@@ -71,12 +79,12 @@ def doctor(
         choice = choose_device(ask, facts)
         if prove:
             with watching():
-                proof = _prove(ask, choice, settings)
+                proof, links = _prove(facts, ask, choice, settings)
         if settings is not None and facts_file is None:
             _refuse_missing_model(settings)
     except (ConfigError, HardwareError, InputError) as error:
         refusal = error
-    _show(facts, ask, choice, proof, refusal, as_json=as_json)
+    _show(facts, ask, choice, proof, links, refusal, as_json=as_json)
 
 
 def _requested(config: str | None, named: dict[str, Any]) -> "tuple[Ask, RunConfig | None]":
@@ -120,41 +128,63 @@ def _facts(facts_file: Path | None, output: Path | None, **requested: Any) -> "F
         return gather_facts(output, **requested)
 
 
-def _prove(ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None") -> "SelfTest":
-    """The kernel self-test with the step and the heads of the configured run; needs the small files of its model only."""
+def _prove(
+    facts: "Facts", ask: "Ask", choice: "DeviceChoice", settings: "RunConfig | None"
+) -> "tuple[tuple[SelfTest, ...], LinkTest | None]":
+    """The kernel self-test of every device, and the connections between several GPUs."""
+    from tunix_rt.doctor.facts import visible_gpus
     from tunix_rt.doctor.selection import set_environment
-    from tunix_rt.doctor.selftest import run_selftest
+    from tunix_rt.doctor.selftest import run_links, run_selftests
+
+    backend = ask.backend or "torch"
+    set_environment(choice.device, backend)
+    gpus = [gpu.uuid for gpu in visible_gpus(facts)] if choice.device == "cuda" else []
+    proof = run_selftests(gpus, backend=backend, device=choice.device, dtype=ask.dtype, **_kernels(ask, settings))
+    return proof, run_links() if len(gpus) > 1 and backend == "torch" else None
+
+
+def _kernels(ask: "Ask", settings: "RunConfig | None") -> dict[str, Any]:
+    """The step and the heads of the configured run; needs the small files of its model only."""
     from tunix_rt.models.resolve import resolve_model
     from tunix_rt.plan.trace import shape_of_any
     from tunix_rt.train.device import kernels_of, step_of
 
-    backend = ask.backend or "torch"
-    set_environment(choice.device, backend)
-    options: dict[str, Any] = {"backend": backend, "device": choice.device, "dtype": ask.dtype}
     if settings is None:
-        return run_selftest(**options)
-    options |= step_of(settings.training)
+        return {}
+    options = step_of(settings.training)
     if ask.dtype != settings.training.dtype:  # master weights of another compute dtype
         options["master_dtype"] = None
     if not settings.model.model_name_or_path:
-        return run_selftest(**options)
+        return options
     model = resolve_model(settings.model.model_name_or_path, revision=settings.model.revision, weights="random")
-    return run_selftest(**options, **kernels_of(model.config, shape_of_any(model, settings.training)))
+    return options | kernels_of(model.config, shape_of_any(model, settings.training))
+
+
+def _wrong(proof: "Iterable[SelfTest]", links: "LinkTest | None") -> tuple[str, str] | None:
+    """Problem and fix of the first self-test that failed."""
+    from tunix_rt.doctor.selftest import selftest_problem
+
+    failed = (problem for one in proof if (problem := selftest_problem(one)) is not None)
+    if (first := next(failed, None)) is not None or links is None or links.failure is None:
+        return first
+    fix = "`nvidia-smi topo -m` shows the connections; NCCL_P2P_DISABLE=1 avoids peer access; a driver update may repair it"
+    return f"the GPUs do not exchange data: {links.failure}", fix
 
 
 def _show(
-    facts: "Facts", ask: "Ask", choice: "DeviceChoice | None", proof: "SelfTest | None", refusal: Any, *, as_json: bool
-) -> None:
+    facts: "Facts", ask: "Ask", choice: "DeviceChoice | None", proof: "tuple[SelfTest, ...]", links: "LinkTest | None",
+    refusal: Any, *, as_json: bool,
+) -> None:  # fmt: skip
     """The verdict first. A refusal exits here, because its message is part of the output."""
     from tunix_rt.accelerators import find_accelerator, peaks
     from tunix_rt.doctor.checks import KIND_OF, judge
     from tunix_rt.doctor.selection import summary_rows
-    from tunix_rt.doctor.selftest import selftest_lines, selftest_problem
+    from tunix_rt.doctor.selftest import selftest_lines
     from tunix_rt.models.secrets import redacted
     from tunix_rt.storage import to_plain
 
     checks = judge(facts, ask)
-    wrong = selftest_problem(proof) if proof else None
+    wrong = _wrong(proof, links)
     ready = choice is not None and wrong is None and refusal is None
     code = 0 if ready else refusal.exit_code if refusal else 4
     cause = str(getattr(refusal, "cause", ""))
@@ -169,7 +199,8 @@ def _show(
             "fix": redacted(problem[1]) if problem else None,
             "asked": ask,
             "choice": choice,
-            "proof": proof,
+            "proof": proof[0] if proof else None,
+            **({"proofs": proof, "links": links} if len(proof) > 1 else {}),
             "checks": checks,
             "facts": facts,
         }
@@ -180,7 +211,8 @@ def _show(
         shown: list[str] = []
         if proof and choice:
             known = find_accelerator(choice.kind, choice.memory_bytes)
-            shown = selftest_lines(proof, peaks(known, ask.dtype) if known else (None, None))
+            peak = peaks(known, ask.dtype) if known else (None, None)
+            shown = [line for one in proof for line in selftest_lines(one, peak)] + (links.describe() if links else [])
         lines = verdict_lines(checks, choice if ready else None, ask.device, self_test=shown)
         if wrong:
             lines = [f"{_not_ready(ask.device)}: {wrong[0]}", f"  fix:  {wrong[1]}", *lines]

@@ -49,6 +49,7 @@ def facts_of(
     """The checks in the order of a run: memory at the longest length, data, memory of the rows there are, disk."""
     from tunix_rt.cli.plan import refuse
     from tunix_rt.data.prepare import prepare
+    from tunix_rt.models.resolve import refuse_unavailable
     from tunix_rt.plan.answer import answer
     from tunix_rt.plan.report import refuse_if_too_big
     from tunix_rt.plan.run import plan_run
@@ -65,6 +66,7 @@ def facts_of(
         source, shape = find_architecture(config)
         settled = plan_run(config, shape, target, cpu_flops=rate)
         refuse(answer(settled.config, chosen, model=source.name, shape=shape).outlook, listed=False)
+        refuse_unavailable(source.name, revision=config.model.revision, weights=config.model.weights)
     with phase("read the data"):
         data = prepare(settled.config, *find_tokenizer(settled.config), progress)
     rows = row_facts(data, packing=settled.config.data.packing)

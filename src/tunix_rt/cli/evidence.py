@@ -32,11 +32,12 @@ def evidence() -> None:
     "--checkpoint-mib", type=click.IntRange(min=1), default=64, show_default=True, help="Most that these two may take."
 )
 @click.option("--run-id", metavar="NAME", help="Name of the run in run_manifest.json [that of the bundle's folder].")
-@click.option("--repository", type=FOLDER, default=Path(), help="Clone with the commit of the run [here].")
+@click.option("--repository", type=FOLDER, help="Clone with the commit of the run [the installed wheel, else here].")
 @click.option("--json", "as_json", is_flag=True, help="Print run_manifest.json.")
 def collect(
     folder: Path, to: Path, cpu_run: Path | None, without_cpu_run: bool,
-    with_checkpoints: bool, with_model: bool, checkpoint_mib: int, run_id: str | None, repository: Path, as_json: bool,
+    with_checkpoints: bool, with_model: bool, checkpoint_mib: int, run_id: str | None, repository: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Make a bundle of the completed run in RUN: its facts without its weights, a README, and hashes.
 
@@ -47,7 +48,8 @@ def collect(
     from tunix_rt.evidence.collect import Extras, collect
     from tunix_rt.runs.source import require_repository
 
-    require_repository(repository)
+    if repository is not None:
+        require_repository(repository)
     extras = Extras(checkpoints=with_checkpoints, model=with_model, most_mib=checkpoint_mib)
     with watching():
         made = collect(

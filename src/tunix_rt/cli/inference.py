@@ -14,6 +14,7 @@ from tunix_rt.cli.main import Dtype
 if TYPE_CHECKING:
     from tunix_rt.data.records import Turn
     from tunix_rt.engines.decoding import Decoding
+    from tunix_rt.export.gguf import GgufExport
     from tunix_rt.inference import LoadedModel
 
 
@@ -296,6 +297,10 @@ def _output(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding
     }
 
 
+GGUF = ["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"]
+GGUF_MEANS = "the kind of file decides the types, the whole model is written, and the CPU quantizes it"
+
+
 @click.command()
 @click.argument("model")
 @click.option(
@@ -315,8 +320,9 @@ def _output(model: "LoadedModel", turns: "tuple[Turn, ...]", decoding: "Decoding
 )
 @click.option("--best", is_flag=True, help="Of a run: the checkpoint with the lowest held-out loss.")
 @click.option("--adapter", is_flag=True, help="Of a LoRA run: the adapters alone, as a folder that peft loads.")
+@click.option("--gguf", "kind", type=click.Choice(GGUF), help="One GGUF file instead, with an Ollama Modelfile.")
 @click.option("--json", "as_json", is_flag=True, help="Print the round-trip check as JSON.")
-def export(model: str, output: Path, layout: str, as_json: bool, **how: Any) -> None:
+def export(model: str, output: Path, layout: str, kind: str | None, as_json: bool, **how: Any) -> None:
     """Write MODEL (a run folder, model folder, GGUF file, shipped model or hub id) for transformers, with a round-trip check.
 
     A fresh process reloads the folder with plain transformers, or an adapter with plain peft, and compares weights, logits,
@@ -328,8 +334,24 @@ def export(model: str, output: Path, layout: str, as_json: bool, **how: Any) -> 
     from tunix_rt.storage import to_plain
 
     with watching():
-        done = export_model(model, output, **how)
+        done = export_model(model, output, **how) if kind is None else _export_gguf(model, output, kind, **how)
     if as_json:
-        text.show_json(to_plain(asdict(done)) | {"layout": layout})
+        text.show_json(to_plain(asdict(done)) | {"layout": layout if kind is None else "gguf"})
     else:
-        text.show_lines([done.describe()])
+        text.show_lines([done.describe(), *done.commands])
+
+
+def _export_gguf(
+    model: str, output: Path, kind: str, *, device: str, dtype: str | None, adapter: bool, step: int | None, best: bool
+) -> "GgufExport":
+    from tunix_rt.errors import ConfigError
+    from tunix_rt.models.gguf import require_packages
+
+    if given := [
+        name for name, used in (("--dtype", dtype), ("--adapter", adapter), ("--device", device == "cuda")) if used
+    ]:
+        raise ConfigError(f"--gguf and {given[0]}: {GGUF_MEANS}", fix=f"remove {given[0]}")
+    require_packages("--gguf")
+    from tunix_rt.export.gguf import export_gguf
+
+    return export_gguf(model, output, kind=kind, step=step, best=best)

@@ -25,7 +25,8 @@ def init(file: Path, **given: Any) -> None:
     from tunix_rt.cli.plan_targets import resolve_target
     from tunix_rt.cli.views import text
     from tunix_rt.config.load import build_config
-    from tunix_rt.errors import ConfigError
+    from tunix_rt.errors import ConfigError, InputError
+    from tunix_rt.models.resolve import PRESET_OF, refuse_unavailable
     from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
     from tunix_rt.plan.starter import starter
     from tunix_rt.runs.folder import model_of_run
@@ -57,6 +58,11 @@ def init(file: Path, **given: Any) -> None:
         write_text(file, found.yaml(target.name))
     for sentence in found.misfits:
         text.show_note(f"not {sentence}")
+    if source.revision == "preset" and source.name not in PRESET_OF:
+        try:
+            refuse_unavailable(source.name)
+        except InputError as error:
+            text.show_note(f"before it trains: {error.problem}; {error.fix}")
     on = f" --on {given['on']}" if given["on"] else ""
     text.show_note(f"written: {file} ({source.name}, {found.plan.verdict} on {target.name}); next:")
     text.show_note(f"  {text.program()} train {file} --dry-run{on}")

@@ -15,6 +15,7 @@ import click
 
 from tunix_rt import __version__
 from tunix_rt.errors import ConfigError, TunixError, did_you_mean
+from tunix_rt.ranks import process_exit_code
 
 # Verb -> (module, what it does). The module is imported when the verb is used, so `--help` stays fast.
 VERBS = {
@@ -31,6 +32,7 @@ VERBS = {
     "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),
     "chat": ("inference", "Chat with a model."),
+    "serve": ("serve", "Serve a model to OpenAI clients on this computer."),
     "runs": ("runs", "List the runs in a folder, show one, delete or archive them."),
     "dashboard": ("dashboard", "Look at runs, plans and data in a browser on this computer."),
     "evidence": ("evidence", "Collect a run into a bundle, sign it, verify it, pack it."),
@@ -43,7 +45,7 @@ EXAMPLES = {
     "--set": "SECTION.KEY=VALUE", "--to": "../BUNDLE",
 }  # fmt: skip
 """Option -> a value of it, for the fix."""
-RENDERING_ONLY = ("evaluate", "generate", "chat")
+RENDERING_ONLY = ("evaluate", "generate", "chat", "serve")
 """Verbs whose --set takes settings of prompts alone."""
 
 
@@ -108,7 +110,7 @@ def reported(ctx: click.Context) -> Iterator[None]:
     except (click.UsageError, TunixError) as error:
         refusal = usage_error(error) if isinstance(error, click.UsageError) else error
         report(refusal)
-        ctx.exit(refusal.exit_code)
+        ctx.exit(process_exit_code(refusal.exit_code))
 
 
 def report(error: TunixError) -> None:

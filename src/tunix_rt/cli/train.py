@@ -1,11 +1,15 @@
 """`tunix-rt train`: the whole pipeline from one configuration. And the scripts in training/ and training_pt/."""
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+
+from tunix_rt.cli.launch import Ranks, launch, without_launch
+from tunix_rt.ranks import process_exit_code, world
 
 MOST_RECORDED = 50
 """Steps of a profile: more than a million events of a large model."""
@@ -45,10 +49,19 @@ RESUME = "training.resume_from_checkpoint"
 @click.option("--dry-run", is_flag=True, help="Check settings, folder, data and memory, and train nothing.")
 @click.option("--on", metavar="NAME", help="With --dry-run: another device, as of `tunix-rt plan --on`.")
 @click.option("--allow-oom-attempt", is_flag=True, help="Start a run that is predicted not to fit.")
+@click.option("--nproc", type=Ranks(), metavar="N|gpu", help="Train on N processes, one for each GPU, by torchrun.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="With --nproc: resume as often after a crash.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print result.json, or the checks, to standard output.")
 def train(
-    config: str | None, output: Path | None, overrides: tuple[str, ...], resume: bool, as_json: bool, **named: Any
-) -> None:
+    config: str | None, output: Path | None, overrides: tuple[str, ...], resume: bool, as_json: bool, nproc: str | None,
+    max_restarts: int, **named: Any,
+) -> None:  # fmt: skip
     """Run doctor, plan, data, train, evaluate and evidence on CONFIG (a YAML file or the name of a shipped one)."""
     from tunix_rt.cli.convert import show_conversion
     from tunix_rt.config.load import find_config, load_config
@@ -57,6 +70,7 @@ def train(
     if output is None and not named["dry_run"]:
         here = click.get_current_context()
         raise click.MissingParameter(ctx=here, param=next(one for one in here.command.params if one.name == "output"))
+    resume = resume or world().restarts > 0  # torchrun has started the same command again
     flags = {setting: named[flag] for flag, setting in FLAGS.items()} | {RESUME: "auto" if resume else None}
     path = find_config(config) if config else None
     settled = load_config(path, overrides=overrides, flags=flags, report=show_conversion)
@@ -66,6 +80,11 @@ def train(
         return check_and_show(settled, output, named["on"], as_json=as_json)
     if named["on"]:
         raise click.UsageError("--on names a device for --dry-run; a run trains on this computer")
+    if max_restarts and nproc is None:
+        raise click.UsageError("--max-restarts is for --nproc; a run that crashed continues with --resume")
+    if nproc is not None:
+        here = click.get_current_context()
+        here.exit(launch(without_launch(sys.argv[1:]), nproc, max_restarts, settled.training.grace_seconds))
     assert output is not None
     run_and_show(
         settled, output, as_json=as_json, profile=named["profile"] or 0, oom_attempt=named["allow_oom_attempt"],
@@ -95,6 +114,10 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     refuse_secrets(config.model_dump())
     model = model_of_run(config.model.model_name_or_path or "") or None
     config = config.model_copy(update={"model": config.model.model_copy(update={"model_name_or_path": model})})
+    if not world().is_lead:
+        from tunix_rt.train import hosts, ranks
+
+        return hosts.follow(config) if hosts.follows(config) else ranks.follow(config)
     with watching() as progress:
         with phase("start"):
             from tunix_rt.evaluate.report import remarks, table
@@ -193,7 +216,7 @@ def run_script(backend: str, argv: list[str] | None = None) -> int:
         run_and_show(script_config(options, backend), options.output, as_json=False)
     except TunixError as error:
         report(error)
-        return error.exit_code
+        return process_exit_code(error.exit_code)
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tunix_rt.config.optimizers import OPTIMIZERS, optimizers_of
 from tunix_rt.errors import ConfigError
+from tunix_rt.ranks import world
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import Training
@@ -42,8 +43,12 @@ class Capabilities:
     """Records a profile of training steps: `--profile`."""
     dropout: bool = False
     """Trains models with dropout."""
+    ranks: bool = False
+    """Shards a run over the ranks that a launcher starts, each with one device."""
     multi_device: bool = False
     """Shards a run over every visible device; `per_device_train_batch_size` counts the rows of each."""
+    multi_process: bool = False
+    """Runs on the devices of several processes, which a launcher starts with the same command."""
     compiles_whole_step: bool = False
     """Compiles a step before it reads a weight. The compiler decides whether the step fits; no layer runs uncompiled."""
     own_models: bool = False
@@ -70,6 +75,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         eager=True,
         profile=True,
         dropout=True,
+        ranks=True,
         cpu_baseline=True,
     ),
     "jax": Capabilities(
@@ -81,6 +87,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         implementations=("auto", "tunix"),
         checkpointing=(False, 0.5, True),  # every fraction saves the matmul results of all layers
         multi_device=True,
+        multi_process=True,
         compiles_whole_step=True,
         own_models=True,
         threads_by_affinity=True,
@@ -124,8 +131,9 @@ def _requests(
         "runs the models of transformers", "leave it out",
     )  # fmt: skip
     yield (
-        f"training.data_replicas: {training.data_replicas}", training.data_replicas == 1 or engine.multi_device,
-        "trains on one device", "leave it out",
+        f"training.data_replicas: {training.data_replicas}",
+        training.data_replicas == 1 or engine.multi_device or (engine.ranks and world().size > 1),
+        "trains on one device", "start several ranks with --nproc, or leave it out",
     )  # fmt: skip
     for name in LORA_SETTINGS:
         yield (

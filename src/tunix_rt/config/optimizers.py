@@ -55,6 +55,10 @@ class OptimizerSpec:
     """What a run gives up with it, in words of the planner."""
 
 
+WHOLE_STATE = "exp_avg_sq_col"
+"""The state that every rank has as a whole, where the rows of a parameter are shared: one value per column."""
+
+
 def _adamw_states(shape: Shape, full: str) -> States:
     return {"exp_avg": (shape, full), "exp_avg_sq": (shape, full)}
 
@@ -67,7 +71,7 @@ def _adamw_8bit_states(shape: Shape, full: str) -> States:
 
 def _adafactor_states(shape: Shape, full: str) -> States:
     if len(shape) == 2:
-        return {"exp_avg_sq_row": (shape[:1], full), "exp_avg_sq_col": (shape[1:], full)}
+        return {"exp_avg_sq_row": (shape[:1], full), WHOLE_STATE: (shape[1:], full)}
     return {"exp_avg_sq": (shape, full)}
 
 

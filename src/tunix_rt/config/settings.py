@@ -98,10 +98,20 @@ class Model(Section):
     """Model code of the JAX engine: `auto` is tunix-rt's own, `tunix` that of google-tunix."""
 
 
+Weight = Annotated[float, Field(gt=0, le=10**6, strict=True)]
+
+
 class Data(Section):
-    dataset: Annotated[str | Annotated[tuple[str, ...], Field(min_length=2)] | None, BeforeValidator(_only_one)] = None
+    dataset: Annotated[
+        str
+        | Annotated[tuple[str, ...], Field(min_length=2)]
+        | Annotated[dict[str, Weight], Field(min_length=2)]
+        | None,
+        BeforeValidator(_only_one),
+    ] = None
     """Key of a dataset (`datasets/<key>`), a file or folder, or a dataset of the Hugging Face hub (`owner/name:CONFIG/SPLIT`,
-    `owner/name@COMMIT:PATH`), fetched into its cache; or a list of them, read in that order."""
+    `owner/name@COMMIT:PATH`), fetched into its cache; or a list of them, read in that order; or several with
+    weights, `{a.jsonl: 3, b.jsonl: 1}`: the share of each in the rows of an epoch."""
     validation: str | None = None
     """A dataset, named like `dataset`, that is held out whole; then none of `dataset` is."""
     columns: dict[str, str] | None = None
@@ -139,7 +149,12 @@ class Data(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """Every name in `dataset`."""
-        return self.dataset if isinstance(self.dataset, tuple) else (self.dataset,) if self.dataset else ()
+        return (self.dataset,) if isinstance(self.dataset, str) else tuple(self.dataset or ())
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each name; empty where they have none."""
+        return tuple(self.dataset.values()) if isinstance(self.dataset, dict) else ()
 
     @property
     def key(self) -> str | None:

@@ -69,10 +69,10 @@ class Chat:
         return answered
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()  # closes the pipes too
-            self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()  # closes the pipes too
 
 
 def _line_of(child: "subprocess.Popen[bytes]", seconds: float) -> bytes:

@@ -60,7 +60,7 @@ def hub_files(name: str, revision: str, inside: str, *, unknown: InputError) -> 
     refuse_full_disk(request, size)
     logger.info("Fetching %s: %d file(s), %.1f MiB, commit %s", name, len(new), size / 2**20, about.commit)
     write_listing(name, about.commit, about.files)
-    folder = fetch(request, files)
+    folder = fetch(request, files, about)
     for file in new:
         _refuse_other_bytes(folder / file, about.files[file], f"{name}:{file}")
     return folder, files

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.data.mixture import MixedDataset, mixed_order
 from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.render import Computed, Example, Ids, Mask
 from tunix_rt.data.text import fold
@@ -155,30 +156,36 @@ GROUPED_STEPS = 64
 
 
 def rows_of_step(
-    step: int, *, row_count: int, rows_per_step: int, seed: int, lengths: Sequence[int] | None = None
-) -> list[int]:
-    """Indices of the rows that step `step` (counted from 1) trains on. Every row once per epoch; no state, no walking.
+    step: int, *, row_count: int, rows_per_step: int, seed: int, lengths: Sequence[int] | None = None,
+    mixture: tuple[MixedDataset, ...] = (),
+) -> list[int]:  # fmt: skip
+    """Indices of the rows that step `step` (counted from 1) trains on. Every row once per epoch, unless `mixture` has weights; no
+    state, no walking.
 
     With the `lengths` of the rows, those of a step are of similar length, and need little padding."""
     epoch, place = divmod(step - 1, steps_per_epoch(row_count, rows_per_step))
     if lengths is None:
-        order = _order_of_epoch(seed, epoch, row_count)
+        order = _order_of_epoch(seed, epoch, row_count, mixture)
     else:
-        order = _grouped_order(seed, epoch, rows_per_step, np.asarray(lengths, dtype=np.int32).tobytes())
+        order = _grouped_order(seed, epoch, rows_per_step, np.asarray(lengths, dtype=np.int32).tobytes(), mixture)
     return [int(i) for i in order[place * rows_per_step : (place + 1) * rows_per_step]]
 
 
 @lru_cache(maxsize=2)
-def _order_of_epoch(seed: int, epoch: int, row_count: int) -> npt.NDArray[np.int64]:
+def _order_of_epoch(seed: int, epoch: int, row_count: int, mixture: tuple[MixedDataset, ...]) -> npt.NDArray[np.int64]:
     """The rows of an epoch, shuffled. Kept for its next step: drawing it takes as long as the dataset is large."""
+    if mixture:
+        return mixed_order(seed, epoch, mixture)
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(row_count)
 
 
 @lru_cache(maxsize=2)
-def _grouped_order(seed: int, epoch: int, rows_per_step: int, lengths: bytes) -> npt.NDArray[np.int64]:
+def _grouped_order(
+    seed: int, epoch: int, rows_per_step: int, lengths: bytes, mixture: tuple[MixedDataset, ...]
+) -> npt.NDArray[np.int64]:
     """The same, sorted by length within `GROUPED_STEPS`, whose steps are then shuffled. The last, smaller step stays last."""
     sizes = np.frombuffer(lengths, dtype=np.int32)
-    order = _order_of_epoch(seed, epoch, len(sizes)).copy()
+    order = _order_of_epoch(seed, epoch, len(sizes), mixture).copy()
     whole = len(order) // rows_per_step * rows_per_step
     for start in range(0, whole, GROUPED_STEPS * rows_per_step):
         part = order[start : min(whole, start + GROUPED_STEPS * rows_per_step)]
@@ -233,13 +240,24 @@ def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
     )
 
 
+def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """The rows of `micro` that are those of `rank`. One without a row has the first, with no targets."""
+    first, stop = (number * len(micro.ids) // ranks for number in (rank, rank + 1))
+    if first < stop:
+        own = slice(first, stop)
+        return MicroBatch(ids=micro.ids[own], labels=micro.labels[own], positions=micro.positions[own])
+    silent = np.full_like(micro.labels[:1], IGNORED)
+    return MicroBatch(ids=micro.ids[:1], labels=silent, positions=micro.positions[:1])
+
+
 def batch_of_step(
     rows: Sequence[Row], step: int, *, micro_batch_size: int, accumulation: int, seed: int, pad_id: int,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None, mixture: tuple[MixedDataset, ...] = (),
 ) -> StepBatch:  # fmt: skip
     """The micro-batches of one optimizer step: a pure function of (rows, seed, step)."""
+    per_step = micro_batch_size * accumulation
     chosen = rows_of_step(
-        step, row_count=len(rows), rows_per_step=micro_batch_size * accumulation, seed=seed, lengths=lengths
+        step, row_count=len(rows), rows_per_step=per_step, seed=seed, lengths=lengths, mixture=mixture
     )
     picked = [rows[i] for i in chosen]
     micro = tuple(

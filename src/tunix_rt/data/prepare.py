@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tunix_rt.config.load import with_settings
-from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.settings import Data, RunConfig
 from tunix_rt.data.contamination import find_leaks
 from tunix_rt.data.example_checks import about_length, about_validation, about_vocabulary, check_text
 from tunix_rt.data.formats import detect_format, to_sample
+from tunix_rt.data.mixture import MixedDataset, describe_mixture, rows_of_epoch
 from tunix_rt.data.packing import (
     MOST_HELDOUT,
     Packing,
@@ -107,6 +108,8 @@ class Prepared(Validated):
     """Of every training row."""
     store: Store | None = None
     """None where the rows were not made from a dataset."""
+    mixture: tuple[MixedDataset, ...] = ()
+    """The datasets with weights; their rows follow each other."""
 
     @property
     def merkle_root(self) -> str:
@@ -124,6 +127,7 @@ class Prepared(Validated):
             + ("" if self.style.completion_only_loss else "; loss on the prompts too")
             + (f"; too long: {', '.join(lost)}" if lost else "")
             + (f"; {self.skipped:,} bad records skipped" if self.skipped else "")
+            + (f"; {describe_mixture(self.mixture)}" if self.mixture else "")
         )
 
 
@@ -142,7 +146,7 @@ def prepare(
     items = _eval_items(config, seen, out, chosen)
     _refuse_prompts(items, tokenizer, seen.style, model)
     max_length, index = config.data.max_length, seen.store.examples.entries
-    packing = pack_rows(seen.lengths, ~heldout, max_length, packing=config.data.packing)
+    packing, mixture = pack_parts(seen, ~heldout, config.data)
     alone = pack_rows(out.lengths, chosen, max_length, packing=False)
     rows, heldout_rows = (
         Rows(one.store.examples, Packing(one.kept[part.order], part.starts), max_length)
@@ -162,6 +166,7 @@ def prepare(
         fill=fill_of(of_row, max_length),
         row_facts=facts_of_rows(rows),
         store=seen.store,
+        mixture=mixture,
     )
 
 
@@ -187,7 +192,7 @@ def _log_findings(seen: Inspected, config: RunConfig, model: ModelFacts) -> None
 def recipe_of(config: RunConfig, tokenizer: Tokenizer, model: ModelFacts, *, today: date | None = None) -> Recipe:
     """The dataset of a configuration, and everything that determines its tokens."""
     data = config.data
-    dataset = find_datasets(data.names or ("",), columns=data.columns, limit=data.max_examples)
+    dataset = find_datasets(data.names or ("",), columns=data.columns, limit=data.max_examples, weights=data.weights)
     return Recipe(
         dataset=dataset,
         format=detect_format(dataset, config.data.format),
@@ -259,6 +264,27 @@ def pack_rows(lengths: Numbers, chosen: npt.NDArray[np.bool_], max_length: int, 
         return Packing(which, np.arange(len(which) + 1))
     packed = pack(lengths[which], max_length)
     return Packing(which[packed.order], packed.starts)
+
+
+def pack_parts(seen: Inspected, chosen: npt.NDArray[np.bool_], data: Data) -> tuple[Packing, tuple[MixedDataset, ...]]:
+    """Pack the chosen examples; of a mixture, those of each dataset apart, so that its rows can be weighted."""
+    if not seen.dataset.parts:
+        return pack_rows(seen.lengths, chosen, data.max_length, packing=data.packing), ()
+    file, start = seen.store.examples.entries["file"][seen.kept], 0
+    packed, parts = [], []
+    for dataset, weight in seen.dataset.parts:
+        own = chosen & (file >= start) & (file < start + len(dataset.files))
+        start += len(dataset.files)
+        if not own.any():
+            raise InputError(f"{dataset.key}: no example is left to train on", fix="leave it out of data.dataset")
+        packed.append(pack_rows(seen.lengths, own, data.max_length, packing=data.packing))
+        parts.append(MixedDataset(key=dataset.key, sha256=dataset.sha256, weight=weight, rows=len(packed[-1])))
+    for part, rows in zip(parts, rows_of_epoch(parts), strict=True):
+        if not rows:
+            fix = "give it a larger weight, or leave it out"
+            raise InputError(f"{part.key}: weight {part.weight:g} gives it no row in an epoch", fix=fix)
+    ends = np.cumsum([0, *(row for one in packed for row in np.diff(one.starts))])
+    return Packing(np.concatenate([one.order for one in packed]), ends), tuple(parts)
 
 
 def row_lengths(lengths: Numbers, packing: Packing) -> Numbers:

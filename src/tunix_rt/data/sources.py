@@ -72,6 +72,8 @@ class Dataset:
     """Our columns -> those of the files."""
     limit: int | None = None
     """Only so many of the first records are read."""
+    parts: tuple[tuple["Dataset", float], ...] = ()
+    """The datasets of a mixture, whose files these are in order, with their weights."""
 
     def record(self, raw: Raw) -> dict[str, Any]:
         """One record, with its columns under our names; a BadRecord names its place."""
@@ -88,13 +90,19 @@ class Dataset:
 
 
 def find_datasets(
-    names: Sequence[str], *, columns: Mapping[str, str] | None = None, limit: int | None = None
-) -> Dataset:
-    """The datasets of these names, one after the other, read with these columns and up to that many records."""
+    names: Sequence[str], *, columns: Mapping[str, str] | None = None, limit: int | None = None,
+    weights: Sequence[float] = (),
+) -> Dataset:  # fmt: skip
+    """The datasets of these names, one after the other, read with these columns and up to that many records; with `weights`, a
+    mixture."""
     if unknown := sorted(set(columns or {}) - COLUMNS):
         fix = did_you_mean(unknown[0], COLUMNS, otherwise=f"map one of: {', '.join(sorted(COLUMNS))}")
         raise InputError(f"{unknown[0]!r} is no column of a format", fix=fix)
-    return replace(join_datasets([find_dataset(name) for name in names]), columns=dict(columns or {}), limit=limit)
+    found = [find_dataset(name) for name in names]
+    parts = tuple(zip(found, weights, strict=True)) if weights else ()
+    if len({part.sha256 for part, _ in parts}) < len(parts):
+        raise InputError("one dataset has two names in data.dataset", fix="name it once, with the sum of its weights")
+    return replace(join_datasets(found), columns=dict(columns or {}), limit=limit, parts=parts)
 
 
 def join_datasets(found: Sequence[Dataset]) -> Dataset:

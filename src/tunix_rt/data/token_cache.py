@@ -45,9 +45,9 @@ class Examples(Computed[Example]):
     """The examples of a store, read from disk on access."""
 
     def __init__(self, folder: Path) -> None:
-        self.entries = np.fromfile(folder / "index.bin", dtype=INDEX)
+        self.entries = _array(_map(folder / "index.bin"), INDEX)
         self._mapped = _map(folder / "tokens.bin")
-        self._tokens = np.frombuffer(self._mapped, dtype="<u4") if self._mapped else np.empty(0, dtype="<u4")
+        self._tokens = _array(self._mapped, np.dtype("<u4"))
         self._read_bytes = 0
 
     def __len__(self) -> int:
@@ -73,6 +73,10 @@ def _map(path: Path) -> mmap.mmap | None:
         return None  # an empty file cannot be mapped
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _array(mapped: mmap.mmap | None, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    return np.empty(0, dtype) if mapped is None else np.frombuffer(mapped, dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +250,7 @@ def _build(recipe: Recipe, folder: Path, progress: Progress) -> dict[str, Any]:
 
 def _find_duplicates(tally: _Counts, folder: Path) -> None:
     """Exact duplicates by their hash; others that are similar by their sketch."""
-    index = np.fromfile(folder / "index.bin", dtype=INDEX)
+    index = _array(_map(folder / "index.bin"), INDEX)
     _, first = np.unique(index["content"], return_index=True)
     again = index["content"] != 0  # 0: it could not be read
     again[first] = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tunix_rt.doctor.facts import Ask, Check, Facts, check, failed, passed, skipped, visible_gpus, warned
 from tunix_rt.doctor.gpu_checks import GIB, GPU_CHECKS, holders, wants_gpu, wants_visible_gpu
 from tunix_rt.doctor.jax_checks import JAX_CHECKS, TPU_CHECKS
+from tunix_rt.doctor.process_checks import PROCESS_CHECKS
 from tunix_rt.doctor.wheel_checks import WHEEL_CHECKS
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
@@ -29,6 +30,10 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     ),
     "busy": ("gpu-exclusive", "gpu-busy", "low-ram"),
     "storage": ("low-disk",),
+    "processes": (
+        "mixed-versions", "mixed-drivers", "mixed-gpus", "gpu-duplicate", "nccl-missing", "shm-small",
+        "wrong-interface", "port-taken", "process-lost", "process-hangs",
+    ),
 }  # fmt: skip
 """Kind -> its causes: what has to change. docs/doctor has a page for each cause."""
 PAGES = "docs/doctor"
@@ -108,8 +113,8 @@ def ram_is_enough(facts: Facts, ask: Ask) -> Check:
 
 
 CONDITION_CHECKS = (bfloat16_is_real, gpu_is_free, cuda_is_of_one_major, disk_is_enough, ram_is_enough)
-GROUPS = (GPU_CHECKS, TPU_CHECKS, WHEEL_CHECKS, JAX_CHECKS)
-EVERY_CHECK = (*GPU_CHECKS, *TPU_CHECKS, *WHEEL_CHECKS, *JAX_CHECKS, *CONDITION_CHECKS)
+GROUPS = (GPU_CHECKS, TPU_CHECKS, WHEEL_CHECKS, JAX_CHECKS, PROCESS_CHECKS)
+EVERY_CHECK = (*GPU_CHECKS, *TPU_CHECKS, *WHEEL_CHECKS, *JAX_CHECKS, *PROCESS_CHECKS, *CONDITION_CHECKS)
 
 
 def judge(facts: Facts, ask: Ask) -> list[Check]:

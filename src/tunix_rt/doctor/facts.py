@@ -39,9 +39,20 @@ class Host(_Strict):
     disk_path: str = "."
     """The volume the run would be written to."""
     disk_free_bytes: int
+    shm_bytes: int | None = None
+    """Size of /dev/shm."""
     container: str | None = None
     """docker, podman, kubernetes, lxc, or another name the container gives itself; None outside of one."""
     wsl: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface(_Strict):
+    """A network interface."""
+
+    name: str
+    up: bool = True
+    loopback: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +160,8 @@ class Torch(_Strict):
     arch_list: tuple[str, ...] | None = None
     cuda_available: bool | None = None
     cuda_devices: int | None = None
+    nccl: str | None = None
+    """Its version; empty: torch has none."""
     said: str | None = None
     """Warnings of torch while it was probed."""
     problem: str | None = None
@@ -183,7 +196,10 @@ class Facts(_Strict):
     tpu: Tpu = Tpu()
     torch: Torch | None = None
     jax: Jax | None = None
+    interfaces: tuple[Interface, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
+    """Lines of the log of a run that a rule knows."""
     """Variables that decide visibility and memory (`probe.VARIABLES`); no others are read."""
 
 

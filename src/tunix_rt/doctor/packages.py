@@ -119,7 +119,10 @@ with warnings.catch_warnings(record=True) as said:
         "cuda_available": torch.cuda.is_available(),
         "cuda_devices": torch.cuda.device_count(),
         "cudnn": None,
+        "nccl": "",
     }
+    if torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if torch.version.cuda:
         try:
             facts["cudnn"] = torch.backends.cudnn.version()
@@ -147,6 +150,7 @@ def ask_torch(torch: Torch, *, script: str = TORCH_SCRIPT, seconds: float = TORC
             arch_list=tuple(str(arch) for arch in answer["arch_list"]),
             cuda_available=bool(answer["cuda_available"]),
             cuda_devices=int(answer["cuda_devices"]),
+            nccl=_text(answer["nccl"]),
             said=_joined(answer["said"]),
         )
     except (ValueError, KeyError, TypeError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tunix_rt.doctor.child_process import NO_ANSWER
-from tunix_rt.doctor.facts import Facts, Host, Tpu, gpu_signs
+from tunix_rt.doctor.facts import Facts, Host, Interface, Tpu, gpu_signs
 from tunix_rt.doctor.nvidia import device_nodes, nvidia_facts, pci_devices, read_text
 from tunix_rt.doctor.packages import ask_jax, ask_torch, installed_jax, installed_torch, version_of
 from tunix_rt.progress import phase
@@ -33,6 +33,9 @@ VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION",
     "TPU_VISIBLE_CHIPS",
     "TPU_VISIBLE_DEVICES",
+    "WORLD_SIZE",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
 )
 GOOGLE_VENDOR = "0x1ae0"
 # v2 and v3, one without a public name, v4, v5p, v5e, v6e, TPU7x. Google's network cards have the same vendor.
@@ -66,7 +69,14 @@ def gather_facts(
     if jax is not None and platform_ is not None and (deep or backend == "jax"):
         jax = ask_jax(jax, platform_)
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return Facts(host=host, nvidia=nvidia, tpu=tpu, torch=torch, jax=jax, environment=environment)
+    return Facts(
+        host=host, nvidia=nvidia, tpu=tpu, torch=torch, jax=jax, interfaces=interfaces(), environment=environment
+    )
+
+
+def interfaces() -> tuple[Interface, ...]:
+    found = psutil.net_if_stats().items()
+    return tuple(Interface(name=name, up=one.isup, loopback="loopback" in one.flags) for name, one in sorted(found))
 
 
 def jax_platform(device: str, *, gpu: bool, tpu: bool, deep: bool = False) -> str | None:
@@ -103,6 +113,7 @@ def host_facts(output: Path | None = None, root: Path = ROOT) -> Host:
         ram_available_bytes=available,
         disk_path=str(disk),
         disk_free_bytes=shutil.disk_usage(disk).free,
+        shm_bytes=shutil.disk_usage(root / "dev/shm").total if os.path.isdir(root / "dev/shm") else None,
         container=_container(root),
         wsl="microsoft" in read_text(root / "proc/version").lower(),
     )

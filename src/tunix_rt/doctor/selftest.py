@@ -5,8 +5,10 @@ No torch and no JAX here. A kernel that hangs, crashes or returns nonsense affec
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +85,41 @@ def run_selftest(
         command += [] if value is None or value is False else [option] if value is True else [option, str(value)]
     answer = run_child(command, seconds=seconds, environment=environment)
     return SelfTest(backend=backend, device=device, dtype=dtype, head_size=head_size, **answer)
+
+
+def run_selftests(gpus: Sequence[str], **options: Any) -> tuple[SelfTest, ...]:
+    """The self-test of each of `gpus`, named by UUID, all at the same time; of the device alone where there is one."""
+    if len(gpus) < 2:
+        return (run_selftest(**options),)
+
+    def one(uuid: str) -> SelfTest:
+        return run_selftest(**options, environment={**os.environ, "CUDA_VISIBLE_DEVICES": uuid})
+
+    with ThreadPoolExecutor(max_workers=len(gpus)) as pool:
+        return tuple(pool.map(one, gpus))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTest:
+    """The connections between the GPUs of this host: peer access, copies, a sum by NCCL."""
+
+    results: tuple[CheckResult, ...] = ()
+    problem: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """What is wrong; None: they work."""
+        return self.problem or next((f"{one.name}: {one.detail}" for one in self.results if not one.ok), None)
+
+    def describe(self) -> list[str]:
+        lines = [f"  {one.name:<12} {'ok  ' if one.ok else 'FAIL'}  {one.detail}" for one in self.results]
+        return ["Connections between the GPUs:", *lines, *([] if self.problem is None else [f"  {self.problem}"])]
+
+
+@phase("connections between the GPUs")
+def run_links(*, python: str = sys.executable, seconds: float = SECONDS) -> LinkTest:
+    answer = run_child([python, "-P", "-m", "tunix_rt.engines.selftest.links"], seconds=seconds)
+    return LinkTest(results=answer["results"], problem=answer["problem"])
 
 
 # --- the child --------------------------------------------------------------------------------------------------------

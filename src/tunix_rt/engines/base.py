@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import psutil
@@ -23,6 +24,7 @@ from tunix_rt.assets import cache_root
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import InputError
 from tunix_rt.progress import phase
+from tunix_rt.ranks import world
 
 if TYPE_CHECKING:  # the planner reads this file without numpy and without a tokenizer
     import numpy as np
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # the planner reads this file without numpy and without a tok
     from tunix_rt.engines.decoding import Answer, Decoding
     from tunix_rt.models.resolve import ModelSource
     from tunix_rt.plan.precision import Recipe
+    from tunix_rt.storage import WrittenFile
 
 NUMERICS: dict[str, int] = {"torch": 1, "jax": 1}
 """By engine. Raised only when its results change in their bits: a run is resumed and replayed by the same numerics alone."""
@@ -157,8 +160,8 @@ class Snapshot(Protocol):
 
     @property
     def bytes(self) -> int: ...
-    def write(self, folder: Path) -> None:
-        """Write the files of a checkpoint into `folder`; may be called from another thread."""
+    def write(self, folder: Path) -> Mapping[str, WrittenFile] | None:
+        """Write the files of a checkpoint into `folder`; may be called from another thread. Returns those it hashed."""
         ...
 
 
@@ -211,13 +214,14 @@ class EngineModule(Protocol[E, O]):
     def generate(
         self, engine: E, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
         decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
-        on_tokens: Callable[[int, list[int]], None] | None = None, logprobs: bool = False,
+        on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
     ) -> Iterator[tuple[int, Answer]]:  # fmt: skip
         """(index, generation) as each ends, the longest prompts first. The index is that of the prompt; with several samples of
         each, `prompt * decoding.samples + sample`.
 
         `batch_size_at` gives the batch size for prompts of a length; it is halved where memory runs out. `on_tokens` is called
-        with the tokens of a generation so far whenever there are new ones. With `logprobs`, log-probabilities are kept."""
+        with the tokens of a generation so far whenever there are new ones, and ends it by returning true; for a model type
+        that transformers generates with, only at its end. With `logprobs`, log-probabilities are kept."""
         ...
 
     def snapshot(self, engine: E, optimizer: O) -> Snapshot: ...
@@ -226,7 +230,7 @@ class EngineModule(Protocol[E, O]):
         ...
 
     def host_has_room(self, needed_bytes: int) -> bool: ...
-    def write_direct(self, engine: E, optimizer: O, folder: Path) -> None:
+    def write_direct(self, engine: E, optimizer: O, folder: Path) -> Mapping[str, WrittenFile] | None:
         """Write a checkpoint a block at a time, without a snapshot."""
         ...
 
@@ -294,9 +298,35 @@ def load_backend(name: str) -> Backend:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    module = f"tunix_rt.engines.{name}.loop"
+    part = "lead" if name in _LED or (CAPABILITIES[name].ranks and world().size > 1) else "loop"
+    module = f"tunix_rt.engines.{name}.{part}"
     with contextlib.nullcontext() if module in sys.modules else phase(f"import {name}"):
         return cast(Backend, importlib.import_module(module))
+
+
+def load_ranks(part: str) -> ModuleType:
+    """`lead` or `follow`, the engine of rank 0 and of the others."""
+    return importlib.import_module(f"tunix_rt.engines.torch.{part}")
+
+
+_LED: set[str] = set()
+"""Engines whose other processes this one leads."""
+
+
+@contextlib.contextmanager
+def leading(name: str, lead: object) -> Iterator[None]:
+    """In this block, `load_backend` gives the engine of the first of several processes, which `lead` connects."""
+    with importlib.import_module(f"tunix_rt.engines.{name}.lead").connected(lead):
+        _LED.add(name)
+        try:
+            yield
+        finally:
+            _LED.remove(name)
+
+
+def load_follower(name: str) -> ModuleType:
+    """The engine module of every process but the first."""
+    return importlib.import_module(f"tunix_rt.engines.{name}.follow")
 
 
 T = TypeVar("T")
@@ -387,13 +417,17 @@ def _kernel_peak() -> int:
 
 
 if TYPE_CHECKING:  # mypy compares each engine with the interface, function by function
+    from tunix_rt.engines.jax import lead as jax_lead
     from tunix_rt.engines.jax import load as jax_load
     from tunix_rt.engines.jax import loop as jax_loop
+    from tunix_rt.engines.torch import lead as torch_lead
     from tunix_rt.engines.torch import loop as torch_loop
     from tunix_rt.engines.torch import model as torch_model
     from tunix_rt.engines.torch import optim as torch_optim
 
     _torch: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_loop
+    _ranks: EngineModule[torch_model.Engine, torch_optim.Optimizer] = torch_lead
     _jax: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_loop
+    _jax_lead: EngineModule[jax_load.Engine, jax_loop.Optimizer] = jax_lead
     _torch_engine: type[Engine] = torch_model.Engine
     _jax_engine: type[Engine] = jax_load.Engine

@@ -26,7 +26,7 @@ def host_has_room(needed_bytes: int) -> bool:
 def unreadable(path: Path, error: Exception) -> StorageError:
     """The error of a checkpoint file that cannot be read."""
     return StorageError(
-        f"{path} cannot be mapped into memory: {one_line(error) or type(error).__name__}",
+        f"{path} cannot be read: {one_line(error) or type(error).__name__}",
         fix="its hash was right a moment ago: check the volume and free memory, or resume from a copy on a local disk",
     )
 

@@ -23,6 +23,8 @@ GOLDEN = -7046029254386353131
 """The increment of splitmix64."""
 NOT_A_TOKEN = -1
 """In place of a token whose logits are NaN."""
+CALLER = "caller"
+"""How a generation ended that `on_tokens` ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class Decoding:
     """Training step that the generations belong to: another step has other noise. None: of an evaluation."""
     samples: int = 1
     """Generations of each prompt, which is prefilled once. Generation `prompt * samples + sample` belongs to `prompt`."""
+    draws: tuple[tuple[int, int], ...] | None = None
+    """(seed, sample) of each prompt: its noise is that of a first prompt, whichever others are generated with it."""
     closing: str | None = None
     """Text after which a generation ends, such as a closing tag."""
     max_seconds: float | None = None
@@ -52,6 +56,9 @@ class Decoding:
     def keys(self, index: int, count: int) -> list[int]:
         """Random bits for each of the first `count` tokens of generation `index`."""
         prompt, sample = divmod(index, self.samples)
+        if self.draws is not None:
+            seed, sample = self.draws[index]
+            return random_keys(seed, 0, count, step=self.step, sample=sample)
         return random_keys(self.seed, prompt, count, step=self.step, sample=sample)
 
 
@@ -139,6 +146,10 @@ class Prompt:
             return answer
         kept = self.scores[: len(answer.ids) + (answer.end is not None)]
         return replace(answer, logprobs=[one for one, _ in kept], gaps=[gap for _, gap in kept])
+
+    def cut_off(self) -> Answer:
+        """The generation so far, which the caller ends."""
+        return self.ending.cut(self.ids, CALLER)
 
 
 def prompt_of(

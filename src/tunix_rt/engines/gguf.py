@@ -101,7 +101,7 @@ def _fill(building: Path, file: Path, *, with_weights: bool) -> dict[str, Any]:
             f"{file.name} is one of {parts} parts of a model", fix="join them first (llama-gguf-split --merge)"
         )
     with tempfile.TemporaryDirectory() as nothing:  # transformers looks for more files beside the one it is given
-        config = _config_of(file, header, nothing)
+        config = config_of(file, header, nothing)
         if with_weights:
             _write_weights(file, header, config, nothing, building)
         else:
@@ -121,7 +121,7 @@ def _fill(building: Path, file: Path, *, with_weights: bool) -> dict[str, Any]:
     }
 
 
-def _config_of(file: Path, header: Header, nothing: str) -> Any:
+def config_of(file: Path, header: Header, nothing: str) -> Any:
     """The model's configuration: the config.json beside the file, else what transformers makes of the file's facts."""
     if (file.parent / "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
@@ -151,13 +151,8 @@ def _refuse_lost_settings(file: Path, header: Header) -> None:
     raise InputError(f"{file.name}: {lost} cannot be taken from a GGUF file", fix=WITH_CONFIG)
 
 
-def _write_weights(file: Path, header: Header, config: Any, nothing: str, building: Path) -> None:
-    needed, free = 4 * header.values, shutil.disk_usage(building).free
-    if needed > free:
-        raise StorageError(
-            f"{file.name} has {needed / GIB:.2f} GiB as float32, {free / GIB:.2f} GiB are free in {building.parent}",
-            fix=OTHER_CACHE,
-        )
+def load_model(file: Path, header: Header, config: Any, nothing: str) -> Any:
+    """The model in float32, as transformers reads it. `nothing` is an empty folder."""
     options = {}
     if hasattr(transformers, "GgufConfig"):  # without it, dequantised is the only way
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -173,6 +168,17 @@ def _write_weights(file: Path, header: Header, config: Any, nothing: str, buildi
         wrong.append(f"{in_file} tensors in the file, {in_model} in the model")
     if wrong:
         raise InputError(f"{file.name} is no whole {config.model_type} model: {wrong[0]}", fix=WITH_CONFIG)
+    return model
+
+
+def _write_weights(file: Path, header: Header, config: Any, nothing: str, building: Path) -> None:
+    needed, free = 4 * header.values, shutil.disk_usage(building).free
+    if needed > free:
+        raise StorageError(
+            f"{file.name} has {needed / GIB:.2f} GiB as float32, {free / GIB:.2f} GiB are free in {building.parent}",
+            fix=OTHER_CACHE,
+        )
+    model = load_model(file, header, config, nothing)
     try:
         model.save_pretrained(building)
     except SafetensorError as error:  # of writing: it wraps what the system said

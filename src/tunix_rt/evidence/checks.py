@@ -13,10 +13,11 @@ from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.facts import Run
 from tunix_rt.models.multimodal import text_config
+from tunix_rt.models.safetensors import parts_of
 from tunix_rt.plan.shape import Outline, outline_of
 from tunix_rt.runs.checksums import is_weights, parse_object, shown
 from tunix_rt.runs.folder import checkpoint_name
-from tunix_rt.runs.ledger import CHECKPOINT_FILES, state_hash
+from tunix_rt.runs.ledger import MODEL, is_checkpoint, state_hash
 from tunix_rt.runs.schemas import CheckpointEntry
 from tunix_rt.runs.source import combined_hash
 from tunix_rt.storage import merkle_root
@@ -136,6 +137,14 @@ def batches(run: Run) -> Iterator[str]:
         if row.row != number or row.targets >= row.tokens or row.tokens > run.config.data.max_length:
             yield f"{run.where}rows.jsonl:{number + 1}: not row {number}, or longer than data.max_length"
     identities = [bytes.fromhex(row.sha256) for row in rows]
+    data, mixture = run.config.data, run.mixture
+    recorded = [(part.key, part.weight) for part in mixture]
+    if recorded != list(zip(data.names if data.weights else (), data.weights, strict=True)):
+        yield f"{run.where}precommit.json: dataset.mixture is not that of the settings"
+        return
+    if mixture and sum(part.rows for part in mixture) != len(rows):
+        yield f"{run.where}precommit.json: dataset.mixture has other rows than rows.jsonl"
+        return
     if merkle_root(identities) != run.commitment.dataset.merkle_root:
         yield f"{run.where}rows.jsonl: the Merkle root of the rows is not the committed one"
     if len(rows) * (1 + run.total * per_step // max(len(rows), 1)) > MOST_DRAWN:
@@ -143,7 +152,9 @@ def batches(run: Run) -> Iterator[str]:
         return
     lengths = [row.tokens for row in rows] if run.config.data.group_by_length else None
     for number, line in enumerate(run.metrics, start=1):
-        chosen = rows_of_step(number, row_count=len(rows), rows_per_step=per_step, seed=seed, lengths=lengths)
+        chosen = rows_of_step(
+            number, row_count=len(rows), rows_per_step=per_step, seed=seed, lengths=lengths, mixture=mixture
+        )
         batch = hashlib.sha256(b"".join(identities[index] for index in chosen)).hexdigest()
         tokens, targets = (sum(getattr(rows[index], name) for index in chosen) for name in ("tokens", "targets"))
         if (line.batch, line.tokens, line.target_tokens) != (batch, tokens, targets):
@@ -192,8 +203,7 @@ def checkpoints(run: Run) -> Iterator[str]:
     for entry in entries:
         yield from (f"{file}: step {entry.step}: {problem}" for problem in _entry_problems(run, entry))
     for first, second in pairwise(entries):
-        same = first.files["model.safetensors"].sha256 == second.files["model.safetensors"].sha256
-        if same and _moved(run, first.step, second.step):
+        if _weights(first) == _weights(second) and _moved(run, first.step, second.step):
             yield f"{file}: the weights at step {second.step} are those at step {first.step}"
     listed = {f"checkpoints/{checkpoint_name(step)}" for step in steps}
     inside = (name for name in run.record.run_sums if name.startswith("checkpoints/"))
@@ -201,11 +211,15 @@ def checkpoints(run: Run) -> Iterator[str]:
         yield f"{file}: no entry for {shown(extra)}"
 
 
+def _weights(entry: CheckpointEntry) -> list[str]:
+    return [entry.files[name].sha256 for name in parts_of(MODEL, entry.files)]
+
+
 def _entry_problems(run: Run, entry: CheckpointEntry) -> Iterator[str]:
     folder = f"checkpoints/{checkpoint_name(entry.step)}"
     if entry.metrics_head != run.heads[entry.step]:
         yield "metrics_head is not the hash of its line in metrics.jsonl"
-    if set(CHECKPOINT_FILES) != entry.files.keys():
+    if not is_checkpoint(entry.files):
         yield "other files than a checkpoint has"
         return
     hashes = {f"{folder}/{name}": file.sha256 for name, file in entry.files.items()}

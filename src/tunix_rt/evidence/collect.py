@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tunix_rt
 from tunix_rt import assets
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
@@ -21,7 +22,7 @@ from tunix_rt.models.secrets import redacted
 from tunix_rt.runs.checksums import RUN_SUMS, SUMS, copy_regular, few, list_folder, read_file, write_sums
 from tunix_rt.runs.folder import RunDir, checkpoint_name
 from tunix_rt.runs.record import MANIFEST, README
-from tunix_rt.runs.source import NEWEST_COMMITS, find_commit
+from tunix_rt.runs.source import NEWEST_COMMITS, find_commit, package_hash, require_repository
 from tunix_rt.storage import sha256_file, staged_folder, storage, write_json, write_text
 
 MIB = 2**20
@@ -54,11 +55,12 @@ class Bundle:
 
 
 def collect(
-    folder: Path, output: Path, *, cpu_folder: Path | None, repository: Path, run_id: str | None = None,
+    folder: Path, output: Path, *, cpu_folder: Path | None, repository: Path | None, run_id: str | None = None,
     without_cpu: bool = False, extras: Extras | None = None, refs: Sequence[str] = (),
 ) -> Bundle:  # fmt: skip
     """Make the bundle `output` of the run in `folder`, named `run_id` or like `output`. Nothing is written before the run has
-    passed every check of L1, its commit is found from `refs` and its CPU run fits."""
+    passed every check of L1, its commit is found from `refs` and its CPU run fits. Without `repository`, the commit is that
+    of the installed wheel if it has the source of the run, else it is looked up here."""
     output = Path(os.path.abspath(output))
     _refuse_output(output, folder, cpu_folder)
     run = _consistent_run(folder)
@@ -126,7 +128,13 @@ def _companion(run: Run, cpu_folder: Path | None, *, without: bool) -> Run | Non
     return cpu
 
 
-def _commit_of(source_sha256: str, repository: Path, refs: Sequence[str]) -> str:
+def _commit_of(source_sha256: str, repository: Path | None, refs: Sequence[str]) -> str:
+    if repository is None:
+        commit = assets.wheel_commit()
+        if commit is not None and package_hash(Path(tunix_rt.__file__).parent)[0] == source_sha256:
+            return commit
+        repository = Path()
+    require_repository(repository)
     found = find_commit(source_sha256, repository, refs)
     if found is None:
         raise EvidenceError(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tunix_rt import assets
 from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.mixture import MixedDataset
 from tunix_rt.data.packing import total_steps
 from tunix_rt.data.sources import Dataset, find_dataset, join_datasets
 from tunix_rt.data.tokenizer import load_tokenizer
@@ -260,6 +261,10 @@ class Run:
         rows, training = len(self.record.rows), self.config.training
         steps = total_steps(rows, self.rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
         return (steps, *(one.max_steps for one in self.record.extensions))
+
+    @property
+    def mixture(self) -> tuple[MixedDataset, ...]:
+        return tuple(MixedDataset(**part.model_dump()) for part in self.commitment.dataset.mixture or ())
 
     @property
     def device(self) -> str:

@@ -118,9 +118,14 @@ class Export:
     def describe(self) -> str:
         return f"{self.model} is in {self.folder} ({self.dtype}), {self.proof.describe(self.loader)}"
 
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What serves it elsewhere; adapters need their base model too."""
+        return (f"vllm serve {self.folder}",) if self.loader == "transformers" else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
+class Origin:
     """What is exported: a model folder, its tokenizer, and the settings of the run that trained it."""
 
     source: ModelSource
@@ -153,27 +158,27 @@ def export_model(
 
     The folder gets its name after the round-trip check: a difference is an EvidenceError, and nothing is left behind."""
     refuse_address("the model", name)
-    _refuse_occupied(output)
-    with _find(name, step=step, best=best, adapter=adapter) as origin:
+    refuse_occupied(output)
+    with find_origin(name, step=step, best=best, adapter=adapter) as origin:
         kind = _dtype_of(origin, dtype)
         size = sum(path.stat().st_size for path in origin.source.weight_files())
         loaded = written = size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype]
         if adapter and origin.checkpoint is not None:
             written = (origin.checkpoint / WEIGHTS).stat().st_size
         require_space(output, written + BESIDE_BYTES, what="the exported model")
-        chosen = _device(device, kind, loaded)
+        chosen = device_for(device, kind, loaded)
         place = Path(os.path.abspath(output))
         with staged_folder(place) as staged:
             return _write_and_check(origin, staged, output, device=chosen, dtype=kind)
 
 
-def _refuse_occupied(output: Path) -> None:
+def refuse_occupied(output: Path) -> None:
     with storage(output):
         if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
             raise ConfigError(f"--output: {output} is not empty", fix="name a folder that does not exist yet")
 
 
-def _device(requested: str, dtype: str, weights: int) -> str:
+def device_for(requested: str, dtype: str, weights: int) -> str:
     choice = find_device(requested, dtype)
     device = choice.device
     if weights > choice.free_bytes:
@@ -190,7 +195,7 @@ def _device(requested: str, dtype: str, weights: int) -> str:
 
 
 @contextlib.contextmanager
-def _find(name: str, *, step: int | None, best: bool, adapter: bool) -> Iterator[_Origin]:
+def find_origin(name: str, *, step: int | None, best: bool, adapter: bool) -> Iterator[Origin]:
     """The model of that name. A checkpoint gets a temporary model folder."""
     run = RunDir(Path(os.path.expanduser(name)))
     is_run = os.path.isdir(run.root) and run.holds_a_run()
@@ -199,7 +204,7 @@ def _find(name: str, *, step: int | None, best: bool, adapter: bool) -> Iterator
     if step is not None and best:
         raise ConfigError("--step and --best name two checkpoints", fix="remove one of them")
     if not is_run:
-        yield _of_model(name)
+        yield of_model(name)
     elif step is None and not best and not adapter:
         yield _of_final_model(run)
     else:
@@ -208,9 +213,9 @@ def _find(name: str, *, step: int | None, best: bool, adapter: bool) -> Iterator
             yield replace(_of_checkpoint(run, _checkpoint(run, step), Path(scratch)), adapter=adapter)
 
 
-def _of_model(name: str) -> _Origin:
+def of_model(name: str) -> Origin:
     source = resolve_model(name, or_random=False)
-    return _Origin(
+    return Origin(
         source=source,
         tokenizer=source.folder,
         dtype=_kept_in(source),
@@ -238,11 +243,11 @@ def _eos_ids(folder: Path) -> tuple[int, ...]:
     return tuple(number for number in listed if type(number) is int and number >= 0)
 
 
-def _of_final_model(run: RunDir) -> _Origin:
+def _of_final_model(run: RunDir) -> Origin:
     if not run.final_model.is_dir():
         raise run_folder.no_final_model(run)
     data, today = load_config(run.config).data, began_on(read_precommit(run))
-    return replace(_of_model(str(run.final_model)), data=data, today=today, more_stops=())
+    return replace(of_model(str(run.final_model)), data=data, today=today, more_stops=())
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Path:
@@ -267,12 +272,12 @@ def _steps(run: RunDir) -> str:
     return ", ".join(str(checkpoint_step(one)) for one in reversed(list_checkpoints(run.checkpoints)))
 
 
-def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> _Origin:
+def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> Origin:
     """The weights of a checkpoint as a model folder; of adapters, their base model with them."""
     config = load_config(run.config)
     training, today = config.training, began_on(read_precommit(run))
     base, tokenizer = _base_model(run, config, adapted=training.lora_rank is not None)
-    origin = _Origin(
+    origin = Origin(
         source=base, tokenizer=tokenizer, dtype=_kept_in(base), data=config.data, today=today, checkpoint=checkpoint
     )
     if training.lora_rank is not None:
@@ -311,7 +316,7 @@ def _base_model(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[Model
     return base, resolve_tokenizer(named.tokenizer_name_or_path) if named.tokenizer_name_or_path else base.folder
 
 
-def _dtype_of(origin: _Origin, requested: str | None) -> str:
+def _dtype_of(origin: Origin, requested: str | None) -> str:
     kind = requested or ("float32" if origin.adapted is not None or origin.dtype == "float64" else origin.dtype)
     if origin.adapted is not None and kind != "float32":
         merge = "export in float32 first, then export that folder with --dtype"
@@ -325,7 +330,7 @@ def _dtype_of(origin: _Origin, requested: str | None) -> str:
 # --- writing and checking --------------------------------------------------------------------------------------------
 
 
-def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str, dtype: str) -> Export:
+def _write_and_check(origin: Origin, folder: Path, output: Path, *, device: str, dtype: str) -> Export:
     backend = load_backend("torch")
     tokenizer = load_tokenizer(origin.tokenizer, str(origin.source.config["model_type"]))
     style = style_of(origin.data, tokenizer, today=origin.today)
@@ -354,7 +359,7 @@ def _write_and_check(origin: _Origin, folder: Path, output: Path, *, device: str
 
 
 @phase("load the weights")
-def _load(backend: Backend, origin: _Origin, *, device: str, dtype: str) -> Engine:
+def _load(backend: Backend, origin: Origin, *, device: str, dtype: str) -> Engine:
     if origin.adapted is None or origin.checkpoint is None:
         return backend.load_for_inference(origin.source, device=device, dtype=dtype)
     training = origin.adapted

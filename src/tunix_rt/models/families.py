@@ -65,6 +65,8 @@ class Family:
     """Engines with this family; `tunix` is `model.implementation: tunix` of the JAX engine."""
     gguf: str | None = None
     """`general.architecture` of GGUF files that transformers can convert."""
+    llama_cpp: str | None = None
+    """`general.architecture` of the GGUF files that are written of it."""
     gguf_layers_without_scale: int | None = None
     """Number of layers of the variant whose attention scale a GGUF file does not contain."""
 
@@ -170,6 +172,7 @@ _ROWS = (
     Family(
         model_type="gpt2",
         class_name="GPT2LMHeadModel",
+        llama_cpp="gpt2",
         defaults=_GPT2,
         layout="gpt2",
         norm="layer",
@@ -179,6 +182,7 @@ _ROWS = (
     Family(
         model_type="llama",
         class_name="LlamaForCausalLM",
+        llama_cpp="llama",
         defaults=_sizes(
             32_000, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_SILU, attention_bias=False, mlp_bias=False
         ),
@@ -188,6 +192,7 @@ _ROWS = (
     Family(
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
+        llama_cpp="qwen2",
         defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, None, 32_768, tied=False, **_QWEN),
         qkv_bias=True,
         slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
@@ -196,6 +201,7 @@ _ROWS = (
     Family(
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
+        llama_cpp="qwen3",
         defaults=_sizes(151_936, 4096, 22_016, 32, 32, 32, 128, 32_768, tied=False, **_QWEN, attention_bias=False),
         qk_norm="head",
         slides=lambda family, config, layer: layer >= family.size(config, "max_window_layers", least=0),
@@ -204,6 +210,7 @@ _ROWS = (
     Family(
         model_type="smollm3",
         class_name="SmolLM3ForCausalLM",
+        llama_cpp="smollm3",
         defaults=_sizes(128_256, 2048, 11_008, 36, 16, 4, None, 32_768, tied=True, **_SMOLLM3),
         rope_theta=2_000_000.0,
         # Windows, where they are switched on, belong to the layers without rotary positions (NoPE).
@@ -212,6 +219,7 @@ _ROWS = (
     Family(
         model_type="mistral",
         class_name="MistralForCausalLM",
+        llama_cpp="llama",
         defaults=_sizes(32_000, 4096, 14_336, 32, 32, 8, None, 131_072, tied=False, **_MISTRAL),
         one_mask=True,
         **_HAS_WINDOW,
@@ -234,6 +242,7 @@ _ROWS = (
     Family(
         model_type="phi3",
         class_name="Phi3ForCausalLM",
+        llama_cpp="phi3",
         defaults=_sizes(32_064, 3072, 8192, 32, 32, None, None, 4096, tied=False, **_PHI3),
         fused_matrices=True,
         one_mask=True,
@@ -243,6 +252,7 @@ _ROWS = (
     Family(
         model_type="olmo2",
         class_name="Olmo2ForCausalLM",
+        llama_cpp="olmo2",
         defaults=_sizes(50_304, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_OLMO2),
         **_OLMO,
     ),
@@ -258,11 +268,13 @@ _ROWS = (
     Family(
         model_type="granite",
         class_name="GraniteForCausalLM",
+        llama_cpp="granite",
         defaults=_sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_GRANITE),
     ),
     Family(
         model_type="gemma",
         class_name="GemmaForCausalLM",
+        llama_cpp="gemma",
         defaults=_sizes(
             256_000, 3072, 24_576, 28, 16, 16, 256, 8192, tied=True, **_GEMMA, hidden_act="gelu_pytorch_tanh"
         ),
@@ -272,6 +284,7 @@ _ROWS = (
     Family(
         model_type="gemma2",
         class_name="Gemma2ForCausalLM",
+        llama_cpp="gemma2",
         defaults=_sizes(256_000, 2304, 9216, 26, 8, 4, 256, 8192, tied=True, **_GEMMA_2),
         post_norms=True,
         slides=lambda family, config, layer: (layer + 1) % 2 != 0,
@@ -282,6 +295,7 @@ _ROWS = (
     Family(
         model_type="gemma3_text",
         class_name="Gemma3ForCausalLM",
+        llama_cpp="gemma3",
         defaults=_sizes(262_208, 2304, 9216, 26, 8, 4, 256, 131_072, tied=True, **_GEMMA_3),
         post_norms=True,
         qk_norm="head",

@@ -63,7 +63,7 @@ def converted(file: Path, *, with_weights: bool) -> tuple[Path, str]:
             break
     else:
         place = whole if with_weights else small
-        _require_packages(file)
+        require_packages(f"converting {file.name}, a GGUF file,")
         logger.info("Converting %s (sha256 %s) into %s; this is done once", file.name, sha256, place)
         _convert(file, place, with_weights=with_weights)
         if (known := read_manifest(place)) is None:
@@ -112,13 +112,10 @@ def read_manifest(place: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def _require_packages(file: Path) -> None:
+def require_packages(what: str) -> None:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         extras = ",".join(sorted({NEEDED[name] for name in missing}))
-        raise InputError(
-            f"{file.name} is a GGUF file, and converting it needs {', '.join(missing)}",
-            fix=f'pip install "tunix-rt[{extras}]"',
-        )
+        raise InputError(f"{what} needs {', '.join(missing)}", fix=f'pip install "tunix-rt[{extras}]"')
 
 
 @phase("convert GGUF")

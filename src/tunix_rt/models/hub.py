@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from tunix_rt.errors import InputError, StorageError, TunixError
 from tunix_rt.models.safetensors import NOT_READ, missing_weights, no_safetensors
 from tunix_rt.models.secrets import one_line, redacted
+from tunix_rt.storage import sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
 SMALL_FILES = ("*.json", "*.jinja")
 GIB = 2**30
+LARGE_BYTES = 10 * 2**20
+"""The client writes as much at a time."""
 OTHER_CACHE = "free space or permissions there, or set HF_HOME to a folder on another volume"
 REVISION = {"model": "model.revision: main", "dataset": "the dataset without @REVISION"}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -99,7 +104,7 @@ def _fetch(request: Request, patterns: list[str], *, with_weights: bool, downloa
         raise no_safetensors(f"model {request.name!r}", where, sizes, fix=request.ways_on)
     wanted = [file for file in sizes if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
     refuse_full_disk(request, sum(sizes[file] for file in wanted))
-    return fetch(request, wanted) if download else Path(about.commit)
+    return fetch(request, wanted, about) if download else Path(about.commit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +143,13 @@ def describe(request: Request) -> Repository:
     return Repository(commit=str(about.sha), files=files)
 
 
-def fetch(request: Request, wanted: Sequence[str]) -> Path:
+def fetch(request: Request, wanted: Sequence[str], about: Repository) -> Path:
     """The snapshot with the `wanted` files. A download that was interrupted continues where it ended."""
     import huggingface_hub
 
     with _refusing(request):
+        for name in wanted:
+            _fetch_large(request, name, about)
         # By the name of the revision, not by its commit: the cache then records the commit of that name.
         found = huggingface_hub.snapshot_download(
             request.name,
@@ -151,6 +158,36 @@ def fetch(request: Request, wanted: Sequence[str]) -> Path:
             allow_patterns=list(map(glob.escape, wanted)),
         )
     return Path(found)
+
+
+def _fetch_large(request: Request, name: str, about: Repository) -> None:
+    """Download a large file into the hub's cache, where its client finds it: the client itself begins anew in each process."""
+    from huggingface_hub import constants, file_download, utils
+
+    file = about.files[name]
+    if file.sha256 is None or not LARGE_BYTES <= file.bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+        return
+    repository = file_download.repo_folder_name(repo_id=request.name, repo_type=request.kind)
+    cache = Path(constants.HF_HUB_CACHE)
+    blob, lock = cache / repository / "blobs" / file.sha256, cache / ".locks" / repository / f"{file.sha256}.lock"
+    part = blob.with_name(f"{blob.name}.part")
+    for folder in (blob.parent, lock.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock):  # that of the client
+        if blob.exists():
+            return
+        url = file_download.hf_hub_url(request.name, name, repo_type=request.kind, revision=about.commit)
+        headers = utils.build_hf_headers()
+        with part.open("ab") as opened:
+            done = opened.tell()
+            if done:
+                logger.info("Resuming %s at %.1f of %.1f MiB", name, done / 2**20, file.bytes / 2**20)
+            file_download.http_get(url, opened, resume_size=done, headers=headers, expected_size=file.bytes)
+        if sha256_file(part) == file.sha256:
+            part.replace(blob)
+        else:
+            logger.warning("%s was damaged on the way; fetching it again", name)
+            part.unlink()
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
-"""safetensors files: their header, read and written, and whether the weights of a folder are complete.
+"""safetensors files: headers, read and written, tensors over several files, and whether the weights of a folder are complete.
 
 Only headers are read, so incomplete weights are refused before an engine is started.
 """
 
 import contextlib
 import json
+import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ def _named_by_index(folder: Path) -> set[str]:
         return {str(name) for name in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{folder / INDEX} cannot be read: {error!r}", fix="fetch the model again") from error
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The weight files of a model as transformers chooses them: `model.safetensors`, else those in the index."""
+    names = {"model.safetensors"} if (folder / "model.safetensors").is_file() else _named_by_index(folder)
+    return [folder / name for name in sorted(names)]
 
 
 def refuse_incomplete(name: str, folder: Path) -> None:
@@ -163,3 +170,66 @@ def header_of(
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     return header, {name: len(header) + offset for name, offset in offsets.items()}
+
+
+# --- tensors over several files --------------------------------------------------------------------------------------
+
+
+_NUMBERED = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.safetensors$")
+
+
+def part_name(name: str, number: int, count: int) -> str:
+    """The name of file `number` of `count`, from 1 on, that `name` is split into: `model-00001-of-00008.safetensors`."""
+    return name if count == 1 else f"{name.removesuffix('.safetensors')}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def whole_name(part: str) -> str:
+    """The name that `part_name` was called with."""
+    return _NUMBERED.sub(".safetensors", part)
+
+
+def parts_of(name: str, present: Collection[str]) -> list[str]:
+    """The files among `present` that `name` is split into, in their order, or `name` itself; empty where one is missing, or
+    where there is more than one split."""
+    found = [part for part in present if whole_name(part) == name]
+    counts = {int(match[1]) if (match := _NUMBERED.search(part)) else 1 for part in found}
+    wanted = [part_name(name, number, count) for count in counts for number in range(1, count + 1)]
+    return wanted if len(counts) == 1 and set(wanted) == set(found) else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor whose rows are in one file, or in several, one after the other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Path, Tensor], ...]
+
+    def ranges(self, first: int, rows: int) -> Iterator[tuple[Path, int, int]]:
+        """File, first byte and end of the rows from `first` on. A tensor without dimensions is one row."""
+        for path, piece in self.pieces:
+            count = piece.shape[0] if piece.shape else 1
+            begin, end = max(first, 0), min(first + rows, count)
+            if begin < end:
+                row_bytes = (piece.end - piece.begin) // count
+                yield path, piece.begin + begin * row_bytes, piece.begin + end * row_bytes
+            first -= count
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+    """The tensors of `files`, by name. Files that have the same tensor have its rows, in the order of the files. A ValueError
+    explains why a file has no valid header, or another shape than the files before it."""
+    found: dict[str, list[tuple[Path, Tensor]]] = {}
+    for path in files:
+        for name, tensor in read_header(path)[0].items():
+            found.setdefault(name, []).append((path, tensor))
+    return {name: _joined(name, pieces) for name, pieces in found.items()}
+
+
+def _joined(name: str, pieces: list[tuple[Path, Tensor]]) -> Stored:
+    (_, first), *others = pieces
+    for path, piece in others:
+        if not piece.shape or (piece.dtype, piece.shape[1:]) != (first.dtype, first.shape[1:]):
+            raise ValueError(f"{path.name} has {name} as {list(piece.shape)} {piece.dtype}, the file before it differs")
+    shape = first.shape if not others else (sum(piece.shape[0] for _, piece in pieces), *first.shape[1:])
+    return Stored(dtype=first.dtype, shape=shape, pieces=tuple(pieces))

@@ -91,7 +91,7 @@ def refuse_addresses(settings: Mapping[str, Mapping[str, Any]]) -> None:
     for section, names in NAMES.items():
         for name in names:
             given = settings.get(section, {}).get(name)
-            for one in given if isinstance(given, tuple) else (given,):
+            for one in given if isinstance(given, tuple | dict) else (given,):
                 refuse_address(f"{section}.{name}", one)
 
 

@@ -55,6 +55,7 @@ def predict_jax(
         batch=BATCH_BYTES * training.gradient_accumulation_steps * positions,
     )
     shared = devices if device == "cpu" else 1
+    eval_rows = _eval_batch_size(shape, config, device, row_tokens, target_share)
     phases = [times(phase, shared) for phase in (phase_of("load", weights=state["weights"]), step)]
     return MemoryPlan(
         layers="compiled",
@@ -69,7 +70,8 @@ def predict_jax(
         peak_bytes=phases[-1].total_bytes,
         least_bytes=phases[-1].total_bytes,
         context_bytes=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
-        eval_rows=_eval_batch_size(shape, config, device, row_tokens, target_share),
+        eval_rows=eval_rows,
+        generation_rows=eval_rows,
         devices=devices,
     )
 

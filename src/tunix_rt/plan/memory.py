@@ -14,9 +14,9 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
-from tunix_rt.plan.fsdp import NCCL_BYTES, Rank, rank_phases, streams_margin
+from tunix_rt.plan.fsdp import NCCL_BYTES, SHARDED, Rank, rank_phases, streams_margin
 from tunix_rt.plan.generation import EVALUATION_SLACK, generation_parts, widest
-from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases, times
+from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
@@ -40,6 +40,8 @@ LEFT_OUT = ("proof",)
 else the check is skipped with a warning (`export/roundtrip.py`)."""
 EVAL_ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Evaluation batch sizes: unless one is set, the first of these that needs no more memory than training."""
+GENERATION_ROWS = (512, 256, 128)
+"""Larger batches on a GPU for generation alone, under the same condition: it decodes them in hardly more time."""
 SPARE = ("snapshot", "mapped_file")
 """Parts that a run does without if memory is short."""
 
@@ -65,13 +67,15 @@ class MemoryPlan:
     context_bytes: int
     """Of the CUDA context, and of NCCL for several devices, not included above; 0 on a CPU."""
     eval_rows: int
-    """Evaluation batch size, for generation and for the held-out loss."""
+    """Batch size of the held-out loss."""
     devices: int = 1
-    """Over which the run is sharded. Bytes are those of one device; on a CPU, of all together."""
+    """Over which the run is sharded. Bytes are those of one device; with the JAX engine on a CPU, of all together."""
     layers: str = "plain"
     """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
     """Memory pool of CUDA graphs, not included above, for as long as training goes on."""
+    generation_rows: int = 0
+    """Batch size of generation; 0 in plans of earlier versions, which had one for both."""
     traced: bool = False
     """The family has no row: a step was traced by PyTorch."""
     streams_bytes: int = 0
@@ -86,6 +90,12 @@ class MemoryPlan:
         """Whether a run needs at least this much, and its compiler decides how much more: of a step that is compiled as a
         whole, one phase is counted."""
         return self.peak_phase == "step"
+
+    @property
+    def sharing(self) -> int:
+        """How many such plans the memory of the device has to hold: the ranks of a CPU share it."""
+        sharded = any(name in SHARDED for phase in self.phases for name in phase.parts)
+        return self.devices if sharded and self.device == "cpu" else 1
 
     @property
     def judged(self) -> tuple[Phase, ...]:
@@ -108,9 +118,10 @@ def predict(
     capability: tuple[int, int] | None = None,
     layers: str | None = None,
     devices: int = 1,
+    rows: int | None = None,
 ) -> MemoryPlan:
-    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or over `devices` of them, sharded by
-    FSDP: then on the fullest of them, or on a CPU for all together.
+    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or sharded by FSDP over `devices` of
+    them on the fullest. `rows` counts a micro-batch on all of them, by default `per_device_train_batch_size` on each.
 
     Before the data is read, rows are assumed to be as long as `data.max_length` and every token a target, the worst case. Pass
     the longest row as `row_tokens` and the fraction of targets once they are known. Held-out rows and questions are single
@@ -122,12 +133,13 @@ def predict(
     modern = capability is None or capability >= (8, 0)
     run = footprint.footprint_of(shape, training, device, modern=modern)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
+    all_rows = rows or training.per_device_train_batch_size * devices
     layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
     if devices > 1:
         run = Rank.of(run, devices, training.data_replicas)
         layers = "compiled" if layers == "recorded" else layers  # a graph cannot contain FSDP's hooks
     step = Batch(
-        rows=training.per_device_train_batch_size,
+        rows=-(-all_rows // devices),
         length=length if layers == "plain" else compiled_length(length),
         packed=config.data.packing,
         device=device,
@@ -139,16 +151,15 @@ def predict(
     in_step, pool, during = _step(run, step, config, layers, target_share, copied)
     phases = [_load(run, pretrained=config.model.weights == "pretrained"), *in_step, _save(run, copied)]
     single = replace(step, compiled=False, length=min(length, shape.max_positions))
-    eval_rows, evaluating = _evaluation(run, single, config, during, max(map(_without_spare_bytes, phases)))
+    room = max(map(_without_spare_bytes, phases))
+    eval_rows, generation_rows, evaluating = _evaluation(run, single, config, during, room)
     phases += evaluating
-    if device == "cpu" and devices > 1:
-        phases = [times(phase, devices) for phase in phases]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
         dtype=training.dtype,
         parameters=shape.parameters,
-        rows=step.rows * devices,
+        rows=all_rows,
         row_tokens=length,
         target_share=target_share,
         phases=(*phases, _proof(run)),
@@ -158,6 +169,7 @@ def predict(
         context_bytes=0 if device == "cpu" else CUDA_CONTEXT_BYTES + NCCL_BYTES * (devices > 1),
         eval_rows=eval_rows,
         devices=devices,
+        generation_rows=generation_rows,
         layers=layers,
         pool_bytes=pool,
         traced=shape.trace is not None,
@@ -185,15 +197,18 @@ def _step(
 
 def _evaluation(
     run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int], room: int
-) -> tuple[int, list[Phase]]:
-    """The evaluation batch size and its phases: as configured, else the largest that needs no more than `room`."""
+) -> tuple[int, int, list[Phase]]:
+    """The batch sizes of the held-out loss and of generation, and their phases: as configured, else the largest that need no
+    more than `room`."""
     fixed = config.evaluation.per_device_eval_batch_size
-    sizes = [fixed] if fixed else EVAL_ROWS
-    for rows in sizes:  # the largest first
-        found = list(_evaluating(run, replace(batch, rows=rows), config, during))
-        if rows == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
+    sizes = [(fixed, fixed)] if fixed else [(rows, rows) for rows in EVAL_ROWS]
+    if config.evaluation.enabled and run.device == "cuda" and not fixed:
+        sizes = [(EVAL_ROWS[0], rows) for rows in GENERATION_ROWS] + sizes
+    for eval_rows, generation_rows in sizes:  # the largest first
+        found = list(_evaluating(run, replace(batch, rows=eval_rows), generation_rows, config, during))
+        if (eval_rows, generation_rows) == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
             break
-    return rows, found
+    return eval_rows, generation_rows, found
 
 
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
@@ -257,19 +272,22 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _evaluating(run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
-    """The phases of an evaluation with the rows of `batch`."""
+def _evaluating(
+    run: footprint.Footprint, batch: Batch, generation_rows: int, config: RunConfig, during: dict[str, int]
+) -> Iterator[Phase]:
+    """The phases of an evaluation: the held-out loss of the rows of `batch`, and generation."""
+    generated = replace(batch, rows=generation_rows)
     new_tokens = config.evaluation.max_new_tokens
     if config.data.holds_out:
         yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        parts = run.gathered_to_generate | generation_parts(run, batch, new_tokens)
+        parts = run.gathered_to_generate | generation_parts(run, generated, new_tokens)
         yield phase_of("generation", **state, **parts)
     if config.evaluation.samples_during_training:
-        rows = min(batch.rows, config.evaluation.samples_during_training)
-        parts = run.gathered_to_generate | generation_parts(run, replace(batch, rows=rows), new_tokens)
+        rows = min(generation_rows, config.evaluation.samples_during_training)
+        parts = run.gathered_to_generate | generation_parts(run, replace(generated, rows=rows), new_tokens)
         yield phase_of("samples", **(_between_steps(run) | during), **parts)
 
 

@@ -136,20 +136,26 @@ def _without_bfloat16(
 
 
 def most_rows(config: RunConfig) -> int | None:
-    """The most rows that the dataset can have: one per trace that is not held out, fewer if packed. None without a
+    """The most rows that the datasets can have: one per trace that is not held out, fewer if packed. None without a
     manifest."""
-    data, key = config.data, config.data.key
-    found = assets.find("datasets", f"{key}/manifest.json") if key and "/" not in key else None
-    if found is None:
-        return None
-    try:
-        traces = json.loads(found.read_text(encoding="utf-8"))["rows"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the data stage reports what is wrong with it
-    if not isinstance(traces, int):
+    data = config.data
+    counts = [_rows_in_manifest(key) for key in data.names]
+    traces = sum(count or 0 for count in counts)
+    if not traces or None in counts:
         return None
     traces = min(traces, data.max_examples or traces)
     return max(1, math.ceil(traces * (1 if data.validation else 1 - data.validation_fraction)))
+
+
+def _rows_in_manifest(key: str) -> int | None:
+    found = assets.find("datasets", f"{key}/manifest.json") if "/" not in key else None
+    if found is None:
+        return None
+    try:
+        rows = json.loads(found.read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the data stage reports what is wrong with it
+    return rows if isinstance(rows, int) else None
 
 
 def steps_known(config: RunConfig, target: Target) -> int | None:

@@ -32,6 +32,8 @@ KEPT_BYTES = 256 * 2**20
 IN_USE_SECONDS = 60.0
 """Columns that were used since are not dropped: pages that show more than is kept would read the same files again and again."""
 SAMPLED = 400
+HEAD_START = 0.2
+"""Seconds for the page with the sample, before a thread takes the processor from it."""
 THREADS = threading.BoundedSemaphore(2)
 
 Column = NDArray[np.float64]
@@ -150,9 +152,10 @@ class MetricsFile:
             with self._lock:
                 columns = {name: self._values[place, : self._count] for place, name in enumerate(NAMES)}
                 return Curves(columns=columns if self._count else {}, problem=self.problem)
-        sample = _sample(self.root)  # before the thread takes the processor
+        sample = _sample(self.root)
         if not reading and may_thread and not self.problem:
-            self._thread = threading.Thread(target=self._read_all, daemon=True)
+            self._thread = threading.Timer(HEAD_START, self._read_all)
+            self._thread.daemon = True
             self._thread.start()
             reading = True
         return Curves(columns=sample, is_sample=True, reading=reading, problem=self.problem)

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from tunix_rt.errors import InputError, StorageError
 from tunix_rt.storage import (
+    WrittenFile,
     discard,
     fresh_folder,
     json_text,
@@ -201,10 +202,11 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], Mapping[str, WrittenFile] | None]) -> Path:
     """Let `write` fill a staging folder, which is durable then, under a name that no reader looks at. Returns its path.
 
-    One that fails is removed: it holds space.
+    Files that it returns were hashed while they were written, possibly by other ranks. A folder that fails is removed: it holds
+    space.
     """
     staged = folder / f".staged-{checkpoint_name(step)}"
     with storage(folder):
@@ -215,11 +217,25 @@ def stage_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
             discard(leftover)
         staged = unused(staged)
         with fresh_folder(staged):
-            write(staged)
+            written = write(staged) or {}
+            _refuse_absent(staged, written)
             settle_files(staged)
-            hashes = {path.name: sha256_file(path) for path in staged.iterdir()}
+            hashes = {name: facts["sha256"] for name, facts in written.items()}
+            hashes |= {path.name: sha256_file(path) for path in staged.iterdir() if path.name not in hashes}
             write_text(staged / "MANIFEST.json", _manifest_text(staged, step, hashes))
     return staged
+
+
+def _refuse_absent(staged: Path, written: Mapping[str, WrittenFile]) -> None:
+    """Refuse to commit a file that another host wrote and that is not here, or not all of it."""
+    for name, facts in written.items():
+        path = staged / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != facts["bytes"]:
+            raise StorageError(
+                f"{path} has {size:,} bytes, its rank wrote {facts['bytes']:,}",
+                fix="choose an --output that all hosts share",
+            )
 
 
 def publish_checkpoint(staged: Path) -> Path:

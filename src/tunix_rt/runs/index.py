@@ -154,6 +154,14 @@ def _stamped_folders(below: Path) -> Iterator[tuple[str, "Stamp"]]:
             ahead += (f"{folder}/{name}" for name in sorted(inner, reverse=True))
 
 
+def is_training_in(folder: Path) -> bool:
+    """Whether a process holds a run of this folder, not of folders below: cheap enough for each request of a server."""
+    held = locked_folders()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return any(_identity(one.path) in held and RunDir(Path(one.path)).holds_a_run() for one in entries)
+    return False
+
+
 def list_runs(folder: Path | None) -> list[RunSummary]:
     """The runs below `folder`, newest first. InputError if a named folder does not exist."""
     below = folder if folder is not None else Path(DEFAULT_FOLDER)

@@ -249,9 +249,9 @@ class RunJournal:
                 self._end_after(error, "failed", 1, f"{type(error).__name__}: {error}")
             raise
 
-    def end_now(self, error: Preempted) -> None:
+    def end_now(self, error: TunixError) -> None:
         """Write the ending from another thread: the main thread is in a call that does not return."""
-        self._end("preempted", error.exit_code, error.problem)
+        self._end("preempted" if isinstance(error, Preempted) else "failed", error.exit_code, error.problem)
 
     def _end_after(self, error: BaseException, status: str, exit_code: int, reason: str) -> None:
         """Write the ending after `error`, which is raised whatever happens to the disk meanwhile."""

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tunix_rt.data.packing import RowFacts
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import StorageError, TunixError
+from tunix_rt.models.safetensors import parts_of, whole_name
 from tunix_rt.runs.folder import RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.runs.schemas import CheckpointEntry
 from tunix_rt.storage import json_line, read_json, sha256_file, sha256_text, storage, sync_files, write_json
@@ -92,9 +93,9 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_SCHEMA = "tunix-rt/checkpoints/1"
 PROCESSES_SCHEMA = "tunix-rt/processes/1"
-STATE_FILES = ("model.safetensors", "optimizer.safetensors")
-"""Of a checkpoint: everything that the next step is computed from, beside the data and the seed."""
-CHECKPOINT_FILES = (*STATE_FILES, "state.json")
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+"""Of a checkpoint. The first two, of several ranks split into a file for each, are everything that the next step is computed
+from, beside the data and the seed."""
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -112,9 +113,24 @@ def has_rows(path: Path, facts: RowFacts) -> bool:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+def state_files(names: Collection[str]) -> list[str]:
+    """Those of `names` that contain the weights and optimizer states of a checkpoint, sorted."""
+    return sorted(part for whole in (MODEL, OPTIMIZER) for part in parts_of(whole, names))
+
+
+def is_checkpoint_file(name: str) -> bool:
+    return whole_name(name) in (MODEL, OPTIMIZER, STATE)
+
+
+def is_checkpoint(names: Collection[str]) -> bool:
+    """Whether `names` are the files of a checkpoint, no more and no fewer."""
+    weights, states = (parts_of(whole, names) for whole in (MODEL, OPTIMIZER))
+    return 0 < len(weights) == len(states) and set(names) == {*weights, *states, STATE}
+
+
 def state_hash(files: Mapping[str, str]) -> str:
     """One hash over the weights and optimizer states of a checkpoint, given the SHA-256 of its files by name."""
-    return sha256_text("".join(f"{files[name]}  {name}\n" for name in sorted(files.keys() & set(STATE_FILES))))
+    return sha256_text("".join(f"{files[name]}  {name}\n" for name in state_files(files)))
 
 
 def list_checkpoint(run: RunDir, checkpoint: Path) -> dict[str, str]:
@@ -250,3 +266,10 @@ def note_process(run: RunDir, machine: dict[str, Any], *, first_step: int, start
     entry: dict[str, Any] = {"pid": os.getpid(), "started": started.isoformat(timespec="seconds")}
     entry |= {"first_step": first_step, "machine": machine}
     write_json(run.processes, {"schema": PROCESSES_SCHEMA, "processes": [*before, entry]})
+
+
+def note_ranks(run: RunDir, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """The ranks of the process that was added last."""
+    *before, last = _read_list(run.processes, "processes", "lists only this process", expected=True)
+    known = [{name: value for name, value in one.items() if name != "versions"} for one in ranks]
+    write_json(run.processes, {"schema": PROCESSES_SCHEMA, "processes": [*before, last | {"ranks": known}]})

@@ -32,7 +32,7 @@ PROSE = re.compile(
 )
 """For people: hashed, never parsed."""
 OPAQUE = re.compile(
-    r"config\.yaml|checkpoints/step-\d{6,9}/(?:model|optimizer)\.safetensors|profile/trace\.json\.gz"
+    r"config\.yaml|checkpoints/step-\d{6,9}/(?:model|optimizer)(?:-\d{5}-of-\d{5})?\.safetensors|profile/trace\.json\.gz"
     r"|final_model(?:-refused)?/[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.(?:json|jinja|safetensors|txt|md|model)"
 )
 """Not in a schema of ours: settings have the schema of `RunConfig`, a model folder that of transformers."""

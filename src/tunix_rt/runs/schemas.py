@@ -36,6 +36,13 @@ class ValidationFacts(EvalsetFacts):
     skipped: f.Maybe[f.Positive] = None
 
 
+class MixedFacts(f.Facts):  # a dataset with a weight; the rows of the datasets follow each other in rows.jsonl
+    key: f.Name
+    sha256: f.Digest
+    weight: Annotated[float, Field(gt=0, le=10**6)]
+    rows: f.Positive
+
+
 class DatasetFacts(f.Facts):
     key: f.Name
     sha256: f.Digest
@@ -52,6 +59,8 @@ class DatasetFacts(f.Facts):
     """Records that `data.skip_bad` left out."""
     validation: f.Maybe[ValidationFacts] = None
     """`data.validation`, whose traces are held out."""
+    mixture: Annotated[f.Maybe[f.Many[MixedFacts]], Field(min_length=2, max_length=256)] = None
+    """The datasets of `data.dataset` with weights, in order."""
 
 
 class ModelInput(f.Facts):

@@ -73,11 +73,24 @@ class Machine(f.Facts):
     gpu: f.Maybe[MachineGpu] = None
 
 
+class Rank(f.Facts):
+    """A process of a run on several ranks, with its most memory at the end, or when the run began."""
+
+    rank: f.Count
+    host: f.Name
+    pid: f.Count
+    peak_bytes: f.Count
+    uuid: f.Maybe[f.Text] = None
+    gpu: f.Maybe[MachineGpu] = None
+
+
 class Process(f.Facts):
     pid: f.Count
     started: f.Moment
     first_step: f.Positive
     machine: Machine
+    ranks: Annotated[f.Maybe[f.Many[Rank]], Field(max_length=65_536)] = None
+    """Every process, where there were several; this one is rank 0."""
 
 
 class Processes(f.Facts):
@@ -114,6 +127,7 @@ class Footprint(f.Facts):
 class PlannedMemory(MemoryPlan):
     eval_rows: f.Positive
     """A replay evaluates in batches of this size."""
+    generation_rows: f.Count = 0
 
 
 class Plan(f.Facts):

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Any
 
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import Backend, Engine
-from tunix_rt.errors import Preempted, StorageError
+from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.folder import (
     RunDir,
@@ -28,7 +28,7 @@ from tunix_rt.runs.folder import (
     publish_checkpoint,
     stage_checkpoint,
 )
-from tunix_rt.storage import require_space, storage, write_json
+from tunix_rt.storage import WrittenFile, require_space, storage, write_json
 from tunix_rt.train.preemption import COURTESY_SECONDS, Preemption
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ SPARE_BYTES = 64 * 2**20
 """Disk space that a checkpoint leaves for metrics, logs and the result."""
 SLOW_DISK_BYTES_PER_SECOND = 200e6
 """Assumed speed of a save before one was timed: a cloud disk, hashing included."""
+Write = Callable[[Path], Mapping[str, WrittenFile] | None]
 LONG_WAIT_SECONDS = 1.0
 GATE_SECONDS = 2.0
 """How long an abandoned save may take to finish its rename."""
@@ -148,7 +149,7 @@ class Checkpointer:
             )  # fmt: skip
         self._warned = True
 
-    def _try(self, commit: Callable[[Callable[[Path], None]], None], write: Callable[[Path], None]) -> None:
+    def _try(self, commit: Callable[[Write], None], write: Write) -> None:
         try:
             commit(write)
         except BaseException as error:  # noqa: BLE001  whatever it is, the thread that trains raises it
@@ -156,14 +157,12 @@ class Checkpointer:
         finally:
             self._idle.set()
 
-    def _commit(
-        self, step: int, write: Callable[[Path], None], *, previous: int, state: dict[str, Any], began: float
-    ) -> None:
+    def _commit(self, step: int, write: Write, *, previous: int, state: dict[str, Any], began: float) -> None:
         """Metrics first: a checkpoint that outlives its metrics in a power cut cannot be resumed from."""
 
-        def write_all(folder: Path) -> None:
-            write(folder)
+        def write_all(folder: Path) -> Mapping[str, WrittenFile] | None:
             write_json(folder / "state.json", state)
+            return write(folder)
 
         folder = self._run.checkpoints
         self._sync_metrics()
@@ -202,7 +201,7 @@ class Checkpointer:
             logger.info("Waited %s for the checkpoint of step %d", duration(waited), self.requested)
         self.raise_if_failed()
 
-    def give_up(self, error: Preempted | None = None) -> None:
+    def give_up(self, error: TunixError | None = None) -> None:
         """Abandon the save in progress: nothing is committed or deleted from now on."""
         held = self._gate.acquire(timeout=GATE_SECONDS)
         self._given_up = True

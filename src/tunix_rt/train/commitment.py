@@ -25,7 +25,16 @@ from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import has_rows
 from tunix_rt.runs.schemas import Batch, Commitment, problems_of
 from tunix_rt.runs.source import package_hash
-from tunix_rt.storage import json_text, read_json, sha256_file, sha256_text, write_json, write_lines, write_text
+from tunix_rt.storage import (
+    json_text,
+    read_json,
+    sha256_file,
+    sha256_text,
+    to_plain,
+    write_json,
+    write_lines,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +86,7 @@ def build_precommit(
         "tokenizer_sha256": tokenizer.sha256,
         "seeds": seeds,
     }
-    if batch is not None and CAPABILITIES[config.training.backend].multi_device:
+    if batch is not None and (CAPABILITIES[config.training.backend].multi_device or batch.devices > 1):
         committed["batch"] = {"rows": batch.rows, "devices": batch.devices}
     if fitting is not None:
         committed["fitting"] = fitting
@@ -101,6 +110,8 @@ def _dataset_facts(data: Prepared) -> dict[str, Any]:
         "style_sha256": data.style.sha256,
         "merkle_root": data.merkle_root,
     }
+    if data.mixture:
+        facts["mixture"] = to_plain(data.mixture)
     if data.style.template.today is not None:
         facts["today"] = data.style.template.today.isoformat()
     if data.skipped:
@@ -254,9 +265,9 @@ def _shown(value: object) -> str:
 def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """A run may only be resumed as itself: names what differs, such as `device` or `versions.torch`.
 
-    Another source may resume it: `numerics` is what decides the bits."""
-    skip = {"created", "source_files", "source_sha256"}
-    then, today = ({k: v for k, v in _flat(one).items() if k.split(".")[0] not in skip} for one in (before, now))
+    Another source and version of tunix-rt may resume it: `numerics` is what decides the bits."""
+    skip = {"created", "source_files", "source_sha256", "versions.tunix-rt"}
+    then, today = ({k: v for k, v in _flat(one).items() if not skip & {k, k.split(".")[0]}} for one in (before, now))
     changed = sorted(key for key in then.keys() | today.keys() if then.get(key) != today.get(key))
     if changed:
         raise ConfigError(

@@ -52,7 +52,7 @@ def settle_device(journal: RunJournal, config: RunConfig) -> tuple[Facts, Device
     except HardwareError as error:
         raise _with_report(error, journal, judged) from error
     journal.write(write_json, run.doctor, judged | {"choice": choice})
-    selection.set_environment(choice.device, training.backend, memory_share=_share(training, choice))
+    selection.set_environment(choice.device, training.backend, memory_share=memory_share(training, choice))
     for line in selection.device_lines(choice, facts):
         logger.info("%s", line)
     journal.result.device = choice.device
@@ -74,7 +74,7 @@ def within_limit(choice: DeviceChoice, training: Training) -> DeviceChoice:
     return replace(choice, free_bytes=limited(choice.free_bytes, training.memory_limit_gib))
 
 
-def _share(training: Training, choice: DeviceChoice) -> float | None:
+def memory_share(training: Training, choice: DeviceChoice) -> float | None:
     """The fraction of a device's memory that `training.memory_limit_gib` leaves to its engine beside the CUDA context."""
     if training.memory_limit_gib is None:
         return None

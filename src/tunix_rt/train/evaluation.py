@@ -86,11 +86,11 @@ def samples_during_training(context: RunContext, engine: Engine, questions: Ques
     few = replace(questions, items=context.data.items[: context.config.evaluation.samples_during_training])
     if not few.items:
         return None
-    return partial(sample_during_training, context.backend, engine, few, context.run, context.plan.eval_rows)
+    return partial(sample_during_training, context.backend, engine, few, context.run, context.plan.generation_rows)
 
 
 def _evaluate(context: RunContext, engine: Engine, evaluation: Evaluation, when: str, check: Any) -> list[Prediction]:
-    rows = context.plan.eval_rows
+    rows = context.plan.generation_rows
     predictions, scores = evaluate_model(
         context.backend, engine, evaluation.questions, when=when, run=context.run,
         batch_size_at=lambda length: rows, progress=context.options.progress, stop=check,

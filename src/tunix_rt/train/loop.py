@@ -238,7 +238,7 @@ def _open_steps(
     if count := context.options.profile:
         recording = Recording(
             run=context.run, engine=engine, training=training, rows=data.rows, seed=training.resolved_data_seed,
-            batch_of=batch_of, lengths=_grouped_lengths(context.config, data), count=count, done=done,
+            batch_of=batch_of, lengths=_grouped_lengths(context.config, data), mixture=data.mixture, count=count, done=done,
             first=_first_recorded(count, training, done, total),
         )  # fmt: skip
         steps = recording.over(steps)
@@ -290,7 +290,7 @@ def batches_of(config: RunConfig, data: Prepared, pad_id: int, rows: int) -> Cal
     seed, accumulation = config.training.resolved_data_seed, config.training.gradient_accumulation_steps
     return partial(
         batch_of_step, data.rows, micro_batch_size=rows, accumulation=accumulation, seed=seed, pad_id=pad_id,
-        lengths=_grouped_lengths(config, data),
+        lengths=_grouped_lengths(config, data), mixture=data.mixture,
     )  # fmt: skip
 
 
@@ -342,7 +342,7 @@ def _state(
         "random": "a function of (training.seed, step)",
         "data": "a function of (data seed, step)",
     }
-    if CAPABILITIES[context.config.training.backend].multi_device:
+    if CAPABILITIES[context.config.training.backend].multi_device or len(engine.devices) > 1:
         state["batch"] = {"rows": context.batch.rows, "devices": len(engine.devices)}
     return state
 

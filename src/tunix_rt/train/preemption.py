@@ -70,7 +70,7 @@ class Preemption:
         """The last step taken; the run stops when it reaches `after_step`."""
         self.saved_state: Callable[[], str] = lambda: "what was saved before is kept"
         """Names the state to resume from, for a stop at any time."""
-        self.on_forced_exit: list[Callable[[Preempted], None]] = []
+        self.on_forced_exit: list[Callable[[TunixError], None]] = []
         """Called in another thread, the last first, when the process is ended in the middle of a call."""
         self.now = False
         """Wait for nothing any more: the grace period is over, or a second signal came."""
@@ -190,6 +190,21 @@ class Preemption:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if self._ending and self.signal_name else handler)
 
+    def request(self, name: str) -> None:
+        """Stop as on SIGTERM, which another process of the run received. A signal to this process later is not a second one."""
+        if not self.signal_name:
+            self.signal_name = name
+            self._tell_thread(_REQUESTED)
+
+    def abandon(self, error: TunixError) -> None:
+        """End the process from another thread with `error` as the ending: the main thread waits for what never comes."""
+        with self._gate:
+            if self._ended.is_set() or self._ending or self._forced:
+                return
+            self._forced = True
+        self._write_ending(error)
+        os._exit(error.exit_code)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, once it is back in Python."""
         name = signal.Signals(number).name
@@ -253,11 +268,11 @@ class Preemption:
         """Answer the first signal, save what is finished, and see that the process ends."""
         if (first := _next_event(reader, math.inf)) == _ENDED:
             return
-        name, began = signal.Signals(first).name, time.monotonic()
-        self.signal_name = self.signal_name or name
-        grace = self.grace if first == signal.SIGTERM else math.inf
+        name = self.signal_name if first == _REQUESTED else signal.Signals(first).name
+        began, self.signal_name = time.monotonic(), self.signal_name or name
+        grace = self.grace if first != signal.SIGINT else math.inf
         self._answer(name)
-        why = self._saved_or_late(reader, began, grace, name)
+        why = self._saved_or_late(reader, began, grace, name, requested=first == _REQUESTED)
         if why:
             self._leave(reader, why, _courtesy(grace), began + EXIT_SHARE * grace)
 
@@ -266,7 +281,7 @@ class Preemption:
         again = "Ctrl-C again" if name == "SIGINT" else "A second signal"
         logger.info("%s: %s. %s exits at once (%s)", name, plan, again, self.saved_state())
 
-    def _saved_or_late(self, reader: socket.socket, began: float, grace: float, name: str) -> str:
+    def _saved_or_late(self, reader: socket.socket, began: float, grace: float, name: str, *, requested: bool) -> str:
         """Wait until the main thread has ended the run: returns nothing. Or until it must leave what it does: returns why."""
         save_at, leave_at = began + _courtesy(grace), began + LEAVE_SHARE * grace
         while True:
@@ -275,6 +290,11 @@ class Preemption:
                 return ""
             if event == _SAVED:
                 return f"stopped by {name}"
+            if event == _REQUESTED:
+                continue
+            if event != _TIME and requested:  # the first one to this process
+                requested = False
+                continue
             if event != _TIME:
                 return _at_once(signal.Signals(event).name)
             if time.monotonic() >= leave_at:
@@ -318,19 +338,21 @@ class Preemption:
 
     def _end_by_force(self, why: str) -> None:
         """In a thread of its own: the main one may hold a lock that this needs."""
-        error = Preempted(f"{why}, in a call that does not return; {self.saved_state()}", fix=self._fix)
+        self._write_ending(Preempted(f"{why}, in a call that does not return; {self.saved_state()}", fix=self._fix))
+        self._tell_thread(_WRITTEN)
+
+    def _write_ending(self, error: TunixError) -> None:
         logger.warning("%s", error.problem)
         for act in reversed(self.on_forced_exit):
             try:
                 act(error)
             except TunixError as failure:  # the next act and the exit do not depend on it
                 logger.warning("%s", failure.problem)
-        self._tell_thread(_WRITTEN)
 
 
-_ENDED, _TIME, _SAVED, _WRITTEN = -1, 0, 254, 255
-"""Events beside the numbers of signals: the main thread ended the run; the time is over; the last finished step is saved; the
-ending is written."""
+_ENDED, _TIME, _REQUESTED, _SAVED, _WRITTEN = -1, 0, 253, 254, 255
+"""Events beside the numbers of signals: the main thread ended the run; the time is over; another process was signalled; the last
+finished step is saved; the ending is written."""
 
 
 def _next_event(reader: socket.socket, until: float) -> int:
@@ -344,7 +366,7 @@ def _next_event(reader: socket.socket, until: float) -> int:
             return _TIME
         if not received:
             return _ENDED
-        if received[0] in (signal.SIGTERM, signal.SIGINT, _SAVED, _WRITTEN):
+        if received[0] in (signal.SIGTERM, signal.SIGINT, _REQUESTED, _SAVED, _WRITTEN):
             return received[0]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tunix_rt.config.settings import Training
+from tunix_rt.data.mixture import MixedDataset
 from tunix_rt.data.packing import Row, StepBatch, rows_of_step
 from tunix_rt.engines.base import Engine, Step
 from tunix_rt.engines.step_time import ATTENTION, HEAD_MATMULS, LAYER_MATMULS, Breakdown, DenseMatmul, Part, breakdown
@@ -255,6 +256,7 @@ class Recording:
     """Seed of the order of the rows."""
     batch_of: Callable[[int], StepBatch]
     lengths: Sequence[int] | None
+    mixture: tuple[MixedDataset, ...]
     """Of the rows, where they are grouped by length."""
     count: int
     first: int
@@ -310,6 +312,7 @@ class Recording:
             rows_per_step=self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps,
             seed=self.seed,
             lengths=self.lengths,
+            mixture=self.mixture,
         )
         lengths = [length for row in taken for length in example_lengths(self.rows[row].positions)]
         return step_flops(

@@ -17,9 +17,9 @@ from tunix_rt.runs.checksums import UNLISTED, UNREAD, plain
 from tunix_rt.runs.folder import EXTRA_FILE, RunDir, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import (
-    CHECKPOINT_FILES,
     MetricsLog,
     chain_heads,
+    is_checkpoint_file,
     lost_states,
     repair_checkpoint_ledger,
     unchained_states,
@@ -234,7 +234,7 @@ def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) 
         if not problems:
             _refuse_lost_metrics(run, checkpoint, heads)
             return checkpoint, checkpoint_step(checkpoint)
-        if all(problem.startswith(EXTRA_FILE) and not problem.endswith(CHECKPOINT_FILES) for problem in problems):
+        if all(map(_is_foreign_file, problems)):
             fix = f"move it out of {checkpoint}, then resume"
             raise TunixError(f"{checkpoint.name} is valid, but has a file {problems[0]}", fix=fix)
         logger.warning("Checkpoint %s is corrupt, skipped: %s", checkpoint.name, "; ".join(problems))
@@ -247,6 +247,12 @@ def newest_checkpoint(run: RunDir, skipped: dict[str, list[str]] | None = None) 
         )
     logger.warning("No checkpoint to resume from: starting at step 0")
     return None, 0
+
+
+def _is_foreign_file(problem: str) -> bool:
+    """Whether a problem of a checkpoint is a file beside its own."""
+    kind, _, name = problem.partition(": ")
+    return kind == EXTRA_FILE and not is_checkpoint_file(name)
 
 
 def _state_problems(checkpoint: Path) -> list[str]:

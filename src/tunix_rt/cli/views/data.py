@@ -230,7 +230,7 @@ def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
     """Lengths, and the fill of the rows: tokens over `max_length`, mean of all rows but the last."""
     import numpy as np
 
-    from tunix_rt.data.prepare import fill_of, pack_rows, row_lengths
+    from tunix_rt.data.prepare import fill_of, pack_parts, row_lengths
 
     limit = config.data.max_length
     lengths = seen.store.examples.entries["length"]
@@ -241,9 +241,10 @@ def figures(seen: "Inspected", config: "RunConfig") -> dict[str, Any]:
         median, p95 = np.quantile(lengths, (0.5, 0.95), method="higher").tolist()
         facts["lengths"] = {"median": int(median), "p95": int(p95), "max": int(lengths.max())}
     if fits.any():
-        packing = pack_rows(seen.lengths, fits, limit, packing=config.data.packing)
+        packing, mixture = pack_parts(seen, fits, config.data)
         of_row = row_lengths(seen.lengths, packing)
         facts |= {"rows": len(of_row), "fill": fill_of(of_row, limit), "left_out": int((~fits).sum())}
+        facts |= {"mixture": mixture} if mixture else {}
     return facts
 
 
@@ -285,6 +286,8 @@ Facts = list[tuple[str, str | None]]
 
 
 def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dict[str, Any]) -> Facts:
+    from tunix_rt.data.mixture import describe_mixture
+
     files = [f"{near(str(file.path))}: {file.describe()} ({file.bytes:,} bytes)" for file in seen.dataset.files[:5]]
     more = len(seen.dataset.files) - len(files)
     store, out = seen.store, seen.heldout_from
@@ -303,6 +306,7 @@ def check_facts(seen: "Inspected", config: "RunConfig", whose: str, figures: dic
         *token_facts(seen, whose),
         ("length", describe_lengths(figures)),
         ("packing", _describe_rows(figures, packing=config.data.packing)),
+        ("mixture", describe_mixture(figures["mixture"]) if "mixture" in figures else None),
         ("root", store.merkle_root),
         ("time", speed),
     ]

@@ -127,7 +127,10 @@ def _facts(found: Answer) -> Iterator[tuple[str, str]]:
     plan, time, run = found.outlook.plan, found.outlook.time, found.run
     rows = f"{plan.rows:,} {'row' if plan.rows == 1 else 'rows'} of {plan.row_tokens:,} tokens"
     yield "model", f"{found.model}: {plan.parameters:,} parameters"
-    yield "micro-batch", f"{rows}, {plan.dtype}; evaluation batch size {plan.eval_rows:,}"
+    yield (
+        "micro-batch",
+        f"{rows}, {plan.dtype}; evaluation batch size {plan.eval_rows:,}, generation {plan.generation_rows:,}",
+    )
     yield "speed", f"{_speed(time)}, {duration(time.seconds)} a step of {time.tokens:,} tokens{_bound(found)}"
     if run is None:
         yield "time", "the number of steps is known with the data: choose a dataset, or max_steps"

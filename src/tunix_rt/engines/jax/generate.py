@@ -97,7 +97,7 @@ def generate(
     pad_id: int,
     decode: Callable[[list[int]], str],
     batch_size_at: Callable[[int], int],
-    on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_tokens: Callable[[int, list[int]], bool] | None = None,
     logprobs: bool = False,
 ) -> Iterator[tuple[int, Answer]]:
     """See `base.EngineModule.generate`."""
@@ -139,7 +139,7 @@ def _generate(
     rows: Sequence[Prompt],
     decoding: Decoding,
     pad_id: int,
-    on_tokens: Callable[[int, list[int]], None] | None,
+    on_tokens: Callable[[int, list[int]], bool] | None,
     logprobs: bool,
 ) -> Iterator[tuple[Prompt, Answer]]:
     """Each prompt with its generation, as they end."""
@@ -168,8 +168,8 @@ def _generate(
         for place, row in [(place, row) for place, row in enumerate(slots) if row]:
             pairs = [(one, gap) for one, gap in scores[place][:done]] if logprobs else []
             answer = row.append(fresh[place][:done], late=late, model=engine.source.name, scores=pairs)
-            if on_tokens is not None:
-                on_tokens(row.index, row.ids if answer is None else answer.ids)
+            if on_tokens is not None and on_tokens(row.index, row.ids if answer is None else answer.ids):
+                answer = answer or row.cut_off()
             if answer is not None:
                 slots[place] = None
                 yield row, answer

@@ -19,7 +19,7 @@ from tunix_rt.engines.failures import SEE_PLAN, memory_errors_named
 from tunix_rt.engines.jax import tunix as jax_tunix
 from tunix_rt.engines.jax.architecture import Architecture, architecture_of
 from tunix_rt.engines.jax.attention import attention_named, choose_attention
-from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings, rows_for
+from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings, put, rows_for
 from tunix_rt.engines.jax.model import summed_loss
 from tunix_rt.engines.jax.step import StepPlan, compile_step, step_plan
 from tunix_rt.engines.jax.weights import abstract_parameters, init_weights, load_weights
@@ -97,6 +97,11 @@ class Engine:
         return list(self.mesh.devices.flat)
 
     @property
+    def own_devices(self) -> list[Any]:
+        """Those of this process, whose memory it can read."""
+        return [one for one in self.devices if one.process_index == jax.process_index()]
+
+    @property
     def compute(self) -> str:
         """The compute dtype."""
         return self.recipe.compute
@@ -122,7 +127,7 @@ class Engine:
         """Peak memory since the load: of the fullest device, or on a CPU the rise of resident memory."""
         if self.device == "cpu":
             return self.meter.peak_bytes()
-        return max(int((one.memory_stats() or {}).get("peak_bytes_in_use", 0)) for one in self.devices)
+        return max(int((one.memory_stats() or {}).get("peak_bytes_in_use", 0)) for one in self.own_devices)
 
     def take_peak(self) -> PhasePeak:
         """Peak memory since the last call on a CPU; elsewhere since the load, because jax cannot reset its counters."""
@@ -240,7 +245,7 @@ def placed(tree: Any, shardings: Any) -> Any:
     for key in list(tree):
         value = tree.pop(key)
         inner = isinstance(value, dict)
-        arrays[key] = placed(value, shardings[key]) if inner else jax.device_put(np.asarray(value), shardings[key])
+        arrays[key] = placed(value, shardings[key]) if inner else put(np.asarray(value), shardings[key])
         if not inner:
             arrays[key].block_until_ready()
     return arrays
@@ -282,7 +287,7 @@ def devices_of(device: str) -> list[Any]:
             fix=f"run `tunix-rt doctor --device {device} --backend jax`",
             cause="jax-sees-no-device",
         )
-    return list(devices)
+    return sorted(devices, key=lambda one: (one.process_index, one.id))  # the shards of a process are neighbours
 
 
 # --- the compiled step -----------------------------------------------------------------------------------------------
@@ -326,7 +331,7 @@ def compiled_parts(compiled: Any) -> dict[str, int]:
 def _refuse_too_large(parts: Mapping[str, int], mesh: Any, device: str, limit_gib: float | None = None) -> None:
     """Virtual devices of a CPU share one memory; others have their own, with a limit of jax and that of the run, `limit_gib`. The
     TPU compiler refuses what does not fit by itself, and allocates less than the sum."""
-    needed = sum(parts.values()) * (mesh.size if device == "cpu" else 1)
+    needed = sum(parts.values()) * (jax.local_device_count() if device == "cpu" else 1)
     limits = [_limit(mesh, device) if device != "tpu" else None, None if limit_gib is None else round(limit_gib * GIB)]
     limit = min((one for one in limits if one is not None), default=None)
     if limit is not None and needed > limit:
@@ -341,7 +346,7 @@ def _refuse_too_large(parts: Mapping[str, int], mesh: Any, device: str, limit_gi
 def _limit(mesh: Any, device: str) -> int | None:
     if device == "cpu":
         return host_facts().ram_available_bytes
-    stats = [one.memory_stats() or {} for one in mesh.devices.flat]
+    stats = [one.memory_stats() or {} for one in jax.local_devices()]
     return min((int(one["bytes_limit"]) for one in stats if "bytes_limit" in one), default=None)
 
 
@@ -352,5 +357,5 @@ def free_bytes(engine: Engine) -> int:
     """Free memory on the fullest of the engine's devices."""
     if engine.device == "cpu":
         return host_facts().ram_available_bytes
-    stats = [one.memory_stats() or {} for one in engine.devices]
+    stats = [one.memory_stats() or {} for one in engine.own_devices]
     return min(max(0, int(one.get("bytes_limit", 0)) - int(one.get("bytes_in_use", 0))) for one in stats)

@@ -28,7 +28,7 @@ from tunix_rt.engines.jax import optim as jax_optim
 from tunix_rt.engines.jax.generate import generate
 from tunix_rt.engines.jax.load import Engine, free_bytes, load, load_for_inference
 from tunix_rt.engines.jax.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
-from tunix_rt.engines.jax.mesh import ROWS, batch_sharding, parameter_shardings, rows_for
+from tunix_rt.engines.jax.mesh import ROWS, batch_sharding, parameter_shardings, put, rows_for
 from tunix_rt.engines.jax.model import Batch, batch_of
 from tunix_rt.engines.jax.save import restore_state, round_weights, save, snapshot, snapshot_bytes, write_direct
 from tunix_rt.engines.jax.step import State, numbers
@@ -58,8 +58,11 @@ class Placing:
 
     def __call__(self, batch: StepBatch) -> PlacedStep:
         stacked = self.stacked(batch)
-        placed = jax.device_put(stacked, batch_sharding(self.mesh))
-        return PlacedStep(batch=batch, placed=placed, examples=most_examples(stacked))
+        return PlacedStep(batch=batch, placed=self.put(stacked), examples=most_examples(stacked))
+
+    def put(self, stacked: Batch) -> Batch:
+        placed: Batch = put(stacked, batch_sharding(self.mesh))
+        return placed
 
     def stacked(self, batch: StepBatch) -> Batch:
         """The stacked micro-batches. The last step of an epoch may have fewer, and is padded with some without a target."""
@@ -136,10 +139,9 @@ def optimizer_steps(
     called once in each step, before it donates the weights."""
     if first > total:
         return
-    plan = _plan(engine)
-    placing = Placing(mesh=engine.mesh, accumulation=plan.accumulation, rows=engine.rows, tokens=engine.tokens)
+    place = placing(engine)
     ahead, slow = engine.device != "cpu", False
-    placed_steps = prefetched(lambda step: placing(batch_of(step)), ahead=ahead, first=first, total=total)
+    placed_steps = prefetched(lambda step: place(batch_of(step)), ahead=ahead, first=first, total=total)
     with contextlib.closing(placed_steps) as batches:
         for step, ready in batches:
             started = time.perf_counter()
@@ -148,7 +150,7 @@ def optimizer_steps(
                 placed = ready()
                 slow = slow or _warns_of_many_examples(engine, step, placed.examples)
                 before_update()
-                loss, norm = _take(engine, optimizer, placed.placed, step, lr, placed.batch.target_tokens)
+                loss, norm = take_step(engine, optimizer, placed.placed, step, lr, placed.batch.target_tokens)
             if step == first:
                 _assert_on_devices(engine, optimizer)
             yield Step(
@@ -164,7 +166,12 @@ def optimizer_steps(
             )
 
 
-def _take(
+def placing(engine: Engine) -> Placing:
+    """Of the batches of a training step."""
+    return Placing(mesh=engine.mesh, accumulation=_plan(engine).accumulation, rows=engine.rows, tokens=engine.tokens)
+
+
+def take_step(
     engine: Engine, optimizer: Optimizer, batches: Batch, step: int, lr: float, target_tokens: int
 ) -> tuple[float, float]:
     """The update of one step; its loss and norm, which synchronize. An update that is not finite is skipped on the devices, and
@@ -226,32 +233,34 @@ def _assert_on_devices(engine: Engine, optimizer: Optimizer) -> None:
 
 def heldout_loss(
     engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int,
-    report: Callable[[int, str], None] = lambda done, note: None,
+    report: Callable[[int, str], None] = lambda done, note: None, loss: Callable[[Engine, Batch], float] | None = None,
 ) -> tuple[float, int]:  # fmt: skip
-    """See `base.EngineModule.heldout_loss`."""
+    """See `base.EngineModule.heldout_loss`. `loss` computes that of a micro-batch."""
+    loss = loss or batch_loss
     tokens = row_length(max(len(row.ids) for row in rows), engine.device)
     size = rows_for(engine.mesh, min(batch_size, len(rows)))
     total, targets = 0.0, 0
     with memory_errors_named("the held-out loss"):
         for start in range(0, len(rows), size):
             micro = collate(rows[start : start + size], pad_id=pad_id)
-            total += _loss(engine, micro, size, tokens)
+            total += loss(engine, filled_batch(micro, rows=size, tokens=tokens))
             targets += micro.targets
             report(min(start + size, len(rows)), "")
     return total / targets, targets
 
 
-def summed_loss(engine: Engine, micro: MicroBatch) -> float:
+def summed_loss(engine: Engine, micro: MicroBatch, loss: Callable[[Engine, Batch], float] | None = None) -> float:
     """Cross entropy summed over the targets of `micro`."""
     rows, tokens = micro.ids.shape
-    return _loss(engine, micro, rows_for(engine.mesh, rows), row_length(tokens, engine.device))
+    filled = filled_batch(micro, rows=rows_for(engine.mesh, rows), tokens=row_length(tokens, engine.device))
+    return (loss or batch_loss)(engine, filled)
 
 
-def _loss(engine: Engine, micro: MicroBatch, rows: int, tokens: int) -> float:
-    split = NamedSharding(engine.mesh, PartitionSpec(ROWS, None))
-    batch = jax.device_put(filled_batch(micro, rows=rows, tokens=tokens), split)
-    loss, attention = engine.loss_function(tokens)
-    return float(_summed(engine.params, batch, loss, engine.architecture, engine.compute, attention))
+def batch_loss(engine: Engine, batch: Batch) -> float:
+    """Cross entropy summed over the targets of `batch`, on the host."""
+    placed = put(batch, NamedSharding(engine.mesh, PartitionSpec(ROWS, None)))
+    loss, attention = engine.loss_function(batch.ids.shape[1])
+    return float(_summed(engine.params, placed, loss, engine.architecture, engine.compute, attention))
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4, 5))

@@ -49,6 +49,15 @@ def rows_for(mesh: Mesh, rows: int) -> int:
     return -(-rows // mesh.size) * mesh.size
 
 
+def put(tree: Any, sharding: NamedSharding) -> Any:
+    """Host arrays on the devices of `sharding`. Of several processes, each places what its own devices hold."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(
+        lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), tree
+    )
+
+
 def is_of_layers(path: tuple[Any, ...]) -> bool:
     """Whether the array at `path` of a tree is stacked, with the layer as its first dimension: its name follows `layers`. In a
     tree of separate layers, the index of a layer does."""
@@ -56,18 +65,21 @@ def is_of_layers(path: tuple[Any, ...]) -> bool:
     return "layers" in keys[:-1] and isinstance(keys[keys.index("layers") + 1], str)
 
 
-def sharded_dimension(shape: tuple[int, ...], parts: int, *, first: int = 0, is_embedding: bool = False) -> int | None:
-    """The dimension, from `first` on, along which an array is sharded: the largest that `parts` divides."""
+def sharded_dimension(shape: tuple[int, ...], parts: int, *, first: int = 0, by_rows: bool = False) -> int | None:
+    """The dimension, from `first` on, along which an array is sharded: the largest that `parts` divides; `by_rows` the first, if
+    it does."""
     divisible = [
         dimension for dimension in range(first, len(shape)) if shape[dimension] and shape[dimension] % parts == 0
     ]
-    if is_embedding and first in divisible:
+    if by_rows and first in divisible:
         return first
     return max(divisible, key=lambda dimension: (shape[dimension], -dimension), default=None)
 
 
 def _spec(mesh: Mesh, path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
     stacked = is_of_layers(path)
-    is_embedding = bool(path) and getattr(path[-1], "key", None) in EMBEDDINGS
-    chosen = sharded_dimension(shape, mesh.shape[FSDP], first=int(stacked), is_embedding=is_embedding)
+    by_rows = jax.distributed.is_initialized() or (bool(path) and getattr(path[-1], "key", None) in EMBEDDINGS)
+    chosen = sharded_dimension(shape, mesh.shape[FSDP], first=int(stacked), by_rows=by_rows)
+    if jax.distributed.is_initialized() and chosen != int(stacked):
+        return PartitionSpec()  # the files of a checkpoint have rows of a tensor
     return PartitionSpec() if chosen is None else PartitionSpec(*(None,) * chosen, FSDP)

@@ -1,5 +1,6 @@
 """Checkpoints and final models of the JAX engine, with the names and shapes of the PyTorch engine: a tensor for each layer,
-`exp_avg.NAME` for optimizer states. Each engine reads the checkpoints of the other.
+`exp_avg.NAME` for optimizer states. Each engine reads the checkpoints of the other. Of several processes, each writes the shards
+of its own devices, a replica once, into files of its own.
 
 Arrays are copied to the host leaf by leaf and a block at a time: jax caches the host copy of a whole array until the next step.
 Through a snapshot or directly from the devices, a checkpoint has the same bytes.
@@ -17,18 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import memory_errors_named, out_of_range
 from tunix_rt.engines.jax.load import Engine
+from tunix_rt.engines.jax.mesh import put
 from tunix_rt.engines.jax.weights import TYPES, Entry, entries
-from tunix_rt.errors import InputError, TunixError
+from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.multimodal import restore_towers
-from tunix_rt.models.safetensors import header_of
+from tunix_rt.models.safetensors import Stored, header_of, part_name, parts_of, stored_tensors
 from tunix_rt.storage import storage
 
+SHARDING = "DCP_SHARDING_INFO"
+"""Key of the header under which torch.distributed.checkpoint looks for the begin of every part."""
 AHEAD = 4
 """Blocks that are copied to the host at once."""
 
@@ -41,14 +44,27 @@ class Leaf:
     """An array of the parameters or of the optimizer, and the names of its tensors in a file."""
 
     array: Any
+    """On its devices, or a copy in host memory of the part that this process writes."""
     names: tuple[str, ...]
     """One for each layer, for an array of layers; else a single one."""
     of_layers: bool
+    box: tuple[slice, ...] | None
+    """The part of the whole array that this process writes; None: nothing."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one tensor."""
         return tuple(self.array.shape[1:] if self.of_layers else self.array.shape)
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of the part of one tensor."""
+        return tuple(one.stop - one.start for one in (self.box or ())[self.of_layers :])
+
+    @property
+    def begin(self) -> list[int]:
+        """Where that part begins in the tensor."""
+        return [one.start for one in (self.box or ())[self.of_layers :]]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -61,7 +77,7 @@ def leaves_of(entry_list: list[Entry], layers: int, tree: Mapping[str, Any], pre
         array = (tree["layers"] if entry.of_layers else tree).get(entry.key)
         if array is not None:
             names = tuple(prefix + name for name in entry.names(layers))
-            yield Leaf(array=array, names=names, of_layers=entry.of_layers)
+            yield Leaf(array=array, names=names, of_layers=entry.of_layers, box=own_box(array))
 
 
 def saved_leaves(engine: Engine) -> Iterator[Leaf]:
@@ -77,15 +93,47 @@ def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
     return {MODEL: list(leaves_of(listed, layers, engine.params)), OPTIMIZER: states}
 
 
+def _written(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
+    """The arrays of each file that this process writes."""
+    own = {
+        name: [leaf for leaf in leaves if leaf.box is not None] for name, leaves in _files(engine, optimizer).items()
+    }
+    return {own_name(name): leaves for name, leaves in own.items()}
+
+
+def own_name(name: str) -> str:
+    """The file of this process, of those that `name` is split into."""
+    return part_name(name, jax.process_index() + 1, jax.process_count())
+
+
+def own_box(array: Any) -> tuple[slice, ...] | None:
+    """The part of `array` that this process writes: the first replica of every shard that its devices hold; None: nothing. The
+    devices of a process are neighbours in the mesh, and so are its shards."""
+    places = [shard.index for shard in array.addressable_shards if shard.replica_id == 0]
+    if not places:
+        return None
+    ranges = [place.indices(size)[:2] for size, place in zip(array.shape, places[0], strict=True)]
+    for other in places[1:]:
+        ranges = [
+            (min(begin, place.indices(size)[0]), max(end, place.indices(size)[1]))
+            for (begin, end), size, place in zip(ranges, array.shape, other, strict=True)
+        ]
+    return tuple(slice(*one) for one in ranges)
+
+
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
 def _header(leaves: list[Leaf], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file, and the offset of each tensor: the widest dtypes first, then by name."""
+    """The header of a safetensors file, and the offset of each tensor: the widest dtypes first, then by name. A file of several
+    has the begin of every part, for this reader and for that of torch.distributed.checkpoint."""
     tensors = sorted((-leaf.dtype.itemsize, name, leaf) for leaf in leaves for name in leaf.names)
     described = (
-        (name, _NAMES[leaf.dtype], leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize) for _, name, leaf in tensors
+        (name, _NAMES[leaf.dtype], leaf.part, math.prod(leaf.part) * leaf.dtype.itemsize) for _, name, leaf in tensors
     )
+    if metadata is None and jax.process_count() > 1:
+        begins = {name: {"saved_offsets": leaf.begin} for _, name, leaf in tensors}
+        metadata = {SHARDING: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
     return header_of(described, metadata)
 
 
@@ -102,25 +150,18 @@ def write_leaves(path: Path, leaves: list[Leaf], metadata: Mapping[str, str] | N
 
 
 def host_copy(array: Any) -> Host:
-    """A copy of `array` from the shards on its devices; jax caches none of it."""
-    if not array.is_fully_addressable:
-        raise TunixError(
-            f"an array of {list(array.shape)} is sharded over several hosts, which cannot be saved from one of them",
-            fix="run on the devices of one host; several are not supported yet",
-        )
-    whole = np.empty(array.shape, np.dtype(array.dtype))
-    seen = set()
+    """A copy of the part of `array` that this process writes, from the shards on its devices; jax caches none of it."""
+    box = own_box(array) or ()
+    own = np.empty([one.stop - one.start for one in box], np.dtype(array.dtype))
     pending: deque[tuple[Any, Any]] = deque()
 
     def finish() -> None:
         place, block = pending.popleft()
-        whole[place] = np.array(block)
+        own[_within(box, place)] = np.array(block)
 
     for shard in array.addressable_shards:
-        index = tuple((part.start, part.stop) for part in shard.index)
-        if index in seen:  # a replica on another device
+        if shard.replica_id:
             continue
-        seen.add(index)
         for place, block in _blocks(shard):
             block.copy_to_host_async()
             pending.append((place, block))
@@ -128,7 +169,13 @@ def host_copy(array: Any) -> Host:
                 finish()
     while pending:
         finish()
-    return whole
+    return own
+
+
+def _within(box: tuple[slice, ...], place: tuple[slice, ...]) -> tuple[slice, ...]:
+    """`place` of the whole array, counted from the begin of `box`."""
+    ranges = (at.indices(one.stop)[:2] for one, at in zip(box, place, strict=True))
+    return tuple(slice(begin - one.start, end - one.start) for one, (begin, end) in zip(box, ranges, strict=True))
 
 
 def _blocks(shard: Any) -> Iterator[tuple[Any, Any]]:
@@ -173,24 +220,33 @@ def snapshot(engine: Engine, optimizer: Any) -> Snapshot:
     """A snapshot of weights and optimizer state, complete on return."""
     copied = {  # leaves that refer to the copy instead of the array on the device, which the next step donates
         name: [replace(leaf, array=host_copy(leaf.array)) for leaf in leaves]
-        for name, leaves in _files(engine, optimizer).items()
+        for name, leaves in _written(engine, optimizer).items()
     }
     return Snapshot(files=copied, bytes=_size(copied))
 
 
 def _size(files: Mapping[str, list[Leaf]]) -> int:
-    return sum(len(_header(leaves)[0]) + sum(leaf.array.nbytes for leaf in leaves) for leaves in files.values())
+    return sum(len(_header(leaves)[0]) + sum(map(_part_bytes, leaves)) for leaves in files.values())
+
+
+def _part_bytes(leaf: Leaf) -> int:
+    return len(leaf.names) * math.prod(leaf.part) * leaf.dtype.itemsize
 
 
 def snapshot_bytes(engine: Engine, optimizer: Any) -> int:
     """Size of both files of a checkpoint, which is the host memory that a snapshot takes."""
-    return _size(_files(engine, optimizer))
+    return _size(_written(engine, optimizer))
+
+
+def state_bytes(engine: Engine, optimizer: Any) -> int:
+    """Size of the tensors of a checkpoint, of all processes together."""
+    return sum(leaf.array.nbytes for leaves in _files(engine, optimizer).values() for leaf in leaves)
 
 
 @memory_errors_named("the writing of a checkpoint")
 def write_direct(engine: Engine, optimizer: Any, folder: Path) -> None:
     """Write both files into `folder`, one array at a time through the host. The state must not change meanwhile."""
-    for name, leaves in _files(engine, optimizer).items():
+    for name, leaves in _written(engine, optimizer).items():
         write_leaves(folder / name, leaves)
 
 
@@ -211,29 +267,41 @@ def _restored(path: Path, leaves: list[Leaf], tree: Any) -> Any:
     """`tree` with the values of `path`, each array on its devices. No array is in device memory twice."""
     values: dict[int, Any] = {}
     try:
-        with safe_open(path, framework="np") as file:
-            _refuse_others(path, file, leaves)
-            for leaf in leaves:
-                read, place = _read(file, leaf), leaf.array.sharding
-                leaf.array.delete()
-                values[id(leaf.array)] = jax.block_until_ready(jax.device_put(read, place))
-    except (SafetensorError, OSError, MemoryError) as error:
+        stored = _stored(path)
+        _refuse_others(path, stored, leaves)
+        for leaf in leaves:
+            read, place = _read(stored, leaf), leaf.array.sharding
+            leaf.array.delete()
+            values[id(leaf.array)] = jax.block_until_ready(put(read, place))
+    except (OSError, ValueError, MemoryError) as error:
         raise unreadable(path, error) from error
     return jax.tree.map(lambda array: values[id(array)], tree)
 
 
-def _read(file: Any, leaf: Leaf) -> Host:
+def _stored(path: Path) -> dict[str, Stored]:
+    """The tensors of `path`, or of the files that several processes wrote in its place."""
+    names = parts_of(path.name, [one.name for one in path.parent.iterdir()]) or [path.name]
+    return stored_tensors(path.with_name(name) for name in names)
+
+
+def _read(stored: Mapping[str, Stored], leaf: Leaf) -> Host:
     whole = np.empty(leaf.array.shape, leaf.dtype)
-    for place, name in enumerate(leaf.names):
-        whole[place if leaf.of_layers else ...] = file.get_tensor(name)
+    for layer, name in enumerate(leaf.names):
+        tensor = (whole[layer] if leaf.of_layers else whole).reshape(-1)
+        done = 0
+        for path, begin, end in stored[name].ranges(0, leaf.shape[0] if leaf.shape else 1):
+            read = np.fromfile(path, np.uint8, end - begin, offset=begin).view(leaf.dtype)
+            tensor[done : done + read.size] = read
+            done += read.size
+        if done != tensor.size:
+            raise ValueError(f"{name} has {done:,} of {tensor.size:,} elements")
     return whole
 
 
-def _refuse_others(path: Path, file: Any, leaves: list[Leaf]) -> None:
-    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no dictionary
-    stored = {name: f"{list(view.get_shape())} {_dtype_name(view.get_dtype())}" for name, view in views.items()}
+def _refuse_others(path: Path, stored: Mapping[str, Stored], leaves: list[Leaf]) -> None:
+    theirs = {name: f"{list(one.shape)} {_dtype_name(one.dtype)}" for name, one in stored.items()}
     own = {name: f"{list(leaf.shape)} {leaf.dtype.name}" for leaf in leaves for name in leaf.names}
-    refuse_other_tensors(path, stored, own)
+    refuse_other_tensors(path, theirs, own)
 
 
 def _dtype_name(stored: str) -> str:

@@ -35,7 +35,8 @@ def torch_update(update: "Update") -> None:
     for at in update.slices():
         of_rows = torch.linalg.vector_norm(update.gradient[at] * across(at), dim=1, keepdim=True)
         squares += of_rows.mul_(down(at)).square_().sum()
-    pace = -update.now.lr / (squares / update.weights.numel()).sqrt_().clamp_(min=1.0)
+    elements = update.whole * update.weights.shape[1]
+    pace = -update.now.lr / (update.total(squares) / elements).sqrt_().clamp_(min=1.0)
     decayed = torch.full_like(pace, 1.0 - update.now.lr * update.decay)
     if update.finite is not None:
         decayed = torch.where(update.finite, decayed, 1.0)
@@ -58,10 +59,12 @@ def _factored(update: "Update") -> "tuple[Factor, Factor]":
     for at in update.slices():
         rows[at] = torch.linalg.vector_norm(update.gradient[at], dim=1, dtype=update.work)
         columns += torch.linalg.vector_norm(update.gradient[at], dim=0, dtype=update.work).square_()
-    scale = update.scale_or_one()
+    columns, scale = update.total(columns), update.scale_or_one()
     rows = _moved(update, update.state["exp_avg_sq_row"], rows.mul_(scale).square_().div_(width))
-    columns = _moved(update, update.state["exp_avg_sq_col"], columns.mul_(scale).mul_(scale).div_(height)).rsqrt_()
-    down = (rows.mean().sqrt() * rows.rsqrt() * scale).view(-1, 1)  # the mean over a row could be too large for float32
+    means = columns.mul_(scale).mul_(scale).div_(update.whole)
+    columns = _moved(update, update.state["exp_avg_sq_col"], means).rsqrt_()
+    # The mean over a row could be too large for float32.
+    down = (update.mean_of_rows(rows).sqrt() * rows.rsqrt() * scale).view(-1, 1)
     return lambda _: columns, lambda at: down[at]
 
 

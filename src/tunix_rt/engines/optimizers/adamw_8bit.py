@@ -34,7 +34,7 @@ def torch_update(update: "Update") -> None:
         update.put(at, weights)
         encoders = (("exp_avg", first, codes.encode_signed), ("exp_avg_sq", second, codes.encode_unsigned))
         for name, moment, encode in encoders:
-            coded, absmax = encode(moment.float(), update.generator)
+            coded, absmax = encode(moment.float(), update.bits)
             update.keep(state[name][blocks], coded)
             update.keep(state[f"{name}_absmax"][blocks], absmax)
 

@@ -114,7 +114,7 @@ def generate(
     pad_id: int,
     decode: Callable[[list[int]], str],
     batch_size_at: Callable[[int], int],
-    on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_tokens: Callable[[int, list[int]], bool] | None = None,
     logprobs: bool = False,
 ) -> Iterator[tuple[int, Answer]]:
     """See `base.EngineModule.generate`."""
@@ -158,7 +158,7 @@ def _generate(
     rows: Sequence[Prompt],
     decoding: Decoding,
     pad_id: int,
-    on_tokens: Callable[[int, list[int]], None] | None,
+    on_tokens: Callable[[int, list[int]], bool] | None,
     logprobs: bool,
     kept: list[DecodeGraphs],
 ) -> Iterator[tuple[Prompt, Answer]]:
@@ -180,8 +180,8 @@ def _generate(
         for place, one in [(place, one) for place, one in enumerate(slots) if one]:
             tokens, scores = fresh[place]
             answer = one.append(tokens, late=late, model=engine.source.name, scores=scores)
-            if on_tokens is not None:
-                on_tokens(one.index, one.ids if answer is None else answer.ids)
+            if on_tokens is not None and on_tokens(one.index, one.ids if answer is None else answer.ids):
+                answer = answer or one.cut_off()
             if answer is not None:
                 slots[place] = None
                 yield one, answer
@@ -197,7 +197,7 @@ def _generate_alone(
     rows: Sequence[Prompt],
     decoding: Decoding,
     pad_id: int,
-    on_tokens: Callable[[int, list[int]], None] | None,
+    on_tokens: Callable[[int, list[int]], bool] | None,
     logprobs: bool,
 ) -> Iterator[tuple[Prompt, Answer]]:
     """One prompt at a time by transformers' own `generate`, for families whose cache and masks are not known here."""

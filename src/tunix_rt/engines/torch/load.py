@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch.overrides import TorchFunctionMode
 
 from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.settings import Training
-from tunix_rt.data.packing import IGNORED, MicroBatch
 from tunix_rt.engines.base import RiseMeter, StepShape
 from tunix_rt.engines.failures import SEE_PLAN, is_out_of_memory, memory_errors_named
 from tunix_rt.engines.torch.adapters import add_adapters
@@ -24,13 +24,17 @@ from tunix_rt.engines.torch.attention import (
     attention_of,
     kernel_failure,
     register,
-    supported_attention,
-    unpackable,
 )
-from tunix_rt.engines.torch.chunked_loss import lean_lookup
-from tunix_rt.engines.torch.model import Engine, LossScale, embeddings_of, hidden_states, summed_loss, text_config
+from tunix_rt.engines.torch.compile import layers_of
+from tunix_rt.engines.torch.model import (
+    Engine,
+    LossScale,
+    text_config,
+)
+from tunix_rt.engines.torch.model_check import check_model
 from tunix_rt.engines.torch.quantization import quantize
-from tunix_rt.engines.torch.support import check_support
+from tunix_rt.engines.torch.sharded_load import fill_model, meta_model
+from tunix_rt.engines.torch.sharding import Sharding
 from tunix_rt.errors import DoesNotFitError, InputError, TunixError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.multimodal import PREFIXES
@@ -39,6 +43,7 @@ from tunix_rt.models.secrets import one_line
 from tunix_rt.plan.attention_kernels import MASKED, torch_attention
 from tunix_rt.plan.memory import CUDA_CONTEXT_BYTES
 from tunix_rt.plan.precision import recipe_for_inference, recipe_of
+from tunix_rt.ranks import World
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +69,18 @@ def load(
     meter = RiseMeter()
     recipe = recipe_of(training)
     torch.manual_seed(training.seed)
+    by_rows = dist.is_initialized() and _loads_by_rows(source, training)
     with _loading(source, device):
         attention = attention_for(config, device, training)
-        drawn_on = "cpu" if training.load_in_4bit else device  # a GPU need not have memory for whole weights
-        model = _read_model(
-            source, config, attention, dtype=getattr(torch, recipe.frozen or recipe.weights), device=drawn_on
-        )
+        dtype = getattr(torch, recipe.frozen or recipe.weights)
+        if by_rows:
+            model = meta_model(source, config, _options(attention, dtype))
+        else:
+            drawn_on = "cpu" if training.load_in_4bit else device  # a GPU need not have memory for whole weights
+            model = _read_model(source, config, attention, dtype=dtype, device=drawn_on)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if training.load_in_4bit:
-            quantize(model, name=source.name, device=torch.device(device))
-        if training.lora_rank is not None:
-            model = add_adapters(model, training, name=source.name)
-        model = model.to(torch.device(device))
+        if not by_rows:
+            model = _adapted(model, source, training, torch.device(device))
         if recipe.compute == "float64":
             _keep_float64(model)
     engine = Engine(
@@ -90,19 +95,44 @@ def load(
         loss_scale=LossScale() if recipe.loss_scaled else None,
         limit_bytes=limit,
     )
-    known = model.config.model_type in FAMILIES
-    if known:
-        _refuse_unknown_head(engine)
-        if reason := unpackable(model):
-            raise InputError(f"{source.name}: {reason}", fix="correct config.json: it is not a model of this family")
-    for table in embeddings_of(model):
-        lean_lookup(table)
-    engine.attention = supported_attention(model, attention)
-    model.config._attn_implementation = engine.attention.training
-    logger.info("Attention: %s; %s", engine.attention.name, engine.attention.why)
-    with _loading(source, device), memory_errors_named("the check of the loaded model"):
-        _refuse_wrong_loss(engine) if known else check_support(engine, training)
+    if by_rows:
+        sharding = _shard(engine, training)
+        with _loading(source, device), memory_errors_named("the loading of the weights"):
+            fill_model(model, source, sharding, key_mapping=_key_mapping(source))
+    with _loading(source, device):
+        check_model(engine, training)
+    if dist.is_initialized() and not by_rows:
+        _shard(engine, training)
     return engine
+
+
+def _loads_by_rows(source: ModelSource, training: Training) -> bool:
+    """Whether a rank reads its rows alone. Random weights are drawn whole, as one device draws them, and a model of an unknown
+    family or with adapters is tried or changed as a whole."""
+    known = source.config.get("model_type") in FAMILIES
+    return known and source.weights == "pretrained" and training.lora_rank is None
+
+
+def _adapted(model: Any, source: ModelSource, training: Training, device: torch.device) -> Any:
+    """The model on its device, quantized and with adapters as `training` has them."""
+    if training.load_in_4bit:
+        quantize(model, name=source.name, device=device)
+    if training.lora_rank is not None:
+        model = add_adapters(model, training, name=source.name)
+    return model.to(device)
+
+
+def _shard(engine: Engine, training: Training) -> Sharding:
+    """Share the parameters with the other ranks of the process group."""
+    engine.sharding = sharding = Sharding(
+        engine.model, layers_of(engine.model), device=engine.device, replicas=training.data_replicas,
+        world=World(rank=dist.get_rank(), size=dist.get_world_size()),
+    )  # fmt: skip
+    logger.info(
+        "Sharded over %d ranks: %d replica(s) of %d shards",
+        sharding.world.size, sharding.replicas, sharding.shards,
+    )  # fmt: skip
+    return sharding
 
 
 def load_for_inference(source: ModelSource, *, device: str, dtype: str, seed: int = 0) -> Engine:
@@ -233,21 +263,33 @@ def largest_head(config: Any) -> int | None:
 
 def _read_model(source: ModelSource, config: Any, attention: Attention, *, dtype: torch.dtype, device: str) -> Any:
     """The model with pretrained weights, or with random ones that are drawn on the device."""
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.training}
-    if dtype == torch.float64:  # for which torch has no grouped matmul of experts
-        options["experts_implementation"] = "eager"
+    options = _options(attention, dtype)
     if source.weights == "random":
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, **options)
-    if source.multimodal:
-        prefixes = {f"^{re.escape(prefix)}": "model." for prefix in PREFIXES}
-        options["key_mapping"] = prefixes | {"^language_model.lm_head": "lm_head"}
+    if (key_mapping := _key_mapping(source)) is not None:
+        options["key_mapping"] = key_mapping
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         source.folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
         output_loading_info=True, **options,
     )  # fmt: skip
     _refuse_partial_weights(source, info)
     return model
+
+
+def _options(attention: Attention, dtype: torch.dtype) -> dict[str, Any]:
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.training}
+    if dtype == torch.float64:  # for which torch has no grouped matmul of experts
+        options["experts_implementation"] = "eager"
+    return options
+
+
+def _key_mapping(source: ModelSource) -> dict[str, str] | None:
+    """Names in the file of a multimodal model -> names in its text model, as patterns."""
+    if not source.multimodal:
+        return None
+    prefixes = {f"^{re.escape(prefix)}": "model." for prefix in PREFIXES}
+    return prefixes | {"^language_model.lm_head": "lm_head"}
 
 
 def _config_of(source: ModelSource) -> Any:
@@ -300,62 +342,3 @@ def _refuse_partial_weights(source: ModelSource, info: Mapping[str, Any]) -> Non
                 f"{source.name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}",
                 fix="the weights do not belong to this config.json; fetch the model again",
             )
-
-
-def _refuse_unknown_head(engine: Engine) -> None:
-    head = engine.model.get_output_embeddings()
-    biased = getattr(head, "bias", None) is not None
-    if not isinstance(head, torch.nn.Linear) or biased:
-        raise InputError(
-            f"{engine.source.name}: its lm_head is a {type(head).__name__}{' with a bias' if biased else ''}",
-            fix="use a model whose lm_head is a linear layer without bias",
-        )
-
-
-def _refuse_wrong_loss(engine: Engine) -> None:
-    """Compare loss and packing with the model's own logits on a few tokens; refuse a model that differs."""
-    vocabulary = engine.model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    first, second, other = (torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3))
-    positions = torch.cat([torch.arange(8), torch.arange(8)]).unsqueeze(0)
-    ids, beside_other = (torch.cat([one, second], dim=1) for one in (first, other))
-    labels = ids.clone()
-    labels[:, [0, 8]] = IGNORED
-    engine.model.eval()
-    with torch.no_grad(), _full_precision(), engine.kernels():
-        packed = _micro(ids, labels, positions)
-        ours = summed_loss(engine, packed)
-        theirs = torch.zeros((), device=engine.device, dtype=torch.float64)
-        for half in ids.to(engine.device).split(8, dim=1):  # each alone, through the model's head
-            with engine.attending(engine.attention.generating), engine.computing(once=True):
-                logits = engine.model(input_ids=half, use_cache=False).logits[:, :-1].double()
-            theirs += torch.nn.functional.cross_entropy(logits.flatten(0, 1), half[:, 1:].flatten(), reduction="sum")
-        states = hidden_states(engine, packed)[:, 8:]
-        beside = hidden_states(engine, _micro(beside_other, labels, positions))[:, 8:]
-    if not torch.isfinite(theirs):
-        raise InputError(f"{engine.source.name}: its loss is {theirs.item()}", fix="the weights are corrupt")
-    if not torch.allclose(ours, theirs, rtol=1e-4 if engine.compute.itemsize >= 4 else 1e-2):
-        raise InputError(
-            f"{engine.source.name}: two packed examples give loss {ours.item():.6f}, unpacked they give {theirs.item():.6f}",
-            fix="this architecture ignores the boundaries of packed examples, or has an unknown kind of lm_head",
-        )
-    if not torch.allclose(states, beside, rtol=0, atol=1e-5 * float(states.abs().max())):
-        raise InputError(
-            f"{engine.source.name}: a packed example changes with its neighbour",
-            fix="this architecture cannot be trained on packed rows",
-        )
-
-
-def _micro(ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> MicroBatch:
-    return MicroBatch(ids=ids.numpy(), labels=labels.numpy(), positions=positions.numpy())
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Without TF32, whose rounding is larger than the differences that are compared."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

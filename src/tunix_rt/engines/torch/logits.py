@@ -12,7 +12,7 @@ from tunix_rt.engines.failures import memory_errors_named
 from tunix_rt.engines.torch import reload as torch_reload
 from tunix_rt.engines.torch.generate import free_memory
 from tunix_rt.engines.torch.model import Engine
-from tunix_rt.engines.torch.save import saved_weights
+from tunix_rt.engines.torch.save import saved_weights, whole_weights
 
 
 def last_logits(engine: Engine, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
@@ -52,7 +52,9 @@ def _last_of(engine: Engine, rows: Sequence[tuple[Sequence[int], int]]) -> Itera
 
 
 def tensor_hashes(engine: Engine) -> dict[str, list[Any]]:
-    """dtype, shape and SHA-256 of every tensor as `save` writes it."""
+    """dtype, shape and SHA-256 of every tensor as `save` writes it. Above one rank every rank calls it, and rank 0 has them."""
+    if engine.sharding is not None:
+        return {name: torch_reload.tensor_hash(one) for name, one in whole_weights(engine, engine.sharding)}
     return torch_reload.tensor_hashes(saved_weights(engine) or engine.model.state_dict())
 
 

@@ -18,7 +18,7 @@ import transformers
 
 from tunix_rt.config.optimizers import learning_rate, total_at
 from tunix_rt.config.settings import Training
-from tunix_rt.data.packing import Row, StepBatch, collate
+from tunix_rt.data.packing import Row, StepBatch, collate, share_of
 from tunix_rt.doctor.nvidia import driver_version
 from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.engines.base import Step
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 def make_optimizer(engine: Engine, training: Training) -> Optimizer:
     """The optimizer of every trained parameter; weight decay applies to matrices, not to vectors (norms, biases)."""
     return Optimizer(
-        {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad},
+        engine.weights,
         kind=training.optim,
         beta1=training.adam_beta1,
         beta2=training.adam_beta2,
@@ -74,6 +74,7 @@ def make_optimizer(engine: Engine, training: Training) -> Optimizer:
         weight_decay=training.weight_decay,
         seed=training.seed,
         stochastic_rounding=engine.recipe.rounding == "stochastic",
+        sharding=engine.sharding,
     )
 
 
@@ -139,12 +140,16 @@ def prepare_steps(
         torch.manual_seed(_seed_of(training.seed, 0))
         compile_layers(engine, choice, sample, longest_row=longest_row)
         known = as_before or planned
-        if engine.compiled and (known == "recorded" if known else captures(engine, training, batch.tokens)):
+        if (
+            engine.compiled
+            and engine.sharding is None
+            and (known == "recorded" if known else captures(engine, training, batch.tokens))
+        ):
             capture_layers(engine, sample)
     lm_head = engine.model.get_output_embeddings().weight
     softcap = getattr(engine.model.config, "final_logit_softcapping", None)
     plain_head = kernel_unable(lm_head.device, engine.compute, len(lm_head), softcap)
-    by_kernel = has_kernels(engine.recipe.optimizer, engine.recipe.weights, lm_head.device)
+    by_kernel = has_kernels(engine.recipe.optimizer, engine.recipe.weights, lm_head.device, engine.sharding)
     return {
         "layers": "recorded" if engine.cuda_graph else "compiled" if engine.compiled else "plain",
         "head": "plain" if plain_head else "kernel",
@@ -177,7 +182,7 @@ def _step_after_backward(
         return _scaled_step(engine, optimizer, placed, training, step, engine.loss_scale)
     loss = _gradients(engine, placed, training, step, 1.0)
     with region(OPTIMIZER):
-        norm = _global_norm(engine)
+        loss, norm = _of_all_ranks(engine, loss)
     begin_update(engine)
     limit = training.max_grad_norm
     clip = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
@@ -187,7 +192,7 @@ def _step_after_backward(
         clip, finite = (None if clip is None or clip == 1 else clip), None
     with region(OPTIMIZER):
         optimizer.step(scale=clip, finite=finite)
-    engine.model.zero_grad(set_to_none=True)
+    engine.clear_gradients()
     mean_loss, grad_norm = torch.stack([loss, norm]).tolist()
     refuse_nonfinite(step, mean_loss, grad_norm)
     return mean_loss, grad_norm
@@ -200,12 +205,12 @@ def _scaled_step(
     while True:
         factor = loss_scale.value
         loss = _gradients(engine, placed, training, step, factor)
-        mean_loss, norm = torch.stack([loss / factor, _global_norm(engine) / factor]).tolist()
+        mean_loss, norm = (torch.stack(_of_all_ranks(engine, loss)) / factor).tolist()
         overflow = math.isfinite(mean_loss) and not math.isfinite(norm)
         if not overflow or factor <= 1:
             break
         loss_scale.overflowed()
-        engine.model.zero_grad(set_to_none=True)
+        engine.clear_gradients()
         logger.info(
             "step %d: float16 gradients overflowed; recomputing them with loss scale %g instead of %g",
             step, loss_scale.value, factor,
@@ -216,14 +221,14 @@ def _scaled_step(
     clip_and_unscale = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / factor
     with region(OPTIMIZER):
         optimizer.step(scale=torch.tensor(clip_and_unscale, device=engine.device, dtype=torch.float64))
-    engine.model.zero_grad(set_to_none=True)
+    engine.clear_gradients()
     loss_scale.held()
     return mean_loss, norm
 
 
 def _gradients(engine: Engine, placed: PlacedStep, training: Training, step: int, scale: float) -> torch.Tensor:
     """Backward passes of every micro-batch; the mean loss over all targets of the step, times `scale`."""
-    torch.manual_seed(_seed_of(training.seed, step))
+    _seed_dropout(engine, training, step)
     total = torch.zeros((), device=engine.device, dtype=torch.float64)
     for micro in placed.micro_batches:
         # The mean over all targets of the step, not of the micro-batch: accumulation must not change the loss.
@@ -231,9 +236,17 @@ def _gradients(engine: Engine, placed: PlacedStep, training: Training, step: int
         with region(BACKWARD):
             loss.backward()
         total += loss.detach()
+    if engine.sharding is not None:
+        engine.sharding.take_gradients()
+        return total
     for parameter in _without_gradient(engine.model.parameters()):
         parameter.grad = torch.zeros_like(parameter)
     return total
+
+
+def _seed_dropout(engine: Engine, training: Training, step: int) -> None:
+    """A rank draws for its own rows."""
+    torch.manual_seed(_seed_of(training.seed, step) + (engine.sharding.world.rank if engine.sharding else 0))
 
 
 def _without_gradient(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
@@ -242,10 +255,19 @@ def _without_gradient(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torc
     return (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
 
 
-def _global_norm(engine: Engine) -> torch.Tensor:
-    """Of all gradients, in float64. Each is summed in at least float32: the norm of a bfloat16 tensor would be bfloat16."""
+def _of_all_ranks(engine: Engine, loss: torch.Tensor) -> list[torch.Tensor]:
+    """The loss and the norm of the gradients, of all ranks together: one message."""
+    norm = _norm(engine)
+    if engine.sharding is None:
+        return [loss, norm]
+    sums = engine.sharding.total_of_world(torch.stack([loss, norm.square()]))
+    return [sums[0], (sums[1] / engine.sharding.replicas).sqrt()]  # every replica has the same gradients
+
+
+def _norm(engine: Engine) -> torch.Tensor:
+    """Of all gradients here, in float64. Each is summed in at least float32: the norm of a bfloat16 tensor would be bfloat16."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in engine.model.parameters():
+    for parameter in engine.weights.values():
         if parameter.grad is not None:
             by_type.setdefault(parameter.dtype, []).append(parameter.grad)
     norms = [
@@ -265,14 +287,15 @@ def _step_in_backward(
     saving any of it.
     """
     begin_update(engine)
-    torch.manual_seed(_seed_of(training.seed, step))
+    _seed_dropout(engine, training, step)
     (micro,) = placed.micro_batches  # gradient accumulation is refused with optim_in_backward
     loss = summed_loss(engine, micro, scale=1 / placed.batch.target_tokens)
     norms: list[torch.Tensor] = []
     updated_flags: list[torch.Tensor] = []
-    finite = torch.isfinite(loss.detach())
+    mean = loss.detach() if engine.sharding is None else engine.sharding.total_of_world(loss.detach().clone())
+    finite = torch.isfinite(mean)
 
-    waiting = {p for p in engine.model.parameters() if p.requires_grad}
+    waiting = set(engine.weights.values())
 
     def update(parameter: torch.nn.Parameter) -> None:
         nonlocal finite
@@ -283,9 +306,13 @@ def _step_in_backward(
         updated_flags.append(finite)
         parameter.grad = None
 
-    embeddings = engine.embeddings  # tied ones get gradients from the loss head and the lookup: updated after both
-    others = [p for p in engine.model.parameters() if p.requires_grad and not any(p is one for one in embeddings)]
-    hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in others]
+    # Tied ones get gradients from the loss head and the lookup: updated after both. FSDP2 sums all gradients after both.
+    embeddings = engine.embeddings if engine.sharding is None else []
+    others = [p for p in engine.weights.values() if not any(p is one for one in embeddings)]
+    if engine.sharding is None:
+        hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in others]
+    else:
+        hooks = engine.sharding.updated_in_backward(update)
     try:
         with region(BACKWARD):
             loss.backward()
@@ -298,7 +325,7 @@ def _step_in_backward(
         parameter.grad = torch.zeros_like(parameter)
         update(parameter)
     whole = torch.stack(norms).square().sum().sqrt()
-    mean_loss, norm, updated = torch.stack([loss.detach(), whole, torch.stack(updated_flags).sum().double()]).tolist()
+    mean_loss, norm, updated = torch.stack([mean, whole, torch.stack(updated_flags).sum().double()]).tolist()
     done = f"; {updated:.0f} of {len(norms)} tensors are updated in this process, and none of them is saved"
     refuse_nonfinite(step, mean_loss, norm, updated=done if updated else "")
     return mean_loss, norm
@@ -314,11 +341,10 @@ def _assert_on_device(engine: Engine, optimizer: Optimizer) -> None:
 
     A parameter without optimizer state was not trained, and is an error too.
     """
-    named = dict(engine.model.named_parameters())
-    tensors = {**named, **dict(engine.model.named_buffers())}
-    for name, parameter in named.items():
-        state = optimizer.state_of(parameter) if parameter.requires_grad else {}
-        if parameter.requires_grad and not state:
+    tensors = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
+    for name, parameter in engine.weights.items():
+        state = optimizer.state_of(parameter)
+        if not state:
             raise HardwareError(f"the optimizer has no state of {name} after the first step", fix=REPORT_DEFECT)
         tensors |= {f"{slot} of {name}": value for slot, value in state.items()}
     expected = torch.empty(0, device=engine.device).device  # `cuda` with its number
@@ -337,13 +363,19 @@ def heldout_loss(
 ) -> tuple[float, int]:  # fmt: skip
     """See `base.EngineModule.heldout_loss`."""
     engine.model.eval()
-    total, targets = 0.0, 0
+    total, targets, sharding = 0.0, 0, engine.sharding
+    together = batch_size * len(engine.devices)
     with torch.no_grad(), memory_errors_named("the held-out loss"), engine.kernels():
-        for start in range(0, len(rows), batch_size):
-            micro = collate(rows[start : start + batch_size], pad_id=pad_id)
-            total += summed_loss(engine, micro).item()
+        for start in range(0, len(rows), together):
+            micro = collate(rows[start : start + together], pad_id=pad_id)
             targets += micro.targets
-            report(min(start + batch_size, len(rows)), "")
+            if sharding is not None:
+                micro = share_of(micro, sharding.world.rank, sharding.world.size)
+            total += summed_loss(engine, micro).item()
+            report(min(start + together, len(rows)), "")
+    if sharding is not None:
+        sharding.reshard()
+        total = sharding.total_of_world(torch.tensor(total, dtype=torch.float64, device=engine.device)).item()
     return total / targets, targets
 
 
@@ -361,7 +393,7 @@ def machine_facts(engine: Engine) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "deterministic": engine.deterministic,
-        "devices": 1,
+        "devices": len(engine.devices),
     }
     if engine.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(engine.device)

@@ -7,20 +7,24 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, filled_up
+from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, filled_up, share_of
 from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import PhasePeak, RiseMeter, prefetched
 from tunix_rt.engines.torch.attention import Attention, boundaries, kernels
 from tunix_rt.engines.torch.chunked_loss import head_loss
 from tunix_rt.engines.torch.profile import region
+from tunix_rt.engines.torch.sharding import Sharding
 from tunix_rt.engines.torch.varlen import on_device
 from tunix_rt.engines.trace import FORWARD, HEAD
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.plan.precision import Recipe
+from tunix_rt.ranks import ALONE, World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +49,13 @@ class Placing:
     windows: tuple[int, ...]
     least: tuple[int, int] = (0, 0)
     """Micro-batches are padded to so many rows and tokens: layers are compiled for one shape."""
+    world: World = ALONE
+    """Of each micro-batch, this rank takes its share of the rows."""
 
     def __call__(self, micro: MicroBatch) -> Placed:
         """Does not synchronize."""
+        if self.world.size > 1:
+            micro = share_of(micro, self.world.rank, self.world.size)
         micro = filled_up(micro, self.least)
         rows, tokens = (micro.labels[:, 1:] != IGNORED).nonzero()  # the hidden state at t predicts token t + 1
         places = rows * micro.ids.shape[1] + tokens
@@ -160,6 +168,8 @@ class Engine:
     """The `compile.CudaGraph` of the compiled layers; None: each kernel is launched by itself."""
     saved_dtype: str | None = None
     """Type in which `save` writes the weights, which are rounded to it; None: as they are in memory."""
+    sharding: Sharding | None = None
+    """Above one rank: how the parameters are shared. None: they are all here."""
     limit_bytes: int | None = None
     """The most that the CUDA allocator may reserve; None: no limit."""
     taken_bytes: int = 0
@@ -172,7 +182,23 @@ class Engine:
 
     @property
     def devices(self) -> list[torch.device]:
-        return [self.device]
+        return [self.device] * (self.sharding.world.size if self.sharding else 1)
+
+    @property
+    def weights(self) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters as this process has and updates them."""
+        if self.sharding is not None:
+            return self.sharding.weights
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def through_root(self, compute: Callable[..., T], *arguments: Any) -> T:
+        """`compute(*arguments)`; above one rank every rank calls it, and has the embeddings."""
+        return compute(*arguments) if self.sharding is None else self.sharding.through_root(compute, *arguments)
+
+    def clear_gradients(self) -> None:
+        if self.sharding is not None:
+            self.sharding.clear_gradients()
+        self.model.zero_grad(set_to_none=True)
 
     @property
     def positions(self) -> int | None:
@@ -243,7 +269,8 @@ class Engine:
     def placing(self, *, training: bool = False) -> Placing:
         """How micro-batches are laid out on the device; those of a training step in the compiled shape."""
         least = (self.compiled_shape if training else None) or (0, 0)
-        return Placing(device=self.device, attention=self.attention, windows=self.windows, least=least)
+        world = self.sharding.world if training and self.sharding else ALONE
+        return Placing(device=self.device, attention=self.attention, windows=self.windows, least=least, world=world)
 
     @contextlib.contextmanager
     def attending(self, implementation: str) -> Iterator[None]:
@@ -316,9 +343,22 @@ def _has_cache(forward: Callable[..., Any]) -> bool:
 def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.0) -> torch.Tensor:
     """Cross entropy summed over the targets, times `scale`, in float64. Call `backward()` on this very value.
 
-    Logits are computed only for hidden states that predict a target.
+    Logits are computed only for hidden states that predict a target. Above one rank, every rank calls it for its own rows.
     """
     placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
+    return engine.through_root(_summed_loss if engine.sharding is None else rank_loss, engine, placed, scale)
+
+
+def rank_loss(engine: Engine, placed: Placed, scale: float) -> torch.Tensor:
+    """`summed_loss` where the embeddings are gathered. A rank without targets gives them zeros, for FSDP2 to sum."""
+    loss = _summed_loss(engine, placed, scale)
+    if loss.requires_grad and not len(placed.targets):
+        for weight in engine.embeddings:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    return loss
+
+
+def _summed_loss(engine: Engine, placed: Placed, scale: float) -> torch.Tensor:
     if not engine.support.chunked_head:
         return _loss_of_logits(engine, placed, scale)
     hidden = hidden_states(engine, placed).flatten(0, 1).index_select(0, placed.places)

@@ -8,18 +8,21 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tunix_rt.config.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_of, state_tensors
+from tunix_rt.config.optimizers import BLOCK, OPTIMIZERS, WHOLE_STATE, OptimizerSpec, optimizer_of, state_tensors
 from tunix_rt.engines.checkpoint import refuse_other_tensors
 from tunix_rt.engines.optimizers import module_of
-from tunix_rt.engines.torch.update_rules import State, StepSettings, Update, column, seed_of
-from tunix_rt.errors import TunixError
+from tunix_rt.engines.torch.sharding import Sharding
+from tunix_rt.engines.torch.update_rules import Bits, State, StepSettings, Update, column, seed_of
+from tunix_rt.errors import ConfigError, TunixError
+from tunix_rt.ranks import Part, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,11 @@ class _Rule:
     """Updated together with others by `torch_update_many`."""
 
 
-def _rule_of(kind: str, parameter: torch.nn.Parameter) -> _Rule:
-    name = optimizer_of(kind, tuple(parameter.shape))
+def _rule_of(name: str, parameter: torch.nn.Parameter, sharding: Sharding | None) -> _Rule:
     spec, module = OPTIMIZERS[name], module_of(name)
     kernels = None
-    if parameter.device.type == "cuda" and _dtype(parameter) in spec.triton and parameter.numel():
+    summed = spec.factored and sharding is not None  # over ranks, which a kernel does not
+    if parameter.device.type == "cuda" and _dtype(parameter) in spec.triton and parameter.numel() and not summed:
         kernels = _triton(parameter.device)
         kernels = kernels if kernels and kernels.supports(name, parameter) else None
     fused = spec.fused and parameter.dtype != torch.bfloat16
@@ -68,8 +71,10 @@ def _triton(device: torch.device) -> ModuleType | None:
     return None
 
 
-def has_kernels(kind: str, weights: str, device: torch.device) -> bool:
+def has_kernels(kind: str, weights: str, device: torch.device, sharding: Sharding | None) -> bool:
     """Whether Triton kernels update weights of this dtype on `device` under optimizer `kind`."""
+    if sharding is not None and OPTIMIZERS[kind].factored:
+        return False
     return device.type == "cuda" and weights in OPTIMIZERS[kind].triton and _triton(device) is not None
 
 
@@ -123,9 +128,18 @@ class Optimizer:
         weight_decay: float,
         seed: int,
         stochastic_rounding: bool,
+        sharding: Sharding | None = None,
     ) -> None:
+        """Above one rank, `named` are the shards of `sharding`, and the whole shapes decide the states."""
+        self._sharding = sharding
+        self._parts = {
+            one: Part.whole(tuple(one.shape)) if sharding is None else sharding.part(name)
+            for name, one in named.items()
+        }
         for name, parameter in named.items():
             _refuse_unfit(name, parameter)
+            if sharding is not None:
+                _refuse_cut_blocks(name, kind, self._parts[parameter], sharding.shards)
         self._kind = kind
         self._named = dict(named)
         self._index = {parameter: index for index, parameter in enumerate(named.values())}
@@ -163,9 +177,12 @@ class Optimizer:
         if rule.kernels:
             self._launch(rule, parameter, scale=scale, finite=finite)
             return
-        weights, gradient = parameter.detach(), parameter.grad.detach()
-        if not (rule.spec.factored and parameter.dim() == 2):
+        weights, gradient, part = parameter.detach(), parameter.grad.detach(), self._parts[parameter]
+        by_rows = rule.spec.factored and parameter.dim() == 2
+        if not by_rows:
             weights, gradient = column(weights), column(gradient)
+        width = 1 if by_rows else math.prod(part.shape[1:])
+        bits = Bits(generator=self._generator(parameter))
         update = Update(
             weights=weights,
             gradient=gradient,
@@ -174,8 +191,11 @@ class Optimizer:
             scale=scale,
             finite=finite,
             count=self._count(parameter.device),
-            generator=self._generator(parameter),
+            bits=bits,
             now=self._now,
+            sharding=self._sharding,
+            first=part.first * width,
+            whole=part.shape[0] if by_rows else math.prod(part.shape),
         )
         with torch.no_grad():
             rule.module.torch_update(update)
@@ -192,7 +212,7 @@ class Optimizer:
             raise ValueError("a parameter without a gradient has no norm to clip by")
         self._state(parameter)
         rule = self._rules[parameter]
-        if kernels := rule.kernels:
+        if (kernels := rule.kernels) and self._sharding is None:
             workspace = self._workspace.setdefault(parameter.device, [])
             if not workspace:
                 workspace += kernels.Clip.workspace(parameter.device)
@@ -203,6 +223,8 @@ class Optimizer:
         # a norm summed in bfloat16 would be a bfloat16
         summed = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(gradient, dtype=summed).double()
+        if self._sharding is not None:
+            norm = self._sharding.total(norm.square()).sqrt()
         finite = finite & torch.isfinite(norm)
         self.update(parameter, scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, finite=finite)
         return norm, finite
@@ -273,7 +295,7 @@ class Optimizer:
         for index, lies in members.items():
             number = group.numbers[index]
             weights[number], gradients[number] = lies
-            seeds[number] = seed_of(self._seed, now.step, index, device.type)
+            seeds[number] = self._seed_at(index, device)
         kernels.update_group(
             name, group.tensors, weights, gradients, seeds, dtype=dtype, now=now, decay=self._weight_decay, scale=scale,
             finite=finite,
@@ -303,7 +325,12 @@ class Optimizer:
         return self._counts[device]
 
     def _seed_of(self, parameter: torch.nn.Parameter) -> int:
-        return seed_of(self._seed, self._now.step, self._index[parameter], parameter.device.type)
+        return self._seed_at(self._index[parameter], parameter.device)
+
+    def _seed_at(self, index: int, device: torch.device) -> int:
+        """Triton kernels count elements from the start of a shard: there each shard has a seed of its own."""
+        shard = self._sharding.shard if self._sharding and device.type == "cuda" else 0
+        return seed_of(self._seed, self._now.step, index + shard * len(self._index), device.type)
 
     def _generator(self, parameter: torch.nn.Parameter) -> torch.Generator:
         """The device's generator, seeded for this parameter in this step."""
@@ -330,15 +357,24 @@ class Optimizer:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Put back what `tensors` gave after `step` steps, bit for bit, on each parameter's device."""
+
+        def fill(states: State) -> None:
+            refuse_other_tensors("the optimizer state", described(tensors), described(states))
+            for name, tensor in states.items():
+                tensor.copy_(tensors[name])
+
+        self.refill(fill, step=step)
+
+    def refill(self, fill: Callable[[State], None], *, step: int) -> None:
+        """Put back the states after `step` steps: `fill` sets all of them, by the names that `tensors` gives."""
         states = {parameter: self._fresh(parameter) for parameter in self._named.values()}
-        expected = {
-            f"{slot}.{name}": tensor
-            for name, parameter in self._named.items()
-            for slot, tensor in states[parameter].items()
-        }
-        refuse_other_tensors("the optimizer state", described(tensors), described(expected))
-        for name, tensor in expected.items():
-            tensor.copy_(tensors[name])
+        fill(
+            {
+                f"{slot}.{name}": tensor
+                for name, parameter in self._named.items()
+                for slot, tensor in states[parameter].items()
+            }
+        )
         self._states = states
         self._groups.clear()  # they have the addresses of the former states
         self._restored = step
@@ -347,18 +383,58 @@ class Optimizer:
         if parameter not in self._states:
             self._states[parameter] = self._fresh(parameter)
         if parameter not in self._rules:
-            self._rules[parameter] = _rule_of(self._kind, parameter)
+            name = optimizer_of(self._kind, self._parts[parameter].shape)
+            self._rules[parameter] = _rule_of(name, parameter, self._sharding)
         return self._states[parameter]
 
     def _fresh(self, parameter: torch.nn.Parameter) -> State:
-        kept = state_tensors(tuple(parameter.shape), self._kind, _dtype(parameter))
+        full = state_tensors(self._parts[parameter].shape, self._kind, _dtype(parameter))
+        parts = self._parts_of_states(parameter)
         return {
-            slot: torch.zeros(shape, dtype=getattr(torch, stored), device=parameter.device)
-            for slot, (shape, stored) in kept.items()
+            slot: torch.zeros(
+                (parts[slot].rows, *shape[1:]) if shape else (), dtype=getattr(torch, stored), device=parameter.device
+            )
+            for slot, (shape, stored) in full.items()
         }
+
+    def part_of(self, parameter: torch.nn.Parameter) -> Part:
+        return self._parts[parameter]
+
+    def parts(self) -> dict[str, Part]:
+        """Of each of `tensors()`, the rows that are here."""
+        return {
+            f"{slot}.{name}": part
+            for name, parameter in self._named.items()
+            for slot, part in self._parts_of_states(parameter).items()
+        }
+
+    def _parts_of_states(self, parameter: torch.nn.Parameter) -> dict[str, Part]:
+        """States are shared as their parameter is: by its rows, or by the blocks of its elements; one per column is whole."""
+        part, found = self._parts[parameter], {}
+        for slot, (shape, _) in state_tensors(part.shape, self._kind, _dtype(parameter)).items():
+            if part.everywhere or slot == WHOLE_STATE:
+                found[slot] = Part.whole(shape)
+            elif shape == part.shape or len(shape) == 1:
+                found[slot] = Part(shape=shape, first=part.first, rows=part.rows)
+            else:
+                width = math.prod(part.shape[1:])
+                blocks = -(-part.rows * width // BLOCK)
+                found[slot] = Part(shape=shape, first=part.first * width // BLOCK, rows=blocks)
+        return found
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refuse_cut_blocks(name: str, kind: str, part: Part, shards: int) -> None:
+    """ConfigError where ranks would share a block of 8-bit states."""
+    elements = part_of(part.shape, 0, shards).rows * math.prod(part.shape[1:])
+    if OPTIMIZERS[optimizer_of(kind, part.shape)].quantized and shards > 1 and elements % BLOCK:
+        raise ConfigError(
+            f"training.optim: {kind}: {name} {list(part.shape)} has {elements:,} elements on each of {shards} ranks, "
+            f"which is no multiple of the {BLOCK} elements of a block",
+            fix="use another number of ranks, or training.optim: adamw or adafactor",
+        )
 
 
 def _refuse_unfit(name: str, parameter: torch.nn.Parameter) -> None:

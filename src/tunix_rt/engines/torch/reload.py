@@ -168,10 +168,10 @@ def _greedy(model: Any, ids: torch.Tensor) -> dict[str, list[Any]]:
 
 def tensor_hashes(tensors: Any) -> dict[str, list[Any]]:
     """dtype, shape and SHA-256 of each tensor, by name; one at a time through the host."""
-    return {name: _hash(tensor) for name, tensor in tensors.items()}
+    return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
 
 
-def _hash(tensor: torch.Tensor) -> list[Any]:
+def tensor_hash(tensor: torch.Tensor) -> list[Any]:
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     digest = hashlib.sha256(values.numpy().data).hexdigest()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]

@@ -1,72 +1,105 @@
 """Checkpoints and final models of the PyTorch engine. A checkpoint has the trained parameters in `model.safetensors`, optimizer
 state and the float16 loss scale in `optimizer.safetensors`; random numbers are a function of (seed, step).
 
-Through a snapshot in host memory or directly from the device, a checkpoint has the same bytes. The `safetensors` library is not
-used to write it: it copies all tensors of a file to the host first.
+Of several ranks each writes two files of its own, with the rows that it has (`model-00001-of-00008.safetensors`). Any number of
+ranks reads either. Through a snapshot in host memory or directly from the device, a checkpoint has the same bytes.
 """
 
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from tunix_rt.engines import checkpoint
 from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import out_of_range
 from tunix_rt.engines.torch.adapters import merged_weights
 from tunix_rt.engines.torch.model import Engine
-from tunix_rt.engines.torch.optim import Optimizer, described
+from tunix_rt.engines.torch.model_files import Whole, layer_tensors, write_weights
+from tunix_rt.engines.torch.optim import Optimizer
+from tunix_rt.engines.torch.sharding import Sharding, local_part
+from tunix_rt.engines.torch.tensor_files import (
+    DTYPES,
+    Tensors,
+    blocks,
+    header,
+    pieces_of,
+    read_rows,
+    widest_first,
+    write_file,
+)
 from tunix_rt.models.multimodal import restore_towers
-from tunix_rt.models.safetensors import header_of
+from tunix_rt.models.safetensors import part_name, parts_of, stored_tensors
 from tunix_rt.models.secrets import one_line
-from tunix_rt.storage import storage
+from tunix_rt.ranks import Part
+from tunix_rt.storage import WrittenFile, storage
 
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 _idle_blocks: list[torch.Tensor] = []
 """Pinned blocks that no snapshot uses. Pinning is slow, so they are reused."""
 
-Tensors = Mapping[str, torch.Tensor]
+
+# --- what a checkpoint has -------------------------------------------------------------------------------------------
 
 
-def _files(engine: Engine, optimizer: Optimizer) -> dict[str, Tensors]:
-    """The live tensors of each file, the widest dtypes first, so that each is aligned to its width."""
-    weights = {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    state = {**optimizer.tensors(), **(engine.loss_scale.tensors() if engine.loss_scale is not None else {})}
+def _live(engine: Engine, optimizer: Optimizer) -> dict[str, Tensors]:
+    """The tensors of each file as this rank has them."""
+    scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
+    return {MODEL: engine.weights, OPTIMIZER: {**optimizer.tensors(), **scale}}
+
+
+def _parts(engine: Engine, optimizer: Optimizer) -> dict[str, Part]:
+    """Of each tensor, the rows that this rank has."""
+    scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
+    weights = {name: optimizer.part_of(one) for name, one in engine.weights.items()}
+    return weights | optimizer.parts() | {name: Part.whole(tuple(one.shape)) for name, one in scale.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file that this process writes."""
+
+    tensors: Tensors
+    header: bytes
+
+    @property
+    def bytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _files(engine: Engine, optimizer: Optimizer) -> dict[str, _File]:
+    """The files of this process by name, with live tensors; none in a replica but the first."""
+    live = _live(engine, optimizer)
+    if (sharding := engine.sharding) is None:
+        ordered = {name: widest_first(tensors) for name, tensors in live.items()}
+        return {name: _File(tensors=tensors, header=header(tensors)) for name, tensors in ordered.items()}
+    if sharding.world.rank >= sharding.shards:
+        return {}
+    parts, shard = _parts(engine, optimizer), sharding.shard
     return {
-        file: dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-        for file, tensors in ((MODEL, weights), (OPTIMIZER, state))
+        part_name(name, shard + 1, sharding.shards): _rank_file(tensors, parts, first=shard == 0)
+        for name, tensors in live.items()
     }
 
 
-def _header(tensors: Tensors) -> bytes:
-    """The header of a safetensors file with `tensors` in this order."""
-    return header_of((name, _NAMES[one.dtype], one.shape, one.nbytes) for name, one in tensors.items())[0]
-
-
-def _pieces(tensor: torch.Tensor, lengths: Iterator[int]) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor in pieces of at most the lengths that `lengths` yields."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    begin = 0
-    while begin < flat.numel():
-        end = min(flat.numel(), begin + next(lengths))
-        yield flat[begin:end]
-        begin = end
-
-
-def _write(path: Path, header: bytes, pieces: Iterable[torch.Tensor]) -> None:
-    with storage(path), path.open("wb") as file:
-        file.write(header)
-        for piece in pieces:
-            file.write(piece.numpy())
+def _rank_file(tensors: Tensors, parts: Mapping[str, Part], *, first: bool) -> _File:
+    """The file of a rank: its rows, and of the `first` rank also what every rank has. The metadata is what the
+    HuggingFaceStorageReader of torch.distributed.checkpoint expects."""
+    own = widest_first({
+        name: tensor for name, tensor in tensors.items() if (first if parts[name].everywhere else parts[name].rows)
+    })  # fmt: skip
+    offsets = {
+        name: {"saved_offsets": [parts[name].first, *[0] * (tensor.dim() - 1)][: tensor.dim()]}
+        for name, tensor in own.items()
+    }
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets, sort_keys=True), "DCP_VERSION": "1.0", "format": "pt"}
+    return _File(tensors=own, header=header(own, metadata))
 
 
 # --- through host memory ---------------------------------------------------------------------------------------------
@@ -82,7 +115,7 @@ class _Copies:
     """Bytes at the end of the last block that are free."""
 
     def add(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        for piece in _pieces(tensor, self._room()):
+        for piece in pieces_of(tensor, self._room()):
             start = BLOCK_BYTES - self.left
             place = self.blocks[-1][start : start + piece.numel()]
             place.copy_(piece, non_blocking=True)
@@ -122,13 +155,12 @@ class Snapshot:
     """Recorded at the end of the asynchronous copies; None where they were synchronous."""
     bytes: int
 
-    def write(self, folder: Path) -> None:
-        """Write both files into `folder` and release the host memory. May be called from another thread."""
+    def write(self, folder: Path) -> dict[str, WrittenFile]:
+        """Write the files into `folder` and release the host memory. May be called from another thread."""
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            for name, (header, pieces) in self.files.items():
-                _write(folder / name, header, pieces)
+            return {name: write_file(folder / name, head, pieces) for name, (head, pieces) in self.files.items()}
         finally:
             self.files = {}
             self.copies.release()
@@ -140,7 +172,7 @@ def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
     On a GPU the copies are asynchronous: `await_copy` must precede the next update.
     """
     files = _files(engine, optimizer)
-    if engine.device.type != "cuda":
+    if engine.device.type != "cuda" or engine.sharding is not None:
         return _copy(files, _Copies(pinned=False), None)
     await_copy(engine)
     aside = torch.cuda.Stream(engine.device)
@@ -149,18 +181,18 @@ def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
     with torch.cuda.stream(aside):
         taken = _copy(files, _Copies(pinned=True), copied)
         copied.record(aside)
-    for tensor in (tensor for tensors in files.values() for tensor in tensors.values() if tensor.is_cuda):
+    for tensor in (tensor for file in files.values() for tensor in file.tensors.values() if tensor.is_cuda):
         tensor.record_stream(aside)  # a temporary tensor must outlive its copy
     engine.pending_copy = copied
     return taken
 
 
-def _copy(files: dict[str, Tensors], copies: _Copies, copied: torch.cuda.Event | None) -> Snapshot:
+def _copy(files: dict[str, _File], copies: _Copies, copied: torch.cuda.Event | None) -> Snapshot:
     made = {
-        name: (_header(tensors), [place for tensor in tensors.values() for place in copies.add(tensor)])
-        for name, tensors in files.items()
+        name: (file.header, [place for tensor in file.tensors.values() for place in copies.add(tensor)])
+        for name, file in files.items()
     }
-    return Snapshot(bytes=_size(files), files=made, copies=copies, copied=copied)
+    return Snapshot(bytes=sum(file.bytes for file in files.values()), files=made, copies=copies, copied=copied)
 
 
 def await_copy(engine: Engine) -> None:
@@ -176,13 +208,16 @@ def begin_update(engine: Engine) -> None:
     await_copy(engine)
 
 
-def _size(files: dict[str, Tensors]) -> int:
-    return sum(len(_header(tensors)) + sum(t.nbytes for t in tensors.values()) for tensors in files.values())
-
-
 def snapshot_bytes(engine: Engine, optimizer: Optimizer) -> int:
-    """Size of both files of a checkpoint, which is the host memory that a snapshot takes."""
-    return _size(_files(engine, optimizer))
+    """Size of a checkpoint, that of all ranks together, which is the host memory that a snapshot takes."""
+    if engine.sharding is None:
+        return sum(file.bytes for file in _files(engine, optimizer).values())
+    parts, live = _parts(engine, optimizer), _live(engine, optimizer)
+    return sum(
+        math.prod(parts[name].shape) * tensor.element_size()
+        for tensors in live.values()
+        for name, tensor in tensors.items()
+    )
 
 
 def host_has_room(needed_bytes: int) -> bool:
@@ -193,41 +228,45 @@ def host_has_room(needed_bytes: int) -> bool:
 # --- directly to the disk, and back -----------------------------------------------------------------------------------
 
 
-def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> None:
-    """Write both files into `folder`, one block at a time through the host. The state must not change meanwhile."""
+def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> dict[str, WrittenFile]:
+    """Write the files into `folder`, one block at a time through the host. The state must not change meanwhile."""
 
-    def blocks() -> Iterator[int]:
-        while True:
-            yield BLOCK_BYTES
+    def pieces(tensors: Tensors) -> Iterator[torch.Tensor]:
+        return (piece.cpu() for tensor in tensors.values() for piece in pieces_of(tensor, blocks()))
 
-    for name, tensors in _files(engine, optimizer).items():
-        pieces = (piece.cpu() for tensor in tensors.values() for piece in _pieces(tensor, blocks()))
-        _write(folder / name, _header(tensors), pieces)
+    files = _files(engine, optimizer)
+    return {name: write_file(folder / name, file.header, pieces(file.tensors)) for name, file in files.items()}
 
 
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
-    """Restore a verified checkpoint, bit for bit."""
-    weights = {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    stored = _read(folder / MODEL)
-    refuse_other_tensors(folder / MODEL, described(stored), described(weights))
-    with torch.no_grad():
-        for name, parameter in weights.items():
-            parameter.copy_(stored[name])
-    stored = _read(folder / OPTIMIZER)
+    """Restore a verified checkpoint, bit for bit; of several ranks each reads its rows, whatever number of them wrote it."""
+    parts = _parts(engine, optimizer)
+    _fill(folder, MODEL, engine.weights, parts)
+    scale = engine.loss_scale.tensors() if engine.loss_scale is not None else {}
+    optimizer.refill(lambda states: _fill(folder, OPTIMIZER, {**states, **scale}, parts), step=step)
     if engine.loss_scale is not None:
-        scale = engine.loss_scale.tensors()
-        stored_scale = {name: stored.pop(name) for name in scale.keys() & stored.keys()}
-        refuse_other_tensors(folder / OPTIMIZER, described(stored_scale), described(scale))
-        engine.loss_scale.restore(stored_scale)
-    optimizer.restore(stored, step=step)
+        engine.loss_scale.restore(scale)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of `path`, memory-mapped."""
+def _fill(folder: Path, name: str, tensors: Tensors, parts: Mapping[str, Part]) -> None:
+    """Fill `tensors` with their rows in the file `name`, or in the files that it is split into."""
+    path = folder / name
     try:
-        return load_file(path)
-    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
+        files = [folder / part for part in parts_of(name, [one.name for one in folder.iterdir()])]
+        stored = stored_tensors(files or [path])
+        refuse_other_tensors(
+            path,
+            {name: f"{list(one.shape)} {_plain(DTYPES.get(one.dtype, one.dtype))}" for name, one in stored.items()},
+            {name: f"{list(parts[name].shape)} {_plain(one.dtype)}" for name, one in tensors.items()},
+        )
+        for one, tensor in tensors.items():
+            read_rows(stored[one], tensor, first=parts[one].first)
+    except (ValueError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
+
+
+def _plain(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # --- the final model -------------------------------------------------------------------------------------------------
@@ -237,7 +276,8 @@ def round_weights(engine: Engine, dtype: str) -> None:
     """Round every weight to `dtype`, in which `save` then writes it.
 
     In memory it keeps its dtype: the engine computes what the saved model computes once it is loaded in that dtype."""
-    for name, weight in engine.model.state_dict().items():
+    for name, tensor in engine.model.state_dict().items():
+        weight = local_part(tensor)
         if weight.is_floating_point():
             rounded = weight.to(getattr(torch, dtype))
             if not rounded.isfinite().all():
@@ -253,13 +293,20 @@ def save(
 
     Adapters are merged into their weights. Generation ends at `stop_ids`. `chat_template` replaces that of the tokenizer.
     """
+    if (sharding := engine.sharding) is not None and not sharding.world.is_lead:
+        deque(layer_tensors(engine.model, _gather(engine, sharding)))
+        return
     settings = copy.deepcopy(engine.model.generation_config)
     settings.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
     with (
         staged_model(folder, tokenizer_folder=tokenizer_folder, chat_template=chat_template) as staged,
         _disk_errors(folder),
     ):
-        engine.model.save_pretrained(staged, state_dict=saved_weights(engine))
+        if sharding is None:
+            engine.model.save_pretrained(staged, state_dict=saved_weights(engine))
+        else:
+            engine.model.save_pretrained(staged, state_dict={})  # its configuration
+            write_weights(staged, engine.model, _gather(engine, sharding), dtype=_saved_dtype(engine))
         dtype = "float32" if engine.recipe.frozen is not None else engine.saved_dtype
         if dtype is not None:  # transformers casts to the dtype of config.json
             config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
@@ -274,9 +321,9 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     dtype. Tied tensors stay tied. None where they do not differ."""
     if engine.recipe.frozen is not None:
         return merged_weights(engine.model)
-    if engine.saved_dtype is None:
+    if (kind := _saved_dtype(engine)) is None:
         return None
-    kind, cast = getattr(torch, engine.saved_dtype), dict[tuple[int, torch.Size], torch.Tensor]()
+    cast = dict[tuple[int, torch.Size], torch.Tensor]()
     named = {}
     for name, tensor in engine.model.state_dict().items():
         place = tensor.data_ptr(), tensor.shape
@@ -284,6 +331,23 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
             cast[place] = tensor.to("cpu", kind if tensor.is_floating_point() else None)
         named[name] = cast[place]
     return named
+
+
+def _saved_dtype(engine: Engine) -> torch.dtype | None:
+    return None if engine.saved_dtype is None else getattr(torch, engine.saved_dtype)
+
+
+def _gather(engine: Engine, sharding: Sharding) -> Whole:
+    tensors = engine.model.state_dict(keep_vars=True)
+    return lambda name: sharding.gathered(local_part(tensors[name]), sharding.part_of(tensors[name]))
+
+
+def whole_weights(engine: Engine, sharding: Sharding) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor as `save` writes it, one at a time in the host memory of rank 0; nothing elsewhere. Every rank walks it."""
+    whole = _gather(engine, sharding)
+    for name in engine.model.state_dict():
+        if (tensor := whole(name)) is not None:
+            yield name, tensor.to(_saved_dtype(engine) if tensor.is_floating_point() else None)
 
 
 @contextlib.contextmanager

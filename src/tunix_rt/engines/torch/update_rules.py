@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tunix_rt.engines.torch.sharding import Sharding
 from tunix_rt.plan.footprint import UPDATE_ELEMENTS
 
 # --- where the random bits come from ---------------------------------------------------------------------------------
@@ -32,15 +33,36 @@ _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 """Which of the two 16-bit halves of a float32 is a bfloat16."""
 
 
-def round_to_bfloat16_(target: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> None:
+@dataclass(slots=True, kw_only=True)
+class Bits:
+    """Random bits for the elements of a tensor, slice by slice. A shard draws those of the whole slice and takes its own, so
+    that they do not depend on the number of ranks."""
+
+    generator: torch.Generator
+    skipped: int = 0
+    """Elements of the slice before those that are here."""
+    elements: int | None = None
+    """Elements of the slice in the whole tensor; None: all of them are here."""
+
+    def like(self, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        """Numbers from `low` up to `high`, one for each of `values`, whose rows are never cut."""
+        if self.elements is None:
+            return torch.empty_like(values, dtype=torch.int32).random_(low, high, generator=self.generator)
+        row = values.shape[-1] if values.dim() == 2 else 1
+        drawn = torch.empty(-(-self.elements // row) * row, dtype=torch.int32, device=values.device)
+        drawn.random_(low, high, generator=self.generator)
+        return drawn[self.skipped : self.skipped + values.numel()].view(values.shape)
+
+
+def round_to_bfloat16_(target: torch.Tensor, values: torch.Tensor, bits: Bits) -> None:
     """Put `values` (float32, contiguous, overwritten) into `target` (bfloat16), each up or down at random.
 
     From the largest bfloat16 on nothing is random: the bits are only cut. A finite number so never becomes Inf, Inf stays
     Inf and NaN stays NaN. (One that does not come from arithmetic, with its mark in the bits cut away, becomes Inf.)"""
-    bits = values.view(torch.int32)
-    noise = torch.empty_like(bits).random_(0, 1 << 16, generator=generator)
-    bits.addcmul_(noise, values.abs() < LARGEST)
-    target.view(torch.int16).copy_(bits.view(torch.int16)[_UPPER_HALF::2])
+    patterns = values.view(torch.int32)
+    noise = bits.like(patterns, 0, 1 << 16)
+    patterns.addcmul_(noise, values.abs() < LARGEST)
+    target.view(torch.int16).copy_(patterns.view(torch.int16)[_UPPER_HALF::2])
 
 
 # --- optimizer states: float32 to 8 bits -----------------------------------------------------------------------------
@@ -91,19 +113,19 @@ def decode(codes: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> to
     return table.index_select(0, codes.view(-1).int()).view(codes.shape).mul_(absmax)
 
 
-def encode_signed(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_signed(values: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of an `exp_avg` [blocks, elements] in float32, and what they are relative to."""
     absmax = _largest(values)
     shares = values.abs().mul_(SIGNED_SHARE / absmax).add_(FOOT)
-    codes = _cut(shares, SIGNED_LEVELS, generator).add_(values < 0, alpha=SIGNED_LEVELS)
+    codes = _cut(shares, SIGNED_LEVELS, bits).add_(values < 0, alpha=SIGNED_LEVELS)
     return codes.to(torch.uint8), absmax
 
 
-def encode_unsigned(values: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_unsigned(values: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of an `exp_avg_sq` [blocks, elements] in float32, and what they are relative to."""
     absmax = _largest(values)
     shares = torch.mul(values, HEADROOM / absmax).clamp_(min=FLOOR)
-    return _cut(shares, UNSIGNED_LEVELS, generator).to(torch.uint8), absmax
+    return _cut(shares, UNSIGNED_LEVELS, bits).to(torch.uint8), absmax
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
@@ -111,10 +133,10 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True).clamp_(min=TINY)
 
 
-def _cut(shares: torch.Tensor, levels: int, generator: torch.Generator) -> torch.Tensor:
+def _cut(shares: torch.Tensor, levels: int, bits: Bits) -> torch.Tensor:
     """The numbers of the levels next to `shares` (overwritten), the upper or the lower at random, as int32."""
     first = lowest(levels)
-    noise = torch.empty_like(shares, dtype=torch.int32).random_(-first, (1 << CUT) - first, generator=generator)
+    noise = bits.like(shares, -first, (1 << CUT) - first)
     return shares.view(torch.int32).add_(noise).bitwise_right_shift_(CUT)
 
 
@@ -154,8 +176,14 @@ class Update:
     """Where false, nothing changes."""
     count: torch.Tensor
     """Number of the step on the device, as PyTorch's fused kernel takes it."""
-    generator: torch.Generator
+    bits: Bits
     now: StepSettings
+    sharding: Sharding | None = None
+    """None: the whole parameter is here."""
+    first: int
+    """The first row of `weights` in the whole parameter."""
+    whole: int
+    """Rows of the whole parameter."""
 
     @property
     def work(self) -> torch.dtype:
@@ -163,9 +191,24 @@ class Update:
         return torch.float64 if self.weights.dtype == torch.float64 else torch.float32
 
     def slices(self) -> Iterator[slice]:
-        rows = max(1, SLICE_ELEMENTS // max(1, self.weights.shape[1]))
-        for start in range(0, len(self.weights), rows):
-            yield slice(start, min(start + rows, len(self.weights)))
+        """The slices of the whole parameter, as far as they are here: those of other ranks are empty."""
+        width = self.weights.shape[1]
+        rows = max(1, SLICE_ELEMENTS // max(1, width))
+        for start in range(0, self.whole, rows):
+            stop = min(start + rows, self.whole)
+            low, high = (min(max(row - self.first, 0), len(self.weights)) for row in (start, stop))
+            if self.sharding is not None:
+                skipped = (self.first + low - start) * width if low < high else 0
+                self.bits.skipped, self.bits.elements = skipped, (stop - start) * width
+            yield slice(low, high)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of `tensor` over the shards of the parameter."""
+        return tensor if self.sharding is None else self.sharding.total(tensor)
+
+    def mean_of_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of one value for each row."""
+        return values.mean() if self.sharding is None else self.total(values.sum()) / self.whole
 
     def scaled_gradient(self, at: slice) -> torch.Tensor:
         """The gradient in the dtype of the work; read-only. A scale of shape [1] makes cast and product one pass."""
@@ -191,7 +234,7 @@ class Update:
         if self.weights.dtype != torch.bfloat16:
             return
         if self.now.stochastic:
-            round_to_bfloat16_(self.weights[at].view(-1), changed.view(-1), self.generator)
+            round_to_bfloat16_(self.weights[at].view(-1), changed.view(-1), self.bits)
         else:
             self.weights[at].copy_(changed)
 

@@ -150,7 +150,10 @@ def _state_problems(run: Run, found: PassResult, allowed: compare.Allowed, *, st
         other = [name for name, digest in files.items() if name in known and known[name].sha256 != digest]
         if strict and other:
             yield f"state after step {step}: {' and '.join(other)} differ from the recorded hashes"
-        elif not strict and not found.distances.get(step, 0.0) <= allowed(step).weights:
+        elif (
+            not (strict and files.keys() <= known.keys())
+            and not found.distances.get(step, 0.0) <= allowed(step).weights
+        ):
             yield f"state after step {step}: weights {found.distances[step]:.2g} of their update away from the recorded ones"
 
 

@@ -15,7 +15,7 @@ from tunix_rt.evidence.replay.session import PreparedRun, open_session, regenera
 from tunix_rt.progress import Progress
 from tunix_rt.runs.checksums import is_weights, sha256_below
 from tunix_rt.runs.folder import checkpoint_name
-from tunix_rt.runs.ledger import STATE_FILES
+from tunix_rt.runs.ledger import STATE, state_files
 from tunix_rt.runs.schemas import PredictionLine
 from tunix_rt.storage import sha256_file
 
@@ -163,7 +163,8 @@ def _states(work: Work, made: Results) -> dict[int, Path]:
         if not (work.weights_root / folder).is_dir():
             continue
         try:
-            here = {name: sha256_below(work.weights_root, f"{folder}/{name}") for name in (*STATE_FILES, "state.json")}
+            names = (*state_files(entry.files), STATE)
+            here = {name: sha256_below(work.weights_root, f"{folder}/{name}") for name in names}
             other = [name for name, digest in here.items() if digest != entry.files[name].sha256]
         except (OSError, KeyError) as error:
             made.notes.append(f"{folder} is not used: {error}")

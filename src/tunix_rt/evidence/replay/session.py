@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.config.capabilities import LORA_SETTINGS
+from tunix_rt.config.capabilities import LORA_SETTINGS, capabilities_of
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
@@ -39,7 +39,7 @@ from tunix_rt.runs.schemas import Batch, PredictionLine
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
 from tunix_rt.train.context import load_engine, step_shape
-from tunix_rt.train.preflight import adjust_data_replicas, steps_of
+from tunix_rt.train.preflight import adjust_data_replicas, devices_of, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,15 @@ class PreparedRun:
 
     @property
     def eval_rows(self) -> int:
-        """Questions or held-out rows that go through the model at once, as in the run."""
+        """Held-out rows that go through the model at once, as in the run."""
         plan = self.run.record.plan
         return plan.memory.eval_rows if plan else self.config.evaluation.per_device_eval_batch_size or 1
+
+    @property
+    def generation_rows(self) -> int:
+        """Questions that are answered at once, as in the run."""
+        plan = self.run.record.plan
+        return (plan.memory.generation_rows if plan else 0) or self.eval_rows
 
     @property
     def layers(self) -> str | None:
@@ -100,14 +106,16 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
     if heldout is not None:
         changes["data.validation"] = (found["validation"] or (None,))[0]
         dataset = dataset if found["validation"] else None  # the rows need both
-    changes |= {"data.dataset": dataset} if dataset else {}
+    if dataset:
+        weights = run.config.data.weights
+        changes["data.dataset"] = dict(zip(dataset, weights, strict=True)) if weights else dataset
     if committed.evalset is not None:
         evalset = inputs.evalset(committed.evalset.sha256)
         enabled = run.config.evaluation.enabled and evalset is not None
         changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
-    config = adjust_data_replicas(config, choice.count, continued=True)
+    config = adjust_data_replicas(config, devices_of(config, choice), continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
     tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
@@ -134,8 +142,9 @@ def missing_inputs(run: Run, lacking: list[str]) -> InputError:
 
 def _require_committed(run: Run, data: Prepared) -> None:
     facts = run.commitment.dataset
-    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped)
-    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0):
+    here = (data.merkle_root, data.traces, data.heldout_traces, data.skipped, [part.rows for part in data.mixture])
+    rows = [part.rows for part in run.mixture]
+    if here != (facts.merkle_root, facts.traces, facts.heldout_traces, facts.skipped or 0, rows):
         problem = "the dataset gives other rows, or other numbers of traces, than the run committed to"
         raise EvidenceError(problem, fix="")
     if not has_rows(RunDir(run.record.root).rows, data.row_facts):
@@ -182,8 +191,9 @@ def open_session(prepared: PreparedRun) -> Session:
         raise missing_inputs(prepared.run, ["base model", "dataset"])
     batch = recorded or Batch(rows=config.training.per_device_train_batch_size, devices=1)
     choice = prepared.choice
+    devices = choice.count if capabilities_of(config.training).multi_device else 1
     plan = predict_run(
-        prepared.shape, config, device=choice.device, devices=choice.count, rows=batch.rows, row_tokens=data.longest_row,
+        prepared.shape, config, device=choice.device, devices=devices, rows=batch.rows, row_tokens=data.longest_row,
         target_share=data.trained_tokens / data.tokens, capability=choice.capability, device_name=choice.kind,
         layers=prepared.layers,
     )  # fmt: skip
@@ -238,8 +248,8 @@ def generate(
     """The answers of the engine; those that differ from the recorded ones are followed token by token."""
     questions = prepared.questions()
     given = generate_predictions(
-        backend, engine, questions, what="answers", batch_size_at=lambda length: prepared.eval_rows, progress=lambda *_: None,
-        stop=lambda: None,
+        backend, engine, questions, what="answers", batch_size_at=lambda length: prepared.generation_rows,
+        progress=lambda *_: None, stop=lambda: None,
     )  # fmt: skip
     answers = [to_plain(answer) for answer in given]
     other = other_answers(prepared.run.record.predictions(when), answers)

@@ -22,7 +22,7 @@ from tunix_rt.engines.base import Step
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.replay.session import Session, generate
 from tunix_rt.export.export import save_final
-from tunix_rt.models.safetensors import read_header
+from tunix_rt.models.safetensors import Stored, parts_of, stored_tensors
 from tunix_rt.progress import Progress
 from tunix_rt.storage import sha256_file
 from tunix_rt.train.loop import batches_of
@@ -99,20 +99,18 @@ def passes_over(segments: Sequence[Segment], states: Collection[int]) -> tuple[S
 PIECE = 2**20
 """Numbers that are read at once."""
 TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-Tensors = dict[str, tuple[Path, str, int, int]]
-"""Name -> file, type, first byte and the byte after the last."""
 
 
 def distance(first: Path, recorded: Path, here: Path) -> float:
     """Distance of `here` from `recorded`, over that of `here` from `first`; infinite where they contain other tensors.
-    Each is a file or a folder of files."""
+    Each is a file, possibly split into one for each rank, or a folder of files."""
     sets = [_tensors(path) for path in (first, recorded, here)]
-    sizes = [{name: (end - begin) // _width(kind) for name, (_, kind, begin, end) in one.items()} for one in sets]
-    if not sizes[0] == sizes[1] == sizes[2]:
+    shapes = [{name: tensor.shape for name, tensor in one.items()} for one in sets]
+    if not shapes[0] == shapes[1] == shapes[2]:
         return math.inf
     moved = apart = 0.0
     for name in sorted(sets[0]):
-        for a, b, c in zip(*(_pieces(*one[name]) for one in sets), strict=True):
+        for a, b, c in zip(*(_pieces(one[name]) for one in sets), strict=True):
             moved += float(np.square(c - a).sum())
             apart += float(np.square(c - b).sum())
     if not moved:
@@ -120,30 +118,40 @@ def distance(first: Path, recorded: Path, here: Path) -> float:
     return math.sqrt(apart / moved)
 
 
-def _tensors(path: Path) -> Tensors:
-    found: Tensors = {}
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        try:
-            tensors, _ = read_header(file)
-        except ValueError as error:
-            raise EvidenceError(f"{file.name} {error}", fix="restore the file") from error
-        for name, tensor in tensors.items():
-            if tensor.dtype not in TYPES:
-                problem = f"{file.name}: tensors of type {tensor.dtype}"
-                raise EvidenceError(problem, fix="report it with the name of the model")
-            if name in found:
-                raise EvidenceError(f"{file.name}: {name!r} is in two files", fix="")
-            found[name] = (file, tensor.dtype, tensor.begin, tensor.end)
+def _tensors(path: Path) -> dict[str, Stored]:
+    names = [one.name for one in path.parent.iterdir()]
+    split = [path.with_name(one) for one in parts_of(path.name, names)] or [path]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else split
+    try:
+        found = stored_tensors(files)
+    except ValueError as error:
+        raise EvidenceError(f"{path}: {error}", fix="restore the file") from error
+    for name, tensor in found.items():
+        if tensor.dtype not in TYPES:
+            problem = f"{path.name}: tensors of type {tensor.dtype}"
+            raise EvidenceError(problem, fix="report it with the name of the model")
+        if path.is_dir() and len(tensor.pieces) > 1:
+            raise EvidenceError(f"{path.name}: {name!r} is in two files", fix="")
     return found
 
 
-def _pieces(file: Path, kind: str, begin: int, end: int) -> Iterator[npt.NDArray[np.float64]]:
-    """The numbers of a tensor, as many at a time for each type."""
-    width = _width(kind)
-    with file.open("rb") as opened:
-        opened.seek(begin)
-        for at in range(begin, end, PIECE * width):
-            yield _numbers(opened, min(PIECE * width, end - at), kind)
+def _pieces(tensor: Stored) -> Iterator[npt.NDArray[np.float64]]:
+    """The numbers of a tensor, as many at a time for each type and however it is split into files."""
+    read, room = list[npt.NDArray[np.float64]](), PIECE
+    for path, piece in tensor.pieces:
+        left = (piece.end - piece.begin) // _width(tensor.dtype)
+        with path.open("rb") as opened:
+            opened.seek(piece.begin)
+            while left:
+                read.append(_numbers(opened, min(left, room) * _width(tensor.dtype), tensor.dtype))
+                if not (count := len(read[-1])):
+                    raise EvidenceError(f"{path.name} is incomplete", fix="restore the file")
+                left, room = left - count, room - count
+                if not room:
+                    yield np.concatenate(read)
+                    read, room = [], PIECE
+    if read:
+        yield np.concatenate(read)
 
 
 def _width(kind: str) -> int:

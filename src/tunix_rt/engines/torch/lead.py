@@ -1,0 +1,276 @@
+"""The PyTorch engine of rank 0: each function of `loop.py` that needs every rank announces itself to the others first."""
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from tunix_rt.config.settings import Training
+from tunix_rt.data.packing import MicroBatch, Row, StepBatch
+from tunix_rt.engines.base import Step, StepShape
+from tunix_rt.engines.decoding import Answer, Decoding
+from tunix_rt.engines.torch import loop
+from tunix_rt.engines.torch.loop import (
+    free_bytes,
+    host_has_room,
+    load_for_inference,
+    release,
+    room_beside,
+    snapshot_bytes,
+)
+from tunix_rt.engines.torch.model import Engine
+from tunix_rt.engines.torch.optim import Optimizer
+from tunix_rt.engines.torch.orders import Orders, open_store
+from tunix_rt.engines.torch.save import Snapshot
+from tunix_rt.engines.torch.watch import Watch
+from tunix_rt.errors import ConfigError, HardwareError, TunixError
+from tunix_rt.models.resolve import ModelSource
+from tunix_rt.ranks import World
+
+__all__ = [
+    "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
+    "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
+    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
+]  # fmt: skip
+
+LOST_SECONDS = 3.0
+"""Within which a rank that failed has said why, or has stopped showing that it lives."""
+_open: list[tuple[Orders, Watch]] = []
+"""Of this process, while it leads a run."""
+
+
+# --- the ranks of a run ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def leading(world: World, *, on_stop: Callable[[str], None]) -> Iterator[Orders]:
+    """Meet the other ranks, and end them at the end of the block. `on_stop` takes the name of a signal that one received."""
+    store = open_store(world)
+    orders, watch = Orders(store, world), Watch(store, world, on_stop=on_stop)
+    watch.start()
+    _open.append((orders, watch))
+    try:
+        yield orders
+    finally:
+        _open.clear()
+        watch.end()
+        with contextlib.suppress(dist.DistError):  # the store ends with the launcher
+            orders.end()
+
+
+@contextlib.contextmanager
+def ordered(call: str, what: str = "", **arguments: Any) -> Iterator[int]:
+    """The block is executed by every rank at once: the others by their function `call`. Yields the number of the order."""
+    orders, watch = _open[0]
+    number = orders.announce(call, **arguments)
+    with watch.busy(what or call.replace("_", " "), number), _lost_ranks_named(orders, watch):
+        yield number
+
+
+@contextlib.contextmanager
+def _lost_ranks_named(orders: Orders, watch: Watch) -> Iterator[None]:
+    """Raise the error of a rank that ended in place of that of the connection to it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()):
+            raise
+        until = time.monotonic() + LOST_SECONDS
+        while time.monotonic() < until:
+            orders.raise_failure()
+            if (rank := watch.silent()) is not None:
+                raise watch.lost(rank, "was lost") from error
+            time.sleep(0.1)
+        raise TunixError(f"the connection between the ranks broke: {error}", fix="resume with --resume") from error
+
+
+def start_group(device: str, orders: Orders) -> None:
+    """Join the process group of all ranks, each with a device of its own."""
+    world = orders.world
+    if device == "cuda":
+        if world.local_rank >= torch.cuda.device_count():
+            raise HardwareError(
+                f"local rank {world.local_rank}: {world.host} has {torch.cuda.device_count()} visible GPU(s)",
+                fix="start no more ranks on a host than it has GPUs: --nproc gpu",
+            )
+        torch.cuda.set_device(world.local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=dist.PrefixStore("group", orders.store), rank=world.rank,
+            world_size=world.size, timeout=datetime.timedelta(days=1),  # `Watch` finds the rank that hangs, and names it
+        )  # fmt: skip
+
+
+# --- the functions of the engine -------------------------------------------------------------------------------------
+
+
+def load(
+    source: ModelSource, *, device: str, training: Training, step: StepShape | None = None, implementation: str = "auto",
+    attempt: bool = False,
+) -> Engine:  # fmt: skip
+    how = {"device": device, "training": training.model_dump_json(), "implementation": implementation}
+    with ordered("load", "loading the model", **how):
+        start_group(device, _open[0][0])
+        return loop.load(source, device=device, training=training, step=step, implementation=implementation)
+
+
+def make_optimizer(engine: Engine, training: Training) -> Optimizer:
+    with ordered("make_optimizer"):
+        return loop.make_optimizer(engine, training)
+
+
+def prepare_steps(
+    engine: Engine, batch_of: Callable[[int], StepBatch], training: Training, *, total: int, longest_row: int = 0,
+    as_before: str | None = None, planned: str | None = None,
+) -> dict[str, str]:  # fmt: skip
+    how: dict[str, Any] = {"total": total, "longest_row": longest_row, "as_before": as_before, "planned": planned}
+    with ordered("prepare_steps", "preparing the steps", **how):
+        return loop.prepare_steps(engine, batch_of, training, **how)
+
+
+def optimizer_steps(
+    engine: Engine, optimizer: Optimizer, batch_of: Callable[[int], StepBatch], training: Training, *, first: int, total: int,
+    before_update: Callable[[], None] = lambda: None, ends: Sequence[int] = (),
+) -> Generator[Step, None, None]:  # fmt: skip
+    with ordered("optimizer_steps", first=first, total=total, ends=list(ends)):
+        steps = loop.optimizer_steps(
+            engine, optimizer, batch_of, training, first=first, total=total, before_update=before_update, ends=ends
+        )
+    with contextlib.closing(steps):
+        for step in range(first, total + 1):
+            with ordered("step", f"step {step}"):
+                taken = next(steps)
+            yield taken
+
+
+def heldout_loss(
+    engine: Engine, rows: Sequence[Row], *, batch_size: int, pad_id: int,
+    report: Callable[[int, str], None] = lambda done, note: None,
+) -> tuple[float, int]:  # fmt: skip
+    with ordered("heldout_loss", "the held-out loss", batch_size=batch_size):
+        return loop.heldout_loss(engine, rows, batch_size=batch_size, pad_id=pad_id, report=report)
+
+
+def summed_loss(engine: Engine, micro: MicroBatch) -> torch.Tensor:
+    raise NotImplementedError("one micro-batch has no ranks: use optimizer_steps or heldout_loss")
+
+
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, decoding: Decoding, stop_ids: Sequence[int], pad_id: int,
+    decode: Callable[[list[int]], str], batch_size_at: Callable[[int], int],
+    on_tokens: Callable[[int, list[int]], bool] | None = None, logprobs: bool = False,
+) -> Iterator[tuple[int, Answer]]:  # fmt: skip
+    """Every rank gathers the model, and generates for its share of the prompts. Where the order of prompts decides random
+    numbers, or tokens are shown as they come, rank 0 generates alone."""
+    sharding = engine.sharding
+    assert sharding is not None
+    orders, watch = _open[0]
+    alone = bool(decoding.temperature) or decoding.samples > 1 or on_tokens is not None or logprobs
+    every = sharding.world.size if not alone else len(prompts) + 1
+    shares = [[list(prompt) for prompt in prompts[rank::every]] for rank in range(sharding.world.size)]
+    how: dict[str, Any] = {"decoding": asdict(decoding), "stop_ids": list(stop_ids), "pad_id": pad_id}
+    size = batch_size_at(max(map(len, prompts), default=0))
+    with ordered(
+        "generate", "gathering the model", shares=[] if alone else shares[1:], batch_size=size, **how
+    ) as number:
+        whole = sharding.whole_model()
+        whole.__enter__()
+    with contextlib.ExitStack() as ends:
+        ends.push(whole)
+        own = loop.generate(
+            engine, prompts if alone else shares[0], decoding=decoding, stop_ids=stop_ids, pad_id=pad_id, decode=decode,
+            batch_size_at=batch_size_at, on_tokens=on_tokens, logprobs=logprobs,
+        )  # fmt: skip
+        for place, answer in own:
+            orders.raise_failure()
+            yield (place if alone else place * every), answer
+    with watch.awaiting(set(range(1, sharding.world.size))):
+        for rank, answers in sorted(orders.answers(number).items()):
+            yield from ((place * every + rank, Answer(**answer)) for place, answer in answers)
+
+
+def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
+    with ordered("snapshot", "a checkpoint"):
+        return loop.snapshot(engine, optimizer)
+
+
+def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> None:
+    with ordered("write_direct", "a checkpoint", folder=str(folder)):
+        loop.write_direct(engine, optimizer, folder)
+
+
+def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
+    with ordered("restore_state", "restoring the checkpoint", folder=str(folder), step=step):
+        loop.restore_state(engine, optimizer, folder, step=step)
+
+
+def round_weights(engine: Engine, dtype: str) -> None:
+    with ordered("round_weights", dtype=dtype):
+        loop.round_weights(engine, dtype)
+
+
+def save(
+    engine: Engine, folder: Path, *, tokenizer_folder: Path, stop_ids: Sequence[int], chat_template: str | None = None
+) -> None:
+    with ordered("save", "saving the model"):
+        loop.save(
+            engine, folder, tokenizer_folder=tokenizer_folder, stop_ids=stop_ids, chat_template=chat_template
+        )  # fmt: skip
+
+
+def last_logits(engine: Engine, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    with _whole_model(engine):
+        return loop.last_logits(engine, prompts)
+
+
+def token_gaps(
+    engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], ends: Sequence[int]
+) -> list[list[float]]:
+    with _whole_model(engine):
+        return loop.token_gaps(engine, prompts, answers, ends)
+
+
+@contextlib.contextmanager
+def _whole_model(engine: Engine) -> Iterator[None]:
+    """Rank 0 has the whole model in the block."""
+    assert engine.sharding is not None
+    with contextlib.ExitStack() as ends:
+        with ordered("gather", "gathering the model"):
+            ends.enter_context(engine.sharding.whole_model())
+        yield
+
+
+def tensor_hashes(engine: Engine) -> dict[str, list[Any]]:
+    with ordered("tensor_hashes", "hashing the model"):
+        return loop.tensor_hashes(engine)
+
+
+def machine_facts(engine: Engine) -> dict[str, Any]:
+    return loop.machine_facts(engine)
+
+
+# --- what the others report ------------------------------------------------------------------------------------------
+
+
+def rank_facts(engine: Engine) -> list[dict[str, Any]]:
+    """Rank, host, process, GPU and peak memory of every rank. ConfigError where they have other software or GPUs."""
+    from tunix_rt.engines.torch.follow import facts_of
+
+    orders, watch = _open[0]
+    with ordered("facts") as number, watch.awaiting(set(range(1, orders.world.size))):
+        found = {0: facts_of(engine, orders.world), **orders.answers(number)}
+    for name in ("gpu", "versions"):
+        if other := next((rank for rank in found if found[rank].get(name) != found[0].get(name)), None):
+            raise ConfigError(
+                f"rank {other} on {found[other]['host']} has {name} {found[other][name]}, rank 0 has {found[0][name]}",
+                fix="use hosts with the same GPUs and the same versions of torch and transformers",
+            )
+    return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,194 @@
+"""A run on several ranks: rank 0 leads the others through the pipeline, every other one follows."""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tunix_rt.config.capabilities import CAPABILITIES
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.data.prepare import prepare
+from tunix_rt.engines.base import Engine, load_ranks
+from tunix_rt.errors import ConfigError, InputError, Preempted, StorageError
+from tunix_rt.ranks import World, world
+from tunix_rt.runs.folder import RunDir
+from tunix_rt.runs.ledger import note_ranks
+from tunix_rt.runs.record import RunRecord
+from tunix_rt.storage import storage
+from tunix_rt.train.commitment import settled_config
+from tunix_rt.train.context import RunContext, find_model, tokenizer_of
+from tunix_rt.train.loop import batches_of
+from tunix_rt.train.preemption import RESUME, Preemption
+
+logger = logging.getLogger(__name__)
+
+SHARED_SECONDS = 30.0
+"""Within which every rank must see a file in the run folder: network file systems cache folders for a while."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ranks:
+    """The ranks that this process leads; a single one without a launcher."""
+
+    world: World
+    orders: Any = None
+    """`engines.torch.orders.Orders`"""
+    stop: Preemption | None = None
+    """Of the run in progress."""
+
+    def received(self, name: str) -> None:
+        """Another rank was sent signal `name`: it stops the run as if this process had received it."""
+        if self.stop is None or not self.stop.signal_name:
+            os.kill(os.getpid(), getattr(signal, name))
+
+
+@contextlib.contextmanager
+def leading(config: RunConfig) -> Iterator[Ranks]:
+    """Meet the other ranks; they end with the block."""
+    ranks = Ranks(world=world())
+    if ranks.world.size == 1 or CAPABILITIES[config.training.backend].multi_process:  # see `all_hosts`
+        yield ranks
+        return
+    refuse_for_ranks(config, ranks.world)
+    with load_ranks("lead").leading(ranks.world, on_stop=ranks.received) as ranks.orders:
+        _refuse_other_configs(ranks.orders, config)
+        yield ranks
+
+
+def refuse_for_ranks(config: RunConfig, here: World) -> None:
+    """ConfigError for what a run on several ranks does not support."""
+    training = config.training
+    if training.load_in_4bit:
+        raise ConfigError("training.load_in_4bit: 4-bit weights cannot be sharded", fix="leave it out above one rank")
+    if training.memory == "auto":
+        raise ConfigError(
+            f"training.memory: auto does not choose settings for {here.size} ranks", fix="leave it out above one rank"
+        )
+    if here.size % training.data_replicas and training.resume_from_checkpoint is None:
+        raise ConfigError(
+            f"training.data_replicas: {training.data_replicas} does not divide the {here.size} ranks",
+            fix="set it to a divisor of their number, or leave it out",
+        )
+    if (
+        int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
+        raise ConfigError(
+            "torchrun --max-restarts: restarted ranks would read the addresses of those before them",
+            fix="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, or use --nproc with --max-restarts",
+        )
+
+
+def refuse_stopped(run: RunDir, here: World) -> None:
+    """Preempted where torchrun starts a run again that stopped on purpose: a signal or its time budget ended it, no fault."""
+    if not here.restarts or not run.result.is_file():
+        return
+    result, launched = RunRecord(run.root).result, psutil.Process(os.getppid()).create_time()
+    if result is not None and result.status == "preempted" and run.result.stat().st_mtime > launched:
+        raise Preempted(f"{run.root} was stopped, and torchrun has started it again", fix=RESUME)
+
+
+def _refuse_other_configs(orders: Any, config: RunConfig) -> None:
+    """ConfigError that names a setting in which another rank differs."""
+    ours = _settings(config)
+    for rank in range(1, orders.world.size):
+        theirs = json.loads(orders.store.get(f"greeting/{rank}"))
+        differing = [name for name in ours if theirs.get(name) != ours[name]]
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                f"rank {rank} has {name}: {theirs.get(name)!r}, rank 0 has {ours[name]!r}",
+                fix="start every rank with the same configuration and the same flags",
+            )
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Of a run, by dotted name."""
+    sections = json.loads(settled_config(config).model_dump_json())
+    return {f"{section}.{name}": value for section, inner in sections.items() for name, value in inner.items()}
+
+
+# --- rank 0 ----------------------------------------------------------------------------------------------------------
+
+
+def announce_run(ranks: Ranks, context: RunContext) -> None:
+    """Let every rank prepare the data of the run, which it must find in the same files."""
+    if ranks.orders is None:
+        return
+    word, token = context.run.root / ".shared.staged", secrets.token_hex(8)
+    with storage(word):
+        word.write_text(token)
+    today = context.data.style.template.today
+    try:
+        number = ranks.orders.announce(
+            "run", config=context.config.model_dump_json(), rows=context.batch.rows, folder=str(context.run.root.resolve()),
+            token=token, today=None if today is None else today.isoformat(), merkle_root=context.data.merkle_root,
+        )  # fmt: skip
+        ranks.orders.answers(number, lambda: context.stop.check(context.start.saved_state, starting=True))
+    finally:
+        word.unlink(missing_ok=True)
+    logger.info("Ranks: %d", ranks.world.size)
+
+
+def record_ranks(ranks: Ranks, context: RunContext, engine: Engine) -> None:
+    """The host, the GPU and the peak memory so far of every rank, in `processes.json`."""
+    if ranks.orders is not None:
+        note_ranks(context.run, load_ranks("lead").rank_facts(engine))
+
+
+# --- the others ------------------------------------------------------------------------------------------------------
+
+
+def follow(config: RunConfig) -> None:
+    """Serve rank 0 until it ends this process."""
+    here = world()
+    logging.basicConfig(level=logging.WARNING, format=f"rank {here.rank} on {here.host}: %(message)s")
+    refuse_for_ranks(config, here)
+    load_ranks("follow").follow(
+        here, {"config": json.dumps(_settings(config))}, lambda: find_model(config)[0], _prepared
+    )  # fmt: skip
+
+
+def _prepared(
+    *, config: str, rows: int, folder: str, token: str, today: str | None, merkle_root: str
+) -> Any:  # `engines.torch.follow.Inputs`
+    """The data of the run, as rank 0 has it."""
+    settings = RunConfig.model_validate_json(config)
+    _require_shared(Path(folder), token)
+    model, shape = find_model(settings)
+    tokenizer, facts = tokenizer_of(settings, model, shape)
+    day = None if today is None else date.fromisoformat(today)
+    data = prepare(settings, tokenizer, facts, lambda *_: None, today=day)
+    if data.merkle_root != merkle_root:
+        raise InputError(
+            f"{data.dataset.key} gives other rows here than on rank 0",
+            fix="give every host the same files of data and model",
+        )
+    return load_ranks("follow").Inputs(
+        batch_of=batches_of(settings, data, tokenizer.pad_id, rows), heldout_rows=data.heldout_rows, pad_id=tokenizer.pad_id,
+        decode=tokenizer.decode,
+    )  # fmt: skip
+
+
+def _require_shared(folder: Path, token: str) -> None:
+    """StorageError unless the file that rank 0 wrote into `folder` appears here."""
+    until = time.monotonic() + SHARED_SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            if (folder / ".shared.staged").read_text() == token:
+                return
+        time.sleep(0.2)
+    raise StorageError(
+        f"{folder}: a file that rank 0 has written does not appear here within {SHARED_SECONDS:.0f} s",
+        fix="give --output a folder that every host shares",
+    )

@@ -1,0 +1,29 @@
+"""The ranks of a launch, read from the environment, and how they share a tensor."""
+
+import pytest
+
+from tunix_rt.errors import ConfigError
+from tunix_rt.ranks import World, part_of, world
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_process_without_a_launcher_or_alone_under_one_is_a_single_rank():
+    assert world({}) == World() == world(LAUNCHED | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert world(LAUNCHED | {"TORCHELASTIC_RESTART_COUNT": "2"}) == World(rank=1, size=4, local_rank=1, restarts=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"RANK": ""}, "RANK is not set"), ({"MASTER_PORT": ""}, "MASTER_PORT"), ({"RANK": "4"}, "RANK is 4"),
+     ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'")],
+)  # fmt: skip
+def test_half_of_a_launch_is_refused_with_the_name_of_the_variable(change, named):
+    with pytest.raises(ConfigError, match=named):
+        world(LAUNCHED | change)
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 4), (3, 4), (1, 2), (0, 3)])
+def test_the_parts_of_a_tensor_are_its_rows_once_each(rows, shards):
+    parts = [part_of((rows, 5), shard, shards) for shard in range(shards)]
+    assert [row for part in parts for row in range(part.first, part.first + part.rows)] == list(range(rows))

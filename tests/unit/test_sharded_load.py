@@ -1,0 +1,119 @@
+"""A model that is cut before it is loaded has, over all ranks, every weight and every buffer of the one that is loaded whole."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import write_small_model
+from tunix_rt.engines.torch import tensor_files
+from tunix_rt.engines.torch.model_files import write_weights
+from tunix_rt.engines.torch.sharded_load import fill_buffers, fill_weights, meta_model
+from tunix_rt.errors import InputError
+from tunix_rt.ranks import part_of
+
+WORLD = 3
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write_model(kind, folder, *, dtype=torch.float32, limit="50GB"):
+    """A folder with a real model, its weights split into files of at most `limit`."""
+    if kind == "mixtral":
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(MIXTRAL))
+    else:
+        write_small_model(kind, folder)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
+    for parameter in model.parameters():  # norms and biases too
+        parameter.data.add_(torch.rand_like(parameter))
+    model.save_pretrained(folder, max_shard_size=limit)
+    return SimpleNamespace(name=kind, folder=folder)
+
+
+def load_in_parts(source, world, dtype=torch.float32):
+    """For each rank its rows by name, and the model whose buffers are filled."""
+    config = transformers.AutoConfig.from_pretrained(source.folder)
+    ranks = []
+    for rank in range(world):
+        model = meta_model(source, config, {"dtype": dtype, "attn_implementation": "sdpa"})
+        parts = {name: part_of(tuple(one.shape), rank, world) for name, one in model.named_parameters()}
+        rows = {name: torch.empty(part.rows, *part.shape[1:], dtype=dtype) for name, part in parts.items()}
+        fill_weights(model, source, rows, parts, key_mapping=None)
+        model.to_empty(device="cpu")
+        fill_buffers(model)
+        ranks.append((rows, model))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "dtype"),
+    [
+        ("gemma3", torch.float32, torch.float32), ("gpt2", torch.float32, torch.bfloat16),
+        ("llama", torch.bfloat16, torch.float32), ("mixtral", torch.float32, torch.float32),
+    ],
+)  # fmt: skip
+def test_the_rows_of_all_ranks_are_the_model_that_is_loaded_whole(tmp_path, monkeypatch, kind, stored, dtype):
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 1000)  # most tensors lie in several
+    source = write_model(kind, tmp_path / "model", dtype=stored, limit="20KB")
+    assert len(list(source.folder.glob("*.safetensors"))) > 1
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
+    ranks = load_in_parts(source, WORLD, dtype)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(torch.cat([rows[name] for rows, _ in ranks]), parameter), name
+    buffers = dict(whole.named_buffers())
+    for _, model in ranks:
+        found = dict(model.named_buffers())
+        assert found.keys() == buffers.keys()
+        assert all(
+            torch.equal(found[name], buffer) and found[name].dtype == buffer.dtype for name, buffer in buffers.items()
+        )
+        assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "1 missing keys, first model.norm.weight"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight as \[3\], config.json as"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(1024, 32)}), "ties model.embed_tokens.weight"),
+    ],
+)  # fmt: skip
+def test_weights_of_another_model_are_refused_by_name(tmp_path, change, said):
+    source = write_model("gemma3", tmp_path / "model")
+    weights = load_file(source.folder / "model.safetensors")
+    change(weights)
+    save_file(weights, source.folder / "model.safetensors")
+    with pytest.raises(InputError, match=said) as caught:
+        load_in_parts(source, 2)
+    assert caught.value.fix
+
+
+# --- the final model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("limit", ["20KB", "50GB"])
+def test_weights_streamed_by_layer_are_the_files_that_transformers_saves(tmp_path, kind, limit):
+    source = write_model(kind, tmp_path / "model", limit=limit)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source.folder)
+    held = []
+
+    def whole(name):
+        held.append(name)
+        return model.state_dict()[name]
+
+    written = tmp_path / "written"
+    written.mkdir()
+    write_weights(written, model, whole, dtype=None, file_bytes=int(limit[:2]) * 1000 ** " KMG".index(limit[2]))
+    names = {path.name for path in source.folder.iterdir() if "safetensors" in path.name}
+    assert {path.name for path in written.iterdir()} == names and len(names) > (2 if limit == "20KB" else 0)
+    assert all((written / name).read_bytes() == (source.folder / name).read_bytes() for name in names)
+    assert len(held) == len(set(held))
