@@ -5,8 +5,6 @@ import random
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import urllib.parse
 from collections import Counter
 
@@ -93,20 +91,6 @@ def test_the_printed_address_is_exchanged_for_a_cookie_and_without_it_nothing_is
     for odd in (f"//evil.example/?key={KEY}", f"/%5c%5cevil.example?key={KEY}", f"/https:evil?key={KEY}"):
         place = starlette_testclient.TestClient(app, base_url="http://localhost", follow_redirects=False).get(odd)
         assert place.status_code != 303 or place.headers["location"].startswith("./"), odd
-
-
-def test_it_imports_neither_torch_nor_jax():
-    code = f"""
-import sys; from pathlib import Path; from tunix_rt.dashboard.app import make_app, respond
-from tunix_rt.dashboard.guard import Guard; from tunix_rt.dashboard.site import Site; from tunix_rt.loopback import LOOPBACK
-from starlette.testclient import TestClient; site = Site.of(Path({str(RUNS)!r}))
-client = TestClient(make_app(site, Guard(hosts=LOOPBACK, key=None, port=80)), base_url='http://localhost')
-for address in ("/", "/plan?model=gemma-3-1b&on=tpu-v5e-8&training.backend=jax", "/data?data=dev-reasoning-v2"):
-    assert client.get(address).status_code == 200, address
-print(sorted(set(sys.modules) & {{"torch", "jax", "transformers", "flax", "safetensors"}}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 # --- attacks ----------------------------------------------------------------------------------------------------------

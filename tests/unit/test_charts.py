@@ -30,9 +30,8 @@ def parsed(markup):
 def chart(y, x=None, count=50, **settings):
     x = np.arange(1, len(y) + 1, dtype=float) if x is None else x
     low, high = (float(x[0]), float(x[-1])) if len(y) else (0.0, 1.0)
-    series = Series(
-        name=settings.pop("series_name", "loss"), buckets=bucketed(x, np.array(y, dtype=float), low, high, count)
-    )
+    buckets = bucketed(x, np.array(y, dtype=float), low, high, count)
+    series = Series(name=settings.pop("series_name", "loss"), buckets=buckets)
     return Chart(name="loss", title="Loss", series=(series,), low=low, high=high, **settings)
 
 
@@ -98,9 +97,8 @@ def test_smoothing_keeps_the_raw_values_in_sight_and_says_so():
     assert coordinates(smooth, "raw") == coordinates(plain, "line") != coordinates(smooth, "line")
     assert "smoothed 0.9" in "".join(smooth.find(".//figcaption").itertext())
     banded = parsed(line_chart(chart(rough * 100, smoothing=0.9)))
-    assert coordinates(banded, "band") and "mean and range of up to 128 steps" in "".join(
-        banded.find(".//figcaption").itertext()
-    )
+    caption = "".join(banded.find(".//figcaption").itertext())
+    assert coordinates(banded, "band") and "mean and range of up to 128 steps" in caption
     assert smoothed(np.array([2.0, 2.0, 2.0]), 0.9).tolist() == pytest.approx([2.0, 2.0, 2.0])
 
 
