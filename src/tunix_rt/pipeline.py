@@ -35,7 +35,7 @@ from tunix_rt.train.loop import load_run, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
 from tunix_rt.train.preflight import commit_run, load_to_try, plan_at_max_length, prepare_data, require_peft
-from tunix_rt.train.ranks import Ranks, announce_run, leading, record_ranks, refuse_stopped
+from tunix_rt.train.ranks import Ranks, announce_run, ranks_of, record_ranks, refuse_stopped
 from tunix_rt.train.resume import earlier_answering_seconds, refuse_occupied
 from tunix_rt.train.trackers import require_trackers, tracked
 
@@ -64,7 +64,10 @@ def run_pipeline(
     refuse_secrets(config.model_dump())
     options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt, on_step=on_step)
     refuse_stopped(RunDir(output), world())
-    with leading(config) as ranks, open_run(config, RunDir(output), stop_after) as (began, journal, stop):
+    with (
+        ranks_of(config, profile=profile) as ranks,
+        open_run(config, RunDir(output), stop_after) as (began, journal, stop),
+    ):
         journal.verify, ranks.stop = verify, stop
         return run_stages(began, journal, stop, options, ranks)
 
@@ -94,12 +97,12 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
     facts, own_devices = settle_device(journal, config)
     stop.check(stop.saved_state(), starting=True)
     with all_hosts(config, stop, facts, own_devices) as device:
-        return run_on(config, journal, stop, options, ranks, facts, device)
+        return run_on(config, journal, stop, options, facts, device, ranks)
 
 
 def run_on(
-    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, ranks: Ranks, facts: Facts,
-    device: DeviceChoice,
+    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, facts: Facts, device: DeviceChoice,
+    ranks: Ranks,
 ) -> Evaluation:  # fmt: skip
     """The stages on `device`, that of all processes of the run."""
     # plan

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import psutil
@@ -24,7 +23,6 @@ from tunix_rt.assets import cache_root
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.errors import InputError
 from tunix_rt.progress import phase
-from tunix_rt.ranks import world
 
 if TYPE_CHECKING:  # the planner reads this file without numpy and without a tokenizer
     import numpy as np
@@ -298,35 +296,33 @@ def load_backend(name: str) -> Backend:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    part = "lead" if name in _LED or (CAPABILITIES[name].ranks and world().size > 1) else "loop"
-    module = f"tunix_rt.engines.{name}.{part}"
+    module = f"tunix_rt.engines.{name}.{_PARTS.get(name, 'loop')}"
     with contextlib.nullcontext() if module in sys.modules else phase(f"import {name}"):
         return cast(Backend, importlib.import_module(module))
 
 
-def load_ranks(part: str) -> ModuleType:
-    """`lead` or `follow`, the engine of rank 0 and of the others."""
-    return importlib.import_module(f"tunix_rt.engines.torch.{part}")
-
-
-_LED: set[str] = set()
-"""Engines whose other processes this one leads."""
+_PARTS: dict[str, str] = {}
 
 
 @contextlib.contextmanager
 def leading(name: str, lead: object) -> Iterator[None]:
     """In this block, `load_backend` gives the engine of the first of several processes, which `lead` connects."""
     with importlib.import_module(f"tunix_rt.engines.{name}.lead").connected(lead):
-        _LED.add(name)
+        _PARTS[name] = "lead"
         try:
             yield
         finally:
-            _LED.remove(name)
+            del _PARTS[name]
 
 
-def load_follower(name: str) -> ModuleType:
+def load_follower(name: str) -> Any:
     """The engine module of every process but the first."""
     return importlib.import_module(f"tunix_rt.engines.{name}.follow")
+
+
+def load_lead(name: str) -> Any:
+    """The engine module of the first of several processes."""
+    return importlib.import_module(f"tunix_rt.engines.{name}.lead")
 
 
 T = TypeVar("T")

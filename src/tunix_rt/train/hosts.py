@@ -42,7 +42,7 @@ def follows(config: RunConfig) -> bool:
 def all_hosts(config: RunConfig, stop: Preemption, facts: Facts, choice: DeviceChoice) -> Iterator[DeviceChoice]:
     """`choice` with the devices of all processes, which end with this block."""
     own = world()
-    if own.size == 1:
+    if own.size == 1 or not CAPABILITIES[config.training.backend].multi_process:
         yield choice
         return
     lead = Lead(stop=stop.request, end=stop.abandon)

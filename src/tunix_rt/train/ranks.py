@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import psutil
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import prepare
-from tunix_rt.engines.base import Engine, load_ranks
-from tunix_rt.errors import ConfigError, InputError, Preempted, StorageError
+from tunix_rt.engines.base import Engine, leading, load_follower, load_lead
+from tunix_rt.errors import ConfigError, InputError, Preempted, StorageError, TunixError
 from tunix_rt.ranks import World, world
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.ledger import note_ranks
@@ -47,29 +46,43 @@ class Ranks:
     """Of the run in progress."""
 
     def received(self, name: str) -> None:
-        """Another rank was sent signal `name`: it stops the run as if this process had received it."""
-        if self.stop is None or not self.stop.signal_name:
-            os.kill(os.getpid(), getattr(signal, name))
+        """Another rank was sent signal `name`: it stops the run."""
+        if self.stop is not None:
+            self.stop.request(name)
+
+    def lost(self, error: TunixError) -> None:
+        """A rank hangs: `error` is the ending of the run, and of this process."""
+        if self.stop is not None:
+            self.stop.abandon(error)
 
 
 @contextlib.contextmanager
-def leading(config: RunConfig) -> Iterator[Ranks]:
-    """Meet the other ranks; they end with the block."""
-    ranks = Ranks(world=world())
-    if ranks.world.size == 1 or CAPABILITIES[config.training.backend].multi_process:  # see `all_hosts`
+def ranks_of(config: RunConfig, *, profile: int = 0) -> Iterator[Ranks]:
+    """Meet the other ranks of an engine that shards over ranks; they end with the block."""
+    ranks, backend = Ranks(world=world()), config.training.backend
+    if ranks.world.size == 1 or not CAPABILITIES[backend].ranks:
         yield ranks
         return
-    refuse_for_ranks(config, ranks.world)
-    with load_ranks("lead").leading(ranks.world, on_stop=ranks.received) as ranks.orders:
+    refuse_for_ranks(config, ranks.world, profile=profile)
+    lead = load_lead(backend).meet(ranks.world, on_stop=ranks.received, on_lost=ranks.lost)
+    with leading(backend, lead):
+        ranks.orders = lead.orders
         _refuse_other_configs(ranks.orders, config)
         yield ranks
 
 
-def refuse_for_ranks(config: RunConfig, here: World) -> None:
+def refuse_for_ranks(config: RunConfig, here: World, *, profile: int = 0) -> None:
     """ConfigError for what a run on several ranks does not support."""
     training = config.training
-    if training.load_in_4bit:
-        raise ConfigError("training.load_in_4bit: 4-bit weights cannot be sharded", fix="leave it out above one rank")
+    if profile:
+        raise ConfigError(
+            f"--profile {profile}: only a run on one device is profiled", fix="leave it out, or start one process"
+        )
+    if training.lora_rank is not None:
+        raise ConfigError(
+            "training.lora_rank: adapters are merged into whole weights, which no rank has",
+            fix="leave it out to train every parameter, or start one process",
+        )
     if training.memory == "auto":
         raise ConfigError(
             f"training.memory: auto does not choose settings for {here.size} ranks", fix="leave it out above one rank"
@@ -134,7 +147,7 @@ def announce_run(ranks: Ranks, context: RunContext) -> None:
             "run", config=context.config.model_dump_json(), rows=context.batch.rows, folder=str(context.run.root.resolve()),
             token=token, today=None if today is None else today.isoformat(), merkle_root=context.data.merkle_root,
         )  # fmt: skip
-        ranks.orders.answers(number, lambda: context.stop.check(context.start.saved_state, starting=True))
+        ranks.orders.answers(f"answer/{number}", lambda: context.stop.check(context.start.saved_state, starting=True))
     finally:
         word.unlink(missing_ok=True)
     logger.info("Ranks: %d", ranks.world.size)
@@ -143,7 +156,7 @@ def announce_run(ranks: Ranks, context: RunContext) -> None:
 def record_ranks(ranks: Ranks, context: RunContext, engine: Engine) -> None:
     """The host, the GPU and the peak memory so far of every rank, in `processes.json`."""
     if ranks.orders is not None:
-        note_ranks(context.run, load_ranks("lead").rank_facts(engine))
+        note_ranks(context.run, load_lead(context.config.training.backend).rank_facts(engine))
 
 
 # --- the others ------------------------------------------------------------------------------------------------------
@@ -154,7 +167,7 @@ def follow(config: RunConfig) -> None:
     here = world()
     logging.basicConfig(level=logging.WARNING, format=f"rank {here.rank} on {here.host}: %(message)s")
     refuse_for_ranks(config, here)
-    load_ranks("follow").follow(
+    load_follower(config.training.backend).follow(
         here, {"config": json.dumps(_settings(config))}, lambda: find_model(config)[0], _prepared
     )  # fmt: skip
 
@@ -174,7 +187,7 @@ def _prepared(
             f"{data.dataset.key} gives other rows here than on rank 0",
             fix="give every host the same files of data and model",
         )
-    return load_ranks("follow").Inputs(
+    return load_follower(settings.training.backend).Inputs(
         batch_of=batches_of(settings, data, tokenizer.pad_id, rows), heldout_rows=data.heldout_rows, pad_id=tokenizer.pad_id,
         decode=tokenizer.decode,
     )  # fmt: skip

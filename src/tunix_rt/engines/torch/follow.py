@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,13 +23,15 @@ from tunix_rt.engines.torch.lead import start_group
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
-from tunix_rt.engines.torch.save import saved_weights
 from tunix_rt.engines.torch.watch import Watch, pass_signals_on
-from tunix_rt.errors import TunixError
+from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
 
 logger = logging.getLogger(__name__)
+
+VISIBLE_SECONDS = 30.0
+"""For a folder that rank 0 has made to be seen by another host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,22 +115,33 @@ class Follower:
             self._orders.answer([(place, asdict(answer)) for place, answer in answers])
 
     def snapshot(self) -> None:
-        loop.snapshot(*self.state)
+        taken, number = loop.snapshot(*self.state), self._orders.number
+        threading.Thread(target=self._write, args=(taken.write, number), name="tunix-rt-save", daemon=True).start()
+
+    def _write(self, write: Callable[[Path], Any], number: int) -> None:
+        """Write a snapshot once rank 0 has a folder for it."""
+        try:
+            folder = Path(self._orders.wait(f"write/{number}"))
+            self._orders.answer(write(wait_for(folder)), f"wrote/{number}")
+        except TunixError as error:
+            self._orders.fail(error)
+        except dist.DistError:  # rank 0 has ended
+            return
 
     def write_direct(self, folder: str) -> None:
-        loop.write_direct(*self.state, Path(folder))
+        self._orders.answer(loop.write_direct(*self.state, wait_for(Path(folder))))
 
     def restore_state(self, folder: str, step: int) -> None:
-        loop.restore_state(*self.state, Path(folder), step=step)
+        loop.restore_state(*self.state, wait_for(Path(folder)), step=step)
 
     def round_weights(self, dtype: str) -> None:
         loop.round_weights(self.engine, dtype)
 
     def save(self) -> None:
-        saved_weights(self.engine)
+        loop.save(self.engine, Path(), tokenizer_folder=Path(), stop_ids=())  # rank 0 writes it
 
     def tensor_hashes(self) -> None:
-        saved_weights(self.engine)
+        loop.tensor_hashes(self.engine)
 
     def gather(self) -> None:
         assert self.engine.sharding is not None
@@ -135,6 +150,18 @@ class Follower:
 
     def facts(self) -> None:
         self._orders.answer(facts_of(self.engine, self._orders.world))
+
+
+def wait_for(folder: Path) -> Path:
+    """`folder`, once it is here: another host may have made it."""
+    until = time.monotonic() + VISIBLE_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise StorageError(
+                f"{folder}, which rank 0 has made, is not here", fix="give --output a folder that every host shares"
+            )
+        time.sleep(0.1)
+    return folder
 
 
 def facts_of(engine: Engine, world: World) -> dict[str, Any]:

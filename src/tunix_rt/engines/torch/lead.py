@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tunix_rt.engines.torch.watch import Watch
 from tunix_rt.errors import ConfigError, HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
+from tunix_rt.storage import WrittenFile
 
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
@@ -43,40 +44,54 @@ __all__ = [
 
 LOST_SECONDS = 3.0
 """Within which a rank that failed has said why, or has stopped showing that it lives."""
-_open: list[tuple[Orders, Watch]] = []
+_open: list["Lead"] = []
 """Of this process, while it leads a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Rank 0 of a run, and what it knows of the others."""
+
+    orders: Orders
+    watch: Watch
 
 
 # --- the ranks of a run ----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def leading(world: World, *, on_stop: Callable[[str], None]) -> Iterator[Orders]:
-    """Meet the other ranks, and end them at the end of the block. `on_stop` takes the name of a signal that one received."""
+def meet(world: World, *, on_stop: Callable[[str], None], on_lost: Callable[[TunixError], None]) -> Lead:
+    """Meet the other ranks. `on_stop` takes the name of a signal that one received, `on_lost` the error that names one that
+    hangs."""
     store = open_store(world)
-    orders, watch = Orders(store, world), Watch(store, world, on_stop=on_stop)
-    watch.start()
-    _open.append((orders, watch))
+    lead = Lead(Orders(store, world), Watch(store, world, on_stop=on_stop, on_lost=on_lost))
+    lead.watch.start()
+    return lead
+
+
+@contextlib.contextmanager
+def connected(lead: Lead) -> Iterator[None]:
+    """`lead` announces what the functions of this module compute. The other ranks end with the block."""
+    _open.append(lead)
     try:
-        yield orders
+        yield
     finally:
         _open.clear()
-        watch.end()
+        lead.watch.end()
         with contextlib.suppress(dist.DistError):  # the store ends with the launcher
-            orders.end()
+            lead.orders.end()
 
 
 @contextlib.contextmanager
 def ordered(call: str, what: str = "", **arguments: Any) -> Iterator[int]:
     """The block is executed by every rank at once: the others by their function `call`. Yields the number of the order."""
-    orders, watch = _open[0]
-    number = orders.announce(call, **arguments)
-    with watch.busy(what or call.replace("_", " "), number), _lost_ranks_named(orders, watch):
+    lead = _open[0]
+    number = lead.orders.announce(call, **arguments)
+    with lead.watch.busy(what or call.replace("_", " "), number), _lost_ranks_named(lead):
         yield number
 
 
 @contextlib.contextmanager
-def _lost_ranks_named(orders: Orders, watch: Watch) -> Iterator[None]:
+def _lost_ranks_named(lead: Lead) -> Iterator[None]:
     """Raise the error of a rank that ended in place of that of the connection to it."""
     try:
         yield
@@ -85,9 +100,9 @@ def _lost_ranks_named(orders: Orders, watch: Watch) -> Iterator[None]:
             raise
         until = time.monotonic() + LOST_SECONDS
         while time.monotonic() < until:
-            orders.raise_failure()
-            if (rank := watch.silent()) is not None:
-                raise watch.lost(rank, "was lost") from error
+            lead.orders.raise_failure()
+            if (rank := lead.watch.silent()) is not None:
+                raise lead.watch.lost(rank, "was lost") from error
             time.sleep(0.1)
         raise TunixError(f"the connection between the ranks broke: {error}", fix="resume with --resume") from error
 
@@ -118,7 +133,7 @@ def load(
 ) -> Engine:  # fmt: skip
     how = {"device": device, "training": training.model_dump_json(), "implementation": implementation}
     with ordered("load", "loading the model", **how):
-        start_group(device, _open[0][0])
+        start_group(device, _open[0].orders)
         return loop.load(source, device=device, training=training, step=step, implementation=implementation)
 
 
@@ -172,39 +187,58 @@ def generate(
     numbers, or tokens are shown as they come, rank 0 generates alone."""
     sharding = engine.sharding
     assert sharding is not None
-    orders, watch = _open[0]
+    lead = _open[0]
     alone = bool(decoding.temperature) or decoding.samples > 1 or on_tokens is not None or logprobs
     every = sharding.world.size if not alone else len(prompts) + 1
     shares = [[list(prompt) for prompt in prompts[rank::every]] for rank in range(sharding.world.size)]
     how: dict[str, Any] = {"decoding": asdict(decoding), "stop_ids": list(stop_ids), "pad_id": pad_id}
     size = batch_size_at(max(map(len, prompts), default=0))
-    with ordered(
-        "generate", "gathering the model", shares=[] if alone else shares[1:], batch_size=size, **how
-    ) as number:
-        whole = sharding.whole_model()
-        whole.__enter__()
+    how |= {"shares": [] if alone else shares[1:], "batch_size": size}
     with contextlib.ExitStack() as ends:
-        ends.push(whole)
+        with ordered("generate", "gathering the model", **how) as number:
+            ends.enter_context(sharding.whole_model())
         own = loop.generate(
             engine, prompts if alone else shares[0], decoding=decoding, stop_ids=stop_ids, pad_id=pad_id, decode=decode,
             batch_size_at=batch_size_at, on_tokens=on_tokens, logprobs=logprobs,
         )  # fmt: skip
         for place, answer in own:
-            orders.raise_failure()
+            lead.orders.raise_failure()
             yield (place if alone else place * every), answer
-    with watch.awaiting(set(range(1, sharding.world.size))):
-        for rank, answers in sorted(orders.answers(number).items()):
+    with lead.watch.awaiting(set(range(1, sharding.world.size))):
+        for rank, answers in sorted(lead.orders.answers(f"answer/{number}").items()):
             yield from ((place * every + rank, Answer(**answer)) for place, answer in answers)
 
 
-def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
-    with ordered("snapshot", "a checkpoint"):
-        return loop.snapshot(engine, optimizer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksSnapshot:
+    """A snapshot that every rank has of its own rows, and writes to files of its own."""
+
+    own: Snapshot
+    bytes: int
+    number: int
+    """Of the order."""
+    orders: Orders
+
+    def write(self, folder: Path) -> dict[str, WrittenFile]:
+        self.orders.store.set(f"write/{self.number}", str(folder.resolve()))
+        written = self.own.write(folder)
+        for answer in self.orders.answers(f"wrote/{self.number}").values():
+            written |= answer
+        return written
 
 
-def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> None:
-    with ordered("write_direct", "a checkpoint", folder=str(folder)):
-        loop.write_direct(engine, optimizer, folder)
+def snapshot(engine: Engine, optimizer: Optimizer) -> RanksSnapshot:
+    with ordered("snapshot", "a checkpoint") as number:
+        own, whole = loop.snapshot(engine, optimizer), snapshot_bytes(engine, optimizer)
+        return RanksSnapshot(own=own, bytes=whole, number=number, orders=_open[0].orders)
+
+
+def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> dict[str, WrittenFile]:
+    with ordered("write_direct", "a checkpoint", folder=str(folder.resolve())) as number:
+        written = loop.write_direct(engine, optimizer, folder)
+        for answer in _open[0].orders.answers(f"answer/{number}").values():
+            written |= answer
+        return written
 
 
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:
@@ -264,9 +298,9 @@ def rank_facts(engine: Engine) -> list[dict[str, Any]]:
     """Rank, host, process, GPU and peak memory of every rank. ConfigError where they have other software or GPUs."""
     from tunix_rt.engines.torch.follow import facts_of
 
-    orders, watch = _open[0]
+    orders, watch = _open[0].orders, _open[0].watch
     with ordered("facts") as number, watch.awaiting(set(range(1, orders.world.size))):
-        found = {0: facts_of(engine, orders.world), **orders.answers(number)}
+        found = {0: facts_of(engine, orders.world), **orders.answers(f"answer/{number}")}
     for name in ("gpu", "versions"):
         if other := next((rank for rank in found if found[rank].get(name) != found[0].get(name)), None):
             raise ConfigError(

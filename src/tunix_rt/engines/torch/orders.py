@@ -55,12 +55,12 @@ class Orders:
             self.store.delete_key(f"order/{self.number - KEPT_ORDERS}")
         return self.number
 
-    def answers(self, number: int, each: Callable[[], None] = lambda: None) -> dict[int, Any]:
-        """The answers of the others to order `number`, by rank. Calls `each` while it waits."""
+    def answers(self, name: str, each: Callable[[], None] = lambda: None) -> dict[int, Any]:
+        """The answers of the others under `name`, by rank. Calls `each` while it waits."""
         found: dict[int, Any] = {}
         while len(found) < self.world.size - 1:
             for rank in range(1, self.world.size):
-                if rank not in found and self.store.check([key := f"answer/{number}/{rank}"]):
+                if rank not in found and self.store.check([key := f"{name}/{rank}"]):
                     found[rank] = json.loads(self.store.get(key))
                     self.store.delete_key(key)
             self.raise_failure()
@@ -89,16 +89,21 @@ class Orders:
 
     def next(self) -> tuple[str, dict[str, Any]]:
         """The next order, whenever it comes."""
-        key, pause = f"order/{self.number + 1}", 0.0002
-        while not self.store.check([key]):  # a wait with a timeout would print a warning for each
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.02)
+        call, arguments = json.loads(self.wait(f"order/{self.number + 1}"))
         self.number += 1
-        call, arguments = json.loads(self.store.get(key))
         return call, arguments
 
-    def answer(self, value: Any) -> None:
-        self.store.set(f"answer/{self.number}/{self.world.rank}", json.dumps(value))
+    def answer(self, value: Any, name: str = "") -> None:
+        """Answer the order in progress, or under another `name`."""
+        self.store.set(f"{name or f'answer/{self.number}'}/{self.world.rank}", json.dumps(value))
+
+    def wait(self, key: str) -> str:
+        """The value that rank 0 sets, whenever it does. A wait of the store would print a warning for each timeout."""
+        pause = 0.0002
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+        return self.store.get(key).decode()
 
     def fail(self, error: TunixError) -> None:
         failure = {"problem": error.problem, "fix": error.fix, "exit_code": error.exit_code, "host": self.world.host}

@@ -50,8 +50,13 @@ class Seen:
 class Watch:
     """Two threads: one shows this rank's beats and reads those of others, one judges them. Rank 0 watches all, the others it."""
 
-    def __init__(self, store: dist.Store, world: World, *, on_stop: Callable[[str], None] = lambda name: None) -> None:
-        """`on_stop` is called in rank 0 with the name of a signal that another rank has received."""
+    def __init__(
+        self, store: dist.Store, world: World, *, on_stop: Callable[[str], None] = lambda name: None,
+        on_lost: Callable[[TunixError], None] = lambda error: None,
+    ) -> None:  # fmt: skip
+        """`on_stop` is called in rank 0 with the name of a signal that another rank has received, `on_lost` with the error of
+        one that is given up, before this process ends."""
+        self._on_lost = on_lost
         self._store, self._world, self._on_stop = store.clone(), world, on_stop
         self._store.set_timeout(datetime.timedelta(seconds=LEAST_SECONDS))
         self._others = {rank: Seen() for rank in (range(1, world.size) if world.is_lead else (0,))}
@@ -171,6 +176,7 @@ class Watch:
     def _give_up(self, rank: int, problem: str) -> None:
         error = self.lost(rank, problem)
         logger.warning("%s; %s", error.problem, error.fix)
+        self._on_lost(error)
         logging.shutdown()
         os._exit(TunixError.exit_code)
 
