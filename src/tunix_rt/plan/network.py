@@ -120,12 +120,15 @@ def network_time(run: Rank, links: Links, share: float = BUS_SHARE) -> NetworkTi
     return NetworkTime(seconds=seconds, ends=ends)
 
 
-def idle_seconds(run: Rank, links: Links, computing: float, fastest: float) -> tuple[float, float, float]:
-    """Seconds of a micro-batch in which a GPU waits for messages: at least, as predicted, at most. They pass while it computes,
-    for `computing` seconds or `fastest` times that, but for the first and the last; at most none does."""
+def idle_seconds(
+    run: Rank, links: Links, computing: float, fastest: float, micro_batches: int
+) -> tuple[float, float, float]:
+    """Seconds of a step in which a GPU waits for messages: at least, as predicted, at most. They pass while it computes a
+    micro-batch, for `computing` seconds or `fastest` times that, but for the first and the last; at most none does."""
     least, predicted = network_time(run, links, MOST_BUS_SHARE), network_time(run, links)
-    return (
+    each = (
         max(least.ends, least.seconds - fastest * computing),
         max(predicted.ends, predicted.seconds - computing),
         network_time(run, links, LEAST_BUS_SHARE).seconds,
     )
+    return each[0] * micro_batches, each[1] * micro_batches, each[2] * micro_batches
