@@ -59,7 +59,7 @@ def links_of(accelerator: str | None, *, gpus: int, nodes_: int = 1, network_gbi
     node = next((one for one in nodes() if one.accelerator == accelerator and gpus <= one.gpus), None)
     if node is None:
         return Links(gpus=gpus, nodes=nodes_, network_gbit=network_gbit)
-    published = network_gbit or node.network_gbit
+    published = network_gbit or (node.network_gbit and node.network_gbit * gpus / node.gpus)  # an adapter for each GPU
     return Links(
         gpus=gpus, nodes=nodes_, kind=node.link, link_gb_s=node.link_gb_s, network_gbit=published, assumed=False
     )  # fmt: skip
