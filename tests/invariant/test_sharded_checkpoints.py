@@ -81,7 +81,9 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["adafactor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adamw", "adamw_8bit"))]
+)
 def test_a_state_goes_from_two_ranks_to_four_to_one_to_two_bit_for_bit(tmp_path, model, kind):
     for name in ("direct", "snapshot", "4", "1", "2"):
         (tmp_path / name).mkdir()
