@@ -3,13 +3,15 @@
 `runs`: a folder of 1,000 runs (200 copies of each run of record, by hard links), served by `tunix-rt dashboard` in a fresh
 process, five times: until the address is printed, until the list is answered for the first time, and once more with nothing
 changed, whole and as the page's script polls it. `plan`: settings that were not planned before, of models and devices on which
-they fit and do not fit, and the part with every device. `steps`: a run of a million steps: the first picture, the exact curves,
-and ranges of them. `start`: a fresh process until its first page, and its end after Ctrl-C. `live`: steps written into a run
-folder, and when each of 20 clients that poll as the page's script does has it. `attacks`: 12,000 hostile requests over sockets.
-CPU time is what the kernel counts for all threads of the process; compiled Python files are kept, as where it is installed.
+they fit and do not fit, and the part with every device. `steps`: a run of a million steps, a thousand of them spikes: the first
+picture in five fresh processes, the exact curves, ranges of them, and how many spikes the buckets contain. `start`: a fresh
+process until its first page, and its end after Ctrl-C. `live`: steps written into a run folder, and when each of 20 clients that
+poll as the page's script does has it. `attacks`: 12,000 hostile requests over sockets. CPU time is what the kernel counts for
+all threads of the process; compiled Python files are kept, as where it is installed.
 Writes benchmarks/results/dashboard_PART.json.
 """
 
+import html
 import json
 import os
 import platform
@@ -29,6 +31,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tunix_rt.dashboard.charts import label
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.index import run_id
 
@@ -36,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RECORD = ROOT / "submission_runs"
 COPIES, STARTS, LOOKS = 200, 5, 15
-STEPS, TABS, UPDATES, POLL_SECONDS, ATTACKS = 1_000_000, 20, 60, 0.5, 12_000
+STEPS, SPIKES, TABS, UPDATES, POLL_SECONDS, ATTACKS = 1_000_000, 1000, 20, 60, 0.5, 12_000
 PLANS = (
     "model=gemma-2b&on=rtx4090", "model=gemma-2b&on=rtx4090&training.per_device_train_batch_size=64",
     "model=gemma-3-1b&on=rtx4090&training.dtype=bfloat16", "model=gemma-4-31b&on=h200", "model=gemma-4-e4b&on=t4",
@@ -146,24 +149,43 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure_steps(place: Path) -> dict[str, Any]:
-    root = place / "runs" / "million"
+    root, rng = place / "runs" / "million", random.Random(24)
     root.mkdir(parents=True)
+    spikes = {step: rng.uniform(50, 1000) for step in rng.sample(range(1, STEPS + 1), SPIKES)}
     first = json.loads((RECORD / "m39_v1" / "metrics.jsonl").read_text().splitlines()[0])
+    line = re.sub('"(%[^"]+)"', r"\1", json.dumps({**first, "step": "%(step)d", "loss": "%(loss)r"})) + "\n"
     with (root / "metrics.jsonl").open("w") as file:
-        for step in range(1, STEPS + 1):
-            file.write(json.dumps({**first, "step": step, "loss": 1 + step * 7919 % 1000 / 1000}) + "\n")
+        losses = ((step, spikes.get(step, 1 + rng.random())) for step in range(1, STEPS + 1))
+        file.writelines(line % {"step": step, "loss": loss} for step, loss in losses)
     shutil.copytree(RECORD / "m39_v1", root.parent / "small")
-    with Server(root.parent, place / "compiled") as server:
-        path = f"runs/{run_id('million')}"
-        server.get(f"runs/{run_id('small')}")  # imports
-        before, begun = server.cpu_seconds(), time.monotonic()
-        server.read(path)
-        picture = time.monotonic() - begun  # a thread goes on reading
-        while b"are a sample" in server.read(path):
-            time.sleep(0.2)
-        exact = server.cpu_seconds() - before
-        zooms = [server.get(f"{path}?from={100 * number + 1}&to={600_000 - number}")[0] for number in range(LOOKS)]
-    return {"steps": STEPS, "first_picture_wall": picture, "exact": exact, "zoom": spread(zooms)}
+    path, cpu, wall = f"runs/{run_id('million')}", [], []
+    for _ in range(STARTS):
+        with Server(root.parent, place / "compiled") as server:
+            server.get(f"runs/{run_id('small')}")  # imports
+            before, begun = server.cpu_seconds(), time.monotonic()
+            server.read(path)
+            wall.append(time.monotonic() - begun)
+            cpu.append(server.cpu_seconds() - before)
+            while b"are a sample" in (page := server.read(path)):
+                time.sleep(POLL_SECONDS)
+            exact = server.cpu_seconds() - before
+            zooms = [server.get(f"{path}?from={100 * number + 1}&to={600_000 - number}")[0] for number in range(LOOKS)]
+    return {
+        "steps": STEPS, "first_picture": spread(cpu), "first_picture_wall": spread(wall), "exact": exact, "zoom": spread(zooms),
+        "spikes": SPIKES, "spikes_shown": sum(is_shown(page.decode(), step, spikes) for step in spikes),
+    }  # fmt: skip
+
+
+def is_shown(page: str, step: int, spikes: dict[int, float]) -> bool:
+    """Whether the bucket of `step` in the chart of the loss goes up to its loss, or to a higher one of the same bucket."""
+    chart = html.unescape(page[page.index('id="chart-loss"') :])
+    for bucket in re.search(r'data-points="(.*?)"', chart, re.DOTALL)[1].split("\n")[0].split("|")[1:]:  # type: ignore[index]
+        _, where, value = bucket.split(";")
+        low, _, high = where.replace(",", "").partition(" to ")
+        if int(low) <= step <= int(high or low):
+            highest = max(loss for other, loss in spikes.items() if int(low) <= other <= int(high or low))
+            return value.endswith(f" to {label(highest)})")
+    return False
 
 
 def measure_start(place: Path) -> dict[str, Any]:
@@ -253,7 +275,8 @@ def main(words: list[str]) -> None:
     }  # fmt: skip
     if len(words) != 1 or words[0] not in parts:
         raise SystemExit(__doc__)
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as scratch:  # on the disk of the runs, for hard links
         found = parts[words[0]](Path(scratch))
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     report = json.dumps({**machine, **found}, indent=1)

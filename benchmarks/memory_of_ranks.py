@@ -1,7 +1,8 @@
 """Predicted peak memory of one rank beside that of a step whose every tensor is counted, without a GPU and without memory.
 
     python -m benchmarks.memory_of_ranks --drawn SEED --count N [--output FILE]
-    python -m benchmarks.memory_of_ranks --preset gemma-2b --world 1024 [--replicas N] [--layers N] [--output FILE]
+    python -m benchmarks.memory_of_ranks --whole [--output FILE]      whole models on 1,024 ranks
+    python -m benchmarks.memory_of_ranks --preset gemma-2b --world 64 [--replicas N] [--layers N] [--output FILE]
 
 A case is the training step of a preset in its published sizes, with fewer layers, on rank 0 of a fake process group: torch's
 FakeTensorMode makes tensors without memory, `fully_shard` shards the model as the engine does, and torch's FSDPMemTracker counts
@@ -38,15 +39,18 @@ FAMILIES = (
     "smollm2-135m", "mistral-7b", "olmo-2-1b", "granite-3.3-2b", "gpt2", "phi-4-mini", "smollm3-3b",
 )  # fmt: skip
 
+WHOLE = (("gemma-2b", 1), ("gemma-2b", 128), ("llama-3.1-8b", 1))
+"""Presets and replicas."""
+
 
 def case_of(
     preset: str, *, world: int, replicas: int = 1, rows: int = 1, tokens: int = 1024, layers: int = 4, **training: Any
 ) -> dict[str, Any]:
-    """Weights in bfloat16 unless `training` has others."""
+    """Weights in bfloat16 unless `training` has others; 0 `layers` are those of the preset."""
     chosen = {"dtype": "bfloat16", "master_dtype": "bfloat16", **training}
     words = ", ".join(f"{name}={value}" for name, value in training.items())
     return {
-        "name": f"{preset}, {layers} layers, {world} ranks in {replicas}, {rows}x{tokens} {words}".strip(),
+        "name": f"{preset}, {layers or 'all'} layers, {world} ranks in {replicas}, {rows}x{tokens} {words}".strip(),
         "preset": preset,
         "world": world,
         "layers": layers,
@@ -84,6 +88,8 @@ def drawn(seed: int) -> Iterator[dict[str, Any]]:
 
 def model_config(case: dict[str, Any]) -> dict[str, Any]:
     known = dict(resolve_architecture(case["preset"]).config)
+    if not case["layers"]:
+        return known
     if "n_layer" in known:
         return known | {"n_layer": case["layers"]}
     return shortened(known, case["layers"], always=True)
@@ -283,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drawn", type=int, metavar="SEED")
     parser.add_argument("--count", type=int, default=24)
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--preset")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=1)
@@ -292,6 +299,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     cases = [case for case, _ in zip(drawn(asked.drawn or 0), range(asked.count), strict=False)]
+    if asked.whole:
+        cases = [
+            case_of(preset, world=1024, replicas=replicas, layers=0, gradient_checkpointing=True)
+            for preset, replicas in WHOLE
+        ]
     if asked.preset:
         sizes = {"rows": asked.rows, "tokens": asked.tokens, "layers": asked.layers}
         sharded = {"world": asked.world, "replicas": asked.replicas}

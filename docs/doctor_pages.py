@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.cluster_pages import nodes_table
 from docs.doctor_causes import CAUSES, Cause
 from docs.markdown import WRITTEN, table
 from tunix_rt.accelerators import Accelerator, accelerators
@@ -231,6 +232,10 @@ def accelerators_page() -> str:
             ("name", "architecture", "compute capability", "memory GiB", "GB/s", "bfloat16 TFLOP/s", "float32 TFLOP/s"),
             [_figures(one) for one in known],
         ),
+        "## Nodes",
+        "Several GPUs that reach each other without the network, from `src/tunix_rt/accelerators/nodes.csv`; bandwidths are "
+        "published, in one direction. `tunix-rt plan --on 8xh100` plans for one.",
+        nodes_table(),
         "## Sources",
         table(("devices", "source"), [(", ".join(names), source) for source, names in sources.items()]),
     )

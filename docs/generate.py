@@ -21,6 +21,7 @@ from benchmarks import accumulation_error, kills, mutations
 from docs import (
     answer_pages,
     any_model_pages,
+    cluster_pages,
     data_pages,
     dialect_pages,
     doctor_pages,
@@ -70,6 +71,7 @@ def _pages(root: Path) -> dict[Path, str]:
         ),
         memory_pages.PAGE: memory_pages.page(root),
         any_model_pages.PAGE: any_model_pages.page(root),
+        cluster_pages.PAGE: cluster_pages.page(root),
         EVIDENCE_PAGE: evidence_page(root),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),

@@ -11,12 +11,10 @@ class Read(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.text, self.spaced, self.tags = "", "", Counter[str]()
+        self.text, self.tags = "", Counter[str]()
         self.articles: list[str] = []
         self.rows: list[list[str]] = []
         self.links: list[str] = []
-        self.words: list[str] = []
-        """Without forms, commands, head and foot."""
         self.tokens: list[tuple[str, str, bool]] = []
         """Of the data page: text, title, and whether it is trained."""
         self._open: list[str] = []
@@ -50,7 +48,7 @@ class Read(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data):
-        self.text, self.spaced = self.text + data, f"{self.spaced} {data}"
+        self.text += data
         inside = set(self._open)
         if "article" in inside:
             self.articles[-1] += data
@@ -58,5 +56,3 @@ class Read(HTMLParser):
             self.rows[-1][-1] += data
         if "bdi" in inside:
             self.tokens[-1] = (self.tokens[-1][0] + data, *self.tokens[-1][1:])
-        elif not inside & {"form", "svg", "head", "code", "header", "footer"}:
-            self.words.append(data)

@@ -4,7 +4,8 @@
     ├── ConfigError       2   a setting is wrong, unknown, or not honoured by this engine
     ├── InputError        3   data, model or tokenizer is wrong or not to be had
     │   ├── BadRecord     3   one record of a data file; the others can be read
-    │   └── NotFound      3   a run or a page that is not there
+    │   ├── NotFound      3   a run or a page that is not there
+    │   └── PromptTooLong 3   a prompt that leaves no position free
     ├── HardwareError     4   the requested device is not available, or another one would be used
     ├── DoesNotFitError   5   the predicted memory is above what the device has
     ├── EvidenceError     6   a run folder or bundle does not verify
@@ -48,6 +49,10 @@ class InputError(TunixError):
 
 class NotFound(InputError):
     """A run or a page that is not there."""
+
+
+class PromptTooLong(InputError):
+    """A prompt that leaves no position free."""
 
 
 class HardwareError(TunixError):

@@ -15,7 +15,7 @@ from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.engines.decoding import Answer, Decoding
-from tunix_rt.errors import ConfigError, DoesNotFitError, InputError
+from tunix_rt.errors import ConfigError, DoesNotFitError, InputError, PromptTooLong
 from tunix_rt.evaluate.comparison import Comparison, Side, compare_runs
 from tunix_rt.evaluate.evalsets import EvalSet
 from tunix_rt.evaluate.generate import Questions, decoding_of, evaluate_model, stop_ids
@@ -40,10 +40,6 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SETTABLE = ("data.", "model.tokenizer")
 MAX_NEW_TOKENS = 256
 """Of a generation, where neither an option nor a run says otherwise."""
-
-
-class PromptTooLong(InputError):
-    """A prompt that leaves no position free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,16 +19,13 @@ AXE, AXE_SHA256 = "axe-core@4.14.0", "20c09fe157a8a34a30e241aaa1fcdade657734f08a
 
 @pytest.fixture(scope="session")
 def chromium():
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("no Chromium here (apt-get install --no-install-recommends chromium)")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(
-            executable_path=program, args=["--host-resolver-rules=MAP evil.example 127.0.0.1"]
-        )
+        rules = ["--host-resolver-rules=MAP evil.example 127.0.0.1"]
+        browser = started.chromium.launch(executable_path=program, args=rules)
         yield browser
         browser.close()
 
@@ -37,9 +34,8 @@ def chromium():
 def dashboard(folder: Path, *options: str | Path, under: tuple[str | Path, ...] = ()):
     """The address that a `tunix-rt dashboard` of `folder` prints, and its process, or that of the program it is started by."""
     words = [*under, *command("dashboard", folder, "--no-open", *options)]
-    with subprocess.Popen(
-        words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environment(), cwd=ROOT, **pipes) as server:
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
@@ -66,9 +62,8 @@ def axe() -> str:
         if shutil.which("npm") is None:
             pytest.skip("npm is not installed; axe-core comes from the npm registry")
         with tempfile.TemporaryDirectory() as scratch:
-            done = subprocess.run(
-                ["npm", "pack", "--silent", AXE], cwd=scratch, capture_output=True, text=True, timeout=120
-            )
+            words = ["npm", "pack", "--silent", AXE]
+            done = subprocess.run(words, cwd=scratch, capture_output=True, text=True, timeout=120)
             if done.returncode:
                 pytest.skip(f"the npm registry cannot be reached: {done.stderr.strip()[-200:]}")
             with tarfile.open(next(Path(scratch).glob("*.tgz"))) as archive:

@@ -1,6 +1,6 @@
 """Pictures of the pages, for the documentation and for people who review them.
 
-python -m tests.browser.screenshots FOLDER    every page, light, dark and 320 pixels wide, whole
+python -m tests.browser.screenshots FOLDER    every page, whole: light, dark, 320 pixels wide, and without scripts
 python -m tests.browser.screenshots --docs    docs/dashboard.png and docs/guides/dashboard-*.png: the tops of four pages
 """
 
@@ -8,8 +8,9 @@ import shutil
 import sys
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from tests.browser.conftest import RUNS, dashboard
 from tests.program import ROOT
@@ -17,52 +18,39 @@ from tunix_rt.runs.index import run_id
 
 DEMO, ONE, OTHER, SHOWN = map(run_id, ("demo_v1", "m39_v1", "m40_v1", "gemma3_270m_gsm8k_v1"))
 PAGES = {
-    "runs": "/",
-    "run": f"/runs/{DEMO}",
-    "answers": f"/runs/{SHOWN}/answers?show=lost",
-    "evidence": f"/runs/{DEMO}/evidence",
-    "compare": f"/compare?run={ONE}&run={OTHER}",
-    "plan": "/plan?model=gemma-2b&on=rtx4090",
-    "data": "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=0",
-    "doctor": "/doctor",
-}
+    "runs": "/", "run": f"/runs/{DEMO}", "answers": f"/runs/{SHOWN}/answers?show=lost", "evidence": f"/runs/{DEMO}/evidence",
+    "compare": f"/compare?run={ONE}&run={OTHER}", "plan": "/plan?model=gemma-2b&on=rtx4090",
+    "data": "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=0", "doctor": "/doctor",
+}  # fmt: skip
 DOCS = {
-    "dashboard": f"/runs/{SHOWN}",
-    "guides/dashboard-answers": f"/runs/{SHOWN}/answers?show=gained",
-    "guides/dashboard-plan": PAGES["plan"],
-    "guides/dashboard-data": PAGES["data"],
-}
+    "dashboard": f"/runs/{SHOWN}", "guides/dashboard-answers": f"/runs/{SHOWN}/answers?show=gained",
+    "guides/dashboard-plan": PAGES["plan"], "guides/dashboard-data": PAGES["data"],
+}  # fmt: skip
 """Picture below docs/ -> address."""
-
-
-def take(
-    browser: Browser, address: str, path: str, to: Path, *, scheme: str = "light", whole: bool = True, width: int = 1200
-) -> None:
-    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 860})  # type: ignore[arg-type]
-    page = context.new_page()
-    page.goto(address)
-    page.goto(urllib.parse.urljoin(address, path))
-    page.wait_for_timeout(1500)
-    page.screenshot(path=to, full_page=whole)
-    context.close()
+WIDE = {"width": 1200, "height": 860}
+WAYS: dict[str, dict[str, Any]] = {
+    "light": {"viewport": WIDE}, "dark": {"viewport": WIDE, "color_scheme": "dark"},
+    "narrow": {"viewport": {"width": 320, "height": 860}}, "plain": {"viewport": WIDE, "java_script_enabled": False},
+}  # fmt: skip
 
 
 def main(words: list[str]) -> None:
     program = shutil.which("chromium")
     if program is None or len(words) != 1:
         raise SystemExit(__doc__)
+    folder, whole = Path(words[0]), words != ["--docs"]
+    pictures = [(path, way, folder / f"{name}-{way}.png") for name, path in PAGES.items() for way in WAYS]
+    if not whole:
+        pictures = [(path, "light", ROOT / "docs" / f"{name}.png") for name, path in DOCS.items()]
     with dashboard(RUNS) as (address, _), sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program)
-        if words == ["--docs"]:
-            for name, path in DOCS.items():
-                take(browser, address, path, ROOT / "docs" / f"{name}.png", whole=False)
-            return
-        folder = Path(words[0])
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, path in PAGES.items():
-            for scheme in ("light", "dark"):
-                take(browser, address, path, folder / f"{name}-{scheme}.png", scheme=scheme)
-            take(browser, address, path, folder / f"{name}-narrow.png", width=320)
+        for path, way, to in pictures:
+            page = browser.new_context(**WAYS[way]).new_page()
+            page.goto(address)
+            page.goto(urllib.parse.urljoin(address, path))
+            page.wait_for_timeout(1500)
+            page.screenshot(path=to, full_page=whole)
+            page.context.close()
 
 
 if __name__ == "__main__":

@@ -15,72 +15,48 @@ from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.index import run_id
 
 pytestmark = pytest.mark.slow  # they wait for a training run, and measure times
-UPDATES = 60
+UPDATES, TABS = 60, 20
 STEPS = """() => { window.seen = [];
   const look = () => { const found = document.querySelector("dl.facts dd"); if (!found) return;
-    const text = found.textContent.split(" ")[0].replace(",", "");
-    if (!window.seen.length || window.seen.at(-1)[0] !== text) window.seen.push([text, Date.now()]); };
+    const step = parseInt(found.textContent.replace(",", ""));
+    if (!window.seen.length || window.seen.at(-1)[0] !== step) window.seen.push([step, Date.now()]); };
   look(); new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true}); }"""
 
 
-@pytest.fixture
-def growing(tmp_path):
-    """A run folder that a process holds, with the first steps of a recorded run; and a function that writes the next one."""
-    run = RunDir(shutil.copytree(RUNS / "m39_v1", tmp_path / "runs" / "growing"))
+def test_a_line_is_on_the_page_within_a_second_in_19_of_20_cases_and_twenty_tabs_follow_at_once(chromium, tmp_path):
+    run, rng = RunDir(shutil.copytree(RUNS / "m39_v1", tmp_path / "runs" / "growing")), random.Random(24)
     lines = run.metrics.read_text().splitlines(keepends=True)
     for name in ("result.json", "memory.json", "run_manifest.json"):
         (run.root / name).unlink()
     run.metrics.write_text("".join(lines[:5]))
-    waiting = iter(lines[5:])
-
-    def write() -> tuple[str, float]:
-        line = next(waiting)
-        with run.metrics.open("a") as file:
-            file.write(line)
-        return str(json.loads(line)["step"]), 1000 * time.time()
-
-    with run.locked():
-        yield run, write
-
-
-def test_a_line_is_on_the_page_within_a_second_in_19_of_20_cases(chromium, growing):
-    run, write = growing
-    rng = random.Random(24)
-    with dashboard(run.root.parent, "--no-key") as (address, _):
-        page = chromium.new_context().new_page()
+    context, written = chromium.new_context(), {}
+    with run.locked(), dashboard(run.root.parent, "--no-key") as (address, _):
+        page = context.new_page()
         page.goto(f"{address}runs/{run_id(run.root.name)}")
         page.evaluate(STEPS)
-        written = {}
-        for _ in range(UPDATES):
-            step, moment = write()
-            written[step] = moment
+        for line in lines[5 : 5 + UPDATES]:
+            with run.metrics.open("a") as file:
+                file.write(line)
+            written[json.loads(line)["step"]] = 1000 * time.time()
             page.wait_for_timeout(rng.uniform(300, 1500))
         page.wait_for_timeout(1500)
-        seen = dict(page.evaluate("window.seen"))
-    late = sorted(
-        min(moment for other, moment in seen.items() if int(other) >= int(step)) - since
-        for step, since in written.items()
-    )
-    assert late[round(0.95 * len(late)) - 1] <= 1000, late
-
-
-def test_twenty_tabs_follow_at_once(chromium, growing):
-    run, write = growing
-    with dashboard(run.root.parent, "--no-key") as (address, _):
-        context = chromium.new_context()
-        tabs = [context.new_page() for _ in range(20)]
+        seen = page.evaluate("window.seen")
+        late = [min(moment for other, moment in seen if other >= step) - since for step, since in written.items()]
+        print(f"delays in ms: median {sorted(late)[UPDATES // 2]:.0f}, most {max(late):.0f}")
+        assert sum(one <= 1000 for one in late) >= 0.95 * UPDATES, sorted(late)
+        tabs = [context.new_page() for _ in range(TABS)]
         for tab in tabs:
-            tab.goto(f"{address}runs/{run_id(run.root.name)}")
-        step, _ = write()
+            tab.goto(page.url)
+        with run.metrics.open("a") as file:
+            file.write(lines[5 + UPDATES])
         for tab in tabs:
             tab.bring_to_front()
-            tab.wait_for_selector(f"dl.facts dd:text-matches('^{step}( of|$)')", timeout=10_000)
-        context.close()
+            tab.wait_for_selector(f"dl.facts dd:text-matches('^{6 + UPDATES}( of|$)')", timeout=10_000)
+    context.close()
 
 
 def test_a_run_appears_is_killed_goes_on_and_loses_nothing_on_the_page(chromium, tmp_path):
-    folder = tmp_path / "runs"
-    folder.mkdir()
+    (folder := tmp_path / "runs").mkdir()
     words = command(
         "train", "smoke_tiny", "--device", "cpu", "--output", folder / "a", "--max-steps", 40, "--set", "training.save_steps=5",
         "--set", "evaluation.enabled=false",
@@ -91,9 +67,9 @@ def test_a_run_appears_is_killed_goes_on_and_loses_nothing_on_the_page(chromium,
         page.goto(address)
         assert "no run yet" in page.inner_text("main")
         training = subprocess.Popen(words, **quiet)
-        page.wait_for_selector("a:text-is('a')", timeout=60_000)
+        page.wait_for_selector("a:text-is('a')", timeout=300_000)
         page.click("a:text-is('a')")
-        page.wait_for_selector("dl.facts dd:text-matches('^([89]|[123][0-9])( of|$)')", timeout=60_000)
+        page.wait_for_selector("dl.facts dd:text-matches('^([89]|[123][0-9])( of|$)')", timeout=300_000)
         training.send_signal(signal.SIGKILL)
         training.wait()
         page.wait_for_selector(".status:text-matches('interrupted')", timeout=10_000)
@@ -101,8 +77,8 @@ def test_a_run_appears_is_killed_goes_on_and_loses_nothing_on_the_page(chromium,
         page.wait_for_selector(".status:text-is('completed')", timeout=15_000)
         for _ in range(2):
             assert page.inner_text("dl.facts dd").startswith("40 of 40")
-            counted = page.locator(
-                "details:has(summary:text-is('Values of Loss')) tbody td:nth-child(3)"
-            ).all_text_contents()
-            assert sum(int(number.replace(",", "")) for number in counted if number) >= 40
+            rows = page.locator(
+                "details:has(summary:text-is('Values of Loss')) tr:has(th:text-is('Loss')) td:nth-child(3)"
+            )
+            assert sum(map(int, rows.all_text_contents())) == 40
             page.reload()

@@ -1,5 +1,6 @@
 """What a person sees: every page in a real browser, light and dark, by keyboard, without scripts, and with nothing sent out."""
 
+import contextlib
 import functools
 import gzip
 import http.server
@@ -49,10 +50,17 @@ def odd(tmp_path_factory):
         yield found
 
 
-def opened(chromium, address, path, **context):
-    page = chromium.new_context(**context).new_page()
-    page.goto(address)
-    return go(page, address, path)
+@pytest.fixture
+def browse(chromium, address):
+    """Opens a page of the dashboard in a browser that knows its key."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(path, **options):
+            page = stack.enter_context(chromium.new_context(**options)).new_page()
+            page.goto(address)
+            return go(page, address, path)
+
+        yield opened
 
 
 def go(page, address, path):
@@ -68,38 +76,37 @@ def verify(page):
     page.wait_for_selector("[data-next='0']", state="attached")
 
 
+def require_readable(page, axe, place):
+    """By the rules of axe, and with nothing cut off at 320 pixels."""
+    page.add_script_tag(content=axe)
+    assert page.evaluate(VIOLATIONS) == [], place
+    page.set_viewport_size({"width": 320, "height": 640})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320, place
+    page.set_viewport_size({"width": 1280, "height": 720})
+
+
 @pytest.mark.parametrize("path", SERIES)
-def test_a_page_has_no_violation_of_accessibility_rules_in_light_and_dark(chromium, address, axe, path):
+def test_a_page_is_accessible_in_light_and_dark_and_whole_when_narrow(browse, axe, path):
+    page = browse(path, bypass_csp=True)
     for scheme in ("light", "dark"):
-        page = opened(chromium, address, path, color_scheme=scheme, bypass_csp=True)
-        page.add_script_tag(content=axe)
-        assert page.evaluate(VIOLATIONS) == [], (path, scheme)
-        page.context.close()
+        page.emulate_media(color_scheme=scheme)
+        require_readable(page, axe, (path, scheme))
 
 
 @pytest.mark.slow
-def test_verified_evidence_generations_during_training_and_exported_pages_have_no_violation_either(
-    chromium, address, odd, axe, tmp_path
-):
+def test_verified_evidence_generations_and_exported_pages_are_so_too(browse, odd, axe, tmp_path):
     Export(site=Site.of(RUNS), start=f"/runs/{ONE}").write(tmp_path / "pages", lambda name: None)
-    exported = [
-        (path / name).as_uri() for path in [tmp_path / "pages"] for name in ("index.html", f"runs-{ONE}-evidence.html")
-    ]
+    exported = [(tmp_path / "pages" / name).as_uri() for name in ("index.html", f"runs-{ONE}-evidence.html")]
     for scheme in ("light", "dark"):
-        page = opened(chromium, address, f"/runs/{ONE}/evidence", color_scheme=scheme, bypass_csp=True)
+        page = browse(f"/runs/{ONE}/evidence", color_scheme=scheme, bypass_csp=True)
         verify(page)
         for place in ("", f"{odd}runs/{ODD}/answers?show=along", f"{odd}runs/{ODD}", *exported):
             page.goto(place) if place else None
-            page.add_script_tag(content=axe)
-            assert page.evaluate(VIOLATIONS) == [], (place, scheme)
-            page.set_viewport_size({"width": 320, "height": 640})
-            assert page.evaluate("document.documentElement.scrollWidth") <= 320, place
-            page.set_viewport_size({"width": 1280, "height": 720})
-        page.context.close()
+            require_readable(page, axe, (place, scheme))
 
 
 @pytest.mark.parametrize("path", SERIES)
-def test_a_page_is_whole_without_scripts_light_and_asks_no_other_host(chromium, address, path):
+def test_a_page_is_whole_without_scripts_light_and_asks_no_other_host(browse, chromium, address, path):
     asked, sizes = [], {}
     with_scripts = chromium.new_context().new_page()
     with_scripts.on("request", lambda request: asked.append(request.url))
@@ -111,11 +118,10 @@ def test_a_page_is_whole_without_scripts_light_and_asks_no_other_host(chromium, 
     with_scripts.wait_for_selector("main:not(:has(progress))")  # the doctor looks in the background
     text = with_scripts.inner_text("main")
     body = sizes[with_scripts.url.partition("#")[0]].body()
-    assert len(gzip.compress(body)) <= MOST_PAGE
-    plain = opened(chromium, address, path, java_script_enabled=False)
+    script = sizes[urllib.parse.urljoin(address, "/static/page.js")].body()
+    assert len(gzip.compress(body)) <= MOST_PAGE and len(script) <= MOST_SCRIPT
+    plain = browse(path, java_script_enabled=False)
     assert words(plain.inner_text("main")) == words(text)
-    for page in (with_scripts, plain):
-        page.context.close()
 
 
 def words(text: str) -> list[str]:
@@ -123,31 +129,15 @@ def words(text: str) -> list[str]:
     return [word for word in text.split() if not re.search(r"\d+:\d\d|^\d+(?:\.\d+)?$", word)]
 
 
-@pytest.mark.parametrize("path", SERIES)
-def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address, path):
-    page = opened(chromium, address, path, viewport={"width": 320, "height": 640})
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    assert wide <= 320
-    page.context.close()
-
-
-def test_the_script_is_small(chromium, address):
-    page = opened(chromium, address, "/")
-    script = page.context.request.get(urllib.parse.urljoin(page.url, "/static/page.js")).body()
-    assert len(script) <= MOST_SCRIPT
-    page.context.close()
-
-
 def test_a_foreign_name_for_this_computer_gets_nothing(chromium, address):
     parts = urllib.parse.urlsplit(address)
     page = chromium.new_context().new_page()
     answer = page.goto(f"http://evil.example:{parts.port}/?{parts.query}")
     assert answer.status == 403 and "m39" not in page.content()
-    page.context.close()
 
 
-def test_charts_zoom_by_dragging_and_are_read_by_arrows(chromium, address):
-    page = opened(chromium, address, f"/runs/{ONE}")
+def test_charts_zoom_by_dragging_and_are_read_by_arrows(browse):
+    page = browse(f"/runs/{ONE}")
     chart, readout = page.locator("#chart-loss"), page.locator("figure:has(#chart-loss) output")
     box, whole = chart.bounding_box(), f"#chart-loss[data-low='{chart.get_attribute('data-low')}']"
     middle = box["y"] + box["height"] / 2
@@ -172,11 +162,10 @@ def test_charts_zoom_by_dragging_and_are_read_by_arrows(chromium, address):
     page.wait_for_selector(whole)
     page.go_back()
     page.wait_for_selector(f"svg:not({whole}):is(#chart-loss)")
-    page.context.close()
 
 
-def test_links_and_forms_do_the_same_without_scripts(chromium, address):
-    page = opened(chromium, address, "/", java_script_enabled=False)
+def test_links_and_forms_do_the_same_without_scripts(browse, address):
+    page = browse("/", java_script_enabled=False)
     page.select_option("select[name=group]", "model")
     page.click("main form button >> nth=0")
     assert "group=model" in page.url and page.locator("h2").count() > 1
@@ -196,19 +185,17 @@ def test_links_and_forms_do_the_same_without_scripts(chromium, address):
     assert "rtx4090" in page.inner_text("main h2")
     page.click("a:text-is('Plan for all of them')")
     assert page.locator("[aria-label=Devices] tbody tr").count() > 20
-    page.context.close()
 
 
-def test_the_catalogue_follows_the_answer_by_itself_where_there_are_scripts(chromium, address):
-    page = opened(chromium, address, "/plan?model=gemma-2b&on=rtx4090")
+def test_the_catalogue_follows_the_answer_by_itself_where_there_are_scripts(browse):
+    page = browse("/plan?model=gemma-2b&on=rtx4090")
     page.wait_for_selector("[aria-label=Devices] tbody tr")
-    page.context.close()
 
 
 def test_html_in_every_text_of_a_run_is_shown_and_never_runs(chromium, odd):
     page, wrong = chromium.new_context().new_page(), []
     page.add_init_script(
-        "addEventListener('securitypolicyviolation', one => console.error('CSP ' + one.violatedDirective))"
+        "addEventListener('securitypolicyviolation', one => console.error('CSP', one.violatedDirective))"
     )
     page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -223,15 +210,14 @@ def test_html_in_every_text_of_a_run_is_shown_and_never_runs(chromium, odd):
         assert page.locator("h1").count() == 1
     page.goto(odd)
     assert "<img src=x onerror=alert(1)>" in page.inner_text("main") and wrong == []
-    page.context.close()
 
 
-def test_a_page_of_another_site_cannot_act_and_cannot_read(chromium, address, tmp_path):
+def test_a_page_of_another_site_cannot_act_and_cannot_read(browse, address, tmp_path):
     (tmp_path / "index.html").write_text(
         "<form method=post enctype=text/plain><input name=x><button>go</button></form>"
     )
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
-    ours = opened(chromium, address, "/")
+    ours = browse("/")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page, base = ours.context.new_page(), ours.url.rstrip("/")
@@ -247,11 +233,10 @@ def test_a_page_of_another_site_cannot_act_and_cannot_read(chromium, address, tm
             assert "another site" in page.inner_text("body")
         server.shutdown()
     assert "Not checked since" in go(ours, address, f"/runs/{OTHER}/evidence").inner_text("main")
-    ours.context.close()
 
 
-def test_the_runs_are_reached_by_keyboard_alone(chromium, address):
-    page = opened(chromium, address, "/")
+def test_the_runs_are_reached_by_keyboard_alone(browse):
+    page = browse("/")
     for _ in range(60):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.getAttribute('href')") == f"/runs/{ONE}":

@@ -12,6 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.pages import Read
+from tests.tables import tables
+from tunix_rt.dashboard.background import Background
 from tunix_rt.dashboard.pages import answers, doctor, evidence
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
@@ -20,12 +22,10 @@ from tunix_rt.doctor.facts import Ask, facts_from_json
 from tunix_rt.errors import InputError
 from tunix_rt.evaluate.comparison import compare_runs
 from tunix_rt.evaluate.generate import read_both
-from tunix_rt.evaluate.report import paragraph, table
+from tunix_rt.evaluate.report import paragraph
 from tunix_rt.evidence.facts import LABELS, NOT_SHOWN
 from tunix_rt.evidence.verify import verify
 from tunix_rt.runs.record import RunRecord
-from tunix_rt.scoring.equations import check_arithmetic
-from tunix_rt.scoring.score import reasoning_of, score_predictions
 
 render = pytest.importorskip("tunix_rt.dashboard.app").render
 RUNS = ROOT / "submission_runs"
@@ -59,41 +59,6 @@ def rewrite(path, change) -> None:
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_figure_of_the_answers_page_is_what_scoring_gives_from_the_files(name):
-    site = Site.of(RUNS)
-    (run_id,) = [one.id for one in site.index.runs() if one.name == name]
-    before, after = sides = read_both(RUNS / name)
-    items = len(after.predictions)
-    pages = [shown(answers.page, site, f"first={first}", run_id)[0] for first in range(0, items, 50)]
-    for page in pages:
-        assert paragraph(compare_runs(*sides)) in page.text
-        rows = [row for row in page.rows if row[0] != "measure"]
-        scores = [score_predictions(side.predictions, side.name) for side in sides]
-        assert rows == [list(row.cells) for row in table(*scores)]
-    articles = [article for page in pages for article in page.articles]
-    assert len(articles) == items
-    for number, (article, *pair) in enumerate(zip(articles, before.predictions, after.predictions, strict=True), 1):
-        text = flat(article)
-        assert (
-            text.startswith(f"{number}. {pair[0].id} ")
-            and flat(f"{pair[0].prompt} Expected: {pair[0].expected}") in text
-        )
-        verdicts = [(side.strict, side.lenient) for side in pair]
-        assert re.findall(r"strict . (\w+) · lenient . (\w+)", text) == [
-            tuple("right" if one else "wrong" for one in side) for side in verdicts
-        ]
-        assert [f"{side.equations_right} of {side.equations} equations right" in text for side in pair] == [True, True]
-        checked = [check_arithmetic(reasoning_of(side.output)) for side in pair]
-        assert text.count("✓ right:") == sum(one.right for one in checked)
-        assert text.count("✗ wrong:") == sum(len(one.wrong) for one in checked)
-        assert all(f"✗ wrong: {wrong}" in text for one in checked for wrong in one.wrong)
-        assert text.count("cut off") == sum(side.ended in ("length", "time", "context") for side in pair)
-        assert text.count("Malformed") == sum(not side.well_formed for side in pair)
-        assert all(flat(reasoning_of(side.output)) in text for side in pair if side.well_formed)
-        assert "records otherwise" not in text
 
 
 @pytest.mark.parametrize("name", ["demo_v1", "gemma3_270m_gsm8k_v1"])
@@ -176,18 +141,12 @@ def test_one_side_and_the_folders_of_evaluate_and_generations_during_training_ar
     assert view.figures.sides == ("base", "answers") and view.figures.paragraph.startswith("answers against base: ")
 
 
-HOSTILE = [
-    "<script>alert(1)</script><img src=x onerror=alert(1)>", "{{7*7}}{% raw %}", "\u202egnp.exe\u2066", "a\x00b\x1b[2Jc\x7f",
-    "</pre></details></article><h1>mine</h1>", '" onmouseover="alert(1)" x="', "&lt;b&gt; &amp;#60;", "٣ + ٤ = ٧", "9" * 400_000,
-]  # fmt: skip
-
-
 def test_hostile_texts_are_shown_as_text_and_cut_at_a_length(tmp_path):
     site, (run_id,) = site_with(tmp_path, "run")
-    plain = shown(answers.page, site, "", run_id)[0]
+    texts = [*tables(__file__)["hostile"], "9" * 400_000]
 
     def planted(lines):
-        for line, text in zip(lines, HOSTILE, strict=False):
+        for line, text in zip(lines, texts, strict=False):
             line |= {"output": text, "prompt": text, "expected": text, "section": text, "category": text}
         return lines
 
@@ -195,8 +154,8 @@ def test_hostile_texts_are_shown_as_text_and_cut_at_a_length(tmp_path):
         rewrite(tmp_path / "run" / "eval" / f"predictions-{when}.jsonl", planted)
     page, html = shown(answers.page, site, "", run_id)
     assert len(page.articles) == 50 and len(html) < 2_000_000
-    assert page.tags["h1"] == 1 and not page.tags["img"] and page.tags["script"] == plain.tags["script"]
-    for article, text in zip(page.articles, HOSTILE[:-1], strict=False):
+    assert page.tags["h1"] == 1 and not page.tags["img"] and page.tags["script"] == 1
+    for article, text in zip(page.articles, texts[:-1], strict=False):
         visible = re.sub(r"[^\x20-\x7e\u0600-\u06ff]", lambda found: f"\\u{ord(found[0]):04x}", text)
         assert article.count(visible) >= 4, text
     assert "49" not in page.articles[1].replace("49.", "") and "380,000 characters are left out" in page.articles[8]
@@ -218,32 +177,30 @@ def state(folder) -> dict[str, tuple[str, int]]:
     return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
 
 
-def finished(site: Site, run_id: str) -> Read:
+def wait_for(work: Background) -> None:
     deadline = time.monotonic() + 60
-    while (work := evidence.background(site)).running() is not None:
+    while work.running() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert work.outcome(run_id) is not None
+
+
+def finished(site: Site, run_id: str) -> Read:
+    wait_for(evidence.background(site))
     return shown(evidence.page, site, "", run_id)[0]
 
 
-def test_the_evidence_page_shows_claims_findings_and_level_of_verify_and_leaves_the_folder_alone(tmp_path):
-    site, (good, bad) = site_with(tmp_path, "good", "bad")
+def test_the_evidence_page_shows_what_verify_finds_until_the_folder_changes_and_leaves_it_alone(tmp_path):
+    site, (bad,) = site_with(tmp_path, "bad")
     metrics = tmp_path / "bad" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"loss": ', '"loss": 1', 1))
     before = state(tmp_path)
-    page = shown(evidence.page, site, "", good)[0]
-    assert "Not checked since" in page.text and f"tunix-rt evidence verify {tmp_path / 'good'}" in page.text
-    assert all(f"--require {level}" in page.text for level in ("L2", "L3", "L4"))
-    for name, run_id in (("good", good), ("bad", bad)):
-        assert evidence.verify_run(site, run_id) == {"state": "running"}
-        page, verdict = finished(site, run_id), verify(tmp_path / name)
-        assert verdict.describe() in page.text and f"What does not follow: {NOT_SHOWN[verdict.level]}." in page.text
-        rows = [tuple(row) for row in page.rows if row[0] not in ("name", "level")]
-        findings = [(one.level, one.check, one.problem) for one in verdict.findings]
-        assert rows == findings + [(one.name, one.value, one.label, one.how) for one in verdict.claims] != []
-        assert all(note in page.text for note in verdict.notes)
-    assert (verdict.level, bool(verdict.findings)) == ("none", True)
+    assert "Not checked since" in shown(evidence.page, site, "", bad)[0].text
+    assert evidence.verify_run(site, bad) == {"state": "running"}
+    page, verdict = finished(site, bad), verify(tmp_path / "bad")
+    rows = [tuple(row) for row in page.rows if row[0] not in ("name", "level")]
+    findings = [(one.level, one.check, one.problem) for one in verdict.findings]
+    assert rows == findings + [(one.name, one.value, one.label, one.how) for one in verdict.claims]
+    assert verdict.level == "none" and findings and f"What does not follow: {NOT_SHOWN['none']}." in page.text
     assert state(tmp_path) == before
     metrics.write_text(metrics.read_text() + "\n")
     page = shown(evidence.page, site, "", bad)[0]
@@ -282,10 +239,7 @@ def test_the_doctor_page_shows_cause_and_repairing_line_of_every_known_computer(
         known = json.loads(path.read_text())
         facts, ask = facts_from_json(known["facts"]), Ask(**known["ask"])
         site = Site.of(tmp_path)
-        work = doctor.background(site)
-        work.start(doctor.WORK, "", lambda facts=facts: {"torch": facts, "jax": facts})
-        while work.running() is not None:
-            time.sleep(0.001)
+        doctor.background(site).start(doctor.WORK, "", lambda facts=facts: {"torch": facts, "jax": facts}).join()
         address = f"device={ask.device}&backend={ask.backend}&dtype={ask.dtype}"
         page, _ = shown(doctor.page, site, address)
         checks = judge(facts, ask)
@@ -296,9 +250,8 @@ def test_the_doctor_page_shows_cause_and_repairing_line_of_every_known_computer(
         for one in checks:
             if one.verdict in ("fail", "warn"):
                 causes.add(one.cause)
-                assert all(text in page.text for text in (one.why, one.saw, one.fix, f"docs/doctor/{one.cause}.md")), (
-                    path.name
-                )
+                texts = (one.why, one.saw, one.fix, f"docs/doctor/{one.cause}.md")
+                assert all(text in page.text for text in texts), path.name
     assert len(causes) > 30
 
 
@@ -306,13 +259,8 @@ def test_the_doctor_page_gathers_the_facts_of_this_computer_by_itself_and_anew_o
     site = Site.of(tmp_path)
     page = doctor.page(site, Query.parse("device=cpu"))
     assert page.live and "Gathering facts" in render(page, "/doctor", Query())
-    work = doctor.background(site)
-    deadline = time.monotonic() + 60
-    while work.running() is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(doctor.background(site))
     page = doctor.page(site, Query.parse("device=cpu"))
     assert not page.live and page.values.diagnosis.ready.startswith("cpu, ")
     assert doctor.look_again(site) == {"state": "running"}
-    while work.running() is not None:
-        time.sleep(0.02)
+    wait_for(doctor.background(site))

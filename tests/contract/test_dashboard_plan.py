@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -96,15 +98,10 @@ def compare_with_the_command_line(site: Site, seed: int) -> str:
     return "runs" if found.values.view.good else "does not run"
 
 
-def test_the_answer_for_60_random_settings_is_that_of_plan_json_byte_for_byte(site):
-    seen = [compare_with_the_command_line(site, seed) for seed in range(60)]
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(1000, 2000), marks=pytest.mark.slow)], ids=len)
+def test_the_answer_for_random_settings_is_that_of_plan_json_byte_for_byte(site, seeds):
+    seen = [compare_with_the_command_line(site, seed) for seed in seeds]
     assert all(seen.count(kind) >= 5 for kind in ("runs", "does not run", "refused"))
-
-
-@pytest.mark.slow
-def test_the_answer_for_1000_random_settings_is_that_of_plan_json_byte_for_byte(site):
-    for seed in range(1000, 2000):
-        compare_with_the_command_line(site, seed)
 
 
 def test_this_computer_is_planned_for_with_its_errors_and_the_runs_behind_them(site, monkeypatch, tmp_path):
@@ -164,12 +161,11 @@ def test_an_answer_takes_at_most_100_ms_and_the_catalogue_is_a_part_of_its_own(s
     taken, name = [], "training.per_device_train_batch_size"
     gc.disable()  # it would walk all that other tests have left
     try:
-        for rows in range(1, 16):
-            for model in ("gemma-3-1b", "gemma-4-e4b"):
-                begun, asked = time.process_time(), {"model": model, "on": "rtx4090", name: str(rows)}
-                found = planned(site, asked)
-                taken.append(time.process_time() - begun)
-                assert found.status == 200 and not found.values.view.devices
+        for rows, model in product(range(1, 16), ("gemma-3-1b", "gemma-4-e4b")):
+            begun = time.process_time()
+            found = planned(site, {"model": model, "on": "rtx4090", name: str(rows)})
+            taken.append(time.process_time() - begun)
+            assert found.status == 200 and not found.values.view.devices
     finally:
         gc.enable()
     assert sorted(taken)[len(taken) * 3 // 4] < 0.1 and max(taken) < 0.2, sorted(taken)
@@ -224,39 +220,30 @@ def hostile_names(tmp_path: Path) -> list[str]:
     return [*tables(__file__)["names"], str(tmp_path / "model"), near, str(tmp_path / "fifo"), "x" * 4000]
 
 
-def test_a_name_that_no_list_has_is_refused_and_nothing_is_opened(site, tmp_path):
+def hostile_plans(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Names that no list has, settings that lead to a file or are none, and texts that are no model of an exact family."""
     for name in hostile_names(tmp_path):
-        as_model, as_device = {"model": name, "on": "t4"}, {"model": "gpt2", "on": name}
-        as_dataset = {"model": "gpt2", "on": "t4", "data.dataset": name}
-        for asked in (as_model, as_device, as_dataset):
-            with nothing_is_touched():
-                page = planned(site, asked)
-            assert page.status == 400 and page.values.problem and page.values.fix, asked
-            assert "<script>" not in render(page, "/plan", Query())
-
-
-@parametrize("line")
-def test_a_setting_that_leads_to_a_file_or_is_none_is_refused(site, line):
-    for text in (line, "training.weight_decay=0\n" + line, f"x={'y' * 600}", f"training.max_steps={'9' * 400}"):
-        with nothing_is_touched():
-            assert planned(site, {"model": "gpt2", "on": "rtx4090", "set": text}).status == 400
-    assert planned(site, {"model": "gpt2", "on": "t4", "set": "model.name=/etc"}).values.answer.model == "gpt2"
-
-
-@parametrize("text")
-def test_a_pasted_text_that_is_no_model_of_an_exact_family_is_refused(site, text):
-    pasted = json.dumps(GEMMA | text) if isinstance(text, dict) else text
-    for backend in ("torch", "jax"):
-        with nothing_is_touched():
-            page = planned(site, {"config": pasted, "on": "rtx4090", "training.backend": backend})
-        assert page.status == 400 and page.values.problem
-
-
-def test_a_long_or_deep_text_is_refused_and_a_strange_model_within_the_limits_planned_in_a_second(site):
+        yield from ({"model": name, "on": "t4"}, {"model": "gpt2", "on": name})
+        yield {"model": "gpt2", "on": "t4", "data.dataset": name}
+    lines = [*tables(__file__)["lines"], f"x={'y' * 600}", f"training.max_steps={'9' * 400}"]
+    for text in (*lines, *(f"training.weight_decay=0\n{line}" for line in lines)):
+        yield {"model": "gpt2", "on": "rtx4090", "set": text}
     digits = json.dumps(GEMMA)[:-1] + ', "vocab_size": ' + "9" * 5000 + "}"
-    for pasted in ("x" * 2**20, "[" * 10_000, '{"a":' * 2000 + "1" + "}" * 2000, digits):
+    changed = [json.dumps(GEMMA | text) if isinstance(text, dict) else text for text in tables(__file__)["pasted"]]
+    for text in (*changed, "x" * 2**20, "[" * 10_000, '{"a":' * 2000 + "1" + "}" * 2000, digits):
+        yield from ({"config": text, "on": "rtx4090", "training.backend": backend} for backend in ("torch", "jax"))
+
+
+def test_a_hostile_address_is_refused_and_nothing_is_opened(site, tmp_path):
+    for asked in hostile_plans(tmp_path):
         with nothing_is_touched():
-            assert planned(site, {"config": pasted, "on": "rtx4090"}).status == 400
+            page = planned(site, asked)
+        assert page.status == 400 and page.values.problem and page.values.fix, asked
+        assert "<script>" not in render(page, "/plan", Query())
+
+
+def test_names_of_a_model_in_settings_are_left_out_and_a_strange_model_within_the_limits_is_planned_in_a_second(site):
+    assert planned(site, {"model": "gpt2", "on": "t4", "set": "model.name=/etc"}).values.answer.model == "gpt2"
     huge = GEMMA | {"num_hidden_layers": 1000, "layer_types": None, "vocab_size": 2**20}
     most = {"training.per_device_train_batch_size": "65536", "training.gradient_accumulation_steps": "65521"}
     most |= {"data.max_length": "1048576", "evaluation.per_device_eval_batch_size": "65536"}
@@ -370,12 +357,6 @@ def test_a_chat_template_without_end_is_ended_and_the_next_page_is_answered(site
 
 def test_many_pages_at_once_show_the_same_and_little_is_kept(site):
     wanted = {number: browsed(site, data=KEY, record=number)[1] for number in range(1, 9)}
-    found: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda n=n: found.update({n: browsed(site, data=KEY, record=n)[1]})) for n in wanted
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = dict(pool.map(lambda number: (number, browsed(site, data=KEY, record=number)[1]), wanted))
     assert found == wanted and len(site.cache["data"].opened) <= datasets.MOST_OPENED

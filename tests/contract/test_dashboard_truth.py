@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import groupby
@@ -13,16 +14,15 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from tests.contract.test_dashboard_plan import KEY, RUNS, of_a_run
+from tests.contract.test_dashboard_plan import KEY, RUNS, of_a_run, say
 from tests.tables import parametrize, tables
-from tunix_rt.cli.main import cli
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.app import find_page, render
-from tunix_rt.dashboard.formats import count, figure, gib, moment, percent, rate, seconds
+from tunix_rt.dashboard.formats import count, figure, gib, moment, percent, rate, seconds, visible
 from tunix_rt.dashboard.pages import evidence, run
+from tunix_rt.dashboard.pages.answers import ENDINGS
 from tunix_rt.dashboard.pages.data import MARKS
 from tunix_rt.dashboard.pages.plan_view import WORDS, size
 from tunix_rt.dashboard.query import Query
@@ -31,8 +31,8 @@ from tunix_rt.data.prepare import prepare
 from tunix_rt.data.preview import view_of
 from tunix_rt.data.validation import RULES
 from tunix_rt.evaluate.comparison import compare_runs
-from tunix_rt.evaluate.generate import read_side
-from tunix_rt.evaluate.report import computing_remarks, paragraph, table
+from tunix_rt.evaluate.generate import read_both, read_side
+from tunix_rt.evaluate.report import computing_remarks, paragraph, remarks, table
 from tunix_rt.evidence.facts import LABELS
 from tunix_rt.evidence.readme import LEVEL_FLAGS
 from tunix_rt.evidence.verify import verify
@@ -45,8 +45,11 @@ from tunix_rt.runs.curves import FIELDS, bucketed
 from tunix_rt.runs.index import run_id
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.tail import last_objects, last_text
+from tunix_rt.scoring.equations import equations_in
+from tunix_rt.scoring.score import read_answer, reasoning_of, score_predictions
 
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
+MARK = {True: "✓ right", False: "✗ wrong"}
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 Pieces = Iterator[str]
 """Texts of a page in their order, each with its name and its numbers."""
@@ -90,18 +93,21 @@ def explain(page: str, pieces: Iterable[str]) -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+def rate_of(name: str) -> str:
+    recent = last_objects(RUNS / name, "metrics.jsonl", 8 * 1024)
+    return rate(sum(line["tokens"] for line in recent) / sum(line["seconds"] for line in recent))
+
+
 def of_list() -> Pieces:
     yield f"{len(NAMES)} of {len(NAMES)} runs below {RUNS}"
     for name in sorted(NAMES, key=lambda one: RunRecord(RUNS / one).result.finished, reverse=True):
         record = RunRecord(RUNS / name)
         result, base, exam = record.result, record.commitment.base_model, record.commitment.evalset
-        recent = last_objects(RUNS / name, "metrics.jsonl", 8 * 1024)
-        speed = sum(line["tokens"] for line in recent) / sum(line["seconds"] for line in recent)
         yield f"{name} {result.status} {base.name} {result.device}{', random weights' * (base.weights == 'random')}"
         yield f"{count(result.steps_completed)} of {count(result.steps_planned)} {figure(result.final_loss)}"
         yield " → ".join(percent(record.scores(when).accuracy) for when in ("before", "after"))
         yield f"{exam.key}, {count(exam.items)} questions" if exam else "eval set not recorded"
-        yield f"{rate(speed)} {gib(record.memory.measured_bytes)} predicted {gib(record.memory.predicted_bytes)}"
+        yield f"{rate_of(name)} {gib(record.memory.measured_bytes)} predicted {gib(record.memory.predicted_bytes)}"
         yield f"{verdict_of(name).level} bundle {moment(result.finished)}"
 
 
@@ -120,11 +126,10 @@ def of_curves(title: str, unit: str, curves: dict[str, tuple[Any, Any]]) -> Piec
 def of_run(name: str) -> Pieces:
     record = RunRecord(RUNS / name)
     result, memory, lines = record.result, record.memory, record.metrics
-    recent = last_objects(RUNS / name, "metrics.jsonl", 8 * 1024)
     yield f"{name} Answers Evidence"
     yield f"{result.status} : {result.reason}"
     yield f"steps {result.steps_completed:,} of {result.steps_planned:,} last loss {figure(lines[-1].loss)}"
-    yield f"last steps {rate(sum(line['tokens'] for line in recent) / sum(line['seconds'] for line in recent))}"
+    yield f"last steps {rate_of(name)}"
     machine = record.processes[-1].machine
     yield f"model {record.commitment.base_model.name}"
     yield f"data {record.config.data.key}"
@@ -177,27 +182,51 @@ def of_evidence(name: str) -> Pieces:
         yield f"{does} tunix-rt evidence verify {RUNS / name}{flag}" if flag else ""
 
 
+def of_answers(name: str, first: int) -> Pieces:
+    before, after = sides = read_both(RUNS / name)
+    pairs = list(zip(before.predictions, after.predictions, strict=True))
+    yield f"{name} · Evidence Answers {paragraph(compare_runs(*sides))}"
+    scores = [score_predictions(side.predictions, side.name) for side in sides]
+    yield from remarks(*scores, tokens_setting="evaluation.max_new_tokens")
+    yield from (" ".join(row.cells) for row in table(*scores))
+    kinds = Counter((one.strict, other.strict) for one, other in pairs)
+    yield f"all ({len(pairs)}) gained ({kinds[False, True]}) lost ({kinds[True, False]})"
+    yield f"right both times ({kinds[True, True]}) wrong both times ({kinds[False, False]})"
+    yield f"malformed after ({sum(not other.well_formed for _, other in pairs)})"
+    yield f"{first + 1} to {min(first + 50, len(pairs))} of {len(pairs)} matching questions, {len(pairs)} in all"
+    for number, pair in enumerate(pairs[first : first + 50], start=first + 1):
+        yield f"{number}. {pair[0].id}"
+        yield f"{pair[0].prompt} Expected: {pair[0].expected}"
+        for side, one in zip(sides, pair, strict=True):
+            tagged, reasoning = read_answer(one.output), reasoning_of(one.output)
+            yield f"{side.name} strict {MARK[one.strict]} · lenient {MARK[one.lenient]} · {ENDINGS[one.ended]}"
+            yield f"Answer: {tagged.answer}" if tagged else "Malformed"
+            yield f"{one.reasoning_words} words before the answer, {one.equations_right} of {one.equations} equations right"
+            yield visible(reasoning if tagged else one.output)
+            yield from (f"{MARK[found.right]} : {found.text}" for found in equations_in(reasoning))
+
+
 def of_comparison(*names: str) -> Pieces:
     records = [RunRecord(RUNS / name) for name in names]
     yield f"{len(names)} runs compared {' '.join(f'{one} , completed' for one in names)}"
     metrics = [([line.step for line in one.metrics], [line.loss for line in one.metrics]) for one in records]
     caption, *rows = of_curves("Loss", "", dict(zip(names, metrics, strict=True)))
-    yield from (caption, " ".join(names), *rows, f"setting {' '.join(names)}")
+    yield from (caption, " ".join(names), *rows)
+    first, *others = (read_side(RUNS / name) for name in names)
+    yield f"against {names[0]}"
+    for side in others:
+        yield f"{side.name} {paragraph(compare_runs(first, side))} {' '.join(computing_remarks(first, side))}"
+    yield f"setting {' '.join(names)}"
     configs = [one.config.model_dump() for one in records]
     for section, key in ((section, key) for section, settings in configs[0].items() for key in settings):
         values = [one[section][key] for one in configs]
         if len(set(map(str, values))) > 1:
             yield f"{section}.{key} {' '.join('not set' if one is None else str(one) for one in values)}"
-    after = [
-        {row.cells[0]: row.cells[3] for row in table(one.scores("before"), one.scores("after"))} for one in records
-    ]
+    tables = [table(one.scores("before"), one.scores("after")) for one in records]
+    after = [{row.cells[0]: row.cells[3] for row in rows} for rows in tables]
     yield f"measure {' '.join(names)}"
     for measure in (one for one in after[0] if after[0][one]):
         yield " ".join([measure, *(one[measure] for one in after)])
-    first, *others = (read_side(RUNS / name) for name in names)
-    yield f"against {names[0]}"
-    for side in others:
-        yield f"{side.name} {paragraph(compare_runs(first, side))} {' '.join(computing_remarks(first, side))}"
 
 
 # --- data and plans ---------------------------------------------------------------------------------------------------
@@ -225,10 +254,6 @@ def of_data(number: int) -> Pieces:
             yield from (token.text.translate(MARKS) for token in span.tokens)
 
 
-def answer_of(*words: str) -> Any:
-    return json.loads(CliRunner().invoke(cli, ["plan", "--json", *words]).stdout)
-
-
 def speed_of(time: Any) -> str:
     low, high = (rounded(time["tokens"] / time[name]) for name in ("seconds_high", "seconds_low"))
     return f"{rounded(time['tokens_per_second'])} tokens/s ({low} to {high})"
@@ -237,7 +262,7 @@ def speed_of(time: Any) -> str:
 def of_plan(model: str, on: str, settings: dict[str, str]) -> Pieces:
     """From what `tunix-rt plan --json` prints."""
     sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    value = answer_of("--model", model, "--on", on, *sets)
+    value = json.loads(say("--model", model, "--on", on, *sets).stdout)
     memory, fit, time, run = (value[name] for name in ("memory", "fit", "time", "run"))
     judged = [one for one in memory["phases"] if one["name"] not in LEFT_OUT]
     margin, safety, least = fit["margin_bytes"], fit["safety_bytes"], "at least " * value["compiler_decides"]
@@ -279,7 +304,7 @@ def of_plan(model: str, on: str, settings: dict[str, str]) -> Pieces:
     yield f"safety margin {size(safety)}" if safety else ""
     more = memory["context_bytes"] + memory["pool_bytes"]
     yield " ".join(["total", *(size(one + more + safety * (place == peak)) for place, one in enumerate(totals))])
-    devices = answer_of("--model", model, "--on", "all", *sets)["devices"]
+    devices = json.loads(say("--model", model, "--on", "all", *sets).stdout)["devices"]
     changed = sum(bool(one["proposals"]) and not one["runs"] for one in devices)
     yield f"{sum(one['runs'] for one in devices)} of {len(devices)} devices run it as written, {changed} with changes"
     for one in devices:
@@ -292,6 +317,8 @@ PAGES: list[tuple[str, Callable[[], Pieces]]] = [
     ("/", of_list),
     *((f"/runs/{run_id(name)}", partial(of_run, name)) for name in NAMES),
     *((f"/runs/{run_id(name)}/evidence", partial(of_evidence, name)) for name in NAMES),
+    *((f"/runs/{run_id(name)}/answers?first={first}", partial(of_answers, name, first))
+      for name in NAMES for first in range(0, RunRecord(RUNS / name).scores("after").items, 50)),
     (f"/compare?run={run_id('m39_cpu_v1')}&run={run_id('m40_v1')}", partial(of_comparison, "m39_cpu_v1", "m40_v1")),
     (f"/data?data={KEY}&model=tiny-gemma3&row=2", partial(of_data, 2)),
     *((f"/plan?{urlencode({'model': model, 'on': on, 'devices': 'all', **settings})}", partial(of_plan, model, on, settings))

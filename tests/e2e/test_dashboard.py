@@ -1,7 +1,7 @@
 """`tunix-rt dashboard` as a process: it starts, survives slow clients, contacts nobody, ends on Ctrl-C, and writes nothing."""
 
+import contextlib
 import hashlib
-import html
 import re
 import shutil
 import signal
@@ -22,7 +22,6 @@ from tests.program import in_process, refused
 from tunix_rt.dashboard.app import PAGES
 from tunix_rt.dashboard.chat import Chat
 from tunix_rt.errors import InputError
-from tunix_rt.evidence.verify import verify
 from tunix_rt.runs.index import run_id
 
 RUNS = ROOT / "submission_runs"
@@ -90,13 +89,11 @@ def test_the_pages_are_written_as_files_that_need_no_server_with_claims_filters_
                 reached.add(target)
                 waiting.append(target)
     assert reached == files.keys() and (tmp_path / "pages" / "style.css").is_file()
-    names = {run_id(path.name): path.name for path in RUNS.iterdir()}
-    assert sum(name.startswith("compare-") for name in files) == len(names) * (len(names) - 1) / 2
-    for one, name in names.items():
-        verdict = verify(RUNS / name)
-        evidence = html.unescape(files[f"runs-{one}-evidence.html"])
-        assert verdict.describe() in evidence and all(claim.value in evidence for claim in verdict.claims), name
-        assert f'href="runs-{one}-evidence.html">{verdict.level}</a>' in files["index.html"], name
+    ids = [run_id(path.name) for path in RUNS.iterdir()]
+    assert sum(name.startswith("compare-") for name in files) == len(ids) * (len(ids) - 1) / 2
+    for one in ids:
+        assert re.search(rf'href="runs-{one}-evidence.html">(none|L\d)</a>', files["index.html"]), one
+        assert "<h2>Verdict: " in files[f"runs-{one}-evidence.html"]
         assert all(f"runs-{one}-answers-show-{show}.html" in files for show in ("gained", "lost", "malformed"))
     assert "is not empty" in refused(in_process("dashboard", RUNS, "--export", tmp_path / "pages"), 3)
     alone = in_process("dashboard", RUNS / "m39_cpu_v1", "--export", tmp_path / "alone")
@@ -124,26 +121,8 @@ def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_tra
     assert child.stdin.closed and child.stdout.closed
 
 
-UNFINISHED = (
-    b"GET / HTTP/1.1\r\nHost: localhost\r\n",
-    b"G",
-    b"POST /doctor HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Tunix-Rt: 1\r\n"
-    b"Content-Length: 9999\r\n\r\n{",
-)
-
-
-def is_closed(one: socket.socket) -> bool:
-    """Whether the server has ended the connection, after an answer or without one."""
-    one.settimeout(1)
-    with one:
-        try:
-            while one.recv(4096):
-                pass
-        except ConnectionResetError:
-            return True
-        except TimeoutError:
-            return False
-    return True
+HOST, ACTION = b"HTTP/1.1\r\nHost: localhost\r\n", b"Content-Type: application/json\r\nX-Tunix-Rt: 1\r\n"
+UNFINISHED = (b"GET / " + HOST, b"G", b"POST /doctor " + HOST + ACTION + b"Content-Length: 9999\r\n\r\n{")
 
 
 @pytest.mark.slow  # waits for the deadline of ten seconds
@@ -156,7 +135,10 @@ def test_250_clients_that_never_finish_a_request_hold_nobody_up():
         for _ in range(20):
             assert fetched(address)[0] == 200
         time.sleep(13)
-        assert sum(map(is_closed, slow)) == 250
+        for one in slow:  # a connection that is still open ends in a TimeoutError
+            one.settimeout(1)
+            with one, one.makefile("rb") as answer, contextlib.suppress(ConnectionResetError):
+                answer.read()
         assert psutil.Process(server.pid).memory_info().rss < 300 * 2**20
 
 

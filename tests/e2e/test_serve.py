@@ -233,4 +233,11 @@ def test_nothing_is_answered_while_a_run_trains_beside_it(tmp_path, model):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "device_busy")
         busy = False
         assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "xyzx"
+        loaded.engine.model.lm_head.weight.data.fill_(float("nan"))  # such as a broken device gives
+        answer = client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+        lines = client.post("/v1/completions", json=body | {"stream": True}).text.splitlines()
+        assert "logits are NaN" in json.loads(lines[0].removeprefix("data: "))["error"]["message"] and not any(
+            lines[1:]
+        )
     served.batcher.close()

@@ -18,6 +18,7 @@ from tunix_rt.data.mixture import MixedDataset, mixed_order, rows_of_epoch
 from tunix_rt.data.packing import rows_of_step, steps_per_epoch
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.models.secrets import refuse_addresses
+from tunix_rt.plan.report import most_rows
 
 MIXTURES = st.lists(
     st.tuples(st.integers(1, 40), st.floats(0.01, 100)).map(
@@ -109,3 +110,12 @@ def test_the_settings_come_back_and_data_check_shows_the_mixture(two, tmp_path):
     shown = in_process("data", "check", "--config", tmp_path / "config.yaml")
     assert re.search(r"mixture +an epoch is .* passes\)", " ".join(shown.stdout.split()))
     assert "name one in --config" in refused(in_process("data", "check"), 2)
+
+
+def test_a_plan_counts_the_rows_of_every_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("a", 30), ("b", 10)):
+        (tmp_path / "datasets" / name).mkdir(parents=True)
+        (tmp_path / "datasets" / name / "manifest.json").write_text(json.dumps({"rows": rows}))
+    for dataset, rows in (({"a": 1, "b": 3}, 40), (["a", "b"], 40), ("b", 10), ({"a": 1, "other": 1}, None)):
+        assert most_rows(settings("unused", dataset=dataset, validation_fraction=0)) == rows

@@ -295,14 +295,14 @@ def test_the_table_and_the_plan_for_one_device_say_the_same():
 
 OF_ONE = {
     "schema", "model", "shape", "run", "steps_exact", "disk_bytes", "disk_free_bytes", "disk_fits", "seen_errors",
-    "active_parameters",
+    "active_parameters", "cluster",
 }  # fmt: skip
 OF_EACH = {
     "device", "runs", "unable", "compiler_decides", "memory", "fit", "time", "proposals", "faster", "last_resorts",
 }  # fmt: skip
 FIT_KEYS = {"fits", "predicted_bytes", "safety_bytes", "available_bytes", "margin_bytes"}
 DEVICE_KEYS = {"name", "id", "kind", "device", "count", "memory_bytes", "free_bytes", "capability", "tflops", "fp32_tflops",
-               "bandwidth_gb_s"}  # fmt: skip
+               "bandwidth_gb_s", "links"}  # fmt: skip
 PROPOSAL_KEYS = {"line", "settings", "costs", "level", "predicted_bytes", "tokens_per_second"}
 
 

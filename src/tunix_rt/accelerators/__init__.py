@@ -1,4 +1,5 @@
-"""accelerators: what is published of GPUs and TPUs, a table with its sources (`accelerators.csv`), and the look-up in it.
+"""accelerators: what is published of GPUs, TPUs (`accelerators.csv`) and nodes of GPUs (`nodes.csv`), with sources, and the
+look-up in it.
 
 Figures are peaks from data sheets; what a device really does is measured elsewhere.
 """
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-TABLE = Path(__file__).with_name("accelerators.csv")
+TABLE, NODES = (Path(__file__).with_name(name) for name in ("accelerators.csv", "nodes.csv"))
 MEMORY_TOLERANCE = 0.08
 """The driver, torch and the data sheet give up to 5 % different totals for one card; siblings are 25 % apart or more."""
 _ENVIRONMENTS = ("kaggle", "colab")
@@ -43,6 +44,39 @@ def accelerators() -> tuple[Accelerator, ...]:
     with TABLE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, strict=True))
     return tuple(_accelerator(row) for row in rows if row["vendor"] not in _ENVIRONMENTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A computer, or a rack, whose GPUs reach each other without the network."""
+
+    id: str
+    name: str
+    accelerator: str
+    """Id of its GPUs."""
+    gpus: int
+    link: str
+    """Between them: `nvlink` or `pcie`."""
+    link_gb_s: float
+    """Of one GPU to the others, in one direction."""
+    network_gbit: float | None
+    """To other nodes, in one direction, all adapters together; None if there are none by default."""
+    source: str
+
+
+@cache
+def nodes() -> tuple[Node, ...]:
+    with NODES.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    return tuple(
+        Node(
+            **{name: row[name] for name in ("id", "name", "accelerator", "link", "source")},
+            gpus=int(row["gpus"]),
+            link_gb_s=float(row["link_gb_s"]),
+            network_gbit=_figure(row["network_gbit"]),
+        )
+        for row in rows
+    )
 
 
 @cache

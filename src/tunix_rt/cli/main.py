@@ -28,6 +28,7 @@ VERBS = {
     "data": ("data", "Import a dataset, check it, and show token by token what is trained."),
     "train": ("train", "Run the whole pipeline: doctor, plan, data, train, evaluate, evidence."),
     "export": ("inference", "Write a model for transformers, and check that it computes the same."),
+    "push": ("push", "Upload the model of a run to the hub, with a model card; a dry run without --yes."),
     "evaluate": ("inference", "Answer the questions of an eval set with a model, and score the answers."),
     "compare": ("inference", "Compare two runs question by question: gains, losses, and whether they are chance."),
     "generate": ("inference", "Answer one question with a model: its reasoning and its answer."),

@@ -23,8 +23,11 @@ ALL = "all"
 @click.option("--backend", help="torch or jax.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated.")
 @click.option(
-    "--on", metavar="NAME", help="Another device: rtx5090, h200, 8gb, tpu-v5e-8, a facts.json of the doctor, or all."
+    "--on", metavar="NAME", help="Another device: rtx5090, 8gb, 8xh100, tpu-v5e-8, a facts.json of the doctor, or all."
 )
+@click.option("--gpus", type=click.IntRange(1, 1024), metavar="N", help="GPUs of each node, a rank on each.")
+@click.option("--nodes", type=click.IntRange(1, 4096), metavar="N", help="Nodes with so many GPUs; default 1.")
+@click.option("--network", metavar="400gbit", help="Bandwidth of a node to the others, all its adapters together.")
 @click.option(
     "--exact", is_flag=True, help="Compile with the TPU's own compiler, for the JAX engine; no TPU is needed."
 )
@@ -34,12 +37,21 @@ ALL = "all"
 def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named: Any) -> None:
     """Predict peak memory, time and disk of a run of CONFIG, and whether it fits. Exit 5 when it does not.
 
-    Without --on, on the device of this computer with its free memory; a named device is assumed to be idle. For the JAX
-    engine the prediction is a lower bound, and the compiler decides. The plan reports a disk that is too small, and still exits
-    with 0; a run would end with exit code 8.
+    Without --on, on the device of this computer with its free memory; a named device is assumed to be idle. With --gpus, or on
+    a node of the catalogue, FSDP shards the run over GPUs, and the fullest of them counts. For the JAX engine the prediction is
+    a lower bound, and the compiler decides. The plan reports a disk that is too small, and still exits with 0; a run would end
+    with exit code 8.
     """
     from tunix_rt.cli.convert import show_conversion
-    from tunix_rt.cli.plan_targets import device_flag, exact_topology, refuse_exact, resolve_target, run_topology
+    from tunix_rt.cli.plan_targets import (
+        device_flag,
+        exact_topology,
+        is_node,
+        on_several,
+        refuse_exact,
+        resolve_target,
+        run_topology,
+    )
     from tunix_rt.config.load import find_config, load_config
     from tunix_rt.errors import ConfigError
     from tunix_rt.plan.answer import refuse_unrunnable
@@ -55,11 +67,12 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
     settings = load_config(path, overrides=overrides, flags=flags, report=show_conversion)
     if not settings.model.model_name_or_path:
         raise ConfigError("no model is named", fix="set model.model_name_or_path, or give --model")
-    refuse_unrunnable(settings)
     on, topology = named["on"], named["topology"]
+    shared = {name: named[name] for name in ("gpus", "nodes", "network") if named[name] is not None}
+    refuse_unrunnable(settings, several=bool(shared) or is_node(on))
     if on and on.strip().casefold() == ALL:
         on = ALL
-    refuse_options_together(on, topology, exact=named["exact"])
+    refuse_options_together(on, topology, exact=named["exact"], shared=shared)
     if named["exact"]:
         refuse_exact(settings)
     if on == ALL:
@@ -67,6 +80,7 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
         plan_all(settings, source, shape, as_json=as_json, started=started, flag=device_flag(named["device"], settings))
         return
     target = None if topology else resolve_target(on, settings, flag=device_flag(named["device"], settings))
+    target = on_several(target, settings, shared) if target else None
     if target and named["exact"]:
         topology = exact_topology(target.target)
     if topology:
@@ -76,9 +90,17 @@ def plan(config: str | None, overrides: tuple[str, ...], as_json: bool, **named:
         plan_one(settings, target, source, shape, as_json=as_json)
 
 
-def refuse_options_together(on: str | None, topology: str | None, *, exact: bool) -> None:
+def refuse_options_together(
+    on: str | None, topology: str | None, *, exact: bool, shared: dict[str, Any] | None = None
+) -> None:
     from tunix_rt.errors import ConfigError
 
+    if shared and (topology or exact or on == ALL):
+        other = "--topology" if topology else "--exact" if exact else "--on all"
+        raise ConfigError(
+            f"--{next(iter(shared))} and {other} cannot be combined",
+            fix="name one kind of GPU: --on 8xh100, or --on h100-sxm --gpus 8",
+        )
     if topology and on:
         fix = "keep one: --exact --on tpu-v5e-8, or --topology v5e:2x4"
         raise ConfigError(f"--topology {topology} and --on {on} both name a device", fix=fix)
@@ -115,7 +137,15 @@ def plan_one(
         disk, shown = disk_line(found.disk_bytes, found.disk_free_bytes), known.describe() if known else ""
         multimodal = has_other_parts(source, settings)
         text.show_lines(described(shape, multimodal=multimodal))
-        show_outlook(seen, found.run, exact=found.steps_exact, disk=disk, band=shown, measured=found.measured)
+        show_outlook(
+            seen,
+            found.run,
+            exact=found.steps_exact,
+            disk=disk,
+            band=shown,
+            measured=found.measured,
+            cluster=found.cluster,
+        )
         text.show_lines(filter(None, [settings.data.beyond_positions(shape.max_positions)]))
     refuse(seen, listed=not as_json)
 

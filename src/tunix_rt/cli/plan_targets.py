@@ -1,7 +1,8 @@
 """The device that `tunix-rt plan` plans for: the one at hand, one that `--on` names, or one of a facts file; and `--exact`."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
@@ -34,6 +35,26 @@ def resolve_target(name: str | None, settings: "RunConfig", *, flag: str | None 
     refuse_engine(target, settings)
     check_device(target.name, (target.device,), settings, flag=flag)
     return PlanTarget(target=target)
+
+
+def is_node(name: str | None) -> bool:
+    """Whether `--on NAME` is a node of the catalogue."""
+    from tunix_rt.accelerators import nodes
+
+    return name is not None and name.strip().casefold() in {node.id for node in nodes()}
+
+
+def on_several(target: "PlanTarget", settings: "RunConfig", shared: "dict[str, Any]") -> "PlanTarget":
+    """`target` with the `--gpus`, `--nodes` and `--network` in `shared`; refused for what is not sharded over GPUs."""
+    from tunix_rt.plan.cluster import refuse_cluster
+    from tunix_rt.plan.target import bandwidth_named, several
+
+    known = target.target
+    if shared:
+        network = bandwidth_named(shared["network"]) if "network" in shared else None
+        known = several(known, gpus=shared.get("gpus"), nodes_=shared.get("nodes"), network_gbit=network)
+    refuse_cluster(settings, known)
+    return replace(target, target=known)
 
 
 def device_flag(device: str | None, settings: "RunConfig") -> str | None:

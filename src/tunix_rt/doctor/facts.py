@@ -198,9 +198,9 @@ class Facts(_Strict):
     jax: Jax | None = None
     interfaces: tuple[Interface, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that decide visibility and memory (`probe.VARIABLES`); no others are read."""
     log: tuple[str, ...] = ()
     """Lines of the log of a run that a rule knows."""
-    """Variables that decide visibility and memory (`probe.VARIABLES`); no others are read."""
 
 
 def read_facts(path: Path) -> Facts:

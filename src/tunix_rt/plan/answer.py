@@ -11,8 +11,10 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.errors import ConfigError
 from tunix_rt.models.secrets import refuse_addresses
 from tunix_rt.plan.calibration import Band, SeenError, band_of, similar
+from tunix_rt.plan.cluster import Cluster, cluster_of, refuse_cluster
+from tunix_rt.plan.knobs import REPLICAS, with_copied
 from tunix_rt.plan.precision import recipe_of
-from tunix_rt.plan.report import Outlook, look, measured_here, whole_run
+from tunix_rt.plan.report import Outlook, look, measured_here, steps_known, whole_run
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal
 from tunix_rt.plan.speed import StepTime
@@ -36,7 +38,7 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The plan of a run on one device."""
+    """The plan of a run on one device, or on several GPUs."""
 
     model: str
     shape: ModelShape
@@ -50,6 +52,8 @@ class Answer:
     """Recorded runs like this one on this device."""
     measured: bool
     """The rate is that of this CPU, measured now."""
+    cluster: Cluster | None = None
+    """Of several GPUs."""
 
     @property
     def band(self) -> Band | None:
@@ -62,7 +66,8 @@ class Answer:
         value |= {"run": run, "steps_exact": self.steps_exact if run else None}
         value |= {"disk_bytes": self.disk_bytes, "disk_free_bytes": free, "seen_errors": self.band}
         value |= {"active_parameters": self.shape.parameters - self.shape.idle_parameters}
-        return value | {"disk_fits": None if free is None else self.disk_bytes <= free}
+        value |= {"disk_fits": None if free is None else self.disk_bytes <= free}
+        return value | {"cluster": self.cluster}
 
 
 def answer(settings: RunConfig, target: PlanTarget, *, model: str, shape: ModelShape) -> Answer:
@@ -85,6 +90,9 @@ def answer(settings: RunConfig, target: PlanTarget, *, model: str, shape: ModelS
         disk_free_bytes=target.disk_free_bytes,
         similar=tuple(alike),
         measured=measured,
+        cluster=cluster_of(
+            settings, shape, seen.target, seen.plan, seen.time, steps=steps_known(settings, seen.target)
+        ),
     )
 
 
@@ -139,16 +147,19 @@ def catalogue_value(seen: Iterable[Outlook], *, model: str, shape: ModelShape, s
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def refuse_unrunnable(settings: RunConfig) -> None:
-    """Refuse settings that `train` refuses in combination, or as addresses. Dataset, model and engine need not exist yet."""
+def refuse_unrunnable(settings: RunConfig, *, several: bool = False) -> None:
+    """Refuse settings that `train` refuses in combination, or as addresses. Dataset, model and engine need not exist yet.
+    On `several` GPUs, replicas are not refused."""
     refuse_addresses(settings.model_dump())
+    if several:
+        settings = with_copied(settings, {REPLICAS: 1})
     model = settings.model.model_copy(update={"model_name_or_path": settings.model.model_name_or_path or "any"})
     data = settings.data.model_copy(update={"dataset": settings.data.dataset or "any"})
     require_runnable(settings.model_copy(update={"model": model, "data": data}))
 
 
 def refuse_engine(target: Target, settings: RunConfig) -> None:
-    """Refuse an engine that does not train on such a device."""
+    """Refuse an engine that does not train on such a device, or not on several."""
     engine = capabilities_of(settings.training)
     if target.device not in engine.devices:
         able = [name for name, other in CAPABILITIES.items() if target.device in other.devices]
@@ -156,6 +167,7 @@ def refuse_engine(target: Target, settings: RunConfig) -> None:
             f"--on {target.name}: the {engine.title} engine does not train on {target.device.upper()}s",
             fix=f"add --backend {' or '.join(able)}",
         )
+    refuse_cluster(settings, target)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ BFLOAT16_CAPABILITY = (8, 0)
 Settings = dict[str, object]
 ROWS, ACCUMULATION = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 CHECKPOINTING, EVAL_BATCH = "training.gradient_checkpointing", "evaluation.per_device_eval_batch_size"
+REPLICAS, EVALUATION = "training.data_replicas", "evaluation.enabled"
 
 
 def with_copied(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
@@ -50,9 +51,9 @@ def value_of(config: RunConfig, name: str) -> object:
 def can_run(config: RunConfig) -> bool:
     """Whether the engine supports these settings together, for any model and dataset."""
     named = config.model.model_name_or_path and config.data.dataset
-    names: Settings = {"model.model_name_or_path": "any", "data.dataset": "any"}
+    names: Settings = {} if named else {"model.model_name_or_path": "any", "data.dataset": "any"}
     try:
-        require_runnable(config if named else with_copied(config, names))
+        require_runnable(with_copied(config, names | {REPLICAS: 1}))  # which the number of ranks decides
     except ConfigError:
         return False
     return True
@@ -190,6 +191,16 @@ def checkpointing_of(config: RunConfig) -> list[bool | float]:
     if engine.compiles_whole_step:
         return [True]
     return [now, *(fraction for fraction in engine.checkpointing if fraction is not now and fraction != now)]
+
+
+def replicas_of(config: RunConfig, choice: Device, devices: int) -> list[Settings]:
+    """Numbers of data-parallel replicas to try on several ranks, the one in `config` first: one, and one for each node, which
+    keeps gathers within nodes."""
+    links = getattr(choice, "links", None)
+    if devices == 1 or capabilities_of(config.training).compiles_whole_step:
+        return [{}]
+    numbers = {config.training.data_replicas: None, 1: None, links.nodes if links else 1: None}
+    return [{REPLICAS: number} for number in numbers if devices % number == 0 and devices // number > 1]
 
 
 def eval_batch_sizes(config: RunConfig) -> list[int | None]:

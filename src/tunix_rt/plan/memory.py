@@ -6,7 +6,7 @@ prediction is the rise of resident memory over the moment before the load, so it
 blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and the next phase can seldom reuse what one has freed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,9 +14,9 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
+from tunix_rt.plan.fsdp import NCCL_BYTES, SHARDED, Rank, rank_phases, streams_margin
 from tunix_rt.plan.generation import EVALUATION_SLACK, generation_parts, widest
-from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases, times
-from tunix_rt.plan.sharding import SHARDED, Rank, rank_phases
+from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
@@ -33,11 +33,6 @@ PUBLISHED_BYTES = 2
 """Bytes of an element in a checkpoint file of pretrained weights."""
 CUDA_CONTEXT_BYTES = 512 * MIB
 """Allowance for the CUDA context, which the allocator does not count. Not measured."""
-NCCL_BYTES = 2**30
-"""Allowance for the buffers of NCCL's communicators, beside the context. Not measured."""
-STREAMS_BYTES = 2 * 2**30
-"""Margin of a sharded run: memory of one stream is not reused by another at once. On an H200, the allocator had reserved 1.4
-to 3.5 GiB more than it had given out, most of which it releases if memory is short. A choice."""
 PROOF_SPARE_BYTES = 2**30
 """A fresh process that loads the final model needs this beside the weights: libraries, a CUDA context, short prompts."""
 LEFT_OUT = ("proof",)
@@ -74,7 +69,7 @@ class MemoryPlan:
     eval_rows: int
     """Batch size of the held-out loss."""
     devices: int = 1
-    """Over which the run is sharded. Bytes are those of one device; on a CPU, of all together."""
+    """Over which the run is sharded. Bytes are those of one device; with the JAX engine on a CPU, of all together."""
     layers: str = "plain"
     """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
@@ -97,6 +92,12 @@ class MemoryPlan:
         return self.peak_phase == "step"
 
     @property
+    def sharing(self) -> int:
+        """How many such plans the memory of the device has to hold: the ranks of a CPU share it."""
+        sharded = any(name in SHARDED for phase in self.phases for name in phase.parts)
+        return self.devices if sharded and self.device == "cpu" else 1
+
+    @property
     def judged(self) -> tuple[Phase, ...]:
         """The phases that must fit."""
         return tuple(phase for phase in self.phases if phase.name not in LEFT_OUT)
@@ -117,9 +118,10 @@ def predict(
     capability: tuple[int, int] | None = None,
     layers: str | None = None,
     devices: int = 1,
+    rows: int | None = None,
 ) -> MemoryPlan:
-    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or over `devices` of them, sharded by
-    FSDP: then on the fullest of them, or on a CPU for all together.
+    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or sharded by FSDP over `devices` of
+    them on the fullest. `rows` counts a micro-batch on all of them, by default `per_device_train_batch_size` on each.
 
     Before the data is read, rows are assumed to be as long as `data.max_length` and every token a target, the worst case. Pass
     the longest row as `row_tokens` and the fraction of targets once they are known. Held-out rows and questions are single
@@ -131,12 +133,13 @@ def predict(
     modern = capability is None or capability >= (8, 0)
     run = footprint.footprint_of(shape, training, device, modern=modern)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
+    all_rows = rows or training.per_device_train_batch_size * devices
     layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
     if devices > 1:
         run = Rank.of(run, devices, training.data_replicas)
         layers = "compiled" if layers == "recorded" else layers  # a graph cannot contain FSDP's hooks
     step = Batch(
-        rows=training.per_device_train_batch_size,
+        rows=-(-all_rows // devices),
         length=length if layers == "plain" else compiled_length(length),
         packed=config.data.packing,
         device=device,
@@ -151,14 +154,12 @@ def predict(
     room = max(map(_without_spare_bytes, phases))
     eval_rows, generation_rows, evaluating = _evaluation(run, single, config, during, room)
     phases += evaluating
-    if device == "cpu" and devices > 1:
-        phases = [times(phase, devices) for phase in phases]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
         dtype=training.dtype,
         parameters=shape.parameters,
-        rows=step.rows * devices,
+        rows=all_rows,
         row_tokens=length,
         target_share=target_share,
         phases=(*phases, _proof(run)),
@@ -172,7 +173,7 @@ def predict(
         layers=layers,
         pool_bytes=pool,
         traced=shape.trace is not None,
-        streams_bytes=0 if device == "cpu" else _between_streams(phases),
+        streams_bytes=0 if device == "cpu" else streams_margin(phases),
     )
 
 
@@ -213,11 +214,6 @@ def _evaluation(
 def longest_row(shape: ModelShape, config: RunConfig, tokens: int) -> int:
     """`tokens`, limited by the positions of the model if a row is one example."""
     return tokens if config.data.packing else min(tokens, shape.max_positions)
-
-
-def _between_streams(phases: Iterable[Phase]) -> int:
-    """At most what a phase gathers and reduces."""
-    return min(STREAMS_BYTES, max(sum(phase.parts.get(name, 0) for name in SHARDED) for phase in phases))
 
 
 def _without_spare(phase: Phase) -> Phase:

@@ -18,7 +18,7 @@ from tunix_rt.plan.phases import Phase
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import OFFERED, Proposal, faster, last_resorts, offered, solve, words_of
 from tunix_rt.plan.speed import Rates, StepTime, rates_for, time_of_plan
-from tunix_rt.plan.target import Target
+from tunix_rt.plan.target import Target, devices_of
 from tunix_rt.plan.timing import RunTime, estimate_time, run_time, steps_of_run
 
 # --- one device -------------------------------------------------------------------------------------------------------
@@ -100,8 +100,9 @@ def _of_fewer_settings(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
 
 
 def _predicted(shape: ModelShape, config: RunConfig, target: Target) -> tuple[MemoryPlan, StepTime]:
-    devices = target.count if capabilities_of(config.training).multi_device else 1
-    plan = predict_as_run(shape, config, target, devices=devices, steps=steps_known(config, target))
+    plan = predict_as_run(
+        shape, config, target, devices=devices_of(config.training, target), steps=steps_known(config, target)
+    )
     return plan, time_of_plan(plan, shape, config, rates_for(target), target)
 
 
@@ -160,8 +161,7 @@ def _rows_in_manifest(key: str) -> int | None:
 def steps_known(config: RunConfig, target: Target) -> int | None:
     """Steps of the run, an upper bound if rows are packed; None if neither the configuration nor a manifest has them."""
     training = config.training
-    devices = target.count if capabilities_of(training).multi_device else 1
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * devices
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * devices_of(training, target)
     return steps_of_run(config, rows=most_rows(config), rows_per_step=rows)
 
 

@@ -7,7 +7,7 @@ batches, shorter rows and LoRA are another training: they are last resorts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from math import ceil, log
@@ -128,6 +128,16 @@ class _Problem:
     written: RunConfig | None = None
     """The configuration that proposals change, if it is not `config`."""
 
+    @property
+    def sharded(self) -> list[knobs.Settings]:
+        """Ways to share a run on several ranks, the one as written first."""
+        return knobs.replicas_of(self.config, self.choice, self.plan.devices)
+
+    @property
+    def least_state(self) -> knobs.Settings:
+        """The one that needs the least memory."""
+        return {knobs.REPLICAS: 1} if self.sharded[0] else {}
+
     def rows_of(self, config: RunConfig) -> int:
         """Of a micro-batch on all devices. A run that began on another number of devices keeps its rows."""
         before, now = (one.training.per_device_train_batch_size for one in (self.config, config))
@@ -181,7 +191,8 @@ def _has_room(problem: _Problem, rungs: knobs.Settings) -> bool:
     """Whether the engine supports it, and weights and optimizer states fit: they do not depend on micro-batches and
     checkpointing."""
     rows, often = knobs.splits(knobs.rows_of_step(problem.config))[0]
-    changed = knobs.runnable(problem.config, rungs | {knobs.ROWS: rows, knobs.ACCUMULATION: often})
+    least = rungs | problem.least_state
+    changed = knobs.runnable(problem.config, least | {knobs.ROWS: rows, knobs.ACCUMULATION: often})
     if changed is None:
         return False
     plan = problem.plan_of(changed)
@@ -190,13 +201,13 @@ def _has_room(problem: _Problem, rungs: knobs.Settings) -> bool:
 
 
 def _fitting(problem: _Problem, rungs: knobs.Settings) -> Iterator[Proposal]:
-    """For one way to change the result and each checkpointing fraction: the fastest split that fits, and the split as written
-    if it fits too."""
+    """For one way to change the result, each number of replicas and each checkpointing fraction: the fastest split that fits,
+    and the split as written if it fits too."""
     now = problem.config.training
     every = knobs.splits(knobs.rows_of_step(problem.config))
-    for fraction in knobs.checkpointing_of(problem.config):
+    for shared, fraction in product(problem.sharded, knobs.checkpointing_of(problem.config)):
         found: list[Proposal] = []
-        settings: knobs.Settings = rungs | {knobs.CHECKPOINTING: fraction}
+        settings: knobs.Settings = rungs | shared | {knobs.CHECKPOINTING: fraction}
         alone, several = [one for one in every if one[1] == 1], [one for one in every if one[1] > 1]
         for split in alone:
             found.extend(_at(problem, settings, split))
@@ -264,7 +275,25 @@ def last_resorts(
         found = _first_that_fits(problem, [(1, length) for length in shorter])
     lines = [words_of(one, "fits, but is another training") for one in found]
     adapters = [f"or, only then, {words_of(one)}" for one in _lora(problem)]
-    return [*lines, _smaller_model(problem), *adapters]
+    return [*_without_generation(problem), *lines, _smaller_model(problem), *adapters]
+
+
+def _without_generation(problem: _Problem) -> list[str]:
+    """On several ranks, a run that does not generate: each of them needs the whole model to."""
+    if not problem.sharded[0] or not problem.config.evaluation.enabled:
+        return []
+    config, written = knobs.with_copied(problem.config, {knobs.EVALUATION: False}), problem.written or problem.config
+    without = replace(problem, config=config, written=written)
+    plan = without.plan_of(config)
+    found = [without.proposal({}, plan, config)] if verdict(plan, problem.choice).fits else []
+    found = found or solve(
+        plan, problem.choice, problem.shape, config, problem.rates, steps=problem.steps, written=written
+    )
+    return [
+        f"--set {knobs.EVALUATION}=false {one.line}".strip()
+        + f"  ({one.plan.least_bytes / GIB:.2f} GiB: to generate, every GPU gathers the whole model; evaluate the final model)"
+        for one in found[:1]
+    ]
 
 
 def _shorter(config: RunConfig, longest: int) -> Iterator[int]:
@@ -285,9 +314,9 @@ def _first_that_fits(problem: _Problem, sizes: list[tuple[int, int | None]]) -> 
 def _smallest(problem: _Problem, rows: int, length: int | None) -> Iterator[Proposal]:
     """What fits with the least memory for a step of `rows` rows: all of them or one at a time, full checkpointing, an
     evaluation batch of one."""
-    least: knobs.Settings = {knobs.CHECKPOINTING: True} | (
-        {knobs.EVAL_BATCH: 1} if problem.config.evaluation.per_device_eval_batch_size else {}
-    )
+    least: knobs.Settings = {knobs.CHECKPOINTING: True} | problem.least_state
+    if problem.config.evaluation.per_device_eval_batch_size:
+        least[knobs.EVAL_BATCH] = 1
     if length is not None:
         least["data.max_length"] = length
     every = knobs.splits(rows)
@@ -317,8 +346,10 @@ def _smaller_model(problem: _Problem) -> str:
 
 def _least_plans(problem: _Problem) -> Iterator[tuple[MemoryPlan, RunConfig]]:
     """Predictions for one short row at a time and each way to change the result."""
-    least: knobs.Settings = {knobs.CHECKPOINTING: True, knobs.ROWS: 1, knobs.ACCUMULATION: 1}
+    least = {knobs.CHECKPOINTING: True, knobs.ROWS: 1, knobs.ACCUMULATION: 1} | problem.least_state
     least["data.max_length"] = min(problem.config.data.max_length, SHORTEST_ADVISED_ROW)
+    if problem.sharded[0]:
+        least[knobs.EVALUATION] = False
     if problem.config.evaluation.per_device_eval_batch_size:
         least[knobs.EVAL_BATCH] = 1
     for rungs in knobs.rungs_of(problem.config, problem.choice):

@@ -8,9 +8,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tunix_rt.accelerators import Accelerator, accelerators, find_accelerator
+from tunix_rt.accelerators import Accelerator, accelerators, find_accelerator, nodes
+from tunix_rt.config.capabilities import capabilities_of
+from tunix_rt.config.settings import Training
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.fit import Device
+from tunix_rt.plan.network import Links, links_of
+from tunix_rt.ranks import world
 
 GIB = 2**30
 SEEN_SHARE = 0.97
@@ -70,16 +74,53 @@ class Target:
     """Published rate of dense 16-bit matmuls: bfloat16, or float16 for a GPU without bfloat16."""
     fp32_tflops: float | None = None
     bandwidth_gb_s: float | None = None
+    links: Links | None = None
+    """Of several GPUs, on each of which torchrun starts a rank of the PyTorch engine."""
+
+
+def devices_of(training: Training, target: Chosen) -> int:
+    """Over how many devices the engine of `training` shards a run: those that `target` links, or the ranks of this launch; or
+    every visible one."""
+    if isinstance(target, Target) and target.links is not None:
+        return target.links.ranks
+    engine = capabilities_of(training)
+    return world().size if engine.ranks else target.count if engine.multi_device else 1
+
+
+def several(target: Target, *, gpus: int | None, nodes_: int | None, network_gbit: float | None) -> Target:
+    """`nodes_` nodes with `gpus` GPUs like `target`, by default as many as a node that `target` already is."""
+    of_node = target.links.gpus if target.links else 1
+    links = links_of(target.id, gpus=gpus or of_node, nodes_=nodes_ or 1, network_gbit=network_gbit)
+    if links.nodes > 1 and links.network_gbit is None:
+        raise ConfigError(
+            f"--nodes {links.nodes}: the catalogue has no bandwidth between nodes of {links.gpus} x {target.name}",
+            fix="add the bandwidth of a node, all its adapters together, as --network 100gbit",
+        )
+    return replace(target, links=links if links.ranks > 1 else None)
+
+
+def bandwidth_named(text: str) -> float:
+    """Gbit/s of `--network`, as `400gbit`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(g|m|t)(?:bit|bps|b)?(?:/s)?", text.strip().casefold())
+    gbit = float(found[1]) * {"m": 1e-3, "g": 1, "t": 1e3}[found[2]] if found else 0
+    if gbit <= 0:
+        raise ConfigError(
+            f"--network {text}: not a bandwidth", fix="name the bandwidth of a node, as --network 400gbit"
+        )
+    return gbit
 
 
 def target_named(name: str) -> Target:
-    """The device that `--on` names: by its id or its name in the catalogue, as a slice of TPUs (`tpu-v5e-8`), or by the
-    memory of a GPU (`8gb`). An unknown name is a ConfigError with the nearest."""
+    """The device that `--on` names: by its id or its name in the catalogue, as a node of GPUs (`8xh100`), as a slice of TPUs
+    (`tpu-v5e-8`), or by the memory of a GPU (`8gb`). An unknown name is a ConfigError with the nearest."""
     known = PLACES.get(name.casefold(), name)
     if size := _SIZE.fullmatch(known.strip()):
         return _of_size(size[1])
     if slice_ := _slice(known):
         return slice_
+    if node := next((one for one in nodes() if _key(one.id) == _key(known)), None):
+        one = target_named(node.accelerator)
+        return replace(one, name=node.id, links=links_of(one.id, gpus=node.gpus))
     found = {device.id: device for device in accelerators() if _key(known) in _keys(device)}
     if len(found) > 1:
         raise ConfigError(f"--on {name}: several devices have this name", fix=f"name one of: {', '.join(found)}")
@@ -204,7 +245,7 @@ def _keys(device: Accelerator) -> set[str]:
 
 def _nearest(name: str) -> str:
     """Ids that contain what was typed, or are spelled similarly."""
-    ids = {_key(target.name): target.name for target in all_targets()}
+    ids = {_key(name): name for name in (*(one.name for one in all_targets()), *(one.id for one in nodes()))}
     typed = _key(name)
     close = [ids[key] for key in ids if typed and typed in key][:6]
     close = close or [ids[key] for key in difflib.get_close_matches(typed, ids, n=3, cutoff=0.5)]

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunix_rt import loopback
 from tunix_rt.engines.decoding import Decoding
-from tunix_rt.errors import InputError
+from tunix_rt.errors import InputError, PromptTooLong
 from tunix_rt.evaluate.generate import decoding_of
-from tunix_rt.inference import LoadedModel, PromptTooLong
+from tunix_rt.inference import LoadedModel
 from tunix_rt.serve.batcher import Batcher, Generation
 from tunix_rt.serve.reply import Reply
 from tunix_rt.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request

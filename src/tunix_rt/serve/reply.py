@@ -17,8 +17,8 @@ class Reply:
     def __init__(self, asked: GenerationRequest) -> None:
         self._asked, self._is_chat = asked, isinstance(asked, ChatRequest)
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Piece | ApiError]()
-        id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._head = {"id": id, "created": int(time.time()), "model": asked.model}
+        kind = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
         self.choices = self.prompt_tokens = self._new_tokens = 0
 
     def send(self, event: Piece | ApiError) -> None:

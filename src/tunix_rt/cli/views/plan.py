@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tunix_rt.cli.views import text
+from tunix_rt.cli.views.cluster import cluster_lines
 from tunix_rt.plan.answer import rate_range, rounded
 from tunix_rt.progress import duration
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tunix_rt.engines.jax.aot import Verdict
+    from tunix_rt.plan.cluster import Cluster
     from tunix_rt.plan.fit import Fit
     from tunix_rt.plan.memory import MemoryPlan
     from tunix_rt.plan.phases import Phase
@@ -31,19 +33,21 @@ HOST_BOUND = "bound by launching kernels, not by the GPU: a larger batch gives m
 
 
 def show_outlook(
-    seen: "Outlook", run: "RunTime | None", *, exact: bool, disk: str, band: str = "", measured: bool = False
-) -> None:
-    """Everything about one device. The steps of `run` are `exact`, or an upper bound."""
+    seen: "Outlook", run: "RunTime | None", *, exact: bool, disk: str, band: str = "", measured: bool = False,
+    cluster: "Cluster | None" = None,
+) -> None:  # fmt: skip
+    """Everything about one device, or a `cluster` of GPUs. The steps of `run` are `exact`, or an upper bound."""
     text.show_lines(_verdict_lines(seen))
     peak = _judged_peak(seen)
     text.show_lines(["", f"memory at the peak ({peak.name}), in GiB; {text.gib(seen.fit.available_bytes)} free"])
-    text.show(bars(peak, seen.fit, context_bytes=seen.plan.context_bytes))
+    text.show(bars(peak, seen.fit, context_bytes=seen.plan.context_bytes, devices=seen.plan.devices))
     show_phases(seen)
     reload = [_reload_line(phase, seen.plan.device) for phase in seen.plan.phases if phase.name == "proof"]
     bound = CPU_RATE if measured else f"      {HOST_BOUND}" if seen.time.waits_for_host else ""
     times = [*time_lines(seen.time, run, exact=exact), bound]
     errors = f"on this device: {band}" if band else ""
-    text.show_lines(line for line in (*reload, *times, disk, seen.doubt, errors) if line)
+    several = cluster_lines(cluster) if cluster else ()
+    text.show_lines(line for line in (*reload, *times, *several, disk, seen.doubt, errors) if line)
     text.show_lines(_change_lines(seen))
 
 
@@ -68,7 +72,8 @@ def _verdict_lines(seen: "Outlook") -> Iterator[str]:
 def _work_line(seen: "Outlook") -> str:
     plan = seen.plan
     rows = f"{plan.rows:,} {'row' if plan.rows == 1 else 'rows'} of {plan.row_tokens:,} tokens"
-    return f"{plan.parameters:,} parameters, {plan.dtype}, {rows}"
+    several = f" on {plan.devices:,} GPUs" if plan.devices > 1 and plan.device == "cuda" else ""
+    return f"{plan.parameters:,} parameters, {plan.dtype}, {rows}{several}"
 
 
 def gives_up(seen: "Outlook") -> bool:
@@ -90,7 +95,7 @@ def spare_parts(plan: "MemoryPlan") -> list[str]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def bars(phase: "Phase", fit: "Fit", *, context_bytes: int) -> "Table":
+def bars(phase: "Phase", fit: "Fit", *, context_bytes: int, devices: int = 1) -> "Table":
     """The parts of a phase, each drawn from where the one before it ends, on the scale of the free memory. What exceeds the
     free memory is red. Terminals that are not UTF-8 show the figures alone."""
     from rich.bar import Bar
@@ -99,7 +104,8 @@ def bars(phase: "Phase", fit: "Fit", *, context_bytes: int) -> "Table":
     shown = {name: size for name, size in phase.parts.items() if size >= SMALLEST_SHARE * phase.total_bytes}
     parts = {_word(name): size for name, size in shown.items()}
     other = phase.total_bytes - sum(shown.values())
-    parts |= {"other": other, "CUDA context": context_bytes, "margin": fit.safety_bytes}
+    context = "CUDA, NCCL" if devices > 1 else "CUDA context"
+    parts |= {"other": other, context: context_bytes, "margin": fit.safety_bytes}
     available, total = fit.available_bytes, sum(parts.values())
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(width=16)

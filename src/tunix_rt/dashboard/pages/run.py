@@ -18,6 +18,7 @@ from tunix_rt.errors import EvidenceError
 from tunix_rt.evaluate.report import table
 from tunix_rt.models.secrets import redacted
 from tunix_rt.plan.calibration import describe_error
+from tunix_rt.plan.memory import LEFT_OUT
 from tunix_rt.runs.curves import FILE as METRICS
 from tunix_rt.runs.curves import TOTALS, Column, Curves, CurveStore, bucketed
 from tunix_rt.runs.folder import checkpoint_name
@@ -90,7 +91,7 @@ def view_curves(query: Query, sources: Sequence[Source], columns: Sequence[str])
         more = "The whole file is being read; look again." if reading else "The whole file is not read."
         notes.append(f"These curves are a sample, some hundred steps spread evenly over the run. {more}")
     along = {one: one for one in AXES}
-    offered = (("x-axis", "x", x, along), ("Axis", "log", log, SCALES), ("Smoothing", "smooth", smooth, SMOOTHINGS))
+    offered = (("x-axis", "x", x, along), ("y-axis", "log", log, SCALES), ("Smoothing", "smooth", smooth, SMOOTHINGS))
     controls = [(label, name, chosen, list(choices.items())) for label, name, chosen, choices in offered]
     (column, x_unit), drawn = AXES[x], [one for one in sources if one.curves.steps]
     if not drawn:
@@ -331,7 +332,7 @@ def _memory(record: RunRecord) -> tuple[list[Phase], list[Bar]]:
     """Phases with their prediction and what was measured, the largest first; before that is known, those of the plan."""
     memory, plan = record.memory, record.plan
     if memory is None:
-        planned = plan.memory.phases if plan else ()
+        planned = [one for one in plan.memory.phases if one.name not in LEFT_OUT] if plan else []
         bars = [Bar(name=one.name, parts=worded(one.parts)) for one in planned]
         return [(one.name, one.total_bytes, None, formats.MISSING) for one in planned], bars
     parts = {one.total_bytes: worded(one.parts) for one in memory.predicted_parts.phases}

@@ -6,7 +6,7 @@ that is prefetched; the gradients of the layer in work; and the input of a reduc
 the largest shards, and every rank allocates as much: shards are cut along the first dimension and padded to equal size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
@@ -30,6 +30,11 @@ from tunix_rt.plan.tensors import elements, layer_tensors
 
 REDUCED_WIDTH = 4
 """Bytes of an element of a sum over ranks: float32 also for 16-bit gradients."""
+NCCL_BYTES = 2**30
+"""Allowance for the buffers of NCCL's communicators, beside the context. Not measured."""
+STREAMS_BYTES = 2 * 2**30
+"""Margin of a sharded run: memory of one stream is not reused by another at once. On an H200, the allocator had reserved 1.4
+to 3.5 GiB more than it had given out, most of which it releases if memory is short. A choice."""
 SHARDED = ("gathered", "unreduced", "reducing")
 """Parts that only a sharded run has."""
 
@@ -100,7 +105,8 @@ class Rank(Footprint):
         outside = [*run.tensors.embeddings, *run.tensors.others]
         factors = [shard_of(one, shards) for one in run.adapters]
         groups = _layer_groups(run, shards)
-        group = _group(run, shards, outside, []) if run.adapters else _group(run, shards, [], outside)
+        beside = run.adapters[len(run.adapters) // len(groups) * len(groups) :]
+        group = _group(run, shards, outside, beside) if run.adapters else _group(run, shards, [], outside)
         every = [group, *groups]
         known = {one.name: getattr(run, one.name) for one in fields(run)}
         return cls(
@@ -136,9 +142,14 @@ def _layer_groups(run: Footprint, shards: int) -> tuple[Group, ...]:
     if not run.adapters:
         known = {id(layer): _group(run, shards, [], layer) for layer in layers}
         return tuple(known[id(layer)] for layer in layers)
-    each = max(1, len(run.adapters) // len(layers))
-    factors = (run.adapters[place : place + each] for place in range(0, each * len(layers), each))
+    each = len(run.adapters) // len(layers)
+    factors = (run.adapters[at * each : (at + 1) * each] for at in range(len(layers)))
     return tuple(_group(run, shards, layer, own) for layer, own in zip(layers, factors, strict=True))
+
+
+def streams_margin(phases: Iterable[Phase]) -> int:
+    """`STREAMS_BYTES`, or what a phase gathers and reduces if that is less."""
+    return min(STREAMS_BYTES, max(sum(phase.parts.get(name, 0) for name in SHARDED) for phase in phases))
 
 
 # --- the phases of a step ---------------------------------------------------------------------------------------------
@@ -183,7 +194,8 @@ def rank_phases(run: Rank, batch: Batch, targets: int, accumulating: bool, state
         "reduce",
         **state,
         gradients=before or finished,
-        unreduced=max(outside.gradients, _reduced(run, outside)),
+        # Until its sum is rounded, FSDP has a reference to the gradient of the last parameter: of a lm_head of its own.
+        unreduced=max(outside.gradients, _reduced(run, outside) + run.head_gradient * (not run.shape.tied_head)),
         reducing=outside.reducing + _retained(run)[0],
     )
     update = phase_of("update", **state, gradients=after, in_flight=run.update_of([(run.largest,)]))

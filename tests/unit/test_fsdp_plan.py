@@ -9,7 +9,7 @@ from benchmarks.memory_of_ranks import case_of, drawn, plan_of, predicted_bytes
 from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
 from tunix_rt.config.settings import RunConfig
-from tunix_rt.plan import sharding
+from tunix_rt.plan import fsdp
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.phases import Phase
 
@@ -34,7 +34,7 @@ def phase(found, name) -> Phase:
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: f"{case['preset']} {case['world']} {case['peak_gib']}")
 def test_a_rank_needs_what_an_h200_gave_out(monkeypatch, case):
-    monkeypatch.setattr(sharding, "REDUCED_WIDTH", case["reduce_bytes"])
+    monkeypatch.setattr(fsdp, "REDUCED_WIDTH", case["reduce_bytes"])
     settings = {name: case[name] for name in ("gradient_checkpointing", "compile")}
     found = plan(case["preset"], case["world"], case["tokens"], **settings)
     assert found.peak_bytes / GIB == pytest.approx(case["peak_gib"], rel=BAND)
