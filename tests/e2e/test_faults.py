@@ -371,7 +371,9 @@ def test_a_checkpoint_that_the_disk_does_not_give_is_an_error_of_the_disk(once, 
     checkpoint = once[1].checkpoints / "step-000005"
     weights = load_file(checkpoint / torch_save.MODEL)
     with pytest.raises(StorageError, match=f"{checkpoint / torch_save.MODEL} cannot be read: ") as caught:
-        torch_save._fill(checkpoint, torch_save.MODEL, weights, {n: Part.whole(tuple(t.shape)) for n, t in weights.items()})
+        torch_save._fill(
+            checkpoint, torch_save.MODEL, weights, {n: Part.whole(tuple(t.shape)) for n, t in weights.items()}
+        )
     assert "corrupt" not in str(caught.value)
 
 
