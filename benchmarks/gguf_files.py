@@ -1,11 +1,13 @@
 """GGUF files that tunix-rt writes: reloaded by transformers and by llama.cpp, and their perplexity on GSM8K.
 
-    python -m benchmarks.gguf_files --data GSM8K.jsonl [--llama-cpp PYTHON] [--only NAME ...] [--documents 8]
+    python -m benchmarks.gguf_files --data GSM8K.jsonl [--llama-cpp PYTHON] [--only NAME ...] [--kinds KIND ...]
+        [--documents 8] [--quick]
 
 Each model is written as q8_0, q4_k_m and f16, and checked as `tunix-rt export --gguf` does. PYTHON is the interpreter of an
 environment with `cyllama`, which contains llama.cpp: `pip install cyllama==0.2.18 numpy`. It loads every file, and writes q8_0
 and q4_k_m itself from our f32 file, whose types and errors are compared with ours. Small models with drawn weights stand for
-the families. Results append to benchmarks/results/gguf_files.jsonl, one line a model; one that is there is not measured again.
+the families. Results append to benchmarks/results/gguf_files.jsonl, one line for a model, or with --kinds for some files of
+it; a model that is there is not measured again. --quick leaves out llama.cpp's own quantizer.
 """
 
 import argparse
@@ -33,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/gguf_files.jsonl"
 SLOW = 2
 """Documents that llama.cpp reads: its binding gives the logits of one token at a time."""
-KINDS = ("f16", "q8_0", "q4_k_m")
+KINDS = ["f16", "q8_0", "q4_k_m"]
 MORE_TEXTS = ("THEY'RE 1234567 times 12x34, aren't they?", "one  two   three\n\n\n four\t\tfive <b>x</b> ½ ٣")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "smollm3": {"no_rope_layers": [1, 1]}, "gpt2": {}, "mistral": {"sliding_window": None},
@@ -97,14 +99,13 @@ def relative_errors(ours: Path, theirs: Path, exact: Path) -> dict[str, Any]:
     return {"types_that_differ": differing, "relative_errors": errors}
 
 
-def measured(
-    name: str, folder: Path, tokenizer: Tokenizer, data: Path, count: int, python: Path | None
-) -> dict[str, Any]:
+def measured(name: str, folder: Path, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, Any]:
+    python: Path | None = options.llama_cpp
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     prompts = [[*tokenizer.prefix, *tokenizer.encode(question)] for question in QUESTIONS]
     texts = {text: tokenizer.encode(text) for text in (*TEXTS, *MORE_TEXTS)}
-    documents = documents_of(data, tokenizer, count)
+    documents = documents_of(options.data, tokenizer, options.documents)
     positions = model.config.max_position_embeddings
     documents = [ids[:positions] for ids in documents]
     original = perplexity(losses_of(model, documents), documents)
@@ -123,8 +124,8 @@ def measured(
             made = {"kind": kind, "name": name, "ends": [tokenizer.eos_id], "template": tokenizer.chat_template}
             return file, write_gguf(file, model, tokenizer, **made)
 
-        exact = write("f32")[0] if python else None
-        for kind in KINDS:
+        exact = write("f32")[0] if python and not options.quick else None
+        for kind in options.kinds:
             model.load_state_dict(weights)
             file, planned = write(kind)
             checked = check_file(file, model, planned, prompts=prompts, texts=texts)
@@ -146,7 +147,7 @@ def measured(
                     "texts_equal": sum(ids == own for ids, own in zip(answer["ids"], texts.values(), strict=True)),
                     "texts": len(texts), "description": answer["description"],
                 }  # fmt: skip
-                if kind != "f16":
+                if kind != "f16" and exact is not None:
                     theirs = scratch / "theirs.gguf"
                     number = int(FILES[kind][0])
                     llama_cpp(python, {"file": str(exact), "quantize": str(theirs), "number": number}, scratch)
@@ -195,19 +196,25 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--kinds", nargs="*", choices=list(FILES), default=KINDS)
+    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     done = {json.loads(line)["name"] for line in RESULTS.read_text().splitlines()} if RESULTS.is_file() else set()
     names = ["demo", *(f"family {one}" for one in FAMILIES), "SmolLM2-135M-Instruct", "Gemma-3-270M"]
-    for name in [one for one in names if one not in done and (not options.only or one in options.only)]:
+    for name in [
+        one
+        for one in names
+        if (one not in done or options.kinds != KINDS) and (not options.only or one in options.only)
+    ]:
         if name.startswith("family "):
             if options.llama_cpp is None:
                 continue
             with tempfile.TemporaryDirectory() as place:
                 line = family(name.removeprefix("family "), options.llama_cpp, Path(place))
         else:
-            line = measured(name, *folders(name), options.data, options.documents, options.llama_cpp)
+            line = measured(name, *folders(name), options)
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line)[:300], flush=True)

@@ -93,7 +93,6 @@ def test_the_printed_address_is_exchanged_for_a_cookie_and_without_it_nothing_is
 # --- attacks ----------------------------------------------------------------------------------------------------------
 
 SECRET = "the-secret-of-another-folder"
-SEVERAL = (1, 1, 1, 300)
 
 
 def picked(rng: random.Random, kind: str, count: int = 1) -> str:
@@ -110,7 +109,7 @@ def hostile(rng: random.Random, one: str) -> str:
     if kind == 1:
         return f"/runs/{one}/{picked(rng, 'pieces', 2)}/secret.txt"
     pair = f"{picked(rng, 'names')}={urllib.parse.quote(picked(rng, 'values'))}"
-    return f"{picked(rng, 'paths').replace('ID', one)}?{'&'.join([pair] * rng.choice(SEVERAL))}"[:60_000]
+    return f"{picked(rng, 'paths').replace('ID', one)}?{'&'.join([pair] * rng.choice((1, 1, 1, 300)))}"[:60_000]
 
 
 def hostile_request(rng: random.Random, one: str) -> tuple[bytes, bool]:

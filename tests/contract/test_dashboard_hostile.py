@@ -11,17 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.tables import tables
 
 MOST_MIB, MOST_SECONDS = 300, 20
 HTML = "<img src=x onerror=alert(1)><script>alert(1)</script>{{7*7}}\u202e\x1b[31m"
-LINES = (
-    "metrics.jsonl", "rows.jsonl", "eval/heldout.jsonl", "eval/predictions-before.jsonl", "eval/predictions-after.jsonl",
-)  # fmt: skip
-OBJECTS = (
-    "result.json", "precommit.json", "memory.json", "plan.json", "doctor.json", "eval/before.json", "eval_summary.json",
-)  # fmt: skip
-TEXTS = ("training_log.txt", "config.yaml", "SHA256SUMS")
-MODEL = ("final_model/config.json", "final_model/tokenizer_config.json", "final_model/tokenizer.json")
+LINES, OBJECTS, TEXTS, MODEL = (tables(__file__)[kind] for kind in ("lines", "objects", "texts", "model"))
+"""Files of a run folder, by what they contain."""
 
 
 def html(path: Path) -> None:

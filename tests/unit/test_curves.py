@@ -23,11 +23,9 @@ from tunix_rt.runs.schemas import StepLine
 
 
 def line(step, **changed):
-    values = {
-        "step": step, "loss": 1 / step, "loss_hex": "0x1.0000000000000p+0", "lr": 2e-5, "grad_norm": 1.5, "target_tokens": 8,
-        "tokens": 16, "seconds": 0.5, "peak_bytes": 2**30, "batch": "b" * 64, "prev": "c" * 64,
-    }  # fmt: skip
-    return json.dumps({**values, **changed}).encode() + b"\n"
+    numbers = {"lr": 2e-5, "grad_norm": 1.5, "target_tokens": 8, "tokens": 16, "seconds": 0.5, "peak_bytes": 2**30}
+    texts = {"loss_hex": "0x1.0000000000000p+0", "batch": "b" * 64, "prev": "c" * 64}
+    return json.dumps({"step": step, "loss": 1 / step, **numbers, **texts, **changed}).encode() + b"\n"
 
 
 def write(root, *lines):

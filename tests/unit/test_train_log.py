@@ -15,7 +15,8 @@ from tunix_rt.config.load import build_config
 from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.sources import Dataset
-from tunix_rt.engines.base import PhasePeak, Step
+from tunix_rt.engines.base import Step
+from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import ConfigError, Preempted, StorageError, TunixError
 from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.journal import RunJournal
