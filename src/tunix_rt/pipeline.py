@@ -64,7 +64,10 @@ def run_pipeline(
     refuse_secrets(config.model_dump())
     options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt, on_step=on_step)
     refuse_stopped(RunDir(output), world())
-    with ranks_of(config) as ranks, open_run(config, RunDir(output), stop_after) as (began, journal, stop):
+    with (
+        ranks_of(config, profile=profile) as ranks,
+        open_run(config, RunDir(output), stop_after) as (began, journal, stop),
+    ):
         journal.verify, ranks.stop = verify, stop
         return run_stages(began, journal, stop, options, ranks)
 

@@ -38,11 +38,8 @@ def client(site):
 
 def addresses(site) -> list[str]:
     ids = [one.id for one in site.index.runs()]
-    found = []
-    for pattern in PAGES:
-        found += [pattern.replace("{run_id}", one) for one in (ids if "{" in pattern else ids[:1])]
-    compare = f"/compare?run={ids[0]}&run={ids[1]}"
-    return [one for one in found if one not in ("/try", "/compare")] + [compare]
+    found = dict.fromkeys(pattern.replace("{run_id}", one) for pattern in PAGES for one in ids)
+    return [*(one for one in found if one not in ("/try", "/compare")), f"/compare?run={ids[0]}&run={ids[1]}"]
 
 
 def test_every_page_of_real_runs_is_answered_with_every_header_and_no_inline_script_or_style(site, client):

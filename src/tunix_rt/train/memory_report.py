@@ -142,7 +142,9 @@ def report_memory(context: "RunContext") -> None:
         plan.peak_bytes / GIB, measured / GIB, describe_error(plan.peak_bytes, measured),
     )  # fmt: skip
     # `tunix-rt plan` states the lower bound, of which this is no error.
-    if context.plan.lower_bound or context.options.profile or max(plan.peak_bytes, measured) < TINY_BYTES:
+    # Of several ranks, only the memory of rank 0 is measured here.
+    several = context.plan.devices > 1
+    if several or context.plan.lower_bound or context.options.profile or max(plan.peak_bytes, measured) < TINY_BYTES:
         return
     add(
         SeenError(

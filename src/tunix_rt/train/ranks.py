@@ -57,13 +57,13 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_of(config: RunConfig) -> Iterator[Ranks]:
+def ranks_of(config: RunConfig, *, profile: int = 0) -> Iterator[Ranks]:
     """Meet the other ranks of an engine that shards over ranks; they end with the block."""
     ranks, backend = Ranks(world=world()), config.training.backend
     if ranks.world.size == 1 or not CAPABILITIES[backend].ranks:
         yield ranks
         return
-    refuse_for_ranks(config, ranks.world)
+    refuse_for_ranks(config, ranks.world, profile=profile)
     lead = load_lead(backend).meet(ranks.world, on_stop=ranks.received, on_lost=ranks.lost)
     with leading(backend, lead):
         ranks.orders = lead.orders
@@ -71,11 +71,18 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def refuse_for_ranks(config: RunConfig, here: World) -> None:
+def refuse_for_ranks(config: RunConfig, here: World, *, profile: int = 0) -> None:
     """ConfigError for what a run on several ranks does not support."""
     training = config.training
-    if training.load_in_4bit:
-        raise ConfigError("training.load_in_4bit: 4-bit weights cannot be sharded", fix="leave it out above one rank")
+    if profile:
+        raise ConfigError(
+            f"--profile {profile}: only a run on one device is profiled", fix="leave it out, or start one process"
+        )
+    if training.lora_rank is not None:
+        raise ConfigError(
+            "training.lora_rank: adapters are merged into whole weights, which no rank has",
+            fix="leave it out to train every parameter, or start one process",
+        )
     if training.memory == "auto":
         raise ConfigError(
             f"training.memory: auto does not choose settings for {here.size} ranks", fix="leave it out above one rank"
