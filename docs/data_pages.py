@@ -133,7 +133,9 @@ def _sources() -> list[str]:
     return [
         "## Names",
         "What `data.dataset`, `data.validation`, `--data` and the verbs of `tunix-rt data` take. The first that exists is taken, "
-        "in this order. Several names (`--data a.jsonl --data more/`, a list in `data.dataset`) are read one after the other.",
+        "in this order. Several names (`--data a.jsonl --data more/`, a list in `data.dataset`) are read one after the other; "
+        "with weights (`data.dataset: {a.jsonl: 3, b.jsonl: 1}`) they are "
+        "[mixed](../guides/bring-your-own-data.md#datasets-with-weights).",
         table(("what", "for example", "means"), rows),
     ]
 

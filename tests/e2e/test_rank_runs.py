@@ -75,7 +75,7 @@ def test_a_rank_that_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_pa
     assert f"rank 1 on {World().host} (pid {processes[1].pid}) " in said
     assert "step " in said.split("rank 1 on")[0].splitlines()[-1] or "checkpoint" in said
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "failed" and "rank 1" in result["error"]["problem"]
+    assert result["status"] == "failed" and "rank 1" in result["reason"]
 
 
 def test_a_taken_port_is_named_with_the_variable_to_set(monkeypatch):

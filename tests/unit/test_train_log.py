@@ -20,7 +20,7 @@ from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import ConfigError, Preempted, StorageError, TunixError
 from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.journal import RunJournal
-from tunix_rt.runs.ledger import MetricsLog, final_state, state_hash
+from tunix_rt.runs.ledger import MetricsLog, final_state, is_checkpoint, state_hash
 from tunix_rt.runs.schemas import Batch
 from tunix_rt.storage import append_jsonl, read_json, write_json
 from tunix_rt.train.checkpointer import best_checkpoint
@@ -274,6 +274,24 @@ def test_the_state_of_a_checkpoint_is_one_hash_over_weights_and_optimizer():
     files = {"optimizer.safetensors": "b" * 64, "state.json": "c" * 64, "model.safetensors": "a" * 64}
     listed = f"{'a' * 64}  model.safetensors\n{'b' * 64}  optimizer.safetensors\n"
     assert state_hash(files) == hashlib.sha256(listed.encode()).hexdigest()
+
+
+def test_the_state_of_several_ranks_is_one_hash_over_the_files_of_all():
+    names = [f"{kind}-{rank:05d}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in (1, 2)]
+    files = {name: str(number) * 64 for number, name in enumerate(names)}
+    listed = "".join(f"{digest}  {name}\n" for name, digest in files.items())
+    assert state_hash(files | {"state.json": "c" * 64}) == hashlib.sha256(listed.encode()).hexdigest()
+    assert is_checkpoint([*names, "state.json"]) and is_checkpoint(
+        ["model.safetensors", "optimizer.safetensors", "state.json"]
+    )
+    for other in (
+        names,
+        [*names[1:], "state.json"],
+        [*names, "model.safetensors", "state.json"],
+        [*names, "state.json", "x"],
+    ):
+        assert not is_checkpoint(other)
+    assert not is_checkpoint([*names[:2], "optimizer.safetensors", "state.json"])
 
 
 # --- the loop around an engine ---------------------------------------------------------------------------------------

@@ -8,19 +8,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_rt.config.capabilities import capabilities_of
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import with_settings
-from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan.fit import GIB, Fit, predict_as_run, verdict
 from tunix_rt.plan.knobs import value_of
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import rates_for, time_of_plan
-from tunix_rt.plan.target import Chosen
+from tunix_rt.plan.target import Chosen, devices_of
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, run_time, seconds_beside, steps_of_run
-from tunix_rt.ranks import world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +106,6 @@ def plan_run(
     )
 
 
-def devices_of(training: Training, device: Chosen) -> int:
-    """Devices of a run: of an engine with ranks one for each, else every visible one if it shards over them."""
-    engine = capabilities_of(training)
-    return world().size if engine.ranks else device.count if engine.multi_device else 1
-
-
 def _seconds(
     config: RunConfig, shape: ModelShape, device: Chosen, rows: RowFacts, memory: MemoryPlan, cpu_flops: float | None
 ) -> tuple[float, float] | None:
@@ -144,8 +136,7 @@ def settle_memory(
     """`config` with the settings that `memory: auto` chooses, and the record of the choice: the fastest that fits and keeps
     the result if the run fits as written, else what fits and changes the result least. Where nothing fits or the compiler
     decides, the configuration stays as written."""
-    devices = devices_of(config.training, device)
-    plan = predict_as_run(shape, config, device, devices=devices)
+    plan = predict_as_run(shape, config, device, devices=devices_of(config.training, device))
     fits = verdict(plan, device).fits
     proposals = (faster if fits else solve)(plan, device, shape, config, rates_for(device))
     predicted, free = f"{plan.least_bytes / GIB:.2f} GiB", f"{device.free_bytes / GIB:.2f} GiB"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_STEP = ("forward", "loss", "backward", "update", "step", "compiled step")
+_STEP = ("gather", "forward", "loss", "backward", "reduce", "update", "step", "compiled step")
 PREDICTED_BY = {
     "load": ("load",),
     "first_step": ("recording", *_STEP),

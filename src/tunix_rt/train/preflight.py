@@ -22,8 +22,9 @@ from tunix_rt.plan.knobs import value_of
 from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import refuse_if_too_big
-from tunix_rt.plan.run import RowFacts, RunPlan, devices_of, plan_run, settle_memory
+from tunix_rt.plan.run import RowFacts, RunPlan, plan_run, settle_memory
 from tunix_rt.plan.sizes import ModelShape
+from tunix_rt.plan.target import devices_of
 from tunix_rt.plan.timing import rate_under_load
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none

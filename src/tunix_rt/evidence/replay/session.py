@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.config.capabilities import LORA_SETTINGS, capabilities_of
+from tunix_rt.config.capabilities import LORA_SETTINGS
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
@@ -29,9 +29,9 @@ from tunix_rt.models.multimodal import text_config
 from tunix_rt.models.resolve import ModelSource, resolve_model
 from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import refuse_if_too_big
-from tunix_rt.plan.run import devices_of
 from tunix_rt.plan.shape import Outline, outline_of
 from tunix_rt.plan.sizes import ModelShape
+from tunix_rt.plan.target import devices_of
 from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.checksums import parse_object
 from tunix_rt.runs.folder import RunDir
@@ -192,7 +192,7 @@ def open_session(prepared: PreparedRun) -> Session:
         raise missing_inputs(prepared.run, ["base model", "dataset"])
     batch = recorded or Batch(rows=config.training.per_device_train_batch_size, devices=1)
     choice = prepared.choice
-    devices = choice.count if capabilities_of(config.training).multi_device else 1
+    devices = devices_of(config.training, choice)
     plan = predict_run(
         prepared.shape, config, device=choice.device, devices=devices, rows=batch.rows, row_tokens=data.longest_row,
         target_share=data.trained_tokens / data.tokens, capability=choice.capability, device_name=choice.kind,
