@@ -153,9 +153,10 @@ def measure_steps(place: Path) -> dict[str, Any]:
     root.mkdir(parents=True)
     spikes = {step: rng.uniform(50, 1000) for step in rng.sample(range(1, STEPS + 1), SPIKES)}
     first = json.loads((RECORD / "m39_v1" / "metrics.jsonl").read_text().splitlines()[0])
-    line = json.dumps({**first, "step": "%d", "loss": "%r"}).replace('"%d"', "%d").replace('"%r"', "%r")
+    line = re.sub('"(%[^"]+)"', r"\1", json.dumps({**first, "step": "%(step)d", "loss": "%(loss)r"})) + "\n"
     with (root / "metrics.jsonl").open("w") as file:
-        file.writelines(line % (step, spikes.get(step, 1 + rng.random())) + "\n" for step in range(1, STEPS + 1))
+        losses = ((step, spikes.get(step, 1 + rng.random())) for step in range(1, STEPS + 1))
+        file.writelines(line % {"step": step, "loss": loss} for step, loss in losses)
     shutil.copytree(RECORD / "m39_v1", root.parent / "small")
     path, cpu, wall = f"runs/{run_id('million')}", [], []
     for _ in range(STARTS):
@@ -274,7 +275,8 @@ def main(words: list[str]) -> None:
     }  # fmt: skip
     if len(words) != 1 or words[0] not in parts:
         raise SystemExit(__doc__)
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as scratch:  # on the disk of the runs, for hard links
         found = parts[words[0]](Path(scratch))
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     report = json.dumps({**machine, **found}, indent=1)

@@ -57,10 +57,8 @@ def test_a_line_is_on_the_page_within_a_second_in_19_of_20_cases_and_twenty_tabs
 
 def test_a_run_appears_is_killed_goes_on_and_loses_nothing_on_the_page(chromium, tmp_path):
     (folder := tmp_path / "runs").mkdir()
-    words = command(
-        "train", "smoke_tiny", "--device", "cpu", "--output", folder / "a", "--max-steps", 40, "--set", "training.save_steps=5",
-        "--set", "evaluation.enabled=false",
-    )  # fmt: skip
+    settings = ("--max-steps", 40, "--set", "training.save_steps=5", "--set", "evaluation.enabled=false")
+    words = command("train", "smoke_tiny", "--device", "cpu", "--output", folder / "a", *settings)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment(), "cwd": ROOT}
     with dashboard(folder, "--no-key") as (address, _):
         page = chromium.new_context().new_page()

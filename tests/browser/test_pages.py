@@ -15,6 +15,7 @@ import pytest
 
 from tests.browser.conftest import RUNS, dashboard
 from tests.contract.test_dashboard_hostile import HTML, LINES, OBJECTS, html
+from tests.tables import tables
 from tunix_rt.dashboard.export import Export
 from tunix_rt.dashboard.site import Site
 from tunix_rt.runs.index import run_id
@@ -22,13 +23,7 @@ from tunix_rt.runs.index import run_id
 IDS = {one.name: one.id for one in Site.of(RUNS).index.runs()}
 ONE, OTHER = IDS["m39_v1"], IDS["m40_v1"]
 PLANNED = "/plan?model=gemma-3-1b&on=rtx4090&devices=all"
-PAGES = [
-    "/", "/?sort=loss&group=model", f"/runs/{ONE}", f"/runs/{ONE}?x=tokens&log=1", f"/runs/{ONE}/answers",
-    f"/runs/{ONE}/answers?show=gained", f"/runs/{ONE}/evidence", f"/compare?run={ONE}&run={OTHER}", "/plan", PLANNED,
-    "/plan?model=gemma-4-31b&on=t4&training.dtype=bfloat16&devices=all", "/plan?model=gpt2&on=t4&batch_sise=4",
-    "/data?data=dev-reasoning-v2&model=tiny-gemma3&record=3", "/data?data=dev-reasoning-v2&model=tiny-gemma3&row=1&ids=1",
-    "/data?data=nothing", "/data", "/doctor", "/nothing",
-]  # fmt: skip
+PAGES = [path.replace("ONE", ONE).replace("OTHER", OTHER) for path in tables(__file__)["pages"]]
 CORE = ("/", f"/runs/{ONE}", f"/runs/{ONE}/answers", PLANNED)
 SERIES = [pytest.param(page, marks=[] if page in CORE else pytest.mark.slow) for page in PAGES]
 MOST_PAGE, MOST_SCRIPT = 60_000, 15_000
@@ -72,8 +67,8 @@ def go(page, address, path):
 def verify(page):
     with page.expect_navigation():  # the page is loaded again once the server has begun
         page.click("button:text-is('Verify')")
-    page.wait_for_selector("h2:text-matches('^Verdict')", timeout=60_000)
-    page.wait_for_selector("[data-next='0']", state="attached")
+    page.wait_for_selector("[data-next='0']", state="attached", timeout=120_000)
+    page.wait_for_selector("h2:text-matches('^Verdict')")
 
 
 def require_readable(page, axe, place):

@@ -11,38 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.tables import tables
 
 MOST_MIB, MOST_SECONDS = 300, 20
 HTML = "<img src=x onerror=alert(1)><script>alert(1)</script>{{7*7}}\u202e\x1b[31m"
-LINES = (
-    "metrics.jsonl", "rows.jsonl", "eval/heldout.jsonl", "eval/predictions-before.jsonl", "eval/predictions-after.jsonl",
-)  # fmt: skip
-OBJECTS = (
-    "result.json", "precommit.json", "memory.json", "plan.json", "doctor.json", "eval/before.json", "eval_summary.json",
-)  # fmt: skip
-TEXTS = ("training_log.txt", "config.yaml", "SHA256SUMS")
-MODEL = ("final_model/config.json", "final_model/tokenizer_config.json", "final_model/tokenizer.json")
-
-
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def sparse(path: Path) -> None:
-    with path.open("ab") as file:
-        file.truncate(3 * 10**9)
-
-
-def long_line(path: Path) -> None:
-    with path.open("ab") as file:
-        for _ in range(200):
-            file.write(b"x" * 10**6)
-
-
-def link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/etc/passwd")
+LINES, OBJECTS, TEXTS, MODEL = (tables(__file__)[kind] for kind in ("lines", "objects", "texts", "model"))
+"""Files of a run folder, by what they contain."""
 
 
 def html(path: Path) -> None:
@@ -63,29 +37,19 @@ def html(path: Path) -> None:
         path.write_text(HTML + "\n" + text + HTML)
 
 
-def deep(path: Path) -> None:
-    path.write_bytes(b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n")
-
-
-def numbers(path: Path) -> None:
-    known = '{"step": NaN, "loss": 1e999, "lr": -Infinity, "seconds": null, "peak_bytes": "x", "tokens": '
-    path.write_text((known + "9" * 4000 + "}\n") * 20)
-
-
-def noise(path: Path) -> None:
-    path.write_bytes(bytes(range(256)) * 4000)
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def unreadable(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\x00")
-
-
-HARMS = (fifo, sparse, long_line, link, html, deep, numbers, noise, folder, unreadable)
+NUMBERS = '{"step": NaN, "loss": 1e999, "lr": -Infinity, "seconds": null, "peak_bytes": "x", "tokens": '
+HARMS = {
+    "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "sparse": lambda path: os.truncate(path, 3 * 10**9),
+    "long line": lambda path: path.write_bytes(path.read_bytes() + b"x" * 200_000_000),
+    "link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
+    "html": html,
+    "deep": lambda path: path.write_bytes(b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n"),
+    "numbers": lambda path: path.write_text((NUMBERS + "9" * 4000 + "}\n") * 20),
+    "noise": lambda path: path.write_bytes(bytes(range(256)) * 4000),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "unreadable": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+}
 
 CHILD = """
 import re, signal, sys
@@ -133,24 +97,24 @@ def look_at(below: Path) -> None:
 
 def make_harmed(below: Path, harms, names) -> None:
     for harm, name in itertools.product(harms, names):
-        run = below / f"{harm.__name__}-{name.replace('/', '_')}"
+        run = below / f"{harm}-{name.replace('/', '_')}"
         shutil.copytree(ROOT / "submission_runs" / "m39_cpu_v1", run)
         if name in MODEL:
             tiny, weights = ROOT / "models" / "tiny-gemma3", shutil.ignore_patterns("*.safetensors")
             shutil.copytree(tiny, run / "final_model", ignore=weights, dirs_exist_ok=True)
-        harm(run / name)
+        HARMS[harm](run / name)
 
 
 def test_hostile_files_in_a_run_folder_are_shown_as_what_they_are(tmp_path):
     names = ("metrics.jsonl", "eval/predictions-after.jsonl", "result.json", MODEL[1])
-    make_harmed(tmp_path, (fifo, sparse, link, html, numbers), names)
+    make_harmed(tmp_path, ("fifo", "sparse", "link", "html", "numbers"), names)
     look_at(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("harm", HARMS)
 def test_every_harm_in_every_file_is_survived(tmp_path, harm):
-    texts = TEXTS[:-1] if harm is html else TEXTS
+    texts = TEXTS[:-1] if harm == "html" else TEXTS
     make_harmed(tmp_path, (harm,), (*LINES, *OBJECTS, *texts, *MODEL))
     look_at(tmp_path)
 

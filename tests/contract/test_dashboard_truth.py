@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import groupby
@@ -21,18 +20,14 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.dashboard import charts
 from tunix_rt.dashboard.app import find_page, render
 from tunix_rt.dashboard.formats import count, figure, gib, moment, percent, rate, seconds, visible
-from tunix_rt.dashboard.pages import evidence, run
-from tunix_rt.dashboard.pages.answers import ENDINGS
-from tunix_rt.dashboard.pages.data import MARKS
+from tunix_rt.dashboard.pages import answers, data, evidence, run
 from tunix_rt.dashboard.pages.plan_view import WORDS, size
 from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
 from tunix_rt.data.prepare import prepare
 from tunix_rt.data.preview import view_of
 from tunix_rt.data.validation import RULES
-from tunix_rt.evaluate.comparison import compare_runs
-from tunix_rt.evaluate.generate import read_both, read_side
-from tunix_rt.evaluate.report import computing_remarks, paragraph, remarks, table
+from tunix_rt.evaluate import comparison, generate, report
 from tunix_rt.evidence.facts import LABELS
 from tunix_rt.evidence.readme import LEVEL_FLAGS
 from tunix_rt.evidence.verify import verify
@@ -45,8 +40,7 @@ from tunix_rt.runs.curves import FIELDS, bucketed
 from tunix_rt.runs.index import run_id
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.tail import last_objects, last_text
-from tunix_rt.scoring.equations import equations_in
-from tunix_rt.scoring.score import read_answer, reasoning_of, score_predictions
+from tunix_rt.scoring import equations, score
 
 NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
 MARK = {True: "✓ right", False: "✗ wrong"}
@@ -151,7 +145,7 @@ def of_run(name: str) -> Pieces:
         yield caption
         yield f"predicted, {charts.label(memory.predicted_bytes, 'bytes')}" if column == "peak_bytes" else ""
         yield from rows
-    for row in table(record.scores("before"), record.scores("after"))[:6]:
+    for row in report.table(record.scores("before"), record.scores("after"))[:6]:
         yield " ".join(row.cells)
     yield f"measured: {memory.measured_as}"
     for phase, found in sorted(memory.phases.items(), key=lambda one: -(one[1].get("measured_bytes") or 0)):
@@ -182,28 +176,34 @@ def of_evidence(name: str) -> Pieces:
         yield f"{does} tunix-rt evidence verify {RUNS / name}{flag}" if flag else ""
 
 
-def of_answers(name: str, first: int) -> Pieces:
-    before, after = sides = read_both(RUNS / name)
+KINDS: dict[str, Callable[[score.Prediction, score.Prediction], bool]] = {
+    "all": lambda b, a: True, "gained": lambda b, a: a.strict > b.strict, "lost": lambda b, a: a.strict < b.strict,
+    "both": lambda b, a: b.strict and a.strict, "neither": lambda b, a: not (b.strict or a.strict),
+    "malformed": lambda b, a: not a.well_formed,
+}  # fmt: skip
+
+
+def of_answers(name: str, kind: str, first: int) -> Pieces:
+    before, after = sides = generate.read_both(RUNS / name)
     pairs = list(zip(before.predictions, after.predictions, strict=True))
-    yield f"{name} · Evidence Answers {paragraph(compare_runs(*sides))}"
-    scores = [score_predictions(side.predictions, side.name) for side in sides]
-    yield from remarks(*scores, tokens_setting="evaluation.max_new_tokens")
-    yield from (" ".join(row.cells) for row in table(*scores))
-    kinds = Counter((one.strict, other.strict) for one, other in pairs)
-    yield f"all ({len(pairs)}) gained ({kinds[False, True]}) lost ({kinds[True, False]})"
-    yield f"right both times ({kinds[True, True]}) wrong both times ({kinds[False, False]})"
-    yield f"malformed after ({sum(not other.well_formed for _, other in pairs)})"
-    yield f"{first + 1} to {min(first + 50, len(pairs))} of {len(pairs)} matching questions, {len(pairs)} in all"
-    for number, pair in enumerate(pairs[first : first + 50], start=first + 1):
+    yield f"{name} · Evidence Answers {report.paragraph(comparison.compare_runs(*sides))}"
+    scores = [score.score_predictions(side.predictions, side.name) for side in sides]
+    yield from report.remarks(*scores, tokens_setting="evaluation.max_new_tokens")
+    yield from (" ".join(row.cells) for row in report.table(*scores))
+    yield " ".join(f"{answers.SHOWS[key]} ({sum(is_one(*pair) for pair in pairs)})" for key, is_one in KINDS.items())
+    matching = [(number, pair) for number, pair in enumerate(pairs, start=1) if KINDS[kind](*pair)]
+    yield f"{first + 1} to {min(first + 50, len(matching))} of " if matching else ""
+    yield f"{len(matching)} matching questions, {len(pairs)} in all"
+    for number, pair in matching[first : first + 50]:
         yield f"{number}. {pair[0].id}"
         yield f"{pair[0].prompt} Expected: {pair[0].expected}"
         for side, one in zip(sides, pair, strict=True):
-            tagged, reasoning = read_answer(one.output), reasoning_of(one.output)
-            yield f"{side.name} strict {MARK[one.strict]} · lenient {MARK[one.lenient]} · {ENDINGS[one.ended]}"
+            tagged, reasoning = score.read_answer(one.output), score.reasoning_of(one.output)
+            yield f"{side.name} strict {MARK[one.strict]} · lenient {MARK[one.lenient]} · {answers.ENDINGS[one.ended]}"
             yield f"Answer: {tagged.answer}" if tagged else "Malformed"
             yield f"{one.reasoning_words} words before the answer, {one.equations_right} of {one.equations} equations right"
             yield visible(reasoning if tagged else one.output)
-            yield from (f"{MARK[found.right]} : {found.text}" for found in equations_in(reasoning))
+            yield from (f"{MARK[found.right]} : {found.text}" for found in equations.equations_in(reasoning))
 
 
 def of_comparison(*names: str) -> Pieces:
@@ -212,17 +212,18 @@ def of_comparison(*names: str) -> Pieces:
     metrics = [([line.step for line in one.metrics], [line.loss for line in one.metrics]) for one in records]
     caption, *rows = of_curves("Loss", "", dict(zip(names, metrics, strict=True)))
     yield from (caption, " ".join(names), *rows)
-    first, *others = (read_side(RUNS / name) for name in names)
+    first, *others = (generate.read_side(RUNS / name) for name in names)
     yield f"against {names[0]}"
     for side in others:
-        yield f"{side.name} {paragraph(compare_runs(first, side))} {' '.join(computing_remarks(first, side))}"
+        verdict = report.paragraph(comparison.compare_runs(first, side))
+        yield " ".join([side.name, verdict, *report.computing_remarks(first, side)])
     yield f"setting {' '.join(names)}"
     configs = [one.config.model_dump() for one in records]
     for section, key in ((section, key) for section, settings in configs[0].items() for key in settings):
         values = [one[section][key] for one in configs]
         if len(set(map(str, values))) > 1:
             yield f"{section}.{key} {' '.join('not set' if one is None else str(one) for one in values)}"
-    tables = [table(one.scores("before"), one.scores("after")) for one in records]
+    tables = [report.table(one.scores("before"), one.scores("after")) for one in records]
     after = [{row.cells[0]: row.cells[3] for row in rows} for rows in tables]
     yield f"measure {' '.join(names)}"
     for measure in (one for one in after[0] if after[0][one]):
@@ -251,7 +252,7 @@ def of_data(number: int) -> Pieces:
         yield f"example {example}: line {inside[example - 1]['line']}, {view.lengths[example - 1]} tokens"
         for span in spans:
             yield f"{'trained' if span.trained else 'masked'}, {len(span.tokens)} tokens: "
-            yield from (token.text.translate(MARKS) for token in span.tokens)
+            yield from (token.text.translate(data.MARKS) for token in span.tokens)
 
 
 def speed_of(time: Any) -> str:
@@ -276,6 +277,7 @@ def of_plan(model: str, on: str, settings: dict[str, str]) -> Pieces:
     yield f"model {model}: {memory['parameters']:,} parameters"
     yield f"micro-batch {memory['rows']} row"
     yield f"of {memory['row_tokens']:,} tokens, {memory['dtype']}; evaluation batch size {memory['eval_rows']}"
+    yield f", generation {memory['generation_rows']}"
     yield f"speed {speed_of(time)}, {duration(time['seconds'])} a step of {time['tokens']:,} tokens"
     if run:
         hours = " to ".join(duration(3600 * run[name]) for name in ("hours_low", "hours_high"))
@@ -317,7 +319,8 @@ PAGES: list[tuple[str, Callable[[], Pieces]]] = [
     ("/", of_list),
     *((f"/runs/{run_id(name)}", partial(of_run, name)) for name in NAMES),
     *((f"/runs/{run_id(name)}/evidence", partial(of_evidence, name)) for name in NAMES),
-    *((f"/runs/{run_id(name)}/answers?first={first}", partial(of_answers, name, first))
+    *((f"/runs/{run_id(name)}/answers?show={kind}", partial(of_answers, name, kind, 0)) for name in NAMES[:2] for kind in KINDS),
+    *((f"/runs/{run_id(name)}/answers?first={first}", partial(of_answers, name, "all", first))
       for name in NAMES for first in range(0, RunRecord(RUNS / name).scores("after").items, 50)),
     (f"/compare?run={run_id('m39_cpu_v1')}&run={run_id('m40_v1')}", partial(of_comparison, "m39_cpu_v1", "m40_v1")),
     (f"/data?data={KEY}&model=tiny-gemma3&row=2", partial(of_data, 2)),

@@ -1,7 +1,6 @@
 """`tunix-rt dashboard` as a process: it starts, survives slow clients, contacts nobody, ends on Ctrl-C, and writes nothing."""
 
 import contextlib
-import hashlib
 import re
 import shutil
 import signal
@@ -11,13 +10,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.browser.conftest import dashboard
 from tests.conftest import ROOT
+from tests.contract.test_dashboard_pages import state
 from tests.program import in_process, refused
 from tunix_rt.dashboard.app import PAGES
 from tunix_rt.dashboard.chat import Chat
@@ -33,16 +32,11 @@ def fetched(address: str, cookie: str = "") -> tuple[int, str]:
         return answer.status, answer.read().decode()
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word_also_while_it_makes_a_page(tmp_path):
     run = shutil.copytree(RUNS / "demo_v1", tmp_path / "one")
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (run / "final_model" / "chat_template.jinja").write_text(loop)
-    before = hashes(run)
+    before = state(run)
     with dashboard(run) as (address, server):
         assert urllib.parse.urlsplit(address).path == f"/runs/{run_id('one')}"
         base = address.partition("/runs/")[0]
@@ -59,7 +53,7 @@ def test_it_starts_shows_the_run_it_is_given_and_ends_on_ctrl_c_without_a_word_a
             begun = time.monotonic()
             assert server.wait(timeout=30) == 0 and time.monotonic() - begun < 2
         assert isinstance(endless.exception(), OSError) and server.stderr.read() == "Ctrl-C stops it.\n"
-    assert hashes(run) == before
+    assert state(run) == before
 
 
 def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path):
@@ -117,8 +111,7 @@ def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_tra
     finally:
         child = chat._child
         chat.close()
-    assert child is not None and child.returncode is not None
-    assert child.stdin.closed and child.stdout.closed
+    assert child is not None and child.returncode is not None and child.stdin.closed and child.stdout.closed
 
 
 HOST, ACTION = b"HTTP/1.1\r\nHost: localhost\r\n", b"Content-Type: application/json\r\nX-Tunix-Rt: 1\r\n"

@@ -8,6 +8,7 @@ from tests.conftest import SHIPPED, write_small_model
 from tests.program import in_process, refused
 from tests.supervision_checks import write_chat_tokenizer
 from tests.tables import parametrize
+from tunix_rt.cli.inference import GGUF
 from tunix_rt.config.settings import Data
 from tunix_rt.data.render import style_of
 from tunix_rt.data.tokenizer import load_tokenizer
@@ -58,7 +59,7 @@ def test_transformers_computes_the_same_from_the_file_alone(kind, tmp_path):
     model = drawn(tmp_path, kind)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     found = checked(model, *write(model, tmp_path))
-    assert found.transformers == (FAMILIES[model.config.model_type].gguf is not None)
+    assert (found.logit_difference is not None) == (FAMILIES[model.config.model_type].gguf is not None)
     assert found.moved_logits <= 1e-5 * found.largest_logit and found.top_tokens_equal == 2
     for name, parameter in model.named_parameters():  # the inverse of the layout gives the parameter again
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=1e-6)
@@ -105,9 +106,8 @@ def rotate_otherwise(model, folder, monkeypatch):
 def swap_two_tokens(model, folder, monkeypatch):
     def swapped(*arguments, **more):
         tokens, kinds = right(*arguments, **more)
-        listed = list(tokens)
-        listed[20], listed[21] = listed[21], listed[20]
-        return tuple(listed), kinds
+        tokens[20], tokens[21] = tokens[21], tokens[20]
+        return tokens, kinds
 
     right = gguf_tokenizer._tokens
     with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ def test_a_tokenizer_that_llama_cpp_cannot_split_as_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(inner))
     (tmp_path / "tokenizer_config.json").write_text((SHIPPED / "tokenizer_config.json").read_text())
     with pytest.raises(InputError, match="it splits texts as none of gpt-2, smollm, llama-bpe"):
-        gguf_tokenizer.vocabulary_of(load_tokenizer(tmp_path), 1024)
+        gguf_tokenizer.split_of(load_tokenizer(tmp_path), inner)
 
 
 # --- the verb --------------------------------------------------------------------------------------------------------
@@ -181,6 +181,7 @@ def test_the_verb_writes_a_file_a_modelfile_and_the_commands_that_load_it(tmp_pa
 
 
 def test_options_that_a_gguf_file_has_no_use_for_are_refused(tmp_path):
+    assert list(gguf_writer.FILES) == GGUF, "the verb offers every kind of file"
     more = ("--gguf", "q8_0", "--dtype", "bfloat16", "--output", tmp_path / "x")
     assert "--gguf and --dtype" in refused(in_process("export", "tiny-gemma3", *more), 2)
 

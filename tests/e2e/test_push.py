@@ -149,6 +149,7 @@ def test_without_yes_files_and_card_are_printed_and_nothing_is_sent(hub, tiny_ru
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     done = in_process("push", tiny_run, "me/tiny")
     assert done.returncode == 0 and hub.requests == [], done.stderr
+    assert "library_name: transformers" in done.stdout.splitlines()
     for words in (
         "me/tiny (public",
         "model.safetensors",
@@ -162,8 +163,8 @@ def test_without_yes_files_and_card_are_printed_and_nothing_is_sent(hub, tiny_ru
     ("token", "exists", "words"),
     [
         (None, None, "needs a token for an upload, and there is none"),
-        ("hf_" + "x" * 34, None, "the hub refuses HF_TOKEN (401)"),
-        (READ_ONLY, None, "the hub forbids HF_TOKEN to write to me/tiny (403)"),
+        ("hf_" + "x" * 34, None, "the hub refuses the token (401; HF_TOKEN)"),
+        (READ_ONLY, None, "the hub forbids this token to write there (403; HF_TOKEN)"),
         (TOKEN, False, "--private: me/tiny exists and is public"),
     ],
 )
@@ -186,7 +187,7 @@ def test_an_upload_that_breaks_off_makes_no_commit(hub, tiny_run, monkeypatch):
 
 
 def test_what_is_no_run_no_export_or_no_repository_is_refused(hub, tiny_run, tmp_path):
-    assert "its owner is missing" in refused(in_process("push", tiny_run, "tiny"), 2)
+    assert "'tiny' is no repository of the hub" in refused(in_process("push", tiny_run, "tiny"), 2)
     assert "takes a name or a path, not a URL" in refused(in_process("push", tiny_run, "https://hub/me/tiny"), 2)
     assert "no run in" in refused(in_process("push", tmp_path, "me/tiny"), 3)
     (tmp_path / "other").mkdir()

@@ -3,14 +3,16 @@
 import datetime
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
-    "tunix_rt.engines.torch.loop", "torch.distributed.fsdp", "transformers.models.gemma3.modeling_gemma3",
+    "tunix_rt.cli.main", "tunix_rt.pipeline", "tunix_rt.engines.torch.follow", "transformers.models.gemma3.modeling_gemma3",
     "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
 ])  # fmt: skip
 TIMEOUT_SECONDS = 120
@@ -61,3 +63,45 @@ def _rank(rank: int, world: int, path: str, sender: Any, act: Callable[..., Any]
         return
     if world > 1:
         dist.destroy_process_group()
+
+
+def start_ranks(folder: Path, *commands: list[str], **environment: str) -> list[Any]:
+    """A process for each of these command lines, as a launcher starts the ranks of a run. Their stderr is `folder`/rank-N."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    numbers = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        CONTEXT.Process(
+            target=_program,
+            args=(folder / f"rank-{rank}", words, environment | numbers | {"RANK": str(rank)}),
+            daemon=True,
+        )
+        for rank, words in enumerate(commands)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def ended_ranks(processes: list[Any], folder: Path) -> list[tuple[int, str]]:
+    """Exit code and stderr of each, once all have ended."""
+    for process in processes:
+        process.join(TIMEOUT_SECONDS)
+    try:
+        return [(one.exitcode, (folder / f"rank-{rank}").read_text()) for rank, one in enumerate(processes)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _program(said: Path, words: list[str], environment: dict[str, str]) -> None:
+    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= environment | {"LOCAL_RANK": environment["RANK"], "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    import torch
+
+    from tunix_rt.cli.main import cli
+
+    torch.set_num_threads(1)
+    cli.main(args=words, prog_name="tunix-rt")

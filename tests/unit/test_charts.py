@@ -72,16 +72,6 @@ def test_text_of_a_file_is_escaped_everywhere():
     assert len(points.split("\n")) == 1 and len(points.split("|")) == 4  # a name cannot add points
 
 
-def test_a_spike_of_one_step_reaches_its_height_in_the_band():
-    y = np.ones(10_000)
-    y[7_777] = 5.0
-    found = coordinates(parsed(line_chart(chart(y, count=240))), "band")
-    top = min(y_ for _, y_ in found)
-    assert top == pytest.approx(charts.TOP + 0.04 / 1.08 * (charts.BOTTOM - charts.TOP), abs=0.5)
-    at = next(x for x, y_ in found if y_ == top)
-    assert at == pytest.approx(charts.LEFT + 0.7777 * (charts.RIGHT - charts.LEFT), abs=2)
-
-
 def test_the_sentence_has_first_last_lowest_and_highest_and_the_table_all_values():
     root = parsed(line_chart(chart([3.0, 0.5, 4.25, 2.0])))
     assert root.find(".//svg").get("role") == "img"

@@ -75,10 +75,7 @@ def test_evaluation_batches_are_those_of_the_other_engine_unless_one_is_set():
 
 def test_each_engine_has_its_own_prediction():
     torch = build_config({"max_length": 1024}, "x")
-    assert predict_run(GEMMA, torch, device="cuda", rows=64) == predict(GEMMA, torch, device="cuda")
-    assert predict_run(GEMMA, torch, device="cuda", devices=8, rows=64) == predict(
-        GEMMA, torch, device="cuda", devices=8
-    )
+    assert predict_run(GEMMA, torch, device="cuda", devices=8) == predict(GEMMA, torch, device="cuda", devices=8)
     assert predict_run(GEMMA, config(), device="cuda", devices=8).devices == 8
     assert (
         not predict(GEMMA, torch, device="cuda").lower_bound and predict_run(GEMMA, config(), device="cpu").lower_bound

@@ -17,7 +17,7 @@ from tests.program import ROOT as REPOSITORY
 from tunix_rt.engines.base import Step
 from tunix_rt.errors import DoesNotFitError, EvidenceError, HardwareError
 from tunix_rt.evidence.facts import LEVELS, Finding, Verdict, level_of
-from tunix_rt.evidence.replay import compare
+from tunix_rt.evidence.replay import compare, steps
 from tunix_rt.evidence.replay.judge import Outcome, _judge_end, mostly_bit_equal
 from tunix_rt.evidence.replay.steps import (
     PassResult,
@@ -31,6 +31,7 @@ from tunix_rt.evidence.replay.steps import (
 )
 from tunix_rt.evidence.sandbox import Exit
 from tunix_rt.evidence.verify import _not_finished
+from tunix_rt.models.safetensors import join_files
 from tunix_rt.runs.schemas import HeldoutLine, StepLine
 from tunix_rt.runs.schemas_host import Machine
 from tunix_rt.scoring.score import Prediction, judge
@@ -340,6 +341,30 @@ def test_a_distance_spans_several_files_and_types(tmp_path: Path) -> None:
     write_tensors(tmp_path / "recorded" / "z.safetensors", "BF16", w=bfloat16(one))
     with pytest.raises(EvidenceError, match="in two files"):
         distance(first, tmp_path / "recorded", here)
+
+
+def test_a_distance_is_the_same_however_many_ranks_wrote_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "PIECE", 7)
+    draw = np.random.default_rng(0)
+    first, recorded, here = (draw.normal(size=(11, 3)).astype(np.float32) for _ in range(3))
+    sets = {"first": first, "recorded": recorded, "here": here}
+    whole = [write_tensors(tmp_path / name / "model.safetensors", "F32", w=one) for name, one in sets.items()]
+    expected = distance(*whole)
+    whole[1].unlink()
+    for rank, rows in enumerate(np.split(recorded, [4, 8]), start=1):
+        write_tensors(whole[1].with_name(f"model-{rank:05d}-of-00003.safetensors"), "F32", w=rows)
+    assert distance(*whole) == pytest.approx(expected, rel=1e-12)
+    joined = tmp_path / "joined"
+    join_files(sorted(whole[1].parent.iterdir()), joined)
+    assert (
+        joined.read_bytes()[-recorded.nbytes :] == recorded.tobytes()
+        and distance(whole[0], joined, whole[2]) == expected
+    )
+    write_tensors(whole[1].with_name("model-00003-of-00003.safetensors"), "F32", w=recorded[:1, :2])
+    with pytest.raises(EvidenceError, match="the file before it differs"):
+        distance(*whole)
 
 
 def test_weights_of_an_unknown_type_or_with_a_header_without_end_are_refused(tmp_path: Path) -> None:

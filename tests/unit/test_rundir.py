@@ -411,6 +411,25 @@ def test_a_commit_that_fails_leaves_only_what_was_committed_before(tmp_path, che
     assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, later.name], "the leftover is gone"
 
 
+def test_files_that_other_ranks_hashed_are_not_read_and_one_that_is_not_here_is_not_committed(tmp_path):
+    facts = {"sha256": "d" * 64, "bytes": 4}
+
+    def write(folder: Path) -> dict[str, dict[str, object]]:
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"rows")
+        return {f"model-{rank:05d}-of-00002.safetensors": facts for rank in present}
+
+    present = [1]
+    staged = run_folder.stage_checkpoint(tmp_path, 1, write)
+    files = json.loads((staged / "MANIFEST.json").read_text())["files"]
+    assert files == {"model-00001-of-00002.safetensors": facts}
+    present.append(2)
+    with pytest.raises(
+        StorageError, match=r"model-00002-of-00002\.safetensors has 0 bytes, its rank wrote 4"
+    ) as caught:
+        run_folder.stage_checkpoint(tmp_path, 2, write)
+    assert "all hosts share" in caught.value.fix and not [*tmp_path.glob(".staged-step-000002*")]
+
+
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path, checkpoint):
     (checkpoint / "model.safetensors").write_bytes(b"")
     run_folder.publish_checkpoint(run_folder.stage_checkpoint(tmp_path, 50, fill))

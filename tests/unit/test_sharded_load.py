@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from benchmarks import sharded_load
 from tests.conftest import write_small_model
 from tunix_rt.engines.torch import tensor_files
 from tunix_rt.engines.torch.model_files import write_weights
@@ -16,6 +17,7 @@ from tunix_rt.errors import InputError
 from tunix_rt.ranks import part_of
 
 WORLD = 3
+OTHERS = ("gemma", "smollm3", "mistral", "phi3", "gemma4-e", "gemma4", "gemma4-moe", "olmo2", "olmo3", "granite")
 MIXTRAL = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -58,6 +60,7 @@ def load_in_parts(source, world, dtype=torch.float32):
     [
         ("gemma3", torch.float32, torch.float32), ("gpt2", torch.float32, torch.bfloat16),
         ("llama", torch.bfloat16, torch.float32), ("mixtral", torch.float32, torch.float32),
+        *(pytest.param(kind, torch.float32, torch.float32, marks=pytest.mark.slow) for kind in OTHERS),
     ],
 )  # fmt: skip
 def test_the_rows_of_all_ranks_are_the_model_that_is_loaded_whole(tmp_path, monkeypatch, kind, stored, dtype):
@@ -117,3 +120,14 @@ def test_weights_streamed_by_layer_are_the_files_that_transformers_saves(tmp_pat
     assert {path.name for path in written.iterdir()} == names and len(names) > (2 if limit == "20KB" else 0)
     assert all((written / name).read_bytes() == (source.folder / name).read_bytes() for name in names)
     assert len(held) == len(set(held))
+
+
+@pytest.mark.slow
+def test_a_rank_has_no_more_of_the_model_in_host_memory_than_its_rows_and_a_block(tmp_path):
+    size = sharded_load.write_model(tmp_path, layers=4)
+    for rank in (0, 3):
+        found = sharded_load.measured(sharded_load.load_rows, tmp_path, rank, 4)
+        assert (
+            found["own_bytes"] <= size / 4 * 1.01
+            and found["peak_bytes"] < found["own_bytes"] + 2 * tensor_files.BLOCK_BYTES
+        )

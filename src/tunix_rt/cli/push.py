@@ -21,19 +21,13 @@ def push(run: str, repository: str, folder: Path | None, private: bool, yes: boo
     from tunix_rt.cli.views import text
     from tunix_rt.cli.views.progress import watching
     from tunix_rt.export.push import plan_push, push
-    from tunix_rt.storage import to_plain
 
     with watching():
         planned = plan_push(run, repository, folder=folder, private=private)
         address = push(planned) if yes else None
     if as_json:
-        files = {name: path.stat().st_size for name, path in planned.files.items()}
-        text.show_json(
-            to_plain(
-                {"repository": repository, "private": private, "files": files, "card": planned.card, "commit": address}
-            )
-        )
-    elif address is None:
-        text.show_lines([*planned.describe(), "Nothing was sent; --yes uploads it"])
+        text.show_json(planned.facts() | {"commit": address})
     else:
-        text.show_lines([f"uploaded: {address}"])
+        text.show_lines(
+            [f"uploaded: {address}"] if address else [*planned.describe(), "Nothing was sent; --yes uploads it"]
+        )

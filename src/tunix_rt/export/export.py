@@ -22,6 +22,7 @@ from tunix_rt.evaluate.generate import stop_ids
 from tunix_rt.export.adapter import adapter_step, write_adapter
 from tunix_rt.export.roundtrip import RoundTrip, check_folder, check_round_trip, reference_of
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
+from tunix_rt.models.safetensors import join_files, parts_of
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.progress import phase
@@ -284,10 +285,21 @@ def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> Origin:
         _refuse_another_base(run, base)
         return replace(origin, adapted=training)
     write_json(scratch / "config.json", base.config)
-    (scratch / WEIGHTS).symlink_to((checkpoint / WEIGHTS).resolve())
+    _whole_weights(checkpoint, scratch / WEIGHTS)
     name = f"{run.root} step {checkpoint_step(checkpoint)}"
     source = ModelSource(name=name, folder=scratch, revision="local", weights="pretrained", config=base.config)
     return replace(origin, source=source, dtype=recipe_of(training).weights)
+
+
+def _whole_weights(checkpoint: Path, to: Path) -> None:
+    """The weights of a checkpoint as one file: a link, or where several ranks wrote them, a copy."""
+    with storage(checkpoint):
+        files = [checkpoint / name for name in parts_of(WEIGHTS, [one.name for one in checkpoint.iterdir()])]
+        if len(files) == 1:
+            to.symlink_to(files[0].resolve())
+            return
+        require_space(to.parent, sum(path.stat().st_size for path in files), what="a copy of the weights")
+        join_files(files, to)
 
 
 def _refuse_another_base(run: RunDir, base: ModelSource) -> None:

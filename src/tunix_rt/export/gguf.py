@@ -1,11 +1,9 @@
 """A model as a GGUF file for llama.cpp and the programs built on it, with a reload check and an Ollama Modelfile."""
 
 import os
+import shlex
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunix_rt.data.render import Style, prompt_ids, style_of
@@ -14,20 +12,10 @@ from tunix_rt.engines.checkpoint import TOKENIZER_FILES
 from tunix_rt.engines.gguf_reload import Reloaded, check_file
 from tunix_rt.engines.gguf_writer import architecture_of, write_gguf
 from tunix_rt.engines.torch.load import load_for_inference
+from tunix_rt.errors import ConfigError
 from tunix_rt.evaluate.generate import stop_ids
-from tunix_rt.export.export import (
-    BESIDE_BYTES,
-    ITEM_BYTES,
-    PROOF,
-    SCHEMA,
-    Origin,
-    built_in_template,
-    device_for,
-    export_model,
-    find_origin,
-    of_model,
-    refuse_occupied,
-)
+from tunix_rt.export import export as hf
+from tunix_rt.export.export import PROOF, Origin, built_in_template
 from tunix_rt.export.modelfile import modelfile
 from tunix_rt.export.roundtrip import QUESTIONS, TEXTS
 from tunix_rt.models.secrets import refuse_address
@@ -47,8 +35,16 @@ class GgufExport:
     kind: str
     bytes: int
     proof: Reloaded
-    commands: tuple[str, ...]
-    """What loads it elsewhere."""
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What loads it elsewhere."""
+        name, folder, file = (shlex.quote(str(one)) for one in (self.folder.name, self.folder, self.file))
+        return (
+            f"ollama create {name} -f {shlex.quote(str(self.folder / MODELFILE))}",
+            f"llama-server -m {file}",
+            f"vllm serve {file} --tokenizer {folder} --hf-config-path {folder}",
+        )
 
     def describe(self) -> str:
         return f"{self.model} is in {self.file} ({self.kind}, {self.bytes / 2**20:.1f} MiB): {self.proof.describe()}"
@@ -59,28 +55,20 @@ def export_gguf(name: str, output: Path, *, kind: str, step: int | None = None, 
 
     The folder gets its name after the reload check: a difference is an EvidenceError, and nothing is left behind."""
     refuse_address("the model", name)
-    refuse_occupied(output)
-    with find_origin(name, step=step, best=best, adapter=False) as found, _merged(found, name, step, best) as origin:
-        floats = sum(path.stat().st_size for path in origin.source.weight_files()) * 4 // ITEM_BYTES[origin.dtype]
-        device_for("cpu", "float32", 2 * floats)  # the model, and what transformers loads
-        require_space(output, (floats if kind == "f32" else floats // 2) + BESIDE_BYTES, what="the GGUF file")
-        with staged_folder(Path(os.path.abspath(output))) as staged:
-            return _write_and_check(origin, staged, output, kind=kind, name=name)
+    hf.refuse_occupied(output)
+    output = Path(os.path.abspath(output))
+    with hf.find_origin(name, step=step, best=best, adapter=False) as origin:
+        if origin.adapted is not None:
+            fix = "export the checkpoint with --to hf first, then that folder with --gguf"
+            raise ConfigError("--gguf writes whole models, and the checkpoints of a LoRA run contain adapters", fix=fix)
+        floats = sum(path.stat().st_size for path in origin.source.weight_files()) * 4 // hf.ITEM_BYTES[origin.dtype]
+        hf.device_for("cpu", "float32", 2 * floats)  # the model, and what transformers loads
+        require_space(output, (floats if kind == "f32" else floats // 2) + hf.BESIDE_BYTES, what="the GGUF file")
+        with staged_folder(output) as staged:
+            return _write_and_check(origin, staged, output, kind=kind)
 
 
-@contextmanager
-def _merged(origin: Origin, name: str, step: int | None, best: bool) -> Iterator[Origin]:
-    """The origin; of a LoRA checkpoint, a model with the adapters merged."""
-    if origin.adapted is None:
-        yield origin
-        return
-    with tempfile.TemporaryDirectory(prefix="tunix-rt-export-") as scratch:
-        done = export_model(name, Path(scratch) / "merged", device="cpu", step=step, best=best)
-        merged = of_model(str(Path(scratch) / "merged"))
-        yield replace(merged, source=replace(merged.source, name=done.model), data=origin.data, today=origin.today)
-
-
-def _write_and_check(origin: Origin, folder: Path, output: Path, *, kind: str, name: str) -> GgufExport:
+def _write_and_check(origin: Origin, folder: Path, output: Path, *, kind: str) -> GgufExport:
     source = origin.source
     tokenizer = load_tokenizer(origin.tokenizer, str(source.config["model_type"]))
     style = style_of(origin.data, tokenizer, today=origin.today)
@@ -109,11 +97,8 @@ def _write_and_check(origin: Origin, folder: Path, output: Path, *, kind: str, n
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
         size = file.stat().st_size
     facts = {"model": source.name, "revision": source.revision, "gguf": kind, "files": files}
-    write_json(folder / PROOF, {"schema": SCHEMA, **facts, "proof": asdict(checked)})
-    return GgufExport(
-        folder=output, file=output / file.name, model=source.name, kind=kind, bytes=size, proof=checked,
-        commands=_commands(output, file.name),
-    )  # fmt: skip
+    write_json(folder / PROOF, {"schema": hf.SCHEMA, **facts, "proof": asdict(checked)})
+    return GgufExport(folder=output, file=output / file.name, model=source.name, kind=kind, bytes=size, proof=checked)
 
 
 def _write_beside(folder: Path, origin: Origin, tokenizer: Tokenizer, style: Style) -> None:
@@ -124,11 +109,3 @@ def _write_beside(folder: Path, origin: Origin, tokenizer: Tokenizer, style: Sty
             shutil.copyfile(tokenizer.folder / one, folder / one)
     if (template := built_in_template(style)) is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8", newline="\n")
-
-
-def _commands(output: Path, file: str) -> tuple[str, ...]:
-    return (
-        f"ollama create {output.name} -f {output / MODELFILE}",
-        f"llama-server -m {output / file}",
-        f"vllm serve {output / file} --tokenizer {output} --hf-config-path {output}",
-    )

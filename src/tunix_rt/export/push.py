@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tunix_rt.errors import ConfigError, InputError
+from tunix_rt.errors import InputError
 from tunix_rt.export.export import PROOF
 from tunix_rt.export.model_card import model_card
 from tunix_rt.models.hub_upload import CARD, refuse_repository, upload
@@ -22,18 +23,16 @@ class Push:
     repository: str
     private: bool
     files: Mapping[str, Path]
-    bytes: int
     card: str
 
     def describe(self) -> list[str]:
         where = f"{self.repository} ({'private' if self.private else 'public, or as it is there'})"
         sizes = [f"  {name}  {path.stat().st_size:,} bytes" for name, path in self.files.items()]
-        return [
-            f"{where}: {len(self.files) + 1} files, {self.bytes / 2**20:.1f} MiB",
-            *sizes,
-            f"  {CARD}, the model card:",
-            self.card,
-        ]
+        return [f"{where}: {len(self.files)} files and the model card", *sizes, "", *self.card.splitlines()]
+
+    def facts(self) -> dict[str, Any]:
+        files = {name: path.stat().st_size for name, path in self.files.items()}
+        return {"repository": self.repository, "private": self.private, "files": files, "card": self.card}
 
 
 def plan_push(run: str, repository: str, *, folder: Path | None, private: bool) -> Push:
@@ -50,14 +49,11 @@ def plan_push(run: str, repository: str, *, folder: Path | None, private: bool) 
             )
         files = {path.name: path for path in sorted(source.iterdir()) if path.is_file() and path.name != CARD}
         if links := [name for name, path in files.items() if path.is_symlink()]:
-            raise ConfigError(
-                f"{source}: {links[0]} is a symbolic link", fix="export the run into a folder, and push that"
-            )
+            raise InputError(f"{source}: {links[0]} is a symbolic link", fix="push a folder of `tunix-rt export`")
         with phase("hash the files"):
             hashes = {name: sha256_file(path) for name, path in files.items()}
-        size = sum(path.stat().st_size for path in files.values())
     card = model_card(RunRecord(root), repository, hashes)
-    return Push(repository=repository, private=private, files=files, bytes=size, card=card)
+    return Push(repository=repository, private=private, files=files, card=card)
 
 
 def push(planned: Push) -> str:

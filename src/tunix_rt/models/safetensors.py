@@ -17,6 +17,7 @@ from tunix_rt.errors import InputError
 INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors format allows no more."""
+COPY_BYTES = 16 * 2**20
 LFS_POINTER = b"version https://git-lfs"
 
 # Why a file with weights is not read.
@@ -224,6 +225,19 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
         for name, tensor in read_header(path)[0].items():
             found.setdefault(name, []).append((path, tensor))
     return {name: _joined(name, pieces) for name, pieces in found.items()}
+
+
+def join_files(files: Sequence[Path], to: Path) -> None:
+    """Write one file of the tensors of `files`, which have the rows of each in their order."""
+    stored = stored_tensors(files)
+    sizes = {name: sum(piece.end - piece.begin for _, piece in one.pieces) for name, one in stored.items()}
+    with to.open("wb") as out:
+        out.write(header_of((name, one.dtype, one.shape, sizes[name]) for name, one in stored.items())[0])
+        for path, piece in (piece for one in stored.values() for piece in one.pieces):
+            with path.open("rb") as file:
+                file.seek(piece.begin)
+                for at in range(piece.begin, piece.end, COPY_BYTES):
+                    out.write(file.read(min(COPY_BYTES, piece.end - at)))
 
 
 def _joined(name: str, pieces: list[tuple[Path, Tensor]]) -> Stored:

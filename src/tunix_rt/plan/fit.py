@@ -66,8 +66,8 @@ def predict_run(
     steps: int | None = None,
     layers: str | None = None,
 ) -> MemoryPlan:
-    """The memory of the PyTorch engine on the fullest of `devices`, or a lower bound for the JAX engine on each of them with
-    micro-batches of `rows`.
+    """The memory of the PyTorch engine on the fullest of `devices`, or a lower bound for the JAX engine on each of them, with
+    micro-batches of `rows` on all together.
 
     Unless `layers` is given, the name of the GPU and the number of `steps` decide how the layers run. Results are cached: a
     search over many devices meets most settings several times."""
@@ -79,8 +79,8 @@ def predict_run(
         layers = layers_planned(
             config, shape, device=device, device_name=device_name, capability=capability, row_tokens=tokens, steps=steps
         )
-    several = {"devices": devices} if devices > 1 else {}
-    return _predict(shape, config, device=device, capability=capability, layers=layers, **several, **rows_known)
+    rows_known |= {"devices": devices, "rows": rows}
+    return _predict(shape, config, device=device, capability=capability, layers=layers, **rows_known)
 
 
 _predict, _predict_jax = lru_cache(maxsize=2048)(predict), lru_cache(maxsize=2048)(predict_jax)
@@ -136,7 +136,8 @@ def verdict(plan: MemoryPlan, choice: Device) -> Fit:
     """Compare the prediction with the free memory.
 
     If a copy of the state does not fit, checkpoints are written without one: the verdict is then about the rest."""
-    room = choice.free_bytes - _outside_allocator(plan)
+    available = choice.free_bytes // plan.sharing
+    room = available - _outside_allocator(plan)
     predicted = plan.peak_bytes if plan.peak_bytes + safety_margin(plan, plan.peak_bytes) <= room else plan.least_bytes
     safety = safety_margin(plan, predicted)
     margin = room - predicted - safety
@@ -144,7 +145,7 @@ def verdict(plan: MemoryPlan, choice: Device) -> Fit:
         fits=margin >= 0,
         predicted_bytes=predicted,
         safety_bytes=safety,
-        available_bytes=choice.free_bytes,
+        available_bytes=available,
         margin_bytes=margin,
     )
 
@@ -156,7 +157,7 @@ def limited(free_bytes: int, limit_gib: float | None) -> int:
 
 def least_room(plan: MemoryPlan) -> int:
     """The fewest free bytes of a device on which the plan fits."""
-    return plan.least_bytes + safety_margin(plan, plan.least_bytes) + _outside_allocator(plan)
+    return plan.sharing * (plan.least_bytes + safety_margin(plan, plan.least_bytes) + _outside_allocator(plan))
 
 
 def _outside_allocator(plan: MemoryPlan) -> int:

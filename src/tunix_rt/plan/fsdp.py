@@ -105,7 +105,8 @@ class Rank(Footprint):
         outside = [*run.tensors.embeddings, *run.tensors.others]
         factors = [shard_of(one, shards) for one in run.adapters]
         groups = _layer_groups(run, shards)
-        group = _group(run, shards, outside, []) if run.adapters else _group(run, shards, [], outside)
+        beside = run.adapters[len(run.adapters) // len(groups) * len(groups) :]
+        group = _group(run, shards, outside, beside) if run.adapters else _group(run, shards, [], outside)
         every = [group, *groups]
         known = {one.name: getattr(run, one.name) for one in fields(run)}
         return cls(
@@ -141,8 +142,8 @@ def _layer_groups(run: Footprint, shards: int) -> tuple[Group, ...]:
     if not run.adapters:
         known = {id(layer): _group(run, shards, [], layer) for layer in layers}
         return tuple(known[id(layer)] for layer in layers)
-    each = max(1, len(run.adapters) // len(layers))
-    factors = (run.adapters[place : place + each] for place in range(0, each * len(layers), each))
+    each = len(run.adapters) // len(layers)
+    factors = (run.adapters[at * each : (at + 1) * each] for at in range(len(layers)))
     return tuple(_group(run, shards, layer, own) for layer, own in zip(layers, factors, strict=True))
 
 

@@ -14,9 +14,9 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import footprint
 from tunix_rt.plan.activations import Batch, saved_once
 from tunix_rt.plan.compile_policy import compiled_length, layers_planned
-from tunix_rt.plan.fsdp import NCCL_BYTES, Rank, rank_phases, streams_margin
+from tunix_rt.plan.fsdp import NCCL_BYTES, SHARDED, Rank, rank_phases, streams_margin
 from tunix_rt.plan.generation import EVALUATION_SLACK, generation_parts, widest
-from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases, times
+from tunix_rt.plan.phases import Phase, in_heap, phase_of, recorded_phases, step_phases
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.tensors import elements
 
@@ -69,7 +69,7 @@ class MemoryPlan:
     eval_rows: int
     """Batch size of the held-out loss."""
     devices: int = 1
-    """Over which the run is sharded. Bytes are those of one device; on a CPU, of all together."""
+    """Over which the run is sharded. Bytes are those of one device; with the JAX engine on a CPU, of all together."""
     layers: str = "plain"
     """How layers run in a training step: `plain` (eager), `compiled` or `recorded` (CUDA graphs)."""
     pool_bytes: int = 0
@@ -92,6 +92,12 @@ class MemoryPlan:
         return self.peak_phase == "step"
 
     @property
+    def sharing(self) -> int:
+        """How many such plans the memory of the device has to hold: the ranks of a CPU share it."""
+        sharded = any(name in SHARDED for phase in self.phases for name in phase.parts)
+        return self.devices if sharded and self.device == "cpu" else 1
+
+    @property
     def judged(self) -> tuple[Phase, ...]:
         """The phases that must fit."""
         return tuple(phase for phase in self.phases if phase.name not in LEFT_OUT)
@@ -112,9 +118,10 @@ def predict(
     capability: tuple[int, int] | None = None,
     layers: str | None = None,
     devices: int = 1,
+    rows: int | None = None,
 ) -> MemoryPlan:
-    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or over `devices` of them, sharded by
-    FSDP: then on the fullest of them, or on a CPU for all together.
+    """The memory that training `shape` under `config` needs on `device` (`cpu` or `cuda`), or sharded by FSDP over `devices` of
+    them on the fullest. `rows` counts a micro-batch on all of them, by default `per_device_train_batch_size` on each.
 
     Before the data is read, rows are assumed to be as long as `data.max_length` and every token a target, the worst case. Pass
     the longest row as `row_tokens` and the fraction of targets once they are known. Held-out rows and questions are single
@@ -123,37 +130,27 @@ def predict(
     run on an unknown device.
     """
     training = config.training
-    modern = capability is None or capability >= (8, 0)
-    run = footprint.footprint_of(shape, training, device, modern=modern)
+    run = _parameters(shape, config, device, capability, devices)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
+    all_rows = rows or training.per_device_train_batch_size * devices
     layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
-    if devices > 1:
-        run = Rank.of(run, devices, training.data_replicas)
-        layers = "compiled" if layers == "recorded" else layers  # a graph cannot contain FSDP's hooks
-    step = Batch(
-        rows=training.per_device_train_batch_size,
-        length=length if layers == "plain" else compiled_length(length),
-        packed=config.data.packing,
-        device=device,
-        capability=capability,
-        deterministic=training.deterministic,
-        compiled=layers != "plain",
-    )
+    if devices > 1 and layers == "recorded":
+        layers = "compiled"  # a graph cannot contain FSDP's hooks
+    step = _micro_batch(config, device, capability, -(-all_rows // devices), length, layers)
     copied = run.checkpoint if device == "cpu" else 0  # a checkpoint is written from a copy while training goes on
     in_step, pool, during = _step(run, step, config, layers, target_share, copied)
     phases = [_load(run, pretrained=config.model.weights == "pretrained"), *in_step, _save(run, copied)]
     single = replace(step, compiled=False, length=min(length, shape.max_positions))
-    room = max(map(_without_spare_bytes, phases))
-    eval_rows, generation_rows, evaluating = _evaluation(run, single, config, during, room)
+    eval_rows, generation_rows, evaluating = _evaluation(
+        run, single, config, during, max(map(_without_spare_bytes, phases))
+    )
     phases += evaluating
-    if device == "cpu" and devices > 1:
-        phases = [times(phase, devices) for phase in phases]
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
         device=device,
         dtype=training.dtype,
         parameters=shape.parameters,
-        rows=step.rows * devices,
+        rows=all_rows,
         row_tokens=length,
         target_share=target_share,
         phases=(*phases, _proof(run)),
@@ -168,6 +165,29 @@ def predict(
         pool_bytes=pool,
         traced=shape.trace is not None,
         streams_bytes=0 if device == "cpu" else streams_margin(phases),
+    )
+
+
+def _parameters(
+    shape: ModelShape, config: RunConfig, device: str, capability: tuple[int, int] | None, devices: int
+) -> footprint.Footprint:
+    """Of the whole run, or of one of several ranks."""
+    modern = capability is None or capability >= (8, 0)
+    run = footprint.footprint_of(shape, config.training, device, modern=modern)
+    return Rank.of(run, devices, config.training.data_replicas) if devices > 1 else run
+
+
+def _micro_batch(
+    config: RunConfig, device: str, capability: tuple[int, int] | None, rows: int, length: int, layers: str
+) -> Batch:
+    return Batch(
+        rows=rows,
+        length=length if layers == "plain" else compiled_length(length),
+        packed=config.data.packing,
+        device=device,
+        capability=capability,
+        deterministic=config.training.deterministic,
+        compiled=layers != "plain",
     )
 
 

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_rt.config.capabilities import capabilities_of
 from tunix_rt.config.conflicts import require_runnable
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig
@@ -18,7 +17,7 @@ from tunix_rt.plan.memory import MemoryPlan
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.solver import Proposal, faster, solve
 from tunix_rt.plan.speed import rates_for, time_of_plan
-from tunix_rt.plan.target import Chosen
+from tunix_rt.plan.target import Chosen, devices_of
 from tunix_rt.plan.timing import disk_needed_bytes, estimate_time, run_time, seconds_beside, steps_of_run
 
 
@@ -84,7 +83,7 @@ def plan_run(
     if rows is None and settle and config.training.memory == "auto":
         config, fitting = settle_memory(config, shape, device, cpu_flops=cpu_flops)
     training = config.training
-    devices = device.count if capabilities_of(training).multi_device else 1
+    devices = devices_of(training, device)
     batch = micro_batch or training.per_device_train_batch_size * devices
     rows_per_step = batch * training.gradient_accumulation_steps
     known: dict[str, Any] = {}
@@ -137,8 +136,7 @@ def settle_memory(
     """`config` with the settings that `memory: auto` chooses, and the record of the choice: the fastest that fits and keeps
     the result if the run fits as written, else what fits and changes the result least. Where nothing fits or the compiler
     decides, the configuration stays as written."""
-    devices = device.count if capabilities_of(config.training).multi_device else 1
-    plan = predict_as_run(shape, config, device, devices=devices)
+    plan = predict_as_run(shape, config, device, devices=devices_of(config.training, device))
     fits = verdict(plan, device).fits
     proposals = (faster if fits else solve)(plan, device, shape, config, rates_for(device))
     predicted, free = f"{plan.least_bytes / GIB:.2f} GiB", f"{device.free_bytes / GIB:.2f} GiB"

@@ -14,6 +14,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.fit import Device
 from tunix_rt.plan.network import Links, links_of
+from tunix_rt.ranks import world
 
 GIB = 2**30
 SEEN_SHARE = 0.97
@@ -78,11 +79,12 @@ class Target:
 
 
 def devices_of(training: Training, target: Chosen) -> int:
-    """Over how many devices the engine of `training` shards a run on `target`."""
-    links = getattr(target, "links", None)
-    if links is not None:
-        return int(links.ranks)
-    return target.count if capabilities_of(training).multi_device else 1
+    """Over how many devices the engine of `training` shards a run: those that `target` links, or the ranks of this launch; or
+    every visible one."""
+    if isinstance(target, Target) and target.links is not None:
+        return target.links.ranks
+    engine = capabilities_of(training)
+    return world().size if engine.ranks else target.count if engine.multi_device else 1
 
 
 def several(target: Target, *, gpus: int | None, nodes_: int | None, network_gbit: float | None) -> Target:

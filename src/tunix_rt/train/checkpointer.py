@@ -19,6 +19,7 @@ from tunix_rt.doctor.probe import host_facts
 from tunix_rt.engines.base import Backend, Engine
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.progress import duration, phase
+from tunix_rt.ranks import world
 from tunix_rt.runs.folder import (
     RunDir,
     checkpoint_name,
@@ -277,7 +278,10 @@ class FinishedStep:
             self._saver.wait()
 
     def save_finished(self) -> bool:
-        """In another thread. An update that began is waited for; none begins afterwards."""
+        """In another thread. An update that began is waited for; none begins afterwards. Above one rank only the main thread
+        saves: the others compute in its order."""
+        if world().size > 1:
+            return False
         self._lock.acquire()
         try:
             self.save()

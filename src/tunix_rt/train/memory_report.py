@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import Engine, PhasePeak
+from tunix_rt.engines.base import Engine
+from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import DoesNotFitError, StorageError, TunixError
 from tunix_rt.plan.calibration import TINY_BYTES, SeenError, add, describe_error
 from tunix_rt.plan.fit import safety_margin
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_STEP = ("forward", "loss", "backward", "update", "step", "compiled step")
+_STEP = ("gather", "forward", "loss", "backward", "reduce", "update", "step", "compiled step")
 PREDICTED_BY = {
     "load": ("load",),
     "first_step": ("recording", *_STEP),
@@ -142,7 +143,9 @@ def report_memory(context: "RunContext") -> None:
         plan.peak_bytes / GIB, measured / GIB, describe_error(plan.peak_bytes, measured),
     )  # fmt: skip
     # `tunix-rt plan` states the lower bound, of which this is no error.
-    if context.plan.lower_bound or context.options.profile or max(plan.peak_bytes, measured) < TINY_BYTES:
+    # Of several ranks, only the memory of rank 0 is measured here.
+    several = context.plan.devices > 1
+    if several or context.plan.lower_bound or context.options.profile or max(plan.peak_bytes, measured) < TINY_BYTES:
         return
     add(
         SeenError(

@@ -24,9 +24,9 @@ from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.report import refuse_if_too_big
 from tunix_rt.plan.run import RowFacts, RunPlan, plan_run, settle_memory
 from tunix_rt.plan.sizes import ModelShape
+from tunix_rt.plan.target import devices_of
 from tunix_rt.plan.timing import rate_under_load
 from tunix_rt.progress import duration, phase
-from tunix_rt.ranks import world
 from tunix_rt.runs.journal import Footprint, RunJournal, without_none
 from tunix_rt.runs.schemas import Batch
 from tunix_rt.storage import bytes_below, require_space, to_plain, write_json, write_text
@@ -70,7 +70,7 @@ def plan_at_max_length(journal: RunJournal, config: RunConfig, device: DeviceCho
         write_text(journal.run.config, dump_yaml(commitment.settled_config(settled)))
     _log_preflight(settled, model, shape, device)
     batch = micro_batch(journal, settled, device)
-    local = adjust_data_replicas(settled, devices_of(settled, device), continued=journal.continued)
+    local = adjust_data_replicas(settled, devices_of(settled.training, device), continued=journal.continued)
     plan = plan_run(local, shape, device, micro_batch=batch.rows, settle=False).memory
     _refuse_at_max_length(journal, local, shape, device, plan, attempt=attempt)
     return Draft(model=model, shape=shape, committed=settled, config=local, fitting=fitting, batch=batch, memory=plan)
@@ -253,7 +253,7 @@ def adjust_data_replicas(config: RunConfig, devices: int, *, continued: bool) ->
 def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) -> Batch:
     """The rows of a micro-batch. A run keeps those it began with, on however many devices it is resumed."""
     rows = config.training.per_device_train_batch_size
-    devices = devices_of(config, choice)
+    devices = devices_of(config.training, choice)
     known = commitment.batch_of_run(commitment.read_precommit(journal.run)) if journal.continued else None
     if journal.continued and not CAPABILITIES[config.training.backend].multi_device:
         known = known or Batch(rows=rows, devices=1)  # a run that began on one rank records no batch
@@ -264,12 +264,6 @@ def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) ->
             batch.rows, batch.devices, devices,
         )  # fmt: skip
     return batch
-
-
-def devices_of(config: RunConfig, choice: DeviceChoice) -> int:
-    """Devices of the run: of an engine with ranks one for each, else every visible one if it shards over them."""
-    engine = CAPABILITIES[config.training.backend]
-    return world().size if engine.ranks else choice.count if engine.multi_device else 1
 
 
 def steps_of(config: RunConfig, data: Prepared, rows: int) -> int:

@@ -12,22 +12,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.base import Engine, leading, load_follower, load_lead
-from tunix_rt.errors import ConfigError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.errors import ConfigError, InputError, StorageError, TunixError
 from tunix_rt.ranks import World, world
-from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.ledger import note_ranks
-from tunix_rt.runs.record import RunRecord
 from tunix_rt.storage import storage
 from tunix_rt.train.commitment import settled_config
 from tunix_rt.train.context import RunContext, find_model, tokenizer_of
 from tunix_rt.train.loop import batches_of
-from tunix_rt.train.preemption import RESUME, Preemption
+from tunix_rt.train.preemption import Preemption
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +53,13 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_of(config: RunConfig) -> Iterator[Ranks]:
+def ranks_of(config: RunConfig, *, profile: int = 0) -> Iterator[Ranks]:
     """Meet the other ranks of an engine that shards over ranks; they end with the block."""
     ranks, backend = Ranks(world=world()), config.training.backend
     if ranks.world.size == 1 or not CAPABILITIES[backend].ranks:
         yield ranks
         return
-    refuse_for_ranks(config, ranks.world)
+    refuse_for_ranks(config, ranks.world, profile=profile)
     lead = load_lead(backend).meet(ranks.world, on_stop=ranks.received, on_lost=ranks.lost)
     with leading(backend, lead):
         ranks.orders = lead.orders
@@ -71,11 +67,18 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def refuse_for_ranks(config: RunConfig, here: World) -> None:
+def refuse_for_ranks(config: RunConfig, here: World, *, profile: int = 0) -> None:
     """ConfigError for what a run on several ranks does not support."""
     training = config.training
-    if training.load_in_4bit:
-        raise ConfigError("training.load_in_4bit: 4-bit weights cannot be sharded", fix="leave it out above one rank")
+    if profile:
+        raise ConfigError(
+            f"--profile {profile}: only a run on one device is profiled", fix="leave it out, or start one process"
+        )
+    if training.lora_rank is not None:
+        raise ConfigError(
+            "training.lora_rank: adapters are merged into whole weights, which no rank has",
+            fix="leave it out to train every parameter, or start one process",
+        )
     if training.memory == "auto":
         raise ConfigError(
             f"training.memory: auto does not choose settings for {here.size} ranks", fix="leave it out above one rank"
@@ -93,15 +96,6 @@ def refuse_for_ranks(config: RunConfig, here: World) -> None:
             "torchrun --max-restarts: restarted ranks would read the addresses of those before them",
             fix="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, or use --nproc with --max-restarts",
         )
-
-
-def refuse_stopped(run: RunDir, here: World) -> None:
-    """Preempted where torchrun starts a run again that stopped on purpose: a signal or its time budget ended it, no fault."""
-    if not here.restarts or not run.result.is_file():
-        return
-    result, launched = RunRecord(run.root).result, psutil.Process(os.getppid()).create_time()
-    if result is not None and result.status == "preempted" and run.result.stat().st_mtime > launched:
-        raise Preempted(f"{run.root} was stopped, and torchrun has started it again", fix=RESUME)
 
 
 def _refuse_other_configs(orders: Any, config: RunConfig) -> None:

@@ -23,7 +23,7 @@ from tunix_rt.engines.torch.lead import start_group
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
-from tunix_rt.engines.torch.watch import Watch, pass_signals_on
+from tunix_rt.engines.torch.watch import RESUME, Watch, is_of_connection, pass_signals_on
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
@@ -197,5 +197,7 @@ def follow(
         with contextlib.suppress(dist.DistError):
             orders.fail(error)
         raise
-    except dist.DistError as error:
-        raise watch.lost(0, "has ended") from error
+    except RuntimeError as error:
+        if not is_of_connection(error):
+            raise
+        raise TunixError("the connection to the other ranks broke: one of them has ended", fix=RESUME) from error

@@ -30,9 +30,10 @@ from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
 from tunix_rt.engines.torch.save import Snapshot
-from tunix_rt.engines.torch.watch import Watch
+from tunix_rt.engines.torch.watch import RESUME, Watch, is_of_connection
 from tunix_rt.errors import ConfigError, HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource
+from tunix_rt.models.secrets import one_line
 from tunix_rt.ranks import World
 from tunix_rt.storage import WrittenFile
 
@@ -96,15 +97,17 @@ def _lost_ranks_named(lead: Lead) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()):
+        if not is_of_connection(error):
             raise
         until = time.monotonic() + LOST_SECONDS
         while time.monotonic() < until:
             lead.orders.raise_failure()
             if (rank := lead.watch.silent()) is not None:
-                raise lead.watch.lost(rank, "was lost") from error
+                lead.orders.broken = lead.watch.lost(rank, "was lost")
+                raise lead.orders.broken from error
             time.sleep(0.1)
-        raise TunixError(f"the connection between the ranks broke: {error}", fix="resume with --resume") from error
+        lead.orders.broken = TunixError(f"the connection between the ranks broke: {one_line(error)}", fix=RESUME)
+        raise lead.orders.broken from error
 
 
 def start_group(device: str, orders: Orders) -> None:

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tunix_rt.config.capabilities import LORA_SETTINGS, capabilities_of
+from tunix_rt.config.capabilities import LORA_SETTINGS
 from tunix_rt.config.load import with_settings
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.data.prepare import ModelFacts, Prepared, prepare
@@ -31,6 +31,7 @@ from tunix_rt.plan.fit import predict_run
 from tunix_rt.plan.report import refuse_if_too_big
 from tunix_rt.plan.shape import Outline, outline_of
 from tunix_rt.plan.sizes import ModelShape
+from tunix_rt.plan.target import devices_of
 from tunix_rt.plan.trace import shape_of_any
 from tunix_rt.runs.checksums import parse_object
 from tunix_rt.runs.folder import RunDir
@@ -39,7 +40,7 @@ from tunix_rt.runs.schemas import Batch, PredictionLine
 from tunix_rt.scoring.score import CONTEXT, LENGTH, STOP, TAG
 from tunix_rt.storage import to_plain
 from tunix_rt.train.context import load_engine, step_shape
-from tunix_rt.train.preflight import adjust_data_replicas, devices_of, steps_of
+from tunix_rt.train.preflight import adjust_data_replicas, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def prepare_run(run: Run, inputs: Inputs, *, to_train: bool) -> PreparedRun:
         changes |= {"evaluation.evalset": evalset, "evaluation.enabled": enabled}
     choice = _device(run.config, committed.device)
     config = with_settings(run.config, changes | {"training.device": choice.device})
-    config = adjust_data_replicas(config, devices_of(config, choice), continued=True)
+    config = adjust_data_replicas(config, devices_of(config.training, choice), continued=True)
     today = date.fromisoformat(committed.dataset.today) if committed.dataset.today else None
     tokenizer = load_tokenizer(Path(folder), model_type)
     style = style_of(config.data, tokenizer, today=today)
@@ -191,7 +192,7 @@ def open_session(prepared: PreparedRun) -> Session:
         raise missing_inputs(prepared.run, ["base model", "dataset"])
     batch = recorded or Batch(rows=config.training.per_device_train_batch_size, devices=1)
     choice = prepared.choice
-    devices = choice.count if capabilities_of(config.training).multi_device else 1
+    devices = devices_of(config.training, choice)
     plan = predict_run(
         prepared.shape, config, device=choice.device, devices=devices, rows=batch.rows, row_tokens=data.longest_row,
         target_share=data.trained_tokens / data.tokens, capability=choice.capability, device_name=choice.kind,
