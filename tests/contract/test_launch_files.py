@@ -1,4 +1,4 @@
-"""The files that start a run on several hosts: their commands are ones that the program takes, and their form is the published one."""
+"""The files that start a run on several hosts: the program takes their commands, and their form is the published one."""
 
 import importlib
 import re
