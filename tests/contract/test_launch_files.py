@@ -1,4 +1,4 @@
-"""The files that start a run on several hosts have commands that the program takes, and the published form."""
+"""The files that start a run on several hosts: the program takes their commands, and their form is the published one."""
 
 import importlib
 import re
