@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -299,8 +300,6 @@ def machine_facts(engine: Engine) -> dict[str, Any]:
 
 def rank_facts(engine: Engine) -> list[dict[str, Any]]:
     """Rank, host, process, GPU and peak memory of every rank. ConfigError where they have other software or GPUs."""
-    from tunix_rt.engines.torch.follow import facts_of
-
     orders, watch = _open[0].orders, _open[0].watch
     with ordered("facts") as number, watch.awaiting(set(range(1, orders.world.size))):
         found = {0: facts_of(engine, orders.world), **orders.answers(f"answer/{number}")}
@@ -311,3 +310,13 @@ def rank_facts(engine: Engine) -> list[dict[str, Any]]:
                 fix="use hosts with the same GPUs and the same versions of torch and transformers",
             )
     return [found[rank] for rank in sorted(found)]
+
+
+def facts_of(engine: Engine, world: World) -> dict[str, Any]:
+    """Where a rank computes, with what, and the most memory it had."""
+    facts = {"rank": world.rank, "host": world.host, "pid": os.getpid(), "peak_bytes": engine.peak_bytes()}
+    machine = loop.machine_facts(engine)
+    if engine.device.type == "cuda":
+        facts["uuid"] = f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}"
+        facts["gpu"] = machine["gpu"]
+    return facts | {"versions": machine["versions"]}
