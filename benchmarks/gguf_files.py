@@ -7,11 +7,13 @@ Each model is written as q8_0, q4_k_m and f16, and checked as `tunix-rt export -
 environment with `cyllama`, which contains llama.cpp: `pip install cyllama==0.2.18 numpy`. It loads every file, and writes q8_0
 and q4_k_m itself from our f32 file, whose types and errors are compared with ours. Small models with drawn weights stand for
 the families. Results append to benchmarks/results/gguf_files.jsonl, one line for a model, or with --kinds for some files of
-it; a model that is there is not measured again. --quick leaves out llama.cpp's own quantizer.
+it; a model that is there is not measured again. --quick leaves out llama.cpp's own quantizer, and the
+tokenizer of transformers.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import tempfile
 from importlib.metadata import version
@@ -23,9 +25,9 @@ import numpy as np
 import torch
 import transformers
 
-from tests.conftest import write_small_model
 from tests.materials import gemma3_270m_gguf, real_tokenizer, smollm2_gguf
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
+from tunix_rt.engines.gguf import config_of, load_model, read_header
 from tunix_rt.engines.gguf_reload import check_file, last_logits
 from tunix_rt.engines.gguf_writer import FILES, write_gguf
 from tunix_rt.export.roundtrip import QUESTIONS, TEXTS
@@ -47,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 16, "layer_types": None, "tie_word_embeddings": True},
 }  # fmt: skip
+DEMO, KEPT = ROOT / "models/tiny-gemma3", ("sliding_window", "tie_word_embeddings")
 BASE = {"llama3": "llama", "qwen2": "llama", "qwen3": "llama", "gemma2": "gemma"}
 """Whose small model another family takes."""
 
@@ -99,9 +102,8 @@ def relative_errors(ours: Path, theirs: Path, exact: Path) -> dict[str, Any]:
     return {"types_that_differ": differing, "relative_errors": errors}
 
 
-def measured(name: str, folder: Path, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, Any]:
+def measured(name: str, model: Any, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, Any]:
     python: Path | None = options.llama_cpp
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     prompts = [[*tokenizer.prefix, *tokenizer.encode(question)] for question in QUESTIONS]
     texts = {text: tokenizer.encode(text) for text in (*TEXTS, *MORE_TEXTS)}
@@ -128,7 +130,7 @@ def measured(name: str, folder: Path, tokenizer: Tokenizer, options: argparse.Na
         for kind in options.kinds:
             model.load_state_dict(weights)
             file, planned = write(kind)
-            checked = check_file(file, model, planned, prompts=prompts, texts=texts)
+            checked = check_file(file, model, planned, prompts=prompts, texts={} if options.quick else texts)
             stored = line["files"][kind] = {
                 "bytes": file.stat().st_size, "types": checked.types,
                 "perplexity": perplexity(losses_of(model, documents), documents),
@@ -158,10 +160,11 @@ def measured(name: str, folder: Path, tokenizer: Tokenizer, options: argparse.Na
 
 def family(name: str, python: Path, scratch: Path) -> dict[str, Any]:
     """A small model with drawn weights and norms, as f32: the logits of llama.cpp and of transformers."""
-    folder = write_small_model(BASE.get(name, name), scratch / name)
-    config = json.loads((folder / "config.json").read_text()) | FAMILIES[name]
+    config = json.loads((ROOT / "tests/conftest.json").read_text())["small models"][BASE.get(name, name)]
+    config |= {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0} | FAMILIES[name]
+    folder = Path(shutil.copytree(DEMO, scratch / name))
     (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if key != "layer_types" or value})
+        json.dumps({key: value for key, value in config.items() if value or key in KEPT})
     )
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -180,14 +183,17 @@ def family(name: str, python: Path, scratch: Path) -> dict[str, Any]:
     return {"name": f"family {name}", "architecture": answer["description"].split()[0], "relative_difference": apart}
 
 
-def folders(name: str) -> tuple[Path, Tokenizer]:
-    if name == "demo":
-        folder = ROOT / "models/tiny-gemma3"
-        return folder, load_tokenizer(folder, "gemma3_text")
-    if name == "SmolLM2-135M-Instruct":
-        folder = resolve_model(str(smollm2_gguf())).folder
-        return folder, load_tokenizer(folder, "llama")
-    return resolve_model(str(gemma3_270m_gguf())).folder, load_tokenizer(real_tokenizer("gemma3"), "gemma3_text")
+def model_of(name: str) -> tuple[Any, Tokenizer]:
+    """The original in float32. Those that come as GGUF files are dequantized."""
+    if name == "Gemma-3-270M":
+        file = gemma3_270m_gguf()
+        with tempfile.TemporaryDirectory() as nothing:
+            header = read_header(file)
+            model = load_model(file, header, config_of(file, header, nothing), nothing)
+        return model.eval(), load_tokenizer(real_tokenizer("gemma3"), "gemma3_text")
+    folder = DEMO if name == "demo" else resolve_model(str(smollm2_gguf())).folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, load_tokenizer(folder, model.config.model_type)
 
 
 def main() -> None:
@@ -214,7 +220,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as place:
                 line = family(name.removeprefix("family "), options.llama_cpp, Path(place))
         else:
-            line = measured(name, *folders(name), options)
+            line = measured(name, *model_of(name), options)
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line)[:300], flush=True)

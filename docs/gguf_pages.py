@@ -13,10 +13,12 @@ COLUMNS = (
     "model", "file", "MiB", "perplexity", "of the original", "change", "logits moved", "llama.cpp: perplexity",
     "of our weights",
 )  # fmt: skip
-SAID = """Perplexity is that of the last questions and answers of the GSM8K training set as plain text, float32 on a CPU.
-Logits are those after four questions, as a share of the largest; those of transformers differ from those of the dequantized
-weights by at most {apart:.1g} of it. llama.cpp reads two documents, one token at a time, and rounds activations to 8 bits where
-weights are quantized. `python -m benchmarks.gguf_files` measures it; raw output in `{results}`; {versions}."""
+SAID = """Perplexity is that of the last questions and answers of the GSM8K training set as plain text, float32 on a CPU. SmolLM2
+(Q4_1) and Gemma (Q4_K_M) come from the registries in 4 bits and were dequantized: a second quantization to nearly the same codes
+moves them less than a first one would. Logits are those after four questions, as a share of the largest; those of transformers
+differ from those of the dequantized weights by at most {apart:.1g} of it. llama.cpp reads two documents, one token at a time, and
+rounds activations to 8 bits where weights are quantized. `python -m benchmarks.gguf_files` measures it; raw output in
+`{results}`; {versions}."""
 FAMILIES = """Small models with random weights, as `f32`: the largest difference of logits between llama.cpp and transformers, as
 a share of the largest. llama.cpp's GELU is a table in float16."""
 ERRORS = "Types and errors of our quantizer and of llama.cpp's own, on the same weights:"

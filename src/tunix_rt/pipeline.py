@@ -99,8 +99,7 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
 
 
 def run_on(
-    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, facts: Facts, device: DeviceChoice,
-    ranks: Ranks,
+    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, facts: Facts, device: DeviceChoice, ranks: Ranks,
 ) -> Evaluation:  # fmt: skip
     """The stages on `device`, that of all processes of the run."""
     # plan
@@ -129,8 +128,7 @@ def run_on(
         trackers.scores(journal.result.steps_completed or 0, evaluation.scores.get("after"))
         check_final_model(context, engine)
         record_ranks(ranks, context, engine)
-    # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
-    report_memory(context)
+    report_memory(context)  # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
     return evaluation
 
 

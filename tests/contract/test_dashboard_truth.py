@@ -145,14 +145,12 @@ def of_run(name: str) -> Pieces:
         yield caption
         yield f"predicted, {charts.label(memory.predicted_bytes, 'bytes')}" if column == "peak_bytes" else ""
         yield from rows
-    for row in report.table(record.scores("before"), record.scores("after"))[:6]:
-        yield " ".join(row.cells)
+    yield from (" ".join(row.cells) for row in report.table(record.scores("before"), record.scores("after"))[:6])
     yield f"measured: {memory.measured_as}"
     for phase, found in sorted(memory.phases.items(), key=lambda one: -(one[1].get("measured_bytes") or 0)):
         figures = found.get("predicted_bytes"), found.get("measured_bytes")
         yield f"{phase} {' '.join(map(gib, figures))} {describe_error(*map(int, figures)) if 'error' in found else '–'}"
-    for one in record.checkpoints:
-        yield f"{one.step:,} {gib(sum(file.bytes for file in one.files.values()))}"
+    yield from (f"{one.step:,} {gib(sum(file.bytes for file in one.files.values()))}" for one in record.checkpoints)
     yield redacted(last_text(RUNS / name, "training_log.txt", run.LOG_BYTES)[0])
     config, defaults = record.config.model_dump(), RunConfig().model_dump()
     rows = [(section, key, value) for section, values in config.items() for key, value in values.items()]
@@ -168,9 +166,8 @@ def of_evidence(name: str) -> Pieces:
     yield f"tunix-rt evidence verify {RUNS / name} Verify"
     yield f"Checked {moment(outcome.finished)} UTC in {seconds(outcome.seconds)}"
     yield f"Verdict: {verdict.describe()}"
-    for one in verdict.claims:
-        yield f"{one.name} {one.value} {one.label} {one.how}"
-    yield from (note for note in verdict.notes)
+    yield from (f"{one.name} {one.value} {one.label} {one.how}" for one in verdict.claims)
+    yield from verdict.notes
     yield from (f"{label} {meaning}" for label, meaning in LABELS.items())
     for flag, does in LEVEL_FLAGS.items():
         yield f"{does} tunix-rt evidence verify {RUNS / name}{flag}" if flag else ""

@@ -236,6 +236,6 @@ def test_what_may_be_taken_is_the_less_of_free_and_limit_and_what_holds_the_run_
 
 
 def test_the_share_of_a_device_leaves_room_for_its_context():
-    assert device._share(limited(None), of("cuda", 80)) is None
-    assert device._share(limited(8.5), of("cuda", 80)) == 0.1
-    assert device._share(limited(0.1), of("cuda", 80)) == 0
+    assert device.memory_share(limited(None), of("cuda", 80)) is None
+    assert device.memory_share(limited(8.5), of("cuda", 80)) == 0.1
+    assert device.memory_share(limited(0.1), of("cuda", 80)) == 0

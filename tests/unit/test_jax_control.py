@@ -160,8 +160,7 @@ def test_a_follower_ends_with_the_lead_and_its_exit_code():
     """In processes of their own: it ends itself, whatever its main thread does."""
     script = (
         "import sys, time; from tunix_rt.engines.jax import follower as module\n"
-        "from tunix_rt.engines.jax.follower import Follower\n"
-        "module.COURTESY_SECONDS = 0.1\n"
+        "module.COURTESY_SECONDS = 0.1; Follower = module.Follower\n"
         "follower = Follower(print); follower.connect(('127.0.0.1', int(sys.argv[1])), {'rank': 1, 'host': 'a', 'pid': 1})\n"
         "for order in follower.orders(): time.sleep(60)"
     )

@@ -30,7 +30,7 @@ def open_store(world: World) -> dist.Store:
         if "address already in use" in str(error).lower():
             raise ConfigError(
                 f"rank {world.rank}: MASTER_PORT: {place} is in use by another program",
-                fix="set MASTER_PORT to a free port, or leave it to torchrun --standalone",
+                fix="set MASTER_PORT to a free port, or unset it and start with --nproc",
             ) from error
         raise ConfigError(
             f"rank {world.rank} of {world.size} on {world.host}: not every rank has met at {place} within {START_SECONDS} s",
