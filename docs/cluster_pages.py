@@ -89,7 +89,7 @@ def drawn_block(root: Path) -> str:
     return (
         f"{len(found)} drawn cases of {len(families)} models on {min(worlds)} to {max(worlds)} ranks: the largest error is "
         f"{100 * errors[0]:.2f} %, half are within {100 * errors[len(errors) // 2]:.2f} %. "
-        f"`python -m benchmarks.memory_of_ranks --drawn 27`; raw output in `{RESULTS / DRAWN}`."
+        f"`python -m benchmarks.memory_of_ranks --drawn 27 --count 28`; raw output in `{RESULTS / DRAWN}`."
     )
 
 
