@@ -52,7 +52,7 @@ def load_rows(folder: Path, rank: int, world: int) -> dict[str, Any]:
     import transformers
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from tunix_rt.engines.base import RiseMeter
+    from tunix_rt.engines.memory_meter import RiseMeter
     from tunix_rt.engines.torch.compile import layers_of
     from tunix_rt.engines.torch.sharded_load import fill_model, meta_model
     from tunix_rt.engines.torch.sharding import Sharding
@@ -85,7 +85,7 @@ def load_whole(folder: Path) -> dict[str, Any]:
     import torch
     import transformers
 
-    from tunix_rt.engines.base import RiseMeter
+    from tunix_rt.engines.memory_meter import RiseMeter
 
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):

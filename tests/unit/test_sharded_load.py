@@ -49,6 +49,7 @@ def load_in_parts(source, world, dtype=torch.float32):
         parts = {name: part_of(tuple(one.shape), rank, world) for name, one in model.named_parameters()}
         rows = {name: torch.empty(part.rows, *part.shape[1:], dtype=dtype) for name, part in parts.items()}
         model.to_empty(device="cpu")
+        model.tie_weights()
         saved = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
         parts |= {name: Part.whole(tuple(buffer.shape)) for name, buffer in saved.items()}
         fill_weights(model, source, rows | saved, parts, key_mapping=None)
