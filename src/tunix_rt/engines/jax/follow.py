@@ -16,7 +16,7 @@ from tunix_rt.engines.checkpoint import MODEL, OPTIMIZER
 from tunix_rt.engines.jax import loop
 from tunix_rt.engines.jax.follower import Follower
 from tunix_rt.engines.jax.model import Batch
-from tunix_rt.engines.jax.processes import gathered, join
+from tunix_rt.engines.jax.processes import exit_without_shutdown, gathered, join
 from tunix_rt.engines.jax.save import Snapshot, own_name
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
@@ -78,6 +78,10 @@ def computation(
     run = Computation(world=own, source=source, follower=follower)
     try:
         yield follower, run.compute
+    except TunixError as error:
+        if not follower.leaves:
+            exit_without_shutdown(error.exit_code)
+        raise
     finally:
         if follower.leaves:
             jax.distributed.shutdown()

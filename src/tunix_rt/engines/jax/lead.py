@@ -20,7 +20,7 @@ from tunix_rt.data.packing import MicroBatch, Row, StepBatch
 from tunix_rt.engines.base import Step, StepShape
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.engines.jax import loop
-from tunix_rt.engines.jax.control import Lead, address_of_lead
+from tunix_rt.engines.jax.control import ORDERLY, Lead, address_of_lead
 from tunix_rt.engines.jax.load import Engine
 from tunix_rt.engines.jax.loop import (
     Optimizer,
@@ -32,8 +32,9 @@ from tunix_rt.engines.jax.loop import (
     room_beside,
 )
 from tunix_rt.engines.jax.model import Batch
-from tunix_rt.engines.jax.processes import free_port, gathered, join
+from tunix_rt.engines.jax.processes import exit_without_shutdown, free_port, gathered, join
 from tunix_rt.engines.jax.save import Snapshot, state_bytes
+from tunix_rt.errors import TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import world
 from tunix_rt.storage import WrittenFile
@@ -55,6 +56,11 @@ def connected(lead: Lead) -> Iterator[None]:
     _connected.append(lead)
     try:
         yield
+    except BaseException as error:
+        exit_code = error.exit_code if isinstance(error, TunixError) else TunixError.exit_code
+        if lead.failure is not None or exit_code not in ORDERLY:
+            exit_without_shutdown(exit_code)
+        raise
     finally:
         _connected.clear()
         _compiled.clear()

@@ -1,7 +1,10 @@
 """A JAX run on several processes: joining them, and the model on the devices of one."""
 
+import atexit
+import logging
 import os
 import socket
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +16,7 @@ from tunix_rt.engines.jax.load import Engine
 from tunix_rt.engines.jax.mesh import FSDP, make_mesh, parameter_shardings
 from tunix_rt.errors import HardwareError
 from tunix_rt.models.secrets import one_line
-from tunix_rt.ranks import World
+from tunix_rt.ranks import World, process_exit_code
 
 JOIN_SECONDS = 300
 
@@ -57,3 +60,16 @@ def gathered(engine: Engine) -> Engine:
 
 def _same(array: Any) -> Any:
     return array
+
+
+def exit_without_shutdown(exit_code: int) -> None:
+    """Let this process end with `exit_code` and without the shutdown of jax.distributed, which aborts if another one is gone."""
+
+    def leave() -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(process_exit_code(exit_code))
+
+    if jax.distributed.is_initialized():
+        atexit.register(leave)  # called before what jax has registered
