@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tunix_rt.engines.torch import optim as torch_optim
+from tunix_rt.engines.torch import optim_rules
 from tunix_rt.engines.torch.optim import Optimizer
 
 LAYER = [
@@ -89,7 +89,7 @@ def moved(kind: str, dtype: torch.dtype, way: str) -> int:
 
 def main() -> None:
     elements = sum(torch.Size(shape).numel() for shape in SHAPES)
-    triton = torch_optim._triton
+    triton = optim_rules.triton_kernels
     device = torch.empty(0, device="cuda").device
     assert triton(device) is not None, "no kernels: see the log"
     from tunix_rt.engines.torch.triton import adamw_8bit as triton_eight_bit
@@ -98,7 +98,7 @@ def main() -> None:
     print(f"{'rule':<11} {'weights':<9} {'way':<8} {'by':<7} {'launch':<16} {'ms':>8} {'GB/s':>7} {'MiB besides':>12}")
     launch: dict[str, Any] = dict(triton_eight_bit._LAUNCH)
     for kind, dtype, way, kernels, other in CASES:
-        torch_optim._triton = triton if kernels else (lambda device: None)  # type: ignore[assignment]
+        optim_rules.triton_kernels = triton if kernels else (lambda device: None)  # type: ignore[assignment]
         triton_eight_bit._LAUNCH.update(launch | other)
         took, besides = measured(kind, dtype, way)
         torch.cuda.empty_cache()

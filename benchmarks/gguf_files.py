@@ -1,15 +1,19 @@
 """GGUF files that tunix-rt writes: reloaded by transformers and by llama.cpp, and their perplexity on GSM8K.
 
-    python -m benchmarks.gguf_files --data GSM8K.jsonl [--llama-cpp PYTHON] [--only NAME ...] [--documents 8]
+    python -m benchmarks.gguf_files --data GSM8K.jsonl [--llama-cpp PYTHON] [--only NAME ...] [--kinds KIND ...]
+        [--documents 8] [--quick]
 
 Each model is written as q8_0, q4_k_m and f16, and checked as `tunix-rt export --gguf` does. PYTHON is the interpreter of an
 environment with `cyllama`, which contains llama.cpp: `pip install cyllama==0.2.18 numpy`. It loads every file, and writes q8_0
 and q4_k_m itself from our f32 file, whose types and errors are compared with ours. Small models with drawn weights stand for
-the families. Results append to benchmarks/results/gguf_files.jsonl, one line a model; one that is there is not measured again.
+the families. Results append to benchmarks/results/gguf_files.jsonl, one line for a model, or with --kinds for some files of
+it; a model that is there is not measured again. --quick leaves out llama.cpp's own quantizer, and the
+tokenizer of transformers.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import tempfile
 from importlib.metadata import version
@@ -21,9 +25,9 @@ import numpy as np
 import torch
 import transformers
 
-from tests.conftest import write_small_model
 from tests.materials import gemma3_270m_gguf, real_tokenizer, smollm2_gguf
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
+from tunix_rt.engines.gguf import config_of, load_model, read_header
 from tunix_rt.engines.gguf_reload import check_file, last_logits
 from tunix_rt.engines.gguf_writer import FILES, write_gguf
 from tunix_rt.export.roundtrip import QUESTIONS, TEXTS
@@ -33,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/gguf_files.jsonl"
 SLOW = 2
 """Documents that llama.cpp reads: its binding gives the logits of one token at a time."""
-KINDS = ("f16", "q8_0", "q4_k_m")
+KINDS = ["f16", "q8_0", "q4_k_m"]
 MORE_TEXTS = ("THEY'RE 1234567 times 12x34, aren't they?", "one  two   three\n\n\n four\t\tfive <b>x</b> ½ ٣")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "smollm3": {"no_rope_layers": [1, 1]}, "gpt2": {}, "mistral": {"sliding_window": None},
@@ -45,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 16, "layer_types": None, "tie_word_embeddings": True},
 }  # fmt: skip
+DEMO, KEPT = ROOT / "models/tiny-gemma3", ("sliding_window", "tie_word_embeddings")
 BASE = {"llama3": "llama", "qwen2": "llama", "qwen3": "llama", "gemma2": "gemma"}
 """Whose small model another family takes."""
 
@@ -97,14 +102,12 @@ def relative_errors(ours: Path, theirs: Path, exact: Path) -> dict[str, Any]:
     return {"types_that_differ": differing, "relative_errors": errors}
 
 
-def measured(
-    name: str, folder: Path, tokenizer: Tokenizer, data: Path, count: int, python: Path | None
-) -> dict[str, Any]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def measured(name: str, model: Any, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, Any]:
+    python: Path | None = options.llama_cpp
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     prompts = [[*tokenizer.prefix, *tokenizer.encode(question)] for question in QUESTIONS]
     texts = {text: tokenizer.encode(text) for text in (*TEXTS, *MORE_TEXTS)}
-    documents = documents_of(data, tokenizer, count)
+    documents = documents_of(options.data, tokenizer, options.documents)
     positions = model.config.max_position_embeddings
     documents = [ids[:positions] for ids in documents]
     original = perplexity(losses_of(model, documents), documents)
@@ -123,11 +126,11 @@ def measured(
             made = {"kind": kind, "name": name, "ends": [tokenizer.eos_id], "template": tokenizer.chat_template}
             return file, write_gguf(file, model, tokenizer, **made)
 
-        exact = write("f32")[0] if python else None
-        for kind in KINDS:
+        exact = write("f32")[0] if python and not options.quick else None
+        for kind in options.kinds:
             model.load_state_dict(weights)
             file, planned = write(kind)
-            checked = check_file(file, model, planned, prompts=prompts, texts=texts)
+            checked = check_file(file, model, planned, prompts=prompts, texts={} if options.quick else texts)
             stored = line["files"][kind] = {
                 "bytes": file.stat().st_size, "types": checked.types,
                 "perplexity": perplexity(losses_of(model, documents), documents),
@@ -146,7 +149,7 @@ def measured(
                     "texts_equal": sum(ids == own for ids, own in zip(answer["ids"], texts.values(), strict=True)),
                     "texts": len(texts), "description": answer["description"],
                 }  # fmt: skip
-                if kind != "f16":
+                if kind != "f16" and exact is not None:
                     theirs = scratch / "theirs.gguf"
                     number = int(FILES[kind][0])
                     llama_cpp(python, {"file": str(exact), "quantize": str(theirs), "number": number}, scratch)
@@ -157,10 +160,11 @@ def measured(
 
 def family(name: str, python: Path, scratch: Path) -> dict[str, Any]:
     """A small model with drawn weights and norms, as f32: the logits of llama.cpp and of transformers."""
-    folder = write_small_model(BASE.get(name, name), scratch / name)
-    config = json.loads((folder / "config.json").read_text()) | FAMILIES[name]
+    config = json.loads((ROOT / "tests/conftest.json").read_text())["small models"][BASE.get(name, name)]
+    config |= {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0} | FAMILIES[name]
+    folder = Path(shutil.copytree(DEMO, scratch / name))
     (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if key != "layer_types" or value})
+        json.dumps({key: value for key, value in config.items() if value or key in KEPT})
     )
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -179,14 +183,17 @@ def family(name: str, python: Path, scratch: Path) -> dict[str, Any]:
     return {"name": f"family {name}", "architecture": answer["description"].split()[0], "relative_difference": apart}
 
 
-def folders(name: str) -> tuple[Path, Tokenizer]:
-    if name == "demo":
-        folder = ROOT / "models/tiny-gemma3"
-        return folder, load_tokenizer(folder, "gemma3_text")
-    if name == "SmolLM2-135M-Instruct":
-        folder = resolve_model(str(smollm2_gguf())).folder
-        return folder, load_tokenizer(folder, "llama")
-    return resolve_model(str(gemma3_270m_gguf())).folder, load_tokenizer(real_tokenizer("gemma3"), "gemma3_text")
+def model_of(name: str) -> tuple[Any, Tokenizer]:
+    """The original in float32. Those that come as GGUF files are dequantized."""
+    if name == "Gemma-3-270M":
+        file = gemma3_270m_gguf()
+        with tempfile.TemporaryDirectory() as nothing:
+            header = read_header(file)
+            model = load_model(file, header, config_of(file, header, nothing), nothing)
+        return model.eval(), load_tokenizer(real_tokenizer("gemma3"), "gemma3_text")
+    folder = DEMO if name == "demo" else resolve_model(str(smollm2_gguf())).folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, load_tokenizer(folder, model.config.model_type)
 
 
 def main() -> None:
@@ -195,19 +202,25 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--kinds", nargs="*", choices=list(FILES), default=KINDS)
+    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     done = {json.loads(line)["name"] for line in RESULTS.read_text().splitlines()} if RESULTS.is_file() else set()
     names = ["demo", *(f"family {one}" for one in FAMILIES), "SmolLM2-135M-Instruct", "Gemma-3-270M"]
-    for name in [one for one in names if one not in done and (not options.only or one in options.only)]:
+    for name in [
+        one
+        for one in names
+        if (one not in done or options.kinds != KINDS) and (not options.only or one in options.only)
+    ]:
         if name.startswith("family "):
             if options.llama_cpp is None:
                 continue
             with tempfile.TemporaryDirectory() as place:
                 line = family(name.removeprefix("family "), options.llama_cpp, Path(place))
         else:
-            line = measured(name, *folders(name), options.data, options.documents, options.llama_cpp)
+            line = measured(name, *model_of(name), options)
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line)[:300], flush=True)

@@ -26,7 +26,7 @@ from tunix_rt.data.packing import batch_of_step
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.torch import chunked_loss as torch_head
 from tunix_rt.engines.torch import loop as engine_of
-from tunix_rt.engines.torch import optim as torch_optim
+from tunix_rt.engines.torch import optim_rules
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.train.context import find_tokenizer
 
@@ -39,7 +39,7 @@ TIMES_THE_NOISE = 3.0
 def plain_operations() -> Iterator[None]:
     with (
         mock.patch.object(torch_head, "kernel_unable", lambda *asked: "left out to compare"),
-        mock.patch.object(torch_optim, "_triton", lambda device: None),
+        mock.patch.object(optim_rules, "triton_kernels", lambda device: None),
     ):
         yield
 

@@ -1,6 +1,6 @@
 """Peak host memory of a rank while it loads its rows of a model, beside that of a rank that loads the whole model.
 
-    python -m benchmarks.sharded_load [--layers 24] [--ranks 2 4 8] [--to benchmarks/results/sharded_load.json]
+    python -m benchmarks.sharded_load [--layers 24] [--ranks 2 4 8] [--model DIR] [--to benchmarks/results/sharded_load.json]
 
 The model is a Llama with bfloat16 weights in files of 1 GB. Each case is a process of its own that builds the model on the meta
 device, shards it by FSDP2 as rank R of W in a fake process group, and fills its rows; then it compares every row with the file.
@@ -112,12 +112,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--model", type=Path, help="of an earlier run, instead of a new one")
     parser.add_argument("--to", type=Path, default=RESULTS / "sharded_load.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tunix-rt-sharded-load-") as name:
-        size = write_model(Path(name), args.layers)
-        found = [measured(load_rows, Path(name), rank, world) for rank, world in cases(args.ranks)]
-        whole = measured(load_whole, Path(name))
+        folder = args.model or Path(name)
+        if args.model is None:
+            write_model(folder, args.layers)
+        found = [measured(load_rows, folder, rank, world) for rank, world in cases(args.ranks)]
+        whole = measured(load_whole, folder)
+    size = whole["own_bytes"]
     for case in (*found, whole):
         share = size / case["ranks"]
         print(

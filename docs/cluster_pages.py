@@ -1,7 +1,9 @@
 """The figures in docs/concepts/beyond-one-gpu.md: what the planner predicts now for 1 to 1,024 GPUs, beside what was counted."""
 
 from pathlib import Path
+from typing import Any
 
+from benchmarks.memory_of_ranks import plan_of, predicted_bytes
 from docs.markdown import replaced, table
 from docs.solver_pages import RESULTS, gib, read, shape_named
 from tunix_rt.accelerators import nodes
@@ -13,7 +15,7 @@ from tunix_rt.plan.target import several, target_named
 
 PAGE = Path("docs/concepts/beyond-one-gpu.md")
 MODEL = "llama-3.1-8b"
-RECORDED = "memory_ranks_h200.json"
+RECORDED, DRAWN, THOUSAND = "memory_ranks_h200.json", "memory_ranks_drawn.json", "memory_ranks_1024.json"
 FULL = {"dtype": "bfloat16", "master_dtype": "bfloat16", "gradient_checkpointing": True}
 
 
@@ -21,7 +23,9 @@ def page(root: Path) -> str:
     text = (root / PAGE).read_text(encoding="utf-8")
     blocks = {
         "recorded": recorded_block(root),
+        "drawn": drawn_block(root),
         "scale": scale_block(),
+        "thousand": thousand_block(root),
         "hide": hide_block(),
     }
     for name, block in blocks.items():
@@ -78,6 +82,22 @@ def recorded_block(root: Path) -> str:
     return f"{table(columns, rows)}\n\n{found['device']}; raw output in `{RESULTS / RECORDED}`."
 
 
+def drawn_block(root: Path) -> str:
+    found = read(root, DRAWN)["cases"]
+    errors = sorted((abs(error_of(case)) for case in found), reverse=True)
+    families, worlds = ({case[name] for case in found} for name in ("preset", "world"))
+    return (
+        f"{len(found)} drawn cases of {len(families)} models on {min(worlds)} to {max(worlds)} ranks: the largest error is "
+        f"{100 * errors[0]:.2f} %, half are within {100 * errors[len(errors) // 2]:.2f} %. "
+        f"`python -m benchmarks.memory_of_ranks --drawn 27 --count 28`; raw output in `{RESULTS / DRAWN}`."
+    )
+
+
+def error_of(case: dict[str, Any]) -> float:
+    """Of what the code predicts now."""
+    return predicted_bytes(plan_of(case)) / int(case["tracked_bytes"]) - 1
+
+
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -117,3 +137,20 @@ def hide_block() -> str:
             cells.append(f"{cluster.network_seconds:.3g} s, {float(f'{cluster.tokens_to_hide:.2g}'):,.0f}")
         rows.append((f"{gbit:,}", *cells))
     return table(("Gbit/s of a node", "Gemma 3 1B", "Gemma 2B", "Llama 3.1 8B"), rows)
+
+
+def thousand_block(root: Path) -> str:
+    rows = []
+    for case in read(root, THOUSAND)["cases"]:
+        now, replicas = plan_of(case), case["settings"]["training"]["data_replicas"]
+        rows.append((
+            case["preset"], f"{case['world']:,}", f"{replicas}", gib(now.peak_bytes), gib(predicted_bytes(now)),
+            gib(case["tracked_bytes"]), f"{100 * error_of(case):+.2f} %",
+        ))  # fmt: skip
+    columns = (
+        "model", "ranks", "replicas", "GiB of a GPU", "of it counted", "counted by FSDPMemTracker", "error",
+    )  # fmt: skip
+    return (
+        f"{table(columns, rows)}\n\nOptimizer states and the allowance for cuBLAS are not counted. "
+        f"`python -m benchmarks.memory_of_ranks --whole`; raw output in `{RESULTS / THOUSAND}`."
+    )

@@ -2,7 +2,7 @@
 
 Whole pages: docs/doctor and docs/reference without run-folder.md. Blocks between markers: the demo's figures in README.md,
 the manifest's in the model card, what was measured in docs/concepts/{memory-model,data-at-scale,checkpoints,evidence}.md and
-docs/guides/{did-it-help,plan}.md, the causes in docs/index.md,
+docs/guides/{did-it-help,plan,take-it-elsewhere}.md, the causes in docs/index.md,
 the compiler's verdicts in docs/decisions/m38-audit.md and docs/reference/plan-tpu.md. Everything else is written by hand and
 held by tests/contract/test_docs.py.
 """
@@ -26,6 +26,7 @@ from docs import (
     dialect_pages,
     doctor_pages,
     engine_pages,
+    gguf_pages,
     jax_pages,
     memory_pages,
     plan_pages,
@@ -72,6 +73,7 @@ def _pages(root: Path) -> dict[Path, str]:
         memory_pages.PAGE: memory_pages.page(root),
         any_model_pages.PAGE: any_model_pages.page(root),
         cluster_pages.PAGE: cluster_pages.page(root),
+        gguf_pages.PAGE: gguf_pages.page(root),
         EVIDENCE_PAGE: evidence_page(root),
         DATA_PAGE: with_block(root, DATA_PAGE, "measured", data_pages.measured_block(root)),
         OPTIMIZERS_PAGE: with_block(root, OPTIMIZERS_PAGE, "accumulation", accumulation_error.block(root)),

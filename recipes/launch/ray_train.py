@@ -16,7 +16,7 @@ import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 STOPPED = 7
 """Exit code of a run that a signal or its time budget stopped: it is not started again."""
@@ -53,8 +53,9 @@ def main() -> None:
     given = parser.parse_args()
     arguments = [one for one in given.arguments if one != "--"]
     resources = {"CPU": 1.0} | ({"GPU": given.gpus_per_worker} if given.gpus_per_worker else {})
-    trainer = DataParallelTrainer(
+    trainer = TorchTrainer(
         work,
+        torch_config=TorchConfig(backend="gloo"),  # of the workers; the ranks of the run choose their own
         train_loop_config={"arguments": arguments, "folder": [os.getcwd()]},
         scaling_config=ScalingConfig(
             num_workers=given.workers, use_gpu=given.gpus_per_worker > 0, resources_per_worker=resources,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _PACKAGED = Path(__file__).parent / "packaged"
 _COMMIT = _PACKAGED / "commit.txt"
-"""Written by `git archive` (.git_archival.txt)."""
+"""Written by `git archive` (COMMIT)."""
 _CLONE = Path(__file__).parents[2]
 
 # Kind of thing -> its place in a clone. In a wheel it is packaged/<kind> (pyproject.toml, force-include).

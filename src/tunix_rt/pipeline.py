@@ -16,7 +16,6 @@ from tunix_rt.engines.base import Step
 from tunix_rt.export.export import check_final_model, export_final
 from tunix_rt.models.secrets import refuse_addresses, refuse_secrets
 from tunix_rt.progress import Progress, close_displays, duration
-from tunix_rt.ranks import world
 from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.storage import storage, write_text
@@ -35,7 +34,7 @@ from tunix_rt.train.loop import load_run, train_run
 from tunix_rt.train.memory_report import explaining_oom, report_memory
 from tunix_rt.train.preemption import Preemption
 from tunix_rt.train.preflight import commit_run, load_to_try, plan_at_max_length, prepare_data, require_peft
-from tunix_rt.train.ranks import Ranks, announce_run, ranks_of, record_ranks, refuse_stopped
+from tunix_rt.train.ranks import Ranks, announce_run, ranks_of, record_ranks
 from tunix_rt.train.resume import earlier_answering_seconds, refuse_occupied
 from tunix_rt.train.trackers import require_trackers, tracked
 
@@ -63,7 +62,6 @@ def run_pipeline(
     refuse_addresses(config.model_dump())
     refuse_secrets(config.model_dump())
     options = Options(progress=progress, profile=profile, oom_attempt=oom_attempt, on_step=on_step)
-    refuse_stopped(RunDir(output), world())
     with (
         ranks_of(config, profile=profile) as ranks,
         open_run(config, RunDir(output), stop_after) as (began, journal, stop),
@@ -101,8 +99,7 @@ def run_stages(config: RunConfig, journal: RunJournal, stop: Preemption, options
 
 
 def run_on(
-    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, facts: Facts, device: DeviceChoice,
-    ranks: Ranks,
+    config: RunConfig, journal: RunJournal, stop: Preemption, options: Options, facts: Facts, device: DeviceChoice, ranks: Ranks,
 ) -> Evaluation:  # fmt: skip
     """The stages on `device`, that of all processes of the run."""
     # plan
@@ -131,8 +128,7 @@ def run_on(
         trackers.scores(journal.result.steps_completed or 0, evaluation.scores.get("after"))
         check_final_model(context, engine)
         record_ranks(ranks, context, engine)
-    # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
-    report_memory(context)
+    report_memory(context)  # evidence: on leaving `open_run`, the journal writes result.json and SHA256SUMS
     return evaluation
 
 

@@ -73,7 +73,7 @@ def process_exit_code(code: int) -> int:
     """The exit code of this process. Under --nproc rank 0 leaves that of the run to the launcher, and what need not be tried
     again ends all ranks with 0, so that torchrun does not start them again."""
     path = os.environ.get(EXIT_FILE)
-    if path is None or code == 1:
+    if path is None or code == 1:  # a rank that was lost, or a defect
         return code
     if world().is_lead:
         with open(path, "w", encoding="utf-8") as file:

@@ -81,6 +81,12 @@ def drawn(seed: int) -> tuple[str, str, dict[str, str]]:
     return dice.choice(preset_names()), on, settings
 
 
+def test_a_node_of_gpus_is_planned_as_on_the_command_line(site):
+    page = planned(site, {"model": "gemma-3-270m", "on": "8xh100"})
+    assert json_of(page.values.answer.value()) == say("--model", "gemma-3-270m", "--on", "8xh100").stdout.rstrip("\n")
+    assert "on each of 8 devices" in render(page, "/plan", Query((("model", "gemma-3-270m"), ("on", "8xh100"))))
+
+
 def compare_with_the_command_line(site: Site, seed: int) -> str:
     model, on, settings = drawn(seed)
     fields = {name: value for name, value in settings.items() if name in plan_page.FIELDS}

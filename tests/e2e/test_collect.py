@@ -95,7 +95,7 @@ def test_a_wheel_names_the_commit_it_was_built_from_for_runs_of_its_own_source_a
     assert made(tiny_run, repository=None).manifest["commit"] == "a" * 40
     with pytest.raises(ConfigError, match="repository"):
         made(cpu_run, "older", repository=None)
-    (tmp_path / "commit.txt").write_text((ROOT / ".git_archival.txt").read_text())  # as in a clone
+    (tmp_path / "commit.txt").write_text((ROOT / "COMMIT").read_text())  # as in a clone
     with pytest.raises(ConfigError, match="repository"):
         made(tiny_run, "unknown", repository=None)
 

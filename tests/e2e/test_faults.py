@@ -19,6 +19,7 @@ from tunix_rt import storage
 from tunix_rt.engines.torch import save as torch_save
 from tunix_rt.engines.torch import tensor_files
 from tunix_rt.errors import InputError, StorageError
+from tunix_rt.ranks import Part
 from tunix_rt.runs import checksums, folder
 from tunix_rt.runs.folder import RunDir, list_checkpoints
 
@@ -370,7 +371,9 @@ def test_a_checkpoint_that_the_disk_does_not_give_is_an_error_of_the_disk(once, 
     checkpoint = once[1].checkpoints / "step-000005"
     weights = load_file(checkpoint / torch_save.MODEL)
     with pytest.raises(StorageError, match=f"{checkpoint / torch_save.MODEL} cannot be read: ") as caught:
-        torch_save._fill(checkpoint, torch_save.MODEL, weights, {})
+        torch_save._fill(
+            checkpoint, torch_save.MODEL, weights, {n: Part.whole(tuple(t.shape)) for n, t in weights.items()}
+        )
     assert "corrupt" not in str(caught.value)
 
 

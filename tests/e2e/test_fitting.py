@@ -20,7 +20,8 @@ from tunix_rt.cli.main import cli
 from tunix_rt.config.load import dump_yaml, find_config, load_config
 from tunix_rt.config.settings import Training
 from tunix_rt.engines import base as process_memory
-from tunix_rt.engines.base import PhasePeak, load_backend
+from tunix_rt.engines.base import load_backend
+from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.pipeline import run_pipeline

@@ -8,6 +8,7 @@ from tests.conftest import SHIPPED, write_small_model
 from tests.program import in_process, refused
 from tests.supervision_checks import write_chat_tokenizer
 from tests.tables import parametrize
+from tunix_rt.cli.inference import GGUF
 from tunix_rt.config.settings import Data
 from tunix_rt.data.render import style_of
 from tunix_rt.data.tokenizer import load_tokenizer
@@ -180,6 +181,7 @@ def test_the_verb_writes_a_file_a_modelfile_and_the_commands_that_load_it(tmp_pa
 
 
 def test_options_that_a_gguf_file_has_no_use_for_are_refused(tmp_path):
+    assert list(gguf_writer.FILES) == GGUF, "the verb offers every kind of file"
     more = ("--gguf", "q8_0", "--dtype", "bfloat16", "--output", tmp_path / "x")
     assert "--gguf and --dtype" in refused(in_process("export", "tiny-gemma3", *more), 2)
 

@@ -371,7 +371,7 @@ def test_jax_is_asked_for_one_platform_whatever_the_variable_says(monkeypatch: p
 def test_torch_is_not_told_to_ask_the_driver_instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     script = (
-        "import json, os; plain = dict.fromkeys(['cuda_build', 'hip_build', 'cudnn'])\n"
+        "import json, os; plain = dict.fromkeys(['cuda_build', 'hip_build', 'cudnn', 'nccl'])\n"
         "told = 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ\n"
         "print(json.dumps({**plain, 'arch_list': [], 'cuda_available': told, 'cuda_devices': 0, 'said': []}))"
     )

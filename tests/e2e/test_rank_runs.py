@@ -25,6 +25,7 @@ def rows(count):
     return ["--set", f"training.per_device_train_batch_size={count}"]
 
 
+@pytest.mark.slow
 def test_two_ranks_leave_a_run_that_one_device_gives_too(tmp_path):
     """Losses, held-out losses and answers; the bundle names both ranks and verifies."""
     both, alone = tmp_path / "both", tmp_path / "alone"
@@ -51,7 +52,7 @@ def test_ranks_with_two_configurations_are_refused_with_the_setting_that_differs
     assert code == 2 and "rank 1 has training.seed: 2, rank 0 has 1" in said and "  fix: " in said
 
 
-@pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("what", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_rank_that_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_path, what):
     command = [
         *RUN[:5],
@@ -75,7 +76,7 @@ def test_a_rank_that_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_pa
     assert f"rank 1 on {World().host} (pid {processes[1].pid}) " in said
     assert "step " in said.split("rank 1 on")[0].splitlines()[-1] or "checkpoint" in said
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "failed" and "rank 1" in result["error"]["problem"]
+    assert result["status"] == "failed" and "rank 1" in result["reason"]
 
 
 def test_a_taken_port_is_named_with_the_variable_to_set(monkeypatch):

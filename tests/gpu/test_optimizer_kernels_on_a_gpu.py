@@ -12,7 +12,7 @@ from tests import optimizer_checks as checks
 from tests.device_waits import nothing_waits
 from tests.optimizer_checks import each_kind, make
 from tunix_rt.config.optimizers import BLOCK
-from tunix_rt.engines.torch import optim as torch_optim
+from tunix_rt.engines.torch import optim_rules
 from tunix_rt.engines.torch import update_rules as torch_rounding
 
 pytestmark = pytest.mark.gpu
@@ -193,7 +193,7 @@ def test_to_the_nearest_and_at_random_nothing_finite_becomes_inf_at_random():
 
 @each_kind
 def test_without_triton_bfloat16_weights_are_updated_all_the_same(kind, monkeypatch):
-    monkeypatch.setattr(torch_optim, "_triton", lambda device: None)
+    monkeypatch.setattr(optim_rules, "triton_kernels", lambda device: None)
     checks.check_one_by_one(kind, torch.bfloat16, device=DEVICE)
     checks.check_not_finite(kind, torch.bfloat16, 3, device=DEVICE)
     checks.check_clipped(kind, torch.bfloat16, 0.05, device=DEVICE)
@@ -299,7 +299,7 @@ def test_eight_bit_an_update_is_that_of_float64_and_of_the_plain_rule(shape, way
     assert_codes_beside(state["exp_avg"], state["exp_avg_absmax"], first, signed=True)
     assert_codes_beside(state["exp_avg_sq"], state["exp_avg_sq_absmax"], second, signed=False)
 
-    monkeypatch.setattr(torch_optim, "_triton", lambda device: None)
+    monkeypatch.setattr(optim_rules, "triton_kernels", lambda device: None)
     plain = torch.nn.Parameter(before.clone())
     other = make({"weights": plain}, "adamw_8bit", decay=DECAY, stochastic=stochastic)
     other.restore(saved, step=2)
@@ -369,7 +369,7 @@ def test_eight_bit_how_the_work_is_cut_has_no_part_in_the_bits(dtype, monkeypatc
 @each_weight
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_eight_bit_a_step_has_the_bits_of_updates_one_by_one_in_one_launch(dtype, factor, monkeypatch):
-    kernels, launches = torch_optim._triton(torch.empty(0, device=DEVICE).device), []
+    kernels, launches = optim_rules.triton_kernels(torch.empty(0, device=DEVICE).device), []
     for name in ("adamw_8bit", "adamw_8bit_many"):
         real = getattr(kernels, name)
         wrapped = lambda *args, name=name, real=real, **named: (launches.append(name), real(*args, **named))  # noqa: E731
@@ -423,7 +423,7 @@ def give(named, step):
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("factor", [None, 0.37])
 def test_a_step_of_adamw_has_the_bits_of_updates_one_by_one_in_one_launch(factor, stochastic, monkeypatch):
-    kernels, launches = torch_optim._triton(torch.empty(0, device=DEVICE).device), []
+    kernels, launches = optim_rules.triton_kernels(torch.empty(0, device=DEVICE).device), []
     many, one = kernels.adamw_many, kernels.adamw
     monkeypatch.setattr(kernels, "adamw_many", lambda *args, **named: (launches.append("many"), many(*args, **named)))
     monkeypatch.setattr(kernels, "adamw", lambda *args, **named: (launches.append("one"), one(*args, **named)))
@@ -518,7 +518,7 @@ def test_what_was_restored_in_between_is_what_the_next_step_goes_on_from():
 
 
 def test_moments_in_bfloat16_have_the_same_bits_in_a_crowd():
-    kernels = torch_optim._triton(torch.empty(0, device=DEVICE).device)
+    kernels = optim_rules.triton_kernels(torch.empty(0, device=DEVICE).device)
     shapes = [(1,), (3, 5), (64, 97), (2048,), (5000,)]
     now = torch_rounding.StepSettings(step=3, lr=RATE, beta1=0.9, beta2=0.999, epsilon=1e-8, stochastic=True)
     same = {"now": now, "decay": DECAY}

@@ -56,14 +56,18 @@ def test_rounding_is_right_on_average_and_keeps_nan_and_inf():
     generator = torch.Generator("cuda").manual_seed(1)
     count, value = 2**20, 1.0 + 2.0**-7 * 0.3
     target = torch.empty(count, dtype=torch.bfloat16, device="cuda")
-    torch_rounding.round_to_bfloat16_(target, torch.full((count,), value, device="cuda"), generator)
+    torch_rounding.round_to_bfloat16_(
+        target, torch.full((count,), value, device="cuda"), torch_rounding.Bits(generator=generator)
+    )
     assert set(target.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
     assert target.double().mean().item() == pytest.approx(value, abs=5 * 2.0**-7 * (0.3 * 0.7 / count) ** 0.5)
     odd = torch.tensor([torch.inf, -torch.inf, 3.4e38, 0.0], device="cuda")
     odd[3] = odd[3] * torch.inf
     for seed in range(20):
         found = torch.empty(4, dtype=torch.bfloat16, device="cuda")
-        torch_rounding.round_to_bfloat16_(found, odd.clone(), generator.manual_seed(seed))
+        torch_rounding.round_to_bfloat16_(
+            found, odd.clone(), torch_rounding.Bits(generator=generator.manual_seed(seed))
+        )
         assert found[:3].tolist() == [torch.inf, -torch.inf, torch_rounding.LARGEST] and found[3].isnan()
 
 
@@ -74,7 +78,9 @@ def test_8_bit_codes_are_right_on_average(signed):
     values = torch.rand(1, 256, generator=torch.Generator().manual_seed(1)).cuda() + 0.01
     values *= torch.where(torch.arange(256, device="cuda") % 2 == 0, 1.0, -1.0 if signed else 1.0)
     count = 4000
-    codes, absmax = encode(values.expand(count, 256).contiguous(), torch.Generator("cuda").manual_seed(2))
+    codes, absmax = encode(
+        values.expand(count, 256).contiguous(), torch_rounding.Bits(generator=torch.Generator("cuda").manual_seed(2))
+    )
     found = torch_rounding.decode(codes, absmax, table).double().mean(dim=0)
     assert ((found - values[0]).abs() <= 5 * 0.5 * 0.13 * values[0].abs() / count**0.5).all()
 

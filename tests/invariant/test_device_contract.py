@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tunix_rt.config.settings import Training
-from tunix_rt.engines.base import RiseMeter
+from tunix_rt.engines.memory_meter import RiseMeter
 from tunix_rt.engines.torch.attention import Attention
 from tunix_rt.engines.torch.loop import _assert_on_device, make_optimizer
 from tunix_rt.engines.torch.model import Engine

@@ -525,7 +525,9 @@ def test_the_noise_of_8_bit_second_moments_is_what_the_page_says():
         for _ in range(steps):
             square = (torch.randn(16, 256, generator=drawn) * sizes).square()
             exact = exact.lerp(square, 1 - beta)
-            codes, absmax = torch_rounding.encode_unsigned(coded.lerp(square, 1 - beta), drawn)
+            codes, absmax = torch_rounding.encode_unsigned(
+                coded.lerp(square, 1 - beta), torch_rounding.Bits(generator=drawn)
+            )
             coded = torch_rounding.decode(codes, absmax, table)
         assert (coded / exact).mean().item() == pytest.approx(1.0, abs=0.02)
         found[beta] = (coded / exact).std().item()

@@ -8,7 +8,7 @@ import pytest
 
 from tunix_rt.config.load import build_config, find_config, load_config
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import PhasePeak, RiseMeter
+from tunix_rt.engines.memory_meter import PhasePeak, RiseMeter
 from tunix_rt.errors import Preempted
 from tunix_rt.models.resolve import resolve_model
 from tunix_rt.plan.calibration import seen_errors
@@ -47,7 +47,7 @@ def test_each_phase_of_a_process_has_its_own_peak_and_the_process_keeps_the_high
 
 
 def test_where_no_peak_can_begin_anew_it_is_the_highest_up_to_now(monkeypatch):
-    monkeypatch.setattr("tunix_rt.engines.base._reset_kernel_peak", lambda: False)
+    monkeypatch.setattr("tunix_rt.engines.memory_meter._reset_kernel_peak", lambda: False)
     meter = RiseMeter()
     held = pages(64 * MIB)
     first = meter.take_peak()
@@ -236,6 +236,6 @@ def test_what_may_be_taken_is_the_less_of_free_and_limit_and_what_holds_the_run_
 
 
 def test_the_share_of_a_device_leaves_room_for_its_context():
-    assert device._share(limited(None), of("cuda", 80)) is None
-    assert device._share(limited(8.5), of("cuda", 80)) == 0.1
-    assert device._share(limited(0.1), of("cuda", 80)) == 0
+    assert device.memory_share(limited(None), of("cuda", 80)) is None
+    assert device.memory_share(limited(8.5), of("cuda", 80)) == 0.1
+    assert device.memory_share(limited(0.1), of("cuda", 80)) == 0

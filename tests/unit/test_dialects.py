@@ -177,7 +177,7 @@ def test_the_verb_writes_a_file_that_plan_takes_and_refuses_by_name(tmp_path):
     assert json.loads(plans[0].stdout)["memory"] == json.loads(plans[1].stdout)["memory"]
     (tmp_path / "b.yml").write_text(text + "deepspeed: zero3.json\n", encoding="utf-8")
     for verb in (("convert", "b.yml", "--json"), ("train", "b.yml", "--output", "run"), ("plan", "b.yml")):
-        assert "deepspeed: the PyTorch engine trains on one device" in refused(in_process(*verb, cwd=tmp_path), 2)
+        assert "deepspeed: FSDP shards over all devices" in refused(in_process(*verb, cwd=tmp_path), 2)
     assert not (tmp_path / "run").exists()
     (tmp_path / "c.sh").write_text("trl dpo --model_name_or_path x", encoding="utf-8")
     assert "trl sft" in refused(in_process("convert", "c.sh", cwd=tmp_path), 2)

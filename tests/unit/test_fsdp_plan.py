@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,10 @@ from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import fsdp
+from tunix_rt.plan.fit import least_room, verdict
 from tunix_rt.plan.memory import predict
 from tunix_rt.plan.phases import Phase
+from tunix_rt.plan.target import Target
 
 GIB = 2**30
 RECORDED = read(ROOT, "memory_ranks_h200.json")["cases"]
@@ -38,6 +41,37 @@ def test_a_rank_needs_what_an_h200_gave_out(monkeypatch, case):
     settings = {name: case[name] for name in ("gradient_checkpointing", "compile")}
     found = plan(case["preset"], case["world"], case["tokens"], **settings)
     assert found.peak_bytes / GIB == pytest.approx(case["peak_gib"], rel=BAND)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "adafactor"])
+def test_shards_add_up_to_what_one_device_has(optim):
+    alone, rank = (phase(plan(devices=count, optim=optim), "update").parts for count in (1, 8))
+    assert 8 * rank["weights"] == pytest.approx(alone["weights"], rel=1e-3)
+    whole = 8 if optim == "adafactor" else 1  # every rank has the column sums of every matrix
+    assert alone["optimizer"] <= 8 * rank["optimizer"] <= whole * 1.01 * alone["optimizer"]
+
+
+def test_padding_is_counted():
+    """A matrix of 256 rows on 1,024 ranks: each allocates a row, and all are gathered."""
+    few, many = (phase(plan("gemma-2b", count), "forward").parts["gathered"] for count in (64, 1024))
+    assert many > few
+
+
+def test_the_ranks_of_a_cpu_share_its_memory():
+    config = RunConfig.model_validate({"evaluation": {"enabled": False}, "data": {"max_length": 128}})
+    alone, two = (predict(shape_named("gemma-3-270m"), config, device="cpu", devices=count) for count in (1, 2))
+    assert two.peak_bytes < alone.peak_bytes and (alone.sharing, two.sharing) == (1, 2)
+    free = least_room(two)
+    cpu = Target(
+        name="", device="cpu", memory_bytes=free, free_bytes=free, capability=None,
+    )  # fmt: skip
+    assert verdict(two, cpu).fits and not verdict(two, replace(cpu, free_bytes=free - 64)).fits
+
+
+def test_a_run_keeps_its_rows_on_another_number_of_ranks():
+    on_two = predict(shape_named("gemma-3-270m"), RunConfig(), device="cuda", devices=2, rows=8)
+    config = RunConfig.model_validate({"training": {"per_device_train_batch_size": 4}})
+    assert on_two == predict(shape_named("gemma-3-270m"), config, device="cuda", devices=2)
 
 
 def counted(cases) -> list[int]:

@@ -87,6 +87,24 @@ def test_a_process_that_ends_is_named_with_the_step_and_ends_the_computation():
     assert caught.value.exit_code == 1 and "--resume" in caught.value.fix
 
 
+def test_all_begin_a_computation_once_each_is_ready():
+    done = list[str]()
+    with connected() as (lead, follower):
+
+        def follow() -> None:
+            message, _ = next_of("order", follower)
+            done.append("the follower is ready")
+            follower.send("wrote", number=message["number"], files={})
+            assert next_of("go", follower)[0]["number"] == message["number"]
+            done.append("the follower begins")
+
+        following = threading.Thread(target=follow)
+        following.start()
+        with lead.computing("gather", prepare=lambda: time.sleep(0.1)):
+            following.join(timeout=10)
+    assert done == ["the follower is ready", "the follower begins"]
+
+
 def test_a_silent_process_is_named_and_the_waiting_run_is_ended_by_force(monkeypatch):
     monkeypatch.setenv("TUNIX_RT_RANK_TIMEOUT", "0.3")
     monkeypatch.setattr(control, "COURTESY_SECONDS", 0.1)
@@ -141,8 +159,8 @@ def test_a_process_hangs_when_the_others_wait_for_it_longer_than_steps_take(peer
 def test_a_follower_ends_with_the_lead_and_its_exit_code():
     """In processes of their own: it ends itself, whatever its main thread does."""
     script = (
-        "import sys, time; from tunix_rt.engines.jax import control; from tunix_rt.engines.jax.control import Follower\n"
-        "control.COURTESY_SECONDS = 0.1\n"
+        "import sys, time; from tunix_rt.engines.jax import follower as module\n"
+        "module.COURTESY_SECONDS = 0.1; Follower = module.Follower\n"
         "follower = Follower(print); follower.connect(('127.0.0.1', int(sys.argv[1])), {'rank': 1, 'host': 'a', 'pid': 1})\n"
         "for order in follower.orders(): time.sleep(60)"
     )

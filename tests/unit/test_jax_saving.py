@@ -9,7 +9,7 @@ import pytest
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import MicroBatch
 from tunix_rt.engines.jax.architecture import architecture_of
-from tunix_rt.errors import DoesNotFitError, TunixError
+from tunix_rt.errors import DoesNotFitError
 
 jax = pytest.importorskip("jax")
 state = pytest.importorskip("tunix_rt.engines.jax.save", exc_type=ImportError)
@@ -58,12 +58,6 @@ def test_a_checkpoint_is_put_back_bit_for_bit_without_a_second_copy_on_the_devic
     found = jax.tree.leaves((engine.params, optimizer.state))
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert optimizer.done == 3
-
-
-def test_arrays_of_several_hosts_are_refused_by_name():
-    elsewhere = SimpleNamespace(is_fully_addressable=False, shape=(2, 3))
-    with pytest.raises(TunixError, match=r"an array of \[2, 3\] is sharded over several hosts"):
-        state.host_copy(elsewhere)
 
 
 def test_memory_that_runs_out_while_a_checkpoint_is_made_is_said_to_be_that(tmp_path, monkeypatch):

@@ -43,6 +43,17 @@ def test_seed_step_and_index_each_make_other_bits():
     assert rounding.seed_of(1, 2, 3, "cuda") == drawn[0]
 
 
+@pytest.mark.parametrize("shape", [(1000,), (5, 256)])
+def test_the_shards_of_a_slice_draw_the_bits_of_the_whole_slice(shape):
+    whole = bits(7).like(torch.empty(shape), 0, 1 << 16)
+    found, rows = [], shape[0] // 5
+    for first in range(0, shape[0], rows):
+        shard = bits(7)
+        shard.skipped, shard.elements = first * whole[0].numel(), whole.numel()
+        found.append(shard.like(torch.empty(rows, *shape[1:]), 0, 1 << 16))
+    assert torch.equal(torch.cat(found), whole)
+
+
 def test_a_seed_fits_the_generator_that_takes_it():
     many = [(rounding.seed_of(0, step, 7, "cpu"), rounding.seed_of(0, step, 7, "cuda")) for step in range(200)]
     assert max(cpu for cpu, _ in many) < 2**32 and len({cpu for cpu, _ in many}) == 200

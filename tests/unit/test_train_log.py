@@ -15,13 +15,14 @@ from tunix_rt.config.load import build_config
 from tunix_rt.data.packing import facts_of_rows
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.data.sources import Dataset
-from tunix_rt.engines.base import PhasePeak, Step
+from tunix_rt.engines.base import Step
+from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import ConfigError, Preempted, StorageError, TunixError
 from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.journal import RunJournal
 from tunix_rt.runs.ledger import MetricsLog, final_state, is_checkpoint, state_hash
 from tunix_rt.runs.schemas import Batch
-from tunix_rt.storage import append_jsonl, read_json, write_json
+from tunix_rt.storage import append_jsonl, read_json, write_json, write_text
 from tunix_rt.train.checkpointer import best_checkpoint
 from tunix_rt.train.context import Options, RunContext
 from tunix_rt.train.loop import train_run
@@ -250,7 +251,7 @@ def test_a_checkpoint_with_a_manifest_but_no_sound_state_is_passed_over(run, com
     commit(50)
     run_folder.publish_checkpoint(
         run_folder.stage_checkpoint(
-            run.checkpoints, 100, lambda folder: None if state is None else (folder / "state.json").write_text(state)
+            run.checkpoints, 100, lambda folder: state and write_text(folder / "state.json", state)
         )
     )
     assert newest_checkpoint(run) == (run.checkpoints / "step-000050", 50)
@@ -302,6 +303,7 @@ class SummingEngine:
     attention = SimpleNamespace(name="none", why="it has nothing to look at")
     layers = "plain"
     device_type = "cpu"
+    devices = ("cpu",)
 
     def __init__(self):
         self.weight = 0

@@ -11,6 +11,7 @@ from types import FrameType
 
 import click
 
+from tunix_rt.errors import Preempted
 from tunix_rt.ranks import EXIT_FILE, NAMES
 
 GRACE_SECONDS = 300
@@ -36,9 +37,10 @@ def launch(arguments: Sequence[str], nproc: str, max_restarts: int, grace_second
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         stopped = _forwarding(process)
         code = process.wait()
-        if file.exists() and (code == 0 or stopped):
-            return int(file.read_text())
-        return code if code in (0, 1) else 1
+        recorded = int(file.read_text()) if file.exists() else code
+        if stopped:
+            return recorded or Preempted.exit_code * (code != 0)
+        return recorded if code == 0 else 1
 
 
 def _count(nproc: str) -> int:

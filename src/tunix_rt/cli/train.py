@@ -114,6 +114,7 @@ def run_and_show(config: Any, output: Path, *, as_json: bool, profile: int = 0, 
     refuse_secrets(config.model_dump())
     model = model_of_run(config.model.model_name_or_path or "") or None
     config = config.model_copy(update={"model": config.model.model_copy(update={"model_name_or_path": model})})
+    process_exit_code(0)  # of the run, until it ends with another: a restarted one has that of its predecessor
     if not world().is_lead:
         from tunix_rt.train import hosts, ranks
 

@@ -109,7 +109,7 @@ def nccl_is_there(facts: Facts, ask: Ask) -> Check:
 
 @check("shm-small", needs=_several)
 def shared_memory_is_enough(facts: Facts, ask: Ask) -> Check:
-    fix = "docker run --shm-size=1g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm"
+    fix = "give a container 1 GiB of shared memory; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm"
     if line := _logged(facts, "shm-small"):
         return failed(line, "/dev/shm is full: NCCL connects the GPUs of a host through it", fix)
     size = facts.host.shm_bytes

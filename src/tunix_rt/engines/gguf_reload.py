@@ -159,7 +159,8 @@ def _load_and_compare(
         alone.symlink_to(file.resolve())
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers hides
             loaded = load_model(alone, header, _config_in(alone, header, nothing, model.config), nothing)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(nothing, gguf_file=str(alone), local_files_only=True)
+        if texts:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(nothing, gguf_file=str(alone), local_files_only=True)
     theirs, ours = dict(loaded.named_parameters()), dict(model.named_parameters())
     for one in planned:
         rounded = 1e-6 if len(one.shape) == 1 else 0.0  # of a norm: 1 is added, and subtracted again

@@ -15,8 +15,9 @@ from tunix_rt.engines.torch.load import load_for_inference
 from tunix_rt.errors import ConfigError
 from tunix_rt.evaluate.generate import stop_ids
 from tunix_rt.export import export as hf
-from tunix_rt.export.export import PROOF, Origin, built_in_template
+from tunix_rt.export.export import PROOF, built_in_template
 from tunix_rt.export.modelfile import modelfile
+from tunix_rt.export.origin import ITEM_BYTES, Origin, find_origin
 from tunix_rt.export.roundtrip import QUESTIONS, TEXTS
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.progress import phase
@@ -57,11 +58,11 @@ def export_gguf(name: str, output: Path, *, kind: str, step: int | None = None, 
     refuse_address("the model", name)
     hf.refuse_occupied(output)
     output = Path(os.path.abspath(output))
-    with hf.find_origin(name, step=step, best=best, adapter=False) as origin:
+    with find_origin(name, step=step, best=best, adapter=False) as origin:
         if origin.adapted is not None:
             fix = "export the checkpoint with --to hf first, then that folder with --gguf"
             raise ConfigError("--gguf writes whole models, and the checkpoints of a LoRA run contain adapters", fix=fix)
-        floats = sum(path.stat().st_size for path in origin.source.weight_files()) * 4 // hf.ITEM_BYTES[origin.dtype]
+        floats = sum(path.stat().st_size for path in origin.source.weight_files()) * 4 // ITEM_BYTES[origin.dtype]
         hf.device_for("cpu", "float32", 2 * floats)  # the model, and what transformers loads
         require_space(output, (floats if kind == "f32" else floats // 2) + hf.BESIDE_BYTES, what="the GGUF file")
         with staged_folder(output) as staged:

@@ -26,7 +26,9 @@ def model_card(record: RunRecord, name: str, files: Mapping[str, str]) -> str:
         problem = next((one for problems in record.problems.values() for one in problems), "a file is missing")
         raise InputError(f"{record.root}: no model card without the facts of the run: {problem}", fix="train it again")
     base, pretrained = facts.base_model, facts.base_model.weights == "pretrained"
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["tunix-rt"]}
+    metadata: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["tunix-rt"]}
+    if any(file.endswith(".safetensors") for file in files):  # not of a GGUF file
+        metadata["library_name"] = "peft" if "adapter_config.json" in files else "transformers"
     if pretrained and COMMIT.fullmatch(base.revision):  # on the hub
         metadata["base_model"] = base.name
     settings = json.dumps(config.training.model_dump(mode="json", exclude_defaults=True), indent=2)

@@ -130,29 +130,20 @@ def predict(
     run on an unknown device.
     """
     training = config.training
-    modern = capability is None or capability >= (8, 0)
-    run = footprint.footprint_of(shape, training, device, modern=modern)
+    run = _parameters(shape, config, device, capability, devices)
     length = longest_row(shape, config, row_tokens or config.data.max_length)
     all_rows = rows or training.per_device_train_batch_size * devices
     layers = layers or layers_planned(config, shape, device=device, capability=capability, row_tokens=length)
-    if devices > 1:
-        run = Rank.of(run, devices, training.data_replicas)
-        layers = "compiled" if layers == "recorded" else layers  # a graph cannot contain FSDP's hooks
-    step = Batch(
-        rows=-(-all_rows // devices),
-        length=length if layers == "plain" else compiled_length(length),
-        packed=config.data.packing,
-        device=device,
-        capability=capability,
-        deterministic=training.deterministic,
-        compiled=layers != "plain",
-    )
+    if devices > 1 and layers == "recorded":
+        layers = "compiled"  # a graph cannot contain FSDP's hooks
+    step = _micro_batch(config, device, capability, -(-all_rows // devices), length, layers)
     copied = run.checkpoint if device == "cpu" else 0  # a checkpoint is written from a copy while training goes on
     in_step, pool, during = _step(run, step, config, layers, target_share, copied)
     phases = [_load(run, pretrained=config.model.weights == "pretrained"), *in_step, _save(run, copied)]
     single = replace(step, compiled=False, length=min(length, shape.max_positions))
-    room = max(map(_without_spare_bytes, phases))
-    eval_rows, generation_rows, evaluating = _evaluation(run, single, config, during, room)
+    eval_rows, generation_rows, evaluating = _evaluation(
+        run, single, config, during, max(map(_without_spare_bytes, phases))
+    )
     phases += evaluating
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return MemoryPlan(
@@ -174,6 +165,29 @@ def predict(
         pool_bytes=pool,
         traced=shape.trace is not None,
         streams_bytes=0 if device == "cpu" else streams_margin(phases),
+    )
+
+
+def _parameters(
+    shape: ModelShape, config: RunConfig, device: str, capability: tuple[int, int] | None, devices: int
+) -> footprint.Footprint:
+    """Of the whole run, or of one of several ranks."""
+    modern = capability is None or capability >= (8, 0)
+    run = footprint.footprint_of(shape, config.training, device, modern=modern)
+    return Rank.of(run, devices, config.training.data_replicas) if devices > 1 else run
+
+
+def _micro_batch(
+    config: RunConfig, device: str, capability: tuple[int, int] | None, rows: int, length: int, layers: str
+) -> Batch:
+    return Batch(
+        rows=rows,
+        length=length if layers == "plain" else compiled_length(length),
+        packed=config.data.packing,
+        device=device,
+        capability=capability,
+        deterministic=config.training.deterministic,
+        compiled=layers != "plain",
     )
 
 

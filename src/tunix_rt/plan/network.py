@@ -59,7 +59,7 @@ def links_of(accelerator: str | None, *, gpus: int, nodes_: int = 1, network_gbi
     node = next((one for one in nodes() if one.accelerator == accelerator and gpus <= one.gpus), None)
     if node is None:
         return Links(gpus=gpus, nodes=nodes_, network_gbit=network_gbit)
-    published = network_gbit or node.network_gbit
+    published = network_gbit or (node.network_gbit and node.network_gbit * gpus / node.gpus)  # an adapter for each GPU
     return Links(
         gpus=gpus, nodes=nodes_, kind=node.link, link_gb_s=node.link_gb_s, network_gbit=published, assumed=False
     )  # fmt: skip
@@ -120,12 +120,15 @@ def network_time(run: Rank, links: Links, share: float = BUS_SHARE) -> NetworkTi
     return NetworkTime(seconds=seconds, ends=ends)
 
 
-def idle_seconds(run: Rank, links: Links, computing: float, fastest: float) -> tuple[float, float, float]:
-    """Seconds of a micro-batch in which a GPU waits for messages: at least, as predicted, at most. They pass while it computes,
-    for `computing` seconds or `fastest` times that, but for the first and the last; at most none does."""
+def idle_seconds(
+    run: Rank, links: Links, computing: float, fastest: float, micro_batches: int
+) -> tuple[float, float, float]:
+    """Seconds of a step in which a GPU waits for messages: at least, as predicted, at most. They pass while it computes a
+    micro-batch, for `computing` seconds or `fastest` times that, but for the first and the last; at most none does."""
     least, predicted = network_time(run, links, MOST_BUS_SHARE), network_time(run, links)
-    return (
+    each = (
         max(least.ends, least.seconds - fastest * computing),
         max(predicted.ends, predicted.seconds - computing),
         network_time(run, links, LEAST_BUS_SHARE).seconds,
     )
+    return each[0] * micro_batches, each[1] * micro_batches, each[2] * micro_batches

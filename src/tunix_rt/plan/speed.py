@@ -195,10 +195,8 @@ def step_time(
     length = longest_row(shape, config, row_tokens or config.data.max_length)
     all_rows = rows or training.per_device_train_batch_size * devices
     jax = capabilities_of(training).compiles_whole_step
-    if jax:
-        layers = "compiled"
-    elif layers is None:
-        layers = layers_planned(config, shape, device=device, device_name=device_name, row_tokens=length)
+    layers = "compiled" if jax else layers
+    layers = layers or layers_planned(config, shape, device=device, device_name=device_name, row_tokens=length)
     padded = row_length(length, device) if jax else length if layers == "plain" else compiled_length(length)
     batch = Batch(
         rows=-(-all_rows // devices),
@@ -208,29 +206,24 @@ def step_time(
         capability=capability,
         deterministic=training.deterministic,
     )
-    rank = None
-    if devices > 1 and not jax:
-        one = footprint_of(shape, training, device, modern=batch.modern)
-        rank = Rank.of(one, devices, training.data_replicas)
+    rank = None if jax or devices == 1 else _rank(shape, config, batch, devices)
     run = _Run(shape=shape, config=config, recipe=recipe_of(training), rates=rates, batch=batch, jax=jax, rank=rank)
     example = min(length, example_tokens or (TYPICAL_EXAMPLE_TOKENS if config.data.packing else length))
     kernel = _kernel(run, device, capability)
     parts = _parts(run, layers, max(1, int(batch.tokens * target_share)), example, kernel)
     low, high = KNOWN_RANGE if rates.known else UNKNOWN_RANGE
-    alone = sum(parts.values())
-    least, most = low * alone, high * alone
+    alone, idle = sum(parts.values()), (0.0, 0.0, 0.0)
+    times = training.gradient_accumulation_steps
     if rank is not None and links is not None:
-        times = training.gradient_accumulation_steps
-        least_idle, idle, most_idle = idle_seconds(rank, links, (alone - parts["update"]) / times, low)
-        parts["network"] = idle * times
-        least, most = least + least_idle * times, most + most_idle * times
-    seconds = sum(parts.values())
-    tokens = all_rows * length * training.gradient_accumulation_steps
+        idle = idle_seconds(rank, links, (alone - parts["update"]) / times, low, times)
+        parts["network"] = idle[1]
+    seconds = alone + idle[1]
+    tokens = all_rows * length * times
     return StepTime(
         parts=parts,
         seconds=seconds,
-        seconds_low=least,
-        seconds_high=most,
+        seconds_low=low * alone + idle[0],
+        seconds_high=high * alone + idle[2],
         tokens=tokens,
         tokens_per_second=tokens / seconds,
         layers=layers,
@@ -244,6 +237,11 @@ def time_of_plan(plan: MemoryPlan, shape: ModelShape, config: RunConfig, rates: 
         target_share=plan.target_share, capability=device.capability, layers=plan.layers,
         links=getattr(device, "links", None),
     )  # fmt: skip
+
+
+def _rank(shape: ModelShape, config: RunConfig, batch: Batch, devices: int) -> Rank:
+    run = footprint_of(shape, config.training, batch.device, modern=batch.modern)
+    return Rank.of(run, devices, config.training.data_replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

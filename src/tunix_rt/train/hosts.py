@@ -19,7 +19,8 @@ from tunix_rt.doctor.facts import Ask, Facts
 from tunix_rt.doctor.probe import gather_facts
 from tunix_rt.doctor.selection import DeviceChoice
 from tunix_rt.engines.base import leading, load_follower
-from tunix_rt.engines.jax.control import Follower, Lead, address_of_lead
+from tunix_rt.engines.jax.control import Lead, address_of_lead
+from tunix_rt.engines.jax.follower import Follower
 from tunix_rt.errors import TunixError
 from tunix_rt.progress import phase
 from tunix_rt.ranks import World, world

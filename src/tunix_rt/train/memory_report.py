@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunix_rt.doctor.selection import DeviceChoice
-from tunix_rt.engines.base import Engine, PhasePeak
+from tunix_rt.engines.base import Engine
+from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import DoesNotFitError, StorageError, TunixError
 from tunix_rt.plan.calibration import TINY_BYTES, SeenError, add, describe_error
 from tunix_rt.plan.fit import safety_margin
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_STEP = ("forward", "loss", "backward", "update", "step", "compiled step")
+_STEP = ("gather", "forward", "loss", "backward", "reduce", "update", "step", "compiled step")
 PREDICTED_BY = {
     "load": ("load",),
     "first_step": ("recording", *_STEP),

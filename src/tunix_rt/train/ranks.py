@@ -12,22 +12,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.base import Engine, leading, load_follower, load_lead
-from tunix_rt.errors import ConfigError, InputError, Preempted, StorageError, TunixError
+from tunix_rt.errors import ConfigError, InputError, StorageError, TunixError
 from tunix_rt.ranks import World, world
-from tunix_rt.runs.folder import RunDir
 from tunix_rt.runs.ledger import note_ranks
-from tunix_rt.runs.record import RunRecord
 from tunix_rt.storage import storage
 from tunix_rt.train.commitment import settled_config
 from tunix_rt.train.context import RunContext, find_model, tokenizer_of
 from tunix_rt.train.loop import batches_of
-from tunix_rt.train.preemption import RESUME, Preemption
+from tunix_rt.train.preemption import Preemption
 
 logger = logging.getLogger(__name__)
 
@@ -100,15 +96,6 @@ def refuse_for_ranks(config: RunConfig, here: World, *, profile: int = 0) -> Non
             "torchrun --max-restarts: restarted ranks would read the addresses of those before them",
             fix="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, or use --nproc with --max-restarts",
         )
-
-
-def refuse_stopped(run: RunDir, here: World) -> None:
-    """Preempted where torchrun starts a run again that stopped on purpose: a signal or its time budget ended it, no fault."""
-    if not here.restarts or not run.result.is_file():
-        return
-    result, launched = RunRecord(run.root).result, psutil.Process(os.getppid()).create_time()
-    if result is not None and result.status == "preempted" and run.result.stat().st_mtime > launched:
-        raise Preempted(f"{run.root} was stopped, and torchrun has started it again", fix=RESUME)
 
 
 def _refuse_other_configs(orders: Any, config: RunConfig) -> None:

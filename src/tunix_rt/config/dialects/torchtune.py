@@ -242,7 +242,7 @@ TABLE: Table = {
     **refused("quantization-aware training: a lora_ or qlora_ model", "quantizer._component_"),
     **refused("adapters are plain LoRA", "model.use_dora"),
     **refused("training.gradient_checkpointing: true needs the least memory", "enable_activation_offloading"),
-    **refused("the PyTorch engine trains on one device; training.backend: jax shards over all of them",
+    **refused("FSDP shards over all devices: leave the key out, and start with --nproc gpu (JAX: training.backend: jax)",
               "tensor_parallel_dim tensor_parallel_plan context_parallel_dim data_parallel_shard_dim "
               "data_parallel_replicate_dim fsdp_cpu_offload custom_sharded_layers", unless=(1, -1)),
     **refused("fine-tuning recipes of full or lora models", "teacher_model._component_ ref_checkpointer._component_ kd_ratio"),

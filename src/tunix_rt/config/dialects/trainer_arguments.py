@@ -26,7 +26,7 @@ NOT_WITHOUT_HELDOUT = "the held-out loss is computed at the end of training; tra
 CHECKPOINTS = "a checkpoint is saved every 10 minutes and at the end, unless training.save_steps is set"
 RUN_FOLDER = "the run folder is given on the command line: --output DIR"
 NEVER_RUN = "tunix-rt never runs code of a model repository, and the model type is not known here; leave the key out"
-SHARDING = "the PyTorch engine trains on one device; training.backend: jax shards over all of them"
+SHARDING = "FSDP shards over all devices: leave the key out, and start with --nproc gpu (JAX: training.backend: jax)"
 
 
 def remote_code(value: Any, given: Given) -> Verdict:

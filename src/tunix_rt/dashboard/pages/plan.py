@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
+from tunix_rt.accelerators import nodes
 from tunix_rt.config.capabilities import CAPABILITIES
 from tunix_rt.config.load import OLD_NAMES, SETTINGS, load_config, setting_named
 from tunix_rt.config.optimizers import OPTIMIZERS
@@ -196,7 +197,8 @@ def _form(site: Site, choice: Choice) -> dict[str, Any]:
         ("Shipped models", tuple((name, name) for name in models.shipped_models())),
         ("Runs", runs),
     )
-    targets = tuple((label, tuple(_devices(kind))) for label, kind in KINDS.items())
+    several = ("Several GPUs, sharded", tuple((node.id, node.name) for node in nodes()))
+    targets = (*((label, tuple(_devices(kind))) for label, kind in KINDS.items()), several)
     if choice.on and choice.on not in {name for _, options in targets for name, _ in options}:
         targets = (*targets, ("Chosen", ((choice.on, choice.on),)))
     rest = [line for line in choice.lines if line.partition("=")[0] not in FIELDS]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tunix_rt.ranks import rank_timeout
 
-SILENT_SECONDS = 30.0
+SILENT_SECONDS = 60.0
 """Without a message, after which a process counts as stopped."""
 LARGEST_MESSAGE = 2**32
 

@@ -14,7 +14,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.engines.base import StepShape
 from tunix_rt.engines.checkpoint import MODEL, OPTIMIZER
 from tunix_rt.engines.jax import loop
-from tunix_rt.engines.jax.control import Follower
+from tunix_rt.engines.jax.follower import Follower
 from tunix_rt.engines.jax.model import Batch
 from tunix_rt.engines.jax.processes import gathered, join
 from tunix_rt.engines.jax.save import Snapshot, own_name
@@ -36,6 +36,8 @@ class Computation:
     follower: Follower
     engine: Any = None
     optimizer: Any = None
+    compiled: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    """The loss of batches, by their shape."""
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     taken: threading.Condition = field(default_factory=threading.Condition)
 
@@ -105,18 +107,23 @@ def _load(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> N
 
 
 def _make_optimizer(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> None:
+    run.follower.meet()
     run.optimizer = loop.make_optimizer(run.engine, Training.model_validate(order["training"]))
 
 
 def _step(run: Computation, order: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     batches = loop.placing(run.engine).put(Batch(**arrays))
+    if order["meet"]:
+        run.follower.meet()
     run.follower.enter()
     loop.take_step(run.engine, run.optimizer, batches, order["step"], order["rate"], order["target_tokens"])
 
 
 def _loss(run: Computation, order: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    loss = loop.prepared_loss(run.engine, Batch(**arrays), run.compiled)
+    run.follower.meet()
     run.follower.enter()
-    loop.batch_loss(run.engine, Batch(**arrays))
+    loss()
 
 
 def _snapshot(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> None:
@@ -135,10 +142,12 @@ def _restore(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -
 
 
 def _round_weights(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> None:
+    run.follower.meet()
     loop.round_weights(run.engine, order["dtype"])
 
 
 def _gather(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> None:
+    run.follower.meet()
     jax.block_until_ready(gathered(run.engine).params)
 
 

@@ -45,6 +45,8 @@ __all__ = [
 ]  # fmt: skip
 
 _connected: list[Lead] = []
+_compiled: dict[tuple[int, ...], Any] = {}
+"""The loss of batches, by their shape."""
 
 
 @contextmanager
@@ -55,10 +57,15 @@ def connected(lead: Lead) -> Iterator[None]:
         yield
     finally:
         _connected.clear()
+        _compiled.clear()
 
 
 def _lead() -> Lead:
     return _connected[0]
+
+
+def _ready() -> None:
+    """Nothing is to be prepared; the others may still do what was announced before."""
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -83,7 +90,7 @@ def load(
 
 
 def make_optimizer(engine: Engine, training: Training) -> Optimizer:
-    with _lead().computing("make_optimizer", training=training.model_dump(mode="json")):
+    with _lead().computing("make_optimizer", prepare=_ready, training=training.model_dump(mode="json")):
         return loop.make_optimizer(engine, training)
 
 
@@ -120,7 +127,11 @@ def optimizer_steps(
         batch = made.pop(step)
         rate = learning_rate(step, total=total_at(step, ends, total), training=training)
         arrays = loop.placing(engine).stacked(batch)._asdict()
-        _lead().announce("step", arrays, step=step, rate=rate, target_tokens=batch.target_tokens)
+        number = _lead().announce(
+            "step", arrays, step=step, rate=rate, target_tokens=batch.target_tokens, meet=step == first
+        )
+        if step == first:
+            _lead().meet(number)
 
     steps = loop.optimizer_steps(
         engine, optimizer, kept, training, first=first, total=total, before_update=announced, ends=ends
@@ -146,8 +157,11 @@ def summed_loss(engine: Engine, micro: MicroBatch) -> float:
 
 
 def _loss(engine: Engine, batch: Batch) -> float:
-    with _lead().computing("loss", batch._asdict()):
-        return loop.batch_loss(engine, batch)
+    ready = list[Callable[[], float]]()
+    with _lead().computing(
+        "loss", batch._asdict(), prepare=lambda: ready.append(loop.prepared_loss(engine, batch, _compiled))
+    ):
+        return ready[0]()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -190,7 +204,7 @@ def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: i
 
 
 def round_weights(engine: Engine, dtype: str) -> None:
-    with _lead().computing("round_weights", dtype=dtype):
+    with _lead().computing("round_weights", prepare=_ready, dtype=dtype):
         loop.round_weights(engine, dtype)
 
 
@@ -198,7 +212,7 @@ def round_weights(engine: Engine, dtype: str) -> None:
 
 
 def _gathered(engine: Engine) -> Engine:
-    with _lead().computing("gather"):
+    with _lead().computing("gather", prepare=_ready):
         return jax.block_until_ready(gathered(engine))
 
 

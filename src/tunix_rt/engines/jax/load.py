@@ -14,7 +14,7 @@ import numpy as np
 from tunix_rt.assets import cache_root
 from tunix_rt.config.settings import Training
 from tunix_rt.doctor.probe import host_facts
-from tunix_rt.engines.base import PhasePeak, RiseMeter, StepShape
+from tunix_rt.engines.base import StepShape
 from tunix_rt.engines.failures import SEE_PLAN, memory_errors_named
 from tunix_rt.engines.jax import tunix as jax_tunix
 from tunix_rt.engines.jax.architecture import Architecture, architecture_of
@@ -23,6 +23,7 @@ from tunix_rt.engines.jax.mesh import make_mesh, parameter_shardings, put, rows_
 from tunix_rt.engines.jax.model import summed_loss
 from tunix_rt.engines.jax.step import StepPlan, compile_step, step_plan
 from tunix_rt.engines.jax.weights import abstract_parameters, init_weights, load_weights
+from tunix_rt.engines.memory_meter import PhasePeak, RiseMeter
 from tunix_rt.errors import DoesNotFitError, HardwareError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import one_line

@@ -263,6 +263,16 @@ def batch_loss(engine: Engine, batch: Batch) -> float:
     return float(_summed(engine.params, placed, loss, engine.architecture, engine.compute, attention))
 
 
+def prepared_loss(engine: Engine, batch: Batch, compiled: dict[tuple[int, ...], Any]) -> Callable[[], float]:
+    """A function that computes `batch_loss`, compiled for the shape of `batch`, unless `compiled` has it."""
+    placed = put(batch, NamedSharding(engine.mesh, PartitionSpec(ROWS, None)))
+    if (shape := batch.ids.shape) not in compiled:
+        loss, attention = engine.loss_function(shape[1])
+        lowered = _summed.lower(engine.params, placed, loss, engine.architecture, engine.compute, attention)
+        compiled[shape] = lowered.compile()
+    return lambda: float(compiled[shape](engine.params, placed))
+
+
 @partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _summed(params: Any, batch: Batch, loss: Any, architecture: Any, compute: str, attention: Any) -> Any:
     return loss(params, batch, architecture, compute=compute, attention=attention)

@@ -48,8 +48,8 @@ class Leaf:
     names: tuple[str, ...]
     """One for each layer, for an array of layers; else a single one."""
     of_layers: bool
-    box: tuple[slice, ...] | None
-    """The part of the whole array that this process writes; None: nothing."""
+    box: tuple[slice, ...] | None = None
+    """The part of the whole array that this process writes; None: nothing, or the array is read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def leaves_of(entry_list: list[Entry], layers: int, tree: Mapping[str, Any], pre
         array = (tree["layers"] if entry.of_layers else tree).get(entry.key)
         if array is not None:
             names = tuple(prefix + name for name in entry.names(layers))
-            yield Leaf(array=array, names=names, of_layers=entry.of_layers, box=own_box(array))
+            yield Leaf(array=array, names=names, of_layers=entry.of_layers)
 
 
 def saved_leaves(engine: Engine) -> Iterator[Leaf]:
@@ -95,10 +95,11 @@ def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
 
 def _written(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
     """The arrays of each file that this process writes."""
-    own = {
-        name: [leaf for leaf in leaves if leaf.box is not None] for name, leaves in _files(engine, optimizer).items()
-    }
-    return {own_name(name): leaves for name, leaves in own.items()}
+    own: dict[str, list[Leaf]] = {}
+    for name, leaves in _files(engine, optimizer).items():
+        boxed = (replace(leaf, box=own_box(leaf.array)) for leaf in leaves)
+        own[own_name(name)] = [leaf for leaf in boxed if leaf.box is not None]
+    return own
 
 
 def own_name(name: str) -> str:

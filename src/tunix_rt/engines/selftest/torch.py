@@ -21,7 +21,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from tunix_rt.config.optimizers import state_tensors
 from tunix_rt.data.packing import MicroBatch
 from tunix_rt.doctor.selftest import CheckResult
-from tunix_rt.engines.base import RiseMeter
+from tunix_rt.engines.memory_meter import RiseMeter
 from tunix_rt.engines.selftest import cases, runner
 from tunix_rt.engines.selftest.runner import Bench, Setting, together
 from tunix_rt.engines.torch.attention import FLEX, Attention, boundaries

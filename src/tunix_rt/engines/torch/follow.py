@@ -1,8 +1,6 @@
 """The PyTorch engine of every other rank: it executes the orders of rank 0, one after the other."""
 
 import contextlib
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -11,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tunix_rt.config.settings import Training
@@ -19,16 +16,14 @@ from tunix_rt.data.packing import Row, StepBatch
 from tunix_rt.engines.base import Step
 from tunix_rt.engines.decoding import Decoding
 from tunix_rt.engines.torch import loop
-from tunix_rt.engines.torch.lead import start_group
+from tunix_rt.engines.torch.lead import facts_of, start_group
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
-from tunix_rt.engines.torch.watch import Watch, pass_signals_on
+from tunix_rt.engines.torch.watch import RESUME, Watch, is_of_connection, pass_signals_on
 from tunix_rt.errors import StorageError, TunixError
 from tunix_rt.models.resolve import ModelSource
 from tunix_rt.ranks import World
-
-logger = logging.getLogger(__name__)
 
 VISIBLE_SECONDS = 30.0
 """For a folder that rank 0 has made to be seen by another host."""
@@ -164,16 +159,6 @@ def wait_for(folder: Path) -> Path:
     return folder
 
 
-def facts_of(engine: Engine, world: World) -> dict[str, Any]:
-    """Where a rank computes, with what, and the most memory it had."""
-    facts = {"rank": world.rank, "host": world.host, "pid": os.getpid(), "peak_bytes": engine.peak_bytes()}
-    machine = loop.machine_facts(engine)
-    if engine.device.type == "cuda":
-        facts["uuid"] = f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}"
-        facts["gpu"] = machine["gpu"]
-    return facts | {"versions": machine["versions"]}
-
-
 def follow(
     world: World, greeting: dict[str, Any], find_model: Callable[[], ModelSource], prepare: Callable[..., Inputs]
 ) -> None:
@@ -197,5 +182,7 @@ def follow(
         with contextlib.suppress(dist.DistError):
             orders.fail(error)
         raise
-    except dist.DistError as error:
-        raise watch.lost(0, "has ended") from error
+    except RuntimeError as error:
+        if not is_of_connection(error):
+            raise
+        raise TunixError("the connection to the other ranks broke: one of them has ended", fix=RESUME) from error

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,9 +31,10 @@ from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
 from tunix_rt.engines.torch.save import Snapshot
-from tunix_rt.engines.torch.watch import Watch
+from tunix_rt.engines.torch.watch import RESUME, Watch, is_of_connection
 from tunix_rt.errors import ConfigError, HardwareError, TunixError
 from tunix_rt.models.resolve import ModelSource
+from tunix_rt.models.secrets import one_line
 from tunix_rt.ranks import World
 from tunix_rt.storage import WrittenFile
 
@@ -96,15 +98,17 @@ def _lost_ranks_named(lead: Lead) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()):
+        if not is_of_connection(error):
             raise
         until = time.monotonic() + LOST_SECONDS
         while time.monotonic() < until:
             lead.orders.raise_failure()
             if (rank := lead.watch.silent()) is not None:
-                raise lead.watch.lost(rank, "was lost") from error
+                lead.orders.broken = lead.watch.lost(rank, "was lost")
+                raise lead.orders.broken from error
             time.sleep(0.1)
-        raise TunixError(f"the connection between the ranks broke: {error}", fix="resume with --resume") from error
+        lead.orders.broken = TunixError(f"the connection between the ranks broke: {one_line(error)}", fix=RESUME)
+        raise lead.orders.broken from error
 
 
 def start_group(device: str, orders: Orders) -> None:
@@ -296,8 +300,6 @@ def machine_facts(engine: Engine) -> dict[str, Any]:
 
 def rank_facts(engine: Engine) -> list[dict[str, Any]]:
     """Rank, host, process, GPU and peak memory of every rank. ConfigError where they have other software or GPUs."""
-    from tunix_rt.engines.torch.follow import facts_of
-
     orders, watch = _open[0].orders, _open[0].watch
     with ordered("facts") as number, watch.awaiting(set(range(1, orders.world.size))):
         found = {0: facts_of(engine, orders.world), **orders.answers(f"answer/{number}")}
@@ -308,3 +310,13 @@ def rank_facts(engine: Engine) -> list[dict[str, Any]]:
                 fix="use hosts with the same GPUs and the same versions of torch and transformers",
             )
     return [found[rank] for rank in sorted(found)]
+
+
+def facts_of(engine: Engine, world: World) -> dict[str, Any]:
+    """Where a rank computes, with what, and the most memory it had."""
+    facts = {"rank": world.rank, "host": world.host, "pid": os.getpid(), "peak_bytes": engine.peak_bytes()}
+    machine = loop.machine_facts(engine)
+    if engine.device.type == "cuda":
+        facts["uuid"] = f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}"
+        facts["gpu"] = machine["gpu"]
+    return facts | {"versions": machine["versions"]}

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from tunix_rt.config.capabilities import refuse_unsupported
 from tunix_rt.config.settings import Training
-from tunix_rt.engines.base import RiseMeter, StepShape
+from tunix_rt.engines.base import StepShape
 from tunix_rt.engines.failures import SEE_PLAN, is_out_of_memory, memory_errors_named
+from tunix_rt.engines.memory_meter import RiseMeter
 from tunix_rt.engines.torch.adapters import add_adapters
 from tunix_rt.engines.torch.attention import (
     VARLEN_LACKS,

@@ -11,16 +11,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
-import transformers
 
 from tunix_rt.config.optimizers import learning_rate, total_at
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import Row, StepBatch, collate, share_of
-from tunix_rt.doctor.nvidia import driver_version
-from tunix_rt.doctor.probe import cpu_facts
 from tunix_rt.engines.base import Step
 from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
 from tunix_rt.engines.torch.chunked_loss import kernel_unable
@@ -34,8 +30,10 @@ from tunix_rt.engines.torch.compile import (
 from tunix_rt.engines.torch.generate import generate
 from tunix_rt.engines.torch.load import load, load_for_inference
 from tunix_rt.engines.torch.logits import last_logits, release, room_beside, tensor_hashes, token_gaps
+from tunix_rt.engines.torch.machine import machine_facts
 from tunix_rt.engines.torch.model import Engine, LossScale, PlacedStep, free_bytes, placed_steps, summed_loss
-from tunix_rt.engines.torch.optim import Optimizer, has_kernels
+from tunix_rt.engines.torch.optim import Optimizer
+from tunix_rt.engines.torch.optim_rules import has_kernels
 from tunix_rt.engines.torch.profile import region
 from tunix_rt.engines.torch.save import (
     begin_update,
@@ -377,32 +375,3 @@ def heldout_loss(
         sharding.reshard()
         total = sharding.total_of_world(torch.tensor(total, dtype=torch.float64, device=engine.device)).item()
     return total / targets, targets
-
-
-def versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def machine_facts(engine: Engine) -> dict[str, Any]:
-    """What decides the bits of a step beside its inputs; runs on machines with equal facts give equal bits."""
-    facts = {
-        "backend": "torch",
-        "device": engine.device.type,
-        **cpu_facts(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "deterministic": engine.deterministic,
-        "devices": len(engine.devices),
-    }
-    if engine.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(engine.device)
-        gpu = {
-            "name": torch.cuda.get_device_name(engine.device),
-            "capability": f"{major}.{minor}",
-            "driver": driver_version(),
-            "cuda": torch.version.cuda,
-            "cudnn": str(torch.backends.cudnn.version()),
-        }
-        facts["gpu"] = {name: value for name, value in gpu.items() if value is not None}
-    return facts

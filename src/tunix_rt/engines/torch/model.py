@@ -13,7 +13,8 @@ import torch
 
 from tunix_rt.data.packing import IGNORED, MicroBatch, StepBatch, filled_up, share_of
 from tunix_rt.doctor.probe import host_facts
-from tunix_rt.engines.base import PhasePeak, RiseMeter, prefetched
+from tunix_rt.engines.base import prefetched
+from tunix_rt.engines.memory_meter import PhasePeak, RiseMeter
 from tunix_rt.engines.torch.attention import Attention, boundaries, kernels
 from tunix_rt.engines.torch.chunked_loss import head_loss
 from tunix_rt.engines.torch.profile import region

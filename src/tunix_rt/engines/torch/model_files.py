@@ -1,5 +1,5 @@
-"""The weight files of a final model, written layer by layer: to the byte what `save_pretrained` of transformers writes, which has
-the whole model in host memory."""
+"""The weight files of a final model, written layer by layer. `save_pretrained` of transformers has the whole model in host
+memory; its one file, and its split ones where it converts no tensors, are the same to the byte."""
 
 import json
 import re

@@ -4,108 +4,34 @@ The updates are those of `engines/optimizers/`. On CUDA, where Triton works, a k
 the dtypes that `config/optimizers.py` lists for the optimizer: the same update without slices, with random bits of its own.
 """
 
-import functools
-import importlib
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tunix_rt.config.optimizers import BLOCK, OPTIMIZERS, WHOLE_STATE, OptimizerSpec, optimizer_of, state_tensors
+from tunix_rt.config.optimizers import BLOCK, WHOLE_STATE, optimizer_of, state_tensors
 from tunix_rt.engines.checkpoint import refuse_other_tensors
-from tunix_rt.engines.optimizers import module_of
+from tunix_rt.engines.torch import optim_rules
+from tunix_rt.engines.torch.optim_rules import (
+    Group,
+    GroupKey,
+    Rule,
+    described,
+    dtype_name,
+    refuse_cut_blocks,
+    refuse_unfit,
+    rule_of,
+    wide_places,
+)  # fmt: skip
 from tunix_rt.engines.torch.sharding import Sharding
 from tunix_rt.engines.torch.update_rules import Bits, State, StepSettings, Update, column, seed_of
-from tunix_rt.errors import ConfigError, TunixError
-from tunix_rt.ranks import Part, part_of
+from tunix_rt.ranks import Part
 
 logger = logging.getLogger(__name__)
-
-
-# --- the update of one parameter -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    """Which code updates a parameter."""
-
-    name: str
-    spec: OptimizerSpec
-    module: ModuleType
-    """Of `engines/optimizers`."""
-    kernels: ModuleType | None
-    """`triton/dispatch.py`, where it has a kernel for this parameter."""
-    fused: bool
-    """Updated together with others by `torch_update_many`."""
-
-
-def _rule_of(name: str, parameter: torch.nn.Parameter, sharding: Sharding | None) -> _Rule:
-    spec, module = OPTIMIZERS[name], module_of(name)
-    kernels = None
-    summed = spec.factored and sharding is not None  # over ranks, which a kernel does not
-    if parameter.device.type == "cuda" and _dtype(parameter) in spec.triton and parameter.numel() and not summed:
-        kernels = _triton(parameter.device)
-        kernels = kernels if kernels and kernels.supports(name, parameter) else None
-    fused = spec.fused and parameter.dtype != torch.bfloat16
-    return _Rule(name=name, spec=spec, module=module, kernels=kernels, fused=fused)
-
-
-@functools.cache
-def _triton(device: torch.device) -> ModuleType | None:
-    """`triton/dispatch.py`, where its kernels can be compiled for `device`; else the reason is logged."""
-    problem: str | None = "Triton is not installed"
-    if importlib.util.find_spec("triton") is not None:
-        try:
-            kernels = importlib.import_module("tunix_rt.engines.torch.triton.dispatch")
-            problem = kernels.problem(device)
-        except ImportError as error:
-            problem = f"Triton cannot be imported: {error}"
-        if problem is None:
-            return kernels
-    logger.info("Triton optimizer kernels are unavailable on %s, using PyTorch (slower): %s", device, problem)
-    return None
-
-
-def has_kernels(kind: str, weights: str, device: torch.device, sharding: Sharding | None) -> bool:
-    """Whether Triton kernels update weights of this dtype on `device` under optimizer `kind`."""
-    if sharding is not None and OPTIMIZERS[kind].factored:
-        return False
-    return device.type == "cuda" and weights in OPTIMIZERS[kind].triton and _triton(device) is not None
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Tensors as `refuse_other_tensors` compares them."""
-    return {name: f"{list(one.shape)} {_dtype(one)}" for name, one in tensors.items()}
-
-
-def _wide_places(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[int, int] | None:
-    """Where both lie, if they are of one type, in order, and from addresses on at which loads of 16 bytes can start."""
-    first, second = weights.data_ptr(), gradient.data_ptr()
-    fit = (first | second) % 16 == 0 and gradient.is_contiguous() and gradient.dtype == weights.dtype
-    return (first, second) if fit else None
-
-
-GroupKey = tuple[torch.device, str, torch.dtype]
-"""Device, optimizer and dtype of weights: what tensors that share a launch have in common."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Parameters that one launch updates. One joins with its first gradient."""
-
-    numbers: dict[int, int]
-    """Number of a parameter -> its place in `tensors`."""
-    tensors: Any
-    """Their `triton.adamw.TensorGroup`."""
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -137,9 +63,9 @@ class Optimizer:
             for name, one in named.items()
         }
         for name, parameter in named.items():
-            _refuse_unfit(name, parameter)
+            refuse_unfit(name, parameter)
             if sharding is not None:
-                _refuse_cut_blocks(name, kind, self._parts[parameter], sharding.shards)
+                refuse_cut_blocks(name, kind, self._parts[parameter], sharding.shards)
         self._kind = kind
         self._named = dict(named)
         self._index = {parameter: index for index, parameter in enumerate(named.values())}
@@ -152,9 +78,9 @@ class Optimizer:
         self._states: dict[torch.nn.Parameter, State] = {}
         self._counts: dict[torch.device, torch.Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._rules: dict[torch.nn.Parameter, _Rule] = {}
+        self._rules: dict[torch.nn.Parameter, Rule] = {}
         self._workspace: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._groups: dict[GroupKey, _Group] = {}
+        self._groups: dict[GroupKey, Group] = {}
 
     # --- updating
 
@@ -231,7 +157,7 @@ class Optimizer:
 
     def _launch(
         self,
-        rule: _Rule,
+        rule: Rule,
         parameter: torch.nn.Parameter,
         *,
         scale: torch.Tensor | None = None,
@@ -260,7 +186,7 @@ class Optimizer:
                 rule = self._rules[parameter]
             if rule.fused and not rule.kernels:
                 together.setdefault((parameter.device, parameter.dtype, self._decay(parameter)), []).append(parameter)
-            elif rule.kernels and rule.name in rule.kernels.GROUPED and (lies := _wide_places(parameter, gradient)):
+            elif rule.kernels and rule.name in rule.kernels.GROUPED and (lies := wide_places(parameter, gradient)):
                 groups.setdefault((parameter.device, rule.name, parameter.dtype), {})[index] = lies
             else:
                 self.update(parameter, scale=scale, finite=finite)
@@ -286,7 +212,7 @@ class Optimizer:
         finite: torch.Tensor | None,
     ) -> None:
         """Update the parameters with these numbers in one launch: the addresses of the weights and the gradient of each."""
-        now, kernels, (device, name, dtype) = self._begun(), _triton(key[0]), key
+        now, kernels, (device, name, dtype) = self._begun(), optim_rules.triton_kernels(key[0]), key
         assert kernels is not None, "a group is of parameters that have kernels"
         group = self._groups.get(key)
         if group is None or not members.keys() <= group.numbers.keys():
@@ -301,15 +227,13 @@ class Optimizer:
             finite=finite,
         )  # fmt: skip
 
-    def _joined(
-        self, kernels: ModuleType, name: str, known: Mapping[int, int], members: Mapping[int, object]
-    ) -> _Group:
+    def _joined(self, kernels: ModuleType, name: str, known: Mapping[int, int], members: Mapping[int, object]) -> Group:
         """A group of those that were `known` and of `members`."""
         parameters, everyone = list(self._named.values()), sorted({*known, *members})
         states = [tuple(self._state(parameters[index]).values()) for index in everyone]
         decayed = [parameters[one].dim() >= 2 for one in everyone]
         tensors = kernels.group(name, states, decayed, [parameters[one].numel() for one in everyone])
-        return _Group(numbers={index: number for number, index in enumerate(everyone)}, tensors=tensors)
+        return Group(numbers={index: number for number, index in enumerate(everyone)}, tensors=tensors)
 
     def _decay(self, parameter: torch.nn.Parameter) -> float:
         return self._weight_decay if parameter.dim() >= 2 else 0.0
@@ -384,11 +308,11 @@ class Optimizer:
             self._states[parameter] = self._fresh(parameter)
         if parameter not in self._rules:
             name = optimizer_of(self._kind, self._parts[parameter].shape)
-            self._rules[parameter] = _rule_of(name, parameter, self._sharding)
+            self._rules[parameter] = rule_of(name, parameter, self._sharding)
         return self._states[parameter]
 
     def _fresh(self, parameter: torch.nn.Parameter) -> State:
-        full = state_tensors(self._parts[parameter].shape, self._kind, _dtype(parameter))
+        full = state_tensors(self._parts[parameter].shape, self._kind, dtype_name(parameter))
         parts = self._parts_of_states(parameter)
         return {
             slot: torch.zeros(
@@ -411,7 +335,7 @@ class Optimizer:
     def _parts_of_states(self, parameter: torch.nn.Parameter) -> dict[str, Part]:
         """States are shared as their parameter is: by its rows, or by the blocks of its elements; one per column is whole."""
         part, found = self._parts[parameter], {}
-        for slot, (shape, _) in state_tensors(part.shape, self._kind, _dtype(parameter)).items():
+        for slot, (shape, _) in state_tensors(part.shape, self._kind, dtype_name(parameter)).items():
             if part.everywhere or slot == WHOLE_STATE:
                 found[slot] = Part.whole(shape)
             elif shape == part.shape or len(shape) == 1:
@@ -421,29 +345,3 @@ class Optimizer:
                 blocks = -(-part.rows * width // BLOCK)
                 found[slot] = Part(shape=shape, first=part.first * width // BLOCK, rows=blocks)
         return found
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def _refuse_cut_blocks(name: str, kind: str, part: Part, shards: int) -> None:
-    """ConfigError where ranks would share a block of 8-bit states."""
-    elements = part_of(part.shape, 0, shards).rows * math.prod(part.shape[1:])
-    if OPTIMIZERS[optimizer_of(kind, part.shape)].quantized and shards > 1 and elements % BLOCK:
-        raise ConfigError(
-            f"training.optim: {kind}: {name} {list(part.shape)} has {elements:,} elements on each of {shards} ranks, "
-            f"which is no multiple of the {BLOCK} elements of a block",
-            fix="use another number of ranks, or training.optim: adamw or adafactor",
-        )
-
-
-def _refuse_unfit(name: str, parameter: torch.nn.Parameter) -> None:
-    if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise TunixError(
-            f"{name}: weights of type {parameter.dtype} are not updated, small changes would be lost in them",
-            fix="keep the weights in float32 and cast them for the forward pass",
-        )
-    if not parameter.is_contiguous():
-        raise TunixError(
-            f"{name}: its {parameter.numel():,} weights do not lie in order", fix="call .contiguous() on it"
-        )

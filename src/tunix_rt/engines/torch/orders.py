@@ -30,7 +30,7 @@ def open_store(world: World) -> dist.Store:
         if "address already in use" in str(error).lower():
             raise ConfigError(
                 f"rank {world.rank}: MASTER_PORT: {place} is in use by another program",
-                fix="set MASTER_PORT to a free port, or leave it to torchrun --standalone",
+                fix="set MASTER_PORT to a free port, or unset it and start with --nproc",
             ) from error
         raise ConfigError(
             f"rank {world.rank} of {world.size} on {world.host}: not every rank has met at {place} within {START_SECONDS} s",
@@ -45,6 +45,8 @@ class Orders:
     def __init__(self, store: dist.Store, world: World) -> None:
         self.store, self.world = store, world
         self.number = 0
+        self.broken: TunixError | None = None
+        """Why no answer comes any more."""
 
     # --- rank 0
 
@@ -71,6 +73,8 @@ class Orders:
 
     def raise_failure(self) -> None:
         """Raise the error that ended another rank, if one did."""
+        if self.broken is not None:
+            raise self.broken
         for rank in range(1, self.world.size):
             if self.store.check([f"failed/{rank}"]):
                 failure = json.loads(self.store.get(f"failed/{rank}"))

@@ -154,13 +154,16 @@ class Snapshot:
     copied: torch.cuda.Event | None
     """Recorded at the end of the asynchronous copies; None where they were synchronous."""
     bytes: int
+    sync: bool
+    """Whether the files are made durable here: each rank does it on its host."""
 
     def write(self, folder: Path) -> dict[str, WrittenFile]:
         """Write the files into `folder` and release the host memory. May be called from another thread."""
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            return {name: write_file(folder / name, head, pieces) for name, (head, pieces) in self.files.items()}
+            files = self.files.items()
+            return {name: write_file(folder / name, head, pieces, sync=self.sync) for name, (head, pieces) in files}
         finally:
             self.files = {}
             self.copies.release()
@@ -171,15 +174,15 @@ def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
 
     On a GPU the copies are asynchronous: `await_copy` must precede the next update.
     """
-    files = _files(engine, optimizer)
-    if engine.device.type != "cuda" or engine.sharding is not None:
-        return _copy(files, _Copies(pinned=False), None)
+    files, sync = _files(engine, optimizer), engine.sharding is not None
+    if engine.device.type != "cuda":
+        return _copy(files, _Copies(pinned=False), None, sync=sync)
     await_copy(engine)
     aside = torch.cuda.Stream(engine.device)
     aside.wait_stream(torch.cuda.current_stream(engine.device))
     copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
     with torch.cuda.stream(aside):
-        taken = _copy(files, _Copies(pinned=True), copied)
+        taken = _copy(files, _Copies(pinned=True), copied, sync=sync)
         copied.record(aside)
     for tensor in (tensor for file in files.values() for tensor in file.tensors.values() if tensor.is_cuda):
         tensor.record_stream(aside)  # a temporary tensor must outlive its copy
@@ -187,12 +190,13 @@ def snapshot(engine: Engine, optimizer: Optimizer) -> Snapshot:
     return taken
 
 
-def _copy(files: dict[str, _File], copies: _Copies, copied: torch.cuda.Event | None) -> Snapshot:
+def _copy(files: dict[str, _File], copies: _Copies, copied: torch.cuda.Event | None, *, sync: bool) -> Snapshot:
     made = {
         name: (file.header, [place for tensor in file.tensors.values() for place in copies.add(tensor)])
         for name, file in files.items()
     }
-    return Snapshot(bytes=sum(file.bytes for file in files.values()), files=made, copies=copies, copied=copied)
+    size = sum(file.bytes for file in files.values())
+    return Snapshot(bytes=size, files=made, copies=copies, copied=copied, sync=sync)
 
 
 def await_copy(engine: Engine) -> None:
@@ -235,7 +239,10 @@ def write_direct(engine: Engine, optimizer: Optimizer, folder: Path) -> dict[str
         return (piece.cpu() for tensor in tensors.values() for piece in pieces_of(tensor, blocks()))
 
     files = _files(engine, optimizer)
-    return {name: write_file(folder / name, file.header, pieces(file.tensors)) for name, file in files.items()}
+    sync = engine.sharding is not None
+    return {
+        name: write_file(folder / name, file.header, pieces(file.tensors), sync=sync) for name, file in files.items()
+    }
 
 
 def restore_state(engine: Engine, optimizer: Optimizer, folder: Path, *, step: int) -> None:

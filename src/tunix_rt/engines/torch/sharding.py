@@ -106,8 +106,6 @@ class Sharding:
 
     def gathered(self, local: torch.Tensor, part: Part) -> torch.Tensor | None:
         """The whole tensor in the memory of rank 0; None elsewhere. Every rank calls it, in the same order."""
-        if self.world.rank >= self.shards:  # of another replica
-            return None
         if part.everywhere:
             return local.detach().cpu() if self.world.is_lead else None
         each = part_of(part.shape, 0, self.shards).rows
@@ -115,7 +113,8 @@ class Sharding:
         padded[: len(local)] = local.detach()
         places = [torch.empty_like(padded) for _ in range(self.shards)] if self.shard == 0 else None
         dist.gather(padded, places, group=self.group, group_dst=0)
-        return None if places is None else torch.cat(places)[: part.shape[0]].cpu()
+        # Every replica gathers: a rank that joins fewer collectives than the others counts as one that hangs.
+        return torch.cat(places)[: part.shape[0]].cpu() if places is not None and self.world.is_lead else None
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[None]:

@@ -51,16 +51,17 @@ def blocks() -> Iterator[int]:
         yield BLOCK_BYTES
 
 
-def write_file(path: Path, head: bytes, pieces: Iterable[torch.Tensor]) -> WrittenFile:
-    """Write a file of `pieces` in host memory, and make it durable: another host cannot do that."""
+def write_file(path: Path, head: bytes, pieces: Iterable[torch.Tensor], *, sync: bool) -> WrittenFile:
+    """Write a file of `pieces` in host memory. `sync` makes it durable, which another host cannot do."""
     digest = hashlib.sha256(head)
     with storage(path), path.open("wb") as file:
         file.write(head)
         for piece in pieces:
             file.write(piece.numpy())
             digest.update(piece.numpy())
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
         return {"sha256": digest.hexdigest(), "bytes": file.tell()}
 
 

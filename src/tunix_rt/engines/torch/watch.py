@@ -108,8 +108,10 @@ class Watch:
         number = 0
         while not self._ended.wait(min(BEAT_SECONDS, self._least() / 5)):
             number += 1
-            self._at = (self.number, self._ticks + _joined())
-            beat = {"number": number, "at": self._at, "what": self._what, "host": self._world.host, "pid": os.getpid()}
+            self._at = (self.number, _joined())
+            beat = {
+                "number": number, "at": self._at, "ticks": self._ticks, "host": self._world.host, "pid": os.getpid(),
+            }  # fmt: skip
             try:
                 self._store.set(f"beat/{self._world.rank}", json.dumps(beat))
                 self._read()
@@ -126,7 +128,8 @@ class Watch:
             beat = json.loads(self._store.get(f"beat/{rank}"))
             if beat["number"] != seen.beat.get("number"):
                 now = time.monotonic()
-                seen.moved = now if beat["at"] != seen.beat.get("at") else seen.moved
+                moved = any(beat[name] != seen.beat.get(name) for name in ("at", "ticks"))
+                seen.moved = now if moved else seen.moved
                 seen.beat, seen.changed = beat, now
         if self._world.is_lead:
             self._read_signals()
@@ -204,6 +207,12 @@ def _joined() -> int:
     """Collectives that this process has joined, in all groups."""
     groups = list(distributed_c10d._world.pg_names) if dist.is_initialized() else []
     return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def is_of_connection(error: RuntimeError) -> bool:
+    """Whether a collective or the store has lost another rank."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
 
 
 def pass_signals_on(watch: Watch) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tunix_rt.cli.launch import without_launch
 from tunix_rt.errors import ConfigError
-from tunix_rt.ranks import World, part_of, world
+from tunix_rt.ranks import EXIT_FILE, World, part_of, process_exit_code, world
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -27,3 +28,15 @@ def test_half_of_a_launch_is_refused_with_the_name_of_the_variable(change, named
 def test_the_parts_of_a_tensor_are_its_rows_once_each(rows, shards):
     parts = [part_of((rows, 5), shard, shards) for shard in range(shards)]
     assert [row for part in parts for row in range(part.first, part.first + part.rows)] == list(range(rows))
+
+
+def test_a_rank_is_started_without_the_options_of_its_launcher():
+    words = ["train", "demo", "--nproc", "2", "--output", "run", "--max-restarts=3", "--nproc=gpu", "--resume"]
+    assert without_launch(words) == ["train", "demo", "--output", "run", "--resume"]
+
+
+@pytest.mark.parametrize(("code", "own", "left"), [(7, 0, "7"), (2, 0, "2"), (0, 0, "0"), (1, 1, None)])
+def test_under_nproc_only_what_is_worth_another_try_fails_for_torchrun(tmp_path, monkeypatch, code, own, left):
+    monkeypatch.setenv(EXIT_FILE, str(tmp_path / "code"))
+    assert process_exit_code(code) == own
+    assert ((tmp_path / "code").read_text() if left else None) == left
