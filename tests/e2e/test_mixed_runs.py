@@ -37,7 +37,7 @@ def mixed(tmp_path_factory, more):
     run, weights = RunDir(tmp_path_factory.mktemp("mixed") / "run"), f"data.dataset={{{SUMS}: 1, {more}: 4}}"
     with pytest.raises(KeyboardInterrupt):
         train(run, 4, weights, "training.save_steps=2", crash_at=3, resume=False)
-    with pytest.raises(ConfigError, match=r"dataset\.mixture differ"):
+    with pytest.raises(ConfigError, match=r"contains another run: data\.dataset is"):
         train(run, 4, f"data.dataset={{{SUMS}: 1, {more}: 5}}", "training.save_steps=2")
     train(run, 4, weights, "training.save_steps=2")
     return run, weights
