@@ -226,11 +226,11 @@ class Training(Section):
     max_steps: Annotated[Count | None, _none_for(-1)] = None
     """Optimizer steps; when set, wins over `num_train_epochs`."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 8
-    """Rows in one forward pass; on the JAX engine, of each device."""
+    """Rows in one forward pass, on each device."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Forward passes in one optimizer step; does not change the loss."""
     data_replicas: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Data-parallel replicas; the state is sharded over the devices of each (FSDP). JAX engine only."""
+    """Data-parallel replicas; the state is sharded over the devices of each (FSDP)."""
     gradient_checkpointing: Annotated[bool | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_refuse_0_and_1)] = (
         False
     )
