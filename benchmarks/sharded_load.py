@@ -1,4 +1,4 @@
-"""Peak host memory of a rank while it loads its rows of a model, beside that of a rank that loads the whole model.
+"""Peak host memory of a rank while it loads its rows of a model.
 
     python -m benchmarks.sharded_load [--layers 24] [--ranks 2 4 8] [--model DIR] [--to benchmarks/results/sharded_load.json]
 
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tunix_rt.models.safetensors import model_files, read_header
 
 RESULTS = Path(__file__).parent / "results"
 CONFIG = {
@@ -80,22 +82,6 @@ def load_rows(folder: Path, rank: int, world: int) -> dict[str, Any]:
     return {"ranks": world, "rank": rank, "own_bytes": own, "peak_bytes": peak}
 
 
-def load_whole(folder: Path) -> dict[str, Any]:
-    """What a process needs that loads the whole model by `from_pretrained`."""
-    import torch
-    import transformers
-
-    from tunix_rt.engines.memory_meter import RiseMeter
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        transformers.AutoModelForCausalLM.from_config(config)
-    meter = RiseMeter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    own = sum(parameter.nbytes for parameter in model.parameters())
-    return {"ranks": 1, "rank": 0, "own_bytes": own, "peak_bytes": meter.peak_bytes()}
-
-
 def measured(act: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """What `act(*arguments)` returns in a process of its own."""
     context = multiprocessing.get_context("spawn")
@@ -120,14 +106,15 @@ def main() -> None:
         if args.model is None:
             write_model(folder, args.layers)
         found = [measured(load_rows, folder, rank, world) for rank, world in cases(args.ranks)]
-        whole = measured(load_whole, folder)
-    size = whole["own_bytes"]
-    for case in (*found, whole):
+        size = sum(
+            tensor.end - tensor.begin for file in model_files(folder) for tensor in read_header(file)[0].values()
+        )
+    for case in found:
         share = size / case["ranks"]
         print(
             f"{case['ranks']} ranks, rank {case['rank']}: 1/W {share / 2**30:.3f} GiB, peak {case['peak_bytes'] / 2**30:.3f} GiB"
         )
-    args.to.write_text(json.dumps({"model_bytes": size, "by_rows": found, "whole": whole}, indent=1) + "\n")
+    args.to.write_text(json.dumps({"model_bytes": size, "by_rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
