@@ -19,7 +19,7 @@ from tests.stores import quiet
 from tunix_rt.cli.main import cli
 from tunix_rt.config.load import dump_yaml, find_config, load_config
 from tunix_rt.config.settings import Training
-from tunix_rt.engines import base as process_memory
+from tunix_rt.engines import memory_meter
 from tunix_rt.engines.base import load_backend
 from tunix_rt.engines.memory_meter import PhasePeak
 from tunix_rt.errors import ConfigError, DoesNotFitError, Preempted
@@ -237,7 +237,7 @@ def test_every_phase_is_predicted_and_measured(tmp_path):
     assert [step["peak_bytes"] for step in steps] == sorted(step["peak_bytes"] for step in steps), (
         "of the whole process"
     )
-    assert memory["measured_as"] == f"{process_memory.MEASURE}; up to the end of each phase"
+    assert memory["measured_as"] == f"{memory_meter.MEASURE}; up to the end of each phase"
     (seen,) = seen_errors()
     assert (seen.predicted_bytes, seen.measured_bytes) == (memory["predicted_bytes"], memory["measured_bytes"])
     assert (seen.backend, seen.layers, seen.recipe, seen.parameters) == (

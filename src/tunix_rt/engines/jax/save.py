@@ -83,7 +83,8 @@ def leaves_of(entry_list: list[Entry], layers: int, tree: Mapping[str, Any], pre
 def saved_leaves(engine: Engine) -> Iterator[Leaf]:
     """The parameters in the dtype of the final model."""
     for leaf in leaves_of(entries(engine.architecture), engine.architecture.shape.layers, engine.params):
-        yield leaf if engine.saved_dtype is None else replace(leaf, array=leaf.array.astype(engine.saved_dtype))
+        array = leaf.array if engine.saved_dtype is None else leaf.array.astype(engine.saved_dtype)
+        yield replace(leaf, array=array, box=own_box(array))
 
 
 def _files(engine: Engine, optimizer: Any) -> dict[str, list[Leaf]]:
