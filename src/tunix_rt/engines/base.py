@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from tunix_rt.assets import cache_root
 from tunix_rt.config.capabilities import CAPABILITIES
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the planner reads this file without numpy and without a tok
     import numpy.typing as npt
 
     from tunix_rt.config.settings import Training
-    from tunix_rt.data.packing import MicroBatch, Row, StepBatch
+    from tunix_rt.data.packing import Row, StepBatch
     from tunix_rt.engines.decoding import Answer, Decoding
     from tunix_rt.models.resolve import ModelSource
     from tunix_rt.plan.precision import Recipe
@@ -183,10 +183,6 @@ class EngineModule(Protocol[E, O]):
         self, engine: E, rows: Sequence[Row], *, batch_size: int, pad_id: int, report: Callable[[int, str], None] = ...
     ) -> tuple[float, int]:
         """Mean loss over the target tokens of `rows`, and their number. Calls `report` with the rows done so far."""
-        ...
-
-    def summed_loss(self, engine: E, micro: MicroBatch) -> SupportsFloat:
-        """Cross entropy summed over the targets of `micro`."""
         ...
 
     def generate(

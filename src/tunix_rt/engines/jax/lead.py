@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tunix_rt.config.optimizers import learning_rate, total_at
 from tunix_rt.config.settings import Training
-from tunix_rt.data.packing import MicroBatch, Row, StepBatch
+from tunix_rt.data.packing import Row, StepBatch
 from tunix_rt.engines.base import Step, StepShape
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.engines.jax import loop
@@ -42,7 +42,7 @@ from tunix_rt.storage import WrittenFile
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
     "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
-    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
+    "snapshot", "snapshot_bytes", "tensor_hashes", "token_gaps", "write_direct",
 ]  # fmt: skip
 
 _connected: list[Lead] = []
@@ -156,10 +156,6 @@ def heldout_loss(
     report: Callable[[int, str], None] = lambda done, note: None,
 ) -> tuple[float, int]:  # fmt: skip
     return loop.heldout_loss(engine, rows, batch_size=batch_size, pad_id=pad_id, report=report, loss=_loss)
-
-
-def summed_loss(engine: Engine, micro: MicroBatch) -> float:
-    return loop.summed_loss(engine, micro, loss=_loss)
 
 
 def _loss(engine: Engine, batch: Batch) -> float:

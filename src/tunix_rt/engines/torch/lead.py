@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tunix_rt.config.settings import Training
-from tunix_rt.data.packing import MicroBatch, Row, StepBatch
+from tunix_rt.data.packing import Row, StepBatch
 from tunix_rt.engines.base import Step, StepShape
 from tunix_rt.engines.decoding import Answer, Decoding
 from tunix_rt.engines.torch import loop
@@ -41,7 +41,7 @@ from tunix_rt.storage import WrittenFile
 __all__ = [
     "free_bytes", "generate", "heldout_loss", "host_has_room", "last_logits", "load", "load_for_inference", "machine_facts",
     "make_optimizer", "optimizer_steps", "prepare_steps", "release", "restore_state", "room_beside", "round_weights", "save",
-    "snapshot", "snapshot_bytes", "summed_loss", "tensor_hashes", "token_gaps", "write_direct",
+    "snapshot", "snapshot_bytes", "tensor_hashes", "token_gaps", "write_direct",
 ]  # fmt: skip
 
 LOST_SECONDS = 3.0
@@ -176,10 +176,6 @@ def heldout_loss(
 ) -> tuple[float, int]:  # fmt: skip
     with ordered("heldout_loss", "the held-out loss", batch_size=batch_size):
         return loop.heldout_loss(engine, rows, batch_size=batch_size, pad_id=pad_id, report=report)
-
-
-def summed_loss(engine: Engine, micro: MicroBatch) -> torch.Tensor:
-    raise NotImplementedError("one micro-batch has no ranks: use optimizer_steps or heldout_loss")
 
 
 def generate(
