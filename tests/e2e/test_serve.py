@@ -1,5 +1,6 @@
 """`tunix-rt serve` as a process, asked by the official client: streamed and whole, many at once, refused, gone, and ended."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -203,6 +204,36 @@ def test_a_client_that_goes_away_frees_its_place(client):
     began = time.monotonic()
     chat(client, "Go!", max_tokens=300)  # far fewer than the others had left
     assert short < time.monotonic() - began
+
+
+def test_few_chunks_are_written_to_a_client_that_has_gone_however_many_are_ready(model):
+    """Each of them would be a warning of asyncio: `socket.send() raised exception`."""
+    loaded = load_resolved(resolve_spec(model_spec(str(model)), *inference_device("cpu", None)))
+    app = make_app(Served(loaded, "talker", POSITIONS - 100, lambda: False))
+    body = {"model": "talker", "prompt": "Go!", "temperature": 0, "stream": True}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    sent = []
+
+    async def ask() -> None:
+        gone, requests = asyncio.Event(), iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive():
+            if request := next(requests, None):
+                return request
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) == 2:
+                time.sleep(0.5)  # the generation goes on in its thread
+                asyncio.get_running_loop().call_soon(gone.set)
+
+        await app(scope, receive, send)
+
+    asyncio.run(ask())
+    assert 2 < len(sent) < 12, len(sent)
 
 
 def test_ctrl_c_ends_it_within_two_seconds_while_it_streams(server, client):

@@ -1,5 +1,6 @@
 """The endpoint as a Starlette application: `/v1/models`, `/v1/chat/completions`, `/v1/completions`."""
 
+import asyncio
 import copy
 import secrets
 import threading
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunix_rt import loopback
 from tunix_rt.engines.decoding import Decoding
@@ -136,8 +137,12 @@ class _Answer(StreamingResponse):
             self._generation.cancelled = True
 
     async def stream_response(self, send: Send) -> None:
+        async def with_a_turn(message: Message) -> None:
+            await send(message)
+            await asyncio.sleep(0)  # the loop learns that the client has gone, however many chunks are ready
+
         if self._is_stream:
-            await super().stream_response(send)
+            await super().stream_response(with_a_turn)
             return
         try:
             answer = JSONResponse(await self._reply.whole())
