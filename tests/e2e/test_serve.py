@@ -232,7 +232,10 @@ def test_few_chunks_are_written_to_a_client_that_has_gone_however_many_are_ready
 
         await app(scope, receive, send)
 
-    asyncio.run(ask())
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool
+    ):  # a thread without an event loop, which a browser's test leaves
+        pool.submit(lambda: asyncio.run(ask())).result()
     assert 2 < len(sent) < 12, len(sent)
 
 

@@ -211,12 +211,14 @@ def _backward(run: Rank, layers: list[Layer], batch: Batch, before: int) -> Iter
 
     def parts(below: int, moment: Moment, unreduced: int, reducing: int, gathered: int) -> dict[str, int]:
         finished = 0 if run.recipe.in_backward else above[below + 1]
+        casts, activations = descent.at(below, moment)
         return {
             "gathered": run.outside.gathered + gathered + (groups[below - 1].gathered if below else 0),
             "gradients": before or finished,
             "unreduced": run.head_gradient + unreduced,
             "reducing": reducing + retained[below + 1],
-            **descent.at(below, moment),
+            "casts": casts,
+            "activations": activations,
             "in_flight": moment.in_flight,
         }
 

@@ -8,6 +8,7 @@ blocks up to `HEAP_BLOCK_BYTES` from a heap that it seldom returns, and the next
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from tunix_rt.config.settings import RunConfig
@@ -168,6 +169,14 @@ def predict(
     )
 
 
+def state_bytes(
+    shape: ModelShape, config: RunConfig, device: str, *, capability: tuple[int, int] | None = None, devices: int = 1
+) -> int:
+    """Weights and optimizer states of the fullest device, which no micro-batch and no checkpointing changes."""
+    run = _parameters(shape, config, device, capability, devices)
+    return run.weights + run.optimizer
+
+
 def _parameters(
     shape: ModelShape, config: RunConfig, device: str, capability: tuple[int, int] | None, devices: int
 ) -> footprint.Footprint:
@@ -218,8 +227,10 @@ def _evaluation(
     sizes = [(fixed, fixed)] if fixed else [(rows, rows) for rows in EVAL_ROWS]
     if config.evaluation.enabled and run.device == "cuda" and not fixed:
         sizes = [(EVAL_ROWS[0], rows) for rows in GENERATION_ROWS] + sizes
+    heldout = cache(lambda rows: _heldout(run, replace(batch, rows=rows), _between_steps(run) | during))
     for eval_rows, generation_rows in sizes:  # the largest first
-        found = list(_evaluating(run, replace(batch, rows=eval_rows), generation_rows, config, during))
+        found = [heldout(eval_rows)] if config.data.holds_out else []
+        found += _generating(run, replace(batch, rows=generation_rows), config, during)
         if (eval_rows, generation_rows) == sizes[-1] or all(_without_spare_bytes(one) <= room for one in found):
             break
     return eval_rows, generation_rows, found
@@ -286,22 +297,17 @@ def _load(run: footprint.Footprint, *, pretrained: bool) -> Phase:
 # --- evaluation and save ---------------------------------------------------------------------------------------------
 
 
-def _evaluating(
-    run: footprint.Footprint, batch: Batch, generation_rows: int, config: RunConfig, during: dict[str, int]
-) -> Iterator[Phase]:
-    """The phases of an evaluation: the held-out loss of the rows of `batch`, and generation."""
-    generated = replace(batch, rows=generation_rows)
+def _generating(run: footprint.Footprint, batch: Batch, config: RunConfig, during: dict[str, int]) -> Iterator[Phase]:
+    """The phases in which the rows of `batch` are generated."""
     new_tokens = config.evaluation.max_new_tokens
-    if config.data.holds_out:
-        yield _heldout(run, batch, _between_steps(run) | during)
     if config.evaluation.enabled:
         # Before the optimizer exists and after it is freed; on a CPU the heap is assumed to keep its blocks.
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
-        parts = run.gathered_to_generate | generation_parts(run, generated, new_tokens)
+        parts = run.gathered_to_generate | generation_parts(run, batch, new_tokens)
         yield phase_of("generation", **state, **parts)
     if config.evaluation.samples_during_training:
-        rows = min(generation_rows, config.evaluation.samples_during_training)
-        parts = run.gathered_to_generate | generation_parts(run, replace(generated, rows=rows), new_tokens)
+        rows = min(batch.rows, config.evaluation.samples_during_training)
+        parts = run.gathered_to_generate | generation_parts(run, replace(batch, rows=rows), new_tokens)
         yield phase_of("samples", **(_between_steps(run) | during), **parts)
 
 

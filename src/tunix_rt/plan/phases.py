@@ -148,7 +148,8 @@ def step_phases(
         loss_head=sum(run.loss_head(targets, gradients_there=accumulating)),
     )
     passes = _backward(run, left.layers, batch, accumulating)
-    backward = phase_of("backward", **state, **max(passes, key=lambda parts: sum(parts.values())))
+    widest = dict(zip(BACKWARD_PARTS, max(passes, key=sum), strict=True))
+    backward = phase_of("backward", **state, **widest, **run.unpacking)
     update = phase_of("update", **state, gradients=gradients, in_flight=run.update_of(run.trained_kinds))
     phases = (forward, loss, backward, update)
     slack = allocator_slack(run, left.layers, phases, accumulating) if run.device == "cpu" else 0
@@ -238,7 +239,7 @@ class Descent:
             casts_below=[0, *accumulate(casts)],
         )
 
-    def at(self, below: int, moment: Moment) -> dict[str, int]:
+    def at(self, below: int, moment: Moment) -> tuple[int, int]:
         """Casts and activations in the layer with `below` layers before it."""
         run, recomputes = self.run, below < self.recomputed
         passed_on = self.batch.tokens * run.shape.hidden * run.widths.stream
@@ -246,31 +247,27 @@ class Descent:
         held -= self.unsaved if below > self.recomputed else 0
         # The input of the layer is saved once if its norm computes in the same dtype.
         own = passed_on if recomputes and run.widths.stream != run.widths.norm and not self.batch.compiled else 0
-        return {
-            "casts": self.casts_below[below] + moment.casts * run.widths.compute * run.widths.casts,
-            "activations": held + own + moment.saved,
-        }
+        casts = self.casts_below[below] + moment.casts * run.widths.compute * run.widths.casts
+        return casts, held + own + moment.saved
+
+
+BACKWARD_PARTS = ("gradients", "casts", "activations", "in_flight")
 
 
 def _backward(
     run: Footprint, layers: list[Layer], batch: activations.Batch, accumulating: bool
-) -> Iterator[dict[str, int]]:
-    """The parts of the backward pass where it can be largest: in the layers and at the embedding."""
+) -> Iterator[tuple[int, ...]]:
+    """`BACKWARD_PARTS` where the backward pass can be largest: in the layers and at the embedding."""
     descent = Descent.of(run, layers, batch)
     trained_above = [*accumulate((layer.trained for layer in reversed(layers)), initial=0)]
     updating = run.update_of(run.tensors.matrices[-1:])
 
-    def at(below: int, moment: Moment) -> dict[str, int]:
+    def at(below: int, moment: Moment) -> tuple[int, ...]:
         """In the layer with `below` layers before it."""
         layer = layers[below]
         done = trained_above[len(layers) - 1 - below] + moment.done / layer.matrices * layer.trained
         gradients = run.gradients if accumulating else run.head_gradient + int(0 if run.recipe.in_backward else done)
-        return {
-            "gradients": gradients,
-            **descent.at(below, moment),
-            "in_flight": moment.in_flight + moment.updating * updating,
-            **run.unpacking,
-        }
+        return gradients, *descent.at(below, moment), moment.in_flight + moment.updating * updating
 
     def widest(layer: Layer) -> Moment:
         """The moment that adds most, however many layers are before it."""
@@ -289,7 +286,7 @@ def _backward(
         yield at(below, moments[id(layers[below])])
     if not run.adapters:
         gradients = run.table_gradients if run.recipe.in_backward else run.gradients
-        yield {"gradients": gradients, "casts": 0, "activations": 0, "in_flight": lookup_gradient(run, batch)}
+        yield gradients, 0, 0, lookup_gradient(run, batch)
 
 
 def lookup_gradient(run: Footprint, batch: activations.Batch) -> int:

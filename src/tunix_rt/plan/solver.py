@@ -16,7 +16,7 @@ from typing import TypeVar
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.plan import knobs
 from tunix_rt.plan.fit import Device, least_room, predict_as_run, verdict
-from tunix_rt.plan.memory import MemoryPlan
+from tunix_rt.plan.memory import MemoryPlan, state_bytes
 from tunix_rt.plan.sizes import ModelShape
 from tunix_rt.plan.speed import Rates, StepTime, time_of_plan
 
@@ -188,16 +188,21 @@ class _Problem:
 
 
 def _has_room(problem: _Problem, rungs: knobs.Settings) -> bool:
-    """Whether the engine supports it, and weights and optimizer states fit: they do not depend on micro-batches and
-    checkpointing."""
-    rows, often = knobs.splits(knobs.rows_of_step(problem.config))[0]
-    least = rungs | problem.least_state
-    changed = knobs.runnable(problem.config, least | {knobs.ROWS: rows, knobs.ACCUMULATION: often})
-    if changed is None:
-        return False
-    plan = problem.plan_of(changed)
-    state = max(phase.parts.get("weights", 0) + phase.parts.get("optimizer", 0) for phase in plan.judged)
-    return state + plan.context_bytes <= problem.choice.free_bytes
+    """Whether the engine supports it, weights and optimizer states fit, and so does a step with full checkpointing: with all
+    rows at once, or with the fewest and their gradients kept."""
+    every, choice = knobs.splits(knobs.rows_of_step(problem.config)), problem.choice
+    least = (
+        rungs
+        | problem.least_state
+        | {knobs.CHECKPOINTING: True, knobs.EVAL_BATCH: knobs.eval_batch_sizes(problem.config)[-1]}
+    )
+    tried = ({knobs.ROWS: rows, knobs.ACCUMULATION: often} for rows, often in dict.fromkeys((every[-1], every[0])))
+    runnable = [one for split in tried if (one := knobs.runnable(problem.config, least | split))]
+    if not runnable or problem.plan.lower_bound:
+        return bool(runnable)
+    devices = problem.plan.devices
+    state = state_bytes(problem.shape, runnable[0], choice.device, capability=choice.capability, devices=devices)
+    return state + problem.plan.context_bytes <= choice.free_bytes and any(map(problem.fitted, runnable))
 
 
 def _fitting(problem: _Problem, rungs: knobs.Settings) -> Iterator[Proposal]:
