@@ -17,9 +17,10 @@ from tunix_rt.config.settings import Data, Training
 from tunix_rt.data.render import style_of
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.engines.base import load_backend
-from tunix_rt.errors import EvidenceError
+from tunix_rt.errors import EvidenceError, InputError
 from tunix_rt.evaluate.generate import stop_ids
 from tunix_rt.export import roundtrip
+from tunix_rt.export.push import plan_push
 from tunix_rt.export.roundtrip import Target, check_folder, check_round_trip, differences, reference_of, reload_in_child
 from tunix_rt.models.resolve import ModelSource, resolve_model
 
@@ -279,10 +280,22 @@ def test_a_run_exports_its_final_model_and_its_checkpoints_also_those_of_adapter
     assert same(second, load_file(whole / "checkpoints" / "step-000002" / "model.safetensors")) and not same(
         second, final
     )
+    exported(tmp_path / "final", tmp_path / "again")
+    for name, is_other in (("final", False), ("again", False), ("second", True)):
+        card = plan_push(str(whole), "me/tiny", folder=tmp_path / name, private=False).card
+        assert ("this is another checkpoint of it, which has no scores" in card) is is_other, name
+    with pytest.raises(InputError, match="again: its weights are not those of"):
+        plan_push(str(adapted), "me/tiny", folder=tmp_path / "again", private=False)
+    one_percent(tmp_path / "again")
+    with pytest.raises(InputError, match=r"again: model\.safetensors changed after the export"):
+        plan_push(str(whole), "me/tiny", folder=tmp_path / "again", private=False)
     missing = CliRunner().invoke(cli, ["export", str(whole), "--step", "3", "--output", str(tmp_path / "x")])
     assert missing.exit_code == 3 and "has no checkpoint of step 3\n  fix: give --step one of: 2, 4" in missing.output
 
     merged = exported(adapted, tmp_path / "merged", "--best")
+    assert (
+        "another checkpoint" not in plan_push(str(adapted), "me/tiny", folder=tmp_path / "merged", private=False).card
+    )
     assert same(merged, load_file(adapted / "final_model" / "model.safetensors")) and not same(
         merged, load_file(base / "model.safetensors")
     )

@@ -4,6 +4,8 @@ import base64
 import hashlib
 import http.server
 import json
+import os
+import shutil
 import threading
 from typing import ClassVar
 
@@ -193,3 +195,9 @@ def test_what_is_no_run_no_export_or_no_repository_is_refused(hub, tiny_run, tmp
     (tmp_path / "other").mkdir()
     errors = refused(in_process("push", tiny_run, "me/tiny", "--folder", tmp_path / "other"), 3)
     assert "has no export_proof.json" in errors and hub.requests == []
+    other = shutil.copytree(tiny_run, tmp_path / "run")
+    with (other / "final_model/model.safetensors").open("r+b") as weights:
+        weights.seek(-4, os.SEEK_END)
+        weights.write(b"0123")
+    errors = refused(in_process("push", other, "me/tiny"), 3)
+    assert "final_model: its weights are not those of" in errors and hub.requests == []

@@ -16,7 +16,7 @@ from tunix_rt.engines.base import Backend, Engine, load_backend
 from tunix_rt.errors import ConfigError, DoesNotFitError, EvidenceError, InputError
 from tunix_rt.evaluate.generate import stop_ids
 from tunix_rt.export.adapter import write_adapter
-from tunix_rt.export.origin import ITEM_BYTES, WEIGHTS, Origin, find_origin
+from tunix_rt.export.origin import ITEM_BYTES, PROOF, WEIGHTS, Origin, find_origin, source_weights
 from tunix_rt.export.roundtrip import RoundTrip, check_folder, check_round_trip, reference_of
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.progress import phase
@@ -90,7 +90,6 @@ def check_final_model(context: RunContext, engine: Engine) -> None:
 
 
 SCHEMA = "tunix-rt/export-proof/1"
-PROOF = "export_proof.json"
 BESIDE_BYTES = 64 * 2**20
 """Disk space for tokenizer, configuration and `export_proof.json`."""
 
@@ -199,6 +198,7 @@ def _write_and_check(origin: Origin, folder: Path, output: Path, *, device: str,
     source = origin.source
     model = source.name if origin.adapted is None else f"{source.name} with the adapters of {origin.checkpoint}"
     facts: dict[str, Any] = {"model": model, "revision": source.revision, "dtype": dtype, "files": files}
+    facts["weights"] = source_weights(origin)
     if source.converted_from is not None:
         facts["converted_from"] = source.converted_from
     write_json(folder / PROOF, {"schema": SCHEMA, **facts, "proof": asdict(checked)})

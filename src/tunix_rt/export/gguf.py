@@ -15,9 +15,9 @@ from tunix_rt.engines.torch.load import load_for_inference
 from tunix_rt.errors import ConfigError
 from tunix_rt.evaluate.generate import stop_ids
 from tunix_rt.export import export as hf
-from tunix_rt.export.export import PROOF, built_in_template
+from tunix_rt.export.export import built_in_template
 from tunix_rt.export.modelfile import modelfile
-from tunix_rt.export.origin import ITEM_BYTES, Origin, find_origin
+from tunix_rt.export.origin import ITEM_BYTES, PROOF, Origin, find_origin, source_weights
 from tunix_rt.export.roundtrip import QUESTIONS, TEXTS
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.progress import phase
@@ -98,6 +98,7 @@ def _write_and_check(origin: Origin, folder: Path, output: Path, *, kind: str) -
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
         size = file.stat().st_size
     facts = {"model": source.name, "revision": source.revision, "gguf": kind, "files": files}
+    facts["weights"] = source_weights(origin)
     write_json(folder / PROOF, {"schema": hf.SCHEMA, **facts, "proof": asdict(checked)})
     return GgufExport(folder=output, file=output / file.name, model=source.name, kind=kind, bytes=size, proof=checked)
 

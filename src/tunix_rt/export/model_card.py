@@ -16,11 +16,13 @@ from tunix_rt.runs.schemas import Commitment, Result
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PRETRAINED = "This page is made from the files of the run. The licences of the base model and of the data apply."
+ANOTHER_STEP = "The run evaluated its final model; this is another checkpoint of it, which has no scores."
 RANDOM = "**Its weights were drawn at random before training, not pretrained.** " + PRETRAINED
 
 
-def model_card(record: RunRecord, name: str, files: Mapping[str, str]) -> str:
-    """The Markdown text, with metadata for the hub. `files` are the names and SHA-256 of what is uploaded."""
+def model_card(record: RunRecord, name: str, files: Mapping[str, str], *, scored: bool) -> str:
+    """The Markdown text, with metadata for the hub. `files` are the names and SHA-256 of what is uploaded; `scored` if the run
+    evaluated this model."""
     facts, result, config = record.commitment, record.result, record.config
     if facts is None or result is None or config is None:
         problem = next((one for problems in record.problems.values() for one in problems), "a file is missing")
@@ -35,7 +37,7 @@ def model_card(record: RunRecord, name: str, files: Mapping[str, str]) -> str:
     return redacted(
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {name.rpartition('/')[2]}\n\n"
         f"{_code(base.name)} trained on {_code(facts.dataset.key)} with tunix-rt {__version__}. "
-        f"{PRETRAINED if pretrained else RANDOM}\n\n## Scores\n\n{_scores(record)}\n\n"
+        f"{PRETRAINED if pretrained else RANDOM}\n\n## Scores\n\n{_scores(record) if scored else ANOTHER_STEP}\n\n"
         f"## Training\n\n{_table(('', ''), _training(record, facts, result))}\n\n"
         f"Settings other than the defaults:\n\n```json\n{settings}\n```\n\n"
         f"## Files\n\n{_table(('file', 'SHA-256'), [(_code(file), _code(files[file])) for file in sorted(files)])}\n"

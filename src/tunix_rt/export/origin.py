@@ -15,6 +15,7 @@ from tunix_rt.export.adapter import adapter_step
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
 from tunix_rt.models.safetensors import join_files, parts_of
 from tunix_rt.plan.precision import recipe_of
+from tunix_rt.progress import phase
 from tunix_rt.runs import folder as run_folder
 from tunix_rt.runs.folder import RunDir, checkpoint_name, checkpoint_problems, checkpoint_step, list_checkpoints
 from tunix_rt.storage import read_json, require_space, sha256_file, storage, write_json
@@ -23,6 +24,7 @@ from tunix_rt.train.commitment import began_on, read_precommit
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 WEIGHTS = "model.safetensors"
+PROOF = "export_proof.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,3 +177,14 @@ def _base_model(run: RunDir, config: RunConfig, *, adapted: bool) -> tuple[Model
     weights = named.weights if adapted else "random"
     base = resolve_model(named.model_name_or_path or "", revision=named.revision, weights=weights)
     return base, resolve_tokenizer(named.tokenizer_name_or_path) if named.tokenizer_name_or_path else base.folder
+
+
+def source_weights(origin: Origin) -> list[str]:
+    """SHA-256 of the weights that are exported; of a folder of `tunix-rt export`, of those that it was exported from."""
+    folder, files = origin.source.folder, origin.source.weight_files()
+    with storage(folder), phase("hash the weights"):
+        if origin.checkpoint is not None:
+            files = [origin.checkpoint / name for name in parts_of(WEIGHTS, os.listdir(origin.checkpoint))]
+        hashes = sorted(map(sha256_file, files))
+        proof = read_json(folder / PROOF) if origin.checkpoint is None and (folder / PROOF).is_file() else {}
+    return list(proof["weights"]) if "weights" in proof and {*hashes} <= {*proof["files"].values()} else hashes

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from tunix_rt.errors import InputError
-from tunix_rt.export.export import PROOF
 from tunix_rt.export.model_card import model_card
+from tunix_rt.export.origin import PROOF
 from tunix_rt.models.hub_upload import CARD, refuse_repository, upload
 from tunix_rt.progress import phase
 from tunix_rt.runs.folder import RunDir, no_final_model
 from tunix_rt.runs.index import find_run
 from tunix_rt.runs.record import RunRecord
-from tunix_rt.storage import sha256_file, storage
+from tunix_rt.storage import read_json, sha256_file, storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,29 @@ def plan_push(run: str, repository: str, *, folder: Path | None, private: bool) 
             raise InputError(f"{source}: {links[0]} is a symbolic link", fix="push a folder of `tunix-rt export`")
         with phase("hash the files"):
             hashes = {name: sha256_file(path) for name, path in files.items()}
-    card = model_card(RunRecord(root), repository, hashes)
+    record = RunRecord(root)
+    card = model_card(record, repository, hashes, scored=_is_final_model(record, source, hashes))
     return Push(repository=repository, private=private, files=files, card=card)
+
+
+def _is_final_model(record: RunRecord, folder: Path, hashes: Mapping[str, str]) -> bool:
+    """Whether the scores of the run are those of the weights in `folder`, and not of another checkpoint. Refuses weights of no
+    checkpoint of the run."""
+    weights = {digest for name, digest in hashes.items() if name.endswith(".safetensors")}
+    if PROOF in hashes:
+        proof = read_json(folder / PROOF, InputError, fix="export the run again")
+        if changed := sorted(name for name, digest in proof["files"].items() if hashes.get(name, digest) != digest):
+            raise InputError(f"{folder}: {changed[0]} changed after the export", fix="export the run again")
+        weights = set(proof.get("weights", ()))
+    last = record.result.steps_completed if record.result else None
+    final = {digest for name, digest in record.run_sums.items() if name.startswith("final_model/")}
+    others = {one.step: {file.sha256 for file in one.files.values()} for one in record.checkpoints}
+    if not weights or not any(weights <= known for known in (final, *others.values())):
+        raise InputError(
+            f"{folder}: its weights are not those of {record.root}",
+            fix="push the run that it was exported from, or export this run again",
+        )
+    return weights <= final | others.get(last or 0, set())
 
 
 def push(planned: Push) -> str:
