@@ -1,14 +1,18 @@
 """A hub dataset is read out of the local cache as the hub's own library lays it out; offline, nothing is fetched."""
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+from tests.program import ROOT, in_process
 from tunix_rt.data.sources import find_dataset
 from tunix_rt.errors import InputError
+from tunix_rt.evidence.facts import needed
+from tunix_rt.runs.record import RunRecord
 
 COMMIT = "5" * 40
 
@@ -97,3 +101,17 @@ def test_a_folder_of_that_name_comes_first(cached, tmp_path):
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
     (tmp_path / "openai" / "gsm8k" / "own.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     assert [file.path.name for file in find_dataset("openai/gsm8k").files] == ["own.jsonl"]
+
+
+def test_a_run_records_the_commit_of_its_dataset(cached, tmp_path, monkeypatch):
+    shutil.copyfile(ROOT / "datasets/dev-reasoning-v2/dataset.jsonl", cached("train.jsonl") / "train.jsonl")
+    monkeypatch.setattr("tunix_rt.export.export.check_round_trip", lambda *given, **named: None)
+    settings = {"data.dataset": "openai/gsm8k:train", "evaluation.enabled": "false", "training.max_steps": 1}
+    chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    done = in_process("train", "smoke_tiny", "--output", tmp_path / "run", "--device", "cpu", *chosen)
+    assert done.returncode == 0, done.stderr
+    committed = RunRecord(tmp_path / "run").commitment
+    assert committed.dataset.commits == {"openai/gsm8k:train": COMMIT}
+    assert (
+        f"openai/gsm8k:train at commit {COMMIT}" in dict((kind, how) for kind, _, how in needed(committed))["dataset"]
+    )

@@ -64,5 +64,6 @@ def test_a_run_is_resumed_only_by_what_computes_the_same(tmp_path, changed, name
 
 def test_another_source_and_version_of_the_same_numerics_may_resume_a_run(tmp_path):
     newer = {"source_sha256": "0" * 64, "source_files": {}, "created": "now"}
+    newer["dataset"] = COMMITTED["dataset"] | {"commits": {"o/plain": "5" * 40}}
     versions = COMMITTED["versions"] | {"tunix-rt": "0.2.0"}
     refuse_another_run(COMMITTED, COMMITTED | newer | {"versions": versions}, tmp_path)

@@ -74,6 +74,8 @@ class Dataset:
     """Only so many of the first records are read."""
     parts: tuple[tuple["Dataset", float], ...] = ()
     """The datasets of a mixture, whose files these are in order, with their weights."""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """Of the datasets of the hub among them, by name."""
 
     def record(self, raw: Raw) -> dict[str, Any]:
         """One record, with its columns under our names; a BadRecord names its place."""
@@ -109,7 +111,8 @@ def join_datasets(found: Sequence[Dataset]) -> Dataset:
     """Datasets as one, in order."""
     sha256 = hashlib.sha256("".join(f"{one.sha256}\n" for one in found).encode()).hexdigest()
     key, files = ", ".join(one.key for one in found), tuple(file for one in found for file in one.files)
-    return found[0] if len(found) == 1 else Dataset(key=key, files=files, sha256=sha256)
+    commits = {name: commit for one in found for name, commit in one.commits.items()}
+    return found[0] if len(found) == 1 else Dataset(key=key, files=files, sha256=sha256, commits=commits)
 
 
 def find_dataset(key: str) -> Dataset:
@@ -308,4 +311,4 @@ def _from_hub(key: str, name: str, revision: str, inside: str) -> Dataset:
     if os.path.isabs(inside) or ".." in Path(inside).parts:
         raise InputError(f"{key!r}: {inside!r} is not inside the dataset", fix=f"give {name}:PATH, seen from its top")
     folder, files = hub_files(name, revision, inside, unknown=_unknown(key, "datasets", "the path of a file or folder"))
-    return _dataset(key, [folder / file for file in files])
+    return replace(_dataset(key, [folder / file for file in files]), commits={key: folder.name})

@@ -137,7 +137,8 @@ def needed(committed: Commitment) -> Iterator[tuple[str, str, str]]:
     yield "base model", model.name, f"{model.weights} weights, {hashes}{origin}"
     named = "of the base model or model.tokenizer_name_or_path"
     yield "tokenizer", named, f"hash by tunix-rt {committed.tokenizer_sha256}"
-    yield "dataset", committed.dataset.key, f"sha256 {committed.dataset.sha256}"
+    commits = "".join(f", {name} at commit {commit}" for name, commit in (committed.dataset.commits or {}).items())
+    yield "dataset", committed.dataset.key, f"sha256 {committed.dataset.sha256}{commits}"
     if committed.dataset.validation is not None:
         yield "validation", committed.dataset.validation.key, f"sha256 {committed.dataset.validation.sha256}"
     if committed.evalset is not None:

@@ -67,6 +67,9 @@ def _training(record: RunRecord, facts: Commitment, result: Result) -> Iterator[
         yield "held-out loss, before and after", f"{heldout[0].loss:.4f}, {heldout[-1].loss:.4f}"
     yield "traces, and held out", f"{data.traces:,}, {data.heldout_traces:,}"
     yield "SHA-256 of the data", _code(data.sha256)
+    yield from (
+        ("data from the hub", _code(f"{name} at commit {commit}")) for name, commit in (data.commits or {}).items()
+    )
     yield "base model", _code(f"{facts.base_model.name}@{facts.base_model.revision}")
     yield "device, seconds", f"{_code(facts.device)}, {result.seconds:,.0f}"
     yield "reloaded by transformers", "equal" if (result.final_model or {}).get("proven") else "not checked"

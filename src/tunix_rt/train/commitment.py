@@ -116,7 +116,10 @@ def _dataset_facts(data: Prepared) -> dict[str, Any]:
         facts["today"] = data.style.template.today.isoformat()
     if data.skipped:
         facts["skipped"] = data.skipped
-    if (out := data.heldout_from) is not None:
+    out = data.heldout_from
+    if commits := {**data.dataset.commits, **(out.dataset.commits if out else {})}:
+        facts["commits"] = commits
+    if out is not None:
         facts["validation"] = {"key": out.dataset.key, "sha256": out.dataset.sha256, "items": data.heldout_traces}
         if out.skipped:
             facts["validation"]["skipped"] = out.skipped
@@ -266,7 +269,7 @@ def refuse_another_run(before: dict[str, Any], now: dict[str, Any], folder: Path
     """A run may only be resumed as itself: names what differs, such as `device` or `versions.torch`.
 
     Another source and version of tunix-rt may resume it: `numerics` is what decides the bits."""
-    skip = {"created", "source_files", "source_sha256", "versions.tunix-rt"}
+    skip = {"created", "source_files", "source_sha256", "versions.tunix-rt", "dataset.commits"}  # its files have hashes
     then, today = ({k: v for k, v in _flat(one).items() if not skip & {k, k.split(".")[0]}} for one in (before, now))
     changed = sorted(key for key in then.keys() | today.keys() if then.get(key) != today.get(key))
     if changed:
