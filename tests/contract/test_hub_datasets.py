@@ -56,6 +56,9 @@ def test_a_dataset_in_the_cache_is_found_by_its_id_and_its_parts_by_their_path(c
     assert names_of("openai/gsm8k:data/part-2.jsonl", snapshot) == ["data/part-2.jsonl"]
     assert names_of("openai/gsm8k:data/*-1*", snapshot) == ["data/part-1.jsonl"]
     assert find_dataset("openai/gsm8k").key == "openai/gsm8k"
+    assert names_of("openai/gsm8k:train", snapshot) == ["data/part-1.jsonl", "data/part-2.jsonl"], (
+        "no file names a split"
+    )
 
 
 def test_its_splits_are_refused_with_the_ids_to_give(cached):

@@ -78,6 +78,15 @@ def test_every_row_of_a_table_reads_what_is_off_and_what_is_on_without_an_error(
         "QLoRA of TRL": (TRL + "use_peft: true\nload_in_4bit: true", {"training.load_in_4bit": True}),
         "QLoRA of torchtune": ("model: {_component_: torchtune.models.llama3.qlora_llama3_8b}", {
             "training.load_in_4bit": True, "training.lora_rank": 8, "training.master_dtype": None}),
+        "split of TRL": (TRL.replace("d.jsonl", "o/d") + "dataset_train_split: train_sft", {"data.dataset": "o/d:train_sft"}),
+        "splits of a mixture of TRL": (
+            "model_name_or_path: m\npacking: true\ndatasets: [{path: o/d, split: test}, {path: o/e}]", {
+            "data.dataset": ["o/d:test", "o/e"]}),
+        "splits of Axolotl": (AXOLOTL.replace("path: d.jsonl", "path: o/d, split: train")
+            + "test_datasets: [{path: o/d, split: test, type: alpaca}]", {
+            "data.dataset": "o/d:train", "data.validation": "o/d:test"}),
+        "split of a file": (AXOLOTL.replace("path: d.jsonl", "path: json, data_files: d.jsonl, split: train"), {
+            "data.dataset": "d.jsonl"}),
         "LoRA keys without LoRA": (AXOLOTL + "lora_r: 8\nlora_alpha: 16", {"training.lora_rank": None}),
     }.values(),
 )  # fmt: skip
@@ -95,6 +104,11 @@ def test_a_value_means_what_it_means_there(text, wanted):
         "another code": (TRL + "use_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: fp4", "bnb_4bit_quant_type", "nf4"),
         "4 bits without adapters": (TRL + "load_in_4bit: true", "load_in_4bit", "train LoRA adapters"),
         "qlora in 16 bits": (AXOLOTL + "adapter: qlora\nload_in_4bit: false", "load_in_4bit", "adapter: lora"),
+        "a part of a split of TRL": (
+            TRL.replace("d.jsonl", "o/d") + "dataset_train_split: 'train[:9%]'", "dataset_name", "a whole split"),
+        "a part of a split of Axolotl": (
+            AXOLOTL.replace("path: d.jsonl", "path: o/d, split: 'train[:9%]'"), "datasets", "a whole split"),
+        "another split of a file": (AXOLOTL.replace("path: d.jsonl", "path: d.jsonl, split: test"), "datasets", "a whole split"),
         "a name without its list": (LLAMA_FACTORY.replace("d.json", "identity"), "dataset", "dataset_info.json is not in"),
     }.values(),
 )  # fmt: skip
@@ -113,11 +127,13 @@ def test_two_keys_that_differ_are_refused_and_so_is_an_unknown_key():
 def test_a_name_of_llama_factory_is_looked_up_in_dataset_info(tmp_path):
     (tmp_path / "data").mkdir()
     entry = {"file_name": "d.json", "formatting": "sharegpt", "columns": {"messages": "chat"}}
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    listed = {"mine": entry, "hub": {"hf_hub_url": "o/d", "split": "train_sft"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed), encoding="utf-8")
     named = LLAMA_FACTORY.replace("d.json", "mine")
     found = convert(named, folder=tmp_path).settings
     assert found["data.dataset"] == str(tmp_path / "data" / "d.json")
     assert (found["data.format"], found["data.columns"]) == ("sharegpt", {"conversations": "chat"})
+    assert convert(named.replace("mine", "hub"), folder=tmp_path).settings["data.dataset"] == "o/d:train_sft"
     missing = convert(named.replace("mine", "mime"), folder=tmp_path)
     (other,) = missing.refused
     assert "did you mean `mine`?" in other.note and "data.dataset" not in missing.settings

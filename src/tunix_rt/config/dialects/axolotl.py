@@ -4,15 +4,16 @@ from typing import Any
 
 from tunix_rt.config.dialects.rules import (
     IN_8_BIT,
+    SPLIT,
     Given,
     Table,
     Verdict,
     chat_template,
+    files_of,
     four_bit,
     is_off,
     is_on,
     mapped,
-    names_of,
     number,
     optimizer,
     read_by,
@@ -36,7 +37,6 @@ from tunix_rt.config.dialects.trainer_arguments import (
     max_steps,
     resume,
 )
-from tunix_rt.config.dialects.trl import SPLIT
 
 TITLE = "Axolotl"
 TEMPLATES = {"gemma": "gemma", "chatml": "chatml", "tokenizer_default": "tokenizer"}
@@ -61,7 +61,7 @@ def _refusal_of(one: Any, given: Given) -> str:
         return "each dataset is a mapping with a path"
     if other := sorted(key for key, inner in one.items() if key not in DATASET_KEYS.split() and not is_off(inner)):
         return f"{', '.join(other)} of a dataset: data.dataset names files and data.columns their columns"
-    if one.get("split", "train") not in ("train", None):
+    if not files_of(one):
         return SPLIT
     if not isinstance(one.get("type"), str) or _kind(one) not in FORMATS:
         return f"a dataset has the type {', '.join(FORMATS)}; other columns: data.columns: {{prompt: NAME, completion: NAME}}"
@@ -101,7 +101,7 @@ def datasets(value: Any, given: Given) -> Verdict:
             "the datasets of a run have one format and the same columns: import them first, tunix-rt data import"
         )
     (kind, columns), *_ = kinds
-    files = [name for one in value for name in names_of(one.get("data_files") or one["path"])]
+    files = [name for one in value for name in files_of(one)]
     settings: dict[str, Any] = {"data.dataset": files if len(files) > 1 else files[0], "data.format": kind}
     if own := {one["chat_template"] for one in value if one.get("chat_template")}:
         settings |= chat_template(str(sorted(own)[0]), TEMPLATES, "jinja alpaca metharme").settings
@@ -113,7 +113,7 @@ def held_out_files(value: Any, given: Given) -> Verdict:
     """`data.validation`: one dataset"""
     if is_off(value):
         return Verdict(note="not set")
-    files = [name for one in value for name in names_of(one.get("data_files") or one.get("path"))]
+    files = [name for one in value for name in files_of(one)]
     return Verdict({"data.validation": files[0]}) if len(files) == 1 else refusal("data.validation names one dataset")
 
 

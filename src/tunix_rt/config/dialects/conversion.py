@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tunix_rt.config.dialects import axolotl, llama_factory, torchtune, trl
-from tunix_rt.config.dialects.rules import Verdict, is_off, names_of, number, refusal
+from tunix_rt.config.dialects.rules import Verdict, is_off, names_of, number, of_split, refusal
 from tunix_rt.config.settings import RunConfig
 from tunix_rt.config.strict_yaml import parse_yaml, read_yaml
 from tunix_rt.errors import ConfigError, did_you_mean
@@ -237,10 +237,10 @@ def _from_dataset_info(verdict: Verdict, key: str, given: Mapping[str, Any], fol
             way = did_you_mean(name, known, otherwise=f"{listing} has no {name!r}; give a file: --data FILE")
             return refusal(way, instead=setting)
         place = entry.get("hf_hub_url") or (str(listing.parent / entry["file_name"]) if "file_name" in entry else None)
-        if place is None or not set(entry) <= {"file_name", "hf_hub_url", "formatting", "columns", "tags"}:
-            return refusal(
-                f"{name} of {listing}: file_name or hf_hub_url, formatting, columns and tags can be converted"
-            )
+        place = place and of_split(place, entry.get("split"))
+        if place is None or not set(entry) <= {"file_name", "hf_hub_url", "split", "formatting", "columns", "tags"}:
+            way = "file_name, or hf_hub_url with a whole split, formatting, columns and tags can be converted"
+            return refusal(f"{name} of {listing}: {way}")
         messages = (entry.get("tags") or {}).get("role_tag") == "role"
         formats.add(
             "alpaca" if entry.get("formatting", "alpaca") == "alpaca" else "messages" if messages else "sharegpt"

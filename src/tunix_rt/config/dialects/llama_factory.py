@@ -11,6 +11,7 @@ from tunix_rt.config.dialects.rules import (
     four_bit,
     is_off,
     is_on,
+    is_path,
     mapped,
     names_of,
     number,
@@ -64,11 +65,6 @@ def in_4_bit(value: Any, given: Given) -> Verdict:
         lora = given.get("finetuning_type", "lora") == "lora"
         return four_bit(value == 4, lora=lora, nested=is_on(given.get("double_quantization", True)))
     return refusal(IN_8_BIT)
-
-
-def is_path(name: str) -> bool:
-    """Whether `name` is a file, and not a name of dataset_info.json."""
-    return name.endswith((".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt"))
 
 
 def datasets(setting: str) -> Any:

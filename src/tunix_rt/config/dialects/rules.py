@@ -1,5 +1,6 @@
 """The rules of a dialect's table: what becomes of a key of another trainer."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,3 +225,26 @@ def chat_template(name: str, own: Mapping[str, str], texts: str) -> Verdict:
 def names_of(value: Any) -> list[str]:
     """`a,b` or a list of names."""
     return [str(one).strip() for one in (value if isinstance(value, list) else str(value).split(","))]
+
+
+SPLIT = "a whole split of a hub dataset is read; or name the files of the split in data.dataset"
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` ends like a data file."""
+    return name.endswith((".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt"))
+
+
+def of_split(name: str, split: Any) -> str | None:
+    """`owner/name:split` for a split of a hub dataset; a file as it is. None for a part of a split, and for other splits of a
+    file than `train`."""
+    is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not is_path(name) and not os.path.exists(name)
+    if split is None or (split == "train" and not is_hub):
+        return name
+    return f"{name}:{split}" if is_hub and re.fullmatch(r"[\w-]+", str(split)) else None
+
+
+def files_of(one: Mapping[str, Any]) -> list[str]:
+    """Names of a dataset of a list, from `data_files` or `path`, and `split`; empty for a split that has no name here."""
+    found = [of_split(name, one.get("split")) for name in names_of(one.get("data_files") or one.get("path"))]
+    return [] if None in found else [name for name in found if name]

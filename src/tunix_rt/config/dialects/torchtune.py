@@ -6,6 +6,7 @@ from typing import Any
 
 from tunix_rt.config.dialects.rules import (
     FROZEN,
+    SPLIT,
     Given,
     Table,
     Verdict,
@@ -24,7 +25,6 @@ from tunix_rt.config.dialects.rules import (
     without,
 )
 from tunix_rt.config.dialects.trainer_arguments import RUN_FOLDER
-from tunix_rt.config.dialects.trl import SPLIT
 
 TITLE = "torchtune"
 DATASETS = {"alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned"}

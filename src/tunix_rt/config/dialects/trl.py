@@ -5,15 +5,18 @@ from typing import Any
 
 from tunix_rt.config.dialects.rules import (
     IN_8_BIT,
+    SPLIT,
     Given,
     Table,
     Verdict,
     dtype_name,
+    files_of,
     four_bit,
     is_off,
     is_on,
     mapped,
     names_of,
+    of_split,
     read_by,
     refusal,
     refused,
@@ -24,7 +27,6 @@ from tunix_rt.errors import ConfigError
 
 TITLE = "TRL"
 NO_PEFT = "`use_peft` is off: every parameter is trained"
-SPLIT = "the training split is read; name the files of another: data.dataset: owner/name:data/test-*"
 
 
 def lora(setting: str, fallback: Any = None) -> Any:
@@ -108,34 +110,41 @@ def evaluated(value: Any, given: Given) -> Verdict:
     return refusal("name the held-out file, data.validation: owner/name:data/test-*, and training.eval_steps: N")
 
 
+def dataset_name(value: Any, given: Given) -> Verdict:
+    """`data.dataset`, with `dataset_train_split` for a dataset of the hub; a part of a split is refused"""
+    if is_off(value):
+        return Verdict(note="not set")
+    name = of_split(str(value), given.get("dataset_train_split"))
+    return Verdict({"data.dataset": name}) if name else refusal(f"`dataset_train_split`: {SPLIT}")
+
+
 def train_split(value: Any, given: Given) -> Verdict:
-    """`train` as here; another split is refused"""
-    return Verdict(note="as here") if value in ("train", None) else refusal(SPLIT)
+    """A part of `data.dataset`: `owner/name:SPLIT`"""
+    return Verdict(note="in data.dataset")
 
 
 def mixture(value: Any, given: Given) -> Verdict:
-    """`data.dataset`: the `path` of each dataset; other keys of a mixture are refused"""
+    """`data.dataset`: `path` and `split` of each dataset; other keys of a mixture are refused"""
     if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
         return Verdict(note="off") if is_off(value) else refusal("a list of datasets, each with a path")
     allowed = {"path", "split", "data_files"}
     other = sorted({key for one in value for key, inner in one.items() if inner is not None} - allowed)
-    if other or any(one.get("split", "train") != "train" for one in value):
+    if other or not all(map(files_of, value)):
         return refusal(f"{', '.join(other) or 'split'} of a dataset: {SPLIT}")
-    files = [name for one in value for name in names_of(one.get("data_files") or one["path"])]
+    files = [name for one in value for name in files_of(one)]
     return Verdict({"data.dataset": files if len(files) > 1 else files[0]})
 
 
 TABLE: Table = {
     **TRAINER_ARGUMENTS, **REMOTE_CODE,
-    **mapped(
-        model_name_or_path="model.model_name_or_path", model_revision="model.revision", dataset_name="data.dataset",
-    ),
+    **mapped(model_name_or_path="model.model_name_or_path", model_revision="model.revision"),
+    **read_by(dataset_name, "dataset_name"), **read_by(train_split, "dataset_train_split"),
     **read_by(max_length, "max_length", "max_seq_length"), **read_by(packing, "packing"), **read_by(peft, "use_peft"),
     **read_by(packing_strategy, "packing_strategy"), **read_by(model_dtype, "dtype", "torch_dtype"),
     **read_by(completion_only, "completion_only_loss"), **read_by(assistant_only, "assistant_only_loss"),
     **read_by(lora("training.lora_rank"), "lora_r"), **read_by(lora("training.lora_alpha"), "lora_alpha"),
     **read_by(lora("training.lora_dropout"), "lora_dropout"), **read_by(targets, "lora_target_modules"),
-    **read_by(evaluated, "eval_strategy", "evaluation_strategy"), **read_by(train_split, "dataset_train_split"),
+    **read_by(evaluated, "eval_strategy", "evaluation_strategy"),
     **read_by(mixture, "datasets"), **read_by(in_4_bit, "load_in_4bit"),
     **without("`eval_strategy` is off", "eval_steps dataset_test_split eval_packing"),
     **without("the fastest attention that passes its self-test is used", "attn_implementation padding_free pad_to_multiple_of"),
