@@ -3,21 +3,27 @@
 A dataset is named by its key, a tokenizer by a shipped model or by a run of the index; no path arrives from outside.
 """
 
-import ctypes
+import json
 import os
+import pickle
 import stat
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from tunix_rt import assets
 from tunix_rt.config.load import quoted
 from tunix_rt.config.settings import Evaluation, RunConfig
 from tunix_rt.dashboard import models
+from tunix_rt.dashboard.query import Query
 from tunix_rt.dashboard.site import Site
 from tunix_rt.data.packing import Rows
 from tunix_rt.data.prepare import Inspected, ModelFacts, Prepared, inspect, prepare, recipe_of
@@ -26,6 +32,7 @@ from tunix_rt.data.token_cache import ONE_PROCESS_BYTES
 from tunix_rt.data.tokenize import Recipe
 from tunix_rt.data.tokenizer import Tokenizer, load_tokenizer
 from tunix_rt.errors import InputError
+from tunix_rt.evidence.sandbox import Limits, run_limited
 from tunix_rt.models.resolve import ModelSource, resolve_architecture
 from tunix_rt.plan.shape import outline_of
 from tunix_rt.runs.checksums import list_folder
@@ -35,7 +42,11 @@ from tunix_rt.runs.record import RunRecord
 
 MOST_RECORDS = 20_000
 MOST_SECONDS, WAIT_SECONDS = 20.0, 5.0
-"""For a page, as a dataset may be long and a chat template of a run without end; and for another page that is read first."""
+"""For a page with the tokenizer of a run, whose chat template may have no end; and for another page that is read first."""
+MOST_MEMORY, MOST_FILE, MOST_PAGE = 4 * 2**30, 2**28, 2**22
+"""Bytes that such a page takes: memory, a file of the token cache, and what it shows. A Gemma tokenizer takes 1.5 GB."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "4", "MALLOC_ARENA_MAX": "2"}
+"""Threads reserve address space."""
 MOST_OPENED, MOST_TOKENIZERS, MOST_KEYS = 4, 2, 1000
 MOST_TOKENIZER_BYTES = 64 * 2**20
 CHECK = "use the command line: tunix-rt data check, tunix-rt data show"
@@ -66,6 +77,9 @@ class Opened:
         return self.records == MOST_RECORDS and self.config.data.max_examples == MOST_RECORDS
 
 
+Answer = Callable[[Opened, Query], dict[str, Any]]
+
+
 @dataclass(slots=True)
 class Shelf:
     """What was opened before. One page reads at a time: the switches of a tokenizer are not for two threads."""
@@ -83,30 +97,10 @@ def reading(site: Site) -> Iterator[Shelf]:
     shelf: Shelf = site.cache.setdefault("data", Shelf())
     if not shelf.lock.acquire(timeout=WAIT_SECONDS):
         raise InputError("another page is still reading data", fix="try again in a moment")
-    thread, guard = ctypes.c_ulong(threading.get_ident()), threading.Lock()
-
-    def expire() -> None:
-        with guard:
-            if timer.finished.is_set():  # the page was done just before
-                return
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLong))
-
-    timer = threading.Timer(MOST_SECONDS, expire)
-    timer.start()
     try:
-        try:
-            yield shelf
-        finally:
-            with guard:
-                timer.cancel()
-    except _TooLong as error:
-        raise InputError(f"reading the data takes more than {MOST_SECONDS:.0f} s", fix=CHECK) from error
+        yield shelf
     finally:
         shelf.lock.release()
-
-
-class _TooLong(BaseException):
-    """Raised in the thread of a page by its timer. No `except Exception` around a chat template catches it."""
 
 
 def _kept(shelf: dict[Any, T], key: Any, make: Callable[[], T], most: int) -> T:
@@ -164,19 +158,46 @@ def _settings(site: Site, name: str) -> tuple[RunConfig, date | None]:
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
-def open_dataset(site: Site, shelf: Shelf, name: str, model: str) -> Opened:
-    """Dataset or run `name` with the tokenizer of `model`. InputError for a name that is not listed, and for too much data."""
+def read(site: Site, shelf: Shelf, query: Query, name: str, model: str, answer: Answer) -> dict[str, Any]:
+    """What `answer` gives for dataset or run `name` with the tokenizer of `model`; InputError for a name that is not listed,
+    and for too much data. The chat template of a run is a program of whoever made the run: it gets a process with limits."""
     config, today = _settings(site, name)
     versions = [_version(str(named("datasets")[key])) for key in config.data.names]
     if sum(size for size, _ in versions) >= ONE_PROCESS_BYTES:
         raise InputError(f"{config.data.key}: more than {ONE_PROCESS_BYTES:,} bytes", fix=CHECK)
-    stamp, find = _tokenizer(site, model)
+    if model not in tokenizer_names():
+        return _read_apart((query, config, _run_with_tokenizer(site, model), today))
 
     def opened() -> Opened:
-        tokenizer, facts = _kept(shelf.tokenizers, (model, stamp), find, MOST_TOKENIZERS)
-        return _open(config, tokenizer, facts, today)
+        source = partial(loaded, resolve_architecture(model))
+        return open_dataset(config, *_kept(shelf.tokenizers, model, source, MOST_TOKENIZERS), today)
 
-    return _kept(shelf.opened, (config.model_dump_json(), today, tuple(versions), model, stamp), opened, MOST_OPENED)
+    key = (config.model_dump_json(), today, tuple(versions), model)
+    return answer(_kept(shelf.opened, key, opened, MOST_OPENED), query)
+
+
+def _read_apart(request: tuple[Query, RunConfig, ModelSource, date | None]) -> dict[str, Any]:
+    """What `pages/data.py` answers as a program, with limits on time and memory."""
+    words, environment = [sys.executable, "-P", "-m", "tunix_rt.dashboard.pages.data"], os.environ | ONE_THREAD
+    limits = Limits(
+        wall_seconds=MOST_SECONDS, address_bytes=MOST_MEMORY, resident_bytes=MOST_MEMORY, file_bytes=MOST_FILE
+    )
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        ended = run_limited(
+            words, limits=limits, environment=environment, folder=Path(), stdin=pickle.dumps(request), stdout=out,
+            stderr=errors,
+        )  # fmt: skip
+        out.seek(0)
+        text = out.read(MOST_PAGE)
+    try:
+        found: dict[str, Any] = vars(json.loads(text, object_hook=lambda one: SimpleNamespace(**one)))
+    except ValueError as error:
+        why = f"takes more than {ended.breach}" if ended.breach else "fails, or takes too much memory"
+        fix = f"choose another tokenizer; if you trust the chat template of this one, {CHECK}"
+        raise InputError(f"reading the data with the tokenizer of this run {why}", fix=fix) from error
+    if "problem" in found:
+        raise InputError(found["problem"], fix=found["fix"])
+    return found
 
 
 def _version(path: str) -> tuple[int, int]:
@@ -194,7 +215,7 @@ def _silent(what: str, done: int, total: int, note: str, /) -> None:
     """No progress."""
 
 
-def _open(config: RunConfig, tokenizer: Tokenizer, facts: ModelFacts, today: date | None) -> Opened:
+def open_dataset(config: RunConfig, tokenizer: Tokenizer, facts: ModelFacts, today: date | None) -> Opened:
     recipe = recipe_of(config, tokenizer, facts, today=today)
     seen = inspect(config, tokenizer, facts, _silent, today=today)
     refused = any(finding.refuses for finding in seen.findings)
@@ -202,11 +223,8 @@ def _open(config: RunConfig, tokenizer: Tokenizer, facts: ModelFacts, today: dat
     return Opened(recipe=recipe, config=config, seen=seen, prepared=prepared)
 
 
-def _tokenizer(site: Site, name: str) -> tuple[Any, Callable[[], tuple[Tokenizer, ModelFacts]]]:
-    """The version of a tokenizer, and the function that loads it."""
-    if name in tokenizer_names():
-        source = resolve_architecture(name)
-        return "", lambda: _loaded(source)
+def _run_with_tokenizer(site: Site, name: str) -> ModelSource:
+    """The final model of a run, if its tokenizer can be read."""
     run = site.index.find(name) if models.RUN_ID.fullmatch(name) else None
     if run is None:
         fix = "choose one of the list; another tokenizer: tunix-rt data show KEY --model NAME"
@@ -218,11 +236,10 @@ def _tokenizer(site: Site, name: str) -> tuple[Any, Callable[[], tuple[Tokenizer
     if f"{folder}/tokenizer.json" not in sizes or odd or text > MOST_TOKENIZER_BYTES:
         problem = odd[0] if odd else f"no tokenizer of at most {MOST_TOKENIZER_BYTES:,} bytes in its final model"
         raise InputError(f"{run.name}: {problem}", fix="choose another model")
-    found = models.source_of_run(run, exact=False)
-    return tuple(sorted(sizes.items())), lambda: _loaded(found)
+    return models.source_of_run(run, exact=False)
 
 
-def _loaded(source: ModelSource) -> tuple[Tokenizer, ModelFacts]:
+def loaded(source: ModelSource) -> tuple[Tokenizer, ModelFacts]:
     kind, outline = str(source.config["model_type"]), outline_of(source.config)
     facts = ModelFacts(vocabulary=outline.vocab, positions=outline.max_positions, model_type=kind)
     return load_tokenizer(source.folder, kind), facts

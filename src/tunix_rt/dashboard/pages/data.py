@@ -1,7 +1,10 @@
 """`/data`: a dataset as a run tokenizes it, token by token: what is trained, what is masked and why, what validation finds."""
 
+import json
+import pickle
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -92,8 +95,8 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
         with datasets.reading(site) as shelf:
             form |= _form(site, shelf, query)
             if form["data"]:
-                opened = datasets.open_dataset(site, shelf, form["data"], form["model"])
-                values = DataPage(**form, **_answer(opened, query))
+                answer = datasets.read(site, shelf, query, form["data"], form["model"], _answer)
+                values = DataPage(**form, **answer)
     except TunixError as error:
         values, status = DataPage(**form, problem=error.problem, fix=error.fix), 400
     return Page(template="data.html", title="Data", values=values or DataPage(**form), status=status)
@@ -264,3 +267,20 @@ def _span(span: Span, reason: str) -> SpanView:
         title=f"{what}, {count:,} {'token' if count == 1 else 'tokens'}: {reason}",
         tokens=tuple((token, visible(token.text).translate(MARKS) or '""') for token in span.tokens),
     )
+
+
+# --- the process that reads with the tokenizer of a run ----------------------------------------------------------------
+
+
+def main() -> None:
+    """Values of the page, or the error, for a request of `datasets.read`."""
+    query, config, source, today = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the dashboard)
+    try:
+        values = _answer(datasets.open_dataset(config, *datasets.loaded(source), today), query)
+    except TunixError as error:
+        values = {"problem": error.problem, "fix": error.fix}
+    json.dump(values, sys.stdout, default=lambda one: str(one) if isinstance(one, bytes) else asdict(one))
+
+
+if __name__ == "__main__":
+    main()
