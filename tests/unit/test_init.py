@@ -2,8 +2,10 @@
 
 import pytest
 import yaml
+from click import testing
 
 from tests.program import in_process, refused
+from tunix_rt.cli.main import cli
 from tunix_rt.config.load import load_config
 
 TOKENIZER = ("--set", "model.tokenizer_name_or_path=tiny-gemma3", "--weights", "random")
@@ -48,3 +50,11 @@ def test_a_tpu_gets_the_jax_engine_a_file_is_never_overwritten_and_nothing_is_gu
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["training"]["backend"] == "jax"
     assert "a.yaml exists" in refused(in_process(*words, cwd=tmp_path), 2)
     assert "--data is missing" in refused(in_process("init", "b.yaml", "--model", "tiny-gemma3", cwd=tmp_path), 2)
+
+
+def test_on_a_terminal_what_no_flag_gives_is_asked_and_half_a_pass_is_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(testing._NamedTextIOWrapper, "isatty", lambda stream: True, raising=False)
+    words = ["init", str(tmp_path / "a.yaml"), "--model", "tiny-gemma3"]
+    done = testing.CliRunner().invoke(cli, words, input="dev-reasoning-v2\nfull\n\n0.5\n")
+    assert done.exit_code == 0, done.output
+    assert load_config(tmp_path / "a.yaml").training.num_train_epochs == 0.5

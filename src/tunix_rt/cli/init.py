@@ -46,7 +46,7 @@ def init(file: Path, **given: Any) -> None:
     data = _answer("Data (a file, a folder or a dataset key)", given["data"], "--data", None, asking)
     method = _answer(f"Train on {target.name}: {', '.join(METHODS)}", given["method"], "--method", "auto", asking)
     length = _answer("Tokens of a row", given["max_length"], "--max-length", positions, asking)
-    epochs = _answer("Passes over the data", given["epochs"], "--epochs", 3, asking)
+    epochs = _answer("Passes over the data", given["epochs"], "--epochs", 3.0, asking)
     settings = {
         "model.model_name_or_path": model, "data.dataset": data, "data.max_length": length, "training.num_train_epochs": epochs,
     }  # fmt: skip
