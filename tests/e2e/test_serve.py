@@ -128,8 +128,12 @@ def test_limits_and_stop_strings_end_a_text_where_they_should(client):
     raw = client.completions.create(model="talker", prompt=["Go!", "How many?"], temperature=0, max_tokens=40)
     assert [(one.index, one.finish_reason) for one in raw.choices] == [(0, "length"), (1, "stop")]
     assert raw.choices[0].text == (LOOP * 14)[:40] and raw.choices[1].text == SAID
-    parts = client.completions.create(model="talker", prompt="Go!", temperature=0, max_tokens=4, stream=True)
+    off = {"logprobs": None, "frequency_penalty": 0.0, "presence_penalty": 0, "echo": False, "best_of": 1}
+    parts = client.completions.create(model="talker", prompt="Go!", temperature=0, max_tokens=4, stream=True, **off)
     assert streamed(parts)[:2] == ("xyzx", "length")
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model="talker", prompt="Go!", logprobs=0)  # asks for that of each chosen token
+    assert (refusal.value.param, refusal.value.code) == ("logprobs", "unsupported_parameter")
 
 
 def test_fifty_clients_at_once_each_get_their_own_answer(client):

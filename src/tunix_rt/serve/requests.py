@@ -96,7 +96,8 @@ def parse_request(kind: type[ChatRequest] | type[CompletionRequest], body: bytes
     """The request in a body; an ApiError names the parameter that is wrong."""
     given = _object(body)
     for name in NEUTRAL.keys() & given.keys():
-        if given.pop(name) not in NEUTRAL[name]:
+        value = given.pop(name)  # of completions, `logprobs: 0` asks for log-probabilities: it is not False
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
             raise ApiError(f"{name} is not supported here", param=name, code="unsupported_parameter")
     try:
         return kind.model_validate(given)
