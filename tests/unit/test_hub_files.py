@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import pytest
 
+from tunix_rt.models.hub import Repository, Request, fetch
+
 COMMIT = "7" * 40
 ASK = """
 import json, logging, sys
@@ -156,17 +158,27 @@ def test_parts_are_fetched_by_split_and_configuration_and_found_again_offline(as
     assert code == 3 and "only partly in the local cache of the hub" in words and "unset HF_HUB_OFFLINE" in words
 
 
-def test_an_interrupted_download_is_resumed_and_what_is_there_is_not_fetched_again(ask, monkeypatch):
+def test_an_interrupted_download_is_resumed_and_what_is_there_is_not_fetched_again(ask, monkeypatch, caplog):
     monkeypatch.setattr(Hub, "cut", 12_000_000)
     ((code, words, _),), _ = ask("o/large", HF_HUB_DOWNLOAD_TIMEOUT=2)
     monkeypatch.setattr(Hub, "cut", None)
     assert code == 3 and "cannot be reached (RemoteProtocolError" in words
+    assert "check the network; the same command then continues a download that was interrupted; or" in words
     Hub.sent.clear()
     ((whole, sha256, _),), log = ask("o/large")
     assert whole == 0 and sha256 == hashlib.sha256(LARGE).hexdigest()
     assert Hub.sent == [("train.jsonl", f"bytes={10 * 2**20}-")] and "Resuming train.jsonl at 10.0 of 13.4 MiB" in log
     Hub.sent.clear()
     assert ask("o/large")[0][0][1] == sha256 and not Hub.sent
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tunix_rt.models.hub._fetch_large", interrupted)
+    request = Request(name="o/large", revision="main", cached="", ways_on="")
+    with pytest.raises(KeyboardInterrupt):
+        fetch(request, ["train.jsonl"], Repository(commit=COMMIT, files={}))
+    assert "The same command continues a download that was interrupted" in caplog.text
 
 
 def test_a_file_with_another_hash_is_refused_deleted_and_fetched_again(ask, monkeypatch):
