@@ -31,9 +31,18 @@ def test_the_cookie_is_bound_to_the_port_and_compared_whole():
     def holds(cookie: str) -> bool:
         return GUARD.holds_key(head(("cookie", cookie)))
 
-    assert holds(f"tunix_rt_8080={KEY}") and holds(f"other=1; tunix_rt_8080={KEY}")
+    foreign = ("other=1", 'a=b; {"x": 1}', "a,b", "=;;=", '"', "\xff=\xff", "tunix_rt_8080=old")
+    assert holds(f"tunix_rt_8080={KEY}") and all(holds(f"{one}; tunix_rt_8080={KEY};{one}") for one in foreign)
     short, long = KEY[:-1], KEY + "x"
-    wrong = ("", f"tunix_rt_8081={KEY}", f"tunix_rt_8080={short}", f"tunix_rt_8080={long}", "tunix_rt_8080=", "\xff=;;")
+    wrong = (
+        "",
+        f"tunix_rt_8081={KEY}",
+        f"tunix_rt_8080={short}",
+        f"tunix_rt_8080={long}",
+        "tunix_rt_8080=",
+        "\xff=;;",
+        f"x=tunix_rt_8080={KEY}",
+    )
     assert not any(map(holds, wrong))
     assert Guard(hosts=LOOPBACK, key=None, port=1).holds_key(head())
     assert not GUARD.is_key("") and GUARD.is_key(KEY) and not GUARD.is_key("ü")
