@@ -105,6 +105,8 @@ def test_any_address_is_answered_and_its_links_lead_on(site, address):
 
 def test_a_run_that_goes_on_is_looked_at_again_and_its_page_grows(tmp_path):
     shutil.copytree(RUNS / "demo_v1", tmp_path / "live")
+    result = tmp_path / "live" / "result.json"
+    ended = json.loads(result.read_text())
     for gone in ("result.json", "memory.json", "run_manifest.json"):
         (tmp_path / "live" / gone).unlink()
     metrics = tmp_path / "live" / "metrics.jsonl"
@@ -112,11 +114,15 @@ def test_a_run_that_goes_on_is_looked_at_again_and_its_page_grows(tmp_path):
     metrics.write_bytes(b"".join(lines[:50]))
     site = Site.of(tmp_path)
     before = run.page(site, Query(), id_of(site, "live"))
-    assert before.live and before.values.every == run.UNFINISHED_MS and 'data-every="5000"' in render(before)
+    assert before.live and before.values.every == 5000 and 'data-every="5000"' in render(before)
     assert "Predicted by part" in render(before) and ">proof<" not in render(before)  # from plan.json
     metrics.write_bytes(b"".join(lines[:90]))
     after = run.page(site, Query(), id_of(site, "live")).values
     assert after.curves.charts[0].series[0].buckets.last[-1] == 90 and after.details is before.values.details
+    for status, every in (("preempted", 10_000), ("failed", 10_000), ("completed", 0)):
+        result.write_text(json.dumps(ended | {"status": status}))
+        page = run.page(site, Query(), id_of(site, "live"))
+        assert (page.values.run.summary.status, page.values.every, page.live) == (status, every, every > 0)
 
 
 def test_corrupt_files_are_named_and_secrets_in_the_log_are_not_shown(tmp_path):

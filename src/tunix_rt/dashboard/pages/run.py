@@ -39,7 +39,9 @@ BUCKETS = 200
 LOG, LOG_BYTES = "training_log.txt", 8 * 1024
 MOST_CHECKPOINTS = 100
 MOST_KEPT = 64
-LIVE_MS, UNFINISHED_MS = 500, 5000
+LIVE_MS = 500
+EVERY_MS = {RUNNING: LIVE_MS, UNFINISHED: 5000, "preempted": 10_000, "failed": 10_000}
+"""Status -> how often a page is looked at again. Those that ended early may be resumed; others stay as they are."""
 READ = (
     "config.yaml", "precommit.json", "result.json", "plan.json", "memory.json", "checkpoints.json", "extensions.json",
     "processes.json", HELDOUT_FILE, "eval/before.json", "eval/after.json",
@@ -236,10 +238,8 @@ def details_of(site: Site, run: Indexed) -> Details:
 
 
 def how_often(runs: Sequence[Indexed], curves: CurveView) -> int:
-    statuses = {run.summary.status for run in runs}
-    if curves.reading or RUNNING in statuses:
-        return LIVE_MS
-    return UNFINISHED_MS if UNFINISHED in statuses else 0
+    known = [EVERY_MS[run.summary.status] for run in runs if run.summary.status in EVERY_MS]
+    return LIVE_MS if curves.reading else min(known, default=0)
 
 
 _KEPT_LOCK = threading.Lock()
