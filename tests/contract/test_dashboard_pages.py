@@ -109,9 +109,15 @@ def test_one_side_and_the_folders_of_evaluate_and_generations_during_training_ar
     samples = [{"step": step, **line} for step in (10, 20, 30) for line in lines[:2]]
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     page = shown(answers.page, site, "show=along", run_id)[0]
+    before = (folder / "predictions-before.jsonl").read_text().count('"well_formed": false')
     assert "during training (6 generations)" in page.text and len(page.articles) == 2
     assert all(f"step {step} " in flat(page.articles[0]) for step in (10, 20, 30))
+    bad = {"output": "no tags", "well_formed": False}  # the other questions are not answered yet
+    rewrite(folder / "predictions-after.jsonl", lambda lines: [*(one | bad for one in lines[:3]), lines[3]])
+    page = shown(answers.page, site, "show=malformed", run_id)[0]
+    assert "malformed after (3)" in page.text and len(page.articles) == 3
     (folder / "predictions-after.jsonl").unlink()
+    assert f"malformed before ({before})" in shown(answers.page, site, "", run_id)[0].text
     page = shown(answers.page, site, "show=gained", run_id)[0]
     assert "McNemar" not in page.text and page.rows[0] == ["measure", "out of", "before"] and len(page.articles) == 50
     assert len(shown(answers.page, site, "show=right", run_id)[0].articles) == 0

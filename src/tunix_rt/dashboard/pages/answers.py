@@ -29,9 +29,9 @@ MOST_STEPS = 50
 GROUPS = ("section", "category", "difficulty")
 SHOWS = {
     "all": "all", "gained": "gained", "lost": "lost", "both": "right both times", "neither": "wrong both times",
-    "right": "right", "wrong": "wrong", "malformed": "malformed after",
+    "right": "right", "wrong": "wrong", "malformed": "malformed {}",
 }  # fmt: skip
-"""By the strict reading. `malformed`: the output of the last side is not well-formed."""
+"""By the strict reading. `malformed`: the output of the last side, whose name follows, is not well-formed."""
 OUTCOMES = {(False, True): "gained", (True, False): "lost", (True, True): "both", (False, False): "neither"}
 MARKS = {"gained": "▲", "lost": "▼", "both": "✓", "neither": "✗"}
 ALONG = "along"
@@ -118,8 +118,11 @@ def answers_of(record: RunRecord, query: Query, *, run_id: str = "", name: str =
     sides, samples, size = list(_sides(record)), _lines(record, "eval/samples.jsonl"), PAGE_QUESTIONS
     shows = tuple(key for key in SHOWS if key in ("all", "malformed") or (key in MARKS) == (len(sides) == 2))
     show = ALONG if samples and query.get("show") == ALONG else query.choice("show", shows)
-    items = by_question((side.name, one) for side in sides for one in side.predictions)
-    matching, counts = choose(items, query, show)
+    items, last = (
+        by_question((side.name, one) for side in sides for one in side.predictions),
+        sides[-1].name if sides else "",
+    )
+    matching, counts = choose(items, query, show, last)
     numbers = counts["show"]
     if show == ALONG:
         items, size = by_question((f"step {one.step}", one) for one in samples), PAGE_ALONG
@@ -128,7 +131,7 @@ def answers_of(record: RunRecord, query: Query, *, run_id: str = "", name: str =
     end, tags = min(first + size, len(matching)), _tags(record)
     return AnswersPage(
         run_id=run_id, name=name, figures=_figures(sides, record), show=show, along=len(samples),
-        shows=[(key, SHOWS[key], numbers[key]) for key in shows],
+        shows=[(key, SHOWS[key].format(last), numbers[key]) for key in shows],
         groups=[(kind, query.get(kind), _names(counts[kind])) for kind in GROUPS],
         words=query.get("q"), total=len(items), matching=len(matching), first=min(first + 1, end), last=end,
         previous=first - size if first else None, next=end if end < len(matching) else None,
@@ -193,7 +196,9 @@ def _figures(sides: Sequence[Side], record: RunRecord) -> Figures:
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-def choose(items: Sequence[Item], query: Query, show: str) -> tuple[list[int], Mapping[str, Counter[str]]]:
+def choose(
+    items: Sequence[Item], query: Query, show: str, last: str = NAMES[-1]
+) -> tuple[list[int], Mapping[str, Counter[str]]]:
     """The numbers of the questions that the address asks for. The counts of a filter are what choosing it would show, with
     the search and the other filters as they are."""
     words = query.get("q").casefold().split()
@@ -202,7 +207,7 @@ def choose(items: Sequence[Item], query: Query, show: str) -> tuple[list[int], M
     for number, item in enumerate(items):
         if words and not _contains(item, words):
             continue
-        labels = {"show": tuple(_labels(item))} | {kind: (getattr(item[-1][1], kind),) for kind in GROUPS}
+        labels = {"show": tuple(_labels(item, last))} | {kind: (getattr(item[-1][1], kind),) for kind in GROUPS}
         missed = [kind for kind, name in wanted.items() if name and name not in labels[kind]]
         if not missed:
             matching.append(number)
@@ -212,9 +217,12 @@ def choose(items: Sequence[Item], query: Query, show: str) -> tuple[list[int], M
     return matching, counts
 
 
-def _labels(item: Item) -> Iterator[str]:
-    last = item[-1][1]
-    yield from ("all", ALONG, "right" if last.strict else "wrong", *([] if last.well_formed else ["malformed"]))
+def _labels(item: Item, last: str) -> Iterator[str]:
+    """`last` is the side that `malformed` is about: a question that it has not answered is neither."""
+    side, one = item[-1]
+    yield from ("all", ALONG, "right" if one.strict else "wrong")
+    if side == last and not one.well_formed:
+        yield "malformed"
     if outcome := _outcome(item):
         yield outcome
 
