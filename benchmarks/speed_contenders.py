@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers.optimization import Adafactor
 
@@ -92,6 +93,17 @@ def ours_steps(job: Job, clock: Clock, total: int) -> Iterator[float]:
 def ours(job: Job, clock: Clock) -> None:
     for loss in ours_steps(job, clock, clock.total):
         clock.step(loss)
+
+
+def fsdp(job: Job, clock: Clock) -> None:
+    """The same as the only rank of a process group: what FSDP2 costs where nothing is to be sent."""
+    dist.init_process_group(
+        "nccl" if job.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1,
+    )  # fmt: skip
+    try:
+        ours(job, clock)
+    finally:
+        dist.destroy_process_group()
 
 
 # --- loops of transformers --------------------------------------------------------------------------------------------
@@ -257,13 +269,14 @@ def _open(contender: Callable[..., None]) -> Contender:
 
 
 CONTENDERS: dict[str, Contender] = {
-    "ours": ours, "eager": eager, "compiled": compiled, "trainer": trainer, "liger": liger,
+    "ours": ours, "fsdp": fsdp, "eager": eager, "compiled": compiled, "trainer": trainer, "liger": liger,
     "eager-open": _open(eager), "compiled-open": _open(compiled), "trainer-open": _open(trainer),
     "liger-open": _open(liger), "predecessor": predecessor,
 }  # fmt: skip
 
 WORDS = {
     "ours": "tunix-rt",
+    "fsdp": "tunix-rt, sharded by FSDP2 over one rank",
     "eager": "transformers, a plain loop",
     "compiled": "the plain loop with `model.compile()`",
     "trainer": "transformers' Trainer",

@@ -64,6 +64,7 @@ def test_rows_are_filled_up_to_the_longest_of_the_run_not_of_its_first_batch(fol
     assert sample.ids.shape[1] <= 48
     assert torch_compile.shape_of_steps(sample, 0) == (2, 64)
     assert torch_compile.shape_of_steps(sample, 70) == (2, 128)
+    assert torch_compile.shape_of_steps(sample, 0, ranks=2) == (1, 64), "a rank pads its own share of the rows"
 
 
 @pytest.mark.parametrize("least", [(2, 64), (3, 48), (5, 128), (0, 0)])

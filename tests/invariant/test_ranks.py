@@ -114,11 +114,14 @@ SETTINGS = {
     "bfloat16, rounded at random": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
     "8-bit states in bfloat16": {"dtype": "bfloat16", "master_dtype": "bfloat16", "optim": "adamw_8bit"},
     "float16": {"dtype": "float16"},
+    "compiled": {"dtype": "float32", "compile": True},
 }
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "compiled")) for one in SETTINGS]
+)
 def test_every_way_to_take_a_step_is_the_same_on_ranks(small_model, name):
     folder, settings = small_model("gemma3"), SETTINGS[name]
     replicas = settings.get("data_replicas", 1)

@@ -80,7 +80,7 @@ def compile_layers(engine: Engine, choice: Compiling, sample: MicroBatch, *, lon
     expected = None if engine.model.config.model_type in FAMILIES else _loss(engine, sample)
     for layer in layers:
         layer.forward = _compiled_in_training(layer.forward)
-    engine.compiled_shape = shape_of_steps(sample, longest_row)
+    engine.compiled_shape = shape_of_steps(sample, longest_row, ranks=len(engine.devices))
     try:
         with memory_errors_named("the compiled step"), engine.kernels():
             _warm_up(engine, sample)
@@ -110,11 +110,11 @@ def _loss(engine: Engine, sample: MicroBatch) -> torch.Tensor:
     return loss
 
 
-def shape_of_steps(sample: MicroBatch, longest_row: int) -> tuple[int, int]:
-    """Rows and tokens that every micro-batch is padded to: packed rows differ in their last few tokens, and the last batch of
-    an epoch has fewer rows."""
+def shape_of_steps(sample: MicroBatch, longest_row: int, *, ranks: int = 1) -> tuple[int, int]:
+    """Rows and tokens that each of the `ranks` pads its share of every micro-batch to: packed rows differ in their last few
+    tokens, and the last batch of an epoch has fewer rows."""
     rows, tokens = sample.ids.shape
-    return rows, compiled_length(max(tokens, longest_row))
+    return -(-rows // ranks), compiled_length(max(tokens, longest_row))
 
 
 def _compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,9 @@ from tunix_rt.ranks import Part, World, part_of
 
 T = TypeVar("T")
 
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether FSDP2 sums a gradient that some ranks do not have, of an expert that none of their tokens chose: since torch 2.13."""
+
 
 class Sharding:
     """The parameters of a model as this rank has them, and the sums over ranks that a step needs."""
@@ -29,6 +32,11 @@ class Sharding:
         """Shards `model` in place: each of `layers` is gathered by itself, and everything else, the embeddings first of all,
         with the whole model. The state has as many `replicas`, each over as many ranks. A model on the meta device has
         memory for its shards afterwards, and no values."""
+        if not REDUCES_UNUSED and any(".experts." in name for name, _ in model.named_parameters()):
+            raise ConfigError(
+                f"torch {torch.__version__} cannot sum the gradients of experts over ranks",
+                fix="install torch 2.13 or newer",
+            )
         self.world, self.replicas = world, replicas
         self.mesh = _mesh(world, device, replicas)
         self.group = self.mesh.get_group("shard")
@@ -42,7 +50,8 @@ class Sharding:
         for module in self._modules:  # the setters do not reach the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)
+            if REDUCES_UNUSED:
+                module.set_reduce_scatter_unused_params(True)
         self._sharded = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.weights = {name: torch.nn.Parameter(one.to_local().detach()) for name, one in self._sharded.items()}
         """The trained parameters of this rank, in the memory that FSDP2 gathers from."""
