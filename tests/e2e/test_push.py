@@ -143,11 +143,12 @@ def test_a_push_is_one_commit_of_the_final_model_and_a_card_of_the_run(hub, tiny
         f"{100 * record.scores('after').accuracy:.1f} %",
     ):  # fmt: skip
         assert fact in card, fact
+    assert "before its export" not in card
     assert {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()} == before
     assert TOKEN not in card + done.stdout + done.stderr
 
 
-def test_without_yes_files_and_card_are_printed_and_nothing_is_sent(hub, tiny_run, monkeypatch):
+def test_without_yes_files_and_card_are_printed_and_nothing_is_sent(hub, tiny_run, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     done = in_process("push", tiny_run, "me/tiny")
     assert done.returncode == 0 and hub.requests == [], done.stderr
@@ -159,6 +160,10 @@ def test_without_yes_files_and_card_are_printed_and_nothing_is_sent(hub, tiny_ru
         "Nothing was sent; --yes uploads it",
     ):
         assert words in done.stdout
+    exported = shutil.copytree(tiny_run / "final_model", tmp_path / "exported")
+    proof = {"files": {}, "weights": [hashlib.sha256((exported / "model.safetensors").read_bytes()).hexdigest()]}
+    (exported / "export_proof.json").write_text(json.dumps(proof))
+    assert "before its export" in in_process("push", tiny_run, "me/tiny", "--folder", exported).stdout
 
 
 @pytest.mark.parametrize(

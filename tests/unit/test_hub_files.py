@@ -163,7 +163,7 @@ def test_an_interrupted_download_is_resumed_and_what_is_there_is_not_fetched_aga
     ((code, words, _),), _ = ask("o/large", HF_HUB_DOWNLOAD_TIMEOUT=2)
     monkeypatch.setattr(Hub, "cut", None)
     assert code == 3 and "cannot be reached (RemoteProtocolError" in words
-    assert "check the network; the same command then continues a download that was interrupted; or" in words
+    assert "check the network; the same command continues an interrupted download; or" in words
     Hub.sent.clear()
     ((whole, sha256, _),), log = ask("o/large")
     assert whole == 0 and sha256 == hashlib.sha256(LARGE).hexdigest()
@@ -178,7 +178,7 @@ def test_an_interrupted_download_is_resumed_and_what_is_there_is_not_fetched_aga
     request = Request(name="o/large", revision="main", cached="", ways_on="")
     with pytest.raises(KeyboardInterrupt):
         fetch(request, ["train.jsonl"], Repository(commit=COMMIT, files={}))
-    assert "The same command continues a download that was interrupted" in caplog.text
+    assert "Download interrupted; the same command continues it" in caplog.text
 
 
 def test_a_file_with_another_hash_is_refused_deleted_and_fetched_again(ask, monkeypatch):

@@ -108,10 +108,9 @@ def _chosen(names: Sequence[str], inside: str) -> list[str]:
     if not inside or inside in names:
         return [inside] if inside else data
     below = [name for name in data if name.startswith(f"{inside.rstrip('/')}/")]
-    config, _, split = inside.rpartition("/")
+    config, slash, split = inside.rpartition("/")
     default = "" if any(map(split_of, data)) else "train"  # as the hub's own library has it
-    inner = [name for name in data if name.startswith(f"{config}/" if config else "")]
-    of_split = [name for name in inner if (split_of(name) or default) == split]
+    of_split = [name for name in data if (split_of(name) or default) == split and name.startswith(config + slash)]
     return below or sorted(fnmatch.filter(names, inside)) or of_split
 
 

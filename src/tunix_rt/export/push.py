@@ -63,17 +63,14 @@ def _is_final_model(record: RunRecord, folder: Path, hashes: Mapping[str, str]) 
     weights = {digest for name, digest in hashes.items() if name.endswith(".safetensors")}
     if PROOF in hashes:
         proof = read_json(folder / PROOF, InputError, fix="export the run again")
-        if changed := sorted(name for name, digest in proof["files"].items() if hashes.get(name, digest) != digest):
+        if changed := [name for name, digest in proof["files"].items() if hashes.get(name, digest) != digest]:
             raise InputError(f"{folder}: {changed[0]} changed after the export", fix="export the run again")
         weights = set(proof.get("weights", ()))
     last = record.result.steps_completed if record.result else None
     final = {digest for name, digest in record.run_sums.items() if name.startswith("final_model/")}
     others = {one.step: {file.sha256 for file in one.files.values()} for one in record.checkpoints}
     if not weights or not any(weights <= known for known in (final, *others.values())):
-        raise InputError(
-            f"{folder}: its weights are not those of {record.root}",
-            fix="push the run that it was exported from, or export this run again",
-        )
+        raise InputError(f"{folder}: its weights are not those of {record.root}", fix="export this run again")
     return weights <= final | others.get(last or 0, set())
 
 

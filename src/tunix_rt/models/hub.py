@@ -27,7 +27,6 @@ SMALL_FILES = ("*.json", "*.jinja")
 GIB = 2**30
 LARGE_BYTES = 10 * 2**20
 """The client writes as much at a time."""
-CONTINUES = "continues a download that was interrupted"
 OTHER_CACHE = "free space or permissions there, or set HF_HOME to a folder on another volume"
 REVISION = {"model": "model.revision: main", "dataset": "the dataset without @REVISION"}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -153,7 +152,7 @@ def fetch(request: Request, wanted: Sequence[str], about: Repository) -> Path:
             for name in wanted:
                 _fetch_large(request, name, about)
         except KeyboardInterrupt:
-            logger.warning("The same command %s", CONTINUES)
+            logger.warning("Download interrupted; the same command continues it")
             raise
         # By the name of the revision, not by its commit: the cache then records the commit of that name.
         found = huggingface_hub.snapshot_download(
@@ -275,7 +274,7 @@ def _refusal(error: BaseException, request: Request) -> TunixError:
         return StorageError(f"{what} cannot be written to the hub's cache: {one_line(error)}", fix=OTHER_CACHE)
     return InputError(
         f"{what} is {request.cached} and the hub cannot be reached ({type(error).__name__}: {one_line(error)})",
-        fix=f"check the network; the same command then {CONTINUES}; or {ways_on}",
+        fix=f"check the network; the same command continues an interrupted download; or {ways_on}",
     )
 
 
