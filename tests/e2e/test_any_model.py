@@ -9,8 +9,11 @@ from benchmarks.any_model import TOLERANCE, make, plain_losses, settings
 from tests.conftest import ROOT
 from tests.program import in_process, refused
 from tunix_rt.cli.main import cli
+from tunix_rt.config.settings import RunConfig
+from tunix_rt.models.resolve import resolve_model
 
 pytest.importorskip("torch")
+from tunix_rt.engines.torch.loop import load
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,13 @@ def test_what_a_model_cannot_do_is_refused_with_its_cause(tmp_path):
     assert "auxiliary loss of the router" in words and "output_router_logits: false" in words
     words = refused(in_process(*settings(tmp_path / "model", tmp_path / "jax"), "--backend", "jax"), 3)
     assert "olmoe" in words
+
+
+def test_adapters_of_an_unknown_family_are_tried_with_recomputed_layers(tmp_path):
+    make("stablelm", tmp_path / "model", ROOT)
+    chosen = {"lora_rank": 4, "gradient_checkpointing": True}
+    training = RunConfig.model_validate({"training": chosen}).training
+    assert load(resolve_model(str(tmp_path / "model")), device="cpu", training=training).support.checkpointing
 
 
 @pytest.mark.slow
