@@ -46,7 +46,7 @@ def served(model: object, *options: object) -> Iterator[tuple[str, subprocess.Po
             yield found[0], server
         finally:
             server.kill()
-            server.wait(timeout=20)
+            server.wait(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def server(model) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server[0], api_key="unused", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=server[0], api_key="unused", max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -165,7 +165,7 @@ def answered(server, head: str, body: bytes = b"", *, port_only: bool = False) -
     """Status and error object of a request that no client of the API makes."""
     port = urllib.parse.urlsplit(server[0]).port
     length = f"Content-Length: {len(body)}\r\n" if body else ""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as one:
         one.sendall(f"{head}\r\n{length}Connection: close\r\n\r\n".encode() + body)
         came = b""
         while piece := one.recv(65536):
@@ -243,14 +243,23 @@ def test_few_chunks_are_written_to_a_client_that_has_gone_however_many_are_ready
     assert 2 < len(sent) < 12, len(sent)
 
 
+def runnable() -> float:
+    """Runnable threads for each core: now, or in the minute before."""
+    minute, *_, now = Path("/proc/loadavg").read_text().split()[:4]
+    return max(float(minute), int(now.partition("/")[0])) / (os.cpu_count() or 1)
+
+
 def test_ctrl_c_ends_it_within_two_seconds_while_it_streams(server, client):
     stream = chat(client, "Go!", max_tokens=POSITIONS - 100, stream=True)
     next(iter(stream))
     process = server[1]
     process.send_signal(signal.SIGINT)
-    began, busy = time.monotonic(), max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert process.wait(timeout=60) == 0 and time.monotonic() - began < 2 * busy
-    assert process.stderr.read().endswith("Ctrl-C stops it.\n")
+    began, load = time.monotonic(), runnable()
+    assert process.wait(timeout=60) == 0
+    took, load = time.monotonic() - began, max(load, runnable())
+    assert took < (2 if load <= 1 else 10), f"{took:.1f} s, {load:.1f} runnable threads for each core"
+    errors = process.stderr.read()
+    assert "Ctrl-C stops it." in errors.splitlines() and "Traceback" not in errors
     with pytest.raises((openai.APIError, openai.APIConnectionError)):
         list(stream)
 
