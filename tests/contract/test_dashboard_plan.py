@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from tunix_rt.data.preview import read_record
 from tunix_rt.data.tokenizer import load_tokenizer
 from tunix_rt.doctor.facts import facts_from_json
 from tunix_rt.models.resolve import preset_names
-from tunix_rt.plan import precision
+from tunix_rt.plan import precision, timing
 from tunix_rt.plan.answer import json_of
 from tunix_rt.plan.calibration import SeenError, add
 from tunix_rt.plan.target import all_targets
@@ -129,6 +130,16 @@ def test_this_computer_is_planned_for_with_its_errors_and_the_runs_behind_them(s
     assert first.band is None and json_of(found.values.answer.value()) + "\n" == said.stdout
     assert len(found.values.view.seen) == 3 and "median error +0.0 % over 3 similar runs" in html
     assert "&lt;b&gt;mine&lt;/b&gt;" in html and "<b>mine" not in html
+
+
+def test_the_rate_of_this_cpu_is_measured_once_for_all_pages(site, monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(timing, "_matmul_rate", lambda size: sizes.append(size) or 1e10)
+    monkeypatch.setattr(timing, "_rate_of_this_cpu", cache(timing.measure_rate))
+    for rows in "123":
+        asked = {"model": "gemma-3-270m", "set": f"training.device=cpu\nbatch_size={rows}"}
+        assert planned(site, asked).values.answer.measured
+    assert sizes == [timing.MATMUL_SIZE, timing.SINGLE_THREAD_SIZE]
 
 
 def test_a_pasted_config_and_a_run_of_the_index_are_planned_as_their_folders_are(site, tmp_path):

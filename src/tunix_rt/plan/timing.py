@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tunix_rt.config.settings import RunConfig
@@ -227,7 +228,10 @@ def rate_under_load() -> float:
     with contextlib.suppress(OSError, ValueError, IndexError):
         now = float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
     cores, others = os.cpu_count() or 1, max(0.0, min(minute, now) - 1)
-    return measure_rate() * cores / (cores + others)
+    return _rate_of_this_cpu() * cores / (cores + others)
+
+
+_rate_of_this_cpu = cache(measure_rate)  # once per process: a server plans many times
 
 
 def _matmul_rate(size: int) -> float:
