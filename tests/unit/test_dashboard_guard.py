@@ -47,3 +47,6 @@ def test_the_cookie_is_bound_to_the_port_and_compared_whole():
     assert Guard(hosts=LOOPBACK, key=None, port=1).holds_key(head())
     assert not GUARD.is_key("") and GUARD.is_key(KEY) and not GUARD.is_key("ü")
     assert not Guard(hosts=LOOPBACK, key=None, port=1).is_key("")
+    first, second = GUARD.add_key(), GUARD.add_key()
+    assert [GUARD.is_key(one) for one in (first, first, second, KEY, second)] == [True, False, True, True, False]
+    assert first not in GUARD.set_cookie() and KEY in GUARD.set_cookie()

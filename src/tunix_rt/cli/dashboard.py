@@ -1,5 +1,6 @@
 """`tunix-rt dashboard`: pages over the runs of a folder, in a browser on this computer."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,11 +47,15 @@ def dashboard(
     from tunix_rt.runs.index import DEFAULT_FOLDER, run_id
 
     below = folder or Path(DEFAULT_FOLDER)
-    if not below.is_dir():
+    if folder is not None and not below.is_dir():
         fix = "give the parent of the run folders; `tunix-rt train demo --output runs/demo` makes a run"
         raise InputError(f"{below}: no such folder", fix=fix)
     if no_key and host not in LOCAL:
         raise ConfigError("--no-key is for this computer alone", fix="leave out --no-key or --host")
+    for name in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:]+\]", name):
+            fix = "give the name alone, as gpu-host or [::1]: it is allowed at every port"
+            raise ConfigError(f"--allow-host {name}: not a host name", fix=fix)
     is_run = RunDir(below).holds_a_run()
     site = Site.of(below.absolute().parent if is_run else below, chat_run=chat_run)
     start = f"/runs/{run_id(below.absolute().name)}" if is_run else "/"
@@ -77,7 +82,8 @@ def _serve(
     names = tuple(name.lower() for name in (*LOOPBACK, *more, *hosts))
     guard = Guard(hosts=names, port=port, key=new_key() if has_key else None)
     shown = "127.0.0.1" if host in WIDE_OPEN else f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{port}{start}" + (f"?key={guard.key}" if guard.key else "")
+    page = f"http://{shown}:{port}{start}"
+    address = page + (f"?key={guard.key}" if guard.key else "")
 
     def ready() -> None:
         click.echo(f"Dashboard of {site.folder}: {address}")
@@ -85,6 +91,7 @@ def _serve(
             click.echo("warning: the network can reach it; whoever has this address can read the runs", err=True)
         click.echo("Ctrl-C stops it.", err=True)
         if opens:
-            click.launch(address)
+            # Other users can read the words of the program that opens a browser.
+            click.launch(f"{page}?key={guard.add_key()}" if guard.key else page)
 
     serve(make_app(site, guard), bound, ready, site.chat.close if site.chat else lambda: None)

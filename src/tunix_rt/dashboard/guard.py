@@ -2,7 +2,7 @@
 
 import hmac
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tunix_rt.loopback import LOOPBACK, Headers, Refusal, refusal, values
 
@@ -37,6 +37,8 @@ class Guard:
     key: str | None
     """None: whoever reaches the port may read."""
     port: int
+    once: list[str] = field(default_factory=list)
+    """Keys that are exchanged for the cookie a single time."""
 
     @property
     def cookie(self) -> str:
@@ -60,8 +62,17 @@ class Guard:
         pairs = (one.strip().partition("=") for text in values(headers, b"cookie") for one in text.split(";"))
         return [value for name, _, value in pairs if name == self.cookie and value.isascii()]
 
+    def add_key(self) -> str:
+        """Another key, which is valid once."""
+        self.once.append(new_key())
+        return self.once[-1]
+
     def is_key(self, given: str) -> bool:
-        return self.key is not None and given.isascii() and hmac.compare_digest(given, self.key)
+        if self.key is None or not given.isascii():
+            return False
+        if used := [one for one in self.once if hmac.compare_digest(given, one)]:
+            self.once.remove(used[0])
+        return bool(used) or hmac.compare_digest(given, self.key)
 
     def set_cookie(self) -> str:
         return f"{self.cookie}={self.key}; HttpOnly; SameSite=Strict; Path=/"
