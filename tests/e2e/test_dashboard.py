@@ -66,6 +66,29 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path):
         words = refused(in_process("dashboard", RUNS, "--no-open", "--port", taken.getsockname()[1]), 2)
         assert "cannot listen on 127.0.0.1" in words and "choose another --port" in words
     assert "--no-key" in refused(in_process("dashboard", RUNS, "--no-open", "--no-key", "--host", "0.0.0.0"), 2)
+    for name in ("gpu-host:8080", "http://gpu-host", "::1", "", "a b"):
+        assert "give the name alone" in refused(in_process("dashboard", RUNS, "--no-open", "--allow-host", name), 2)
+    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "mine")
+    (tmp_path / "link").symlink_to(run)
+    for folder, target in ((run, run / "pages"), (tmp_path, run / "eval" / "x"), (tmp_path, tmp_path / "link" / "y")):
+        before = state(run)
+        assert "lies in the run mine" in refused(in_process("dashboard", folder, "--export", target), 3)
+        assert state(run) == before
+
+
+def test_the_program_that_opens_a_browser_is_given_a_key_that_is_not_the_printed_one(monkeypatch):
+    opened: list[str] = []
+    monkeypatch.setattr("click.launch", opened.append)
+    monkeypatch.setattr("tunix_rt.loopback.serve", lambda app, bound, ready, close: (ready(), bound.close()))
+    printed = re.search(r"\?key=(\S+)", in_process("dashboard", RUNS).stdout)[1]
+    assert len(opened) == 1 and re.search(r"/\?key=\S{32}$", opened[0]) and printed not in opened[0]
+
+
+def test_a_first_user_without_a_runs_folder_gets_a_page_that_says_how_to_start(tmp_path):
+    assert in_process("dashboard", "--export", "pages", cwd=tmp_path).returncode == 0
+    text = (tmp_path / "pages" / "index.html").read_text()
+    assert "There are no runs in <code>runs</code> yet" in text and "tunix-rt train demo --output runs/demo" in text
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_pages_are_written_as_files_that_need_no_server_with_claims_filters_and_comparisons(tmp_path):
@@ -97,13 +120,15 @@ def test_the_pages_are_written_as_files_that_need_no_server_with_claims_filters_
     assert alone.returncode == 0 and "m39_cpu_v1" in texts and "m40_v1" not in texts
 
 
-def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_trains():
+def test_the_trained_model_answers_beside_its_base_model_and_not_while_a_run_trains(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     busy = False
     chat = Chat(RUNS / "demo_v1", is_busy=lambda: busy)
     try:
         base, tuned = chat.ask("Rosa has 63 toys. Rosa buys 5 more toys. How many toys does Rosa have now?")["answers"]
         assert (base["model"], base["answer"]) == ("tiny-gemma3", None)
         assert tuned["answer"] == "68" and "63 + 5 = 68" in tuned["reasoning"]
+        assert psutil.Process(chat._child.pid).environ()["HF_HUB_OFFLINE"] == "1"
         for question in ("", " ", "x" * 9000):
             with pytest.raises(InputError, match="no question"):
                 chat.ask(question)

@@ -4,6 +4,7 @@ As a program (`python -m tunix_rt.dashboard.chat RUN`) it is that child: questio
 """
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -51,8 +52,9 @@ class Chat:
             self.close()
             words = [sys.executable, "-m", "tunix_rt.dashboard.chat", str(self._run)]
             self._child = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
         assert self._child is not None and self._child.stdin is not None
         try:
             self._child.stdin.write(json.dumps({"question": question}).encode() + b"\n")

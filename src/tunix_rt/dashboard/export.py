@@ -37,6 +37,10 @@ class Export:
     def write(self, target: Path, verifying: Callable[[str], None]) -> int:
         """Write every page that can be reached into the new folder `target`. Returns their number. Runs are verified first, at
         L1, so that the pages have their level and their claims."""
+        for run in self.site.index.runs():
+            if target.resolve().is_relative_to(run.root.resolve()):
+                problem = f"{target} lies in the run {run.name}, into which a dashboard never writes"
+                raise InputError(problem, fix="choose a folder that is in no run")
         with storage(target):
             if target.exists() and any(target.iterdir()):
                 raise InputError(f"{target} is not empty", fix="choose a folder that does not exist yet")
