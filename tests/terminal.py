@@ -105,9 +105,9 @@ class Recorded:
         """Lines that contain red."""
         return [line for line in self.raw.splitlines() if RED.search(line)]
 
-    def longest_silence(self, until: str | None = None) -> float:
+    def longest_silence(self, until: str | None = None, *, since: float = 0.0) -> float:
         """Seconds without output, up to the piece that contains `until`."""
-        times = [0.0]
+        times = [since]
         for moment, piece in self.pieces:
             times.append(moment)
             if until is not None and until in piece:
@@ -154,7 +154,7 @@ def in_terminal(
                 break
             recorded.pieces.append((time.monotonic() - began, decoder.decode(piece)))
             act(recorded, process)
-        recorded.code = process.wait(timeout=10)
+        recorded.code = process.wait(timeout=120)
     finally:
         if process.poll() is None:
             process.kill()

@@ -25,7 +25,7 @@ def chromium():
         pytest.skip("no Chromium here (apt-get install --no-install-recommends chromium)")
     with playwright.sync_playwright() as started:
         rules = ["--host-resolver-rules=MAP evil.example 127.0.0.1"]
-        browser = started.chromium.launch(executable_path=program, args=rules)
+        browser = started.chromium.launch(executable_path=program, args=rules, timeout=200_000)
         yield browser
         browser.close()
 
@@ -44,7 +44,7 @@ def dashboard(folder: Path, *options: str | Path, under: tuple[str | Path, ...] 
             yield found[0], server
         finally:
             server.terminate()
-            server.wait(timeout=20)
+            server.wait(timeout=120)
 
 
 @pytest.fixture(scope="session")

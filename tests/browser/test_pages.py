@@ -110,7 +110,7 @@ def test_a_page_is_whole_without_scripts_light_and_asks_no_other_host(browse, ch
     go(with_scripts, address, path)
     host = urllib.parse.urlsplit(address).netloc
     assert asked and {urllib.parse.urlsplit(url).netloc for url in asked} == {host}
-    with_scripts.wait_for_selector("main:not(:has(progress))")  # the doctor looks in the background
+    with_scripts.wait_for_selector("main:not(:has(progress))", timeout=200_000)  # the doctor looks in the background
     text = with_scripts.inner_text("main")
     body = sizes[with_scripts.url.partition("#")[0]].body()
     script = sizes[urllib.parse.urljoin(address, "/static/page.js")].body()

@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if not loop.last or not add_generation_prompt %}<eos>{% endif %}{% endfor %}"
 )
-PATIENCE = 60
+PATIENCE = 200
 LONGEST = 1_600
 """Tokens of an answer: long enough for a person to interrupt it."""
 

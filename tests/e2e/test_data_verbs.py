@@ -38,7 +38,7 @@ def on_a_terminal(*arguments: object, cwd: Path, **extra: str) -> str:
             while piece := os.read(ours, 65536):
                 written += piece
         except OSError:  # how Linux says that the other side is closed
-            assert process.wait(60) == 0
+            assert process.wait(300) == 0
         os.close(ours)
     return written.decode()
 

@@ -255,7 +255,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_could_be_taken_for_a_mo
     place = tmp_path / "cache" / "made"
     command = [sys.executable, "-P", "-m", "tunix_rt.engines.gguf", str(llama_file), str(place)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (building := list(place.parent.glob(".staged-*"))) and time.monotonic() < deadline:
             time.sleep(0.002)
         child.send_signal(signal.SIGKILL)
@@ -273,12 +273,12 @@ def test_a_conversion_ends_with_the_program_that_asked_for_it(tmp_path, llama_fi
     variables = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
     with FileLock(place.with_name(f"{place.name}.lock")):
         with subprocess.Popen([sys.executable, "-c", code], env=variables) as parent:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 200
             while not (children := psutil.Process(parent.pid).children()) and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.5)
             parent.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=15)
+        _, alive = psutil.wait_procs(children, timeout=60)
         for child in alive:
             child.kill()
     assert children and not alive

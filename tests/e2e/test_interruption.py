@@ -44,14 +44,14 @@ def stop_after(folder: Path, steps: int, how: signal.Signals, *extra: str) -> in
         command("train", *ARGUMENTS, "--output", folder, *extra), env=environment(), cwd=ROOT,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as program:  # fmt: skip
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         metrics = folder / "metrics.jsonl"
         while program.poll() is None and time.monotonic() < deadline:
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= steps:
                 program.send_signal(how)
                 break
             time.sleep(0.002)
-        return program.wait(timeout=120)
+        return program.wait(timeout=300)
 
 
 SIGNALLED = """

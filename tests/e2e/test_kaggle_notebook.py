@@ -69,7 +69,7 @@ def session(tmp_path_factory):
 
 def stop_after(steps: int, notebook: subprocess.Popen[str], output: Path) -> None:
     """Ask the training process of the notebook to stop once it has taken so many steps, as the end of its time would."""
-    metrics, until = output / "metrics.jsonl", time.monotonic() + 120
+    metrics, until = output / "metrics.jsonl", time.monotonic() + 600
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         if notebook.poll() is not None or time.monotonic() > until:
             pytest.fail(f"no step {steps}: {notebook.communicate()[0]}")
@@ -87,7 +87,7 @@ def first(session):
     folder, opened = session
     notebook = opened("first")
     stop_after(2, notebook, folder / "first" / "temp")
-    said = notebook.communicate(timeout=200)[0]
+    said = notebook.communicate(timeout=600)[0]
     assert notebook.returncode == 0, said
     return said, folder / "first" / "kept"
 

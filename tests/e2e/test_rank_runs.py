@@ -64,12 +64,12 @@ def test_a_rank_that_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_pa
         "--set",
         "evaluation.enabled=false",
     ]
-    processes = start_ranks(tmp_path, command, command, TUNIX_RT_RANK_TIMEOUT="5")
-    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
+    processes = start_ranks(tmp_path, command, command, TUNIX_RT_RANK_TIMEOUT="30")
+    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2) and time.monotonic() < until:
         time.sleep(0.05)
     os.kill(processes[1].pid, what)
-    processes[0].join(60)
+    processes[0].join(300)
     processes[1].kill()
     (code, said), _ = ended_ranks(processes, tmp_path)
     assert code == 1
