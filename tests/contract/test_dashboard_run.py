@@ -105,8 +105,7 @@ def test_any_address_is_answered_and_its_links_lead_on(site, address):
 
 def test_a_run_that_goes_on_is_looked_at_again_and_its_page_grows(tmp_path):
     shutil.copytree(RUNS / "demo_v1", tmp_path / "live")
-    result = tmp_path / "live" / "result.json"
-    ended = json.loads(result.read_text())
+    ended = json.loads((result := tmp_path / "live" / "result.json").read_text())
     for gone in ("result.json", "memory.json", "run_manifest.json"):
         (tmp_path / "live" / gone).unlink()
     metrics = tmp_path / "live" / "metrics.jsonl"

@@ -187,10 +187,8 @@ def of_answers(name: str, kind: str, first: int) -> Pieces:
     scores = [score.score_predictions(side.predictions, side.name) for side in sides]
     yield from report.remarks(*scores, tokens_setting="evaluation.max_new_tokens")
     yield from (" ".join(row.cells) for row in report.table(*scores))
-    yield " ".join(
-        f"{answers.SHOWS[key].format('after')} ({sum(is_one(*pair) for pair in pairs)})"
-        for key, is_one in KINDS.items()
-    )
+    counts = {answers.SHOWS[key].format("after"): sum(one(*pair) for pair in pairs) for key, one in KINDS.items()}
+    yield " ".join(f"{shown} ({number})" for shown, number in counts.items())
     matching = [(number, pair) for number, pair in enumerate(pairs, start=1) if KINDS[kind](*pair)]
     yield f"{first + 1} to {min(first + 50, len(matching))} of " if matching else ""
     yield f"{len(matching)} matching questions, {len(pairs)} in all"

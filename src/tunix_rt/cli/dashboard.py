@@ -80,7 +80,7 @@ def _serve(
     port = bound.getsockname()[1]
     more = () if host in WIDE_OPEN else (f"[{host}]" if ":" in host else host,)
     names = tuple(name.lower() for name in (*LOOPBACK, *more, *hosts))
-    guard = Guard(hosts=names, port=port, key=new_key() if has_key else None)
+    guard = Guard(hosts=names, port=port, key=new_key() if has_key else None, once=[new_key()])
     shown = "127.0.0.1" if host in WIDE_OPEN else f"[{host}]" if ":" in host else host
     page = f"http://{shown}:{port}{start}"
     address = page + (f"?key={guard.key}" if guard.key else "")
@@ -92,6 +92,6 @@ def _serve(
         click.echo("Ctrl-C stops it.", err=True)
         if opens:
             # Other users can read the words of the program that opens a browser.
-            click.launch(f"{page}?key={guard.add_key()}" if guard.key else page)
+            click.launch(f"{page}?key={guard.once[0]}" if guard.key else page)
 
     serve(make_app(site, guard), bound, ready, site.chat.close if site.chat else lambda: None)

@@ -43,7 +43,7 @@ from tunix_rt.runs.record import RunRecord
 MOST_RECORDS = 20_000
 MOST_SECONDS, WAIT_SECONDS = 20.0, 5.0
 """For a page with the tokenizer of a run, whose chat template may have no end; and for another page that is read first."""
-MOST_MEMORY, MOST_FILE, MOST_PAGE = 4 * 2**30, 2**28, 2**22
+MOST_RAM, MOST_FILE, MOST_PAGE = 4 * 2**30, 2**28, 2**22
 """Bytes that such a page takes: memory, a file of the token cache, and what it shows. A Gemma tokenizer takes 1.5 GB."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "4", "MALLOC_ARENA_MAX": "2"}
 """Threads reserve address space."""
@@ -179,9 +179,7 @@ def read(site: Site, shelf: Shelf, query: Query, name: str, model: str, answer: 
 def _read_apart(request: tuple[Query, RunConfig, ModelSource, date | None]) -> dict[str, Any]:
     """What `pages/data.py` answers as a program, with limits on time and memory."""
     words, environment = [sys.executable, "-P", "-m", "tunix_rt.dashboard.pages.data"], os.environ | ONE_THREAD
-    limits = Limits(
-        wall_seconds=MOST_SECONDS, address_bytes=MOST_MEMORY, resident_bytes=MOST_MEMORY, file_bytes=MOST_FILE
-    )
+    limits = Limits(wall_seconds=MOST_SECONDS, address_bytes=MOST_RAM, resident_bytes=MOST_RAM, file_bytes=MOST_FILE)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         ended = run_limited(
             words, limits=limits, environment=environment, folder=Path(), stdin=pickle.dumps(request), stdout=out,

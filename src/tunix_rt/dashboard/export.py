@@ -39,8 +39,7 @@ class Export:
         L1, so that the pages have their level and their claims."""
         for run in self.site.index.runs():
             if target.resolve().is_relative_to(run.root.resolve()):
-                problem = f"{target} lies in the run {run.name}, into which a dashboard never writes"
-                raise InputError(problem, fix="choose a folder that is in no run")
+                raise InputError(f"{target} lies in the run {run.name}", fix="choose a folder that is in no run")
         with storage(target):
             if target.exists() and any(target.iterdir()):
                 raise InputError(f"{target} is not empty", fix="choose a folder that does not exist yet")

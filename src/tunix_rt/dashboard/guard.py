@@ -62,11 +62,6 @@ class Guard:
         pairs = (one.strip().partition("=") for text in values(headers, b"cookie") for one in text.split(";"))
         return [value for name, _, value in pairs if name == self.cookie and value.isascii()]
 
-    def add_key(self) -> str:
-        """Another key, which is valid once."""
-        self.once.append(new_key())
-        return self.once[-1]
-
     def is_key(self, given: str) -> bool:
         if self.key is None or not given.isascii():
             return False

@@ -106,6 +106,7 @@ class AnswersPage:
 
 Item = list[tuple[str, Prediction]]
 """The generations for one question, each with the name of its side."""
+Chosen = tuple[list[int], Mapping[str, Counter[str]]]
 
 
 def page(site: Site, query: Query, run_id: str) -> Page:
@@ -118,10 +119,8 @@ def answers_of(record: RunRecord, query: Query, *, run_id: str = "", name: str =
     sides, samples, size = list(_sides(record)), _lines(record, "eval/samples.jsonl"), PAGE_QUESTIONS
     shows = tuple(key for key in SHOWS if key in ("all", "malformed") or (key in MARKS) == (len(sides) == 2))
     show = ALONG if samples and query.get("show") == ALONG else query.choice("show", shows)
-    items, last = (
-        by_question((side.name, one) for side in sides for one in side.predictions),
-        sides[-1].name if sides else "",
-    )
+    last = sides[-1].name if sides else ""
+    items = by_question((side.name, one) for side in sides for one in side.predictions)
     matching, counts = choose(items, query, show, last)
     numbers = counts["show"]
     if show == ALONG:
@@ -196,9 +195,7 @@ def _figures(sides: Sequence[Side], record: RunRecord) -> Figures:
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-def choose(
-    items: Sequence[Item], query: Query, show: str, last: str = NAMES[-1]
-) -> tuple[list[int], Mapping[str, Counter[str]]]:
+def choose(items: Sequence[Item], query: Query, show: str, last: str = NAMES[-1]) -> Chosen:
     """The numbers of the questions that the address asks for. The counts of a filter are what choosing it would show, with
     the search and the other filters as they are."""
     words = query.get("q").casefold().split()

@@ -95,8 +95,7 @@ def page(site: Site, query: Query, run_id: str = "") -> Page:
         with datasets.reading(site) as shelf:
             form |= _form(site, shelf, query)
             if form["data"]:
-                answer = datasets.read(site, shelf, query, form["data"], form["model"], _answer)
-                values = DataPage(**form, **answer)
+                values = DataPage(**form, **datasets.read(site, shelf, query, form["data"], form["model"], _answer))
     except TunixError as error:
         values, status = DataPage(**form, problem=error.problem, fix=error.fix), 400
     return Page(template="data.html", title="Data", values=values or DataPage(**form), status=status)
