@@ -68,12 +68,9 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(tmp_path):
     assert "--no-key" in refused(in_process("dashboard", RUNS, "--no-open", "--no-key", "--host", "0.0.0.0"), 2)
     for name in ("gpu-host:8080", "http://gpu-host", "::1", ""):
         assert "give the name alone" in refused(in_process("dashboard", RUNS, "--no-open", "--allow-host", name), 2)
-    run = shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "mine")
-    (tmp_path / "link").symlink_to(run)
-    for folder, target in ((run, run / "pages"), (tmp_path, run / "eval" / "x"), (tmp_path, tmp_path / "link" / "y")):
-        assert (
-            "in the run mine" in refused(in_process("dashboard", folder, "--export", target), 3) and not target.exists()
-        )
+    (tmp_path / "link").symlink_to(run := shutil.copytree(RUNS / "m39_cpu_v1", tmp_path / "mine"))
+    for folder, to in ((run, run / "pages"), (tmp_path, run / "eval" / "x"), (tmp_path, tmp_path / "link" / "y")):
+        assert "in the run mine" in refused(in_process("dashboard", folder, "--export", to), 3) and not to.exists()
 
 
 def test_the_program_that_opens_a_browser_is_given_a_key_that_is_not_the_printed_one(monkeypatch):
