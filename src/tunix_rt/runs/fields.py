@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 in lower-case hexadecimal."""
-Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, Field(ge=0)]
@@ -66,6 +65,8 @@ Maybe = Annotated[T | None, _NotNull()]
 Many = Annotated[tuple[T, ...], Field(strict=False, fail_fast=True)]
 """A JSON list, up to its first wrong item. Give each use a `max_length`."""
 Digests = Annotated[dict[Name, Digest], Field(max_length=5_000)]
+Commits = Annotated[dict[Name, Annotated[str, Field(pattern="^[0-9a-f]{40}$")]], Field(max_length=512)]
+"""Of datasets of the hub, by the name they were given by."""
 Versions = Annotated[dict[Name, Version], Field(max_length=64)]
 Figures = Annotated[dict[Name, JsonValue], Field(max_length=64)]
 """Values of any kind. The code that uses them checks values or types."""

@@ -61,9 +61,7 @@ class DatasetFacts(f.Facts):
     """`data.validation`, whose traces are held out."""
     mixture: Annotated[f.Maybe[f.Many[MixedFacts]], Field(min_length=2, max_length=256)] = None
     """The datasets of `data.dataset` with weights, in order."""
-    commits: Annotated[f.Maybe[dict[f.Name, f.Commit]], Field(max_length=512)] = (
-        None  # of the datasets of the hub, by name
-    )
+    commits: f.Maybe[f.Commits] = None
 
 
 class ModelInput(f.Facts):
