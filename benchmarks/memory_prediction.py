@@ -160,6 +160,7 @@ def random_data(config: RunConfig, vocabulary: int) -> tuple[Callable[[], "Row"]
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Peak bytes after training and after everything, from a real run of the engine."""
     from tunix_rt.engines.torch import loop as engine_of
+    from tunix_rt.engines.torch import machine
     from tunix_rt.models.resolve import ModelSource
 
     config = RunConfig.model_validate(spec["settings"])
@@ -202,7 +203,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "step_seconds": round(seconds, 4),
         "step_flops_per_second": round(flops / seconds),
         "layer_call_seconds": round(answering / config.evaluation.max_new_tokens / shape_of(spec["model"]).layers, 5),
-        "versions": engine_of.versions(),
+        "versions": machine.versions(),
     }
 
 

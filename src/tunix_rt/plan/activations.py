@@ -4,7 +4,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tunix_rt.plan.adapters import Adapters
-from tunix_rt.plan.attention_kernels import OLDEST_CAPABILITY, Capability, torch_generation_kernel, torch_kernel
+from tunix_rt.plan.attention_kernels import (
+    OLDEST_CAPABILITY,
+    Capability,
+    repeats_shared_heads,
+    torch_generation_kernel,
+    torch_kernel,
+)
 from tunix_rt.plan.experts import forward_of_experts, saved_by_experts
 from tunix_rt.plan.precision import Recipe
 from tunix_rt.plan.sizes import Cost, ModelShape
@@ -277,6 +283,8 @@ def _saved_by_attention(shape: ModelShape, widths: Widths, batch: Batch) -> list
         if shape.norm_saves_squares and widths.casts and shape.kv_heads == 1:
             own.append(query)  # keys are rotated in the dtype of the residual stream; a cast makes the heads real
         return [query] * 2 + own + [log_sums, tokens * batch.length * width] + copied
+    if repeats_shared_heads(shape) and shape.kv_heads > 1:
+        kv = query
     value = query + 2 * kv if shape.fused_matrices else kv  # a view of the whole fused result
     return [query, query, *([] if shape.shares_kv else [kv, value]), log_sums, *copied]
 
@@ -315,7 +323,7 @@ def _saved_by_mlp(shape: ModelShape, widths: Widths, batch: Batch) -> list[int]:
 
 
 def traced_bytes(cost: Cost, batch: Batch) -> int:
-    return max(0, round(batch.tokens * (cost[0] + cost[1] * batch.length)))
+    return max(0, round(batch.tokens * (cost.token + cost.token_and_length * batch.length) + cost.casts))
 
 
 def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel: str | None = None) -> list[int]:
@@ -328,7 +336,10 @@ def forward_of_one_layer(shape: ModelShape, widths: Widths, batch: Batch, kernel
     mask = [tokens * batch.length * width] if kernel == "masked" else []  # as numbers
     mlp = [tokens * shape.ffn * width] * (3 if shape.gated_mlp else 4)
     if widths.adapters is not None and widths.adapters.mlp_inputs:  # computed in float32, scaled, and then added
-        mlp = [tokens * shape.ffn * width] * 2 + [tokens * shape.ffn * 4] * 2 + [tokens * shape.hidden * 4, stream[0]]
+        adapted = [tokens * shape.ffn * 4] * 2
+        if shape.fused_matrices:
+            adapted = [max(0, 4 * tokens * shape.ffn * 4 - widths.adapters.unpacked)]
+        mlp = [tokens * shape.ffn * width] * 2 + adapted + [tokens * shape.hidden * 4, stream[0]]
     # Scores and their softmax; in eager attention also those with the mask.
     of_scores = {"math": [widths.norm] * (3 if width == 2 else 2), "eager": [widths.norm] * 3}
     of_scores["capped"] = max([width] * 3, [width, 4, width], key=sum)  # in tanh, or in the softmax in float32

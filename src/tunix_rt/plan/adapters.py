@@ -129,6 +129,8 @@ class Adapters:
     router: int = 0
     once: bool = False
     """Of the projection to the layers' own embeddings."""
+    unpacked: int = 0
+    """Bytes that a matmul with 4-bit weights needs, and that are free again when its adapter computes."""
     kinds: tuple["Adapters", ...] = ()
     """Where layers differ: those of each kind of layer."""
 

@@ -10,6 +10,7 @@ Capability = tuple[int, int]
 NARROW = ("bfloat16", "float16")
 OLDEST_CAPABILITY = (8, 0)
 """CUDA compute capability that varlen and FlexAttention need."""
+LARGEST_FLASH_HEAD = 256
 TPU_LANES = 128
 """Width of a TPU's vector registers: its attention kernel takes head sizes and row lengths that are multiples."""
 CUDNN_CAPABILITY = (9, 0)
@@ -69,8 +70,8 @@ def _missing_in_flex(dtype: str, head_dim: int) -> str | None:
 
 def _missing_in_flash(head_dim: int, capability: Capability) -> str | None:
     """Why flash attention has no forward or no backward kernel for this head size; None where it has both."""
-    if head_dim % 8 or head_dim > 256:
-        return f"flash attention needs a head size of 8 to 256 in steps of 8, not {head_dim}"
+    if head_dim % 8 or head_dim > LARGEST_FLASH_HEAD:
+        return f"flash attention needs a head size of 8 to {LARGEST_FLASH_HEAD} in steps of 8, not {head_dim}"
     small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     if small and 192 < head_dim <= 224:  # the same rule as in torch's own dispatch (sdp_utils.cpp)
         return f"flash attention has no backward pass for a head size of {head_dim} where the {_described(capability)}"
@@ -116,7 +117,14 @@ def torch_kernel(
         return "math"
     if packed:
         return "masked"
-    return "fused" if shape.heads == shape.kv_heads else "math"  # nor key-value heads shared by query heads
+    # Without a mask, shared key-value heads are repeated only if they are large, and else need flash attention.
+    flash = compute_bytes == 2 and (capability or OLDEST_CAPABILITY) >= OLDEST_CAPABILITY
+    return "fused" if flash or repeats_shared_heads(shape) or shape.heads == shape.kv_heads else "math"
+
+
+def repeats_shared_heads(shape: ModelShape) -> bool:
+    """Whether transformers repeats key-value heads although there is no mask: flash attention has no heads so large."""
+    return shape.head_dim > LARGEST_FLASH_HEAD
 
 
 def torch_generation_kernel(

@@ -46,10 +46,16 @@ def backward_moments(shape: ModelShape, widths: Widths, batch: Batch) -> list[Mo
         weight = 4 * tokens * shape.ffn * adapters.down
     whole = sum(layer.all)
     in_mlp = whole - sum(layer.post_norm) - sum(layer.behind)
+    moments = []
+    if adapters is not None and adapters.mlp_inputs and shape.fused_matrices:
+        # Gate and up, or their gradient: of the frozen matmul, in float32, and scaled by the adapter.
+        adapted = max(0, 2 * tokens * shape.ffn * (width + 4 + 4) - adapters.unpacked) + 2 * stream * widths.norm
+        moments.append(Moment(saved=in_mlp - down - 3 * inner, in_flight=upstream + adapted, done=0, casts=cast))
     if shape.layer_input:
         # The gradient of the layers' own embeddings grows by a layer's part, which is as large as the whole.
         upstream += 2 * tokens * shape.layer_inputs * widths.stream
     return [
+        *moments,
         Moment(saved=whole, in_flight=upstream + 2 * stream * widths.norm, done=0, casts=cast),
         Moment(saved=in_mlp, in_flight=upstream + inner + weight, done=0, casts=cast),
         Moment(

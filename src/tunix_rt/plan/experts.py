@@ -30,20 +30,24 @@ def saved_by_experts(shape: ModelShape, widths: "Widths", tokens: int, *, device
 
 
 def forward_of_experts(shape: ModelShape, widths: "Widths", tokens: int) -> list[int]:
-    """Alive at once without autograd: the gathered inputs, gate and up, and their product."""
+    """Alive at once without autograd: result and norms of the MLP and the router beside it; gathered inputs and results, those
+    weighted in float32, and these in the order of the tokens."""
     if (experts := shape.experts) is None:
         return []
-    chosen = tokens * experts.active * widths.stream
-    return [chosen * shape.hidden, 2 * chosen * experts.ffn, chosen * experts.ffn, chosen * shape.hidden]
+    chosen = tokens * experts.active * shape.hidden
+    return [tokens * shape.hidden * widths.stream] * 4 + [chosen * widths.stream] * 2 + [chosen * widths.norm] * 2
 
 
 def gradients_of_experts(shape: ModelShape, widths: "Widths", tokens: int) -> int:
-    """Alive at once in the backward pass: gradients of both matmuls' results, and of the larger of both weights."""
+    """Alive at once in the backward pass: gradients of both matmuls' results, and of the larger of both weights; or of weighted
+    results, in float32: as it arrives, times the weight, rounded, and times the result."""
     if (experts := shape.experts) is None:
         return 0
-    chosen = tokens * experts.active * widths.stream
+    chosen = tokens * experts.active
     weights = 2 * experts.count * experts.ffn * shape.hidden * widths.stream * (widths.adapters is None)
-    return chosen * (2 * shape.hidden + 3 * experts.ffn) + weights
+    matmuls = chosen * (2 * shape.hidden + 3 * experts.ffn) * widths.stream + weights
+    rounded = widths.stream * (widths.stream != widths.norm)
+    return max(matmuls, chosen * shape.hidden * (3 * widths.norm + rounded))
 
 
 def cast_matrices(matrices: list[Dimensions]) -> list[Dimensions]:

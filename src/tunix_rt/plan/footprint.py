@@ -1,7 +1,7 @@
 """The memory of a training step of the PyTorch engine: sums over the parameters."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from tunix_rt.config.optimizers import OPTIMIZERS, state_bytes
@@ -214,7 +214,7 @@ def _footprint(shape: ModelShape, recipe: Recipe, lora: Training | None, device:
     stack = tensors.layer * shape.layers if tensors.stack is None else tensors.stack
     every = [*tensors.embeddings, *tensors.others, *stack]
     trained = every if adapters is None else adapters.factors
-    return Footprint(
+    found = Footprint(
         shape=shape,
         recipe=recipe,
         widths=activations.widths_of(recipe, adapters),
@@ -225,6 +225,9 @@ def _footprint(shape: ModelShape, recipe: Recipe, lora: Training | None, device:
         trained_elements=elements(trained),
         modern=modern,
     )
+    if adapters is None or not (unpacked := found.unpacking.get("unpacked")):
+        return found
+    return replace(found, widths=activations.widths_of(recipe, replace(adapters, unpacked=unpacked)))
 
 
 def footprint_for_inference(shape: ModelShape, dtype: str, device: str) -> Footprint:

@@ -2,10 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Dimensions = tuple[int, ...]
-Cost = tuple[float, float]
-"""Bytes per token, and per token and length of its row."""
+
+
+class Cost(NamedTuple):
+    """Bytes of a traced step."""
+
+    token: float
+    token_and_length: float
+    """Of each token, by the length of its row."""
+    casts: float
+    """Of weights in the compute dtype, however many tokens there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,12 @@ from tunix_rt.models.resolve import ModelSource
 from tunix_rt.models.secrets import redacted
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.plan.shape import UNLIMITED, shape_of
-from tunix_rt.plan.sizes import ModelShape, Trace
+from tunix_rt.plan.sizes import Cost, ModelShape, Trace
 from tunix_rt.progress import phase
 from tunix_rt.storage import write_json
 
 TRACER = "tunix_rt.engines.torch.tracer"
-FORMAT = "2"
+FORMAT = "3"
 """Of a cached trace."""
 SECONDS = 300.0
 KNOWN = (
@@ -42,10 +42,10 @@ def shape_of_any(source: ModelSource, training: Training) -> ModelShape:
     if str(source.config.get("model_type")) in FAMILIES:
         return shape_of(source.config)
     recipe = recipe_of(training)
-    return _traced(source, recipe.frozen or recipe.weights, recipe.compute)
+    return _traced(source, recipe.frozen or recipe.weights, recipe.compute, adapters=recipe.frozen is not None)
 
 
-def _traced(source: ModelSource, weights: str, compute: str) -> ModelShape:
+def _traced(source: ModelSource, weights: str, compute: str, *, adapters: bool) -> ModelShape:
     content = (source.folder / "config.json").read_bytes()
     try:
         versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
@@ -55,18 +55,19 @@ def _traced(source: ModelSource, weights: str, compute: str) -> ModelShape:
             fix=f"pip install 'tunix-rt[training]', or use one of: {', '.join(FAMILIES)}",
         ) from error
     key = hashlib.sha256(
-        b"\0".join([content, *(part.encode() for part in (FORMAT, weights, compute, *versions))])
+        b"\0".join([content, *(part.encode() for part in (FORMAT, weights, compute, str(adapters), *versions))])
     ).hexdigest()
-    return _shape(source.name, source.folder, weights, compute, key)
+    request = {"folder": str(source.folder), "weights": weights, "compute": compute, "adapters": adapters}
+    return _shape(source.name, key, tuple(request.items()))
 
 
 @lru_cache(maxsize=32)
-def _shape(name: str, folder: Path, weights: str, compute: str, key: str) -> ModelShape:
+def _shape(name: str, key: str, request: tuple[tuple[str, str | bool], ...]) -> ModelShape:
     cached = cache_root() / "traces" / f"{key}.json"
     try:
         found = json.loads(cached.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = _run_tracer(name, {"folder": str(folder), "weights": weights, "compute": compute})
+        found = _run_tracer(name, dict(request))
         with contextlib.suppress(OSError):  # without a cache it is traced again
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_json(cached, found)
@@ -74,7 +75,7 @@ def _shape(name: str, folder: Path, weights: str, compute: str, key: str) -> Mod
 
 
 @phase("trace the model")
-def _run_tracer(name: str, request: dict[str, str]) -> dict[str, Any]:
+def _run_tracer(name: str, request: dict[str, str | bool]) -> dict[str, Any]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory(prefix="tunix-rt-trace-") as scratch:
         asked, result = Path(scratch) / "request.json", Path(scratch) / "result.json"
@@ -103,7 +104,7 @@ def _shape_of_trace(found: dict[str, Any]) -> ModelShape:
     for _ in range(tables):
         others.remove(table)
     layers = [tuple(shape for shape, at in parameters if at == layer) for layer in range(found["layers"])]
-    costs = {name: (float(first), float(second)) for name, (first, second) in found["costs"].items()}
+    costs = {name: Cost(*map(float, parts)) for name, parts in found["costs"].items()}
     return ModelShape(
         model_type=found["model_type"],
         layers=found["layers"],

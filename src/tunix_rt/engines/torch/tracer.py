@@ -1,7 +1,8 @@
 """The memory of one step of any causal language model: `python -P -m tunix_rt.engines.torch.tracer REQUEST RESULT`.
 
 The model is built of fake tensors, which have shapes and no memory. A forward and a backward pass of two lengths give what
-autograd saves, and what is alive at the peak of a layer, in bytes per token and per token and length.
+autograd saves, and what is alive at the peak of a layer: in bytes per token, per token and length, and of the weights that
+autocast casts, which have the same size for any length.
 """
 
 import inspect
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -24,7 +25,20 @@ from transformers.integrations import moe
 from tunix_rt.engines.torch.head_check import other_head
 from tunix_rt.engines.torch.model import text_config, without_cache
 
-LENGTHS = (64, 128)
+LENGTHS = (128, 256)
+
+
+class Bytes(NamedTuple):
+    """Of tensors of tokens, and of weights that autocast casts."""
+
+    tokens: int = 0
+    casts: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":  # type: ignore[override]
+        return Bytes(self.tokens + other.tokens, self.casts + other.casts)
+
+    def __sub__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.tokens - other.tokens, self.casts - other.casts)
 
 
 def main(request_file: Path, result_file: Path) -> None:
@@ -37,13 +51,14 @@ def main(request_file: Path, result_file: Path) -> None:
     kinds = {name: getattr(torch, request[name]) for name in ("weights", "compute")}
     with FakeTensorMode(allow_non_fake_inputs=True), _kernels():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=kinds["weights"]).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (request["adapters"] and ".experts." in name))  # experts have no adapters
         found = described(model)
-        casting = torch.autocast("cpu", dtype=kinds["compute"], enabled=kinds["compute"] != kinds["weights"])
-        with casting:
-            measured = measure_both(model, found["takes_positions"])
-            ids = torch.zeros((1, LENGTHS[0]), dtype=torch.long)
-            found["own_logits"] = other_head(model, ids) is not None
-    result = found | {"costs": {name: _affine(*(one[name] for one in measured)) for name in measured[0]}}
+        casting = {"dtype": kinds["compute"], "enabled": kinds["compute"] != kinds["weights"]}
+        measured = measure_both(model, found["takes_positions"], casting)
+        with torch.autocast("cpu", **casting):
+            found["own_logits"] = other_head(model, torch.zeros((1, LENGTHS[0]), dtype=torch.long)) is not None
+    result = found | {"costs": {name: _by_length(*(one[name] for one in measured)) for name in measured[0]}}
     result_file.write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -78,28 +93,30 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
 
 
-def measure_both(model: Any, positions: bool) -> list[dict[str, int]]:
+def measure_both(model: Any, positions: bool, casting: dict[str, Any]) -> list[dict[str, Bytes]]:
     """At both lengths; without dropout where a layer is dropped by a drawn number, which a fake tensor does not have."""
     try:
-        return [measure(model, length, positions) for length in LENGTHS]
+        return [measure(model, length, positions, casting) for length in LENGTHS]
     except RuntimeError:
         model.eval()
-        return [measure(model, length, positions) for length in LENGTHS]
+        return [measure(model, length, positions, casting) for length in LENGTHS]
 
 
-def measure(model: Any, length: int, positions: bool) -> dict[str, int]:
+def measure(model: Any, length: int, positions: bool, casting: dict[str, Any]) -> dict[str, Bytes]:
     """Bytes of one row of `length` tokens: saved by a layer on average, once for all, and behind the last layer; alive at the
-    peak of the forward and of the backward pass of a layer beside them."""
+    peak of the forward and of the backward pass of a layer beside them. Autocast keeps its casts until it ends."""
     live, layers = _Live([*model.parameters(), *model.buffers()]), layers_of(model)
-    starts, saved, forward, backward = [], [], [0], [0]
+    starts, saved, forward = [], [], [Bytes()]
 
     def enter(*_: Any) -> None:
         starts.append(live.now)
         live.peak = live.now
 
     def leave(*_: Any) -> None:
-        saved.append(live.now - starts[-1])
-        forward.append(live.peak - starts[-1])
+        if torch.is_grad_enabled():
+            saved.append(live.now - starts[-1])
+        else:
+            forward.append(live.peak - starts[-1])
 
     handles = [layer.register_forward_pre_hook(enter) for layer in layers]
     handles += [layer.register_forward_hook(leave) for layer in layers]
@@ -108,26 +125,30 @@ def measure(model: Any, length: int, positions: bool) -> dict[str, int]:
     ids = torch.zeros((1, length), dtype=torch.long)
     more = {"position_ids": torch.arange(length)[None]} if positions else {}
     more |= without_cache(model.base_model)
-    with live:
+    with live, torch.no_grad(), torch.autocast("cpu", **casting):
+        model.base_model(input_ids=ids, **more)
+    del looked_up[:], starts[:]
+    with live, torch.autocast("cpu", **casting):
         output = model.base_model(input_ids=ids, **more)
         hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
         end = live.now
         live.peak = end
         torch.autograd.grad(hidden, looked_up[:1], torch.ones_like(hidden))
-        backward.append(live.peak - end)
+        backward = live.peak - end
     for handle in handles:
         handle.remove()
-    once = starts[0] if starts else 0
-    behind = end - (starts[-1] + saved[-1] if starts else 0)
-    layer = sum(saved) // max(1, len(saved))
-    return {"saved": layer, "forward": max(forward), "backward": max(backward), "once": once, "behind": behind}
+    whole = sum(saved, Bytes())
+    layer = Bytes(whole.tokens // max(1, len(saved)), whole.casts // max(1, len(saved)))
+    once = starts[0] if starts else Bytes()
+    behind = end - (starts[-1] + saved[-1] if starts else Bytes())
+    return {"saved": layer, "forward": max(forward, key=sum), "backward": backward, "once": once, "behind": behind}
 
 
-def _affine(short: int, long: int) -> list[float]:
-    """Bytes per token, and per token and length, of a cost at the two lengths."""
-    first, second = short / LENGTHS[0], long / LENGTHS[1]
+def _by_length(short: Bytes, long: Bytes) -> list[float]:
+    """Bytes per token, per token and length, and of casts, of a cost at the two lengths."""
+    first, second = short.tokens / LENGTHS[0], long.tokens / LENGTHS[1]
     slope = (second - first) / (LENGTHS[1] - LENGTHS[0])
-    return [first - slope * LENGTHS[0], slope]
+    return [first - slope * LENGTHS[0], slope, long.casts]
 
 
 class _Live(TorchDispatchMode):
@@ -135,23 +156,25 @@ class _Live(TorchDispatchMode):
 
     def __init__(self, there: list[torch.Tensor]) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in there}
+        self.now = self.peak = Bytes()
+        self.sizes: dict[int, Bytes] = {tensor.untyped_storage()._cdata: Bytes() for tensor in there}
+        self.weights = {*self.sizes}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
+        cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if (key := storage._cdata) not in self.sizes:
-                    self.sizes[key] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
+                    self.sizes[key] = Bytes(casts=storage.nbytes()) if cast else Bytes(tokens=storage.nbytes())
+                    self.now += self.sizes[key]
+                    self.peak = max(self.peak, self.now, key=sum)
                     weakref.finalize(storage, self._freed, key)
         return results
 
     def _freed(self, key: int) -> None:
-        self.now -= self.sizes.pop(key, 0)
+        self.now -= self.sizes.pop(key, Bytes())
 
 
 @contextmanager
