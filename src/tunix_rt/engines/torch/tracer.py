@@ -46,6 +46,8 @@ def main(request_file: Path, result_file: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     config = transformers.AutoConfig.from_pretrained(request["folder"], trust_remote_code=False, local_files_only=True)
     config = text_config(config)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"no causal language model takes a {type(config).__name__}")
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # its auxiliary loss is refused by name when the model is loaded
     kinds = {name: getattr(torch, request[name]) for name in ("weights", "compute")}
