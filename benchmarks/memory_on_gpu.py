@@ -15,7 +15,7 @@ has is not measured again.
 import argparse
 import dataclasses
 import hashlib
-import importlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -458,11 +458,17 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the code")
     parser.add_argument("--capability", type=int, nargs=2, default=(9, 0), help="of the GPU")
     parser.add_argument("--device-name", default="NVIDIA H200", help="as torch calls the GPU")
+    parser.add_argument(
+        "--replan", action="store_true", help="measure nothing: note what is predicted now of traced cases"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "memory_cuda.json")
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments.device)
+        return
+    if arguments.replan:
+        replan(arguments.output, (tuple(arguments.capability), arguments.device_name))
         return
     began = time.perf_counter()
     plans, specs = _planned(arguments)
@@ -506,6 +512,18 @@ def main() -> None:
         print(
             f"{len(results)} cases, {len(results) - len(good)} failed, worst {100 * worst['error']:+.2f}% ({worst['name']})"
         )
+
+
+def replan(file: Path, target: tuple[Any, ...]) -> None:
+    """Beside every traced case of the file: what it is predicted to need by the code and the packages of now."""
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    for case in whole["cases"]:
+        if case.get("traced"):
+            plan = plan_of(case, *target)
+            asked = least_room(plan) - plan.context_bytes
+            case["replanned"] = {"predicted_total": plan.peak_bytes, "asked_bytes": asked, **versions}
+    file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[dict[str, MemoryPlan], list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import generation_memory, memory_on_gpu
-from docs import solver_pages
+from docs import family_pages, solver_pages
 from docs.markdown import replaced, table
 from docs.solver_pages import H200, HOPPER, RESULTS, assigned, gib, read, shape_named
 from tunix_rt.config.settings import RunConfig
@@ -45,6 +45,7 @@ def page(root: Path) -> str:
         "speed-constants": solver_pages.constants_block(),
         "on-a-gpu": summary_block(root),
         "every-case": cases_block(root),
+        "families": family_pages.block(root),
         "generation": generation_block(root),
         "proposals": solver_pages.proposals_block(root),
         "order": solver_pages.order_block(root),

@@ -120,8 +120,8 @@ def serve(app: ASGIApp, bound: socket.socket, ready: Callable[[], None], close: 
     """Answer until SIGINT or SIGTERM, which end the process. `ready` is called once requests are answered, `close` last."""
     config = uvicorn.Config(
         app, http=Timed, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False,
-        server_header=False, date_header=False, proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=int(HEAD_SECONDS),
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        server_header=False, date_header=False, proxy_headers=False, limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=int(HEAD_SECONDS), h11_max_incomplete_event_size=MOST_HEAD_BYTES,
     )  # fmt: skip
     _Server(config, ready, close).run(sockets=[bound])
 

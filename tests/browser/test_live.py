@@ -63,7 +63,7 @@ def test_a_run_appears_is_killed_goes_on_and_loses_nothing_on_the_page(chromium,
     with dashboard(folder, "--no-key") as (address, _):
         page = chromium.new_context().new_page()
         page.goto(address)
-        assert "no run yet" in page.inner_text("main")
+        assert "There are no runs in" in page.inner_text("main")
         training = subprocess.Popen(words, **quiet)
         page.wait_for_selector("a:text-is('a')", timeout=300_000)
         page.click("a:text-is('a')")

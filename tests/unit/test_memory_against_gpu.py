@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.generation_memory import cap_of, predicted_parts
-from docs import memory_pages
+from docs import family_pages, memory_pages
 from docs.memory_pages import Compared, compared, failures, gpu_cases, kind_of, plan_of, ran
 from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
@@ -33,6 +33,12 @@ each_kept = pytest.mark.parametrize("case", KEPT_CASES, ids=lambda case: case["n
 
 def test_no_peak_is_outside_the_stated_band():
     assert [one.case["name"] for one in ran(CASES) if not one.in_band] == []
+
+
+def test_newer_families_and_adapters_are_in_the_band_and_traced_models_within_a_tenth():
+    for case in read(ROOT, family_pages.FILE)["cases"]:
+        band = 0.1 if case.get("traced") else memory_pages.EAGER_BAND
+        assert "failed" in case or abs(family_pages.predicted_now(case)[0] / case["peak_bytes"] - 1) <= band, case["name"]
 
 
 @each_run

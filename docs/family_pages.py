@@ -1,0 +1,90 @@
+"""Predicted beside measured memory of the newer families, of adapters, and of traced models, for docs/concepts/memory-model.md.
+
+The prediction of an exact family is that of the code as it is now. A traced one needs torch and transformers, and was noted
+beside the measurement by `benchmarks.memory_on_gpu --replan`.
+"""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import memory_on_gpu
+from docs.markdown import table
+from docs.solver_pages import H200, HOPPER, RESULTS, gib, read
+from tunix_rt.plan.fit import least_room
+
+FILE = "memory_families.json"
+Case = Mapping[str, Any]
+
+
+def block(root: Path) -> str:
+    """Two tables and what did not run."""
+    whole = read(root, FILE)
+    cases, about = whole["cases"], whole["about"]
+    rows, summary, failures = [], [], []
+    for kind in ("exact", "adapters", "traced"):
+        mine = [case for case in cases if kind_of(case) == kind]
+        errors = []
+        for case in mine:
+            predicted, asked = predicted_now(case)
+            if "failed" in case:
+                failures.append(
+                    f"- `{case['preset']}` {_size(case)} ({_settings(case)}): {_cause(case)}. The code as it is now predicts "
+                    f"{gib(predicted)} GiB and asks for {gib(asked)} GiB; it was not measured again."
+                )
+                continue
+            errors.append(predicted / case["peak_bytes"] - 1)
+            measured = (
+                gib(predicted),
+                gib(case["peak_bytes"]),
+                f"{100 * errors[-1]:+.2f} %",
+                f"{100 * case['error']:+.2f} %",
+            )
+            rows.append((case["preset"], _size(case), _settings(case), kind, *measured))
+        sizes = (statistics.median(map(abs, errors)), max(0.0, *errors), min(0.0, *errors))
+        told = (f"{100 * sizes[0]:.2f} %", *(f"{100 * size:+.2f} %" for size in sizes[1:]))
+        summary.append((kind, str(len(mine)), *told, f"{len(errors)} of {len(mine)}"))
+    heads = ("plan", "cases", "median error", "largest above", "largest below", "ran in the memory asked for")
+    columns = ("model", "rows x tokens", "settings", "plan", "predicted GiB", "measured GiB", "error", "error then")
+    said = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}; `{RESULTS / FILE}`"
+    failed = "Did not run, under the cap of the plan of that moment:\n\n" + "\n".join(failures)
+    return "\n\n".join((table(heads, summary), said + ".", failed, table(columns, rows)))
+
+
+def kind_of(case: Case) -> str:
+    if case.get("traced"):
+        return "traced"
+    return "adapters" if "lora_rank" in case["settings"]["training"] else "exact"
+
+
+def predicted_now(case: Case) -> tuple[int, int]:
+    """The peak, and the least memory that is asked for, in bytes."""
+    if case.get("traced"):
+        return case["replanned"]["predicted_total"], case["replanned"]["asked_bytes"]
+    plan = memory_on_gpu.plan_of(dict(case), HOPPER, H200)
+    return plan.peak_bytes, least_room(plan) - plan.context_bytes
+
+
+def _cause(case: Case) -> str:
+    if case["out_of_memory"]:
+        return f"out of memory with {gib(case['peak_bytes'])} GiB given out under a cap of {gib(case['cap_bytes'])} GiB"
+    return "a self-test of the loaded model failed; it is corrected"
+
+
+def _size(case: Case) -> str:
+    settings = case["settings"]
+    return f"{settings['training']['per_device_train_batch_size']} x {settings['data']['max_length']}"
+
+
+def _settings(case: Case) -> str:
+    left_out = ("per_device_train_batch_size", "lora_alpha", "lora_dropout", "gradient_accumulation_steps")
+    training = {name: value for name, value in case["settings"]["training"].items() if name not in left_out and value}
+    words = [str(training.pop("dtype")), *([f"{layers} layers"] if (layers := _layers(case)) else [])]
+    words += ["`" + f"{name}={value}".replace("|", "\\|") + "`" for name, value in training.items()]
+    return ", ".join(words + ([] if case["settings"]["data"]["packing"] else ["unpacked"]))
+
+
+def _layers(case: Case) -> int:
+    config = case.get("config", {})
+    return int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
