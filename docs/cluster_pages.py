@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks import memory_of_ranks_on_gpu
 from benchmarks.memory_of_ranks import plan_of, predicted_bytes
 from docs.markdown import replaced, table
 from docs.solver_pages import RESULTS, gib, read, shape_named
@@ -16,6 +17,7 @@ from tunix_rt.plan.target import several, target_named
 PAGE = Path("docs/concepts/beyond-one-gpu.md")
 MODEL = "llama-3.1-8b"
 RECORDED, DRAWN, THOUSAND = "memory_ranks_h200.json", "memory_ranks_drawn.json", "memory_ranks_1024.json"
+ENGINE, OVERHEAD = "memory_ranks_cuda.json", "speed_fsdp.json"
 FULL = {"dtype": "bfloat16", "master_dtype": "bfloat16", "gradient_checkpointing": True}
 
 
@@ -23,6 +25,7 @@ def page(root: Path) -> str:
     text = (root / PAGE).read_text(encoding="utf-8")
     blocks = {
         "recorded": recorded_block(root),
+        "engine": engine_block(root),
         "drawn": drawn_block(root),
         "scale": scale_block(),
         "thousand": thousand_block(root),
@@ -80,6 +83,28 @@ def recorded_block(root: Path) -> str:
     fsdp.REDUCED_WIDTH = before
     columns = ("model", "ranks", "tokens", "layers", "sums in", "predicted GiB", "measured GiB", "error")
     return f"{table(columns, rows)}\n\n{found['device']}; raw output in `{RESULTS / RECORDED}`."
+
+
+def engine_block(root: Path) -> str:
+    """The engine itself on one GPU, as one rank of many, and what sharding over a single rank costs."""
+    found, rows = read(root, ENGINE), []
+    for case in (case for case in found["cases"] if "failed" not in case):
+        predicted = memory_of_ranks_on_gpu.plan_of(case).peak_bytes
+        error = f"{100 * (predicted / case['measured_bytes'] - 1):+.2f} %"
+        model, words = case["name"].split(", ", 1)
+        rows.append((model, words, case["group"], gib(predicted), gib(case["measured_bytes"]), error))
+    failed = sum("failed" in case for case in found["cases"])
+    (speed,) = read(root, OVERHEAD)["cases"]
+    ours, fsdp_ = (
+        max(one["tokens_per_second"] for one in speed["contenders"][name]["rounds"]) for name in ("ours", "fsdp")
+    )
+    return (
+        f"{table(('model', 'case', 'group', 'predicted GiB', 'measured GiB', 'error'), rows)}\n\n"
+        f"{found['about']['device']}, torch {found['about']['torch']}; `python -m benchmarks.memory_of_ranks_on_gpu`, raw output "
+        f"in `{RESULTS / ENGINE}`. {failed} more cases, those with replicas, were not measured.\n\n"
+        f"Sharded over a single rank, `{speed['preset']}` trains at {fsdp_:,.0f} tokens/s, without at {ours:,.0f}: "
+        f"{100 * fsdp_ / ours:.1f} %. Raw output in `{RESULTS / OVERHEAD}`."
+    )
 
 
 def drawn_block(root: Path) -> str:

@@ -5,7 +5,7 @@ beside the measurement by `benchmarks.memory_on_gpu --replan`.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from docs.markdown import table
 from docs.solver_pages import H200, HOPPER, RESULTS, gib, read
 from tunix_rt.plan.fit import least_room
 
-FILE = "memory_families.json"
+FILE, WHOLE = "memory_families.json", "speed_gemma4.json"
 Case = Mapping[str, Any]
 
 
@@ -49,7 +49,18 @@ def block(root: Path) -> str:
     columns = ("model", "rows x tokens", "settings", "plan", "predicted GiB", "measured GiB", "error", "error then")
     said = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}; `{RESULTS / FILE}`"
     failed = "Did not run, under the cap of the plan of that moment:\n\n" + "\n".join(failures)
-    return "\n\n".join((table(heads, summary), said + ".", failed, table(columns, rows)))
+    return "\n\n".join((table(heads, summary), said + ".", *_whole(root), failed, table(columns, rows)))
+
+
+def _whole(root: Path) -> Iterator[str]:
+    """Models in their full size, from the measurements of speed."""
+    for case in read(root, WHOLE)["cases"]:
+        job, (last,) = case["contenders"]["ours"]["job"], case["contenders"]["ours"]["rounds"][-1:]
+        yield (
+            f"`{case['preset']}` in its full size ({job['parameters']:,} parameters, {job['rows']} x {job['length']:,} tokens, "
+            f"weights and AdamW in bfloat16, eager): {last['tokens_per_second']:,.0f} tokens/s, predicted "
+            f"{gib(case['predicted_bytes'])} GiB, measured {gib(last['peak_allocated_bytes'])} GiB; `{RESULTS / WHOLE}`."
+        )
 
 
 def kind_of(case: Case) -> str:

@@ -38,7 +38,9 @@ def test_no_peak_is_outside_the_stated_band():
 def test_newer_families_and_adapters_are_in_the_band_and_traced_models_within_a_tenth():
     for case in read(ROOT, family_pages.FILE)["cases"]:
         band = 0.1 if case.get("traced") else memory_pages.EAGER_BAND
-        assert "failed" in case or abs(family_pages.predicted_now(case)[0] / case["peak_bytes"] - 1) <= band, case["name"]
+        assert "failed" in case or abs(family_pages.predicted_now(case)[0] / case["peak_bytes"] - 1) <= band, case[
+            "name"
+        ]
 
 
 @each_run
