@@ -43,8 +43,8 @@ def block(root: Path) -> str:
             )
             rows.append((case["preset"], _size(case), _settings(case), kind, *measured))
         sizes = (statistics.median(map(abs, errors)), max(0.0, *errors), min(0.0, *errors))
-        told = (f"{100 * sizes[0]:.2f} %", *(f"{100 * size:+.2f} %" for size in sizes[1:]))
-        summary.append((kind, str(len(mine)), *told, f"{len(errors)} of {len(mine)}"))
+        shares = (f"{100 * sizes[0]:.2f} %", *(f"{100 * size:+.2f} %" for size in sizes[1:]))
+        summary.append((kind, str(len(mine)), *shares, f"{len(errors)} of {len(mine)}"))
     heads = ("plan", "cases", "median error", "largest above", "largest below", "ran in the memory asked for")
     columns = ("model", "rows x tokens", "settings", "plan", "predicted GiB", "measured GiB", "error", "error then")
     said = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}; `{RESULTS / FILE}`"
