@@ -1,14 +1,16 @@
 """QLoRA of a model of 12B parameters under a cap of 16 GiB, through `tunix-rt train`: trained, merged, reloaded by transformers.
 
-    python -m benchmarks.qlora_16gib --into FOLDER [--preset gemma-3-12b] [--cap-gib 16] [--steps 12] [--output FILE]
+    python -m benchmarks.qlora_16gib --into FOLDER --base FOLDER [--preset gemma-3-12b] [--cap-gib 16] [--output FILE]
 
-Weights are random, in the exact shape of the preset, and drawn on the host; only the projections in 4 bits, the embedding and the
-adapters reach the GPU. The run merges its adapters in float32 and reloads the final model in a fresh process, which compares
+The base model has random weights in the exact shape of the preset. Another process draws them on the GPU and saves them, which
+takes seconds; the run reads them on the host, and only the projections in 4 bits, the embedding and the adapters reach the
+GPU. It merges its adapters in float32 and reloads the final model in a fresh process, which compares
 tensors, logits and greedy tokens. Writes one JSON, also of a run that is still under way or has failed.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,9 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_on_gpu import device_facts
+from tunix_rt.models.resolve import resolve_model, resolve_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+
+
+def make_base(preset: str, folder: Path, device: str) -> None:
+    """A checkpoint in bfloat16, in a process of its own."""
+    code = """
+import sys, torch, transformers
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+with torch.device(sys.argv[3]):
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+model.save_pretrained(sys.argv[2])
+"""
+    source = resolve_model(preset, weights="random")
+    subprocess.run([sys.executable, "-c", code, source.folder, folder, device], check=True)
+    for file in resolve_tokenizer("tiny-gemma3").glob("*token*"):
+        shutil.copy(file, folder)
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -34,7 +52,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(options: argparse.Namespace, run: Path) -> list[str]:
-    words = ["train", "--model", options.preset, "--weights", "random", "--data", "dev-reasoning-v2"]
+    words = ["train", "--model", str(options.base), "--data", "dev-reasoning-v2"]
     words += ["--device", options.device, "--max-steps", str(options.steps), "--output", str(run)]
     changes = [word for key, value in settings(options).items() for word in ("--set", f"{key}={value}")]
     return [sys.executable, "-m", "tunix_rt", *words, *changes]
@@ -60,6 +78,9 @@ def found(run: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, required=True, help="of the run; with 48 GB of space for 12B parameters")
+    parser.add_argument(
+        "--base", type=Path, required=True, help="of the model; made if it is absent; 24 GB of 12B parameters"
+    )
     parser.add_argument("--preset", default="gemma-3-12b")
     parser.add_argument("--cap-gib", type=float, default=16.0)
     parser.add_argument("--steps", type=int, default=12)
@@ -78,6 +99,9 @@ def main() -> int:
         return whole
 
     options.into.mkdir(parents=True, exist_ok=True)
+    if not (options.base / "config.json").is_file():
+        make_base(options.preset, options.base, options.device)
+        write()
     with (options.into / "stderr.txt").open("w") as errors:
         child = subprocess.Popen(command(options, run), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
         while child.poll() is None:
