@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -123,7 +125,14 @@ def serve(app: ASGIApp, bound: socket.socket, ready: Callable[[], None], close: 
         server_header=False, date_header=False, proxy_headers=False, limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=int(HEAD_SECONDS), h11_max_incomplete_event_size=MOST_HEAD_BYTES,
     )  # fmt: skip
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(_is_ours)
     _Server(config, ready, close).run(sockets=[bound])
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error is not the client's, who broke HTTP while the answer to the request before was made."""
+    return not (record.exc_info and isinstance(record.exc_info[1], h11.ProtocolError))
 
 
 class _Server(uvicorn.Server):

@@ -162,4 +162,6 @@ def test_hostile_requests_leak_nothing_break_nothing_and_fill_no_memory(tmp_path
         again = answered(port, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert again.startswith(b"HTTP/1.1 200")
         assert psutil.Process(server.pid).memory_info().rss <= 300 * 2**20
+        server.terminate()
+        assert server.stderr.read() == "Ctrl-C stops it.\n", "what clients break is not printed: it would fill a pipe"
     assert min(statuses[code] for code in ("200", "400", "403", "404", "405")) >= count / 100, statuses
