@@ -1,6 +1,7 @@
 """Files and folders that a crash leaves either old or new, never torn, and errors that name the file. Knows no formats."""
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from tunix_rt.errors import StorageError, TunixError
 logger = logging.getLogger(__name__)
 
 OTHER_OUTPUT = "free space or permissions on that volume, or another --output"
+LARGER_FILES = "raise the limit of file sizes (ulimit -f), or choose a file system without one"
 CHECK_VOLUME = "check the volume and the permissions, then run it again; the file need not be corrupt"
 _UMASK = os.umask(0o077)  # reading the umask means setting it: done once, before there are threads
 os.umask(_UMASK)
@@ -45,6 +47,7 @@ def storage(where: Path, *, fix: str = OTHER_OUTPUT) -> Iterator[None]:
         named = str(error.filename or where)
         if os.sep not in named and named != str(where):  # relative to a folder that only the system knew
             named = f"{where}: {named}"
+        fix = LARGER_FILES if error.errno == errno.EFBIG else fix
         raise StorageError(f"{named}: {error.strerror or error}", fix=fix) from error
 
 

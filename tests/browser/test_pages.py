@@ -163,23 +163,25 @@ def test_links_and_forms_do_the_same_without_scripts(browse, address):
     page = browse("/", java_script_enabled=False)
     page.select_option("select[name=group]", "model")
     page.click("main form button >> nth=0")
-    assert "group=model" in page.url and page.locator("h2").count() > 1
+    page.locator("h2").nth(1).wait_for()
+    assert "group=model" in page.url
     page.click("thead a:text-is('training loss') >> nth=0")
-    assert "sort=loss" in page.url and "group=model" in page.url
+    page.wait_for_url("**sort=loss**")
+    assert "group=model" in page.url
     page.check(f"input[value='{ONE}']")
     page.check(f"input[value='{OTHER}']")
     page.click("button:text-is('Compare the chosen runs')")
-    assert "2 runs compared" in page.inner_text("h1")
+    page.locator("h1:has-text('2 runs compared')").wait_for()
     go(page, address, f"/runs/{ONE}")
     page.click("a:text-is('zoom in')")
-    assert "from=" in page.url
+    page.wait_for_url("**from=**")
     go(page, address, "/plan")
     page.select_option("select[name=model]", "gemma-2b")
     page.select_option("select[name=on]", "rtx4090")
     page.click("button:text-is('Plan')")
-    assert "rtx4090" in page.inner_text("main h2")
+    page.locator("main h2:has-text('rtx4090')").first.wait_for()
     page.click("a:text-is('Plan for all of them')")
-    assert page.locator("[aria-label=Devices] tbody tr").count() > 20
+    page.locator("[aria-label=Devices] tbody tr").nth(20).wait_for()
 
 
 def test_the_catalogue_follows_the_answer_by_itself_where_there_are_scripts(browse):

@@ -239,7 +239,7 @@ def of_data(number: int) -> Pieces:
     share, masked = percent(store.trained_tokens / store.tokens), len(view.tokens) - view.trained
     yield f"dataset {KEY} ({found.format}), sha256 {found.dataset.sha256[:12]} records {len(store.examples)}"
     yield f"tokens {store.tokens:,}, of which {store.trained_tokens:,} are trained ({share})"
-    yield f"max_length {config.data.max_length:,} rows {len(found.rows):,}, {percent(found.fill)} full; "
+    yield f"max_length {config.data.max_length:,} rows {len(found.rows):,}, {percent(found.fill)} full without the last; "
     yield f"{found.traces:,} training examples, {found.heldout_traces:,} held out"
     yield f"{len(found.findings)} of {len(RULES)} rules broken"
     yield f"Packed row {number} of {len(found.rows)}: {len(view.lengths)} examples {len(view.tokens):,} tokens: "

@@ -329,7 +329,8 @@ def bars(rows: Sequence[Bar], *, title: str, limit: float | None = None) -> Mark
     drawn = [f'<text x="{x:g}" y="{height - 4}" text-anchor="middle">{text}</text>' for x, text in across.marks()]
     sentences = []
     for top, row, lengths in zip(range(4, height, 32), rows, sizes, strict=False):
-        edges, texts = across.at(np.cumsum([0, *lengths])), [f"predicted {label(sum(lengths), 'bytes')}"]
+        edges = across.at(np.cumsum([0, *lengths]))
+        texts = [f"predicted {label(sum(lengths), 'bytes')}"] if any(lengths) else []
         for number, (a, b) in enumerate(pairwise(edges)):
             drawn.append(
                 f'<rect class="s{number} part" x="{a:g}" y="{top}" width="{b - a:g}" height="12"/>' if b > a else ""

@@ -140,7 +140,7 @@ def _facts(opened: Opened) -> Iterator[tuple[str, str]]:
         yield "skipped", f"{seen.skipped:,} bad records"
     if made is not None:
         held = f"{made.traces:,} training examples, {made.heldout_traces:,} held out"
-        yield "rows", f"{len(made.rows):,}, {percent(made.fill)} full; {held}"
+        yield "rows", f"{len(made.rows):,}, {percent(made.fill)} full without the last; {held}"
     broken = [finding for finding in seen.findings if finding.refuses]
     verdict = f"refused: {', '.join(one.rule for one in broken)}" if broken else "ready to train on"
     yield "validation", f"{verdict}; {len(seen.findings)} of {len(RULES)} rules broken; eval sets are not compared here"
