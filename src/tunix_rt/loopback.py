@@ -114,7 +114,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         made.close()
         problem = f"cannot listen on {host}, port {port}: {error.strerror or error}"
-        raise ConfigError(problem, fix="choose another --port, or leave it out") from error
+        raise ConfigError(problem, fix="choose another --port; 0 is any free one") from error
     return made
 
 

@@ -14,8 +14,8 @@ INDEX_BASE = "https://download.pytorch.org/whl"
 OLDEST_TORCH = "2.10"
 """Older versions have known vulnerabilities in loading weights."""
 TESTED_TORCH = "2.13.0"
-INSTALL = {"torch": 'pip install -e ".[torch]"', "jax": 'pip install -e ".[jax]"'}
-"""The command that installs an engine, in a clone of tunix-rt."""
+INSTALL = {"torch": 'pip install "tunix-rt[torch]"', "jax": 'pip install "tunix-rt[jax]"'}
+"""The command that installs an engine for the tunix-rt that is installed, from a wheel or a clone."""
 MISFIT_WORDS = (
     "not compatible with the current PyTorch installation",
     "does not include kernels for this GPU",

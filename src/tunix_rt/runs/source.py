@@ -217,4 +217,7 @@ def _git_folder(repo: Path) -> Path:
             linked = place.name == ".git" and os.path.isfile(place)  # of a worktree: a file with the folder's path
             if linked or (os.path.isfile(place / "HEAD") and os.path.isdir(place / "objects")):
                 return place
-    raise ConfigError(f"--repository {repo}: not a git repository", fix="give the path of a git clone of tunix-rt")
+    raise ConfigError(
+        f"--repository {repo}: not a git repository",
+        fix="give the path of a git clone of tunix-rt, which has the commit of the run; the wheel of a release names its own",
+    )

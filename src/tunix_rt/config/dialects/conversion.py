@@ -215,8 +215,6 @@ def _defaults(dialect: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, 
     for name, value in chosen.items():
         if name in settings or (name == "data.validation_fraction" and held_out):
             continue
-        if name == "evaluation.enabled" and held_out:
-            continue
         yield name, value
 
 
