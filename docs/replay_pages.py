@@ -185,6 +185,6 @@ def _cheats(variants: list[dict[str, Any]]) -> str:
         for one in variants
         if one["kind"] == "cheat"
     ]
-    return "<details><summary>Every cheat that was measured</summary>\n\n" + table(
+    return "<details markdown=\"1\">\n<summary>Every cheat that was measured</summary>\n\n" + table(
         ("computed by", "cheat", "loss", "gradient norm", "weights"), rows
     ) + "\n\n</details>"  # fmt: skip
