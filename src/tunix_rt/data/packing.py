@@ -4,18 +4,17 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from tunix_rt.data.mixture import MixedDataset, mixed_order
-from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.render import Computed, Example, Ids, Mask
-from tunix_rt.data.text import fold
 from tunix_rt.storage import merkle_root, row_leaf
 
+Numbers = npt.NDArray[np.float64]
 IGNORED = -100
 """Label of a token that is not a target (`ignore_index` of torch's cross entropy)."""
 
@@ -27,11 +26,18 @@ class Row:
     ids: Ids
     trained: Mask
     positions: Ids
+    weights: Numbers | None = None
+    """Of the loss of each token; None: all 1."""
+    logprobs: Numbers | None = None
+    """Log-probability of each token by whoever sampled it, where the row was sampled."""
+    names: tuple[str, ...] = ()
+    """Of its examples, for an error."""
 
     @property
     def sha256(self) -> bytes:
-        """Hash of the row: token ids, loss mask, positions."""
-        return row_leaf(self.ids, self.trained, self.positions)
+        """Hash of the row: token ids, loss mask, positions, and weights where it has any."""
+        leaf = row_leaf(self.ids, self.trained, self.positions)
+        return leaf if self.weights is None else hashlib.sha256(leaf + self.weights.astype("<f8").tobytes()).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,12 @@ class MicroBatch:
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+    weights: Numbers | None = None
+    """Of the loss of each label; None: all 1."""
+    logprobs: Numbers | None = None
+    """Of each label, by whoever sampled the rows."""
+    names: tuple[tuple[str, ...], ...] = ()
+    """Of the examples in each row, where they have any."""
 
     @property
     def targets(self) -> int:
@@ -213,7 +225,18 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> MicroBatch:
         labels[place, :length] = np.where(_is_target(row), row.ids, IGNORED)
         positions[place, :length] = row.positions
         positions[place, length:] = (row.positions[-1] + 1 + np.arange(width - length)) % longest
-    return MicroBatch(ids=ids, labels=labels, positions=positions)
+    return MicroBatch(
+        ids=ids, labels=labels, positions=positions, weights=_padded([row.weights for row in rows], width),
+        logprobs=_padded([row.logprobs for row in rows], width), names=tuple(row.names for row in rows if row.names),
+    )  # fmt: skip
+
+
+def _padded(parts: Sequence[Numbers | None], width: int) -> Numbers | None:
+    """The rows padded with zeros; None where they have no such numbers."""
+    there = [np.pad(part, (0, width - len(part))) for part in parts if part is not None]
+    if there and len(there) < len(parts):
+        raise ValueError("some rows have such numbers, and some have none")
+    return np.stack(there) if there else None
 
 
 def _is_target(row: Row) -> Mask:
@@ -233,11 +256,19 @@ def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
     behind = (micro.positions[:, -1:] + 1 + np.arange(missing[1])) % longest
     positions[: len(micro.ids)] = np.concatenate([micro.positions, behind], axis=1)
     added = ((0, missing[0]), (0, missing[1]))
-    return MicroBatch(
+    return replace(
+        micro,
         ids=np.pad(micro.ids, added, mode="edge"),
         labels=np.pad(micro.labels, added, constant_values=IGNORED),
         positions=positions,
+        **{name: np.pad(values, added) for name, values in _of_labels(micro).items()},
     )
+
+
+def _of_labels(micro: MicroBatch) -> dict[str, Numbers]:
+    """The arrays beside the labels that `micro` has."""
+    both = {"weights": micro.weights, "logprobs": micro.logprobs}
+    return {name: values for name, values in both.items() if values is not None}
 
 
 def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
@@ -245,9 +276,12 @@ def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     first, stop = (number * len(micro.ids) // ranks for number in (rank, rank + 1))
     if first < stop:
         own = slice(first, stop)
-        return MicroBatch(ids=micro.ids[own], labels=micro.labels[own], positions=micro.positions[own])
-    silent = np.full_like(micro.labels[:1], IGNORED)
-    return MicroBatch(ids=micro.ids[:1], labels=silent, positions=micro.positions[:1])
+    else:
+        own, micro = slice(0, 1), replace(micro, labels=np.full_like(micro.labels, IGNORED))
+    return replace(
+        micro, ids=micro.ids[own], labels=micro.labels[own], positions=micro.positions[own], names=micro.names[own],
+        **{name: values[own] for name, values in _of_labels(micro).items()},
+    )  # fmt: skip
 
 
 def batch_of_step(
@@ -308,66 +342,3 @@ def facts_of_rows(rows: Iterable[Row]) -> RowFacts:
         tokens.append(len(row.ids))
         targets.append(int(np.count_nonzero(_is_target(row))))
     return RowFacts(hashes=bytes(hashes), tokens=tokens, targets=targets)
-
-
-MOST_HELDOUT = 500
-"""Held-out questions in an evaluation without an eval set; of more, as many evenly spaced."""
-
-
-def hash8(text: str) -> int:
-    """A 64-bit hash of `text`."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def question_hash(sample: Sample) -> int:
-    """Equal for samples with the same question; case, spaces and punctuation do not count."""
-    return hash8(fold(sample.question))
-
-
-def hold_out(questions: npt.NDArray[np.uint64], *, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which examples are held out, by the hashes of their questions. All examples of one question are on one side.
-
-    Questions are taken in an order shuffled by `seed` as long as they fit into `fraction`. At least one is held out, the
-    rarest, and one is left to train on; with a single question, none is held out.
-    """
-    _, first, group_of = np.unique(questions, return_index=True, return_inverse=True)
-    heldout = np.zeros(len(questions), dtype=np.bool_)
-    if not fraction or len(first) < 2:
-        return heldout
-    in_file_order = np.argsort(first)
-    sizes = np.bincount(group_of)[in_file_order]
-    shuffled = np.random.Generator(np.random.PCG64([seed, len(first)])).permutation(len(first))
-    wanted = min(max(1, round(fraction * len(heldout))), len(heldout) - 1)
-    chosen: list[int] = []
-    count = 0
-    for group in shuffled.tolist():
-        if count + sizes[group] <= wanted:
-            chosen.append(group)
-            count += int(sizes[group])
-    if not chosen:
-        chosen = [int(shuffled[np.argmin(sizes[shuffled])])]
-    return np.isin(group_of, in_file_order[chosen])
-
-
-def as_question(sample: Sample, answer_tag: str) -> tuple[str, str] | None:
-    """(question, answer) of a sample that is one question with one answer; None for a chat or an open text."""
-    before = [turn for turn in sample.turns if turn.role != "assistant"]
-    replies = [turn.text for turn in sample.turns if turn.role == "assistant"]
-    if [turn.role for turn in before] != ["user"]:
-        return None
-    answer = sample.answer
-    if answer is None and len(replies) == 1:
-        _, opened, rest = replies[0].rpartition(f"<{answer_tag}>")
-        text, closed, _ = rest.partition(f"</{answer_tag}>")
-        answer = text.strip() if opened and closed else None
-    return (before[0].text, answer) if answer else None
-
-
-def items_of(pairs: Sequence[tuple[str, str]], most: int = MOST_HELDOUT) -> tuple[EvalItem, ...]:
-    """Evaluation items of held-out (question, answer) pairs; of more than `most`, as many evenly spaced."""
-    if len(pairs) > most:
-        pairs = [pairs[place * len(pairs) // most] for place in range(most)]
-    return tuple(
-        EvalItem(id=f"heldout-{number}", prompt=prompt, answer=answer, section="heldout")
-        for number, (prompt, answer) in enumerate(pairs, start=1)
-    )

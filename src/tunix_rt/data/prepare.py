@@ -14,19 +14,9 @@ from tunix_rt.config.settings import Data, RunConfig
 from tunix_rt.data.contamination import find_leaks
 from tunix_rt.data.example_checks import about_length, about_validation, about_vocabulary, check_text
 from tunix_rt.data.formats import detect_format, to_sample
+from tunix_rt.data.holdout import MOST_HELDOUT, as_question, hold_out, items_of
 from tunix_rt.data.mixture import MixedDataset, describe_mixture, rows_of_epoch
-from tunix_rt.data.packing import (
-    MOST_HELDOUT,
-    Packing,
-    Row,
-    RowFacts,
-    Rows,
-    as_question,
-    facts_of_rows,
-    hold_out,
-    items_of,
-    pack,
-)
+from tunix_rt.data.packing import Packing, Row, RowFacts, Rows, facts_of_rows, pack
 from tunix_rt.data.readers import read_raw
 from tunix_rt.data.records import EvalItem, Sample, Turn
 from tunix_rt.data.render import Style, prompt_ids, style_of

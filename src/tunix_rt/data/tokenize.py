@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tunix_rt.data.example_checks import Seen, check_example, check_text
 from tunix_rt.data.formats import to_sample, unused_columns, words_behind_number
-from tunix_rt.data.packing import hash8, question_hash
+from tunix_rt.data.holdout import hash8, question_hash
 from tunix_rt.data.readers import BadRecord, Raw
 from tunix_rt.data.records import Sample
 from tunix_rt.data.render import Rendered, Style, render_batch

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tunix_rt.config.settings import Data
 from tunix_rt.data.contamination import find_overlap, questions_of
 from tunix_rt.data.formats import detect_format, to_sample
-from tunix_rt.data.packing import as_question, hold_out, items_of, question_hash
+from tunix_rt.data.holdout import as_question, hold_out, items_of, question_hash
 from tunix_rt.data.readers import BadRecord, read_raw
 from tunix_rt.data.records import EvalItem, Sample
 from tunix_rt.data.sources import find_datasets, find_evalset, read_items

@@ -31,30 +31,42 @@ def head_loss(
     softcap: float | None = None,
     compute: torch.dtype,
     rows: int | None = None,
+    weights: torch.Tensor | None = None,
+    losses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross entropy of `targets` [n] from `hidden` states [n, hidden] and the weight `lm_head` [vocabulary, hidden].
 
-    The sum over the targets times `scale`, in float64. Call `backward()` on this very value: the gradient of `lm_head` is
+    The sum over the targets, each times its weight of `weights` [n], times `scale`, in float64. The loss of each target is
+    written into `losses` [n], without its weight. Call `backward()` on this very value: the gradient of `lm_head` is
     computed in the forward pass and is already in `lm_head.grad` by then.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad):
-        return _HeadLoss.apply(hidden, lm_head, targets, scale, softcap, compute, rows)
+        return _HeadLoss.apply(hidden, lm_head, targets, scale, softcap, compute, rows, weights, losses)
     rows = rows or loss_rows(len(targets))
     kind = _product_type(compute, lm_head.device)
     workspace = _workspace(lm_head, kind, min(rows, len(targets)), softcap)
     operand = _as_operand(lm_head, kind, workspace)
-    losses = [
-        _chunk(part.to(operand.dtype), operand, target, softcap, None, workspace)[0].sum()
-        for part, target in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
-    return scale * torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float64)
+    sums = []
+    for start in range(0, len(targets), rows):
+        part, target = hidden[start : start + rows].to(operand.dtype), targets[start : start + rows]
+        each, _ = _chunk(part, operand, target, softcap, None, workspace)
+        sums.append(_summed(each, start, weights, losses))
+    return scale * torch.stack(sums).sum() if sums else hidden.new_zeros((), dtype=torch.float64)
+
+
+def _summed(each: torch.Tensor, start: int, weights: torch.Tensor | None, losses: torch.Tensor | None) -> torch.Tensor:
+    """The sum of the losses of a chunk that begins at target `start`, each times its weight."""
+    stop = start + len(each)
+    if losses is not None:
+        losses[start:stop] = each[:, 0]
+    return each.sum() if weights is None else (each[:, 0] * weights[start:stop]).sum()
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, lm_head: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None,
-        compute: torch.dtype, rows: int | None,
+        compute: torch.dtype, rows: int | None, weights: torch.Tensor | None, losses: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         kind = _product_type(compute, lm_head.device)
         rows = rows or _rows_with_gradients(lm_head, kind, len(targets), softcap)
@@ -64,8 +76,9 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(targets), rows):
             part = hidden[start : start + rows].to(wide.dtype)
-            losses, dlogits = _chunk(part, wide, targets[start : start + rows], softcap, scale, workspace)
-            total += losses.sum()
+            own = None if weights is None else weights[start : start + rows]
+            each, dlogits = _chunk(part, wide, targets[start : start + rows], softcap, scale, workspace, own)
+            total += _summed(each, start, weights, losses)
             if gradient is not None:
                 _put_product(gradient[start : start + rows], dlogits, wide)
             if lm_head.requires_grad:
@@ -79,7 +92,7 @@ class _HeadLoss(torch.autograd.Function):
         # The gradient of lm_head cannot be scaled afterwards. Does not wait for a GPU.
         torch._assert_async(upstream == 1, "backward() of something made of the loss, not of the loss itself")
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient, None, None, None, None, None, None
+        return (gradient, *[None] * 8)
 
 
 # --- the kernel, or plain torch --------------------------------------------------------------------------------------
@@ -169,16 +182,23 @@ def _rows_with_gradients(lm_head: torch.Tensor, kind: torch.dtype, targets: int,
 
 def _chunk(
     hidden: torch.Tensor, lm_head: torch.Tensor, targets: torch.Tensor, softcap: float | None, scale: float | None,
-    workspace: torch.Tensor | None,
+    workspace: torch.Tensor | None, weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Losses of a few targets in float64 and, where `scale` is given, `scale` times the gradient of their logits."""
+    """Losses of a few targets in float64 and, where `scale` is given, `scale` times the gradient of their logits, each target's
+    times its weight."""
     if workspace is None:
         losses, logits = _losses_and_dlogits(_logits(hidden, lm_head), targets, softcap, scale)
+        if weights is not None and scale is not None:
+            logits.mul_(weights.to(logits.dtype).unsqueeze(1))
         return losses, logits if scale is None else logits.to(hidden.dtype)
     logits = workspace[: len(hidden)]
     _put_product(_widened(logits, len(lm_head)), hidden, lm_head.t())
     kernel = importlib.import_module("tunix_rt.engines.torch.triton.cross_entropy")
     losses, dlogits = kernel.losses_and_dlogits(logits, targets, softcap=softcap, scale=scale, kind=hidden.dtype)
+    if weights is not None and scale is not None:
+        dlogits.mul_(
+            weights.to(dlogits.dtype).unsqueeze(1)
+        )  # one more rounding than weights inside the kernel would need
     return losses, _widened(dlogits, len(lm_head))
 
 

@@ -39,6 +39,10 @@ class Placed:
     targets: torch.Tensor
     boundaries: dict[str, Any]
     """The document boundaries, as arguments of the attention."""
+    weights: torch.Tensor | None = None
+    """Of the loss of each target; None: all 1."""
+    losses: torch.Tensor | None = None
+    """Where sampled rows are compared with their sampler: the forward pass writes the loss of each target here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,12 @@ class Placing:
         arrays = (micro.ids, micro.positions, places, micro.labels[:, 1:][rows, tokens])
         ids, positions, places, targets = (on_device(self.device, array) for array in arrays)
         arguments = boundaries(micro.positions, self.device, self.attention, windows=self.windows)
-        return Placed(ids=ids, positions=positions, places=places, targets=targets, boundaries=arguments)
+        weights = None if micro.weights is None else on_device(self.device, micro.weights[:, 1:][rows, tokens])
+        losses = None if micro.logprobs is None else torch.empty_like(targets, dtype=torch.float64)
+        return Placed(
+            ids=ids, positions=positions, places=places, targets=targets, boundaries=arguments, weights=weights,
+            losses=losses,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,17 +343,13 @@ def without_cache(model: Any) -> dict[str, bool]:
 @functools.cache
 def _has_cache(forward: Callable[..., Any]) -> bool:
     parameters = inspect.signature(forward).parameters
-    return "use_cache" in parameters or list(parameters) == [
-        "self",
-        "args",
-        "kwargs",
-    ]  # a wrapper, as of BART's decoder
+    wrapped = list(parameters) == ["self", "args", "kwargs"]  # as BART's decoder is
+    return "use_cache" in parameters or wrapped
 
 
 def summed_loss(engine: Engine, micro: MicroBatch | Placed, *, scale: float = 1.0) -> torch.Tensor:
-    """Cross entropy summed over the targets, times `scale`, in float64. Call `backward()` on this very value.
-
-    Logits are computed only for hidden states that predict a target. Above one rank, every rank calls it for its own rows.
+    """Cross entropy summed over the targets, each times its weight, times `scale`, in float64. Call `backward()` on this very
+    value. Logits are computed only for hidden states that predict a target. Above one rank, every rank calls it for its own rows.
     """
     placed = micro if isinstance(micro, Placed) else engine.placing()(micro)
     return engine.through_root(_summed_loss if engine.sharding is None else rank_loss, engine, placed, scale)
@@ -372,6 +377,8 @@ def _summed_loss(engine: Engine, placed: Placed, scale: float) -> torch.Tensor:
             scale=scale,
             softcap=getattr(engine.model.config, "final_logit_softcapping", None),
             compute=engine.compute,
+            weights=placed.weights,
+            losses=placed.losses,
         )
 
 
@@ -382,4 +389,9 @@ def _loss_of_logits(engine: Engine, placed: Placed, scale: float) -> torch.Tenso
     with region(HEAD):
         chosen = logits.flatten(0, 1).index_select(0, placed.places)
         chosen = chosen.to(torch.float64 if chosen.dtype == torch.float64 else torch.float32)
-        return scale * torch.nn.functional.cross_entropy(chosen, placed.targets, reduction="sum").double()
+        if placed.weights is None and placed.losses is None:
+            return scale * torch.nn.functional.cross_entropy(chosen, placed.targets, reduction="sum").double()
+        losses = torch.nn.functional.cross_entropy(chosen, placed.targets, reduction="none").double()
+        if placed.losses is not None:
+            placed.losses.copy_(losses.detach())
+        return scale * (losses if placed.weights is None else losses * placed.weights).sum()
