@@ -173,6 +173,8 @@ def allowed(setting: Any) -> str:
         words = "text, or a list of texts" if several else "text"
     elif get_origin(kind) is dict:
         words = "a mapping of texts"
+    elif hasattr(kind, "model_fields"):
+        words = "a mapping: " + "; ".join(f"`{name}`: {allowed(one)}" for name, one in kind.model_fields.items())
     else:
         words = _number(kind, bounds)
     extra = "".join(f"; {said}" for said in _other_words(setting.metadata))

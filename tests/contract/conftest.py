@@ -5,6 +5,7 @@ from tests.forging.bases import (
     cpu_run,
     gpu_bundle,
     judged_once,
+    rollout_run,
     source_repo,
     tiny_bundle,
     tiny_replayable,
@@ -13,6 +14,6 @@ from tests.forging.bases import (
 )
 
 __all__ = [
-    "cpu_bundle", "cpu_run", "gpu_bundle", "judged_once", "source_repo", "tiny_bundle", "tiny_replayable", "tiny_repo",
-    "tiny_run",
+    "cpu_bundle", "cpu_run", "gpu_bundle", "judged_once", "rollout_run", "source_repo", "tiny_bundle", "tiny_replayable",
+    "tiny_repo", "tiny_run",
 ]  # fmt: skip

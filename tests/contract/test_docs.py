@@ -245,6 +245,7 @@ SHAPES = {
     "extensions.json": schemas.schemas_host.Extension,
     "metrics.jsonl": schemas.StepLine, "eval/before.json and eval/after.json": schemas.ScoresFile,
     "eval/predictions-before.jsonl and eval/predictions-after.jsonl": schemas.PredictionLine,
+    "rollouts/step-NNNNNN.jsonl": schemas.RolloutGroup, "eval/along.jsonl": schemas.AlongLine,
     "eval/heldout.jsonl": schemas.HeldoutLine, "eval_summary.json": schemas.EvalSummary,
     "state.json": schemas.CheckpointState, "MANIFEST.json": schemas.CheckpointManifest,
     "memory.json": schemas.MemoryReport, "profile/profile.json": schemas.Profile, "result.json": schemas.Result,

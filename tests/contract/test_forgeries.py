@@ -56,6 +56,23 @@ def repeat_weights(listed: Json) -> None:
     second["files"]["model.safetensors"] = first["files"]["model.safetensors"]
 
 
+SAMPLED = "rollouts/step-000002.jsonl"
+
+
+def sampled(change: Callable[[Json], object], *, every: bool = False) -> Change:
+    """Change the first rollout of the second step, or every rollout of the run."""
+
+    def edit(folder: Path) -> None:
+        for file in sorted(folder.glob("rollouts/*.jsonl")) if every else [folder / SAMPLED]:
+            lines = lines_of(file)
+            for group in lines if every else lines[:1]:
+                for one in group["rollouts"] if every else group["rollouts"][:1]:
+                    change(one)
+            put_lines(file, lines)
+
+    return edit
+
+
 FORGERIES = {
     "a link out of the folder": Forgery(
         check="folder", change=lambda folder: os.symlink("/etc/hostname", folder / "samples.txt"), seal=unsealed
@@ -128,12 +145,47 @@ FORGERIES = {
         check="manifest", seal=reseal_sums,
         change=in_json("run_manifest.json", lambda one: one["tokens_per_second"].update(device=1e6)),
     ),
+    "a reward for a wrong answer": Forgery(
+        check="rollouts", base="rollouts", change=sampled(lambda one: one.update(reward=1.0 - one["reward"]))
+    ),
+    "advantages that are twice as large": Forgery(
+        check="rollouts", base="rollouts", change=sampled(lambda one: one.update(advantage=2 * one["advantage"]), every=True)
+    ),
+    "tokens of a rollout that were not trained": Forgery(
+        check="rollouts", base="rollouts", change=sampled(lambda one: one["ids"].reverse(), every=True)
+    ),
+    "a better text for the same tokens": Forgery(
+        check="rollouts", base="rollouts", change=sampled(lambda one: one.update(output="<answer>0</answer>"), every=True)
+    ),
+    "the best of more samples": Forgery(
+        check="rollouts", base="rollouts", change=line(SAMPLED, 0, lambda one: one["rollouts"].pop())
+    ),
+    "a group that is dropped": Forgery(
+        check="rollouts", base="rollouts", change=lambda folder: put_lines(folder / SAMPLED, lines_of(folder / SAMPLED)[1:])
+    ),
+    "the rollouts of other questions": Forgery(
+        check="rollouts", base="rollouts",
+        change=lambda folder: put(folder / SAMPLED, (folder / "rollouts/step-000001.jsonl").read_text()),
+    ),
+    "a higher reward in the metrics": Forgery(
+        check="rollouts", base="rollouts", change=line("metrics.jsonl", 2, lambda one: one.update(reward=0.99))
+    ),
+    "an alarm that is kept silent": Forgery(
+        check="rollouts", base="rollouts",
+        change=line("eval/along.jsonl", 1, lambda one: one.update(mean_output_chars=10 * one["mean_output_chars"])),
+    ),
+    "a step without its rollouts": Forgery(
+        check="rollouts", base="rollouts", change=lambda folder: (folder / SAMPLED).unlink()
+    ),
+    "rollouts in a run on traces": Forgery(
+        check="rollouts", change=line("metrics.jsonl", 2, lambda one: one.update(reward=0.5))
+    ),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def bases(cpu_bundle: Path, gpu_bundle: Path) -> dict[str, Path]:
-    return {"bundle": cpu_bundle, "gpu": gpu_bundle}
+def bases(cpu_bundle: Path, gpu_bundle: Path, rollout_run: Path) -> dict[str, Path]:
+    return {"bundle": cpu_bundle, "gpu": gpu_bundle, "rollouts": rollout_run}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +194,7 @@ def bases(cpu_bundle: Path, gpu_bundle: Path) -> dict[str, Path]:
         "cpu_bundle",
         "gpu_bundle",
         "cpu_run",
+        "rollout_run",
         *(pytest.param(f"tiny_{name}", marks=pytest.mark.slow) for name in ("replayable", "run")),
     ],
 )

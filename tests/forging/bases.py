@@ -142,6 +142,25 @@ def tiny_run(tiny_bundle: Path) -> Path:
     return tiny_bundle.with_name("run")
 
 
+@pytest.fixture(scope="session")
+def rollout_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on rollouts: three steps of the demo's model, with alarms after the second. Takes ten seconds."""
+    folder = shared_by_workers(tmp_path_factory).with_name("rollout run")
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "result.json").is_file():
+            rollouts = "training.rollouts={prompts: 4, samples: 4, max_new_tokens: 64}"
+            more = (
+                "training.eval_steps=2",
+                "training.save_steps=1",
+                "data.max_examples=120",
+                "evaluation.enabled=false",
+            )
+            settings = [word for one in (rollouts, *more) for word in ("--set", one)]
+            done = tunix_rt("train", "demo_grpo", "--max-steps", 3, *settings, "--output", folder)
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.fixture(scope="module")
 def judged_once() -> Iterator[None]:
     """The same answers are judged for every forgery; their judge is a pure function, so that once is enough."""

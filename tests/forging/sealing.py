@@ -79,6 +79,8 @@ def _rechain(folder: Path) -> None:
     head = _head_of_run(folder)
     heads, lines = [head], []
     for line in lines_of(folder / "metrics.jsonl"):
+        if (sampled := folder / "rollouts" / f"step-{line['step']:06d}.jsonl").is_file():
+            line["rollouts"] = sha256_file(sampled)
         lines.append(json_line({**line, "prev": head}))
         heads.append(head := hashlib.sha256(lines[-1].rstrip("\n").encode()).hexdigest())
     put(folder / "metrics.jsonl", "".join(lines))

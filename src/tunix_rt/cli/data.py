@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tunix_rt.cli.main import Group
+from tunix_rt.cli.rewards import rewards
 from tunix_rt.cli.train import FLAGS, MAP, data_flags
 from tunix_rt.cli.views import data as validation
 from tunix_rt.cli.views import text
@@ -34,6 +35,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 @click.group(cls=Group)
 def data() -> None:
     """Import a dataset, check it, and see what of it is trained."""
+
+
+data.add_command(rewards)
 
 
 def _settings(command: Command) -> Command:

@@ -43,6 +43,8 @@ class Capabilities:
     """Records a profile of training steps: `--profile`."""
     dropout: bool = False
     """Trains models with dropout."""
+    rollouts: tuple[str, ...] = ()
+    """Devices on which it trains on rollouts: `training.method: grpo` or `rft`."""
     ranks: bool = False
     """Shards a run over the ranks that a launcher starts, each with one device."""
     multi_device: bool = False
@@ -75,6 +77,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         eager=True,
         profile=True,
         dropout=True,
+        rollouts=("cpu",),
         ranks=True,
         cpu_baseline=True,
     ),
@@ -153,6 +156,10 @@ def _requests(
         "updates all tensors at the end of a step", "leave it out",
     )  # fmt: skip
     yield (
+        f"training.method: {training.method}", not training.samples or bool(engine.rollouts),
+        "has no loss with a weight for each target", "set training.method: sft",
+    )  # fmt: skip
+    yield (
         "training.compile: false", training.compile is not False or engine.eager,
         "runs compiled steps only", "leave it out",
     )  # fmt: skip
@@ -160,6 +167,17 @@ def _requests(
         f"--profile {profile_steps}", not profile_steps or engine.profile,
         "records no profile", "leave it out and use the engine's own profiler",
     )  # fmt: skip
+
+
+def refuse_rollouts(training: "Training", device: str) -> None:
+    """ConfigError for rollouts on a device, or over several ranks, where they are not supported yet."""
+    supported = CAPABILITIES[training.backend].rollouts
+    where = f"on {device}" if device not in supported else "over several ranks" if world().size > 1 else None
+    if training.samples and where:
+        raise ConfigError(
+            f"training.method: {training.method} is not supported {where} yet",
+            fix=f"set training.device: {' or '.join(supported)}, on one rank",
+        )
 
 
 def refuse_unsupported(

@@ -34,7 +34,8 @@ def require_runnable(config: RunConfig) -> None:
             fix=f"set data.validation_fraction above 0 or data.validation, or leave {needs} out",
         )
     refuse_unsupported(training, implementation=config.model.implementation)
-    for refused, problem, fix in (*_conflicts(training), *_conflicts_with_adapters(training)):
+    conflicts = (*_conflicts(training), *_conflicts_with_adapters(training), *_conflicts_with_rollouts(config))
+    for refused, problem, fix in conflicts:
         if refused:
             raise ConfigError(problem, fix=fix)
 
@@ -113,3 +114,42 @@ def _conflicts_with_adapters(training: Training) -> Iterator[tuple[bool, str, st
         bool(alone) and not lora, f"{alone}: every parameter is trained",
         "set training.lora_rank, or leave it out",
     )  # fmt: skip
+
+
+NOT_WITH_ROLLOUTS = {
+    "training.gradient_accumulation_steps": "the number of micro-batches follows from the rollouts",
+    "training.optim_in_backward": "the log-probabilities are compared with the sampler's before anything is updated",
+    "training.load_in_4bit": "adapters are not tried with rollouts yet",
+    "training.lora_rank": "adapters are not tried with rollouts yet",
+    "training.patience": "the held-out loss of traces says nothing of rewards; alarms stop such a run",
+    "training.memory": "the planner does not choose settings of rollouts yet",
+    "training.compile": "rollouts are compared with layers that are not compiled",
+    "training.data_replicas": "rollouts are not shared among ranks yet",
+    "data.group_by_length": "rows are sorted by length within each step",
+    "data.completion_only_loss": "what the model generated is trained, and nothing else",
+}  # fmt: skip
+"""Settings that must have their default with `training.method: grpo` or `rft`, and why."""
+
+
+def _conflicts_with_rollouts(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
+    """The same of reinforcement learning."""
+    training = config.training
+    method, alone = f"training.method: {training.method}", "set training.method: grpo or rft, or leave it out"
+    if not training.samples:
+        yield training.rollouts is not None, "training.rollouts: with training.method: sft nothing is sampled", alone
+        return
+    keys = "{prompts: 32, samples: 8, max_new_tokens: 256, advantage: mean}"
+    yield training.rollouts is None, f"{method} needs training.rollouts", f"set training.rollouts: {keys}"
+    for name, why in NOT_WITH_ROLLOUTS.items():
+        section, key = name.split(".")
+        inner = getattr(config, section)
+        value = getattr(inner, key)
+        plain = value == type(inner).model_fields[key].default or (key == "compile" and value is False)
+        yield not plain, f"{name}: {why}", f"leave {name} out"
+    yield training.dtype == "float16", f"{method}: float16 overflows are not tried yet", "set training.dtype: bfloat16"
+    tokens = training.rollouts.max_new_tokens if training.rollouts else 0
+    yield (
+        tokens >= config.data.max_length,
+        f"training.rollouts.max_new_tokens is {tokens}, data.max_length {config.data.max_length}: no room for a prompt",
+        "raise data.max_length, which holds a prompt and its rollout",
+    )

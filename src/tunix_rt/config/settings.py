@@ -180,9 +180,26 @@ class Data(Section):
         )
 
 
+class Rollouts(Section):
+    """The rollouts of a step of reinforcement learning: sampled at temperature 1 from the weights that the step trains."""
+
+    prompts: Annotated[int, Field(ge=1, le=65_536)] = 32
+    samples: Annotated[int, Field(ge=2, le=4096)] = 8
+    max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 256
+    advantage: Literal["mean", "std", "rloo"] = "mean"
+    on_alarm: Literal["stop", "continue"] = "stop"
+
+
 class Training(Section):
     backend: Literal["torch", "jax"] = "torch"
     """The engine."""
+    method: Literal["sft", "grpo", "rft"] = "sft"
+    """`grpo` trains the model on its own rollouts by their advantage, `rft` on the right ones alone. One update for each batch of
+    rollouts, temperature 1: what is trained is what was sampled, so there is no ratio, clip, KL term, top-p or top-k to set."""
+    rollouts: Rollouts | None = None
+    """Of each step of `grpo` or `rft`: `{prompts: 32, samples: 8, max_new_tokens: 256, advantage: mean}`. The advantage of one is
+    its reward less the `mean` of its prompt's, also over their deviation (`std`), or less that of the others (`rloo`). Where
+    held-out questions say that the reward is gamed, the run stops after that evaluation, or goes on with `on_alarm: continue`."""
     device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], _same_as({"gpu": "cuda"})] = "auto"
     """A device that is missing is an error, never a fallback. `gpu` is an alias of `cuda`."""
     dtype: Annotated[
@@ -298,6 +315,19 @@ class Training(Section):
         if value >= 1 and value != int(value):
             raise ValueError("a number of steps must be whole; below 1 it is a fraction of all steps")
         return value
+
+    @property
+    def samples(self) -> bool:
+        """Whether the model is trained on its own rollouts."""
+        return self.method != "sft"
+
+    @property
+    def stops_on_alarm(self) -> bool:
+        return self.rollouts is not None and self.rollouts.on_alarm == "stop"
+
+    def rows_per_step(self, micro_batch: int) -> int:
+        """Rows of the dataset in a step of micro-batches of `micro_batch` rows; of rollouts a row is a question."""
+        return self.rollouts.prompts if self.rollouts else micro_batch * self.gradient_accumulation_steps
 
     @property
     def resolved_data_seed(self) -> int:

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.records import EvalItem, Sample
+from tunix_rt.data.render import Style, prompt_ids
 from tunix_rt.data.text import fold
+from tunix_rt.data.tokenizer import Tokenizer
+from tunix_rt.errors import InputError
 
 MOST_HELDOUT = 500
 """Held-out questions in an evaluation without an eval set; of more, as many evenly spaced."""
+MOST_ALARM_ITEMS = 100
+"""The same for the alarms of a run on rollouts, which is evaluated while it trains."""
 
 
 def hash8(text: str) -> int:
@@ -70,3 +76,21 @@ def items_of(pairs: Sequence[tuple[str, str]], most: int = MOST_HELDOUT) -> tupl
         EvalItem(id=f"heldout-{number}", prompt=prompt, answer=answer, section="heldout")
         for number, (prompt, answer) in enumerate(pairs, start=1)
     )
+
+
+def longest_update(
+    prompts: Sequence[EvalItem], tokenizer: Tokenizer, style: Style, most: int, config: RunConfig
+) -> int:
+    """Tokens of the longest row of an update on rollouts of `prompts`; 0 without rollouts. A prompt and its rollout are in one
+    row, of at most `most` tokens."""
+    rollouts = config.training.rollouts
+    if rollouts is None:
+        return 0
+    lengths = [len(prompt_ids(item.prompt, tokenizer, style)) for item in prompts]
+    if (longest := max(lengths) + rollouts.max_new_tokens) > most:
+        raise InputError(
+            f"the prompt of {prompts[int(np.argmax(lengths))].id} has {max(lengths)} tokens; with {rollouts.max_new_tokens} new "
+            f"ones that is more than the {most} of a row",
+            fix="raise data.max_length if the model has more positions, or lower training.rollouts.max_new_tokens",
+        )
+    return config.data.max_length if config.data.packing else longest

@@ -261,14 +261,9 @@ def filled_up(micro: MicroBatch, least: tuple[int, int]) -> MicroBatch:
         ids=np.pad(micro.ids, added, mode="edge"),
         labels=np.pad(micro.labels, added, constant_values=IGNORED),
         positions=positions,
-        **{name: np.pad(values, added) for name, values in _of_labels(micro).items()},
+        weights=None if micro.weights is None else np.pad(micro.weights, added),
+        logprobs=None if micro.logprobs is None else np.pad(micro.logprobs, added),
     )
-
-
-def _of_labels(micro: MicroBatch) -> dict[str, Numbers]:
-    """The arrays beside the labels that `micro` has."""
-    both = {"weights": micro.weights, "logprobs": micro.logprobs}
-    return {name: values for name, values in both.items() if values is not None}
 
 
 def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
@@ -278,9 +273,10 @@ def share_of(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         own = slice(first, stop)
     else:
         own, micro = slice(0, 1), replace(micro, labels=np.full_like(micro.labels, IGNORED))
-    return replace(
-        micro, ids=micro.ids[own], labels=micro.labels[own], positions=micro.positions[own], names=micro.names[own],
-        **{name: values[own] for name, values in _of_labels(micro).items()},
+    return MicroBatch(
+        ids=micro.ids[own], labels=micro.labels[own], positions=micro.positions[own], names=micro.names[own],
+        weights=None if micro.weights is None else micro.weights[own],
+        logprobs=None if micro.logprobs is None else micro.logprobs[own],
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tunix_rt.config.settings import Data, RunConfig
 from tunix_rt.data.contamination import find_leaks
 from tunix_rt.data.example_checks import about_length, about_validation, about_vocabulary, check_text
 from tunix_rt.data.formats import detect_format, to_sample
-from tunix_rt.data.holdout import MOST_HELDOUT, as_question, hold_out, items_of
+from tunix_rt.data.holdout import MOST_ALARM_ITEMS, MOST_HELDOUT, as_question, hold_out, items_of, longest_update
 from tunix_rt.data.mixture import MixedDataset, describe_mixture, rows_of_epoch
 from tunix_rt.data.packing import Packing, Row, RowFacts, Rows, facts_of_rows, pack
 from tunix_rt.data.readers import read_raw
@@ -100,6 +100,10 @@ class Prepared(Validated):
     """None where the rows were not made from a dataset."""
     mixture: tuple[MixedDataset, ...] = ()
     """The datasets with weights; their rows follow each other."""
+    prompts: tuple[EvalItem, ...] = ()
+    """The question and the answer of each row, where the model is trained on its own rollouts; such a row is one trace."""
+    alarm_items: tuple[EvalItem, ...] = ()
+    """Held-out questions of such a run, for its alarms."""
 
     @property
     def merkle_root(self) -> str:
@@ -136,7 +140,11 @@ def prepare(
     items = _eval_items(config, seen, out, chosen)
     _refuse_prompts(items, tokenizer, seen.style, model)
     max_length, index = config.data.max_length, seen.store.examples.entries
-    packing, mixture = pack_parts(seen, ~heldout, config.data)
+    rollouts = config.training.rollouts
+    split = config.data.model_copy(update={"packing": False}) if rollouts else config.data
+    packing, mixture = pack_parts(seen, ~heldout, split)
+    prompts = _prompts(seen, packing, config) if rollouts else ()
+    updated = longest_update(prompts, tokenizer, seen.style, min(max_length, model.positions), config)
     alone = pack_rows(out.lengths, chosen, max_length, packing=False)
     rows, heldout_rows = (
         Rows(one.store.examples, Packing(one.kept[part.order], part.starts), max_length)
@@ -152,11 +160,13 @@ def prepare(
         heldout_traces=int(chosen.sum()),
         tokens=int(of_row.sum()),
         trained_tokens=int(_trained(seen, index)[~heldout].sum()),
-        longest_row=int(max(of_row.max(), out.lengths[chosen].max(initial=0))),
+        longest_row=int(max(updated or of_row.max(), out.lengths[chosen].max(initial=0))),
         fill=fill_of(of_row, max_length),
         row_facts=facts_of_rows(rows),
         store=seen.store,
         mixture=mixture,
+        prompts=prompts,
+        alarm_items=_alarm_items(out, chosen, config) if rollouts else (),
     )
 
 
@@ -342,6 +352,28 @@ def _samples_at(seen: Inspected, wanted: Numbers) -> Iterator[Sample]:
     for number, raw in enumerate(read_raw(seen.dataset) if numbers else ()):
         if number in numbers:
             yield to_sample(seen.dataset.record(raw), seen.format, seen.dataset.place(raw.file, raw.line))
+
+
+def _prompts(seen: Inspected, packing: Packing, config: RunConfig) -> tuple[EvalItem, ...]:
+    """Question and answer of every row, in the order of the rows."""
+    wanted = seen.kept[packing.order]
+    found = dict(zip(sorted(wanted.tolist()), _samples_at(seen, wanted), strict=True))
+    pairs = [as_question(found[number], config.data.answer_tag) for number in wanted.tolist()]
+    if lacking := [number for number, pair in zip(wanted.tolist(), pairs, strict=True) if pair is None]:
+        raise InputError(
+            f"{len(lacking):,} of {len(pairs):,} records are not one question with one answer that can be scored, the first is "
+            f"record {min(lacking) + 1}",
+            fix=f"write answers as <{config.data.answer_tag}>42</{config.data.answer_tag}> or `#### 42`, or set "
+            "training.method: sft",
+        )
+    questions = (pair for pair in pairs if pair)
+    return tuple(EvalItem(id=f"row-{row}", prompt=one, answer=other) for row, (one, other) in enumerate(questions))
+
+
+def _alarm_items(out: Inspected, chosen: npt.NDArray[np.bool_], config: RunConfig) -> tuple[EvalItem, ...]:
+    samples = _samples_at(out, out.kept[chosen])
+    pairs = [pair for sample in samples if (pair := as_question(sample, config.data.answer_tag))]
+    return items_of(pairs, MOST_ALARM_ITEMS)
 
 
 def _refuse_odd_questions(

@@ -51,6 +51,9 @@ class Step:
     seconds: float
     peak_bytes: int
     batch: str
+    logprob_gap: float | None = None
+    """With rollouts, as `on_policy.Agreement` has it."""
+    logprob_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from tunix_rt.data.packing import rows_of_step
 from tunix_rt.doctor.wheels import MISFIT_WORDS
 from tunix_rt.errors import TunixError
 from tunix_rt.evidence.facts import Run
+from tunix_rt.evidence.rollout_checks import rollouts
 from tunix_rt.models.multimodal import text_config
 from tunix_rt.models.safetensors import parts_of
 from tunix_rt.plan.shape import Outline, outline_of
@@ -21,6 +22,7 @@ from tunix_rt.runs.ledger import MODEL, is_checkpoint, state_hash
 from tunix_rt.runs.schemas import CheckpointEntry
 from tunix_rt.runs.source import combined_hash
 from tunix_rt.storage import merkle_root
+from tunix_rt.train.alarms import alarm_stop
 from tunix_rt.train.checkpointer import early_stop
 
 RATE_TOLERANCE = 1e-12
@@ -122,6 +124,7 @@ def schedule(run: Run) -> Iterator[str]:
             yield f"{run.where}extensions.json: {added}, the run ended at {before}"
     stopped = early_stop((line.loss for line in run.record.heldout), training.patience)
     steps = run.record.heldout[stopped - 1].step if stopped else ends[-1]
+    steps = alarm_stop(run.record.along, stops=training.stops_on_alarm) or steps
     if steps != run.total:
         yield f"{run.where}metrics.jsonl has {run.total:,} steps, settings, rows and held-out losses give {steps:,}"
     for number, line in enumerate(run.metrics, start=1):
@@ -149,6 +152,8 @@ def batches(run: Run) -> Iterator[str]:
         yield f"{run.where}rows.jsonl: the Merkle root of the rows is not the committed one"
     if len(rows) * (1 + run.total * per_step // max(len(rows), 1)) > MOST_DRAWN:
         yield f"{run.where}metrics.jsonl: {run.total:,} steps over {len(rows):,} rows are too many to draw again"
+        return
+    if run.config.training.samples:  # `rollouts` draws the questions of each step
         return
     lengths = [row.tokens for row in rows] if run.config.data.group_by_length else None
     for number, line in enumerate(run.metrics, start=1):
@@ -305,6 +310,7 @@ def gpu(run: Run) -> Iterator[str]:
 CHECKS: Mapping[str, Check] = {
     "commitment": commitment, "chain": chain, "result": result, "schedule": schedule, "batches": batches, "held-out": heldout,
     "checkpoints": checkpoints, "states": states, "processes": processes, "gpu": gpu,
+    "rollouts": rollouts,
 }  # fmt: skip
 """By the name that the documentation has. `answers`, `data` and `manifest` need more than the run."""
 

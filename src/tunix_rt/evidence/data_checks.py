@@ -21,6 +21,7 @@ from tunix_rt.data.sources import find_datasets, find_evalset, read_items
 from tunix_rt.evaluate.comparison import Side, compare, compare_runs
 from tunix_rt.evaluate.report import comparison_facts
 from tunix_rt.evidence.facts import Inputs, Run
+from tunix_rt.evidence.rollout_checks import answer_problems_of_rows
 from tunix_rt.runs.checksums import few, shown
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.scoring.score import TAGS, Prediction, Scores, Tags, judge, score_predictions
@@ -246,7 +247,12 @@ def _split_problems(run: Run, own: Read, apart: Read | None) -> Iterator[str]:
     if int(heldout.sum()) != held:
         if not apart:
             yield f"{file}: {held} traces held out, seed and fraction give {int(heldout.sum())}"
-    elif run.commitment.evalset is None and run.answered:
+        return
+    if run.config.training.samples and not data.names[1:]:
+        trained = [sample for sample, out in zip(own[0], heldout, strict=True) if apart or not out]
+        answers = [pair and pair[1] for pair in (as_question(sample, data.answer_tag) for sample in trained)]
+        yield from few(answer_problems_of_rows(run, answers), 5)
+    if run.commitment.evalset is None and run.answered:
         prompts = (as_question(sample, data.answer_tag) for sample, out in zip(pool, heldout, strict=True) if out)
         pairs = [pair for pair in prompts if pair]
         prompted = [(one.id, one.prompt, one.expected) for one in run.record.predictions("after")]

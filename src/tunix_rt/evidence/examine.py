@@ -184,6 +184,20 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
         ("time", f"{result.seconds:,.1f} s", "self-reported", ""),
         ("signer", "none", "not checked", "--signed-by KEY"),
     ]  # fmt: skip
+    if run.config.training.samples:
+        count = sum(line.trained_rollouts or 0 for line in run.metrics)
+        gap = max((line.logprob_gap or 0.0 for line in run.metrics), default=0.0)
+        weighed = "rewards, advantages and weights, from the recorded texts and ids"
+        rows += [
+            ("rollouts", f"{count:,} trained", "recomputed", weighed),
+            (
+                "sampling",
+                "temperature 1",
+                "not checked",
+                "that the model drew these tokens: --segments draws them again",
+            ),
+            ("log-probability gap", f"{gap:.2g} at most", "self-reported", "sampler against update"),
+        ]
     return [Claim(name=name, value=value, label=label, how=how) for name, value, label, how in rows]
 
 

@@ -289,7 +289,7 @@ class Run:
         """A JAX run shards its micro-batch over all devices, and committed to its number of rows."""
         batch = self.commitment.batch
         rows = batch.rows if batch is not None else self.config.training.per_device_train_batch_size
-        return rows * self.config.training.gradient_accumulation_steps
+        return self.config.training.rows_per_step(rows)
 
     @property
     def answered(self) -> bool:

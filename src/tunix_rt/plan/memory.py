@@ -208,7 +208,8 @@ def _step(
     during = {"snapshot": copied if training.save_steps is not None else 0}
     if layers == "recorded":
         during |= {"overhead": CUDA_OVERHEAD_BYTES + RECORDING_OVERHEAD_BYTES}
-    targets, accumulating = max(1, int(step.tokens * target_share)), training.gradient_accumulation_steps > 1
+    targets = max(1, int(step.tokens * target_share))
+    accumulating = training.gradient_accumulation_steps > 1 or training.samples
     if isinstance(run, Rank):
         return rank_phases(run, step, targets, accumulating, _state(run) | during), 0, during
     phases = step_phases(run, step, targets, accumulating, _state(run) | during)
@@ -305,6 +306,10 @@ def _generating(run: footprint.Footprint, batch: Batch, config: RunConfig, durin
         state = _between_steps(run) | {"optimizer": run.optimizer if run.device == "cpu" else 0}
         parts = run.gathered_to_generate | generation_parts(run, batch, new_tokens)
         yield phase_of("generation", **state, **parts)
+    if (rollouts := config.training.rollouts) is not None:
+        prompts = replace(batch, length=max(1, batch.length - rollouts.max_new_tokens))
+        parts = generation_parts(run, prompts, rollouts.max_new_tokens, samples=rollouts.samples)
+        yield phase_of("rollout", **(_between_steps(run) | during), **(run.gathered_to_generate | parts))
     if config.evaluation.samples_during_training:
         rows = min(batch.rows, config.evaluation.samples_during_training)
         parts = run.gathered_to_generate | generation_parts(run, replace(batch, rows=rows), new_tokens)

@@ -161,13 +161,16 @@ def _rows_in_manifest(key: str) -> int | None:
 def steps_known(config: RunConfig, target: Target) -> int | None:
     """Steps of the run, an upper bound if rows are packed; None if neither the configuration nor a manifest has them."""
     training = config.training
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * devices_of(training, target)
+    rows = training.rows_per_step(training.per_device_train_batch_size * devices_of(training, target))
     return steps_of_run(config, rows=most_rows(config), rows_per_step=rows)
 
 
 def whole_run(config: RunConfig, seen: Outlook) -> RunTime | None:
-    """Steps, tokens and hours if the number of steps is known; upper bounds if `max_steps` is not set and rows are packed."""
-    rows_per_step = seen.plan.rows * config.training.gradient_accumulation_steps
+    """Steps, tokens and hours if the number of steps is known; upper bounds if `max_steps` is not set and rows are packed. None
+    for rollouts: nobody knows their lengths before."""
+    if config.training.samples:
+        return None
+    rows_per_step = config.training.rows_per_step(seen.plan.rows)
     return run_time(seen.time, config, rows=most_rows(config), rows_per_step=rows_per_step)
 
 

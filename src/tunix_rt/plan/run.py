@@ -54,7 +54,8 @@ class RunPlan:
     tokens_per_step: int | None
     """A mean over the dataset."""
     seconds: tuple[float, float] | None
-    """Of all steps, as a range; on a CPU of evaluation, loading, saving and the reload check too."""
+    """Of all steps, as a range; on a CPU of evaluation, loading, saving and the reload check too. None for rollouts: nobody knows
+    their lengths before."""
 
     @property
     def verdict(self) -> str:
@@ -85,7 +86,7 @@ def plan_run(
     training = config.training
     devices = devices_of(training, device)
     batch = micro_batch or training.per_device_train_batch_size * devices
-    rows_per_step = batch * training.gradient_accumulation_steps
+    rows_per_step = training.rows_per_step(batch)
     known: dict[str, Any] = {}
     steps = None
     if rows is not None:
@@ -101,8 +102,8 @@ def plan_run(
         disk_bytes=disk_needed_bytes(shape, config),
         rows_per_step=rows_per_step,
         steps=steps,
-        tokens_per_step=None if rows is None else round(rows.tokens / rows.rows * rows_per_step),
-        seconds=None if rows is None else _seconds(config, shape, device, rows, memory, cpu_flops),
+        tokens_per_step=None if rows is None or training.samples else round(rows.tokens / rows.rows * rows_per_step),
+        seconds=None if rows is None or training.samples else _seconds(config, shape, device, rows, memory, cpu_flops),
     )
 
 
@@ -110,7 +111,7 @@ def _seconds(
     config: RunConfig, shape: ModelShape, device: Chosen, rows: RowFacts, memory: MemoryPlan, cpu_flops: float | None
 ) -> tuple[float, float] | None:
     """How long the run takes, at least and at most; None on a CPU of unknown rate."""
-    rows_per_step = memory.rows * config.training.gradient_accumulation_steps
+    rows_per_step = config.training.rows_per_step(memory.rows)
     steps = steps_of_run(config, rows=rows.rows, rows_per_step=rows_per_step) or 0
     if device.device == "cpu":
         if cpu_flops is None:

@@ -30,7 +30,7 @@ from tunix_rt.storage import (
 
 FORMAT = 4
 """`format` in precommit.json. It rises only when the meaning of a file changes; a new optional key does not raise it."""
-FOLDERS = ("checkpoints", "eval", "final_model", "profile", "tensorboard")
+FOLDERS = ("checkpoints", "eval", "final_model", "profile", "rollouts", "tensorboard")
 """Of a run, in its folder."""
 MARKS = ("precommit.json", "result.json", "metrics.jsonl")
 """A folder with one of these contains a run."""
@@ -81,6 +81,13 @@ class RunDir:
     """Of every checkpoint that was committed, those included that are deleted since."""
     final_model = _File("final_model")
     heldout = _File("eval/heldout.jsonl")
+    rollouts = _File("rollouts")
+    """Of a run that trains on them: a file for each step."""
+    questions_along = _File("eval/along.jsonl")
+    """Scores on held-out questions while such a run trains."""
+
+    def rollouts_of(self, step: int) -> Path:
+        return self.rollouts / f"step-{step:06d}.jsonl"
 
     def scores(self, when: str) -> Path:
         return self.root / "eval" / f"{when}.json"

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +32,8 @@ class MetricsLog:
         self._run, self._path, self._size = run, run.metrics, size
         self.head = head
         self.states: dict[str, str] = {}
+        self.columns: Callable[[int], Mapping[str, Any]] = lambda step: {}
+        """What else the line of a step contains."""
 
     @classmethod
     def open(cls, run: RunDir, *, keep_steps: int) -> "MetricsLog":
@@ -55,12 +57,15 @@ class MetricsLog:
     def sync(self) -> None:
         """Make the lines durable, with all else that was measured up to here. A checkpoint that outlived them in a power cut
         could not be continued from."""
-        sync_files(self._path, self._run.heldout, self._run.samples_along, self._run.log)
+        run = self._run
+        sync_files(self._path, run.heldout, run.samples_along, run.questions_along, run.log)
 
     def append(self, step: Step, *, saved: bool = False) -> None:
         """Write the line of `step`. Where a checkpoint of it is `saved` next, the line carries the states before it."""
         states = {"states": self.states} if saved and self.states else {}
-        line = json_line(states | asdict(step) | {"loss_hex": step.loss.hex(), "prev": self.head})
+        facts = {name: value for name, value in asdict(step).items() if value is not None}
+        facts |= self.columns(step.step)
+        line = json_line(states | facts | {"loss_hex": step.loss.hex(), "prev": self.head})
         with storage(self._path), self._path.open("ab") as file:
             if file.tell() != self._size:
                 problem = f"{self._path}: another program deleted or changed it while the run wrote it"

@@ -20,6 +20,7 @@ from tunix_rt.runs import checksums, schemas
 from tunix_rt.runs.folder import FORMAT
 from tunix_rt.runs.schemas import Schema, problems_of, schema_of
 from tunix_rt.runs.schemas_host import Extension, Extensions
+from tunix_rt.runs.schemas_rollouts import AlongLine
 
 M = TypeVar("M")
 
@@ -85,6 +86,8 @@ class RunRecord:
         """The object in a file with a schema, or None where it has another shape; or its lines, up to the first that has. A
         last line without newline is still being written."""
         schema = schema_of(name)
+        if schema is not None and not schema.kept:
+            return tuple(self._each_line(schema, name))
         if name not in self._known and schema is not None and schema.lines:
             self._known[name] = tuple(self._each_line(schema, name))
         elif name not in self._known and schema is not None and (data := self.data(name)) is not None:
@@ -162,6 +165,7 @@ class RunRecord:
     metrics = _File[tuple[schemas.StepLine, ...]]("metrics.jsonl")
     rows = _File[tuple[schemas.RowLine, ...]]("rows.jsonl")
     heldout = _File[tuple[schemas.HeldoutLine, ...]]("eval/heldout.jsonl")
+    along = _File[tuple[AlongLine, ...]]("eval/along.jsonl")
     doctor = _File[schemas.Doctor | None]("doctor.json")
     plan = _File[schemas.Plan | None]("plan.json")
     memory = _File[schemas.MemoryReport | None]("memory.json")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from tunix_rt.doctor.nvidia import GpuMemory
 from tunix_rt.runs import fields as f
 from tunix_rt.runs import schemas_host
 from tunix_rt.runs.schemas_host import Doctor, Footprint, Machine, MemoryReport, Plan, Process, Processes, Profile
+from tunix_rt.runs.schemas_rollouts import AlongLine, RolloutColumns, RolloutGroup, negative_with_rollouts
 from tunix_rt.scoring.score import Prediction as PredictionLine
 from tunix_rt.scoring.score import Scores as ScoresFile
 
@@ -111,11 +112,11 @@ class Commitment(f.Facts):
 # --- metrics.jsonl, rows.jsonl, eval/heldout.jsonl, checkpoints -------------------------------------------------------
 
 
-class StepLine(f.Facts):
+class StepLine(RolloutColumns):
     """A line of `metrics.jsonl`. `states` are hashes of checkpoints that were committed since the line before that has any."""
 
     step: f.Positive
-    loss: f.Amount
+    loss: Annotated[float, AfterValidator(negative_with_rollouts)]
     loss_hex: f.FloatHex
     lr: f.Amount
     grad_norm: f.Amount
@@ -210,7 +211,7 @@ class Result(f.Facts):
     steps_completed: f.Maybe[f.Count] = None
     resumed_from: f.Maybe[f.Count] = None
     skipped_checkpoints: f.Maybe[Annotated[f.Many[SkippedCheckpoint], Field(max_length=1_000)]] = None
-    final_loss: f.Maybe[f.Amount] = None
+    final_loss: f.Maybe[float] = None
     final_loss_hex: f.Maybe[f.FloatHex] = None
     metrics_head: f.Maybe[f.Digest] = None
     final_state: f.Maybe[f.Digest] = None
@@ -272,8 +273,6 @@ class Inputs(f.Facts):
 
 
 class PeakSample(f.Facts):
-    """The largest of the `samples` of GPU memory."""
-
     samples: f.Positive
     by: Literal["nvml", "device"]
     step: f.Count
@@ -289,8 +288,6 @@ class Outcome(f.Facts):
 
 
 class Speeds(f.Facts):
-    """Tokens per second; with the run on the CPU also its own, and how many times as fast the device is."""
-
     device: f.Amount
     device_with_first_step: f.Amount
     cpu: f.Maybe[f.Amount] = None
@@ -328,7 +325,7 @@ class Manifest(f.Facts):
     dataset: f.Name
     steps_completed: f.Positive
     resumed_from: f.Count
-    final_loss: f.Amount
+    final_loss: float
     heldout_loss: f.Maybe[dict[Literal["first", "last"], dict[Literal["step", "loss"], f.Amount]]] = None
     scores: f.Maybe[dict[Literal["before", "after"], Outcome]] = None
     versions: f.Versions
@@ -361,14 +358,15 @@ class Schema:
     model: Any
     lines: bool = False
     most_bytes: int
+    kept: bool = True  # by a record that has read it
 
     def validate(self, data: bytes) -> Any:
         """The JSON object in `data` as `model`; a ValidationError where it has another shape."""
         return _adapter(self.model).validate_json(data, strict=True)
 
 
-def _file(pattern: str, model: Any, most_mib: int = 1, *, lines: bool = False) -> Schema:
-    return Schema(pattern=re.compile(pattern), model=model, lines=lines, most_bytes=most_mib * 2**20)
+def _file(pattern: str, model: Any, most_mib: int = 1, **more: bool) -> Schema:
+    return Schema(pattern=re.compile(pattern), model=model, most_bytes=most_mib * 2**20, **more)
 
 
 SCHEMAS = (
@@ -390,6 +388,8 @@ SCHEMAS = (
     _file(r"rows\.jsonl", RowLine, 80, lines=True),
     _file(r"eval/heldout\.jsonl", HeldoutLine, 64, lines=True),
     _file(r"eval/samples\.jsonl", SampleLine, 256, lines=True),
+    _file(r"eval/along\.jsonl", AlongLine, 64, lines=True),
+    _file(r"rollouts/step-[0-9]{6,18}\.jsonl", RolloutGroup, 256, lines=True, kept=False),
     _file(r"eval/predictions-(before|after|base|answers)\.jsonl", PredictionLine, 256, lines=True),
 )
 

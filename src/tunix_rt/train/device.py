@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunix_rt.accelerators import find_accelerator, peaks
+from tunix_rt.config.capabilities import refuse_rollouts
 from tunix_rt.config.settings import RunConfig, Training
 from tunix_rt.doctor import selection
 from tunix_rt.doctor.checks import judge
@@ -52,6 +53,7 @@ def settle_device(journal: RunJournal, config: RunConfig) -> tuple[Facts, Device
     except HardwareError as error:
         raise _with_report(error, journal, judged) from error
     journal.write(write_json, run.doctor, judged | {"choice": choice})
+    refuse_rollouts(training, choice.device)
     selection.set_environment(choice.device, training.backend, memory_share=memory_share(training, choice))
     for line in selection.device_lines(choice, facts):
         logger.info("%s", line)

@@ -13,6 +13,7 @@ from tunix_rt.evaluate.generate import (
     Questions,
     decoding_of,
     evaluate_model,
+    generate_predictions,
     is_scored,
     read_predictions,
     read_scores,
@@ -21,8 +22,11 @@ from tunix_rt.evaluate.generate import (
 from tunix_rt.evaluate.report import samples_markdown, summary_of
 from tunix_rt.progress import duration
 from tunix_rt.runs.journal import RunResult
-from tunix_rt.scoring.score import Prediction, Scores
-from tunix_rt.storage import write_json, write_text
+from tunix_rt.runs.record import RunRecord
+from tunix_rt.runs.schemas_rollouts import AlongLine
+from tunix_rt.scoring.score import CUT_OFF, Prediction, Scores, score_predictions
+from tunix_rt.storage import append_jsonl, write_json, write_text
+from tunix_rt.train.alarms import alarms_of, mean_reward
 from tunix_rt.train.context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -87,6 +91,41 @@ def samples_during_training(context: RunContext, engine: Engine, questions: Ques
     if not few.items:
         return None
     return partial(sample_during_training, context.backend, engine, few, context.run, context.plan.generation_rows)
+
+
+def evaluate_along(context: RunContext, engine: Engine, step: int) -> None:
+    """Answer the held-out questions after `step`, and append the line with its alarms."""
+    rollouts, record = context.config.training.rollouts, RunRecord(context.run.root)
+    if rollouts is None or not context.data.alarm_items:
+        return
+    style, before = context.data.style, record.along
+    if any(line.step == step for line in before):
+        return
+    decoding = decoding_of(style, max_new_tokens=rollouts.max_new_tokens)
+    questions = Questions(items=context.data.alarm_items, tokenizer=context.tokenizer, style=style, decoding=decoding)
+    predictions = generate_predictions(
+        context.backend, engine, questions, what="held-out questions", progress=lambda *_: None, stop=lambda: None,
+        batch_size_at=lambda length: context.plan.generation_rows,
+    )  # fmt: skip
+    scores, since = score_predictions(predictions, when="along"), before[-1].step if before else 0
+    steps = record.metrics[since:step]
+    reward = mean_reward([one.reward for one in steps])
+    line = AlongLine(
+        step=step, items=scores.items, correct=scores.correct, well_formed=scores.well_formed,
+        unfinished=sum(one.ended in CUT_OFF for one in predictions), equations=scores.equations,
+        equations_right=scores.equations_right, mean_output_chars=scores.mean_output_chars, alarms=(),
+        **({} if reward is None else {"reward": reward}),
+    )  # fmt: skip
+    found = alarms_of(before, line, no_signal=bool(steps) and not any(one.trained_rollouts for one in steps))
+    facts = line.model_dump(exclude_none=True) | {"alarms": found}
+    append_jsonl(context.run.questions_along, [facts])
+    context.phases.end(engine, "held-out questions")
+    logger.info(
+        "step %d  held-out questions: %d of %d correct, %d well-formed%s",
+        step, line.correct, line.items, line.well_formed, "" if line.reward is None else f"; reward {line.reward:.3f}",
+    )  # fmt: skip
+    for alarm in found:
+        context.journal.warn(f"Alarm at step {step}: {alarm}")
 
 
 def _evaluate(context: RunContext, engine: Engine, evaluation: Evaluation, when: str, check: Any) -> list[Prediction]:

@@ -19,14 +19,18 @@ from tunix_rt.engines.base import Engine, Step
 from tunix_rt.errors import Preempted, TunixError
 from tunix_rt.progress import duration, phase
 from tunix_rt.runs.ledger import MetricsLog, list_checkpoint, note_process
-from tunix_rt.storage import append_jsonl
+from tunix_rt.runs.record import RunRecord
+from tunix_rt.storage import append_jsonl, write_text
+from tunix_rt.train.alarms import DESCRIPTION, alarm_stop
 from tunix_rt.train.checkpointer import Checkpointer, FinishedStep, best_checkpoint, early_stop, heldout_losses
 from tunix_rt.train.context import RunContext, load_engine
 from tunix_rt.train.device import sample_gpu
+from tunix_rt.train.evaluation import evaluate_along
 from tunix_rt.train.memory_report import explaining_load
 from tunix_rt.train.preemption import LEAVE_SHARE, RESUME, Preemption
 from tunix_rt.train.profiling import Recording, choose_first
 from tunix_rt.train.resume import code_of, refuse_other_code, refuse_other_kernels, resume_at, step_facts
+from tunix_rt.train.rollouts import RolloutSource
 from tunix_rt.train.trackers import NO_TRACKERS, Trackers
 
 logger = logging.getLogger(__name__)
@@ -85,7 +89,7 @@ def train_run(
     schedule = SaveSchedule.of(training)
     # The plan has no room for a snapshot beside a step that `save_steps` does not announce.
     finished = FinishedStep(saver, direct=engine.device_type == "cpu" and training.save_steps is None)
-    steps, code = _open_steps(context, engine, optimizer, finished.before_update)
+    steps, code = _open_steps(context, engine, optimizer, finished.before_update, metrics)
     _log_saving(context, schedule, saver.longest_seconds)
     bar = phase("train", total, done=start.step)
     with bar, contextlib.closing(steps), saver, stop.while_training(finished):
@@ -218,11 +222,12 @@ def _open_optimizer(context: RunContext, engine: Engine) -> object:
 
 @phase("prepare the steps")
 def _open_steps(
-    context: RunContext, engine: Engine, optimizer: object, before_update: Callable[[], None]
+    context: RunContext, engine: Engine, optimizer: object, before_update: Callable[[], None], metrics: MetricsLog
 ) -> tuple[Generator[Step, None, None], dict[str, str]]:
     """The generator of steps, and the code that computes them, which a resumed run must have had."""
     training, data, done, total = context.config.training, context.data, context.start.step, context.total
     batch_of = batches_of(context.config, data, context.tokenizer.pad_id, context.batch.rows)
+    source = rollouts_of(context, engine) if training.samples else None
     code: dict[str, str] = {}
     if done < total:
         then = code_of(context.start.checkpoint)
@@ -231,6 +236,9 @@ def _open_steps(
             planned=context.plan.layers,
         )  # fmt: skip
         refuse_other_code(code, then)
+    if source is not None:
+        logger.info("Alarms, at which the run %s: %s", "stops" if training.stops_on_alarm else "goes on", DESCRIPTION)
+        batch_of, metrics.columns = source.batch_of, source.columns
     steps = context.backend.optimizer_steps(
         engine, optimizer, batch_of, training, first=done + 1, total=total, before_update=before_update,
         ends=context.ends,
@@ -265,6 +273,7 @@ def _record_step(context: RunContext, step: Step, metrics_head: str) -> None:
 def _evaluate(context: RunContext, engine: Engine, sample: Sample, trackers: Trackers, step: int) -> float:
     """Samples and the held-out loss after `step`. Returns the seconds it took."""
     began, data = time.monotonic(), context.data
+    evaluate_along(context, engine, step)
     if sample is not None:
         sample(step)
         context.phases.end(engine, "samples")
@@ -291,6 +300,15 @@ def batches_of(config: RunConfig, data: Prepared, pad_id: int, rows: int) -> Cal
     return partial(
         batch_of_step, data.rows, micro_batch_size=rows, accumulation=accumulation, seed=seed, pad_id=pad_id,
         lengths=_grouped_lengths(config, data), mixture=data.mixture,
+    )  # fmt: skip
+
+
+def rollouts_of(context: RunContext, engine: Engine) -> RolloutSource:
+    """The rollouts of each step, written into the run folder before they are trained."""
+    return RolloutSource(
+        backend=context.backend, engine=engine, config=context.config, data=context.data, tokenizer=context.tokenizer,
+        rows=context.batch.rows, generation_rows=context.plan.generation_rows,
+        record=lambda step, text: write_text(context.run.rollouts_of(step), text),
     )  # fmt: skip
 
 
@@ -349,7 +367,13 @@ def _state(
 
 def _stops_early(context: RunContext, step: int) -> bool:
     """Whether the held-out losses up to `step` stop the run by `training.patience`, also when it is resumed there."""
-    losses, patience = heldout_losses(context.run), context.config.training.patience
+    training = context.config.training
+    along = RunRecord(context.run.root).along if training.samples else ()
+    if alarm_stop(along, stops=training.stops_on_alarm) is not None and step < context.total:
+        context.journal.reason = f"stopped by an alarm at step {step} of {context.total}"
+        logger.info("Stopped by an alarm at step %d of %d", step, context.total)
+        return True
+    losses, patience = heldout_losses(context.run), training.patience
     if step == context.total or early_stop(losses.values(), patience) is None:
         return False
     best, root = min(losses, key=lambda at: losses[at]), context.run.root

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_STEP = ("gather", "forward", "loss", "backward", "reduce", "update", "step", "compiled step")
+_STEP = ("gather", "rollout", "forward", "loss", "backward", "reduce", "update", "step", "compiled step")
 PREDICTED_BY = {
     "load": ("load",),
     "first_step": ("recording", *_STEP),
@@ -36,6 +36,7 @@ PREDICTED_BY = {
     "held-out": ("held-out loss",),
     "generation": ("generation",),
     "samples": ("samples",),
+    "held-out questions": ("rollout",),
     "checkpoint": ("save",),
     "export": ("save",),
 }

@@ -37,6 +37,7 @@ from tunix_rt.train.plan_inputs import described
 from tunix_rt.train.preemption import Preemption, stoppable
 from tunix_rt.train.profiling import refuse_too_many
 from tunix_rt.train.resume import find_start, refuse_lost_records
+from tunix_rt.train.rollouts import require_sound_reward
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ def prepare_data(journal: RunJournal, draft: Draft, stop: Preemption, options: O
     progress = stoppable(options.progress, stop, starting=True)
     with phase("read the data"):
         data = prepare(draft.committed, tokenizer, facts, progress, today=today)
+        require_sound_reward(data)
     logger.info("Data: %s", data.describe())
     return tokenizer, data
 
@@ -268,13 +270,14 @@ def micro_batch(journal: RunJournal, config: RunConfig, choice: DeviceChoice) ->
 
 def steps_of(config: RunConfig, data: Prepared, rows: int) -> int:
     training = config.training
-    rows_per_step = rows * training.gradient_accumulation_steps
+    rows_per_step = training.rows_per_step(rows)
     return total_steps(len(data.rows), rows_per_step, epochs=training.num_train_epochs, max_steps=training.max_steps)
 
 
 def row_facts(data: Prepared, *, packing: bool) -> RowFacts:
     return RowFacts(
-        rows=len(data.rows), longest=data.longest_row, tokens=data.tokens, target_tokens=data.trained_tokens,
+        rows=len(data.rows), longest=data.longest_row, tokens=data.tokens,
+        target_tokens=data.tokens if data.prompts else data.trained_tokens,
         packed=packing and data.traces > len(data.rows), eval_items=len(data.items),
         heldout_tokens=sum(len(row.ids) for row in data.heldout_rows),
     )  # fmt: skip
@@ -322,14 +325,19 @@ def _refuse_without_heldout(config: RunConfig, data: Prepared) -> None:
 
 
 def _log_steps(draft: Draft, data: Prepared, planned: RunPlan, choice: DeviceChoice) -> None:
-    rows, tokens = planned.rows_per_step, planned.tokens_per_step
-    line = f"Steps: {planned.steps:,} of {rows:,} rows (about {tokens:,} tokens a step)"
+    rows, tokens, rollouts = planned.rows_per_step, planned.tokens_per_step, draft.config.training.rollouts
+    line = f"Steps: {planned.steps:,} of {rows:,} "
+    if rollouts is None:
+        line += f"rows (about {tokens:,} tokens a step)"
+    else:
+        most = f"{rollouts.samples} rollouts of up to {rollouts.max_new_tokens} tokens"
+        line += f"questions with {most} each; their time is not predicted"
     if choice.device == "cpu" and planned.seconds is not None:
         low, high = planned.seconds
         middle = duration(math.sqrt(low * high))
         line += f"; about {middle} with evaluation, saving and checks ({duration(low)} to {duration(high)})"
     logger.info("%s", line)
-    rows_per_step = draft.batch.rows * draft.committed.training.gradient_accumulation_steps
+    rows_per_step = draft.committed.training.rows_per_step(draft.batch.rows)
     if rows_per_step > len(data.rows):
         logger.warning(
             "The batch of a step has %d rows (batch size x accumulation), the dataset has %d: every step uses the whole dataset",

@@ -27,6 +27,7 @@ from tunix_rt.runs.ledger import (
 from tunix_rt.runs.record import RunRecord
 from tunix_rt.runs.schemas_host import Extension
 from tunix_rt.storage import CHECK_VOLUME, read_json, sha256_file, storage, write_text
+from tunix_rt.train.alarms import alarm_stop
 from tunix_rt.train.checkpointer import early_stop, heldout_losses, whole_lines
 from tunix_rt.train.commitment import read_precommit, refuse_another_config, refuse_another_format
 from tunix_rt.train.memory_report import Phases
@@ -88,6 +89,11 @@ def _extended(run: RunDir, config: RunConfig, *, complete: bool) -> tuple[RunCon
             fix = f"extend it: --resume --max-steps N with N above {done}, or choose another --output"
             raise ConfigError(f"the run in {run.root} is complete", fix=fix)
         patience = began.training.patience if began else None
+        if began and alarm_stop(record.along, stops=began.training.stops_on_alarm):
+            raise ConfigError(
+                f"the run in {run.root} was stopped by an alarm at step {done}: it cannot be extended",
+                fix="look at the alarms in result.json; train its final model further with another --output",
+            )
         if early_stop(heldout_losses(run).values(), patience):
             raise ConfigError(
                 f"the run in {run.root} ended at step {done} without a lower held-out loss for training.patience="
@@ -180,7 +186,11 @@ def truncate_to(run: RunDir, start: Start) -> MetricsLog:
     repair_checkpoint_ledger(run, chain_heads(sha256_file(run.precommit), lines), verified=start.checkpoint)
     metrics.states = unchained_states(run, _chained(lines))
     again = start.step not in start.heldout_steps  # this step is evaluated again before training continues
-    for path, last in ((run.heldout, start.step), (run.samples_along, start.step - again)):
+    for file in run.rollouts.glob("*.jsonl") if run.rollouts.is_dir() else ():
+        if file not in {run.rollouts_of(step) for step in range(1, start.step + 1)}:
+            file.unlink()
+    along = (run.samples_along, start.step - again), (run.questions_along, start.step - again)
+    for path, last in ((run.heldout, start.step), *along):
         if path.exists():
             kept = [line for _, line in _lines_up_to(path, last)]
             write_text(path, b"".join(line + b"\n" for line in kept).decode("utf-8"))

@@ -19,6 +19,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import Row, StepBatch, collate, share_of
 from tunix_rt.engines.base import Step
 from tunix_rt.engines.failures import REPORT_DEFECT, memory_errors_named, refuse_nonfinite
+from tunix_rt.engines.on_policy import Agreement, agreement
 from tunix_rt.engines.torch.chunked_loss import kernel_unable
 from tunix_rt.engines.torch.compile import (
     capture_layers,
@@ -88,21 +89,30 @@ def optimizer_steps(
     placing = engine.placing(training=True)
     with (
         _garbage_frozen(engine),
-        contextlib.closing(placed_steps(batch_of, placing, first=first, total=total)) as batches,
+        contextlib.closing(
+            placed_steps(batch_of, placing, first=first, total=total, ahead=not training.samples)
+        ) as batches,
     ):
+        unchecked = True
         for step, ready in batches:
             started = time.perf_counter()
             lr = learning_rate(step, total=total_at(step, ends, total), training=training)
-            if not engine.model.training:
-                engine.model.train()
             optimizer.begin(step, lr)
             with memory_errors_named(f"step {step}"), engine.kernels():
                 with region(BATCH):
                     placed = ready()
                     placed.wait()
-                mean_loss, norm = take_step(engine, optimizer, placed, training, step)
-            if step == first:
+                if not engine.model.training:
+                    engine.model.train()
+                if placed.micro_batches:
+                    mean_loss, norm = take_step(engine, optimizer, placed, training, step)
+                else:  # no rollout has an advantage: momentum alone would move the weights
+                    begin_update(engine)
+                    mean_loss = norm = 0.0
+            if unchecked and placed.micro_batches:
                 _assert_on_device(engine, optimizer)
+                unchecked = False
+            found = _agreement(engine, placed, step)
             yield Step(
                 step=step,
                 loss=mean_loss,
@@ -113,6 +123,8 @@ def optimizer_steps(
                 seconds=time.perf_counter() - started,
                 peak_bytes=engine.peak_bytes(),
                 batch=placed.batch.sha256,
+                logprob_gap=found.logprob_gap if found else None,
+                logprob_ratio=found.logprob_ratio if found else None,
             )
     if engine.cuda_graph:  # gradients are in its memory
         engine.model.zero_grad(set_to_none=True)
@@ -179,6 +191,7 @@ def _step_after_backward(
     if engine.loss_scale is not None:
         return _scaled_step(engine, optimizer, placed, training, step, engine.loss_scale)
     loss = _gradients(engine, placed, training, step, 1.0)
+    _agreement(engine, placed, step)
     with region(OPTIMIZER):
         loss, norm = _of_all_ranks(engine, loss)
     begin_update(engine)
@@ -194,6 +207,14 @@ def _step_after_backward(
     mean_loss, grad_norm = torch.stack([loss, norm]).tolist()
     refuse_nonfinite(step, mean_loss, grad_norm)
     return mean_loss, grad_norm
+
+
+def _agreement(engine: Engine, placed: PlacedStep, step: int) -> Agreement | None:
+    """With the sampler of the rows; None where they were not sampled."""
+    losses = [micro.losses for micro in placed.micro_batches if micro.losses is not None]
+    if not losses:
+        return None
+    return agreement(step, placed.batch, [one.cpu().numpy() for one in losses], engine.recipe.compute)
 
 
 def _scaled_step(

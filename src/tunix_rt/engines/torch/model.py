@@ -90,15 +90,15 @@ class PlacedStep:
 
 
 def placed_steps(
-    batch_of: Callable[[int], StepBatch], placing: Placing, *, first: int, total: int
+    batch_of: Callable[[int], StepBatch], placing: Placing, *, first: int, total: int, ahead: bool = True
 ) -> Generator[tuple[int, Callable[[], PlacedStep]], None, None]:
     """(step, a function that returns its batch) for steps `first` to `total`.
 
-    On a GPU a thread makes and copies the next batch. A batch must be referenced until its step is computed: its memory belongs
-    to another stream."""
+    On a GPU a thread makes and copies the next batch, if that may be done `ahead`. A batch must be referenced until its step is
+    computed: its memory belongs to another stream."""
     stream = torch.cuda.Stream(placing.device) if placing.device.type == "cuda" else None
     make = partial(_placed, batch_of, placing, stream)
-    return prefetched(make, ahead=stream is not None, first=first, total=total)
+    return prefetched(make, ahead=ahead and stream is not None, first=first, total=total)
 
 
 def _placed(

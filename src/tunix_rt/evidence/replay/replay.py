@@ -133,11 +133,17 @@ def _replay(work: Work, made: Results, *, with_answers: bool) -> None:
         heldout={line.step for line in run.record.heldout}, before=work.whole and with_answers, after=with_answers,
         final_weights=work.weights,
     )  # fmt: skip
+    matches = [match_of(run, one.start, one.stop, here, NUMERICS[run.backend]) for one in taken]
+    if run.config.training.samples and any(match.name != "bitwise" for match in matches):
+        made.notes.append(
+            f"{level}: rollouts are drawn again bit for bit alone, on the software and hardware of the run: "
+            + "; ".join(reason for match in matches for reason in match.reasons)
+        )
+        return
     passed = [steps.take_steps(session, one, wanted, scratch=work.scratch, progress=work.progress) for one in taken]
     strict = mostly_bit_equal(run, passed)
     comparisons = []
-    for found in passed:
-        match = match_of(run, found.segment.start, found.segment.stop, here, NUMERICS[run.backend])
+    for found, match in zip(passed, matches, strict=True):
         outcome = judge_pass(run, found, match, strict=strict)
         made.take(level, outcome)
         comparisons.append(outcome.comparison)

@@ -27,6 +27,7 @@ from tunix_rt.progress import Progress
 from tunix_rt.storage import sha256_file
 from tunix_rt.train.loop import batches_of
 from tunix_rt.train.resume import code_of
+from tunix_rt.train.rollouts import RolloutSource
 
 NONCE_BYTES = 16
 LEAST_SHARE = 0.2
@@ -220,6 +221,11 @@ def take_steps(
         engine, batch_of, training, total=session.ends[0], longest_row=session.data.longest_row,
         as_before=code_of(start).get("layers") if prepared.layers else None, planned=prepared.layers,
     )  # fmt: skip
+    if training.samples:
+        batch_of = RolloutSource(
+            backend=backend, engine=engine, config=prepared.config, data=session.data, tokenizer=prepared.tokenizer,
+            rows=session.rows, generation_rows=prepared.generation_rows,
+        ).batch_of  # fmt: skip
     steps = backend.optimizer_steps(
         engine, optimizer, batch_of, training, first=segment.start + 1, total=session.total, ends=session.ends
     )
