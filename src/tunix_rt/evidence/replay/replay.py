@@ -159,6 +159,8 @@ def _replay(work: Work, made: Results, *, with_answers: bool) -> None:
         made.recomputed["steps"] = (str(run.total), "all taken again")
     if not any(finding.level in ("L2", level) for finding in made.findings):
         made.passed.append(level)
+        if run.config.training.samples:
+            made.recomputed["sampling"] = ("", "the model drew the same tokens in the replayed steps")
 
 
 def _states(work: Work, made: Results) -> dict[int, Path]:
