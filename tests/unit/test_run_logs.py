@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,14 +13,14 @@ from tunix_rt.doctor.agreement import HostReport, refuse_disagreement
 from tunix_rt.doctor.process_checks import SIGNS, known_of
 from tunix_rt.engines.jax.control import Doing, hang
 from tunix_rt.errors import TunixError
-from tunix_rt.ranks import TIMEOUT, World
+from tunix_rt.ranks import NAMES, TIMEOUT, World
 
 torch = pytest.importorskip("torch")
 
 
 def endings_of_ranks(monkeypatch):
     """Cause and text of the errors of the PyTorch engine: a watch that hears of rank 1 no more, and a rank without a GPU."""
-    from tunix_rt.engines.torch import lead, watch
+    from tunix_rt.engines.torch import lead, orders, watch
 
     errors = list[TunixError]()
     watching = watch.Watch(torch.distributed.HashStore(), World(size=2), on_lost=errors.append)
@@ -37,6 +38,13 @@ def endings_of_ranks(monkeypatch):
     with pytest.raises(TunixError) as refusal:
         lead.start_group("cuda", SimpleNamespace(world=World(rank=1, size=2, local_rank=1)))
     yield "gpu-duplicate", refusal.value.problem
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = ("127.0.0.1", str(taken.getsockname()[1]))
+        for name, value in zip(NAMES, ("0", "2", "0", *address), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(TunixError) as refusal:
+            orders.open_store(World(rank=0, size=2))
+    yield "port-taken", refusal.value.problem
 
 
 def endings_of_processes():
