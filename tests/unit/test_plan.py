@@ -41,7 +41,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def transformers_config(config: dict[str, Any]) -> Any:
-    return transformers.AutoConfig.for_model(**{**config, "bos_token_id": None, "eos_token_id": None})
+    return transformers.AutoConfig.for_model(**{**config, "bos_token_id": 1, "eos_token_id": 1})
 
 
 def settings_of(**sections: dict[str, Any]) -> RunConfig:
