@@ -10,6 +10,7 @@ import pytest
 
 from tests.forging.ranks import ended_ranks, start_ranks
 from tests.program import in_process
+from tunix_rt.doctor.process_checks import known_of
 from tunix_rt.errors import ConfigError, StorageError
 from tunix_rt.ranks import World
 from tunix_rt.runs.record import RunRecord
@@ -86,8 +87,9 @@ def test_a_taken_port_is_named_with_the_variable_to_set(monkeypatch):
         port = taken.getsockname()[1]
         for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(ConfigError, match=rf"MASTER_PORT: 127.0.0.1:{port} is in use"):
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT: 127.0.0.1:{port} is in use") as refusal:
             open_store(World(rank=0, size=2))
+    assert known_of([refusal.value.problem])
 
 
 def test_an_output_that_is_not_shared_is_refused(monkeypatch, tmp_path):

@@ -109,6 +109,8 @@ SETTINGS = {
     "optimizer in backward": {"optim_in_backward": True},
     "adafactor": {"optim": "adafactor"},
     "adafactor in backward, two replicas": {"optim": "adafactor", "optim_in_backward": True, "data_replicas": 2},
+    "adapters": {"dtype": "float32", "lora_rank": 3},
+    "adapters in bfloat16, two replicas": {"dtype": "bfloat16", "lora_rank": 3, "data_replicas": 2},
     "8-bit states": {"optim": "adamw_8bit", "dtype": "float32"},
     "float32": {"dtype": "float32"},
     "bfloat16, rounded at random": {"dtype": "bfloat16", "master_dtype": "bfloat16"},

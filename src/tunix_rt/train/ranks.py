@@ -74,10 +74,10 @@ def refuse_for_ranks(config: RunConfig, here: World, *, profile: int = 0) -> Non
         raise ConfigError(
             f"--profile {profile}: only a run on one device is profiled", fix="leave it out, or start one process"
         )
-    if training.lora_rank is not None:
+    if training.load_in_4bit:
         raise ConfigError(
-            "training.lora_rank: adapters are merged into whole weights, which no rank has",
-            fix="leave it out to train every parameter, or start one process",
+            f"training.load_in_4bit: {here.size} ranks shard their weights, in 16 bits or more",
+            fix="leave it out, or start one process",
         )
     if training.memory == "auto":
         raise ConfigError(
