@@ -31,6 +31,7 @@ from tunix_rt.config.dialects.rules import (
 from tunix_rt.config.dialects.trainer_arguments import (
     CHECKPOINTS,
     LAUNCH,
+    NOT_UPLOADED,
     NOT_WITHOUT_HELDOUT,
     OWN_FSDP,
     REMOTE_CODE,
@@ -112,7 +113,7 @@ def datasets(value: Any, given: Given) -> Verdict:
 
 
 def special_tokens(value: Any, given: Given) -> Verdict:
-    """`pad_token` is without effect: padding is never trained; other tokens are the tokenizer's own, and refused here"""
+    """without effect for `pad_token`: padding is never trained; other tokens are the tokenizer's own, and refused here"""
     if not isinstance(value, dict) or all(key == "pad_token" or is_off(token) for key, token in value.items()):
         return Verdict(note="off" if is_off(value) else "padding is never trained")
     return refusal("the special tokens are the tokenizer's own; leave out all but pad_token")
@@ -289,7 +290,7 @@ TABLE: Table = {
     **without("`rl` is off", "trl vllm rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha"),
     **without(LAUNCH, "ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters "
               "local_rank world_size device device_map use_ray ray_num_workers"),
-    **without("nothing is uploaded", "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token"),
+    **without(NOT_UPLOADED, "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token"),
     **without("memory is planned before training", "gc_steps gc_collect_steps torch_empty_cache_steps low_cpu_mem_usage "
               "gpu_memory_limit max_memory lora_on_cpu"),
     **without("the checkpoint with the lowest held-out loss is kept: `tunix-rt export --best`", "load_best_model_at_end "

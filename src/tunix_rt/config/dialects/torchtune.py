@@ -185,14 +185,14 @@ def max_length(value: Any, given: Given) -> Verdict:
 
 
 def prompt_template(value: Any, given: Given) -> Verdict:
-    """Without effect where it is the model family's: the tokenizer's chat template has it; any other is refused"""
+    """without effect where it is the model family's: the tokenizer's chat template has it; any other is refused"""
     if is_off(value) or str(value).startswith("torchtune.models."):
         return Verdict(note="off" if is_off(value) else "the tokenizer's own chat template is used")
     return refusal("data.chat_template is tokenizer, gemma, chatml or plain; leave the key out")
 
 
 def loss(value: Any, given: Given) -> Verdict:
-    """Without effect where it is a cross-entropy: the loss is that, chunked over the vocabulary; any other is refused"""
+    """without effect where it is a cross-entropy: the loss is that, chunked over the vocabulary; any other is refused"""
     if "crossentropy" in name_of(value).lower():
         return Verdict(note="as here, chunked over the vocabulary in any case")
     return Verdict(note="off") if is_off(value) else refusal("the loss is the cross-entropy of the target tokens")

@@ -28,6 +28,7 @@ RUN_FOLDER = "the run folder is given on the command line: --output DIR"
 NEVER_RUN = "tunix-rt never runs code of a model repository, and the model type is not known here; leave the key out"
 LAUNCH = "processes are those of the launch: --nproc, torchrun, or one"
 OWN_FSDP = "above one process tunix-rt shards by FSDP with settings of its own"
+NOT_UPLOADED = "nothing is uploaded: tunix-rt push does that afterwards"
 SHARDING = "FSDP shards over all devices: leave the key out, and start with --nproc gpu (JAX: training.backend: jax)"
 
 
@@ -112,7 +113,7 @@ TRAINER_ARGUMENTS: Table = {
     **without("every step is in metrics.jsonl", "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter "
               "include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica disable_tqdm "
               "trackio_space_id trackio_bucket_id trackio_static_space_id"),
-    **without("nothing is uploaded", "push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push "
+    **without(NOT_UPLOADED, "push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push "
               "hub_revision"),
     **without("tokens are prepared once and kept in a cache", "dataloader_num_workers dataloader_pin_memory "
               "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
