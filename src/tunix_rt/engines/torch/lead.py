@@ -45,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOST_SECONDS = 3.0
-"""Within which a rank that failed has said why, or has stopped showing that it lives."""
+"""Within which a rank that failed has reported why, or shows no sign of life."""
 _open: list["Lead"] = []
 """Of this process, while it leads a run."""
 

@@ -34,7 +34,7 @@ def open_store(world: World) -> dist.Store:
             ) from error
         raise ConfigError(
             f"rank {world.rank} of {world.size} on {world.host}: not every rank has met at {place} within {START_SECONDS} s",
-            fix="start as many processes as WORLD_SIZE says, with a MASTER_ADDR that every host reaches",
+            fix="start WORLD_SIZE processes, with a MASTER_ADDR that every host reaches",
         ) from error
     return dist.PrefixStore("tunix-rt", store)
 
