@@ -424,7 +424,7 @@ def _beside(shape: ModelShape, tokens: int) -> list[Term]:
 # --- constants --------------------------------------------------------------------------------------------------------
 
 FITTED: dict[str, tuple[str, str, str]] = {
-    "CUDA_SAFETY_SHARE": ("GPU", "chosen", "of the prediction, requested in addition: what lies in pieces that cannot be given out"),
+    "CUDA_SAFETY_SHARE": ("GPU", "chosen", "of the prediction, in addition: what lies in pieces that cannot be given out"),
     "CUDA_SAFETY_BYTES": ("GPU", "chosen", "requested in addition, whatever the prediction"),
     "SAFETY_SHARE": ("CPU", "chosen", "of the prediction, requested in addition"),
     "TRACED_SAFETY_SHARE": ("CPU and GPU", "chosen", "of the prediction of a traced model, requested in addition"),
