@@ -483,7 +483,9 @@ def main() -> None:
             plan = plans[spec["name"]]
             spec["cap_bytes"] = least_room(plan) - plan.context_bytes
     results = {case["name"]: case for case in before["cases"]}
-    retried = {name for name, case in results.items() if "failed" in case and (arguments.again or not case["out_of_memory"])}
+    retried = {
+        name for name, case in results.items() if "failed" in case and (arguments.again or not case["out_of_memory"])
+    }
     specs = [spec for spec in specs if spec["name"] not in results.keys() - retried]
     print(f"{len(plans)} cases, {len(specs)} of them to be measured; planned in {time.perf_counter() - began:.0f} s")
     print(f"{'case':78} {'predicted':>9} {'measured':>8} {'error':>8}   steps, held-out, answers", flush=True)

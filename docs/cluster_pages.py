@@ -89,7 +89,7 @@ def engine_block(root: Path) -> str:
     """The engine itself on one GPU, as one rank of many, and what sharding over a single rank costs."""
     found, rows = read(root, ENGINE), []
     for case in (case for case in found["cases"] if "failed" not in case):
-        predicted = memory_of_ranks_on_gpu.plan_of(case).peak_bytes
+        predicted = memory_of_ranks_on_gpu.predicted_bytes(case)
         error = f"{100 * (predicted / case['measured_bytes'] - 1):+.2f} %"
         model, words = case["name"].split(", ", 1)
         rows.append((model, words, case["group"], gib(predicted), gib(case["measured_bytes"]), error))

@@ -15,7 +15,7 @@ CONTEXT.set_forkserver_preload([
     "tunix_rt.cli.main", "tunix_rt.pipeline", "tunix_rt.engines.torch.follow", "transformers.models.gemma3.modeling_gemma3",
     "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
 ])  # fmt: skip
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 
 def on_ranks(world: int, act: Callable[..., Any], *arguments: Any) -> list[Any]:

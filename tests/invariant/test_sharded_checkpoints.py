@@ -15,11 +15,15 @@ from tests.forging.ranks import on_ranks
 from tests.invariant.test_ranks import ROWS_PER_STEP, uneven_rows
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step
+from tunix_rt.engines.checkpoint import MODEL
+from tunix_rt.export.adapter import _write_weights
+from tunix_rt.models.safetensors import part_files
 
 KINDS = {
     "adamw": {"dtype": "float32"},
     "adamw_8bit": {"dtype": "bfloat16", "master_dtype": "bfloat16", "optim": "adamw_8bit"},
     "adafactor": {"dtype": "float16", "optim": "adafactor"},
+    "adapters": {"dtype": "bfloat16", "lora_rank": 3},
 }
 
 
@@ -82,7 +86,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    "kind", ["adafactor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adamw", "adamw_8bit"))]
+    "kind", ["adafactor", "adapters", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adamw", "adamw_8bit"))]
 )
 def test_a_state_goes_from_two_ranks_to_four_to_one_to_two_bit_for_bit(tmp_path, model, kind):
     for name in ("direct", "snapshot", "4", "1", "2"):
@@ -101,6 +105,10 @@ def test_a_state_goes_from_two_ranks_to_four_to_one_to_two_bit_for_bit(tmp_path,
     assert contents(tmp_path / "4.final") == contents(tmp_path / "1.final") == contents(tmp_path / "2.final")
     assert 0 < sum(map(len, files.values())) - size < 64 * 1024  # the headers
     read_by_dcp(came, tmp_path / "1")
+    if kind == "adapters":
+        folders = [tmp_path / world for world in ("2", "1")]
+        split, whole = (_write_weights(part_files(one, MODEL), one.with_suffix(".adapter")) for one in folders)
+        assert split == whole and len(whole) == 28
 
 
 def contents(folder):
