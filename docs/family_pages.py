@@ -54,15 +54,16 @@ def block(root: Path) -> str:
 
 def _whole(root: Path) -> Iterator[str]:
     """Models in their full size, from the measurements of speed and of QLoRA."""
-    found = [(file, case) for file in (WHOLE, LEAST) if (root / RESULTS / file).is_file() for case in read(root, file)["cases"]]
-    for file, case in found:
+    measured = [name for name in (WHOLE, LEAST) if (root / RESULTS / name).is_file()]
+    for file, case in ((name, case) for name in measured for case in read(root, name)["cases"]):
         last = {name: [one for one in of["rounds"] if "seconds" in one][-1:] for name, of in case["contenders"].items()}
         if not last["ours"]:
             continue
         job, training, (ours,) = case["contenders"]["ours"]["job"], case["training"], last["ours"]
-        states = f"{training.get('optim', 'adamw')}{' in the backward pass' if training.get('optim_in_backward') else ''}"
+        states = training.get("optim", "adamw") + " in the backward pass" * training.get("optim_in_backward", False)
         compiled = "".join(
-            f"; the loop of transformers, compiled: {one['tokens_per_second']:,.0f} tokens/s, {gib(one['peak_allocated_bytes'])} GiB"
+            f"; the loop of transformers, compiled: {one['tokens_per_second']:,.0f} tokens/s, "
+            f"{gib(one['peak_allocated_bytes'])} GiB"
             for one in last.get("compiled", [])
         )
         yield (
@@ -74,8 +75,8 @@ def _whole(root: Path) -> Iterator[str]:
         about, memory, reload = whole["about"], whole["memory"], whole["result"]["final_model"]
         yield (
             f"QLoRA of `{about['preset']}` under a cap of {about['cap_gib']:g} GiB (1 x {about['length']:,} tokens): predicted "
-            f"{gib(memory['predicted_bytes'])} GiB, measured {gib(memory['measured_bytes'])} GiB; merged in float32 and reloaded by "
-            f"transformers: {reload['tensors']} tensors bitwise equal, logits within {reload['largest_logit_difference']:.2g} "
+            f"{gib(memory['predicted_bytes'])} GiB, measured {gib(memory['measured_bytes'])} GiB; merged in float32 and reloaded "
+            f"by transformers: {reload['tensors']} tensors bitwise equal, logits within {reload['largest_logit_difference']:.2g} "
             f"(tolerance {reload['tolerance']:.2g}); `{RESULTS / QLORA}`."
         )
 
