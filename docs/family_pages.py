@@ -14,7 +14,7 @@ from docs.markdown import table
 from docs.solver_pages import H200, HOPPER, RESULTS, gib, read
 from tunix_rt.plan.fit import least_room
 
-FILE, WHOLE = "memory_families.json", "speed_gemma4.json"
+FILE, WHOLE, LEAST, QLORA = "memory_families.json", "speed_gemma4.json", "speed_gemma4_least.json", "qlora_16gib.json"
 Case = Mapping[str, Any]
 
 
@@ -53,13 +53,31 @@ def block(root: Path) -> str:
 
 
 def _whole(root: Path) -> Iterator[str]:
-    """Models in their full size, from the measurements of speed."""
-    for case in read(root, WHOLE)["cases"]:
-        job, (last,) = case["contenders"]["ours"]["job"], case["contenders"]["ours"]["rounds"][-1:]
+    """Models in their full size, from the measurements of speed and of QLoRA."""
+    measured = [name for name in (WHOLE, LEAST) if (root / RESULTS / name).is_file()]
+    for file, case in ((name, case) for name in measured for case in read(root, name)["cases"]):
+        last = {name: [one for one in of["rounds"] if "seconds" in one][-1:] for name, of in case["contenders"].items()}
+        if not last["ours"]:
+            continue
+        job, training, (ours,) = case["contenders"]["ours"]["job"], case["training"], last["ours"]
+        states = training.get("optim", "adamw") + " in the backward pass" * training.get("optim_in_backward", False)
+        compiled = "".join(
+            f"; the loop of transformers, compiled: {one['tokens_per_second']:,.0f} tokens/s, "
+            f"{gib(one['peak_allocated_bytes'])} GiB"
+            for one in last.get("compiled", [])
+        )
         yield (
             f"`{case['preset']}` in its full size ({job['parameters']:,} parameters, {job['rows']} x {job['length']:,} tokens, "
-            f"weights and AdamW in bfloat16, eager): {last['tokens_per_second']:,.0f} tokens/s, predicted "
-            f"{gib(case['predicted_bytes'])} GiB, measured {gib(last['peak_allocated_bytes'])} GiB; `{RESULTS / WHOLE}`."
+            f"weights in bfloat16, {states}, eager): {ours['tokens_per_second']:,.0f} tokens/s, predicted "
+            f"{gib(case['predicted_bytes'])} GiB, measured {gib(ours['peak_allocated_bytes'])} GiB{compiled}; `{RESULTS / file}`."
+        )
+    if (root / RESULTS / QLORA).is_file() and (whole := read(root, QLORA)).get("exit_code") == 0:
+        about, memory, reload = whole["about"], whole["memory"], whole["result"]["final_model"]
+        yield (
+            f"QLoRA of `{about['preset']}` under a cap of {about['cap_gib']:g} GiB (1 x {about['length']:,} tokens): predicted "
+            f"{gib(memory['predicted_bytes'])} GiB, measured {gib(memory['measured_bytes'])} GiB; merged in float32 and reloaded "
+            f"by transformers: {reload['tensors']} tensors bitwise equal, logits within {reload['largest_logit_difference']:.2g} "
+            f"(tolerance {reload['tolerance']:.2g}); `{RESULTS / QLORA}`."
         )
 
 
