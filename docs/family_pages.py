@@ -72,7 +72,8 @@ def kind_of(case: Case) -> str:
 def predicted_now(case: Case) -> tuple[int, int]:
     """The peak, and the least memory that is asked for, in bytes."""
     if case.get("traced"):
-        return case["replanned"]["predicted_total"], case["replanned"]["asked_bytes"]
+        now = case.get("replanned", {"predicted_total": case["predicted_total"], "asked_bytes": case.get("cap_bytes")})
+        return now["predicted_total"], now["asked_bytes"]
     plan = memory_on_gpu.plan_of(dict(case), HOPPER, H200)
     return plan.peak_bytes, least_room(plan) - plan.context_bytes
 

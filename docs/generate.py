@@ -61,6 +61,7 @@ def _pages(root: Path) -> dict[Path, str]:
         Path("docs/reference/cli.md"): cli_page(),
         Path("docs/reference/exit-codes.md"): exit_codes_page(),
         dialect_pages.PAGE: dialect_pages.page(root),
+        dialect_pages.GUIDE: dialect_pages.guide(root),
         Path("docs/reference/data-formats.md"): data_pages.formats_page(),
         Path("docs/reference/data-rules.md"): data_pages.rules_page(),
         Path("docs/reference/torch-engine.md"): engine_pages.page(root),

@@ -113,7 +113,7 @@ def test_a_taken_port_is_named_with_the_variable_to_set(monkeypatch):
 def test_an_output_that_is_not_shared_is_refused(monkeypatch, tmp_path):
     from tunix_rt.train import ranks
 
-    monkeypatch.setattr(ranks, "SHARED_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "VISIBLE_SECONDS", 0.5)
     (tmp_path / ".shared.staged").write_text("of another run")
     with pytest.raises(StorageError, match="does not appear here"):
         ranks._require_shared(tmp_path, "token")

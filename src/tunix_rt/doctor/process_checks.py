@@ -15,15 +15,18 @@ LEAST_SHM_BYTES = 2**29
 """Below this a warning: NCCL takes about 10 MB of /dev/shm for each connection between GPUs, and docker gives 64 MB."""
 LONGEST_LINE = 400
 SIGNS: Mapping[str, str] = {
-    "mixed-versions": r"Mismatched NCCL version|has other software than",
+    "mixed-versions": r"Mismatched NCCL version|has other software than|rank \d+ on \S+ has versions",
     "mixed-drivers": r"has NVIDIA driver \S+, process 0",
-    "gpu-duplicate": r"Duplicate GPU detected",
+    "gpu-duplicate": r"Duplicate GPU detected|local rank \d+: \S+ has \d+ visible GPU",
     "shm-small": r"Error while creating shared memory segment|(?:failed to extend|posix_fallocate).*(?:/dev/shm|No space)",
     "wrong-interface": r"no socket interface found|family \d+ is neither AF_INET|Unable to find (?:address|interface) for|"
     r"(?:socketStartConnect|Call to connect).*(?:No route to host|refused|timed out)",
-    "port-taken": r"EADDRINUSE|[Aa]ddress already in use",
-    "process-lost": r"process \d+ \(.*\) has ended|Connection closed by (?:remote )?peer|exitcode\s*: -9|Signal 9 \(SIGKILL\)",
-    "process-hangs": r"a process hangs: |has been silent for|Watchdog caught collective operation timeout",
+    "port-taken": r"EADDRINUSE|[Aa]ddress already in use|MASTER_PORT: \S+ is in use",
+    "process-lost": r"process \d+ \(.*\) has ended|rank \d+(?: on \S+ \(pid \d+\))? (?:was lost|has ended)|"
+    r"connection (?:to the other|between the) ranks broke|Connection closed by (?:remote )?peer|exitcode\s*: -9|"
+    r"Signal 9 \(SIGKILL\)",
+    "process-hangs": r"a process hangs: |has been silent for|has shown no sign of life for|has not joined the others for|"
+    r"has come no further for|has not answered for|Watchdog caught collective operation timeout",
 }
 """Cause -> what a log has of it, the cause of others first."""
 PORT = "choose another MASTER_PORT; with torchrun, which keeps it for itself, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"

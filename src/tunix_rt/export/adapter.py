@@ -56,7 +56,7 @@ def _write_weights(files: list[Path], target: Path) -> dict[str, list[Any]]:
     """The tensors of a checkpoint, byte for byte, under the names of PEFT."""
     tensors, written = stored_tensors(files), {}
     names = {name: "base_model.model." + re.sub(r"\.(lora_[AB])\.default\.", r".\1.", name) for name in tensors}
-    sizes = ((names[name], one.dtype, one.shape, one.bytes) for name, one in tensors.items())
+    sizes = ((names[name], one.dtype, one.shape, one.size) for name, one in tensors.items())
     with target.open("wb") as file:
         file.write(header_of(sizes, {"format": "pt"})[0])
         for name, one in tensors.items():

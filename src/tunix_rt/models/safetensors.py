@@ -212,7 +212,7 @@ class Stored:
     pieces: tuple[tuple[Path, Tensor], ...]
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return sum(piece.end - piece.begin for _, piece in self.pieces)
 
     def read(self) -> bytes:
@@ -249,7 +249,7 @@ def join_files(files: Sequence[Path], to: Path) -> None:
     """Write one file of the tensors of `files`, which have the rows of each in their order."""
     stored = stored_tensors(files)
     with to.open("wb") as out:
-        out.write(header_of((name, one.dtype, one.shape, one.bytes) for name, one in stored.items())[0])
+        out.write(header_of((name, one.dtype, one.shape, one.size) for name, one in stored.items())[0])
         for path, piece in (piece for one in stored.values() for piece in one.pieces):
             with path.open("rb") as file:
                 file.seek(piece.begin)

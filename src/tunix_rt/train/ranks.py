@@ -17,7 +17,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.base import Engine, leading, load_follower, load_lead
 from tunix_rt.errors import ConfigError, InputError, StorageError, TunixError
-from tunix_rt.ranks import World, world
+from tunix_rt.ranks import VISIBLE_SECONDS, World, world
 from tunix_rt.runs.ledger import note_ranks
 from tunix_rt.storage import storage
 from tunix_rt.train.commitment import settled_config
@@ -26,9 +26,6 @@ from tunix_rt.train.loop import batches_of
 from tunix_rt.train.preemption import Preemption
 
 logger = logging.getLogger(__name__)
-
-SHARED_SECONDS = 30.0
-"""Within which every rank must see a file in the run folder: network file systems cache folders for a while."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,13 +179,13 @@ def _prepared(
 
 def _require_shared(folder: Path, token: str) -> None:
     """StorageError unless the file that rank 0 wrote into `folder` appears here."""
-    until = time.monotonic() + SHARED_SECONDS
+    until = time.monotonic() + VISIBLE_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
             if (folder / ".shared.staged").read_text() == token:
                 return
         time.sleep(0.2)
     raise StorageError(
-        f"{folder}: a file that rank 0 has written does not appear here within {SHARED_SECONDS:.0f} s",
+        f"{folder}: a file that rank 0 has written does not appear here within {VISIBLE_SECONDS:.0f} s",
         fix="give --output a folder that every host shares",
     )
