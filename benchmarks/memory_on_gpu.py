@@ -2,6 +2,7 @@
 
     python -m benchmarks.memory_on_gpu [--drawn SEED --count N] [--limit] [--workers N] [--only TEXT]... [--output FILE]
     python -m benchmarks.memory_on_gpu --families SEED --count N --limit --output FILE      newer families, LoRA, traced models
+    python -m benchmarks.memory_on_gpu --again --limit --output FILE        what failed there, by the plan of now
 
 A case is random weights in the exact shape of a preset, three optimizer steps on packed rows of random tokens whose every token
 is a target, one held-out loss, one generation. Measured is the peak of torch's allocator in each of these; predicted, without
@@ -9,7 +10,7 @@ the GPU, is the largest phase of the plan that belongs to it. With `--limit` the
 memory into which the plan says that the case fits. Several processes share the GPU, since the peak of one does not depend on
 the others; none is timed. `--drawn` adds cases by a random generator to the written ones; `--families` draws those of
 `benchmarks.family_cases` and no others. Writes raw JSON after every case and prints the table. A case that the file already
-has is not measured again.
+has is not measured again, except by `--again`.
 """
 
 import argparse
@@ -91,6 +92,8 @@ MODULES = (
     "smollm3",
 )  # fmt: skip
 """Of transformers, loaded before the processes of the cases are forked."""
+OF_SPEC = ("name", "preset", "settings", "config", "drawn", "traced")
+"""Keys of a case that are no results."""
 PARTS = {
     "steps": ("compiling", "recording", "forward", "loss", "backward", "update"),
     "held-out": ("held-out loss",),
@@ -449,6 +452,7 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, metavar="SEED", help="random cases besides the written ones")
     parser.add_argument("--families", type=int, metavar="SEED", help="cases of newer families, drawn, and no others")
     parser.add_argument("--count", type=int, default=30, help="how many are drawn")
+    parser.add_argument("--again", action="store_true", help="the cases of the file that failed, and no others")
     parser.add_argument("--limit", action="store_true", help="under a cap: the least memory the plan says it fits into")
     parser.add_argument("--kept", action="store_true", help="note what the last layer keeps, tensor by tensor")
     parser.add_argument("--workers", type=int, default=6)
@@ -471,15 +475,19 @@ def main() -> None:
         replan(arguments.output, (tuple(arguments.capability), arguments.device_name))
         return
     began = time.perf_counter()
-    plans, specs = _planned(arguments)
+    before = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.is_file() else {"cases": []}
+    plans, specs = _planned(arguments, before["cases"])
     for spec in specs:
         spec["kept"] = arguments.kept
         if arguments.limit:
             plan = plans[spec["name"]]
             spec["cap_bytes"] = least_room(plan) - plan.context_bytes
-    results = _measured(arguments.output, plans)
-    specs = [spec for spec in specs if spec["name"] not in {result["name"] for result in results}]
-    print(f"{len(plans)} cases, {len(results)} of them measured before; planned in {time.perf_counter() - began:.0f} s")
+    results = {case["name"]: case for case in before["cases"]}
+    retried = {
+        name for name, case in results.items() if "failed" in case and (arguments.again or not case["out_of_memory"])
+    }
+    specs = [spec for spec in specs if spec["name"] not in results.keys() - retried]
+    print(f"{len(plans)} cases, {len(specs)} of them to be measured; planned in {time.perf_counter() - began:.0f} s")
     print(f"{'case':78} {'predicted':>9} {'measured':>8} {'error':>8}   steps, held-out, answers", flush=True)
 
     def done(spec: dict[str, Any], answer: dict[str, Any], seconds: float) -> None:
@@ -494,11 +502,11 @@ def main() -> None:
                 f"{words:78} {plan.peak_bytes / GIB:9.3f} {result['peak_bytes'] / GIB:8.3f} {100 * result['error']:+7.2f}%  "
                 f"{parts} {answer['code']['layers'][:4]} {seconds:.0f} s", flush=True,
             )  # fmt: skip
-        results.append(result | {"seconds": round(seconds, 1)})
+        results[result["name"]] = result | {"seconds": round(seconds, 1)}
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         seeds = {name: getattr(arguments, name) for name in ("workers", "drawn", "families", "limit")}
-        about = {name: value for name, value in seeds.items() if value is not None} | device_facts()
-        arguments.output.write_text(json.dumps({"about": about, "cases": results}, indent=1) + "\n")
+        about = before.get("about", {}) | {name: value for name, value in seeds.items() if value} | device_facts()
+        arguments.output.write_text(json.dumps({"about": about, "cases": [*results.values()]}, indent=1) + "\n")
         if time.perf_counter() - began > arguments.budget:
             left.clear()
 
@@ -506,7 +514,7 @@ def main() -> None:
     # A process holds a context and pieces besides what is predicted.
     needed = {name: int(1.15 * plan.peak_bytes) + GIB for name, plan in plans.items()}
     Pool(arguments.device, arguments.workers, arguments.room_gib * GIB).run(left, needed, done)
-    good = [result for result in results if "error" in result]
+    good = [result for result in results.values() if "error" in result]
     if good:
         worst = max(good, key=lambda result: abs(result["error"]))
         print(
@@ -526,9 +534,16 @@ def replan(file: Path, target: tuple[Any, ...]) -> None:
     file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def _planned(arguments: argparse.Namespace) -> tuple[dict[str, MemoryPlan], list[dict[str, Any]]]:
+def _planned(
+    arguments: argparse.Namespace, before: list[dict[str, Any]]
+) -> tuple[dict[str, MemoryPlan], list[dict[str, Any]]]:
     """The plans of the cases by name, and the cases."""
     target = (tuple(arguments.capability), arguments.device_name)
+    if arguments.again:
+        specs = [{key: case[key] for key in OF_SPEC if key in case} for case in before if "failed" in case]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            planned = threads.map(lambda spec: plan_of(spec, *target), specs)
+            return {spec["name"]: plan for spec, plan in zip(specs, planned, strict=True)}, specs
     if arguments.families is not None:
         made = families(arguments.families, arguments.count, arguments.most_gib, target)
         return (
@@ -541,12 +556,6 @@ def _planned(arguments: argparse.Namespace) -> tuple[dict[str, MemoryPlan], list
             spec | {"drawn": arguments.drawn} for spec in drawn(arguments.drawn, arguments.count, arguments.most_gib)
         ]
     return {spec["name"]: plan_of(spec, *target) for spec in specs}, specs
-
-
-def _measured(file: Path, plans: dict[str, MemoryPlan]) -> list[dict[str, Any]]:
-    """What `file` has of the cases in `plans`; those that failed with enough memory are tried again."""
-    found = json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else []
-    return [one for one in found if one["name"] in plans and ("failed" not in one or one["out_of_memory"])]
 
 
 def device_facts() -> dict[str, Any]:

@@ -337,19 +337,19 @@ _PROCESSES: Mapping[str, Cause] = {
         ("github.com/NVIDIA/nccl/issues/1837", "github.com/NVIDIA/nccl/issues/286")),
     "port-taken": Cause(
         "Another program listens on the port of the run",
-        "`EADDRINUSE`, `address already in use`, or process 0 `cannot listen on`.",
+        "`EADDRINUSE`, `address already in use`, `MASTER_PORT: node1:29500 is in use`, or process 0 `cannot listen on`.",
         "An earlier run still ends, another run of the host has the same port, or torchrun keeps MASTER_PORT for its own store.",
         "Wait for the earlier run, or choose another port."),
     "process-lost": Cause(
         "A process of a run ended, and the others with it",
-        "`process 1 (node2, pid 4711) has ended during step 17`, `Connection closed by remote peer`, or from torchrun "
-        "`exitcode : -9`.",
+        "`rank 1 on node2 (pid 4711) was lost`, `process 1 (node2, pid 4711) has ended during step 17`, `Connection closed by "
+        "remote peer`, or from torchrun `exitcode : -9`.",
         "Every step needs all processes. One was killed, often for memory, or its host was taken back.",
         "Read its log, then run the same command with --resume in every process."),
     "process-hangs": Cause(
         "A process does not reach a computation in which the others wait",
-        "`a process hangs: process 1 (node2, pid 4711) is in step 17`, or after 10 minutes `Watchdog caught collective operation "
-        "timeout`.",
+        "`step 17: rank 1 on node2 (pid 4711) has not joined the others for 60 s`, `a process hangs: process 1 (node2, pid 4711) "
+        "is in step 17`, or after 10 minutes `Watchdog caught collective operation timeout`.",
         "A process waits for a disk, is stopped, or takes another path through the program. jax and NCCL see it as a long step.",
         "Look at what that process does (py-spy dump), end it, and run the same command with --resume in every process.",
         ("github.com/pytorch/pytorch/issues/118369",)),

@@ -14,7 +14,7 @@ from docs.markdown import table
 from docs.solver_pages import H200, HOPPER, RESULTS, gib, read
 from tunix_rt.plan.fit import least_room
 
-FILE, WHOLE = "memory_families.json", "speed_gemma4.json"
+FILE, WHOLE, LEAST, QLORA = "memory_families.json", "speed_gemma4.json", "speed_gemma4_least.json", "qlora_16gib.json"
 Case = Mapping[str, Any]
 
 
@@ -31,7 +31,7 @@ def block(root: Path) -> str:
             if "failed" in case:
                 failures.append(
                     f"- `{case['preset']}` {_size(case)} ({_settings(case)}): {_cause(case)}. The code as it is now predicts "
-                    f"{gib(predicted)} GiB and asks for {gib(asked)} GiB; it was not measured again."
+                    f"{gib(predicted)} GiB and requests {gib(asked)} GiB; it was not measured again."
                 )
                 continue
             errors.append(predicted / case["peak_bytes"] - 1)
@@ -45,7 +45,7 @@ def block(root: Path) -> str:
         sizes = (statistics.median(map(abs, errors)), max(0.0, *errors), min(0.0, *errors))
         shares = (f"{100 * sizes[0]:.2f} %", *(f"{100 * size:+.2f} %" for size in sizes[1:]))
         summary.append((kind, str(len(mine)), *shares, f"{len(errors)} of {len(mine)}"))
-    heads = ("plan", "cases", "median error", "largest above", "largest below", "ran in the memory asked for")
+    heads = ("plan", "cases", "median error", "largest above", "largest below", "ran in the requested memory")
     columns = ("model", "rows x tokens", "settings", "plan", "predicted GiB", "measured GiB", "error", "error then")
     said = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}; `{RESULTS / FILE}`"
     failed = "Did not run, under the cap of the plan of that moment:\n\n" + "\n".join(failures)
@@ -53,13 +53,31 @@ def block(root: Path) -> str:
 
 
 def _whole(root: Path) -> Iterator[str]:
-    """Models in their full size, from the measurements of speed."""
-    for case in read(root, WHOLE)["cases"]:
-        job, (last,) = case["contenders"]["ours"]["job"], case["contenders"]["ours"]["rounds"][-1:]
+    """Models in their full size, from the measurements of speed and of QLoRA."""
+    measured = [name for name in (WHOLE, LEAST) if (root / RESULTS / name).is_file()]
+    for file, case in ((name, case) for name in measured for case in read(root, name)["cases"]):
+        last = {name: [one for one in of["rounds"] if "seconds" in one][-1:] for name, of in case["contenders"].items()}
+        if not last["ours"]:
+            continue
+        job, training, (ours,) = case["contenders"]["ours"]["job"], case["training"], last["ours"]
+        states = training.get("optim", "adamw") + " in the backward pass" * training.get("optim_in_backward", False)
+        compiled = "".join(
+            f"; the loop of transformers, compiled: {one['tokens_per_second']:,.0f} tokens/s, "
+            f"{gib(one['peak_allocated_bytes'])} GiB"
+            for one in last.get("compiled", [])
+        )
         yield (
             f"`{case['preset']}` in its full size ({job['parameters']:,} parameters, {job['rows']} x {job['length']:,} tokens, "
-            f"weights and AdamW in bfloat16, eager): {last['tokens_per_second']:,.0f} tokens/s, predicted "
-            f"{gib(case['predicted_bytes'])} GiB, measured {gib(last['peak_allocated_bytes'])} GiB; `{RESULTS / WHOLE}`."
+            f"weights in bfloat16, {states}, eager): {ours['tokens_per_second']:,.0f} tokens/s, predicted "
+            f"{gib(case['predicted_bytes'])} GiB, measured {gib(ours['peak_allocated_bytes'])} GiB{compiled}; `{RESULTS / file}`."
+        )
+    if (root / RESULTS / QLORA).is_file() and (whole := read(root, QLORA)).get("exit_code") == 0:
+        about, memory, reload = whole["about"], whole["memory"], whole["result"]["final_model"]
+        yield (
+            f"QLoRA of `{about['preset']}` under a cap of {about['cap_gib']:g} GiB (1 x {about['length']:,} tokens): predicted "
+            f"{gib(memory['predicted_bytes'])} GiB, measured {gib(memory['measured_bytes'])} GiB; merged in float32 and reloaded "
+            f"by transformers: {reload['tensors']} tensors bitwise equal, logits within {reload['largest_logit_difference']:.2g} "
+            f"(tolerance {reload['tolerance']:.2g}); `{RESULTS / QLORA}`."
         )
 
 
@@ -70,9 +88,10 @@ def kind_of(case: Case) -> str:
 
 
 def predicted_now(case: Case) -> tuple[int, int]:
-    """The peak, and the least memory that is asked for, in bytes."""
+    """The peak, and the least memory that is requested, in bytes."""
     if case.get("traced"):
-        return case["replanned"]["predicted_total"], case["replanned"]["asked_bytes"]
+        now = case.get("replanned", {"predicted_total": case["predicted_total"], "asked_bytes": case.get("cap_bytes")})
+        return now["predicted_total"], now["asked_bytes"]
     plan = memory_on_gpu.plan_of(dict(case), HOPPER, H200)
     return plan.peak_bytes, least_room(plan) - plan.context_bytes
 

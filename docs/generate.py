@@ -61,6 +61,7 @@ def _pages(root: Path) -> dict[Path, str]:
         Path("docs/reference/cli.md"): cli_page(),
         Path("docs/reference/exit-codes.md"): exit_codes_page(),
         dialect_pages.PAGE: dialect_pages.page(root),
+        dialect_pages.GUIDE: dialect_pages.guide(root),
         Path("docs/reference/data-formats.md"): data_pages.formats_page(),
         Path("docs/reference/data-rules.md"): data_pages.rules_page(),
         Path("docs/reference/torch-engine.md"): engine_pages.page(root),
@@ -144,7 +145,7 @@ def config_page() -> str:
         parts += [f"## {section}", table(("setting", "allowed", "default", "meaning"), rows)]
     parts += [
         "## Refused in this version",
-        "These values are known, and no engine honours them yet. A run that asks for one ends with exit code 2.",
+        "These values are known, and no engine honours them yet. A run that sets one ends with exit code 2.",
         table(("setting", "error", "fix"), list(_refused())),
         "## Old names",
         "Still read, and written into the run folder under the new name. Two spellings of one setting may agree; when they "

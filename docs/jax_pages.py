@@ -47,7 +47,9 @@ def _capabilities() -> str:
         "eager layers (`training.compile: false`)": "eager",
         "profiles of steps (`--profile`)": "profile",
         "models with dropout": "dropout",
-        "several devices (`training.data_replicas`)": "multi_device",
+        "sharded over ranks, one device each (`--nproc`)": "ranks",
+        "sharded over all devices of a process": "multi_device",
+        "sharded over processes with several devices each": "multi_process",
         "the whole step compiled before a weight is read": "compiles_whole_step",
     }
     rows = [

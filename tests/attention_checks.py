@@ -36,6 +36,7 @@ FAMILIES = {
     "phi3": {},
     "olmo2": {},
     "olmo3": _SLIDES,
+    "cwm": _SLIDES,
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "gemma4_text": {
         "global_head_dim": 16,
@@ -47,7 +48,7 @@ FAMILIES = {
     },
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3", "mistral", "ministral", "phi3", "olmo3", "gemma4_text")
+SLIDING = ("gemma2", "gemma3_text", "qwen3", "smollm3", "mistral", "ministral", "phi3", "olmo3", "cwm", "gemma4_text")
 
 
 def choose_attention(**facts):

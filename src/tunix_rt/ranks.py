@@ -6,16 +6,20 @@ others, the followers, compute what it requests.
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from tunix_rt.errors import ConfigError
+from tunix_rt.errors import ConfigError, StorageError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for each process."""
 TIMEOUT = "TUNIX_RT_RANK_TIMEOUT"
 """Variable of the environment: seconds after which a rank is given up that others wait for."""
+VISIBLE_SECONDS = 30.0
+"""For what rank 0 has written to be seen by another host: network file systems cache folders for a while."""
 EXIT_FILE = "TUNIX_RT_EXIT_FILE"
 """Variable of the environment under --nproc: the file into which rank 0 writes the exit code of the run."""
 
@@ -79,6 +83,19 @@ def process_exit_code(code: int) -> int:
         with open(path, "w", encoding="utf-8") as file:
             file.write(str(code))
     return 0
+
+
+def wait_for(folder: Path) -> Path:
+    """`folder`, once it is visible here: rank 0 may have made it on another host."""
+    until = time.monotonic() + VISIBLE_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise StorageError(
+                f"{folder}, which rank 0 made, is not visible on {socket.gethostname()}",
+                fix="give --output a folder that every host shares",
+            )
+        time.sleep(0.1)
+    return folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,8 @@ def dashboard(folder: Path, *options: str | Path, under: tuple[str | Path, ...] 
 
 @pytest.fixture(scope="session")
 def address():
-    """Of the five runs of record."""
-    with dashboard(RUNS) as (found, _):
+    """Of the five runs of record, with a page to try one of them."""
+    with dashboard(RUNS, "--chat", RUNS / "demo_v1") as (found, _):
         yield found
 
 

@@ -81,11 +81,14 @@ def require_readable(page, axe, place):
 
 
 @pytest.mark.parametrize("path", SERIES)
-def test_a_page_is_accessible_in_light_and_dark_and_whole_when_narrow(browse, axe, path):
+def test_a_page_is_accessible_in_light_and_dark_and_whole_when_narrow_and_in_print(browse, axe, path):
     page = browse(path, bypass_csp=True)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         require_readable(page, axe, (path, scheme))
+    shown = page.locator("table:visible, figure:visible").count()
+    page.emulate_media(media="print")
+    assert page.locator("table:visible, figure:visible").count() == shown and not page.locator("button:visible").count()
 
 
 @pytest.mark.slow
@@ -116,7 +119,10 @@ def test_a_page_is_whole_without_scripts_light_and_asks_no_other_host(browse, ch
     script = sizes[urllib.parse.urljoin(address, "/static/page.js")].body()
     assert len(gzip.compress(body)) <= MOST_PAGE and len(script) <= MOST_SCRIPT
     plain = browse(path, java_script_enabled=False)
-    assert words(plain.inner_text("main")) == words(text)
+    bare = plain.inner_text("main")
+    for needs in plain.locator("noscript").all_inner_texts():
+        bare = bare.replace(needs, "", 1)
+    assert words(bare) == words(text)
 
 
 def words(text: str) -> list[str]:
@@ -187,6 +193,15 @@ def test_links_and_forms_do_the_same_without_scripts(browse, address):
 def test_the_catalogue_follows_the_answer_by_itself_where_there_are_scripts(browse):
     page = browse("/plan?model=gemma-2b&on=rtx4090")
     page.wait_for_selector("[aria-label=Devices] tbody tr")
+
+
+@pytest.mark.slow
+def test_both_models_answer_side_by_side_with_the_reasoning_folded(browse):
+    page = browse("/try", viewport={"width": 320, "height": 640})
+    page.click("button:text-is('Ask both')")
+    page.locator("#answers section").nth(1).wait_for(timeout=300_000)
+    assert page.locator("#answers details:not([open])").count() == 1 and "68" in page.inner_text("#answers p")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
 
 def test_html_in_every_text_of_a_run_is_shown_and_never_runs(chromium, odd):

@@ -62,6 +62,10 @@ from tunix_rt.dashboard.guard import Guard
 from tunix_rt.dashboard.site import Site
 from tunix_rt.loopback import LOOPBACK
 
+def limit():  # of computing for one page; and of waiting, which is longer where other programs compute
+    signal.setitimer(signal.ITIMER_PROF, int(sys.argv[2]))
+    signal.alarm(30 * int(sys.argv[2]))
+
 site, bad = Site.of(Path(sys.argv[1])), re.compile("<img src=x|<script>alert|>49<|root:x:0|\\u202e|\\x1b")
 app = make_app(site, Guard(hosts=LOOPBACK, key=None, port=80))
 client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
@@ -71,12 +75,12 @@ for one, other in zip(runs, [runs[-1], *runs]):
     addresses += [f"/compare?run={one.id}&run={other.id}", f"/data?data={one.id}", f"/data?data={one.id}&row=1"]
     addresses += [f"/plan?model={one.id}&on=t4"]
 for address in addresses:
-    signal.alarm(int(sys.argv[2]))
+    limit()
     answer = client.get(address)
     if answer.status_code >= 500 or bad.search(answer.text):
         print("PAGE", address, answer.status_code, bad.findall(answer.text), flush=True)
 for words in (*(["runs", "show", str(one.root)] for one in runs), ["runs", sys.argv[1]]):
-    signal.alarm(int(sys.argv[2]))
+    limit()
     done = CliRunner().invoke(cli, words)
     if done.exit_code not in (0, 3) or "root:x:0" in done.output:
         print("RUNS", words, done.exit_code, repr(done.exception), flush=True)

@@ -27,7 +27,6 @@ from tunix_rt.runs.record import RunRecord
 
 render = pytest.importorskip("tunix_rt.dashboard.app").render
 RUNS = ROOT / "submission_runs"
-NAMES = sorted(path.name for path in RUNS.iterdir())
 FACTS = sorted((ROOT / "tests" / "facts").glob("*.json"))
 
 

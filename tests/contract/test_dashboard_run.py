@@ -21,7 +21,6 @@ from tunix_rt.errors import InputError
 from tunix_rt.runs.index import RUNNING, UNFINISHED, Indexed, RunSummary
 
 RUNS = ROOT / "submission_runs"
-NAMES = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
 
 
 def render(page, query=None, part=""):

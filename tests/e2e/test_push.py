@@ -200,6 +200,13 @@ def test_what_is_no_run_no_export_or_no_repository_is_refused(hub, tiny_run, tmp
     (tmp_path / "other").mkdir()
     errors = refused(in_process("push", tiny_run, "me/tiny", "--folder", tmp_path / "other"), 3)
     assert "has no export_proof.json" in errors and hub.requests == []
+    exported = shutil.copytree(tiny_run / "final_model", tmp_path / "exported")
+    proof = {"files": {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in exported.iterdir()}}
+    for content, words in ((proof, "model.safetensors changed after the export"), ([], "is not that of an export"),
+                           ({}, "is not that of an export"), ({"files": 3}, "is not that of an export")):  # fmt: skip
+        (exported / "model.safetensors").unlink(missing_ok=True)
+        (exported / "export_proof.json").write_text(json.dumps(content))
+        assert words in refused(in_process("push", tiny_run, "me/tiny", "--folder", exported), 3)
     other = shutil.copytree(tiny_run, tmp_path / "run")
     with (other / "final_model/model.safetensors").open("r+b") as weights:
         weights.seek(-4, os.SEEK_END)

@@ -22,14 +22,19 @@ NEW = [
     "olmo3",
     "granite",
     "smollm3",
+    "cwm",
     "gemma4",
     "gemma4-e",
     "gemma4-moe",
 ]
+TRACED = ["gpt-oss", "qwen3.5"]
+"""Without a row; one example in a row."""
+FLOAT32 = {"qwen3.5": 1e-5}
+"""Of gradients in float64, where a layer of transformers computes in float32 all the same."""
 STEPS = 20
 RATES = {"gemma4-e": 1e-4}
 """Of 1e-3, five layers with gradients up to 30 make float32 runs part after ten steps; in float64 they do not."""
-each_family = pytest.mark.parametrize("family", NEW)
+each_family = pytest.mark.parametrize("family", [*NEW, *TRACED])
 
 
 def plain_copy(engine):
@@ -56,19 +61,20 @@ def summed(model, example):
 
 
 @each_family
-def test_a_packed_batch_has_the_loss_and_gradients_of_single_examples_in_transformers(small_model, family):
+def test_a_batch_has_the_loss_and_gradients_of_single_examples_in_transformers(small_model, family):
     folder = small_model(family)
     engine, examples = load(folder, "float64"), examples_for(folder, 12)
     plain = plain_copy(engine)
-    packed = make_rows(examples, max_length=200, packing=True)
-    assert len(packed) < len(examples) / 2
-    ours = engine_of.summed_loss(engine, collate(packed, pad_id=0))
+    rows = make_rows(examples, max_length=200, packing=family not in TRACED)
+    assert len(rows) == len(examples) if family in TRACED else len(rows) < len(examples) / 2
+    ours = engine_of.summed_loss(engine, collate(rows, pad_id=0))
     ours.backward()
     theirs = sum(summed(plain, example) for example in examples)
     theirs.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-9)
     pairs = ({name: one.grad for name, one in model.named_parameters()} for model in (engine.model, plain))
-    torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-9)
+    nearly = FLOAT32.get(family, 1e-9)
+    torch.testing.assert_close(*pairs, rtol=nearly, atol=nearly)
 
 
 @each_family
@@ -78,7 +84,7 @@ def test_twenty_steps_have_the_losses_of_a_plain_loop(small_model, family):
     plain = plain_copy(engine).train()
     rate = RATES.get(family, 1e-3)
     training = Training(learning_rate=rate, lr_scheduler_type="constant", max_grad_norm=1.0)
-    rows = make_rows(examples, max_length=200, packing=True)
+    rows = make_rows(examples, max_length=200, packing=family not in TRACED)
 
     def batch_of(step):
         return batch_of_step(rows, step, micro_batch_size=1, accumulation=2, seed=5, pad_id=0)

@@ -20,6 +20,7 @@ OWN = {
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
     "gemma2": {"query_pre_attn_scalar": 16},
+    "cwm": {"layer_types": ["full_attention", "sliding_attention"]},
     "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
 LENGTHS = (1, 3, 5, 9, 17, 30, 47)

@@ -47,7 +47,7 @@ def test_a_whole_reasoning_is_read_sentence_by_sentence():
     assert check_arithmetic(text) == ArithmeticCheck(stated=3, right=2, wrong=("26 / 2 = 14",))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(-999, 999), st.integers(1, 999), st.integers(1, 999), st.sampled_from("+-*/"), st.sampled_from("+-*/")
 )
@@ -59,7 +59,7 @@ def test_python_and_the_parser_agree_on_precedence(a, b, c, first, second):
     assert check_arithmetic(f"{written} = {off.numerator}/{off.denominator}").right == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(alphabet="0123456789+-*/^()=x%$., \na≈<>½\\", max_size=40))
 def test_no_text_raises_and_the_counts_fit(text):
     check = check_arithmetic(text)

@@ -15,6 +15,7 @@ FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 NAMES = {"axolotl": "axolotl", "llamafactory": "llama-factory", "trl": "trl", "torchtune": "torchtune"}
 AXOLOTL = "base_model: m\nsequence_len: 64\nmicro_batch_size: 2\ndatasets: [{path: d.jsonl, type: alpaca}]\n"
 LLAMA_FACTORY = "model_name_or_path: m\nstage: sft\ndataset: d.json\ntemplate: gemma\n"
+TORCHTUNE = "model: {_component_: torchtune.models.gemma2.gemma2_2b}\n"
 TRL = "model_name_or_path: m\ndataset_name: d.jsonl\noutput_dir: out\n"
 
 
@@ -109,6 +110,15 @@ def test_a_value_means_what_it_means_there(text, wanted):
         "a part of a split of Axolotl": (
             AXOLOTL.replace("path: d.jsonl", "path: o/d, split: 'train[:9%]'"), "datasets", "a whole split"),
         "another split of a file": (AXOLOTL.replace("path: d.jsonl", "path: d.jsonl, split: test"), "datasets", "a whole split"),
+        "an end of text of Axolotl": (
+            AXOLOTL + "special_tokens: {pad_token: a, eos_token: b}", "special_tokens", "all but pad_token"),
+        "shifted attention": (AXOLOTL + "s2_attention: true", "s2_attention", "attends to every token"),
+        "a threshold of patience": (AXOLOTL + "early_stopping_threshold: 0.1", "early_stopping_threshold", "every decrease"),
+        "a limit of the loss": (AXOLOTL + "loss_watchdog_threshold: 5.0", "loss_watchdog_threshold", "held-out loss"),
+        "a template of torchtune": (
+            TORCHTUNE + "tokenizer: {prompt_template: torchtune.data.SummarizeTemplate}", "tokenizer.prompt_template", "chatml"),
+        "a loss of torchtune": (
+            TORCHTUNE + "loss: {_component_: torchtune.modules.loss.ForwardKLLoss}", "loss._component_", "cross-entropy"),
         "a name without its list": (LLAMA_FACTORY.replace("d.json", "identity"), "dataset", "dataset_info.json is not in"),
     }.values(),
 )  # fmt: skip

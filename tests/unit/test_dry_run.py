@@ -17,6 +17,10 @@ def test_a_run_that_would_begin_is_described_and_nothing_is_written(tmp_path):
     assert found["data"].startswith("dev-reasoning-v2: 522 training traces") and not (tmp_path / "run").exists()
     words = in_process("train", "smoke_tiny", "--dry-run", "--on", "t4")
     assert "This run would begin; nothing was written." in words.stdout and "on t4" in words.stdout
+    few = in_process(
+        "train", "--model", "tiny-gemma3", "--data", "dev-reasoning-v2", "--dry-run", "--set", "data.max_examples=30"
+    )
+    assert "; so few barely change a model" in few.stdout and "so few" not in words.stdout, "6 steps were asked for"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.memory_of_ranks import case_of, drawn, plan_of, predicted_bytes
+from benchmarks.memory_of_ranks_on_gpu import predicted_bytes as predicted_bytes_on_gpu
 from docs.solver_pages import HOPPER, read, shape_named
 from tests.conftest import ROOT
 from tunix_rt.config.settings import RunConfig
@@ -20,6 +21,8 @@ GIB = 2**30
 RECORDED = read(ROOT, "memory_ranks_h200.json")["cases"]
 BAND = 0.005
 """No recorded peak is further off."""
+ENGINE = [case for case in read(ROOT, "memory_ranks_cuda.json")["cases"] if "failed" not in case]
+ENGINE_BAND = 0.016
 
 
 def plan(preset="gemma-2b", devices=8, tokens=1024, **training):
@@ -41,6 +44,11 @@ def test_a_rank_needs_what_an_h200_gave_out(monkeypatch, case):
     settings = {name: case[name] for name in ("gradient_checkpointing", "compile")}
     found = plan(case["preset"], case["world"], case["tokens"], **settings)
     assert found.peak_bytes / GIB == pytest.approx(case["peak_gib"], rel=BAND)
+
+
+@pytest.mark.parametrize("case", ENGINE, ids=lambda case: case["name"])
+def test_a_rank_of_the_engine_needs_what_an_h200_gave_out(case):
+    assert predicted_bytes_on_gpu(case) == pytest.approx(case["measured_bytes"], rel=ENGINE_BAND)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "adafactor"])

@@ -1,8 +1,10 @@
 """The processes of a JAX run, over loopback: what is announced arrives, and a process that ends, stops or hangs is named."""
 
 import contextlib
+import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -77,6 +79,38 @@ def test_an_announcement_arrives_with_its_arrays_bit_for_bit_and_the_answers_are
         )
         follower.send("wrote", number=number, files={"a": {"sha256": "0", "bytes": 1}})
         assert lead.collect(number) == {"a": {"sha256": "0", "bytes": 1}}
+
+
+STRANGERS = (
+    "GET / HTTP/1.1", [], {}, {"arrays": [], "report": 3}, {"arrays": [["a", "none", [1]]], "report": REPORT},
+    {"arrays": [], "report": {"rank": [1], "host": "", "pid": 1}}, {"arrays": [], "report": {"rank": 1}},
+)  # fmt: skip
+
+
+def test_a_program_that_is_no_process_of_the_run_is_disconnected_soon(monkeypatch):
+    monkeypatch.setattr(control, "GREETING_SECONDS", 0.2)
+    address, lead = free_address(), Lead(stop=lambda name: None, end=lambda error: None)
+    silent, made = socket.socket(), list[Channel]()
+
+    def visit() -> None:
+        while silent.connect_ex(address):
+            time.sleep(0.01)
+        for one in STRANGERS:
+            with socket.create_connection(address) as stranger:
+                head = one if isinstance(one, str) else json.dumps(one)
+                stranger.sendall(struct.pack("<QQ", len(head), 0) + head.encode())
+        made.append(Channel(socket.create_connection(address)))
+        made[0].send("report", report=REPORT)
+
+    visiting = threading.Thread(target=visit)
+    visiting.start()
+    began = time.monotonic()
+    lead.connect(address, 2, lambda: None)
+    assert [peer.report for peer in lead.peers] == [REPORT] and time.monotonic() - began < 30
+    visiting.join()
+    for one in (silent, made[0]):
+        one.close()
+    lead.finish(exit_code=0, problem="")
 
 
 def test_a_process_that_ends_is_named_with_the_step_and_ends_the_computation():

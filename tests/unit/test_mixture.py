@@ -28,7 +28,7 @@ MIXTURES = st.lists(
 ).map(tuple)  # fmt: skip
 
 
-@limits(max_examples=60, deadline=None, derandomize=True)
+@limits(max_examples=60, derandomize=True)
 @given(mixture=MIXTURES, seed=st.integers(0, 2**32 - 1), per_step=st.integers(1, 9))
 def test_each_epoch_has_its_shares_and_no_row_is_taken_again_before_every_other(mixture, seed, per_step):
     rows, weights = sum(part.rows for part in mixture), sum(part.weight for part in mixture)

@@ -106,7 +106,7 @@ def test_a_traced_plan_asks_for_more_room(kind: str) -> None:
     assert traced.safety_bytes - exact.safety_bytes == pytest.approx(TRACED_SAFETY_SHARE * plan.peak_bytes, rel=1e-6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     shape=shapes,
     config=run_settings(),
@@ -140,7 +140,6 @@ def test_what_is_advised_can_be_run_and_does_fit(
         )
 
 
-@settings(deadline=None)
 @given(shape=shapes, config=run_settings(), free=st.integers(0, 2**40))
 def test_what_is_judged_to_fit_is_never_refused_and_the_other_way_round(
     shape: ModelShape, config: RunConfig, free: int

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from tunix_rt.config.settings import RunConfig
     from tunix_rt.plan.answer import PlanTarget
 
+FEW_STEPS = 20
+FEW = "; so few barely change a model: more epochs, shorter rows (data.max_length) or a higher learning rate change it more"
 NOT_CHECKED = "not checked: whether the weights are complete, and the kernels of the device"
 
 
@@ -31,11 +33,12 @@ def check_and_show(config: "RunConfig", output: Path | None, on: str | None, *, 
         text.show_json({"schema": "tunix-rt/dry-run/1", **found})
         return
     steps, free = found["steps"], text.gib(found["available_bytes"])
+    few = FEW if steps < FEW_STEPS and config.training.max_steps is None else ""
     text.show_lines([
         "This run would begin; nothing was written.",
         f"  model    {found['model']}, {found['parameters']:,} parameters, on {found['device']}",
         f"  data     {found['data']}",
-        f"  steps    {steps:,} of {found['rows_per_step']:,} rows",
+        f"  steps    {steps:,} of {found['rows_per_step']:,} rows{few}",
         f"  memory   {found['verdict']}: {text.gib(found['predicted_bytes'])} predicted, {free} available",
         f"  disk     up to {text.gib(found['disk_bytes'])}",
         *[f"  setting  {name}={value} (training.memory: auto)" for name, value in found["chosen"].items()],

@@ -23,16 +23,18 @@ VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def launch(arguments: Sequence[str], nproc: str, max_restarts: int, grace_seconds: float | None) -> int:
     """Run `tunix-rt` with these `arguments` on `nproc` ranks. Returns the exit code of the run; 1 where ranks died, and were
     not started again or not often enough."""
-    grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
+    from tunix_rt.doctor.probe import cores
+
+    grace, ranks = GRACE_SECONDS if grace_seconds is None else grace_seconds, count_ranks(nproc)
     with tempfile.TemporaryDirectory(prefix="tunix-rt-ranks-") as folder:
         file = Path(folder) / "exit_code"
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
             f"--max-restarts={max_restarts}", "-m", "tunix_rt", *arguments,
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in NAMES}
         environment |= VARIABLES | {EXIT_FILE: str(file), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace))}
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, _count(nproc)))))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
         # In a session of its own: Ctrl-C would reach every rank from the terminal, and a second time from torchrun.
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         stopped = _forwarding(process)
@@ -43,8 +45,17 @@ def launch(arguments: Sequence[str], nproc: str, max_restarts: int, grace_second
         return recorded if code == 0 else 1
 
 
-def _count(nproc: str) -> int:
-    return int(nproc) if nproc.isdecimal() else 1
+def count_ranks(nproc: str) -> int:
+    """The number of ranks; a HardwareError for `gpu` without a GPU that torch can use."""
+    if nproc.isdecimal():
+        return int(nproc)
+    from tunix_rt.doctor.facts import Ask, visible_gpus
+    from tunix_rt.doctor.probe import gather_facts
+    from tunix_rt.doctor.selection import choose_device
+
+    facts = gather_facts(backend="torch", device="cuda")
+    choose_device(Ask(device="cuda"), facts)
+    return len(visible_gpus(facts))
 
 
 def _forwarding(process: subprocess.Popen[bytes]) -> list[int]:

@@ -18,6 +18,8 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SAVE_MINUTES = 10.0
+"""Of training, between checkpoints, where neither `save_minutes` nor `save_steps` is set."""
 
 
 def _none_for(*spellings: object) -> BeforeValidator:

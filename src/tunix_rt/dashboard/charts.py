@@ -16,6 +16,8 @@ WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 66, 630, 8, 196
 """Of the area inside the axes."""
 COLOURS = 8
+ROW = 46
+"""Height of a bar with its text and what was measured."""
 TABLE_ROWS = 12
 LARGEST = 1e300
 """Larger values are drawn here, so that a difference of two is a number."""
@@ -130,6 +132,7 @@ class _Axis:
         """Pixel and text of every tick, round in the unit that is shown."""
         scale, suffix = _scale(max(abs(self.low), abs(self.high)), self.unit)
         found = (log_ticks if self.log else ticks)(self.low / scale, self.high / scale)
+        found = [one for one in found if self.unit != "count" or one == round(one)] or found
         texts = [_number(one, 10) + suffix for one in found]
         return list(zip(self.at([one * scale for one in found]), texts, strict=True))
 
@@ -324,30 +327,29 @@ def bars(rows: Sequence[Bar], *, title: str, limit: float | None = None) -> Mark
     """Memory as stacked horizontal bars. `limit` is a line across them: what the device has."""
     names, sizes = _stacks(rows)
     most = max([*map(sum, sizes), *(row.measured or 0 for row in rows), limit or 0], default=0) or 1
-    across = _Axis(0, most, 120, 540, "bytes")
-    height, legend = 32 * len(rows) + 20, [(f"s{number}", name) for number, name in enumerate(names)]
+    across = _Axis(0, most, 30, WIDTH - 30, "bytes")
+    height, legend = ROW * len(rows) + 24, [(f"s{number}", name) for number, name in enumerate(names)]
     drawn = [f'<text x="{x:g}" y="{height - 4}" text-anchor="middle">{text}</text>' for x, text in across.marks()]
     sentences = []
-    for top, row, lengths in zip(range(4, height, 32), rows, sizes, strict=False):
+    for top, row, lengths in zip(range(0, height, ROW), rows, sizes, strict=False):
         edges = across.at(np.cumsum([0, *lengths]))
         texts = [f"predicted {label(sum(lengths), 'bytes')}"] if any(lengths) else []
         for number, (a, b) in enumerate(pairwise(edges)):
-            drawn.append(
-                f'<rect class="s{number} part" x="{a:g}" y="{top}" width="{b - a:g}" height="12"/>' if b > a else ""
-            )
+            if b > a:
+                place = f'x="{a:g}" y="{top + 19}" width="{b - a:g}" height="12"'
+                drawn.append(f'<rect class="s{number} part" {place}/>')
         if row.measured is not None:
-            width = across.at([row.measured])[0] - 120
-            drawn.append(f'<rect class="measured" x="120" y="{top + 14}" width="{width:g}" height="7"/>')
+            width = across.at([row.measured])[0] - 30
+            drawn.append(f'<rect class="measured" x="30" y="{top + 32}" width="{width:g}" height="7"/>')
             texts.append(f"measured {label(row.measured, 'bytes')}")
-        drawn.append(f'<text x="112" y="{top + 11}" text-anchor="end">{escape(visible(row.name))}</text>')
-        drawn += [f'<text x="546" y="{top + 10 + 11 * number}">{text}</text>' for number, text in enumerate(texts)]
-        sentences.append(f"{visible(row.name)}: {', '.join(texts)}.")
+        sentences.append(f"{visible(row.name).replace('_', ' ')}: {', '.join(texts)}")
+        drawn.append(f'<text x="30" y="{top + 15}">{escape(sentences[-1])}</text>')
     legend += [("measured", "measured")] if any(row.measured is not None for row in rows) else []
     if limit is not None:
-        drawn.append(f'<path class="level" d="M{across.at([limit])[0]:g} 0V{height - 16}"/>')
+        drawn.append(f'<path class="level" d="M{across.at([limit])[0]:g} 0V{height - 20}"/>')
         legend.append(("level", f"limit, {label(limit, 'bytes')}"))
     head = escape(visible(title))
     return Markup(
-        f'<figure class="bars"><figcaption>{head}</figcaption><svg viewBox="0 0 {WIDTH + 30} {height}" role="img" '
-        f'aria-label="{head}. {escape(" ".join(sentences))}">{"".join(drawn)}</svg>{_legend(legend)}</figure>'
+        f'<figure class="bars"><figcaption>{head}</figcaption><svg viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{head}. {escape("; ".join(sentences))}.">{"".join(drawn)}</svg>{_legend(legend)}</figure>'
     )

@@ -108,7 +108,7 @@ def host_facts(output: Path | None = None, root: Path = ROOT) -> Host:
         machine=platform.machine(),
         python=platform.python_version(),
         cpu=_cpu_name(root),
-        cpu_cores=_cores(),
+        cpu_cores=cores(),
         ram_total_bytes=total,
         ram_available_bytes=available,
         disk_path=str(disk),
@@ -138,7 +138,7 @@ def cpu_facts(root: Path = ROOT) -> dict[str, str]:
     }
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores of this process, in a container or under taskset fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

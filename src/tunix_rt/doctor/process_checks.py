@@ -15,15 +15,18 @@ LEAST_SHM_BYTES = 2**29
 """Below this a warning: NCCL takes about 10 MB of /dev/shm for each connection between GPUs, and docker gives 64 MB."""
 LONGEST_LINE = 400
 SIGNS: Mapping[str, str] = {
-    "mixed-versions": r"Mismatched NCCL version|has other software than",
+    "mixed-versions": r"Mismatched NCCL version|has other software than|rank \d+ on \S+ has versions",
     "mixed-drivers": r"has NVIDIA driver \S+, process 0",
-    "gpu-duplicate": r"Duplicate GPU detected",
+    "gpu-duplicate": r"Duplicate GPU detected|local rank \d+: \S+ has \d+ visible GPU",
     "shm-small": r"Error while creating shared memory segment|(?:failed to extend|posix_fallocate).*(?:/dev/shm|No space)",
     "wrong-interface": r"no socket interface found|family \d+ is neither AF_INET|Unable to find (?:address|interface) for|"
     r"(?:socketStartConnect|Call to connect).*(?:No route to host|refused|timed out)",
-    "port-taken": r"EADDRINUSE|[Aa]ddress already in use",
-    "process-lost": r"process \d+ \(.*\) has ended|Connection closed by (?:remote )?peer|exitcode\s*: -9|Signal 9 \(SIGKILL\)",
-    "process-hangs": r"a process hangs: |has been silent for|Watchdog caught collective operation timeout",
+    "port-taken": r"EADDRINUSE|[Aa]ddress already in use|MASTER_PORT: \S+ is in use",
+    "process-lost": r"process \d+ \(.*\) has ended|rank \d+(?: on \S+ \(pid \d+\))? (?:was lost|has ended)|"
+    r"connection (?:to the other|between the) ranks broke|Connection closed by (?:remote )?peer|exitcode\s*: -9|"
+    r"Signal 9 \(SIGKILL\)",
+    "process-hangs": r"a process hangs: |has been silent for|has shown no sign of life for|has not joined the others for|"
+    r"has come no further for|has not answered for|Watchdog caught collective operation timeout",
 }
 """Cause -> what a log has of it, the cause of others first."""
 PORT = "choose another MASTER_PORT; with torchrun, which keeps it for itself, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -122,9 +125,10 @@ def shared_memory_is_enough(facts: Facts, ask: Ask) -> Check:
 def interfaces_exist(facts: Facts, ask: Ask) -> Check:
     up = [one.name for one in facts.interfaces if one.up and not one.loopback]
     fix = f"name one that all hosts share, or unset the variable; up here: {', '.join(up) or 'none'}"
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    usable = [one.name for one in facts.interfaces if one.up]
+    for variable, exists in (("NCCL_SOCKET_IFNAME", _matching), ("GLOO_SOCKET_IFNAME", _listed)):
         named = facts.environment.get(variable, "")
-        if named and facts.interfaces and not _matching(named, [one.name for one in facts.interfaces if one.up]):
+        if named and facts.interfaces and not exists(named, usable):
             return failed(f"{variable}={named}", f"{variable} names no network interface of this host", fix)
     if line := _logged(facts, "wrong-interface"):
         fix = f"set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the cluster network; {fix}"
@@ -138,6 +142,11 @@ def _matching(named: str, names: list[str]) -> list[str]:
     listed = named.lstrip("^=").split(",")
     held = [name for name in names if any(name == one if exact else name.startswith(one) for one in listed)]
     return [name for name in names if name not in held] if excluded else held
+
+
+def _listed(named: str, names: list[str]) -> bool:
+    """As gloo reads its variable: the whole name of every interface."""
+    return set(named.split(",")) <= set(names)
 
 
 @check("port-taken", needs=_several)

@@ -167,7 +167,7 @@ def read_answer(text: str) -> dict[str, Any]:
                     answer["results"] += (_result(result),)
                 case {"done": list(names)}:
                     answer["whole"] = bool(names) and names == [result.name for result in answer["results"]]
-                    answer["stage"] = "nothing more" if answer["whole"] else answer["stage"]
+                    answer["stage"] = "its exit" if answer["whole"] else answer["stage"]
                 case _:
                     raise ValueError(line)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

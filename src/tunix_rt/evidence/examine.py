@@ -171,13 +171,14 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
     measured = (result.memory.measured_bytes or 0) if result.memory else 0
     questions = "the held-out questions" if committed.evalset is None else committed.evalset.key
     answers: tuple[Label, str] = ("self-reported", f"recorded answers to {questions}") if after else ("not checked", "")
+    data, base = inputs.dataset(committed.dataset.sha256) or (), inputs.base_model(model.files, model.weights)
     rows: list[tuple[str, str, Label, str]] = [
         ("loss", f"{result.final_loss:.6f}", "self-reported", "the metrics chain is intact"),
         ("accuracy", accuracy_of(after) if after else "not evaluated", *answers),
         ("steps", str(run.total), "consistent", "from settings, seed and rows; batches and learning rates of every step"),
-        ("dataset", *_looked_up(committed.dataset.key, ", ".join(inputs.dataset(committed.dataset.sha256) or ()) or None)),
-        ("base model", *_looked_up(model.name, inputs.base_model(model.files, model.weights), f" ({model.weights} weights)")),
-        ("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named"),
+        ("dataset", *_looked_up(committed.dataset.key, ", ".join(data) or None, option="--data FILE")),
+        ("base model", *_looked_up(model.name, base, f" ({model.weights} weights)", option="--model DIR")),
+        ("commit", f"source {committed.source_sha256[:12]}", "self-reported", "no repository was named (--repository CLONE)"),
         ("device", f"{machine.device} ({machine.gpu.name if machine.gpu else machine.cpu})", "self-reported", ""),
         ("speed", f"{tokens / max(seconds, 1e-9):,.1f} tokens/s after the first step", "self-reported", ""),
         ("memory", f"{measured / 2**30:.2f} GiB", "self-reported", ""),
@@ -201,10 +202,10 @@ def claims_of(run: Run, inputs: Inputs) -> list[Claim]:
     return [Claim(name=name, value=value, label=label, how=how) for name, value, label, how in rows]
 
 
-def _looked_up(recorded: str, found: str | None, more: str = "") -> tuple[str, Label, str]:
+def _looked_up(recorded: str, found: str | None, more: str = "", *, option: str) -> tuple[str, Label, str]:
     """A recorded name is self-reported; a file with the hash has the name that it has here."""
     if found is None:
-        return recorded + more, "self-reported", "no file with its hash was given"
+        return recorded + more, "self-reported", f"no file with its hash was given ({option})"
     each = (path.rstrip("/").removesuffix("/dataset.jsonl").rpartition("/")[2] for path in found.split(", "))
     name = ", ".join(each)
     return name + more, "consistent", f"by its hash; recorded as {recorded}"

@@ -11,7 +11,7 @@ from tunix_rt.engines.checkpoint import MODEL, staged_model
 from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.resolve import ModelSource
-from tunix_rt.models.safetensors import header_of, read_header
+from tunix_rt.models.safetensors import header_of, part_files, stored_tensors
 from tunix_rt.plan.adapters import ALL_LINEAR, alpha_of
 from tunix_rt.runs.folder import RunDir, no_final_model
 from tunix_rt.runs.record import RunRecord
@@ -47,21 +47,20 @@ def write_adapter(
         )
     staging = staged_model(folder, tokenizer_folder=tokenizer_folder, chat_template=chat_template)
     with staging as staged, storage(staged):
-        written = _write_weights(checkpoint / MODEL, staged / WEIGHTS)
+        written = _write_weights(part_files(checkpoint, MODEL), staged / WEIGHTS)
         write_json(staged / CONFIG, _config(base, training, {name.split(".lora_")[0] for name in written}))
     return written
 
 
-def _write_weights(source: Path, target: Path) -> dict[str, list[Any]]:
+def _write_weights(files: list[Path], target: Path) -> dict[str, list[Any]]:
     """The tensors of a checkpoint, byte for byte, under the names of PEFT."""
-    tensors, written = read_header(source)[0], {}
+    tensors, written = stored_tensors(files), {}
     names = {name: "base_model.model." + re.sub(r"\.(lora_[AB])\.default\.", r".\1.", name) for name in tensors}
-    sizes = ((names[name], one.dtype, one.shape, one.end - one.begin) for name, one in tensors.items())
-    with source.open("rb") as checkpoint, target.open("wb") as file:
+    sizes = ((names[name], one.dtype, one.shape, one.size) for name, one in tensors.items())
+    with target.open("wb") as file:
         file.write(header_of(sizes, {"format": "pt"})[0])
         for name, one in tensors.items():
-            checkpoint.seek(one.begin)
-            data = checkpoint.read(one.end - one.begin)
+            data = one.read()
             file.write(data)
             written[names[name]] = ["float32", list(one.shape), hashlib.sha256(data).hexdigest()]
     return written

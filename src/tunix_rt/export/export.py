@@ -18,6 +18,7 @@ from tunix_rt.evaluate.generate import stop_ids
 from tunix_rt.export.adapter import write_adapter
 from tunix_rt.export.origin import ITEM_BYTES, PROOF, WEIGHTS, Origin, find_origin, source_weights
 from tunix_rt.export.roundtrip import RoundTrip, check_folder, check_round_trip, reference_of
+from tunix_rt.models.safetensors import part_files
 from tunix_rt.models.secrets import refuse_address
 from tunix_rt.progress import phase
 from tunix_rt.runs.folder import checkpoint_step
@@ -134,7 +135,7 @@ def export_model(
         size = sum(path.stat().st_size for path in origin.source.weight_files())
         loaded = written = size * ITEM_BYTES[kind] // ITEM_BYTES[origin.dtype]
         if adapter and origin.checkpoint is not None:
-            written = (origin.checkpoint / WEIGHTS).stat().st_size
+            written = sum(path.stat().st_size for path in part_files(origin.checkpoint, WEIGHTS))
         require_space(output, written + BESIDE_BYTES, what="the exported model")
         chosen = device_for(device, kind, loaded)
         place = Path(os.path.abspath(output))

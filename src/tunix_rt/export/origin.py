@@ -13,7 +13,7 @@ from tunix_rt.config.settings import Data, RunConfig, Training
 from tunix_rt.errors import ConfigError, EvidenceError, InputError
 from tunix_rt.export.adapter import adapter_step
 from tunix_rt.models.resolve import ModelSource, resolve_model, resolve_tokenizer
-from tunix_rt.models.safetensors import join_files, parts_of
+from tunix_rt.models.safetensors import join_files, part_files
 from tunix_rt.plan.precision import recipe_of
 from tunix_rt.progress import phase
 from tunix_rt.runs import folder as run_folder
@@ -145,7 +145,7 @@ def _of_checkpoint(run: RunDir, checkpoint: Path, scratch: Path) -> Origin:
 def _whole_weights(checkpoint: Path, to: Path) -> None:
     """The weights of a checkpoint as one file: a link, or where several ranks wrote them, a copy."""
     with storage(checkpoint):
-        files = [checkpoint / name for name in parts_of(WEIGHTS, [one.name for one in checkpoint.iterdir()])]
+        files = part_files(checkpoint, WEIGHTS)
         if len(files) == 1:
             to.symlink_to(files[0].resolve())
             return
@@ -184,7 +184,7 @@ def source_weights(origin: Origin) -> list[str]:
     folder, files = origin.source.folder, origin.source.weight_files()
     with storage(folder), phase("hash the weights"):
         if origin.checkpoint is not None:
-            files = [origin.checkpoint / name for name in parts_of(WEIGHTS, os.listdir(origin.checkpoint))]
+            files = part_files(origin.checkpoint, WEIGHTS)
         hashes = sorted(map(sha256_file, files))
         proof = read_json(folder / PROOF) if origin.checkpoint is None and (folder / PROOF).is_file() else {}
     return list(proof["weights"]) if "weights" in proof and {*hashes} <= {*proof["files"].values()} else hashes

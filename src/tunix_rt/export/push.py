@@ -62,16 +62,24 @@ def _is_final_model(record: RunRecord, folder: Path, hashes: Mapping[str, str]) 
     checkpoint of the run."""
     weights = {digest for name, digest in hashes.items() if name.endswith(".safetensors")}
     if PROOF in hashes:
-        proof = read_json(folder / PROOF, InputError, fix="export the run again")
-        if changed := [name for name, digest in proof["files"].items() if hashes.get(name, digest) != digest]:
+        files, weights = _exported(folder)
+        if changed := [name for name, digest in files.items() if hashes.get(name) != digest and name != CARD]:
             raise InputError(f"{folder}: {changed[0]} changed after the export", fix="export the run again")
-        weights = set(proof.get("weights", ()))
     last = record.result.steps_completed if record.result else None
     final = {digest for name, digest in record.run_sums.items() if name.startswith("final_model/")}
     others = {one.step: {file.sha256 for file in one.files.values()} for one in record.checkpoints}
     if not weights or not any(weights <= known for known in (final, *others.values())):
         raise InputError(f"{folder}: its weights are not those of {record.root}", fix="export this run again")
     return weights <= final | others.get(last or 0, set())
+
+
+def _exported(folder: Path) -> tuple[dict[str, str], set[str]]:
+    """SHA-256 of each file of an export by name, and those of the weights it was made from."""
+    proof = read_json(folder / PROOF, InputError, fix="export the run again")
+    try:
+        return dict(proof["files"]), set(proof.get("weights", ()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / PROOF} is not that of an export", fix="export the run again") from error
 
 
 def push(planned: Push) -> str:

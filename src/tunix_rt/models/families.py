@@ -162,6 +162,7 @@ _GRANITE = {
     **_SILU, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
     "residual_multiplier": 1.0, "attention_multiplier": 1.0,
 }  # fmt: skip
+_CWM = {**_SILU, "mlp_bias": False, "rms_norm_eps": 1e-5, "sliding_window": 8192}
 _SMOLLM3 = {
     **_SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": None,
     "no_rope_layer_interval": 4, "pad_token_id": 128_004,
@@ -270,6 +271,13 @@ _ROWS = (
         class_name="GraniteForCausalLM",
         llama_cpp="granite",
         defaults=_sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048, tied=False, **_GRANITE),
+    ),
+    Family(
+        model_type="cwm",
+        class_name="CwmForCausalLM",
+        defaults=_sizes(128_256, 6144, 21_504, 64, 48, 8, 128, 131_072, tied=False, **_CWM),
+        rope_theta=1_000_000.0,
+        slides=lambda family, config, layer: layer % 4 != 0,
     ),
     Family(
         model_type="gemma",

@@ -198,6 +198,11 @@ def parts_of(name: str, present: Collection[str]) -> list[str]:
     return wanted if len(counts) == 1 and set(wanted) == set(found) else []
 
 
+def part_files(folder: Path, name: str) -> list[Path]:
+    """The files of `folder` that `name` is split into, or it alone; empty where one is missing."""
+    return [folder / part for part in parts_of(name, [one.name for one in folder.iterdir()])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A tensor whose rows are in one file, or in several, one after the other."""
@@ -205,6 +210,19 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[tuple[Path, Tensor], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.end - piece.begin for _, piece in self.pieces)
+
+    def read(self) -> bytes:
+        """The whole tensor."""
+        found = []
+        for path, piece in self.pieces:
+            with path.open("rb") as file:
+                file.seek(piece.begin)
+                found.append(file.read(piece.end - piece.begin))
+        return b"".join(found)
 
     def ranges(self, first: int, rows: int) -> Iterator[tuple[Path, int, int]]:
         """File, first byte and end of the rows from `first` on. A tensor without dimensions is one row."""
@@ -230,9 +248,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
 def join_files(files: Sequence[Path], to: Path) -> None:
     """Write one file of the tensors of `files`, which have the rows of each in their order."""
     stored = stored_tensors(files)
-    sizes = {name: sum(piece.end - piece.begin for _, piece in one.pieces) for name, one in stored.items()}
     with to.open("wb") as out:
-        out.write(header_of((name, one.dtype, one.shape, sizes[name]) for name, one in stored.items())[0])
+        out.write(header_of((name, one.dtype, one.shape, one.size) for name, one in stored.items())[0])
         for path, piece in (piece for one in stored.values() for piece in one.pieces):
             with path.open("rb") as file:
                 file.seek(piece.begin)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tunix_rt.config.capabilities import capabilities_of
-from tunix_rt.config.settings import RunConfig
+from tunix_rt.config.settings import SAVE_MINUTES, RunConfig
 from tunix_rt.errors import ConfigError
 from tunix_rt.plan.fit import predict_as_run, verdict
 from tunix_rt.plan.footprint import footprint_of
@@ -19,8 +19,6 @@ from tunix_rt.plan.timing import LOADING_SECONDS, WRITTEN_BYTES_PER_SECOND
 
 MOST_GPUS = 4096
 """Searched for the fewest that fit."""
-SAVE_SECONDS = 600.0
-"""Between checkpoints, unless it is set: the default of `training.save_minutes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +147,8 @@ def _choices(config: RunConfig, shape: ModelShape, target: Target, steps: int | 
 
 
 def _fewest(config: RunConfig, shape: ModelShape, target: Target, steps: int | None) -> int | None:
-    """By bisection: more GPUs need no more memory each, but a single one has no buffers for messages."""
+    """By bisection. A single GPU has no buffers for messages. One GPU more may need a few MiB more on each, as shards are cut by
+    rows: close to the limit, a smaller number may fit too."""
     config = with_copied(config, {REPLICAS: 1})
 
     def fits(ranks: int) -> bool:
@@ -169,7 +168,7 @@ def _fewest(config: RunConfig, shape: ModelShape, target: Target, steps: int | N
 
 def _restart(config: RunConfig, run: Rank, links: Links, time: StepTime) -> Restart:
     training = config.training
-    between = training.save_minutes * 60 if training.save_minutes else SAVE_SECONDS
+    between = 60 * (training.save_minutes or SAVE_MINUTES)
     if training.save_steps:
         by_steps = training.save_steps * time.seconds
         between = min(between, by_steps) if training.save_minutes else by_steps

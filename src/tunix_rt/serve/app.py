@@ -50,33 +50,33 @@ class Served:
             message = f"The model '{name[:200]}' does not exist; '{self.name}' is served"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def generation(self, asked: ChatRequest | CompletionRequest, reply: Reply) -> Generation:
+    def generation(self, request: ChatRequest | CompletionRequest, reply: Reply) -> Generation:
         """An ApiError where the prompt cannot be generated for, or a run holds the device."""
         if self._is_busy():
             raise ApiError("A run is training, and needs the device", status=503, code="device_busy")
-        is_chat = isinstance(asked, ChatRequest)
+        is_chat = isinstance(request, ChatRequest)
         try:
-            prompts = self._prompts(asked)
+            prompts = self._prompts(request)
         except InputError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
             raise ApiError(error.problem, param="messages" if is_chat else "prompt", code=code) from error
-        reply.prompt_tokens, reply.choices = sum(map(len, prompts)), len(prompts) * asked.n
-        most = getattr(asked, "max_completion_tokens", None) or asked.max_tokens or self._max_new_tokens
+        reply.prompt_tokens, reply.choices = sum(map(len, prompts)), len(prompts) * request.n
+        most = getattr(request, "max_completion_tokens", None) or request.max_tokens or self._max_new_tokens
         decoding = decoding_of(self._model.style, max_new_tokens=most) if is_chat else Decoding(max_new_tokens=most)
-        if asked.temperature:
-            decoding = replace(decoding, temperature=asked.temperature, top_p=max(asked.top_p, SMALLEST_TOP_P))
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
+        if request.temperature:
+            decoding = replace(decoding, temperature=request.temperature, top_p=max(request.top_p, SMALLEST_TOP_P))
+        seed = secrets.randbits(32) if request.seed is None else request.seed
         return Generation(
-            prompts=[prompt for prompt in prompts for _ in range(asked.n)],
-            draws=[(seed, sample) for _ in prompts for sample in range(asked.n)], decoding=decoding, stops=asked.stop,
+            prompts=[prompt for prompt in prompts for _ in range(request.n)],
+            draws=[(seed, sample) for _ in prompts for sample in range(request.n)], decoding=decoding, stops=request.stop,
             send=reply.send,
         )  # fmt: skip
 
-    def _prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
+    def _prompts(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         with self._encoding:
-            if isinstance(asked, ChatRequest):
-                return [self._model.prompt(tuple(message.turn for message in asked.messages))]
-            return [self._model.text_prompt(text) for text in asked.prompt]
+            if isinstance(request, ChatRequest):
+                return [self._model.prompt(tuple(message.turn for message in request.messages))]
+            return [self._model.text_prompt(text) for text in request.prompt]
 
 
 def make_app(served: Served) -> ASGIApp:
@@ -88,12 +88,12 @@ def make_app(served: Served) -> ASGIApp:
         return JSONResponse(served.about)
 
     async def generate(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
-        asked = parse_request(kind, await _body(request))
-        served.refuse_other(asked.model)
-        reply = Reply(asked)
-        generation = await to_thread.run_sync(served.generation, asked, reply)
+        parameters = parse_request(kind, await _body(request))
+        served.refuse_other(parameters.model)
+        reply = Reply(parameters)
+        generation = await to_thread.run_sync(served.generation, parameters, reply)
         served.batcher.submit(generation)
-        return _Answer(reply, generation, is_stream=asked.stream)
+        return _Answer(reply, generation, is_stream=parameters.stream)
 
     routes = [
         Route("/v1/models", models),
@@ -117,7 +117,7 @@ def _refusal(scope: Scope) -> ApiError | None:
     address = (scope.get("raw_path") or b"") + scope["query_string"]
     if found := loopback.refusal(scope["method"], address, scope["headers"]):
         return ApiError(found.text, status=found.status)
-    kinds = [kind.partition(";")[0].lower() for kind in loopback.values(scope["headers"], b"content-type")]
+    kinds = [kind.partition(";")[0].strip().lower() for kind in loopback.values(scope["headers"], b"content-type")]
     if scope["method"] == "POST" and kinds != ["application/json"]:  # a page of another site can send other types
         return ApiError("Send the header Content-Type: application/json", status=415)
     return None

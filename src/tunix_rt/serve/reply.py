@@ -14,11 +14,11 @@ from tunix_rt.serve.requests import ApiError, ChatRequest, GenerationRequest
 class Reply:
     """The answer to one request. `send` takes the pieces of its generation, from another thread."""
 
-    def __init__(self, asked: GenerationRequest) -> None:
-        self._asked, self._is_chat = asked, isinstance(asked, ChatRequest)
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request, self._is_chat = request, isinstance(request, ChatRequest)
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Piece | ApiError]()
         kind = "chatcmpl" if self._is_chat else "cmpl"
-        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
+        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": request.model}
         self.choices = self.prompt_tokens = self._new_tokens = 0
 
     def send(self, event: Piece | ApiError) -> None:
@@ -38,7 +38,7 @@ class Reply:
 
     async def chunks(self) -> AsyncIterator[str]:
         """Server-sent events; an error after the first is one of them."""
-        head, counts = self._of_kind(".chunk"), self._asked.stream_options.include_usage
+        head, counts = self._of_kind(".chunk"), self._request.stream_options.include_usage
         no_usage = {"usage": None} if counts else {}
         for choice in range(self.choices if self._is_chat else 0):
             new = self._choice(choice, {"role": "assistant", "content": ""}, None, "delta")

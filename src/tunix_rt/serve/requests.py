@@ -89,14 +89,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "web_search_options": (),
 }  # fmt: skip
-"""Parameters of the API that are not supported -> the values that ask for nothing."""
+"""Parameters of the API that are not supported -> the values without effect."""
 
 
 def parse_request(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> ChatRequest | CompletionRequest:
     """The request in a body; an ApiError names the parameter that is wrong."""
     given = _object(body)
     for name in NEUTRAL.keys() & given.keys():
-        value = given.pop(name)  # of completions, `logprobs: 0` asks for log-probabilities: it is not False
+        value = given.pop(name)  # in completions, `logprobs: 0` requests log-probabilities: it is not False
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
             raise ApiError(f"{name} is not supported here", param=name, code="unsupported_parameter")
     try:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from tunix_rt.config.capabilities import CAPABILITIES
-from tunix_rt.config.settings import RunConfig, Training
+from tunix_rt.config.settings import SAVE_MINUTES, RunConfig, Training
 from tunix_rt.data.packing import StepBatch, batch_of_step
 from tunix_rt.data.prepare import Prepared
 from tunix_rt.engines.base import Engine, Step
@@ -35,8 +35,6 @@ from tunix_rt.train.trackers import NO_TRACKERS, Trackers
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SAVE_MINUTES = 10.0
-"""Of training, between checkpoints, where no setting names any."""
 Sample = Callable[[int], None] | None
 """Generates samples after a step."""
 MOST_SAVING_SHARE = 0.02
@@ -167,7 +165,7 @@ class SaveSchedule:
     def of(cls, training: Training) -> "SaveSchedule":
         minutes = training.save_minutes
         if training.save_steps is None and minutes is None:
-            minutes = DEFAULT_SAVE_MINUTES
+            minutes = SAVE_MINUTES
         return cls(steps=training.save_steps, seconds=None if minutes is None else 60 * minutes)
 
     def due(self, step: Step, total: int, save_seconds: float, *, anyway: bool) -> bool:

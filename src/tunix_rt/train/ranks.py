@@ -17,7 +17,7 @@ from tunix_rt.config.settings import RunConfig
 from tunix_rt.data.prepare import prepare
 from tunix_rt.engines.base import Engine, leading, load_follower, load_lead
 from tunix_rt.errors import ConfigError, InputError, StorageError, TunixError
-from tunix_rt.ranks import World, world
+from tunix_rt.ranks import VISIBLE_SECONDS, World, world
 from tunix_rt.runs.ledger import note_ranks
 from tunix_rt.storage import storage
 from tunix_rt.train.commitment import settled_config
@@ -26,9 +26,6 @@ from tunix_rt.train.loop import batches_of
 from tunix_rt.train.preemption import Preemption
 
 logger = logging.getLogger(__name__)
-
-SHARED_SECONDS = 30.0
-"""Within which every rank must see a file in the run folder: network file systems cache folders for a while."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +71,10 @@ def refuse_for_ranks(config: RunConfig, here: World, *, profile: int = 0) -> Non
         raise ConfigError(
             f"--profile {profile}: only a run on one device is profiled", fix="leave it out, or start one process"
         )
-    if training.lora_rank is not None:
+    if training.load_in_4bit:
         raise ConfigError(
-            "training.lora_rank: adapters are merged into whole weights, which no rank has",
-            fix="leave it out to train every parameter, or start one process",
+            f"training.load_in_4bit: {here.size} ranks shard their weights, in 16 bits or more",
+            fix="leave it out, or start one process",
         )
     if training.memory == "auto":
         raise ConfigError(
@@ -125,9 +122,9 @@ def announce_run(ranks: Ranks, context: RunContext) -> None:
     """Let every rank prepare the data of the run, which it must find in the same files."""
     if ranks.orders is None:
         return
-    word, token = context.run.root / ".shared.staged", secrets.token_hex(8)
-    with storage(word):
-        word.write_text(token)
+    marker, token = context.run.root / ".shared.staged", secrets.token_hex(8)
+    with storage(marker):
+        marker.write_text(token)
     today = context.data.style.template.today
     try:
         number = ranks.orders.announce(
@@ -136,7 +133,7 @@ def announce_run(ranks: Ranks, context: RunContext) -> None:
         )  # fmt: skip
         ranks.orders.answers(f"answer/{number}", lambda: context.stop.check(context.start.saved_state, starting=True))
     finally:
-        word.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
     logger.info("Ranks: %d", ranks.world.size)
 
 
@@ -182,13 +179,13 @@ def _prepared(
 
 def _require_shared(folder: Path, token: str) -> None:
     """StorageError unless the file that rank 0 wrote into `folder` appears here."""
-    until = time.monotonic() + SHARED_SECONDS
+    until = time.monotonic() + VISIBLE_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
             if (folder / ".shared.staged").read_text() == token:
                 return
         time.sleep(0.2)
     raise StorageError(
-        f"{folder}: a file that rank 0 has written does not appear here within {SHARED_SECONDS:.0f} s",
+        f"{folder}: a file that rank 0 has written does not appear here within {VISIBLE_SECONDS:.0f} s",
         fix="give --output a folder that every host shares",
     )

@@ -30,7 +30,10 @@ from tunix_rt.config.dialects.rules import (
 )
 from tunix_rt.config.dialects.trainer_arguments import (
     CHECKPOINTS,
+    LAUNCH,
+    NOT_UPLOADED,
     NOT_WITHOUT_HELDOUT,
+    OWN_FSDP,
     REMOTE_CODE,
     RUN_FOLDER,
     SHARDING,
@@ -107,6 +110,13 @@ def datasets(value: Any, given: Given) -> Verdict:
         settings |= chat_template(str(sorted(own)[0]), TEMPLATES, "jinja alpaca metharme").settings
     note = "prompts are rendered by data.chat_template, without Axolotl's instruction text" if kind == "alpaca" else ""
     return Verdict(settings | ({"data.columns": columns} if columns else {}), note)
+
+
+def special_tokens(value: Any, given: Given) -> Verdict:
+    """without effect for `pad_token`: padding is never trained; other tokens are the tokenizer's own, and refused here"""
+    if not isinstance(value, dict) or all(key == "pad_token" or is_off(token) for key, token in value.items()):
+        return Verdict(note="off" if is_off(value) else "padding is never trained")
+    return refusal("the special tokens are the tokenizer's own; leave out all but pad_token")
 
 
 def held_out_files(value: Any, given: Given) -> Verdict:
@@ -238,6 +248,7 @@ TABLE: Table = {
         eval_batch_size="evaluation.per_device_eval_batch_size", logging_steps="training.logging_steps",
     ),
     **read_by(datasets, "datasets"), **read_by(held_out_files, "test_datasets"), **read_by(held_out, "val_set_size"),
+    **read_by(special_tokens, "special_tokens"),
     **read_by(trained_parts, "train_on_inputs"), **read_by(template, "chat_template"), **read_by(optimizer, "optimizer"),
     **read_by(scheduler, "lr_scheduler"), **read_by(warmup_steps, "warmup_steps"), **read_by(max_steps, "max_steps"),
     **read_by(warmup_ratio, "warmup_ratio"), **read_by(brain_float, "bf16", "bfloat16"), **read_by(adapter, "adapter"),
@@ -264,7 +275,7 @@ TABLE: Table = {
               "trackio_run_name trackio_space_id use_otel_metrics include_tokens_per_second include_tkps"),
     **without("the fastest attention that passes its self-test is used", "flash_attention sdp_attention xformers_attention "
               "flex_attention eager_attention sage_attention attn_implementation flash_attn_cross_entropy flash_attn_rms_norm "
-              "flash_attn_fuse_mlp flash_optimum s2_attention sdpa_varlen batch_flattening"),
+              "flash_attn_fuse_mlp flash_optimum sdpa_varlen batch_flattening"),
     **without("kernels are chosen and checked by tunix-rt", "lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
               "lora_embedding_kernel chunked_cross_entropy chunked_cross_entropy_num_chunks liger_rope liger_rms_norm "
               "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy "
@@ -277,22 +288,25 @@ TABLE: Table = {
     **without("float32 is what remains without bf16 and fp16", "float32"),
     **without("matmuls of float32 have full precision; training.dtype: bfloat16 is the faster way", "tf32"),
     **without("`rl` is off", "trl vllm rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha"),
-    **without("one process trains", "ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters "
+    **without(LAUNCH, "ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters "
               "local_rank world_size device device_map use_ray ray_num_workers"),
-    **without("nothing is uploaded", "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token"),
+    **without(NOT_UPLOADED, "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token"),
     **without("memory is planned before training", "gc_steps gc_collect_steps torch_empty_cache_steps low_cpu_mem_usage "
-              "gpu_memory_limit max_memory lora_on_cpu loss_watchdog_threshold loss_watchdog_patience"),
+              "gpu_memory_limit max_memory lora_on_cpu"),
     **without("the checkpoint with the lowest held-out loss is kept: `tunix-rt export --best`", "load_best_model_at_end "
               "metric_for_best_model greater_is_better"),
-    **without("no effect on training", "strict debug early_stopping_threshold profiler_steps generate_samples "
+    **without("no effect on training", "strict debug profiler_steps generate_samples "
               "num_generation_samples gradio_title gradio_share gradio_max_new_tokens gradio_temperature"),
-    **without("FSDP is not used", "fsdp_config fsdp_version fsdp_final_state_dict_type"),
-    **without("tokens that the tokenizer has need no entry; padding is never trained", "special_tokens"),
+    **without(OWN_FSDP, "fsdp_config fsdp_version fsdp_final_state_dict_type"),
     **refused(SHARDING, "fsdp deepspeed deepcompile dp_shard_size dp_replicate_size tensor_parallel_size "
               "context_parallel_size sequence_parallel_degree", unless=(1,)),
     **refused(IN_8_BIT, "load_in_8bit gptq"),
     **refused("training.load_in_4bit is NF4 with double quantization, as Axolotl's default is", "bnb_config_kwargs"),
     **refused("tunix-rt does supervised fine-tuning; leave the key out", "rl reward_model process_reward_model"),
+    **refused("training.patience counts every decrease of the held-out loss; leave the key out", "early_stopping_threshold"),
+    **refused("training.patience ends a run by its held-out loss; leave the key out", "loss_watchdog_threshold"),
+    **without("`loss_watchdog_threshold` is off", "loss_watchdog_patience"),
+    **refused("every token attends to every token before it in its example; leave the key out", "s2_attention"),
     **refused("train plain text with type: completion", "pretraining_dataset streaming"),
     **refused("tunix-rt never runs code of a model repository; leave the key out", "plugins trainer_cls"),
     **refused("export the adapter merged first, then train that model", "lora_model_dir relora"),

@@ -21,7 +21,7 @@ from tunix_rt.config.dialects.rules import (
     steps_or_share,
     without,
 )
-from tunix_rt.config.dialects.trainer_arguments import NOT_WITHOUT_HELDOUT, REMOTE_CODE, TRAINER_ARGUMENTS
+from tunix_rt.config.dialects.trainer_arguments import LAUNCH, NOT_WITHOUT_HELDOUT, REMOTE_CODE, TRAINER_ARGUMENTS
 
 TITLE = "LLaMA-Factory"
 TEMPLATES = {"gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "chatml": "chatml"}
@@ -184,7 +184,7 @@ TABLE: Table = {
     **without("the text model alone is trained", "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps "
               "video_maxlen media_dir freeze_vision_tower freeze_multi_modal_projector"),
     **without("`tunix-rt export` writes the model", "export_dir export_size export_device export_legacy_format offload_folder"),
-    **without("one process trains", "ray_num_workers ray_init_kwargs master_addr master_port"),
+    **without(LAUNCH, "ray_num_workers ray_init_kwargs master_addr master_port"),
     **without("`tunix-rt train --profile N` profiles", "profiler_output_dir profiler_wait_steps profiler_warmup_steps "
               "profiler_active_steps profiler_repeat"),
     **without("Galore, Apollo and BAdam are off", "galore_target galore_rank apollo_target apollo_rank badam_mode "

@@ -105,7 +105,9 @@ def refused(way: str, keys: str, *, unless: tuple[Any, ...] = ()) -> dict[str, R
 
 def read_by(function: Callable[[Any, Given], Verdict], *keys: str) -> dict[str, Rule]:
     """Keys that a function reads; its docstring is their line in the documentation."""
-    return dict.fromkeys(keys, Rule(function, "mapped", (function.__doc__ or "").strip()))
+    line = (function.__doc__ or "").strip()
+    kind = "without effect" if line.startswith("without effect") else "mapped"
+    return dict.fromkeys(keys, Rule(function, kind, line))
 
 
 # --- values that several dialects share -------------------------------------------------------------------------------

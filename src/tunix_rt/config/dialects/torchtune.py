@@ -184,6 +184,20 @@ def max_length(value: Any, given: Given) -> Verdict:
     )
 
 
+def prompt_template(value: Any, given: Given) -> Verdict:
+    """without effect where it is the model family's: the tokenizer's chat template has it; any other is refused"""
+    if is_off(value) or str(value).startswith("torchtune.models."):
+        return Verdict(note="off" if is_off(value) else "the tokenizer's own chat template is used")
+    return refusal("data.chat_template is tokenizer, gemma, chatml or plain; leave the key out")
+
+
+def loss(value: Any, given: Given) -> Verdict:
+    """without effect where it is a cross-entropy: the loss is that, chunked over the vocabulary; any other is refused"""
+    if "crossentropy" in name_of(value).lower():
+        return Verdict(note="as here, chunked over the vocabulary in any case")
+    return Verdict(note="off") if is_off(value) else refusal("the loss is the cross-entropy of the target tokens")
+
+
 def eval_steps(value: Any, given: Given) -> Verdict:
     """Refused unless null: held-out data is `data.validation`"""
     return Verdict(note="off") if is_off(value) else refusal("data.validation: FILE and training.eval_steps: N")
@@ -214,19 +228,20 @@ TABLE: Table = {
     **read_by(warmup_steps, "lr_scheduler.num_warmup_steps"),
     **read_by(schedule, "lr_scheduler._component_"), **read_by(betas, "optimizer.betas"), **read_by(device, "device"),
     **read_by(steps_per_epoch, "max_steps_per_epoch"), **read_by(precision, "dtype"), **read_by(epochs, "epochs"),
-    **read_by(max_length, "tokenizer.max_seq_len"), **read_by(eval_steps, "run_val_every_n_steps"),
+    **read_by(max_length, "tokenizer.max_seq_len"), **read_by(prompt_template, "tokenizer.prompt_template"),
+    **read_by(loss, "loss._component_"), **read_by(eval_steps, "run_val_every_n_steps"),
     **without("read with the model or the dataset it belongs to", "model.lora_rank dataset.source dataset.data_files "
               "dataset.conversation_style dataset.conversation_column dataset.column_map dataset.column"),
-    **without("the tokenizer.json of the model folder is used", "tokenizer._component_ tokenizer.path tokenizer.merges_file "
-              "tokenizer.prompt_template"),
+    **without("the tokenizer.json of the model folder is used", "tokenizer._component_ tokenizer.path "
+              "tokenizer.merges_file"),
     **without("model folders of transformers are read and written", "checkpointer._component_ checkpointer.checkpoint_files "
               "checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint checkpointer.model_type "
               "checkpointer.checkpoint_files.filename_format checkpointer.checkpoint_files.max_filename "
               "checkpointer.safe_serialization save_adapter_weights_only epochs_to_save save_last_epoch_only"),
     **without(RUN_FOLDER, "output_dir checkpointer.output_dir log_dir"),
     **without("rows are shuffled by training.data_seed in any case", "shuffle"),
-    **without("the loss is the cross-entropy, chunked over the vocabulary in any case", "loss._component_ "
-              "loss.num_output_chunks loss.ignore_index"),
+    **without("the loss is the cross-entropy, chunked over the vocabulary in any case", "loss.num_output_chunks "
+              "loss.ignore_index"),
     **without("one fused update is used where it exists", "optimizer.fused optimizer.foreach"),
     **read_by(metric_logger, "metric_logger._component_"),
     **without("every step is in metrics.jsonl", "metric_logger.log_dir metric_logger.project "

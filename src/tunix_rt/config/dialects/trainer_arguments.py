@@ -26,6 +26,9 @@ NOT_WITHOUT_HELDOUT = "the held-out loss is computed at the end of training; tra
 CHECKPOINTS = "a checkpoint is saved every 10 minutes and at the end, unless training.save_steps is set"
 RUN_FOLDER = "the run folder is given on the command line: --output DIR"
 NEVER_RUN = "tunix-rt never runs code of a model repository, and the model type is not known here; leave the key out"
+LAUNCH = "processes are those of the launch: --nproc, torchrun, or one"
+OWN_FSDP = "above one process tunix-rt shards by FSDP with settings of its own"
+NOT_UPLOADED = "nothing is uploaded: tunix-rt push does that afterwards"
 SHARDING = "FSDP shards over all devices: leave the key out, and start with --nproc gpu (JAX: training.backend: jax)"
 
 
@@ -110,12 +113,12 @@ TRAINER_ARGUMENTS: Table = {
     **without("every step is in metrics.jsonl", "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter "
               "include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica disable_tqdm "
               "trackio_space_id trackio_bucket_id trackio_static_space_id"),
-    **without("nothing is uploaded", "push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push "
+    **without(NOT_UPLOADED, "push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push "
               "hub_revision"),
     **without("tokens are prepared once and kept in a cache", "dataloader_num_workers dataloader_pin_memory "
               "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
               "dataloader_in_order remove_unused_columns label_names length_column_name"),
-    **without("one process trains", "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+    **without(LAUNCH, "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
               "ddp_backend ddp_timeout local_rank average_tokens_across_devices accelerator_config"),
     **without("matmuls of float32 have full precision; training.dtype: bfloat16 is the faster way", "tf32"),
     **without("the loss is chunked over the vocabulary in any case", "use_liger_kernel liger_kernel_config"),
@@ -125,7 +128,7 @@ TRAINER_ARGUMENTS: Table = {
     **without("the checkpoint with the lowest held-out loss is kept: `tunix-rt export --best`",
               "load_best_model_at_end metric_for_best_model greater_is_better"),
     **refused(SHARDING, "fsdp deepspeed parallelism_config"),
-    **without("FSDP is not used", "fsdp_config fsdp_transformer_layer_cls_to_wrap"),
+    **without(OWN_FSDP, "fsdp_config fsdp_transformer_layer_cls_to_wrap"),
     **refused("leave it out: the loss is the cross-entropy of the target tokens", "label_smoothing_factor"),
     **refused("leave it out: embeddings are trained without noise", "neftune_noise_alpha"),
     **refused("`training.memory: auto` finds a batch size that fits before training", "auto_find_batch_size"),

@@ -22,7 +22,7 @@ from tunix_rt.config.dialects.rules import (
     refused,
     without,
 )
-from tunix_rt.config.dialects.trainer_arguments import REMOTE_CODE, TRAINER_ARGUMENTS
+from tunix_rt.config.dialects.trainer_arguments import LAUNCH, REMOTE_CODE, TRAINER_ARGUMENTS
 from tunix_rt.errors import ConfigError
 
 TITLE = "TRL"
@@ -153,7 +153,7 @@ TABLE: Table = {
     **without("rows are shuffled by training.data_seed in any case", "shuffle_dataset"),
     **without("4-bit weights always have double quantization, and are computed with in training.dtype",
               "use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype"),
-    **without("one process trains", "num_processes accelerate_config ignore_bias_buffers"),
+    **without(LAUNCH, "num_processes accelerate_config ignore_bias_buffers"),
     **without("causal language models are trained", "lora_task_type"),
     **refused("data.columns: {text: NAME}", "dataset_text_field", unless=("text",)),
     **refused("name the files: data.dataset: owner/name:CONFIG/train-*", "dataset_config"),

@@ -22,7 +22,7 @@ DOWNWARDS = ("newest", "accuracy", "speed", "memory")
 """The largest first, unless turned around."""
 GROUPS = ("none", "model", "status", "device")
 HEADINGS = {
-    "run": "name", "status": "", "model, device": "", "steps": "", "curve": "", "training loss": "loss",
+    "run": "name", "status": "", "model, device": "", "steps": "", "loss curve": "", "training loss": "loss",
     "accuracy, strict": "accuracy", "tokens/s": "speed", "memory": "memory", "evidence": "", "finished, UTC": "newest",
 }  # fmt: skip
 """Heading -> the order that it sorts by."""

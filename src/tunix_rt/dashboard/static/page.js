@@ -59,11 +59,23 @@ class Part {
 const keyOf = (one, place) => one.id || (one.name && `${one.name}=${one.value}`) || one.getAttribute("href") || String(place);
 const keyed = (element, what) => [...element.querySelectorAll(what)].map((one, place) => [keyOf(one, place), one]);
 
+// A form of the part stays as it is, so that a list that is open does not close.
+function replace(element, html) {
+  const made = document.createElement("template");
+  made.innerHTML = html; // by this server, which escapes whatever comes from a file
+  const [old, form] = [element, made.content].map((all) => [...all.children].find((one) => one.matches("form[data-view]")));
+  if (!old || !form) return element.replaceChildren(made.content);
+  for (const one of [...element.childNodes]) if (one !== old) one.remove();
+  while (made.content.firstChild !== form) old.before(made.content.firstChild);
+  form.remove();
+  old.after(made.content);
+}
+
 function swap(element, html) {
   const kept = [["details", "open"], ["input[type=checkbox]", "checked"], [".scroll, pre", "scrollLeft"], [".scroll, pre", "scrollTop"]]
     .map(([what, name]) => [what, name, new Map(keyed(element, what).map(([key, one]) => [key, one[name]]))]);
   const focused = keyed(element, FOCUSABLE).find(([, one]) => one === document.activeElement)?.[0];
-  element.innerHTML = html; // made by this server, which escapes whatever comes from a file
+  replace(element, html);
   prepare(element);
   for (const [what, name, values] of kept) {
     for (const [key, one] of keyed(element, what)) if (values.has(key)) one[name] = values.get(key);

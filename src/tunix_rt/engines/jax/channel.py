@@ -24,10 +24,13 @@ Message = dict[str, Any]
 class Channel:
     """A connection. Messages are JSON, with arrays as raw bytes."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(rank_timeout(SILENT_SECONDS))
+    def __init__(self, connection: socket.socket, *, silent_seconds: float = SILENT_SECONDS) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._sending = connection, threading.Lock()
+        self.allow_silence(silent_seconds)
+
+    def allow_silence(self, seconds: float) -> None:
+        self._connection.settimeout(rank_timeout(seconds))
 
     def send(self, kind: str, arrays: Arrays | None = None, **fields: Any) -> None:
         arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}

@@ -31,6 +31,8 @@ LONG_SECONDS = 1800.0
 """The same where it may still load, restore or write."""
 SLOW_STEPS = 10
 CONNECT_SECONDS = 300.0
+GREETING_SECONDS = 5.0
+"""For the first message of a connection, while which no other one is taken."""
 ORDERLY = (0, Preempted.exit_code)
 COURTESY_SECONDS = 3.0
 """For the main thread to end by itself, before its process is ended in the middle of a call."""
@@ -114,11 +116,9 @@ class Lead:
                         f"{duration(CONNECT_SECONDS)}",
                         fix="start the same command in every process, and open the port MASTER_PORT between the hosts",
                     )
-                with suppress(TimeoutError, EOFError, OSError, ValueError, KeyError):  # none yet, or none of ours
-                    channel = Channel(server.accept()[0])
-                    report = channel.receive()[0]["report"]
-                    if report["rank"] in missing:
-                        self.peers.append(Peer(rank=report["rank"], channel=channel, report=report))
+                with suppress(TimeoutError):  # none yet
+                    if (peer := _greeting(server.accept()[0], missing)) is not None:
+                        self.peers.append(peer)
         self.peers.sort(key=lambda peer: peer.rank)
         for peer in self.peers:
             threading.Thread(target=self._listen, args=(peer,), name=f"tunix-rt-{peer.rank}", daemon=True).start()
@@ -142,7 +142,7 @@ class Lead:
     def meet(self, number: int) -> None:
         """Wait until every follower is ready for announcement `number`, and let all begin."""
         self.collect(number)
-        self.tell("go", number=number)
+        self.send_all("go", number=number)
 
     def announce(self, what: str, arrays: Arrays | None = None, *, step: int | None = None, **fields: Any) -> int:
         with self._gate:
@@ -170,7 +170,7 @@ class Lead:
             self._slowest = max(self._slowest, took)
         self._doing = Doing(number=self._doing.number)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send_all(self, kind: str, **fields: Any) -> None:
         for peer in self.peers:
             self._send(peer, kind, **fields)
 
@@ -249,7 +249,7 @@ class Lead:
                 try:
                     peer.channel.send("beat")
                 except OSError:
-                    continue  # its listener says why
+                    continue  # its listener reports why
             peers = {peer.name: peer.doing for peer in self.peers}
             if problem := hang(self._doing, peers, now=time.monotonic(), slowest=self._slowest):
                 self._lose(TunixError(problem, fix=SEE_LOGS))
@@ -266,6 +266,20 @@ class Lead:
     def _end_if_stuck(self, error: TunixError) -> None:
         if self._doing.entered and not self._over.wait(2 * COURTESY_SECONDS):
             self._end(error)
+
+
+def _greeting(connection: socket.socket, missing: set[int]) -> Peer | None:
+    """One of the `missing` followers; None for any other program that connects, such as a scan of ports."""
+    channel = Channel(connection, silent_seconds=GREETING_SECONDS)
+    try:
+        report = channel.receive()[0]["report"]
+        if {"rank", "host", "pid"} <= report.keys() and report["rank"] in missing:
+            channel.allow_silence(SILENT_SECONDS)
+            return Peer(rank=report["rank"], channel=channel, report=report)
+    except (EOFError, OSError, ValueError, TypeError, AttributeError, KeyError):  # not its form
+        logger.debug("a connection of no process of the run")
+    channel.close()
+    return None
 
 
 def address_of_lead() -> tuple[str, int]:

@@ -1,7 +1,6 @@
 """The JAX engine in every process but the first: it computes what process 0 announces, and writes the shards of its devices."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +17,10 @@ from tunix_rt.engines.jax.follower import Follower
 from tunix_rt.engines.jax.model import Batch
 from tunix_rt.engines.jax.processes import exit_without_shutdown, gathered, join
 from tunix_rt.engines.jax.save import Snapshot, own_name
-from tunix_rt.errors import StorageError, TunixError
+from tunix_rt.errors import TunixError
 from tunix_rt.models.resolve import ModelSource
-from tunix_rt.ranks import World
+from tunix_rt.ranks import World, wait_for
 from tunix_rt.storage import WrittenFile, settle_file, sha256_file, storage
-
-VISIBLE_SECONDS = 30.0
-"""For a folder that process 0 made to be seen by another host."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class Computation:
 
     def _write(self, number: int, folder: Path, write: Callable[[Path], None]) -> None:
         try:
-            _wait_for(folder)
+            wait_for(folder)
             with storage(folder):
                 write(folder)
                 for path in (own := [folder / own_name(name) for name in (MODEL, OPTIMIZER)]):
@@ -86,16 +82,6 @@ def computation(
         if follower.leaves:
             jax.distributed.shutdown()
         follower.close()
-
-
-def _wait_for(folder: Path) -> None:
-    until = time.monotonic() + VISIBLE_SECONDS
-    while not folder.is_dir():
-        if time.monotonic() > until:
-            raise StorageError(
-                f"{folder}, which process 0 made, is not here", fix="give an --output on storage that all hosts share"
-            )
-        time.sleep(0.1)
 
 
 # --- one function for each announcement ---------------------------------------------------------------------------------
@@ -141,7 +127,7 @@ def _write(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> 
 
 
 def _restore(run: Computation, order: Mapping[str, Any], _: Mapping[str, Any]) -> None:
-    _wait_for(Path(order["folder"]))
+    wait_for(Path(order["folder"]))
     loop.restore_state(run.engine, run.optimizer, Path(order["folder"]), step=order["at"])
 
 

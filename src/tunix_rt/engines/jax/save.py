@@ -27,7 +27,7 @@ from tunix_rt.engines.jax.weights import TYPES, Entry, entries
 from tunix_rt.errors import InputError
 from tunix_rt.models.families import FAMILIES
 from tunix_rt.models.multimodal import restore_towers
-from tunix_rt.models.safetensors import Stored, header_of, part_name, parts_of, stored_tensors
+from tunix_rt.models.safetensors import Stored, header_of, part_files, part_name, stored_tensors
 from tunix_rt.storage import storage
 
 SHARDING = "DCP_SHARDING_INFO"
@@ -282,8 +282,7 @@ def _restored(path: Path, leaves: list[Leaf], tree: Any) -> Any:
 
 def _stored(path: Path) -> dict[str, Stored]:
     """The tensors of `path`, or of the files that several processes wrote in its place."""
-    names = parts_of(path.name, [one.name for one in path.parent.iterdir()]) or [path.name]
-    return stored_tensors(path.with_name(name) for name in names)
+    return stored_tensors(part_files(path.parent, path.name) or [path])
 
 
 def _read(stored: Mapping[str, Stored], leaf: Leaf) -> Host:

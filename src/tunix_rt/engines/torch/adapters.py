@@ -1,8 +1,8 @@
 """LoRA through `peft`: trainable adapters beside projections of the layers, all other weights frozen."""
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from tunix_rt.errors import ConfigError, InputError
 from tunix_rt.plan.adapters import ALL_LINEAR, SETTING, Targets, alpha_of, chosen_modules, is_target
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def add_adapters(model: Any, training: Training, *, name: str) -> Any:
@@ -44,6 +46,22 @@ def add_adapters(model: Any, training: Training, *, name: str) -> Any:
         training.lora_rank, alpha_of(training), training.lora_dropout, len(chosen), len(projections), f"{trained:,}",
     )  # fmt: skip
     return model
+
+
+def add_meta_adapters(model: Any, training: Training, *, name: str) -> dict[str, torch.Tensor]:
+    """Add adapters to a model on the meta device. Returns their weights, drawn as for a model that is loaded whole."""
+    for module in _projections(model).values():  # peft draws on the device of a projection; this one takes no memory
+        weight = torch.zeros((), dtype=module.weight.dtype).expand(module.weight.shape)
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    add_adapters(model, training, name=name)
+    drawn = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.to("meta")
+    return drawn
+
+
+def without_adapters(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """The weights but for those of adapters, under the names that they have without them."""
+    return {name.replace(".base_layer.", "."): one for name, one in named if "lora_" not in name}
 
 
 def _projections(model: Any) -> dict[str, torch.nn.Module]:
@@ -97,4 +115,28 @@ def merged_weights(model: Any) -> dict[str, torch.Tensor]:
         elif (whole := widened.get((tensor.data_ptr(), tensor.shape))) is None:
             whole = widened[tensor.data_ptr(), tensor.shape] = tensor.cpu().float()
         merged[name.replace(".base_layer.", ".")] = whole
+    return merged
+
+
+def merging(model: Any, whole: Callable[[str], torch.Tensor | None]) -> Callable[[str], torch.Tensor | None]:
+    """`whole` under the names without adapters, each merged into its projection, in float32: `merged_weights` of a sharded
+    model, a tensor at a time."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+    def merged(name: str) -> torch.Tensor | None:
+        place, _, kind = name.rpartition(".")
+        if (module := adapted.get(place)) is None:
+            tensor = whole(name)
+            return tensor.float() if tensor is not None and tensor.is_floating_point() else tensor
+        base = whole(f"{place}.base_layer.{kind}")
+        if kind != "weight":
+            return None if base is None else base.float()
+        after, before = (whole(f"{place}.lora_{factor}.default.weight") for factor in "BA")
+        if base is None or after is None or before is None:  # another rank merges
+            return None
+        delta = after @ before * module.scaling["default"]
+        return (base + (delta.T if module.fan_in_fan_out else delta)).float()
+
     return merged

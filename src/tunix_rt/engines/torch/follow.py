@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,12 +20,9 @@ from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.optim import Optimizer
 from tunix_rt.engines.torch.orders import Orders, open_store
 from tunix_rt.engines.torch.watch import RESUME, Watch, is_of_connection, pass_signals_on
-from tunix_rt.errors import StorageError, TunixError
+from tunix_rt.errors import TunixError
 from tunix_rt.models.resolve import ModelSource
-from tunix_rt.ranks import World
-
-VISIBLE_SECONDS = 30.0
-"""For a folder that rank 0 has made to be seen by another host."""
+from tunix_rt.ranks import World, wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +141,6 @@ class Follower:
 
     def facts(self) -> None:
         self._orders.answer(facts_of(self.engine, self._orders.world))
-
-
-def wait_for(folder: Path) -> Path:
-    """`folder`, once it is here: another host may have made it."""
-    until = time.monotonic() + VISIBLE_SECONDS
-    while not folder.is_dir():
-        if time.monotonic() > until:
-            raise StorageError(
-                f"{folder}, which rank 0 has made, is not here", fix="give --output a folder that every host shares"
-            )
-        time.sleep(0.1)
-    return folder
 
 
 def follow(

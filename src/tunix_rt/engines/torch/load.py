@@ -18,7 +18,7 @@ from tunix_rt.config.settings import Training
 from tunix_rt.engines.base import StepShape
 from tunix_rt.engines.failures import SEE_PLAN, is_out_of_memory, memory_errors_named
 from tunix_rt.engines.memory_meter import RiseMeter
-from tunix_rt.engines.torch.adapters import add_adapters
+from tunix_rt.engines.torch.adapters import add_adapters, add_meta_adapters
 from tunix_rt.engines.torch.attention import (
     VARLEN_LACKS,
     Attention,
@@ -70,7 +70,7 @@ def load(
     meter = RiseMeter()
     recipe = recipe_of(training)
     torch.manual_seed(training.seed)
-    by_rows = dist.is_initialized() and _loads_by_rows(source, training)
+    by_rows = dist.is_initialized() and _loads_by_rows(source)
     with _loading(source, device):
         attention = attention_for(config, device, training)
         dtype = getattr(torch, recipe.frozen or recipe.weights)
@@ -80,6 +80,9 @@ def load(
             drawn_on = "cpu" if training.load_in_4bit else device  # a GPU need not have memory for whole weights
             model = _read_model(source, config, attention, dtype=dtype, device=drawn_on)
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        adapters: dict[str, torch.Tensor] = {}
+        if by_rows and training.lora_rank is not None:
+            adapters = add_meta_adapters(model, training, name=source.name)
         if not by_rows:
             model = _adapted(model, source, training, torch.device(device))
         if recipe.compute == "float64":
@@ -100,6 +103,7 @@ def load(
         sharding = _shard(engine, training)
         with _loading(source, device), memory_errors_named("the loading of the weights"):
             fill_model(model, source, sharding, key_mapping=_key_mapping(source))
+            sharding.fill(adapters)
     with _loading(source, device):
         check_model(engine, training)
     if dist.is_initialized() and not by_rows:
@@ -107,11 +111,10 @@ def load(
     return engine
 
 
-def _loads_by_rows(source: ModelSource, training: Training) -> bool:
+def _loads_by_rows(source: ModelSource) -> bool:
     """Whether a rank reads its rows alone. Random weights are drawn whole, as one device draws them, and a model of an unknown
-    family or with adapters is tried or changed as a whole."""
-    known = source.config.get("model_type") in FAMILIES
-    return known and source.weights == "pretrained" and training.lora_rank is None
+    family is tried as a whole."""
+    return source.config.get("model_type") in FAMILIES and source.weights == "pretrained"
 
 
 def _adapted(model: Any, source: ModelSource, training: Training, device: torch.device) -> Any:

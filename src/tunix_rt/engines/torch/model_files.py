@@ -13,6 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.core_model_loading import revert_weight_conversion
 
 from tunix_rt.engines.failures import REPORT_DEFECT
+from tunix_rt.engines.torch.adapters import without_adapters
 from tunix_rt.engines.torch.tensor_files import NAMES, Tensors, blocks, pieces_of, widest_first
 from tunix_rt.errors import TunixError
 from tunix_rt.models.safetensors import INDEX, header_of
@@ -69,8 +70,8 @@ def _layer_of(name: str) -> str:
 
 
 def _saved(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that a saved model has, once each where they are tied."""
-    tensors, tied = model.state_dict(keep_vars=True), model.all_tied_weights_keys
+    """Parameters and buffers that a saved model has, once each where they are tied; adapters are merged into theirs."""
+    tensors, tied = without_adapters(model.state_dict(keep_vars=True).items()), model.all_tied_weights_keys
     ignored = model._keys_to_ignore_on_save or ()
     return {
         name: tensor

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from tunix_rt.engines import checkpoint
 from tunix_rt.engines.checkpoint import BLOCK_BYTES, MODEL, OPTIMIZER, refuse_other_tensors, staged_model, unreadable
 from tunix_rt.engines.failures import out_of_range
-from tunix_rt.engines.torch.adapters import merged_weights
+from tunix_rt.engines.torch.adapters import merged_weights, merging, without_adapters
 from tunix_rt.engines.torch.model import Engine
 from tunix_rt.engines.torch.model_files import Whole, layer_tensors, write_weights
 from tunix_rt.engines.torch.optim import Optimizer
@@ -36,7 +36,7 @@ from tunix_rt.engines.torch.tensor_files import (
     write_file,
 )
 from tunix_rt.models.multimodal import restore_towers
-from tunix_rt.models.safetensors import part_name, parts_of, stored_tensors
+from tunix_rt.models.safetensors import part_files, part_name, stored_tensors
 from tunix_rt.models.secrets import one_line
 from tunix_rt.ranks import Part
 from tunix_rt.storage import WrittenFile, storage
@@ -259,8 +259,7 @@ def _fill(folder: Path, name: str, tensors: Tensors, parts: Mapping[str, Part]) 
     """Fill `tensors` with their rows in the file `name`, or in the files that it is split into."""
     path = folder / name
     try:
-        files = [folder / part for part in parts_of(name, [one.name for one in folder.iterdir()])]
-        stored = stored_tensors(files or [path])
+        stored = stored_tensors(part_files(folder, name) or [path])
         refuse_other_tensors(
             path,
             {name: f"{list(one.shape)} {_plain(DTYPES.get(one.dtype, one.dtype))}" for name, one in stored.items()},
@@ -314,8 +313,7 @@ def save(
         else:
             engine.model.save_pretrained(staged, state_dict={})  # its configuration
             write_weights(staged, engine.model, _gather(engine, sharding), dtype=_saved_dtype(engine))
-        dtype = "float32" if engine.recipe.frozen is not None else engine.saved_dtype
-        if dtype is not None:  # transformers casts to the dtype of config.json
+        if (dtype := _saved_name(engine)) is not None:  # transformers casts to the dtype of config.json
             config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
             (staged / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
         settings.save_pretrained(staged)
@@ -340,19 +338,28 @@ def saved_weights(engine: Engine) -> dict[str, torch.Tensor] | None:
     return named
 
 
+def _saved_name(engine: Engine) -> str | None:
+    """The dtype of the saved weights: float32 where adapters are merged, None for that in memory."""
+    return "float32" if engine.recipe.frozen is not None else engine.saved_dtype
+
+
 def _saved_dtype(engine: Engine) -> torch.dtype | None:
-    return None if engine.saved_dtype is None else getattr(torch, engine.saved_dtype)
+    return None if (name := _saved_name(engine)) is None else getattr(torch, name)
 
 
 def _gather(engine: Engine, sharding: Sharding) -> Whole:
     tensors = engine.model.state_dict(keep_vars=True)
-    return lambda name: sharding.gathered(local_part(tensors[name]), sharding.part_of(tensors[name]))
+
+    def whole(name: str) -> torch.Tensor | None:
+        return sharding.gathered(local_part(tensors[name]), sharding.part_of(tensors[name]))
+
+    return whole if engine.recipe.frozen is None else merging(engine.model, whole)
 
 
 def whole_weights(engine: Engine, sharding: Sharding) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor as `save` writes it, one at a time in the host memory of rank 0; nothing elsewhere. Every rank walks it."""
     whole = _gather(engine, sharding)
-    for name in engine.model.state_dict():
+    for name in without_adapters(engine.model.state_dict().items()):
         if (tensor := whole(name)) is not None:
             yield name, tensor.to(_saved_dtype(engine) if tensor.is_floating_point() else None)
 

@@ -14,6 +14,7 @@ import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from tunix_rt.engines.torch.adapters import without_adapters
 from tunix_rt.engines.torch.sharding import Sharding, local_part
 from tunix_rt.engines.torch.tensor_files import DTYPES, Tensors, read_rows
 from tunix_rt.errors import InputError
@@ -34,8 +35,8 @@ def meta_model(source: ModelSource, config: Any, options: Mapping[str, Any]) -> 
 
 
 def fill_model(model: Any, source: ModelSource, sharding: Sharding, *, key_mapping: dict[str, str] | None) -> None:
-    """Fill the rows that this rank has of a model that was built on the meta device."""
-    saved = dict(model.named_parameters()) | _persistent_buffers(model)
+    """Fill the rows that this rank has of a model that was built on the meta device, but for adapters."""
+    saved = without_adapters(model.named_parameters()) | _persistent_buffers(model)
     parts = {name: sharding.part_of(one) for name, one in saved.items()}
     fill_weights(model, source, {name: local_part(one) for name, one in saved.items()}, parts, key_mapping=key_mapping)
     fill_buffers(model)
@@ -81,7 +82,7 @@ def _first_names(model: Any) -> dict[str, str]:
     """Every name of a parameter or buffer -> its first one; tied parameters have several."""
     both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in both}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in without_adapters(both).items()}
 
 
 def _values(
@@ -92,7 +93,7 @@ def _values(
     transforms = get_model_conversion_mapping(model, key_mapping)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    known, prefix = model.state_dict(), model.base_model_prefix
+    known, prefix = without_adapters(model.state_dict().items()), model.base_model_prefix
     converted: dict[str, WeightConverter] = {}
     for key in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, known)

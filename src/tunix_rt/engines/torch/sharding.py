@@ -5,7 +5,7 @@ is no special case here, it has no `Sharding` at all.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +70,12 @@ class Sharding:
         """The rows of a parameter or buffer of the model that this rank has: of a buffer all."""
         shape = tuple(tensor.shape)
         return part_of(shape, self.shard, self.shards) if isinstance(tensor, DTensor) else Part.whole(shape)
+
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set trained parameters to their rows of whole tensors."""
+        for name, whole in values.items():
+            part, weight = self.part(name), self.weights[name].detach()
+            weight.copy_(whole[part.first : part.first + part.rows])
 
     # --- a step
 

@@ -22,7 +22,7 @@ from tunix_rt.engines.base import Step
 from tunix_rt.errors import EvidenceError
 from tunix_rt.evidence.replay.session import Session, generate
 from tunix_rt.export.export import save_final
-from tunix_rt.models.safetensors import Stored, parts_of, stored_tensors
+from tunix_rt.models.safetensors import Stored, part_files, stored_tensors
 from tunix_rt.progress import Progress
 from tunix_rt.storage import sha256_file
 from tunix_rt.train.loop import batches_of
@@ -120,9 +120,7 @@ def distance(first: Path, recorded: Path, here: Path) -> float:
 
 
 def _tensors(path: Path) -> dict[str, Stored]:
-    names = [one.name for one in path.parent.iterdir()]
-    split = [path.with_name(one) for one in parts_of(path.name, names)] or [path]
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else split
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else part_files(path.parent, path.name) or [path]
     try:
         found = stored_tensors(files)
     except ValueError as error:
