@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.dev_reasoning import check
+from recipes.dev_reasoning import check, more
 from recipes.dev_reasoning import generate as generator
 from recipes.dev_reasoning.check_questions import solve
 from recipes.dev_reasoning.shape import Draw
@@ -265,3 +265,13 @@ def test_the_manifest_tells_the_tokens_and_the_root_that_the_data_stage_finds(tm
     assert (told["tokenizer_sha256"], told["style_sha256"]) == (
         recipe_for(ROOT / generator.DATASET).tokenizer.sha256, recipe_for(ROOT / generator.DATASET).style.sha256,
     )  # fmt: skip
+
+
+def test_more_questions_are_reproduced_byte_for_byte_and_share_no_operands():
+    files = more.generate()
+    assert all((ROOT / path).read_bytes() == content for path, content in files.items())
+    questions, training = more.more_rows()
+    keys = [template.key(problem) for template, problem in (*questions, *training)]
+    known = {template.key(problem) for rows in generator.generate_rows() for template, problem in rows}
+    assert (len(questions), len(training)) == (300, 1600)
+    assert len(set(keys)) == len(keys) and not set(keys) & known
