@@ -1,5 +1,6 @@
 """The figures in docs/concepts/beyond-one-gpu.md: what the planner predicts now for 1 to 1,024 GPUs, beside what was counted."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tunix_rt.plan.target import several, target_named
 PAGE = Path("docs/concepts/beyond-one-gpu.md")
 MODEL = "llama-3.1-8b"
 RECORDED, DRAWN, THOUSAND = "memory_ranks_h200.json", "memory_ranks_drawn.json", "memory_ranks_1024.json"
-ENGINE, OVERHEAD = "memory_ranks_cuda.json", "speed_fsdp.json"
+ENGINE, OVERHEAD, KILLS = "memory_ranks_cuda.json", "speed_fsdp.json", "rank_kills.jsonl"
+LAUNCHERS = {"nproc": "`--nproc`", "torchrun": "torchrun", "ray": "Ray Train, two nodes"}
 FULL = {"dtype": "bfloat16", "master_dtype": "bfloat16", "gradient_checkpointing": True}
 
 
@@ -30,6 +32,7 @@ def page(root: Path) -> str:
         "scale": scale_block(),
         "thousand": thousand_block(root),
         "hide": hide_block(),
+        "kills": kills_block(root),
     }
     for name, block in blocks.items():
         text = replaced(text, name, block, PAGE)
@@ -121,6 +124,20 @@ def drawn_block(root: Path) -> str:
 def error_of(case: dict[str, Any]) -> float:
     """Of what the code predicts now."""
     return predicted_bytes(plan_of(case)) / int(case["tracked_bytes"]) - 1
+
+
+def kills_block(root: Path) -> str:
+    """By launcher and number of ranks."""
+    lines = [json.loads(line) for line in (root / RESULTS / KILLS).read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for launcher, ranks in dict.fromkeys((one["launcher"], one["nproc"]) for one in lines):
+        runs = [one for one in lines if (one["launcher"], one["nproc"]) == (launcher, ranks)]
+        same = sum(one["identical"] and one["exit_code"] == 0 for one in runs)
+        rows.append(
+            (LAUNCHERS[launcher], f"{ranks}", f"{len(runs)}", f"{sum(len(one['kills']) for one in runs)}", f"{same}")
+        )
+    columns = ("launcher", "ranks", "runs", "ranks killed", "runs that ended by themselves, with the same files")
+    return f"{table(columns, rows)}\n\n`python -m benchmarks.rank_kills`, raw output in `{RESULTS / KILLS}`."
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def block(root: Path) -> str:
             if "failed" in case:
                 failures.append(
                     f"- `{case['preset']}` {_size(case)} ({_settings(case)}): {_cause(case)}. The code as it is now predicts "
-                    f"{gib(predicted)} GiB and asks for {gib(asked)} GiB; it was not measured again."
+                    f"{gib(predicted)} GiB and requests {gib(asked)} GiB; it was not measured again."
                 )
                 continue
             errors.append(predicted / case["peak_bytes"] - 1)
@@ -45,7 +45,7 @@ def block(root: Path) -> str:
         sizes = (statistics.median(map(abs, errors)), max(0.0, *errors), min(0.0, *errors))
         shares = (f"{100 * sizes[0]:.2f} %", *(f"{100 * size:+.2f} %" for size in sizes[1:]))
         summary.append((kind, str(len(mine)), *shares, f"{len(errors)} of {len(mine)}"))
-    heads = ("plan", "cases", "median error", "largest above", "largest below", "ran in the memory asked for")
+    heads = ("plan", "cases", "median error", "largest above", "largest below", "ran in the requested memory")
     columns = ("model", "rows x tokens", "settings", "plan", "predicted GiB", "measured GiB", "error", "error then")
     said = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}; `{RESULTS / FILE}`"
     failed = "Did not run, under the cap of the plan of that moment:\n\n" + "\n".join(failures)
@@ -88,7 +88,7 @@ def kind_of(case: Case) -> str:
 
 
 def predicted_now(case: Case) -> tuple[int, int]:
-    """The peak, and the least memory that is asked for, in bytes."""
+    """The peak, and the least memory that is requested, in bytes."""
     if case.get("traced"):
         now = case.get("replanned", {"predicted_total": case["predicted_total"], "asked_bytes": case.get("cap_bytes")})
         return now["predicted_total"], now["asked_bytes"]

@@ -145,7 +145,7 @@ def config_page() -> str:
         parts += [f"## {section}", table(("setting", "allowed", "default", "meaning"), rows)]
     parts += [
         "## Refused in this version",
-        "These values are known, and no engine honours them yet. A run that asks for one ends with exit code 2.",
+        "These values are known, and no engine honours them yet. A run that sets one ends with exit code 2.",
         table(("setting", "error", "fix"), list(_refused())),
         "## Old names",
         "Still read, and written into the run folder under the new name. Two spellings of one setting may agree; when they "

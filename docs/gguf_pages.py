@@ -13,7 +13,7 @@ COLUMNS = (
     "model", "file", "MiB", "perplexity", "of the original", "change", "logits moved", "llama.cpp: perplexity",
     "of our weights",
 )  # fmt: skip
-SAID = """Perplexity is that of the last questions and answers of the GSM8K training set as plain text, float32 on a CPU. SmolLM2
+ABOUT = """Perplexity is that of the last questions and answers of the GSM8K training set as plain text, float32 on a CPU. SmolLM2
 (Q4_1) and Gemma (Q4_K_M) come from the registries in 4 bits and were dequantized: a second quantization to nearly the same codes
 moves them less than a first one would. Logits are those after four questions, as a share of the largest; those of transformers
 differ from those of the dequantized weights by at most {apart:.1g} of it. llama.cpp reads two documents, one token at a time, and
@@ -42,7 +42,7 @@ def block(root: Path) -> str:
         if "architecture" in one
     )
     parts = [
-        SAID.format(
+        ABOUT.format(
             apart=apart,
             results=RESULTS,
             versions=", ".join(f"{name} {text}" for name, text in sorted(versions.items())),

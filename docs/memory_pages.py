@@ -170,7 +170,7 @@ def summary_block(root: Path) -> str:
             ", ".join(kind), f"{len(mine)}", f"{100 * statistics.median(map(abs, errors)):.2f} %",
             percent(max(0.0, *errors)), percent(min(0.0, *errors)), f"{len(errors)} of {len(mine)}",
         ))  # fmt: skip
-    columns = ("cases", "how many", "median error", "largest above", "largest below", "ran in the memory asked for")
+    columns = ("cases", "how many", "median error", "largest above", "largest below", "ran in the requested memory")
     about = read(root, ON_GPU[0])["about"]
     said = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}"
     raw = " and ".join(f"`{RESULTS / name}`" for name in ON_GPU)
@@ -208,7 +208,7 @@ def _caps(cases: list[dict[str, Any]]) -> str:
     ]
     counts = ", ".join(f"{len(draw) - len(failed(draw))} of {len(draw)}" for draw in draws)
     return (
-        "The cap was the least memory that the plan of that moment asked for; the plan of today asks for the same to the byte "
+        "The cap was the least memory that the plan of that moment requested; the plan of today requests the same to the byte "
         f"in {same} of the {len(found)} cases that ran. Of the draws, one after the other, {counts} ran."
     )
 
@@ -234,7 +234,7 @@ def _failure(case: Mapping[str, Any], cases: Iterable[Mapping[str, Any]]) -> str
     return (
         f"Once said to fit, and did not run: `{case['preset']}` {_size(case)}, {_settings(case)}. It ran out of memory while it "
         f"answered, with {case['peak_bytes'] / MIB:,.0f} MiB given out under a cap of {case['cap_bytes'] / MIB:,.0f} MiB. The "
-        f"code as it is now predicts {plan.peak_bytes / MIB:,.0f} MiB and asks for "
+        f"code as it is now predicts {plan.peak_bytes / MIB:,.0f} MiB and requests "
         f"{(verdict.least_room(plan) - plan.context_bytes) / MIB:,.0f} MiB. {shown}."
     )
 
@@ -317,7 +317,7 @@ def generation_block(root: Path) -> str:
     return (
         f"{len(rows)} cases drawn by seed {about['seed']}, {about['device']}, torch {about['torch']}: median error "
         f"{100 * statistics.median(map(abs, errors)):.2f} %, largest {100 * max(map(abs, errors)):.2f} %. {fits} of {len(rows)} "
-        f"ran again with no more memory than the plan asked for.\n\n{table(columns, rows)}"
+        f"ran again with no more memory than the plan requested.\n\n{table(columns, rows)}"
     )
 
 
@@ -424,10 +424,10 @@ def _beside(shape: ModelShape, tokens: int) -> list[Term]:
 # --- constants --------------------------------------------------------------------------------------------------------
 
 FITTED: dict[str, tuple[str, str, str]] = {
-    "CUDA_SAFETY_SHARE": ("GPU", "chosen", "of the prediction, asked for on top: what lies in pieces that cannot be given out"),
-    "CUDA_SAFETY_BYTES": ("GPU", "chosen", "asked for besides, whatever the prediction"),
-    "SAFETY_SHARE": ("CPU", "chosen", "of the prediction, asked for on top"),
-    "TRACED_SAFETY_SHARE": ("CPU and GPU", "chosen", "of the prediction of a traced model, asked for besides"),
+    "CUDA_SAFETY_SHARE": ("GPU", "chosen", "of the prediction, in addition: what lies in pieces that cannot be given out"),
+    "CUDA_SAFETY_BYTES": ("GPU", "chosen", "requested in addition, whatever the prediction"),
+    "SAFETY_SHARE": ("CPU", "chosen", "of the prediction, requested in addition"),
+    "TRACED_SAFETY_SHARE": ("CPU and GPU", "chosen", "of the prediction of a traced model, requested in addition"),
     "CPU_OVERHEAD_BYTES": ("CPU", "fitted", "thread pools, code that the first step loads, buffers of libraries"),
     "KEPT_SLACK": ("CPU", "fitted", "of what layers keep in the heap, lost between its blocks"),
     "ACCUMULATED_SLACK": ("CPU", "fitted", "of the same, more, where gradients of earlier micro-batches lie between"),

@@ -46,14 +46,32 @@ def test_two_ranks_leave_a_run_that_one_device_gives_too(tmp_path):
     assert in_process("evidence", "verify", both, "--require", "L1").returncode == 0
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_at_another_number_of_ranks_with_its_batch_and_with_no_other(tmp_path):
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    shared = [*RUN, "--set", "evaluation.enabled=false", "--output"]
+    command = [*shared, str(run), *rows(2)]
+    stopped = ended_ranks(start_ranks(tmp_path, *[[*command, "--stop-after", "2"]] * 2), tmp_path)
+    assert [code for code, _ in stopped] == [7, 7]
+    ((code, said),) = ended_ranks(start_ranks(tmp_path, [*shared, str(run), *rows(4), "--resume"]), tmp_path)
+    assert code == 2 and "per_device_train_batch_size" in said and "  fix: " in said
+    ((code, said),) = ended_ranks(start_ranks(tmp_path, [*command, "--resume"]), tmp_path)
+    assert code == 0 and "4 rows, as on the 2 device(s) the run began on; now on 1" in said
+    ended_ranks(start_ranks(tmp_path, [*shared, str(alone), *rows(4)]), tmp_path)
+    found, expected = RunRecord(run).metrics, RunRecord(alone).metrics
+    assert [one.loss for one in found] == pytest.approx([one.loss for one in expected], rel=1e-5)
+
+
 def test_ranks_with_two_configurations_are_refused_with_the_setting_that_differs(tmp_path):
     commands = [[*RUN, "--output", str(tmp_path / "run"), "--set", f"training.seed={seed}"] for seed in (1, 2)]
-    (code, said), _ = ended_ranks(start_ranks(tmp_path, *commands), tmp_path)
-    assert code == 2 and "rank 1 has training.seed: 2, rank 0 has 1" in said and "  fix: " in said
+    (code, said), (other, _) = ended_ranks(start_ranks(tmp_path, *commands), tmp_path)
+    assert code == other == 2 and "rank 1 has training.seed: 2, rank 0 has 1" in said and "  fix: " in said
 
 
-@pytest.mark.parametrize("what", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
-def test_a_rank_that_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_path, what):
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("hangs", signal.SIGSTOP)), signal.SIGKILL]
+)
+def test_a_rank_that_hangs_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_path, what):
     command = [
         *RUN[:5],
         "500",
@@ -64,11 +82,13 @@ def test_a_rank_that_is_stopped_or_killed_is_named_with_its_host_and_step(tmp_pa
         "--set",
         "evaluation.enabled=false",
     ]
-    processes = start_ranks(tmp_path, command, command, TUNIX_RT_RANK_TIMEOUT="30")
+    hangs = {"HANGS_AT": "4"} if what == "hangs" else {}
+    processes = start_ranks(tmp_path, command, command, TUNIX_RT_RANK_TIMEOUT="30", **hangs)
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2) and time.monotonic() < until:
         time.sleep(0.05)
-    os.kill(processes[1].pid, what)
+    if not hangs:
+        os.kill(processes[1].pid, what)
     processes[0].join(300)
     processes[1].kill()
     (code, said), _ = ended_ranks(processes, tmp_path)

@@ -1,10 +1,12 @@
 """Ranks for tests, forked from one process that has imported torch: they meet over gloo."""
 
 import datetime
+import itertools
 import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +68,8 @@ def _rank(rank: int, world: int, path: str, sender: Any, act: Callable[..., Any]
 
 
 def start_ranks(folder: Path, *commands: list[str], **environment: str) -> list[Any]:
-    """A process for each of these command lines, as a launcher starts the ranks of a run. Their stderr is `folder`/rank-N."""
+    """A process for each of these command lines, as a launcher starts the ranks of a run. Their stderr is `folder`/rank-N. In the
+    environment, HANGS_AT is a step before which a rank hangs that is not rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     numbers = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -104,4 +107,19 @@ def _program(said: Path, words: list[str], environment: dict[str, str]) -> None:
     from tunix_rt.cli.main import cli
 
     torch.set_num_threads(1)
+    if "HANGS_AT" in environment:
+        _hang_before_step(int(environment["HANGS_AT"]))
     cli.main(args=words, prog_name="tunix-rt")
+
+
+def _hang_before_step(number: int) -> None:
+    from tunix_rt.engines.torch.follow import Follower
+
+    step, begun = Follower.step, itertools.count(1)
+
+    def hangs(self: Follower) -> None:
+        if next(begun) == number:
+            time.sleep(600)
+        step(self)
+
+    Follower.step = hangs  # type: ignore[method-assign]

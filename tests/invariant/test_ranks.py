@@ -110,7 +110,7 @@ SETTINGS = {
     "adafactor": {"optim": "adafactor"},
     "adafactor in backward, two replicas": {"optim": "adafactor", "optim_in_backward": True, "data_replicas": 2},
     "adapters": {"dtype": "float32", "lora_rank": 3},
-    "adapters in bfloat16, two replicas": {"dtype": "bfloat16", "lora_rank": 3, "data_replicas": 2},
+    "adapters on replicas": {"dtype": "bfloat16", "lora_rank": 3, "data_replicas": 2},
     "8-bit states": {"optim": "adamw_8bit", "dtype": "float32"},
     "float32": {"dtype": "float32"},
     "bfloat16, rounded at random": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
@@ -122,7 +122,8 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "compiled")) for one in SETTINGS]
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one in ("compiled", "adapters on replicas"))) for one in SETTINGS],
 )
 def test_every_way_to_take_a_step_is_the_same_on_ranks(small_model, name):
     folder, settings = small_model("gemma3"), SETTINGS[name]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tests.forging.ranks import on_ranks
-from tests.invariant.test_ranks import ROWS_PER_STEP, uneven_rows
+from tests.invariant.test_ranks import ROWS_PER_STEP, TOLERANCES, uneven_rows
 from tunix_rt.config.settings import Training
 from tunix_rt.data.packing import batch_of_step
 from tunix_rt.engines.checkpoint import MODEL
@@ -34,10 +34,16 @@ def trained(model, settings, *, steps):
     training = Training(**{"learning_rate": 1e-3, "seed": 3, "compile": False} | settings)
     engine = loop.load(resolve_model(model), device="cpu", training=training)
     optimizer = loop.make_optimizer(engine, training)
+    walk(engine, optimizer, training, first=1, total=steps)
+    return engine, optimizer, training
+
+
+def walk(engine, optimizer, training, *, first, total):
+    from tunix_rt.engines.torch import loop
+
     batch_of = partial(batch_of_step, uneven_rows(), micro_batch_size=ROWS_PER_STEP, accumulation=1, seed=5, pad_id=0)
-    for _ in loop.optimizer_steps(engine, optimizer, batch_of, training, first=1, total=steps):
-        pass
-    return engine, optimizer
+    steps = loop.optimizer_steps(engine, optimizer, batch_of, training, first=first, total=total)
+    return [step.loss for step in steps]
 
 
 def whole_state(engine, optimizer):
@@ -53,23 +59,24 @@ def whole_state(engine, optimizer):
 
 
 def train_and_write(model, folder, settings):
-    """Train and write twice: by a snapshot and directly. Rank 0 has the whole state."""
+    """Train, write twice, by a snapshot and directly, and go on. Rank 0 has the whole state."""
     from tunix_rt.engines.torch import save
 
-    engine, optimizer = trained(model, settings, steps=3)
+    engine, optimizer, training = trained(model, settings, steps=3)
     written = save.write_direct(engine, optimizer, folder / "direct")
     assert save.snapshot(engine, optimizer).write(folder / "snapshot") == written
-    return whole_state(engine, optimizer), save.snapshot_bytes(engine, optimizer)
+    state, size = whole_state(engine, optimizer), save.snapshot_bytes(engine, optimizer)
+    return state, size, walk(engine, optimizer, training, first=4, total=6)
 
 
 def restore_and_write(model, source, folder, settings):
     from tunix_rt.engines.torch import save
 
-    engine, optimizer = trained(model, settings, steps=0)
+    engine, optimizer, training = trained(model, settings, steps=0)
     save.restore_state(engine, optimizer, source, step=3)
     save.write_direct(engine, optimizer, folder)
     save.save(engine, folder.with_suffix(".final"), tokenizer_folder=Path(model), stop_ids=[1])
-    return whole_state(engine, optimizer)
+    return whole_state(engine, optimizer), walk(engine, optimizer, training, first=4, total=6)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +98,16 @@ def model(tmp_path_factory):
 def test_a_state_goes_from_two_ranks_to_four_to_one_to_two_bit_for_bit(tmp_path, model, kind):
     for name in ("direct", "snapshot", "4", "1", "2"):
         (tmp_path / name).mkdir()
-    (state, size), (of_second, _) = on_ranks(2, train_and_write, str(model), tmp_path, KINDS[kind])
+    (state, size, expected), (of_second, *_) = on_ranks(2, train_and_write, str(model), tmp_path, KINDS[kind])
     assert state and not of_second
     came = tmp_path / "direct"
     for world in (4, 1, 2):
         place = tmp_path / str(world)
         replicas = 2 if world == 4 and kind == "adamw" else 1
         settings = KINDS[kind] | {"data_replicas": replicas}
-        assert on_ranks(world, restore_and_write, str(model), came, place, settings)[0] == state
+        found, losses = on_ranks(world, restore_and_write, str(model), came, place, settings)[0]
+        assert found == state
+        assert losses == (expected if world == 2 else pytest.approx(expected, rel=TOLERANCES[settings["dtype"]]))
         assert len(list(place.iterdir())) == 2 * world // replicas
         came = place
     assert (files := contents(came)) == contents(tmp_path / "direct")

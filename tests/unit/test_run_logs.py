@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.program import in_process
+from tests.program import ROOT, in_process
 from tunix_rt.doctor.agreement import HostReport, refuse_disagreement
-from tunix_rt.doctor.process_checks import SIGNS, known_of
+from tunix_rt.doctor.facts import Ask, Interface, facts_from_json
+from tunix_rt.doctor.process_checks import SIGNS, interfaces_exist, known_of
 from tunix_rt.engines.jax.control import Doing, hang
 from tunix_rt.errors import TunixError
 from tunix_rt.ranks import NAMES, TIMEOUT, World
@@ -67,6 +68,22 @@ def test_the_doctor_knows_the_cause_in_every_ending_of_a_run_on_several_processe
     endings = [*endings_of_ranks(monkeypatch), *endings_of_processes()]
     unknown = [(cause, text) for cause, text in endings if not known_of([text]) or not re.search(SIGNS[cause], text)]
     assert unknown == [] and len({text for _, text in endings}) >= 10
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "verdict"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", "pass"), ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
+        ("NCCL_SOCKET_IFNAME", "ib,=eth0", "fail"), ("NCCL_SOCKET_IFNAME", "^docker,lo", "pass"),
+        ("NCCL_SOCKET_IFNAME", "^eth0,lo", "fail"), ("GLOO_SOCKET_IFNAME", "eth0", "pass"),
+        ("GLOO_SOCKET_IFNAME", "eth", "fail"), ("GLOO_SOCKET_IFNAME", "eth0,ib0", "fail"),
+    ],
+)  # fmt: skip
+def test_an_interface_is_named_as_nccl_and_gloo_read_their_variables(variable, value, verdict):
+    facts = facts_from_json(json.loads((ROOT / "tests/facts/nccl-interface-unknown.json").read_text())["facts"])
+    up = (Interface(name="lo", loopback=True), Interface(name="eth0"), Interface(name="ib0", up=False))
+    facts = replace(facts, interfaces=up, environment={variable: value, "WORLD_SIZE": "2"}, log=())
+    assert interfaces_exist(facts, Ask(device="cuda")).verdict == verdict
 
 
 def test_the_cause_in_a_log_is_printed_with_its_line_and_exit_4(tmp_path):

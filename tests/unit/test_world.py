@@ -1,6 +1,8 @@
 """The ranks of a launch, read from the environment, and how they share a tensor."""
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +38,23 @@ def test_the_parts_of_a_tensor_are_its_rows_once_each(rows, shards):
 def test_a_rank_is_started_without_the_options_of_its_launcher():
     words = ["train", "demo", "--nproc", "2", "--output", "run", "--max-restarts=3", "--nproc=gpu", "--resume"]
     assert without_launch(words) == ["train", "demo", "--output", "run", "--resume"]
+
+
+@pytest.mark.parametrize("fact", ["gpu", "versions"])
+def test_ranks_on_other_gpus_or_of_other_versions_are_refused_by_name(monkeypatch, fact):
+    from tunix_rt.engines.torch import lead
+
+    facts = {"rank": 0, "host": "one", "gpu": "H100", "versions": {"torch": "2.13"}}
+    orders = SimpleNamespace(
+        world=World(size=2), announce=lambda call: 1, answers=lambda name: {1: {**facts, "host": "two", fact: "other"}}
+    )
+    nothing = contextlib.nullcontext
+    watch = SimpleNamespace(busy=lambda *_: nothing(), awaiting=lambda _: nothing())
+    monkeypatch.setattr(lead, "_open", [SimpleNamespace(orders=orders, watch=watch)])
+    monkeypatch.setattr(lead, "facts_of", lambda engine, world: facts)
+    with pytest.raises(ConfigError, match=f"rank 1 on two has {fact} other, rank 0 has") as refused:
+        lead.rank_facts(None)
+    assert "same GPUs" in refused.value.fix
 
 
 @pytest.mark.parametrize(("code", "own", "left"), [(7, 0, "7"), (2, 0, "2"), (0, 0, "0"), (1, 1, None)])

@@ -125,9 +125,10 @@ def shared_memory_is_enough(facts: Facts, ask: Ask) -> Check:
 def interfaces_exist(facts: Facts, ask: Ask) -> Check:
     up = [one.name for one in facts.interfaces if one.up and not one.loopback]
     fix = f"name one that all hosts share, or unset the variable; up here: {', '.join(up) or 'none'}"
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    usable = [one.name for one in facts.interfaces if one.up]
+    for variable, exists in (("NCCL_SOCKET_IFNAME", _matching), ("GLOO_SOCKET_IFNAME", _listed)):
         named = facts.environment.get(variable, "")
-        if named and facts.interfaces and not _matching(named, [one.name for one in facts.interfaces if one.up]):
+        if named and facts.interfaces and not exists(named, usable):
             return failed(f"{variable}={named}", f"{variable} names no network interface of this host", fix)
     if line := _logged(facts, "wrong-interface"):
         fix = f"set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the cluster network; {fix}"
@@ -141,6 +142,11 @@ def _matching(named: str, names: list[str]) -> list[str]:
     listed = named.lstrip("^=").split(",")
     held = [name for name in names if any(name == one if exact else name.startswith(one) for one in listed)]
     return [name for name in names if name not in held] if excluded else held
+
+
+def _listed(named: str, names: list[str]) -> bool:
+    """As gloo reads its variable: the whole name of every interface."""
+    return set(named.split(",")) <= set(names)
 
 
 @check("port-taken", needs=_several)

@@ -122,9 +122,9 @@ def announce_run(ranks: Ranks, context: RunContext) -> None:
     """Let every rank prepare the data of the run, which it must find in the same files."""
     if ranks.orders is None:
         return
-    word, token = context.run.root / ".shared.staged", secrets.token_hex(8)
-    with storage(word):
-        word.write_text(token)
+    marker, token = context.run.root / ".shared.staged", secrets.token_hex(8)
+    with storage(marker):
+        marker.write_text(token)
     today = context.data.style.template.today
     try:
         number = ranks.orders.announce(
@@ -133,7 +133,7 @@ def announce_run(ranks: Ranks, context: RunContext) -> None:
         )  # fmt: skip
         ranks.orders.answers(f"answer/{number}", lambda: context.stop.check(context.start.saved_state, starting=True))
     finally:
-        word.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
     logger.info("Ranks: %d", ranks.world.size)
 
 

@@ -142,7 +142,7 @@ class Lead:
     def meet(self, number: int) -> None:
         """Wait until every follower is ready for announcement `number`, and let all begin."""
         self.collect(number)
-        self.tell("go", number=number)
+        self.send_all("go", number=number)
 
     def announce(self, what: str, arrays: Arrays | None = None, *, step: int | None = None, **fields: Any) -> int:
         with self._gate:
@@ -170,7 +170,7 @@ class Lead:
             self._slowest = max(self._slowest, took)
         self._doing = Doing(number=self._doing.number)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send_all(self, kind: str, **fields: Any) -> None:
         for peer in self.peers:
             self._send(peer, kind, **fields)
 
@@ -249,7 +249,7 @@ class Lead:
                 try:
                     peer.channel.send("beat")
                 except OSError:
-                    continue  # its listener says why
+                    continue  # its listener reports why
             peers = {peer.name: peer.doing for peer in self.peers}
             if problem := hang(self._doing, peers, now=time.monotonic(), slowest=self._slowest):
                 self._lose(TunixError(problem, fix=SEE_LOGS))

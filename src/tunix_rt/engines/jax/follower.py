@@ -45,7 +45,7 @@ class Follower:
                 if time.monotonic() > until:
                     raise HardwareError(
                         f"process 0 does not listen on {address[0]}:{address[1]}: {error.strerror or error}",
-                        fix="start the same command in process 0, on the host MASTER_ADDR; its log says why it ended",
+                        fix="start the same command in process 0, on the host MASTER_ADDR; its log has the cause",
                     ) from error
                 time.sleep(0.2)
         for act in (self._listen, self._beat):
@@ -99,7 +99,7 @@ class Follower:
             try:
                 self._report()
             except OSError:
-                return  # the listener says why
+                return  # the listener reports why
 
     def _listen(self) -> None:
         problem = "process 0 has ended"

@@ -179,7 +179,7 @@ class SharedSnapshot:
 
     def write(self, folder: Path) -> dict[str, WrittenFile]:
         """Each process writes its own files into `folder`. Those of the others, once all have."""
-        _lead().tell("write", number=self.number, folder=str(folder.absolute()))
+        _lead().send_all("write", number=self.number, folder=str(folder.absolute()))
         self.own.write(folder)
         return _lead().collect(self.number)
 

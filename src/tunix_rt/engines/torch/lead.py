@@ -45,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOST_SECONDS = 3.0
-"""Within which a rank that failed has said why, or has stopped showing that it lives."""
+"""Within which a rank that failed has reported why, or shows no sign of life."""
 _open: list["Lead"] = []
 """Of this process, while it leads a run."""
 
@@ -72,15 +72,20 @@ def meet(world: World, *, on_stop: Callable[[str], None], on_lost: Callable[[Tun
 
 @contextlib.contextmanager
 def connected(lead: Lead) -> Iterator[None]:
-    """`lead` announces what the functions of this module compute. The other ranks end with the block."""
+    """`lead` announces what the functions of this module compute. The other ranks end with the block and its exit code."""
     _open.append(lead)
+    exit_code = 1
     try:
         yield
+        exit_code = 0
+    except TunixError as error:
+        exit_code = error.exit_code
+        raise
     finally:
         _open.clear()
         lead.watch.end()
         with contextlib.suppress(dist.DistError):  # the store ends with the launcher
-            lead.orders.end()
+            lead.orders.end(exit_code)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def open_store(world: World) -> dist.Store:
             ) from error
         raise ConfigError(
             f"rank {world.rank} of {world.size} on {world.host}: not every rank has met at {place} within {START_SECONDS} s",
-            fix="start as many processes as WORLD_SIZE says, with a MASTER_ADDR that every host reaches",
+            fix="start WORLD_SIZE processes, with a MASTER_ADDR that every host reaches",
         ) from error
     return dist.PrefixStore("tunix-rt", store)
 
@@ -82,9 +82,9 @@ class Orders:
                     f"rank {rank} on {failure['host']}: {failure['problem']}", fix=failure["fix"]
                 )
 
-    def end(self) -> None:
-        """The others end with this process."""
-        self.store.set("end", b"1")
+    def end(self, exit_code: int) -> None:
+        """The others end with this process, and with its exit code."""
+        self.store.set("end", str(exit_code))
         until = time.monotonic() + 5
         while time.monotonic() < until and not all(self.store.check([f"ended/{r}"]) for r in range(1, self.world.size)):
             time.sleep(0.05)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tunix_rt.errors import TunixError
-from tunix_rt.ranks import World, rank_timeout
+from tunix_rt.ranks import World, process_exit_code, rank_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Watch:
             self._read_signals()
         elif self._store.check(["end"]):
             self._store.set(f"ended/{self._world.rank}", b"1")
-            os._exit(0)
+            os._exit(process_exit_code(int(self._store.get("end"))))
         elif self.signal_name:
             self._store.set(f"signal/{self._world.rank}", self.signal_name)
             self.signal_name = ""
